@@ -1,0 +1,1 @@
+"""Quantized matrix products: one named backend per file, chosen by `dispatch`."""

@@ -1,0 +1,35 @@
+"""Choose the backend for a case: the first of a fixed table that can serve it."""
+
+from __future__ import annotations
+
+import torch
+
+from quantkit.errors import RequestError, UnsupportedError
+from quantkit.kernels.backend import Backend
+from quantkit.kernels.reference import ReferenceBackend
+from quantkit.scheme import QuantScheme
+
+BACKENDS: tuple[Backend, ...] = (ReferenceBackend(),)
+"""Fastest first."""
+
+
+def select_backend(scheme: QuantScheme, device: torch.device, dtype: torch.dtype, prefer: str | None = None) -> Backend:
+    """The backend for activations of `dtype` on `device` and weights of `scheme`.
+
+    Args:
+        prefer: the only backend to consider, by name.
+
+    Raises:
+        RequestError: if no backend has the preferred name.
+        UnsupportedError: if none can serve, with every backend's reason.
+    """
+    candidates = [b for b in BACKENDS if prefer is None or b.name == prefer]
+    if not candidates:
+        raise RequestError("unknown backend", found=prefer, expected=", ".join(b.name for b in BACKENDS))
+    reasons = []
+    for backend in candidates:
+        reason = backend.refusal(scheme, device, dtype)
+        if reason is None:
+            return backend
+        reasons.append(f"{backend.name}: {reason}")
+    raise UnsupportedError(f"no backend serves {scheme} on {device} in {dtype}; {'; '.join(reasons)}")

@@ -1,0 +1,28 @@
+"""The reference backend: dequantize as `QuantTensor` defines it, multiply in float32."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quantkit.qtensor import QuantTensor
+from quantkit.scheme import QuantScheme
+
+
+class ReferenceBackend:
+    """Right everywhere, fast nowhere; other backends are tested against it."""
+
+    name = "reference"
+
+    def refusal(self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype) -> str | None:
+        return None if dtype.is_floating_point else f"activations are {dtype}"
+
+    def prepare(self, weight: QuantTensor) -> dict[str, Tensor]:
+        zero = {} if weight.zero is None else {"zero": weight.zero}
+        return {"codes": weight.codes, "scale": weight.scale, **zero}
+
+    def linear(self, x: Tensor, prepared: dict[str, Tensor], scheme: QuantScheme, bias: Tensor | None) -> Tensor:
+        weight = QuantTensor(prepared["codes"], prepared["scale"], prepared.get("zero"), scheme)
+        product = F.linear(x.float(), weight.dequantize(), None if bias is None else bias.float())
+        return product.to(x.dtype)

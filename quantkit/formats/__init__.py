@@ -1,0 +1,1 @@
+"""Checkpoints on disk: readers and writers, one file per format."""

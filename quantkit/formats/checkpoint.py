@@ -1,0 +1,144 @@
+"""What every reader offers: canonical tensors, one at a time, whatever the source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from quantkit.config import ModelConfig
+from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.naming import entries
+from quantkit.qtensor import QuantTensor
+from quantkit.scheme import QuantScheme
+
+FLOAT_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPE_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
+
+_QUANTIZED_SUFFIXES = {
+    "qweight": "GPTQ or AWQ",
+    "qzeros": "GPTQ or AWQ",
+    "g_idx": "GPTQ",
+    "weight_packed": "compressed-tensors",
+    "weight_scale_inv": "FP8 block",
+    "weight_scale": "FP8 or compressed-tensors",
+    "absmax": "bitsandbytes 4-bit",
+    "quant_map": "bitsandbytes 4-bit",
+    "quant_state.bitsandbytes__nf4": "bitsandbytes NF4",
+    "quant_state.bitsandbytes__fp4": "bitsandbytes FP4",
+    "SCB": "bitsandbytes LLM.int8()",
+    "weight_format": "bitsandbytes",
+    "W_q": "HQQ",
+    "_weight_qdata": "torchao",
+}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A stored tensor as its header tells it: shape, float dtype, scheme if quantized."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    scheme: QuantScheme | None = None
+
+
+class Checkpoint(Protocol):
+    """A model on disk, read lazily.
+
+    ``extra_config`` holds the source's own config keys that carry no arithmetic, to be
+    handed on; ``notes`` what a user should know though it is no error.
+    """
+
+    path: Path
+    format: str
+    config: ModelConfig
+    extra_config: Mapping[str, Any]
+    notes: list[str]
+
+    def names(self) -> list[str]:
+        """Canonical names in layer order."""
+        ...
+
+    def info(self, name: str) -> TensorInfo:
+        """Shape, dtype and scheme, from headers alone."""
+        ...
+
+    def load(self, name: str) -> Tensor | QuantTensor:
+        """One tensor, in canonical layout. It may view the file: do not write to it."""
+        ...
+
+    def files(self) -> list[Path]:
+        """The weight and config files that were read."""
+        ...
+
+
+def is_quantized(checkpoint: Checkpoint) -> bool:
+    """Whether any tensor of the checkpoint is held as integer codes."""
+    return any(checkpoint.info(name).scheme is not None for name in checkpoint.names())
+
+
+def schemes(checkpoint: Checkpoint) -> dict[str, QuantScheme]:
+    """The scheme of every quantized module."""
+    found = ((name, checkpoint.info(name).scheme) for name in checkpoint.names())
+    return {name.removesuffix(".weight"): scheme for name, scheme in found if scheme is not None}
+
+
+def require_complete(found: Mapping[str, TensorInfo], config: ModelConfig, path: Path) -> None:
+    """Check that the tensors are exactly those the config calls for, in the right shapes.
+
+    Raises:
+        CheckpointError: naming the first tensor that is missing, unexpected or misshapen.
+        UnsupportedError: if unexpected tensors belong to a quantization scheme, or a
+            weight is not stored as floats.
+    """
+    expected = {entry.name: entry.shape for entry in entries(config)}
+    if unexpected := [name for name in found if name not in expected]:
+        raise_unexpected(unexpected, path)
+    if missing := [name for name in expected if name not in found]:
+        raise CheckpointError(
+            f"tensor '{missing[0]}' is missing", path=path,
+            found=f"{len(expected) - len(missing)} of {len(expected)} tensors",
+            hint="a weight file is missing or the config is another model's",
+        )  # fmt: skip
+    for name, shape in expected.items():
+        if found[name].shape != shape:
+            raise CheckpointError(
+                f"tensor '{name}' has the wrong shape", path=path, found=list(found[name].shape), expected=list(shape)
+            )
+        if found[name].dtype not in DTYPE_NAMES:
+            raise UnsupportedError(
+                f"tensor '{name}' is not stored as floats", path=path, found=found[name].dtype,
+                hint="the source is quantized already in a scheme that its config does not name",
+            )  # fmt: skip
+
+
+def raise_unexpected(names: Iterable[str], path: Path) -> None:
+    """Refuse tensors outside the table, by the scheme they belong to where that is known.
+
+    Raises:
+        CheckpointError: always, unless the names tell a quantization scheme.
+        UnsupportedError: if they do.
+    """
+    listed = sorted(names)
+    for name in listed:
+        if ".lora_" in name or name.startswith("base_model.model."):
+            raise UnsupportedError(
+                "is a LoRA adapter, not a model",
+                path=path,
+                found=f"'{name}'",
+                hint="merge it into its base model first",
+            )
+        for suffix, scheme in _QUANTIZED_SUFFIXES.items():
+            if name.endswith("." + suffix) or name.endswith(suffix) and suffix.startswith("_"):
+                raise UnsupportedError(
+                    f"the source is quantized already ({scheme})", path=path, found=f"'{name}'",
+                    hint="start from the float model",
+                )  # fmt: skip
+    more = f" and {len(listed) - 1} more" if len(listed) > 1 else ""
+    raise CheckpointError(
+        f"unexpected tensor '{listed[0]}'{more}", path=path, expected="only tensors of the architecture"
+    )

@@ -1,0 +1,81 @@
+"""Tell what lies at a path, and open it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quantkit.errors import CheckpointError, RequestError, UnsupportedError
+from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.hf import HFCheckpoint, weight_kinds
+from quantkit.formats.meta import MetaCheckpoint, shard_paths
+
+WEIGHTS = ("meta", "safetensors", "bin")
+
+
+def open_checkpoint(path: str | Path, weights: str | None = None) -> Checkpoint:
+    """Open the checkpoint in a folder; headers only.
+
+    Where a folder holds several sets of weights, a Hugging Face index decides, and
+    safetensors win over ``.bin``; a Meta set beside an unindexed Hugging Face set is
+    ambiguous.
+
+    Args:
+        path: a Meta or Hugging Face folder.
+        weights: ``meta``, ``safetensors`` or ``bin`` to pick a set.
+
+    Raises:
+        CheckpointError: if there is no checkpoint, it is ambiguous, or it is damaged.
+        UnsupportedError: if its kind is known and cannot be read.
+    """
+    folder = Path(path)
+    if weights is not None and weights not in WEIGHTS:
+        raise RequestError("unknown kind of weights", found=weights, expected=", ".join(WEIGHTS))
+    if not folder.exists():
+        raise CheckpointError("does not exist", path=folder)
+    if not folder.is_dir():
+        raise _not_a_folder(folder)
+    kind = _choose(folder) if weights is None else weights
+    if kind == "meta":
+        return MetaCheckpoint(folder)
+    checkpoint = HFCheckpoint(folder, kind)
+    if weights is None and kind == "safetensors" and "bin" in weight_kinds(folder):
+        checkpoint.notes.append(f"{folder}: pytorch_model*.bin beside safetensors; ignored")
+    return checkpoint
+
+
+def _choose(folder: Path) -> str:
+    meta = bool(shard_paths(folder))
+    kinds = weight_kinds(folder)
+    indexed = any(folder.glob("*.index.json"))
+    if not meta and not kinds:
+        raise _no_weights(folder)
+    if meta and kinds and not (indexed and (folder / "config.json").is_file()):
+        raise CheckpointError(
+            "holds two sets of weights", path=folder, found=f"consolidated.*.pth and {' and '.join(kinds)}",
+            hint=f"pick one with --weights meta or --weights {kinds[0]}",
+        )  # fmt: skip
+    return kinds[0] if kinds else "meta"
+
+
+def _not_a_folder(path: Path) -> Exception:
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic == b"GGUF":
+        return UnsupportedError("GGUF files are not read", path=path, expected="a Meta or Hugging Face folder")
+    return CheckpointError("is a file", path=path, expected="the folder that holds it with its config and tokenizer")
+
+
+def _no_weights(folder: Path) -> Exception:
+    if (folder / "adapter_config.json").is_file():
+        return UnsupportedError(
+            "is a LoRA adapter, not a model", path=folder, found="adapter_config.json",
+            hint="merge it into its base model first",
+        )  # fmt: skip
+    if gguf := sorted(folder.glob("*.gguf")):
+        return UnsupportedError("GGUF files are not read", path=gguf[0], expected="a Meta or Hugging Face folder")
+    if (original := folder / "original").is_dir() and shard_paths(original):
+        return CheckpointError("has no weights", path=folder, hint=f"there is a Meta checkpoint in {original}")
+    return CheckpointError(
+        "has no weights", path=folder,
+        expected="consolidated.00.pth, model.safetensors, pytorch_model.bin or an index of shards",
+    )  # fmt: skip

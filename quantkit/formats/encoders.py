@@ -1,0 +1,236 @@
+"""How planned tensors become bytes of files: safetensors shards, or Meta's ``.pth`` shards.
+
+An encoder only ever appends, in one fixed order, so an interrupted output can be
+continued from any tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from quantkit.config import ModelConfig
+from quantkit.errors import RequestError
+from quantkit.formats import compressed_tensors as ct
+from quantkit.formats.meta import to_interleaved
+from quantkit.formats.pth_io import PthEncoder
+from quantkit.formats.safetensors_io import StoredTensor, build_header
+from quantkit.naming import Entry, entries
+from quantkit.qtensor import QuantTensor
+from quantkit.scheme import QuantScheme
+
+Chunk = tuple[str, bytes | memoryview]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One tensor of the output: canonical name, shape, float dtype (of the scales, if quantized)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    scheme: QuantScheme | None = None
+
+
+class Encoder(Protocol):
+    """Turns the values of a fixed list of planned tensors, in order, into file chunks."""
+
+    planned: Sequence[Planned]
+
+    def total_bytes(self) -> int:
+        """Size of all files, or a little more."""
+        ...
+
+    def encode(self, index: int, value: Tensor | QuantTensor) -> Iterator[Chunk]:
+        """What tensor number `index` appends to which file."""
+        ...
+
+    def finish(self) -> Iterator[Chunk]:
+        """What the files end with."""
+        ...
+
+    def state(self) -> Any:
+        """JSON from which `restore` continues."""
+        ...
+
+    def restore(self, state: Any) -> None: ...
+
+    def extra_files(self) -> dict[str, bytes]:
+        """Small files that belong to the weights, such as an index."""
+        ...
+
+
+class SafetensorsEncoder:
+    """Hugging Face shards ``model-0000N-of-0000M.safetensors``, or one ``model.safetensors``."""
+
+    def __init__(self, planned: Sequence[Planned], shard_bytes: int) -> None:
+        self.planned = planned
+        self._stored = [_stored(p) for p in planned]
+        self._shard_of: list[int] = []
+        filled = 0
+        for tensors in self._stored:
+            size = sum(t.nbytes for t in tensors)
+            if not self._shard_of:
+                self._shard_of.append(0)
+            else:
+                full = filled + size > shard_bytes
+                self._shard_of.append(self._shard_of[-1] + full)
+                filled = 0 if full else filled
+            filled += size
+        count = self._shard_of[-1] + 1
+        self._names = [
+            "model.safetensors" if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)
+        ]
+
+    def total_bytes(self) -> int:
+        data = sum(t.nbytes for tensors in self._stored for t in tensors)
+        return data + sum(len(self._header(shard)) for shard in range(len(self._names)))
+
+    def encode(self, index: int, value: Tensor | QuantTensor) -> Iterator[Chunk]:
+        shard = self._shard_of[index]
+        name = self._names[shard]
+        if index == 0 or self._shard_of[index - 1] != shard:
+            yield name, self._header(shard)
+        tensors = ct.encode(value) if isinstance(value, QuantTensor) else [value]
+        for tensor, expected in zip(tensors, self._stored[index], strict=True):
+            yield name, tensor_bytes(tensor, expected)
+
+    def finish(self) -> Iterator[Chunk]:
+        return iter(())
+
+    def state(self) -> Any:
+        return None
+
+    def restore(self, state: Any) -> None:
+        pass
+
+    def extra_files(self) -> dict[str, bytes]:
+        if len(self._names) == 1:
+            return {}
+        total = sum(t.nbytes for tensors in self._stored for t in tensors)
+        weight_map = {
+            t.name: self._names[shard]
+            for tensors, shard in zip(self._stored, self._shard_of, strict=True)
+            for t in tensors
+        }
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        return {"model.safetensors.index.json": json.dumps(index, indent=2).encode() + b"\n"}
+
+    def _header(self, shard: int) -> bytes:
+        pairs = zip(self._stored, self._shard_of, strict=True)
+        return build_header([t for tensors, home in pairs if home == shard for t in tensors])
+
+
+class MetaEncoder:
+    """Meta's ``consolidated.NN.pth``: every weight split over the shards as the table says."""
+
+    def __init__(self, planned: Sequence[Planned], config: ModelConfig, shards: int, *, embedding_axis: int) -> None:
+        """
+        Raises:
+            RequestError: if the shards do not divide the heads, the feed-forward width
+                or the vocabulary.
+        """
+        self.planned = planned
+        self._config = config
+        self._shards = shards
+        self._axis = embedding_axis
+        self._entries = _with_head(config)
+        _require_divisible(config, shards, embedding_axis)
+        stored = [[self._part_of(p, self._entries[p.name]) for p in planned]] * shards
+        self._files = [f"consolidated.{rank:02d}.pth" for rank in range(shards)]
+        self._zips = [PthEncoder(f"consolidated.{rank:02d}", part) for rank, part in enumerate(stored)]
+
+    def total_bytes(self) -> int:
+        return sum(z.total_bytes for z in self._zips)
+
+    def encode(self, index: int, value: Tensor | QuantTensor) -> Iterator[Chunk]:
+        assert isinstance(value, Tensor), "Meta's format holds floats only"
+        entry = self._entries[self.planned[index].name]
+        if entry.row.rotary:
+            value = to_interleaved(value, self._config.head_dim)
+        part = self._part_of(self.planned[index], entry)
+        for rank, (file, encoder) in enumerate(zip(self._files, self._zips, strict=True)):
+            data = tensor_bytes(self._slice(value, entry, rank), part)
+            if index == 0:
+                yield file, encoder.start()
+            yield file, encoder.before(index, data)
+            yield file, data
+
+    def finish(self) -> Iterator[Chunk]:
+        for file, encoder in zip(self._files, self._zips, strict=True):
+            yield file, encoder.end()
+
+    def state(self) -> Any:
+        return [encoder.state() for encoder in self._zips]
+
+    def restore(self, state: Any) -> None:
+        for encoder, saved in zip(self._zips, state, strict=True):
+            encoder.restore(saved)
+
+    def extra_files(self) -> dict[str, bytes]:
+        return {}
+
+    def _slice(self, value: Tensor, entry: Entry, rank: int) -> Tensor:
+        axis = self._axis_of(entry)
+        if axis is None:
+            return value
+        pieces = self._pieces(entry)
+        size = value.shape[axis] // pieces
+        return value.narrow(axis, rank * pieces // self._shards * size, size)
+
+    def _pieces(self, entry: Entry) -> int:
+        """Into how many different pieces a tensor is cut; fewer than shards where KV heads repeat."""
+        return min(self._shards, self._config.num_kv_heads) if entry.row.shape.startswith("k") else self._shards
+
+    def _axis_of(self, entry: Entry) -> int | None:
+        return {"none": None, "rows": 0, "columns": 1, "vocabulary": self._axis}[entry.row.split]
+
+    def _part_of(self, planned: Planned, entry: Entry) -> StoredTensor:
+        shape = list(planned.shape)
+        if (axis := self._axis_of(entry)) is not None:
+            shape[axis] //= self._pieces(entry)
+        name = entry.meta_name()
+        assert name is not None
+        return StoredTensor(name, planned.dtype, tuple(shape))
+
+
+def tensor_bytes(tensor: Tensor, expected: StoredTensor) -> memoryview:
+    """The bytes of a tensor, held to what was planned for it."""
+    if tuple(tensor.shape) != expected.shape or tensor.dtype != expected.dtype:
+        raise ValueError(
+            f"{expected.name}: planned {expected.dtype} {expected.shape}, got {tensor.dtype} {tuple(tensor.shape)}"
+        )
+    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def _stored(planned: Planned) -> list[StoredTensor]:
+    if planned.scheme is None:
+        return [StoredTensor(planned.name, planned.dtype, planned.shape)]
+    return ct.stored(planned.name, planned.shape, planned.dtype, planned.scheme)
+
+
+def _with_head(config: ModelConfig) -> dict[str, Entry]:
+    """The table's entries, the output projection among them even where it is tied:
+    readers of Meta's format expect it."""
+    return {e.name: e for e in entries(replace(config, tied_embeddings=False))}
+
+
+def _require_divisible(config: ModelConfig, shards: int, embedding_axis: int) -> None:
+    sizes = {
+        "attention heads": config.num_heads,
+        "feed-forward width": config.intermediate_size,
+        "vocabulary": config.vocab_size,
+    }
+    if embedding_axis == 1:
+        sizes["hidden size"] = config.hidden_size
+    for name, size in sizes.items():
+        if shards < 1 or size % shards:
+            raise RequestError(f"{shards} shards do not divide the {name}", found=size, hint="choose another --mp")
+    kv_heads = config.num_kv_heads
+    if kv_heads % shards and shards % kv_heads:
+        raise RequestError(f"{shards} shards neither divide nor are a multiple of the KV heads", found=kv_heads)

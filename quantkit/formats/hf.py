@@ -1,0 +1,224 @@
+"""Hugging Face folders: ``config.json`` with safetensors or ``pytorch_model*.bin``.
+
+Names are canonical already. Folders quantized as compressed-tensors pack-quantized
+(quantkit's own output among them) give `QuantTensor`s.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.config import config_from_hf, config_to_hf, read_json
+from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.formats import compressed_tensors as ct
+from quantkit.formats import pth_io, safetensors_io
+from quantkit.formats.checkpoint import TensorInfo, require_complete
+from quantkit.formats.mapped import MappedFile
+from quantkit.formats.safetensors_io import StoredTensor
+from quantkit.naming import entries, linear_columns, split_derived
+from quantkit.qtensor import QuantTensor
+from quantkit.scheme import QuantScheme
+
+_STEMS = {"safetensors": "model", "bin": "pytorch_model"}
+_NOT_CARRIED = {"quantization_config", "dtype", "rope_scaling", "_name_or_path", "auto_map"}
+
+
+def weight_kinds(folder: Path) -> list[str]:
+    """Which sets of Hugging Face weights a folder holds: safetensors, bin, both or none."""
+    return [kind for kind in _STEMS if _index_path(folder, kind).is_file() or _unindexed(folder, kind)]
+
+
+class HFCheckpoint:
+    """A Hugging Face folder, read lazily."""
+
+    format = "hf"
+
+    def __init__(self, path: Path, kind: str) -> None:
+        """Open a folder's ``safetensors`` or ``bin`` weights; headers only.
+
+        Raises:
+            CheckpointError: if files are missing, damaged or contradict each other.
+            UnsupportedError: for unknown architectures and quantization schemes.
+        """
+        self.path = path
+        self.notes: list[str] = []
+        self._config_path = path / "config.json"
+        raw = read_json(self._config_path)
+        self.config = config_from_hf(raw, self._config_path)
+        owned = set(config_to_hf(self.config)) | _NOT_CARRIED
+        self.extra_config: Mapping[str, Any] = {k: v for k, v in raw.items() if k not in owned}
+        self._index: Path | None = None
+        self._stored: dict[str, StoredTensor] = {}
+        self._home: dict[str, MappedFile] = {}
+        self._read_headers(kind)
+        self._schemes = self._read_schemes(raw)
+        self._drop_tied_head()
+        self._infos = self._join_quantized()
+        require_complete(self._infos, self.config, path)
+        self._order = [entry.name for entry in entries(self.config)]
+
+    def names(self) -> list[str]:
+        return list(self._order)
+
+    def info(self, name: str) -> TensorInfo:
+        return self._infos[name]
+
+    def files(self) -> list[Path]:
+        homes = sorted({home.path for home in self._home.values()})
+        index = [] if self._index is None else [self._index]
+        return [*homes, *index, self._config_path]
+
+    def load(self, name: str) -> Tensor | QuantTensor:
+        """One tensor; a view of the file unless it is quantized."""
+        info = self._infos[name]
+        if info.scheme is None:
+            return self._home[name].tensor(name)
+        prefix = name.removesuffix("weight")
+        rows, columns = info.shape
+        return ct.decode(
+            info.scheme, (rows, columns), lambda suffix: self._home[prefix + suffix].tensor(prefix + suffix)
+        )
+
+    def _read_headers(self, kind: str) -> None:
+        index = _index_path(self.path, kind)
+        if index.is_file():
+            self._index = index
+            listed = _weight_map(index)
+            paths = sorted({self.path / file for file in listed.values()})
+        else:
+            listed = None
+            paths = _unindexed(self.path, kind)
+            _require_all_parts(paths)
+        for path in paths:
+            mapped = MappedFile(path, safetensors_io.open_mapped if kind == "safetensors" else pth_io.open_mapped)
+            for name, tensor in _header(path, kind).items():
+                if listed is not None and listed.get(name) != path.name:
+                    if name in listed or not split_derived([name])[1]:
+                        raise CheckpointError(
+                            f"the index does not list tensor '{name}' in {path.name}", path=index,
+                            found=listed.get(name, "nothing"), hint="the index is stale; delete it or download it again",
+                        )  # fmt: skip
+                    continue
+                if name in self._stored:
+                    raise CheckpointError(
+                        f"tensor '{name}' is in two files", path=path, found=f"also in {self._home[name].path.name}"
+                    )
+                self._stored[name] = tensor
+                self._home[name] = mapped
+        for name, file in (listed or {}).items():
+            if name not in self._stored:
+                raise CheckpointError(
+                    f"lacks tensor '{name}'", path=self.path / file, expected=f"as {index.name} says",
+                    hint="the index is stale or the shard is another model's",
+                )  # fmt: skip
+        stray = {p.name for p in _unindexed(self.path, kind)} - {p.name for p in paths}
+        if stray:
+            self.notes.append(f"{self.path}: {', '.join(sorted(stray))} not in the index; ignored")
+        for name in split_derived(self._stored)[1]:
+            del self._stored[name]
+            del self._home[name]
+
+    def _read_schemes(self, raw: Mapping[str, Any]) -> dict[str, QuantScheme]:
+        settings = raw.get("quantization_config")
+        if settings is None:
+            return {}
+        return ct.read_schemes(settings, linear_columns(self.config), self._config_path)
+
+    def _drop_tied_head(self) -> None:
+        """A tied model may store its head once more; it must then be the embedding."""
+        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+        if not self.config.tied_embeddings:
+            return
+        self._schemes.pop("lm_head", None)
+        if head not in self._stored or embedding not in self._stored:
+            return
+        doubled = self._home[head].tensor(head)
+        original = self._home[embedding].tensor(embedding)
+        if doubled.shape != original.shape or not torch.equal(doubled, original):
+            raise CheckpointError(
+                "tie_word_embeddings is true, yet lm_head.weight differs from the embedding", path=self._config_path,
+                hint="set tie_word_embeddings to false if the head was trained apart",
+            )  # fmt: skip
+        del self._stored[head]
+
+    def _join_quantized(self) -> dict[str, TensorInfo]:
+        """Fold each module's packed tensors into one quantized weight."""
+        columns = linear_columns(self.config)
+        infos = {name: TensorInfo(t.shape, t.dtype) for name, t in self._stored.items()}
+        for module, scheme in self._schemes.items():
+            prefix = module + "."
+            scale = infos.get(prefix + ct.SCALE)
+            if scale is None or prefix + ct.PACKED not in infos:
+                raise CheckpointError(
+                    f"the config quantizes '{module}', but its packed weight or scale is missing", path=self.path
+                )
+            if columns[module] % (scheme.group_size or 1):
+                raise UnsupportedError(
+                    f"group size of '{module}' does not divide its row", path=self.path, found=scheme
+                )
+            shape = (infos[prefix + ct.PACKED].shape[0], columns[module])
+            for expected in ct.stored(prefix + "weight", shape, scale.dtype, scheme):
+                found = infos.pop(expected.name, None)
+                if found is None or found.shape != expected.shape or found.dtype != expected.dtype:
+                    raise CheckpointError(
+                        f"tensor '{expected.name}' does not fit scheme {scheme}", path=self.path,
+                        found="nothing" if found is None else f"{found.dtype} {list(found.shape)}",
+                        expected=f"{expected.dtype} {list(expected.shape)}",
+                    )  # fmt: skip
+            infos[prefix + "weight"] = TensorInfo(shape, scale.dtype, scheme)
+        return infos
+
+
+def _index_path(folder: Path, kind: str) -> Path:
+    return folder / f"{_STEMS[kind]}.{kind}.index.json"
+
+
+def _unindexed(folder: Path, kind: str) -> list[Path]:
+    """Weight files by their name alone: one whole, or parts ``-00001-of-00002``."""
+    pattern = re.compile(rf"{_STEMS[kind]}(-\d+-of-\d+)?\.{kind}")
+    return sorted(p for p in folder.iterdir() if pattern.fullmatch(p.name))
+
+
+def _require_all_parts(paths: list[Path]) -> None:
+    """Without an index, parts must be all there, and be parts of one set."""
+    totals = {m[1] for p in paths if (m := re.search(r"-of-(\d+)\.", p.name))}
+    whole = [p for p in paths if "-of-" not in p.name]
+    if len(totals) + len(whole) > 1:
+        raise CheckpointError(
+            "several sets of weights and no index to say which", path=paths[0].parent,
+            found=", ".join(p.name for p in paths), hint="move the stray files away",
+        )  # fmt: skip
+    for total in totals:
+        present = {p.name for p in paths}
+        for number in range(1, int(total) + 1):
+            name = re.sub(r"-\d+-of-", f"-{number:0{len(total)}d}-of-", paths[0].name)
+            if name not in present:
+                raise CheckpointError(
+                    "the weight file is missing", path=paths[0].with_name(name), found=f"{len(present)} of {int(total)} parts",
+                    hint="download it again",
+                )  # fmt: skip
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    raw = read_json(index).get("weight_map")
+    if not isinstance(raw, dict) or not raw:
+        raise CheckpointError("lacks the key 'weight_map'", path=index)
+    for name, file in raw.items():
+        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", "..") or "\\" in file:
+            raise CheckpointError(
+                f"sends tensor '{name}' outside the folder", path=index, found=repr(file), expected="a plain file name"
+            )
+    return raw
+
+
+def _header(path: Path, kind: str) -> dict[str, StoredTensor]:
+    if kind == "safetensors":
+        return safetensors_io.read_header(path)
+    tensors = pth_io.load_mapped(path)
+    return {name: StoredTensor(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()}

@@ -1,0 +1,267 @@
+"""Meta folders: ``consolidated.NN.pth`` model-parallel shards with ``params.json``.
+
+Each weight is split over the shards as the naming table says. Query and key rows are
+interleaved for rotary embedding and are brought into rotate-half order on reading.
+KV heads may be repeated where there are more shards than heads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.config import ModelConfig, read_json
+from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.formats import pth_io
+from quantkit.formats.checkpoint import DTYPE_NAMES, TensorInfo, raise_unexpected, require_complete
+from quantkit.formats.mapped import MappedFile
+from quantkit.meta_config import assumed_rope_factor, config_from_meta
+from quantkit.naming import TABLE, Entry, entries, split_derived
+from quantkit.tokenizer import load_tokenizer
+
+_SHARD = re.compile(r"consolidated\.(\d+)\.pth")
+_TIE_SAMPLE_ROWS = 64
+
+
+def shard_paths(folder: Path) -> list[Path]:
+    """The ``consolidated.NN.pth`` files of a folder in order."""
+    return sorted(p for p in folder.iterdir() if _SHARD.fullmatch(p.name))
+
+
+class MetaCheckpoint:
+    """A Meta folder, read lazily in canonical names and layout."""
+
+    format = "meta"
+
+    def __init__(self, path: Path) -> None:
+        """Open a folder; headers only.
+
+        Raises:
+            CheckpointError: if shards are missing, damaged or disagree with each other,
+                with params.json or with the architecture.
+            UnsupportedError: if the checkpoint is quantized or not a Llama text model.
+        """
+        self.path = path
+        self.notes: list[str] = []
+        self.extra_config: Mapping[str, Any] = {}
+        params_path = path / "params.json"
+        params = read_json(params_path)
+        self._paths = _contiguous(shard_paths(path), path)
+        tensors = [pth_io.load_mapped(p) for p in self._paths]
+        self._shapes = [{name: tuple(t.shape) for name, t in shard.items()} for shard in tensors]
+        self._dtypes = {name: t.dtype for name, t in tensors[0].items()}
+        del tensors
+        self._shards = [MappedFile(p, pth_io.open_mapped) for p in self._paths]
+        self._weights = self._same_names()
+        self.embedding_axis = 1
+        self.config = self._read_config(params, params_path)
+        self._entries = {entry.name: entry for entry in entries(self.config)}
+        self._check()
+        if (factor := assumed_rope_factor(params)) is not None:
+            self.notes.append(
+                f"{params_path}: does not say rope_scaling_factor; {factor:g} is assumed, as in Llama "
+                f"{'3.1' if factor == 8 else '3.2'}"
+            )
+
+    @property
+    def shard_count(self) -> int:
+        return len(self._paths)
+
+    def names(self) -> list[str]:
+        return list(self._entries)
+
+    def info(self, name: str) -> TensorInfo:
+        entry = self._entries[name]
+        return TensorInfo(entry.shape, self._dtypes[self._meta_name(entry)])
+
+    def files(self) -> list[Path]:
+        return [*self._paths, self.path / "params.json"]
+
+    def load(self, name: str) -> Tensor:
+        """One tensor, joined from its shards, in canonical layout.
+
+        Raises:
+            CheckpointError: if copies that must agree among shards do not.
+        """
+        entry = self._entries[name]
+        parts = [shard.tensor(self._meta_name(entry)) for shard in self._shards]
+        split = entry.row.split
+        if split == "none":
+            self._require_equal(entry, parts)
+            return parts[0]
+        axis = self.embedding_axis if split == "vocabulary" else int(split == "columns")
+        parts = self._without_replicas(entry, parts, axis)
+        if len(parts) == 1 and not entry.row.rotary:
+            return parts[0]
+        joined = torch.empty(entry.shape, dtype=parts[0].dtype)
+        start = 0
+        for part in parts:
+            target = joined.narrow(axis, start, part.shape[axis])
+            start += part.shape[axis]
+            target.copy_(to_rotate_half(part, self.config.head_dim) if entry.row.rotary else part)
+        return joined
+
+    def _meta_name(self, entry: Entry) -> str:
+        name = entry.meta_name()
+        assert name is not None, entry.name
+        return name
+
+    def _same_names(self) -> set[str]:
+        first = set(self._shapes[0])
+        for path, shapes in zip(self._paths[1:], self._shapes[1:], strict=True):
+            if difference := sorted(first ^ set(shapes)):
+                raise CheckpointError(
+                    f"holds other tensors than {self._paths[0].name}", path=path, found=f"'{difference[0]}' in one only",
+                    hint="the shards are of different models",
+                )  # fmt: skip
+        weights, _ = split_derived(first)
+        return set(weights)
+
+    def _read_config(self, params: Mapping[str, Any], params_path: Path) -> ModelConfig:
+        """The architecture; what params.json leaves open comes from the shapes."""
+        count = len(self._paths)
+        for needed in ("tok_embeddings.weight", "layers.0.attention.wq.weight", "layers.0.feed_forward.w1.weight"):
+            if needed not in self._weights:
+                known = {row.meta for row in TABLE if row.meta}
+                strangers = [n for n in self._weights if re.sub(r"\.\d+\.", ".{}.", n) not in known]
+                if strangers:
+                    raise_unexpected(strangers, self._paths[0])
+                raise CheckpointError(f"tensor '{needed}' is missing", path=self._paths[0])
+        rows, width = self._shape("tok_embeddings.weight", 2)
+        query_rows, dim = self._shape("layers.0.attention.wq.weight", 2)
+        feed_forward, _ = self._shape("layers.0.feed_forward.w1.weight", 2)
+        dtype = self._dtypes["layers.0.attention.wq.weight"]
+        if dtype not in DTYPE_NAMES:
+            raise UnsupportedError("weights are not stored as floats", path=self._paths[0], found=dtype)
+        if isinstance(params.get("dim"), int) and params["dim"] != dim:
+            raise CheckpointError("dim disagrees with the weights", path=params_path, found=params["dim"], expected=dim)
+        if width == dim:
+            self.embedding_axis = 0
+            rows *= count
+        elif width * count != dim:
+            self._wrong_count(dim // width if width and dim % width == 0 else None)
+        config = config_from_meta(
+            params, params_path, vocab_size=rows, intermediate_size=feed_forward * count,
+            tied_embeddings=self._tied(), dtype=DTYPE_NAMES[dtype],
+        )  # fmt: skip
+        if query_rows * count != config.num_heads * config.head_dim:
+            self._wrong_count(config.num_heads * config.head_dim // query_rows)
+        try:
+            tokenizer = load_tokenizer(self.path)
+        except CheckpointError as error:
+            self.notes.append(f"{error}; token ids only")
+            return config
+        return replace(config, bos_token_id=tokenizer.bos_id, eos_token_ids=tokenizer.eos_ids)
+
+    def _wrong_count(self, expected: int | None) -> None:
+        raise CheckpointError(
+            "the number of shards disagrees with the shapes of the tensors", path=self.path,
+            found=f"{len(self._paths)} consolidated.*.pth", expected=expected, hint="a shard is missing or stray",
+        )  # fmt: skip
+
+    def _shape(self, name: str, dims: int) -> tuple[int, ...]:
+        shape = self._shapes[0][name]
+        if len(shape) != dims:
+            raise CheckpointError(f"tensor '{name}' has the wrong shape", path=self._paths[0], found=list(shape))
+        return shape
+
+    def _tied(self) -> bool:
+        """Whether the output projection is absent or the embedding over again."""
+        if "output.weight" not in self._weights:
+            return True
+        outputs = [shard.tensor("output.weight") for shard in self._shards]
+        embeddings = [shard.tensor("tok_embeddings.weight") for shard in self._shards]
+        if outputs[0].dim() != 2:
+            return False
+        rows, width = min(_TIE_SAMPLE_ROWS, outputs[0].shape[0]), embeddings[0].shape[1]
+        if not torch.equal(outputs[0][:rows, :width], embeddings[0][:rows]):
+            return False
+        if len(outputs) == 1:
+            return torch.equal(outputs[0], embeddings[0])
+        return torch.equal(torch.cat(outputs, 0), torch.cat(embeddings, self.embedding_axis))
+
+    def _check(self) -> None:
+        """Hold every shard's shapes against the table."""
+        known = {self._meta_name(e): e for e in self._entries.values()}
+        output_is_double = self.config.tied_embeddings and "output.weight" in self._weights
+        strangers = self._weights - set(known) - ({"output.weight"} if output_is_double else set())
+        if strangers:
+            raise_unexpected(strangers, self._paths[0])
+        found = {
+            entry.name: TensorInfo(self._joined_shape(entry, name), self._dtypes[name])
+            for name, entry in known.items()
+            if name in self._weights
+        }
+        require_complete(found, self.config, self.path)
+
+    def _joined_shape(self, entry: Entry, name: str) -> tuple[int, ...]:
+        split = entry.row.split
+        shapes = [shard[name] for shard in self._shapes]
+        for path, shape in zip(self._paths, shapes, strict=True):
+            if shape != shapes[0]:
+                raise CheckpointError(
+                    f"tensor '{name}' has another shape than in {self._paths[0].name}", path=path,
+                    found=list(shape), expected=list(shapes[0]),
+                )  # fmt: skip
+        shape = list(shapes[0])
+        if split != "none" and len(shape) == 2:
+            axis = self.embedding_axis if split == "vocabulary" else int(split == "columns")
+            shape[axis] *= len(shapes)
+            if self._replicas(entry) > 1:
+                shape[axis] //= self._replicas(entry)
+        return tuple(shape)
+
+    def _replicas(self, entry: Entry) -> int:
+        """How many shards hold each KV head."""
+        if not entry.row.shape.startswith("k"):
+            return 1
+        rows = self._shapes[0][self._meta_name(entry)][0] * len(self._shards)
+        whole = entry.shape[0]
+        return rows // whole if rows > whole and rows % whole == 0 else 1
+
+    def _without_replicas(self, entry: Entry, parts: list[Tensor], axis: int) -> list[Tensor]:
+        count = self._replicas(entry)
+        for start in range(0, len(parts), count):
+            self._require_equal(entry, parts[start : start + count])
+        return parts[::count]
+
+    def _require_equal(self, entry: Entry, parts: list[Tensor]) -> None:
+        for index, part in enumerate(parts[1:], 1):
+            if not torch.equal(part, parts[0]):
+                raise CheckpointError(
+                    f"tensor '{self._meta_name(entry)}' must be the same in every shard and is not",
+                    path=self.path, found=f"shards that differ, {index} places apart",
+                    hint="the shards are of different models",
+                )  # fmt: skip
+
+
+def to_rotate_half(rows: Tensor, head_dim: int) -> Tensor:
+    """Bring interleaved rotary rows [heads * head_dim, ...] into rotate-half order."""
+    pairs = rows.view(-1, head_dim // 2, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape)
+
+
+def to_interleaved(rows: Tensor, head_dim: int) -> Tensor:
+    """Undo `to_rotate_half`."""
+    halves = rows.view(-1, 2, head_dim // 2, *rows.shape[1:])
+    return halves.transpose(1, 2).reshape(rows.shape)
+
+
+def _contiguous(paths: list[Path], folder: Path) -> list[Path]:
+    """Check that the shards are numbered 0, 1, 2, ... without a gap."""
+    numbers = [int(_SHARD.fullmatch(p.name)[1]) for p in paths]  # type: ignore[index]
+    for expected, number in enumerate(numbers):
+        if number != expected:
+            raise CheckpointError(
+                "the weight file is missing", path=folder / f"consolidated.{expected:02d}.pth",
+                found=f"{len(paths)} shards up to {paths[-1].name}", hint="download it again",
+            )  # fmt: skip
+    if not paths:
+        raise CheckpointError("has no consolidated.*.pth", path=folder)
+    return paths

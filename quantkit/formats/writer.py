@@ -1,0 +1,122 @@
+"""Write a checkpoint: atomic, durable, resumable, with the sha256 of every file."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor
+
+from quantkit.errors import DestinationError, QuantkitError
+from quantkit.formats.encoders import Encoder
+from quantkit.formats.sink import Sink
+from quantkit.formats.staging import Staging
+from quantkit.qtensor import QuantTensor
+
+_CHECKPOINT_BYTES = 256 << 20
+
+
+class CheckpointWriter:
+    """Takes the planned tensors in order and, at the end, gives the folder its name.
+
+    Use as a context manager. Leaving it by an error of the source removes the partial
+    output, since it would fail again; an interruption or a full disk keeps it for
+    ``resume``.
+
+    Attributes:
+        done: how many tensors an interrupted run has already left on disk.
+        records: what was recorded with tensors, by name.
+    """
+
+    def __init__(self, dst: Path, encoder: Encoder, fingerprint: Mapping[str, Any], *, resume: bool) -> None:
+        """
+        Raises:
+            DestinationError, ResumeError: see `Staging`.
+        """
+        self._encoder = encoder
+        self._staging = Staging(dst, fingerprint, encoder.total_bytes(), resume=resume)
+        self.done = 0
+        self.records: dict[str, Any] = {}
+        sizes: dict[str, int] = {}
+        for entry in self._staging.entries:
+            self.records.update(entry["records"])
+        if self._staging.entries:
+            last = self._staging.entries[-1]
+            self.done = int(last["tensors"])
+            sizes = last["files"]
+            encoder.restore(last["state"])
+        self._next = self.done
+        self._fresh: dict[str, Any] = {}
+        self._since_checkpoint = 0
+        self._sink = Sink(self._staging.path, sizes)
+        self._open = True
+
+    def put(self, value: Tensor | QuantTensor, record: Any = None) -> None:
+        """Append the next planned tensor, with what the manifest shall say of it.
+
+        Raises:
+            DestinationError: if the disk is full or a write failed.
+        """
+        for name, data in self._encoder.encode(self._next, value):
+            self._sink.append(name, data)
+            self._since_checkpoint += len(data)
+        if record is not None:
+            self._fresh[self._encoder.planned[self._next].name] = record
+        self._next += 1
+        if self._since_checkpoint >= _CHECKPOINT_BYTES:
+            self.checkpoint()
+
+    def checkpoint(self) -> None:
+        """Make everything so far durable, so that a later run resumes from here."""
+        sizes = self._sink.sync()
+        self._staging.record(
+            {"tensors": self._next, "files": sizes, "state": self._encoder.state(), "records": self._fresh}
+        )
+        self.records.update(self._fresh)
+        self._fresh = {}
+        self._since_checkpoint = 0
+
+    def finish(
+        self,
+        side_files: Mapping[str, bytes | Path],
+        manifest: Callable[[dict[str, str], dict[str, Any]], bytes],
+        manifest_name: str,
+    ) -> None:
+        """Write what goes beside the weights, then give the folder its final name.
+
+        Args:
+            side_files: name to content, or to a file to copy.
+            manifest: given the sha256 of every file and all records, the manifest's bytes.
+            manifest_name: the file that holds it.
+        """
+        for name, data in self._encoder.finish():
+            self._sink.append(name, data)
+        self._sink.sync()
+        hashes = self._sink.close()
+        self._open = False
+        self.records.update(self._fresh)
+        for name, content in {**side_files, **self._encoder.extra_files()}.items():
+            data = content if isinstance(content, bytes) else content.read_bytes()
+            self._staging.write_file(name, data)
+            hashes[name] = hashlib.sha256(data).hexdigest()
+        self._staging.write_file(manifest_name, manifest(dict(sorted(hashes.items())), self.records))
+        self._staging.commit()
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            return
+        if self._open:
+            self._sink.close()
+            self._open = False
+        if isinstance(error, QuantkitError) and not isinstance(error, DestinationError):
+            self._staging.discard()
+        else:
+            self._staging.close()

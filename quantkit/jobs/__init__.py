@@ -1,0 +1,1 @@
+"""The jobs: thin, they join the rooms of the library."""

@@ -1,0 +1,137 @@
+"""Quantize a checkpoint's linear layers to int8 per row or int4 in groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import RequestError, UnsupportedError
+from quantkit.formats.checkpoint import FLOAT_DTYPES, schemes
+from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.encoders import Planned, SafetensorsEncoder
+from quantkit.formats.folder import checked_tokenizer, hf_side_files, require_new_names
+from quantkit.jobs.convert import SHARD_BYTES, checked_cast, model_summary, write
+from quantkit.naming import entries, linear_columns
+from quantkit.progress import Progress, silent
+from quantkit.qtensor import QuantTensor, quantize_rtn, relative_error
+from quantkit.scheme import QuantPlan, QuantScheme
+
+
+def quantize(
+    src: str | Path,
+    dst: str | Path,
+    plan: str | QuantScheme | QuantPlan,
+    *,
+    keep: Iterable[str] = (),
+    strict: bool = False,
+    weights: str | None = None,
+    resume: bool = False,
+    allow_nonfinite: bool = False,
+    progress: Progress = silent,
+) -> list[str]:
+    """Write the model in `src`, quantized by round-to-nearest, to the new folder `dst`.
+
+    All decoder linears are quantized; ``lm_head`` and the embedding keep their floats
+    unless the plan names the head. Rows that the group size does not divide follow
+    `QuantScheme.fitted`, which the manifest records.
+
+    Args:
+        src: a Meta or Hugging Face folder of floats.
+        dst: the folder to make; it must not exist.
+        plan: ``"int4-g128"`` and the like, a scheme, or a plan with overrides.
+        keep: globs of modules that keep their floats.
+        strict: refuse a layer whose shape does not fit its scheme.
+        weights, resume, allow_nonfinite, progress: as in `convert`.
+
+    Returns:
+        Notes for the user.
+
+    Raises:
+        QuantkitError: of the kind that says what is wrong; `dst` is then not there.
+    """
+    plan = _as_plan(plan).keeping(keep)
+    source = open_checkpoint(src, weights)
+    require_new_names(source.path, Path(dst))
+    _, notes = checked_tokenizer(source)
+    if already := schemes(source):
+        raise UnsupportedError(
+            "the source is quantized already", path=source.path, found=str(next(iter(already.values()))),
+            hint="start from the float model",
+        )  # fmt: skip
+    assigned = _assign(plan, source.config.tied_embeddings, linear_columns(source.config))
+    requested = {module: plan.requested(module) for module in assigned}
+    misfits = [module for module, scheme in assigned.items() if scheme != requested[module]]
+    if misfits:
+        first = misfits[0]
+        fact = f"{requested[first]} does not divide the rows of {len(misfits)} layers, {first} first; {assigned[first]} there"
+        if strict:
+            raise RequestError(fact, path=source.path, hint="choose another group size, or leave --strict out")
+        notes.append(f"{source.path}: {fact}")
+
+    default = FLOAT_DTYPES[source.config.dtype]
+    planned = [
+        Planned(e.name, e.shape, default if e.module in assigned and e.row.linear and e.name.endswith(".weight")
+                else source.info(e.name).dtype,
+                assigned.get(e.module) if e.row.linear else None)
+        for e in entries(source.config)
+    ]  # fmt: skip
+
+    def produce(item: Planned) -> tuple[Tensor | QuantTensor, object]:
+        weight = source.load(item.name)
+        assert isinstance(weight, Tensor)
+        if item.scheme is None:
+            return checked_cast(weight, item.dtype, item.name, source.path, allow_nonfinite), None
+        checked_cast(weight, weight.dtype, item.name, source.path, allow_nonfinite=False)
+        quantized = quantize_rtn(weight, item.scheme, item.dtype)
+        return quantized, float(f"{relative_error(quantized, weight):.4g}")
+
+    def details(records: dict[str, object]) -> dict[str, object]:
+        tensors: dict[str, object] = {}
+        for module in linear_columns(source.config):
+            scheme = assigned.get(module)
+            if scheme is None:
+                tensors[module] = {"scheme": None, "reason": "kept as float by the plan"}
+                continue
+            tensors[module] = {
+                "scheme": str(scheme),
+                "solver": "round-to-nearest",
+                "relative_error": records[module + ".weight"],
+            }
+            if module in misfits:
+                tensors[module]["reason"] = f"{requested[module]} does not divide the row"  # type: ignore[index]
+        return {"model": model_summary(source, source.config.dtype), "plan": plan.to_json(), "tensors": tensors}
+
+    write(
+        "quantize", source, Path(dst), SafetensorsEncoder(planned, SHARD_BYTES), produce,
+        hf_side_files(source, source.config, assigned), details,
+        options={"plan": plan.to_json(), "allow_nonfinite": allow_nonfinite}, resume=resume, progress=progress,
+    )  # fmt: skip
+    return [*source.notes, *notes]
+
+
+def _as_plan(plan: str | QuantScheme | QuantPlan) -> QuantPlan:
+    if isinstance(plan, QuantPlan):
+        return plan
+    return QuantPlan(QuantScheme.parse(plan) if isinstance(plan, str) else plan)
+
+
+def _assign(plan: QuantPlan, tied: bool, columns: dict[str, int]) -> dict[str, QuantScheme]:
+    """The scheme of every module.
+
+    Raises:
+        RequestError: if nothing would be quantized, or an override wants what cannot be.
+    """
+    for override in plan.overrides:
+        if override.scheme is None:
+            continue
+        if override.matches("model.embed_tokens"):
+            raise RequestError("the embedding cannot be quantized in this format", found=repr(override.pattern))
+        if tied and override.matches("lm_head"):
+            raise RequestError("lm_head is tied to the embedding and keeps its floats", found=repr(override.pattern))
+    assigned = plan.assign(columns)
+    if not assigned:
+        raise RequestError("the plan keeps every layer; nothing would be quantized")
+    return assigned

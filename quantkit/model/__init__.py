@@ -1,0 +1,1 @@
+"""The decoder, its cache and rotary embedding, and how a checkpoint fills it."""

@@ -1,0 +1,56 @@
+"""From logits to the next token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import RequestError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is drawn.
+
+    Attributes:
+        temperature: 0 takes the likeliest token; else logits are divided by it.
+        top_p: draw from the smallest set of tokens with at least this probability
+            together (nucleus sampling, 1904.09751).
+        seed: of the draw; None is unpredictable. torch's global generator is not used.
+
+    Raises:
+        RequestError: for a negative temperature, or a top_p outside (0, 1].
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise RequestError("temperature must not be negative", found=self.temperature)
+        if not 0 < self.top_p <= 1:
+            raise RequestError("top_p must lie in (0, 1]", found=self.top_p)
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """A random generator of its own."""
+        generator = torch.Generator(device=device)
+        if self.seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(self.seed)
+        return generator
+
+
+def sample(logits: Tensor, params: SamplingParams, generator: torch.Generator) -> Tensor:
+    """Draw one token per row: logits [B, V] to token ids [B, 1]."""
+    if params.temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    probabilities = torch.softmax(logits.float() / params.temperature, dim=-1)
+    if params.top_p < 1:
+        ranked, order = probabilities.sort(dim=-1, descending=True)
+        outside = ranked.cumsum(-1) - ranked >= params.top_p
+        probabilities = torch.zeros_like(probabilities).scatter(-1, order, ranked.masked_fill(outside, 0))
+    return torch.multinomial(probabilities, 1, generator=generator)
