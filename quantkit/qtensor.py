@@ -134,15 +134,14 @@ def pack_int32(codes: Tensor, bits: int) -> Tensor:
     padding = -codes.shape[-1] % per_word
     if padding:
         codes = torch.nn.functional.pad(codes, (0, padding))
-    codes = codes.contiguous()
     if bits == 4:
         codes = codes[..., 0::2] | (codes[..., 1::2] << 4)
-    return codes.contiguous().view(torch.int32)
+    return codes.reshape(-1).contiguous().view(torch.int32).view(*codes.shape[:-1], -1)
 
 
 def unpack_int32(words: Tensor, bits: int, count: int) -> Tensor:
     """Undo `pack_int32`: [..., W] int32 to [..., count] uint8."""
-    data = words.contiguous().view(torch.uint8)
+    data = words.reshape(-1).contiguous().view(torch.uint8).view(*words.shape[:-1], -1)
     if bits == 4:
         data = torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2)
     return data[..., :count].contiguous()

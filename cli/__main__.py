@@ -1,0 +1,5 @@
+"""``python -m quantkit.cli``."""
+
+from quantkit.cli.main import main
+
+main()

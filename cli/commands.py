@@ -1,0 +1,156 @@
+"""The commands: parse, call one job, print."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from quantkit.cli.progress import bar
+from quantkit.errors import RequestError
+
+_WEIGHTS = click.option(
+    "--weights",
+    type=click.Choice(["meta", "safetensors", "bin"]),
+    help="Which set of weights to read where a folder holds several.",
+)
+_RESUME = click.option("--resume", is_flag=True, help="Go on with an interrupted run of the same command.")
+_NONFINITE = click.option("--allow-nonfinite", is_flag=True, help="Write NaN, Inf and overflowing floats as they are.")
+_SRC = click.argument("src", type=click.Path(path_type=Path))
+_DST = click.argument("dst", type=click.Path(path_type=Path))
+
+
+def _writing(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that all commands which write a checkpoint have."""
+    for option in (_NONFINITE, _RESUME, _WEIGHTS, _DST, _SRC):
+        command = option(command)
+    return command
+
+
+@click.command()
+@click.option("--output", type=click.Path(path_type=Path), help="Keep the checkpoints in this new folder.")
+def demo(output: Path | None) -> None:
+    """Run the whole job on a small model that ships with quantkit."""
+    from quantkit.evals.demo import run_demo
+
+    with bar("demo", unit="step") as progress:
+        report = run_demo(output, progress=progress)
+    for line in report.lines():
+        click.echo(line)
+
+
+@click.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@_WEIGHTS
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def inspect(path: Path, weights: str | None, as_json: bool) -> None:
+    """Say what PATH is, from headers alone."""
+    from quantkit.jobs.inspect import inspect as job
+
+    found = job(path, weights=weights)
+    click.echo(json.dumps(found.to_json(), indent=2) if as_json else "\n".join(found.lines()))
+
+
+@click.command()
+@_writing
+@click.option("--to", type=click.Choice(["hf", "meta"]), default="hf", show_default=True, help="Target format.")
+@click.option("--mp", type=int, default=1, show_default=True, help="Number of Meta model-parallel shards.")
+@click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Float type; the source's own by default.")
+def convert(
+    src: Path, dst: Path, weights: str | None, resume: bool, allow_nonfinite: bool, to: str, mp: int, dtype: str | None
+) -> None:
+    """Write the model in SRC to the new folder DST, in another format, sharding or float type."""
+    from quantkit.jobs.convert import convert as job
+
+    with bar("convert") as progress:
+        notes = job(
+            src, dst, to=to, mp=mp, dtype=dtype, weights=weights, resume=resume, allow_nonfinite=allow_nonfinite,
+            progress=progress,
+        )  # fmt: skip
+    _done(dst, notes)
+
+
+@click.command()
+@_writing
+@click.option("--scheme", help="int8, int4-g32, int4-g64 or int4-g128; -asym for zero points.")
+@click.option("--plan", type=click.Path(path_type=Path), help="JSON with a default scheme and overrides.")
+@click.option("--keep", multiple=True, metavar="PATTERN", help="Layers to keep as floats, a glob; repeatable.")
+@click.option("--strict", is_flag=True, help="Fail if a layer's shape does not fit the scheme.")
+def quantize(
+    src: Path, dst: Path, weights: str | None, resume: bool, allow_nonfinite: bool, scheme: str | None,
+    plan: Path | None, keep: tuple[str, ...], strict: bool,
+) -> None:  # fmt: skip
+    """Quantize the linear layers of the model in SRC into the new folder DST."""
+    from quantkit.jobs.quantize import quantize as job
+    from quantkit.scheme import QuantPlan
+
+    if (scheme is None) == (plan is None):
+        raise RequestError("give one of --scheme and --plan")
+    with bar("quantize") as progress:
+        notes = job(
+            src, dst, scheme if plan is None else QuantPlan.from_json(plan), keep=keep, strict=strict, weights=weights,  # type: ignore[arg-type]
+            resume=resume, allow_nonfinite=allow_nonfinite, progress=progress,
+        )  # fmt: skip
+    _done(dst, notes)
+
+
+@click.command()
+@click.argument("a", type=click.Path(path_type=Path))
+@click.argument("b", type=click.Path(path_type=Path), required=False)
+def verify(a: Path, b: Path | None) -> None:
+    """Prove that A and B are the same model, or say how far apart they are.
+
+    With A alone, hold its files against the sha256 in its manifest.
+    Exit code: 0 the same, 10 within the bound of the scheme, 11 different.
+    """
+    from quantkit.jobs.verify import verify as job
+    from quantkit.jobs.verify import verify_files
+
+    if b is None:
+        click.echo(f"{a}: all {verify_files(a)} files are as quantkit wrote them")
+        return
+    with bar("verify", unit="step") as progress:
+        report = job(a, b, progress=progress)
+    click.echo("\n".join(report.lines()))
+    sys.exit(report.verdict.value)
+
+
+@click.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--prompt", required=True, help="The text to continue.")
+@click.option("--max-new-tokens", type=int, default=100, show_default=True)
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Nucleus of probability to draw from.")
+@click.option("--seed", type=int, help="Of the draw; unpredictable by default.")
+@click.option(
+    "--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Of activations; the model's own by default."
+)
+@_WEIGHTS
+def generate(
+    path: Path, prompt: str, max_new_tokens: int, temperature: float, top_p: float, seed: int | None,
+    dtype: str | None, weights: str | None,
+) -> None:  # fmt: skip
+    """Continue a prompt with the model in PATH."""
+    from quantkit.formats.checkpoint import FLOAT_DTYPES
+    from quantkit.jobs.convert import DTYPES
+    from quantkit.jobs.load import load
+    from quantkit.runtime.generate import generate as job
+    from quantkit.runtime.stream import text_pieces
+
+    model, tokenizer = load(path, weights=weights, dtype=None if dtype is None else FLOAT_DTYPES[DTYPES[dtype]])
+    ids = tokenizer.encode(prompt)
+    tokens = job(model, ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    click.echo(prompt, nl=False)
+    for piece in text_pieces(tokenizer, ids, tokens):
+        click.echo(piece, nl=False)
+    click.echo()
+
+
+def _done(dst: Path, notes: Iterable[str]) -> None:
+    for note in notes:
+        click.echo(f"quantkit: note: {note}", err=True)
+    click.echo(f"wrote {dst}")

@@ -1,0 +1,73 @@
+"""The ``quantkit`` command: one-line errors, stable exit codes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+import click
+
+from quantkit.cli.commands import convert, demo, generate, inspect, quantize, verify
+from quantkit.errors import QuantkitError
+from quantkit.version import __version__
+
+INTERNAL_ERROR = 1
+INTERRUPTED = 130
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.option("--debug", is_flag=True, help="Show a traceback with an error.")
+@click.version_option(__version__)
+@click.pass_context
+def quantkit(context: click.Context, debug: bool) -> None:
+    """Convert, quantize, verify and run Llama-family language models.
+
+    \b
+    Exit codes: 0 done; 1 a bug; 2 a request that makes no sense; 3 a damaged source;
+    4 an unsupported one; 5 a destination that cannot be written; 6 an interrupted run
+    in the way; 7 NaN or Inf; 130 Ctrl-C. verify: 0 the same, 10 within the bound of
+    the scheme, 11 different.
+    """
+    context.obj = debug
+
+
+for command in (demo, inspect, convert, quantize, verify, generate):
+    quantkit.add_command(command)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit with its code."""
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    debug = "--debug" in arguments
+    try:
+        code = quantkit(arguments, standalone_mode=False)
+    except click.exceptions.Abort:
+        code = INTERRUPTED
+    except KeyboardInterrupt:
+        click.echo("quantkit: interrupted", err=True)
+        code = INTERRUPTED
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except QuantkitError as error:
+        if debug:
+            raise
+        click.echo(f"quantkit: error: {error}", err=True)
+        code = error.exit_code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except Exception as error:
+        if debug:
+            raise
+        click.echo(
+            f"quantkit: internal error: {type(error).__name__}: {_one_line(error)}; --debug shows more", err=True
+        )
+        code = INTERNAL_ERROR
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:500]

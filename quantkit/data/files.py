@@ -1,0 +1,14 @@
+"""Where the packaged files are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_HERE = Path(__file__).parent
+DEMO_MODEL = _HERE / "mini-en"
+EXCERPT = _HERE / "excerpt.txt"
+
+
+def excerpt() -> str:
+    """Public-domain English that the demo model was not trained on."""
+    return EXCERPT.read_text(encoding="utf-8")

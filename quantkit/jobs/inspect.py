@@ -1,0 +1,149 @@
+"""Say what lies in a folder, from headers alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit import manifest
+from quantkit.errors import CheckpointError
+from quantkit.formats.checkpoint import DTYPE_NAMES, Checkpoint, TensorInfo
+from quantkit.formats.compressed_tensors import stored
+from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.folder import checked_tokenizer
+from quantkit.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What `quantkit inspect` prints.
+
+    Attributes:
+        parameters: weights, as if all were floats; tied ones counted once.
+        weight_bytes: what the tensors occupy on disk.
+        bits_per_weight: their average over all parameters.
+        tensors: number of tensors by float type or scheme.
+        readers: who can load the folder.
+        notes: what one should know though it is no error.
+    """
+
+    path: str
+    format: str
+    architecture: str
+    layers: int
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    context: int
+    rope: str
+    tied_embeddings: bool
+    parameters: int
+    weight_bytes: int
+    bits_per_weight: float
+    tensors: dict[str, int]
+    tokenizer: str
+    made_by: str | None
+    readers: str
+    notes: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """The report for people."""
+        kinds = ", ".join(f"{count} x {kind}" for kind, count in self.tensors.items())
+        return [
+            f"{self.path}: {self.format}, {self.architecture}, {_si(self.parameters)} parameters,"
+            f" {self.weight_bytes / 1e6:.1f} MB, {self.bits_per_weight:.2f} bits per weight",
+            f"  layers {self.layers}, hidden {self.hidden_size}, heads {self.heads} ({self.kv_heads} KV),"
+            f" vocabulary {self.vocabulary}, context {self.context}, rope {self.rope}"
+            + (", tied embeddings" if self.tied_embeddings else ""),
+            f"  tensors: {kinds}",
+            f"  tokenizer: {self.tokenizer}",
+            f"  loads in: {self.readers}",
+            *([f"  made by: {self.made_by}"] if self.made_by else []),
+            *(f"  note: {note}" for note in self.notes),
+        ]
+
+
+def inspect(path: str | Path, *, weights: str | None = None) -> Inspection:
+    """Look at a checkpoint without reading its weights.
+
+    Raises:
+        QuantkitError: of the kind that says what is wrong with it.
+    """
+    checkpoint = open_checkpoint(path, weights)
+    config = checkpoint.config
+    tokenizer, notes = checked_tokenizer(checkpoint)
+    infos = {name: checkpoint.info(name) for name in checkpoint.names()}
+    parameters = sum(torch.Size(info.shape).numel() for info in infos.values())
+    size = sum(_bytes(name, info) for name, info in infos.items())
+    kinds = Counter(DTYPE_NAMES[i.dtype] if i.scheme is None else str(i.scheme) for i in infos.values())
+    rope = config.rope
+    return Inspection(
+        path=str(path),
+        format=_format(checkpoint),
+        architecture=config.architecture,
+        layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        vocabulary=config.vocab_size,
+        context=config.max_context,
+        rope=f"theta {rope.theta:g}" + ("" if rope.type == "default" else f", {rope.type} x{rope.factor:g}"),
+        tied_embeddings=config.tied_embeddings,
+        parameters=parameters,
+        weight_bytes=size,
+        bits_per_weight=8 * size / parameters,
+        tensors=dict(kinds.most_common()),
+        tokenizer="none" if tokenizer is None else _describe(tokenizer),
+        made_by=_made_by(checkpoint.path),
+        readers=_readers(checkpoint, infos),
+        notes=[*checkpoint.notes, *notes],
+    )
+
+
+def _format(checkpoint: Checkpoint) -> str:
+    shards = getattr(checkpoint, "shard_count", None)
+    return checkpoint.format if shards is None else f"{checkpoint.format} ({shards} shards)"
+
+
+def _describe(tokenizer: Tokenizer) -> str:
+    return f"{tokenizer.kind}, {tokenizer.vocab_size} tokens, BOS {tokenizer.bos_id}"
+
+
+def _bytes(name: str, info: TensorInfo) -> int:
+    if info.scheme is not None:
+        return sum(t.nbytes for t in stored(name, info.shape, info.dtype, info.scheme))
+    return torch.Size(info.shape).numel() * info.dtype.itemsize
+
+
+def _made_by(folder: Path) -> str | None:
+    try:
+        made = manifest.read(folder)
+    except CheckpointError:
+        return None
+    return f"quantkit {made.get('quantkit_version')} ({made.get('job')})"
+
+
+def _readers(checkpoint: Checkpoint, infos: dict[str, TensorInfo]) -> str:
+    if checkpoint.format == "meta":
+        return "quantkit, Meta's reference code"
+    found = {info.scheme for info in infos.values() if info.scheme is not None}
+    if not found:
+        return "quantkit, transformers"
+    if all(scheme.symmetric for scheme in found):
+        return "quantkit, transformers with compressed-tensors"
+    return "quantkit, compressed-tensors' own decompressor; transformers refuses packed zero points (seen in 5.23)"
+
+
+def _si(count: int) -> str:
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= size:
+            return f"{count / size:.2f}{unit}"
+    return str(count)
