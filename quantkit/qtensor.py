@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quantkit.scheme import QuantScheme
 
-_CHUNK_ELEMENTS = 1 << 22
+_CHUNK_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True)

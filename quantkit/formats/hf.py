@@ -96,7 +96,7 @@ class HFCheckpoint:
             paths = _unindexed(self.path, kind)
             _require_all_parts(paths)
         for path in paths:
-            mapped = MappedFile(path, safetensors_io.open_mapped if kind == "safetensors" else pth_io.open_mapped)
+            mapped = _mapped(path, kind)
             for name, tensor in _header(path, kind).items():
                 if listed is not None and listed.get(name) != path.name:
                     if name in listed or not split_derived([name])[1]:
@@ -222,3 +222,9 @@ def _header(path: Path, kind: str) -> dict[str, StoredTensor]:
         return safetensors_io.read_header(path)
     tensors = pth_io.load_mapped(path)
     return {name: StoredTensor(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+
+
+def _mapped(path: Path, kind: str) -> MappedFile:
+    if kind == "safetensors":
+        return MappedFile(path, safetensors_io.open_mapped, private_map=False)
+    return MappedFile(path, pth_io.open_mapped, private_map=pth_io.is_zip(path))

@@ -57,7 +57,10 @@ class MetaCheckpoint:
         self._shapes = [{name: tuple(t.shape) for name, t in shard.items()} for shard in tensors]
         self._dtypes = {name: t.dtype for name, t in tensors[0].items()}
         del tensors
-        self._shards = [MappedFile(p, pth_io.open_mapped) for p in self._paths]
+        self._shards = [
+            MappedFile(p, pth_io.open_mapped, private_map=pth_io.is_zip(p), sharers=len(self._paths))
+            for p in self._paths
+        ]
         self._weights = self._same_names()
         self.embedding_axis = 1
         self.config = self._read_config(params, params_path)
@@ -154,9 +157,8 @@ class MetaCheckpoint:
             self._wrong_count(config.num_heads * config.head_dim // query_rows)
         try:
             tokenizer = load_tokenizer(self.path)
-        except CheckpointError as error:
-            self.notes.append(f"{error}; token ids only")
-            return config
+        except CheckpointError:
+            return config  # told where a tokenizer is needed
         return replace(config, bos_token_id=tokenizer.bos_id, eos_token_ids=tokenizer.eos_ids)
 
     def _wrong_count(self, expected: int | None) -> None:

@@ -47,8 +47,7 @@ def load_mapped(path: Path) -> dict[str, Tensor]:
             tensors, or one that would run code.
     """
     require_weights(path)
-    with path.open("rb") as file:
-        zipped = file.read(4) == b"PK\x03\x04"
+    zipped = is_zip(path)
     if zipped and not zipfile.is_zipfile(path):
         found = path.stat().st_size
         raise CheckpointError(
@@ -79,6 +78,12 @@ def load_mapped(path: Path) -> dict[str, Tensor]:
         if type(tensor) is not Tensor:
             raise UnsupportedError(f"entry {name!r} is a {type(tensor).__name__}, not a plain tensor", path=path)
     return value
+
+
+def is_zip(path: Path) -> bool:
+    """Whether a file is of the zip kind, which torch maps; older ones it reads whole."""
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
 
 
 def open_mapped(path: Path) -> Callable[[str], Tensor]:

@@ -1,4 +1,4 @@
-"""Appending to files in the background: written, hashed, and durable at each checkpoint."""
+"""Appending to files in the background: written, hashed, and durable at each sync."""
 
 from __future__ import annotations
 
@@ -7,43 +7,49 @@ import hashlib
 import os
 import queue
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
 from quantkit.errors import QuantkitError
 from quantkit.formats.staging import destination_error
 
-_IN_FLIGHT_BYTES = 1 << 27
+_IN_FLIGHT_BYTES = 1 << 26
 _PIECE = 1 << 22
+_FLUSH_BYTES = 1 << 26
+
+Data = bytes | memoryview
 
 
 class Sink:
-    """Files of one folder that only ever grow, fed from one thread.
+    """Files of one folder that only ever grow.
 
-    ``append`` returns before the data is written; at most a fixed number of bytes wait
-    at a time, so the producer's memory stays bounded.
+    ``append`` returns before the data is written; one thread writes and one hashes. At
+    most a fixed number of bytes wait at a time, so the producer's memory stays bounded.
     """
 
     def __init__(self, folder: Path, sizes: dict[str, int]) -> None:
-        """Take up files at the given sizes; anything beyond, and other files, is dropped.
+        """Take up files at the given sizes, dropping anything beyond.
 
         Raises:
-            QuantkitError: if a file cannot be opened.
+            DestinationError: if a file cannot be opened.
         """
         self._folder = folder
-        self._files: dict[str, IO[bytes]] = {}
-        self._hashes: dict[str, Any] = {}
         self._sizes = dict(sizes)
-        self._queue: queue.SimpleQueue[tuple[str, bytes | memoryview] | None] = queue.SimpleQueue()
+        self._files: dict[str, _GrowingFile] = {}
+        self._hashes: dict[str, Any] = {}
         self._waiting = 0
         self._changed = threading.Condition()
         self._failure: QuantkitError | None = None
-        for name in sizes:
-            self._open(name)
-        self._thread = threading.Thread(target=self._work, name="quantkit-sink", daemon=True)
-        self._thread.start()
+        try:
+            for name, size in sizes.items():
+                self._files[name] = _GrowingFile(folder / name, size)
+                self._hashes[name] = self._files[name].hash()
+        except OSError as error:
+            raise destination_error(error, folder) from error
+        self._workers = [_Worker("write", self._write), _Worker("hash", self._hash)]
 
-    def append(self, name: str, data: bytes | memoryview) -> None:
+    def append(self, name: str, data: Data) -> None:
         """Queue bytes for the end of a file; they must not change until written.
 
         Raises:
@@ -55,7 +61,10 @@ class Sink:
                 self._changed.wait()
             self._raise_failure()
             self._waiting += size
-        self._queue.put((name, data))
+        self._sizes[name] = self._sizes.get(name, 0) + size
+        chunk = _Chunk(name, data, len(self._workers))
+        for worker in self._workers:
+            worker.queue.put(chunk)
 
     def sync(self) -> dict[str, int]:
         """Wait until everything is on disk; the sizes of the files.
@@ -70,61 +79,113 @@ class Sink:
         try:
             for file in self._files.values():
                 file.flush()
-                os.fsync(file.fileno())
         except OSError as error:
             raise destination_error(error, self._folder) from error
         return dict(self._sizes)
 
     def close(self) -> dict[str, str]:
-        """Stop the thread and close the files; the sha256 of each, in hexadecimal."""
-        self._queue.put(None)
-        self._thread.join()
+        """Stop the threads and close the files; the sha256 of each, in hexadecimal."""
+        for worker in self._workers:
+            worker.stop()
         for file in self._files.values():
-            with contextlib.suppress(OSError):
-                file.close()
+            file.close()
         return {name: digest.hexdigest() for name, digest in self._hashes.items()}
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
 
-    def _open(self, name: str) -> None:
-        """Open a file at its known size and hash what is there."""
-        digest = hashlib.sha256()
-        size = self._sizes.setdefault(name, 0)
+    def _write(self, chunk: _Chunk) -> None:
         try:
-            file = (self._folder / name).open("r+b" if size else "wb")
-            file.truncate(size)
-            while piece := (file.read(_PIECE) if size else b""):
-                digest.update(piece)
-            file.seek(size)
-        except OSError as error:
-            raise destination_error(error, self._folder / name) from error
-        self._files[name] = file
-        self._hashes[name] = digest
-
-    def _work(self) -> None:
-        while (item := self._queue.get()) is not None:
-            name, data = item
             if self._failure is None:
-                try:
-                    self._write(name, data)
-                except QuantkitError as error:
-                    self._failure = error
-                except OSError as error:
-                    self._failure = destination_error(error, self._folder / name)
-            size = len(data)
-            del item, data  # the producer's memory is free before it is told so
-            with self._changed:
-                self._waiting -= size
+                if chunk.name not in self._files:
+                    self._files[chunk.name] = _GrowingFile(self._folder / chunk.name, 0)
+                self._files[chunk.name].write(chunk.data)
+        except OSError as error:
+            self._failure = destination_error(error, self._folder / chunk.name)
+        self._finish(chunk)
+
+    def _hash(self, chunk: _Chunk) -> None:
+        digest = self._hashes.setdefault(chunk.name, hashlib.sha256())
+        for piece in _pieces(chunk.data):
+            digest.update(piece)
+        self._finish(chunk)
+
+    def _finish(self, chunk: _Chunk) -> None:
+        with self._changed:
+            chunk.users -= 1
+            if chunk.users == 0:
+                self._waiting -= len(chunk.data)
+                chunk.data = b""  # the producer's memory is free before it is told so
                 self._changed.notify_all()
 
-    def _write(self, name: str, data: bytes | memoryview) -> None:
-        if name not in self._files:
-            self._open(name)
-        view = memoryview(data)
-        for start in range(0, len(view), _PIECE):
-            piece = view[start : start + _PIECE]
-            self._files[name].write(piece)
-            self._hashes[name].update(piece)
-        self._sizes[name] += len(view)
+
+class _Chunk:
+    """Bytes for the end of a file, and how many workers still need them."""
+
+    def __init__(self, name: str, data: Data, users: int) -> None:
+        self.name = name
+        self.data = data
+        self.users = users
+
+
+class _Worker:
+    """A thread that handles chunks in order."""
+
+    def __init__(self, title: str, handle: Callable[[_Chunk], None]) -> None:
+        self.queue: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
+        self._handle = handle
+        self._thread = threading.Thread(target=self._work, name=f"quantkit-{title}", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self.queue.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (chunk := self.queue.get()) is not None:
+            self._handle(chunk)
+
+
+class _GrowingFile:
+    """A file written from its end, flushed often so that the page cache stays small."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._file: IO[bytes] = path.open("r+b" if size else "wb", buffering=0)
+        self._file.truncate(size)
+        self._position = size
+        self._flushed = size
+
+    def hash(self) -> Any:
+        """The sha256 so far."""
+        digest = hashlib.sha256()
+        self._file.seek(0)
+        while piece := self._file.read(_PIECE):
+            digest.update(piece)
+        return digest
+
+    def write(self, data: Data) -> None:
+        self._file.seek(self._position)
+        for piece in _pieces(data):
+            done = 0
+            while done < len(piece):
+                done += self._file.write(piece[done:])
+            self._position += len(piece)
+            if self._position - self._flushed >= _FLUSH_BYTES:
+                self.flush()
+
+    def flush(self) -> None:
+        """Wait until the data is on disk, and let the cache forget it."""
+        os.fsync(self._file.fileno())
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file.fileno(), 0, self._position, os.POSIX_FADV_DONTNEED)
+        self._flushed = self._position
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+def _pieces(data: Data) -> list[memoryview]:
+    view = memoryview(data)
+    return [view[start : start + _PIECE] for start in range(0, len(view), _PIECE)]

@@ -1,0 +1,89 @@
+"""Our decoder against transformers, architecture by architecture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+
+import quantkit
+from quantkit.model.load import load_model
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-mha": ("llama", {"num_key_value_heads": 8}),
+    "llama-odd-groups": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim": ("llama", {"head_dim": 16}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-window": ("mistral", {"sliding_window": 7}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-bias": ("qwen3", {"attention_bias": True}),
+}
+ROPES: dict[str, dict[str, Any]] = {
+    "theta": {"rope_type": "default", "rope_theta": 500000.0},
+    "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+    "llama3": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32, "rope_theta": 500000.0,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0},
+    "yarn-options": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0,
+        "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 1.2,
+    },
+}  # fmt: skip
+
+
+def _require_parity(model: Any, folder: Path, length: int = 40) -> None:
+    ours = load_model(oracle.save(model, folder), dtype=torch.float32)
+    tokens = oracle.random_tokens(length, batch=2)
+    with torch.inference_mode():
+        found = ours(tokens, torch.arange(length))
+    expected = oracle.logits(model, tokens)
+    assert (found - expected).abs().max() < 1e-4
+    assert expected.std() > 0.1  # a model whose logits vary, or equality would say little
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
+    kind, changes = CASES[case]
+    _require_parity(oracle.make(kind, **changes), tmp_path / "model")
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("length", [20, 90], ids=["within", "past-context"])
+def test_rope_scaling_equals_that_of_transformers(rope: str, length: int, tmp_path: Path) -> None:
+    model = oracle.make("llama", rope_parameters=dict(ROPES[rope]), max_position_embeddings=64)
+    _require_parity(model, tmp_path / "model", length)
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral-window", "qwen2", "qwen3", "llama-tied"])
+def test_greedy_generation_through_the_cache_equals_that_of_transformers(case: str, tmp_path: Path) -> None:
+    kind, changes = CASES[case]
+    model = oracle.make(kind, **changes, eos_token_id=None)
+    ours = load_model(oracle.save(model, tmp_path / "model"), dtype=torch.float32)
+    prompt = oracle.random_tokens(9)
+    found = list(quantkit.generate(ours, prompt[0].tolist(), max_new_tokens=20))
+    assert found == oracle.greedy(model, prompt, 20)
+
+
+def test_cached_steps_give_the_logits_of_one_pass(tmp_path: Path) -> None:
+    from quantkit.model.cache import KVCache
+
+    model = load_model(oracle.save(oracle.make("llama"), tmp_path / "model"), dtype=torch.float32)
+    tokens = oracle.random_tokens(12, batch=2)
+    cache = KVCache(model.config, 2, 20, torch.float32, "cpu")
+    with torch.inference_mode():
+        whole = model(tokens, torch.arange(12))
+        steps = [model(tokens[:, :5], torch.arange(5), cache)]
+        steps += [model(tokens[:, t : t + 1], torch.tensor([t]), cache) for t in range(5, 12)]
+    torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=0, atol=1e-5)
