@@ -43,9 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
     debug = "--debug" in arguments
     try:
         code = quantkit(arguments, standalone_mode=False)
-    except click.exceptions.Abort:
-        code = INTERRUPTED
-    except KeyboardInterrupt:
+    except (click.exceptions.Abort, KeyboardInterrupt):
         click.echo("quantkit: interrupted", err=True)
         code = INTERRUPTED
     except click.ClickException as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quantkit.data.files import DEMO_MODEL, excerpt
 from quantkit.errors import DestinationError, QuantkitError
@@ -20,7 +21,7 @@ from quantkit.runtime.generate import generate
 SCHEMES = ("int8", "int4-g32", "int4-g64", "int4-g128")
 PROMPT = "My fellow citizens, the state of the Union"
 _NEW_TOKENS = 40
-_SAMPLING = {"temperature": 0.7, "top_p": 0.9, "seed": 1}
+_SAMPLING: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "seed": 1}
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,13 @@ def relative_error(quantized: QuantTensor, weight: Tensor) -> float:
     return math.sqrt(error / norm) if norm else 0.0
 
 
+def float_rows(value: Tensor | QuantTensor, start: int, stop: int) -> Tensor:
+    """Some rows of a weight in float32, dequantized where it is quantized."""
+    if isinstance(value, QuantTensor):
+        return value.rows(start, stop).dequantize()
+    return value[start:stop].float()
+
+
 def row_chunks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
     """Row ranges of a few million elements, so that float32 temporaries stay small."""
     step = max(1, _CHUNK_ELEMENTS // max(1, columns))

@@ -133,7 +133,7 @@ def raise_unexpected(names: Iterable[str], path: Path) -> None:
                 hint="merge it into its base model first",
             )
         for suffix, scheme in _QUANTIZED_SUFFIXES.items():
-            if name.endswith("." + suffix) or name.endswith(suffix) and suffix.startswith("_"):
+            if name.endswith("." + suffix) or (name.endswith(suffix) and suffix.startswith("_")):
                 raise UnsupportedError(
                     f"the source is quantized already ({scheme})", path=path, found=f"'{name}'",
                     hint="start from the float model",

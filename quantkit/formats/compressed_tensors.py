@@ -23,6 +23,7 @@ from quantkit.qtensor import QuantTensor, pack_int32, unpack_int32
 from quantkit.scheme import QuantScheme
 
 PACKED, SCALE, SHAPE, ZERO = "weight_packed", "weight_scale", "weight_shape", "weight_zero_point"
+_NO_MATCH = 3
 
 
 def quantization_config(schemes: Mapping[str, QuantScheme], linears: Iterable[str]) -> dict[str, Any]:
@@ -121,12 +122,12 @@ def read_schemes(raw: Mapping[str, Any], modules: Iterable[str], path: object) -
         raise CheckpointError(f"quantization_config is incomplete: {error!r}", path=where) from error
     found: dict[str, QuantScheme] = {}
     for module in modules:
-        if any(_matches(module, target) for target in ignored):
+        if any(_rank(module, target) < _NO_MATCH for target in ignored):
             continue
         ranked = [(_rank(module, target), scheme) for targets, scheme in groups for target in targets]
-        matching = sorted((r for r in ranked if r[0] is not None), key=lambda r: r[0])
-        if matching:
-            found[module] = matching[0][1]
+        closest = min((rank for rank, _ in ranked), default=_NO_MATCH)
+        if closest < _NO_MATCH:
+            found[module] = next(scheme for rank, scheme in ranked if rank == closest)
     return found
 
 
@@ -149,14 +150,10 @@ def _scheme(group: Mapping[str, Any], layout: str | None, where: str) -> QuantSc
     return QuantScheme(bits, group_size, bool(weights.get("symmetric", True)))
 
 
-def _matches(module: str, target: str) -> bool:
-    return _rank(module, target) is not None
-
-
-def _rank(module: str, target: str) -> int | None:
-    """How closely a target names a module: by name, by pattern, by class; None for not at all."""
+def _rank(module: str, target: str) -> int:
+    """How closely a target names a module: 0 by name, 1 by pattern, 2 by class."""
     if target.startswith("re:"):
-        return 1 if re.match(target[3:], module) else None
+        return 1 if re.match(target[3:], module) else _NO_MATCH
     if target == module:
         return 0
-    return 2 if target == "Linear" else None
+    return 2 if target == "Linear" else _NO_MATCH

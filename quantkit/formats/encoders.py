@@ -205,7 +205,7 @@ def tensor_bytes(tensor: Tensor, expected: StoredTensor) -> memoryview:
         raise ValueError(
             f"{expected.name}: planned {expected.dtype} {expected.shape}, got {tensor.dtype} {tuple(tensor.shape)}"
         )
-    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _stored(planned: Planned) -> list[StoredTensor]:

@@ -102,7 +102,7 @@ class HFCheckpoint:
                     if name in listed or not split_derived([name])[1]:
                         raise CheckpointError(
                             f"the index does not list tensor '{name}' in {path.name}", path=index,
-                            found=listed.get(name, "nothing"), hint="the index is stale; delete it or download it again",
+                            found=listed.get(name, "nothing"), hint="the index is stale; download it again",
                         )  # fmt: skip
                     continue
                 if name in self._stored:
@@ -200,8 +200,8 @@ def _require_all_parts(paths: list[Path]) -> None:
             name = re.sub(r"-\d+-of-", f"-{number:0{len(total)}d}-of-", paths[0].name)
             if name not in present:
                 raise CheckpointError(
-                    "the weight file is missing", path=paths[0].with_name(name), found=f"{len(present)} of {int(total)} parts",
-                    hint="download it again",
+                    "the weight file is missing", path=paths[0].with_name(name),
+                    found=f"{len(present)} of {int(total)} parts", hint="download it again",
                 )  # fmt: skip
 
 

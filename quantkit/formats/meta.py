@@ -120,7 +120,7 @@ class MetaCheckpoint:
         for path, shapes in zip(self._paths[1:], self._shapes[1:], strict=True):
             if difference := sorted(first ^ set(shapes)):
                 raise CheckpointError(
-                    f"holds other tensors than {self._paths[0].name}", path=path, found=f"'{difference[0]}' in one only",
+                    f"holds other tensors than {self._paths[0].name}", path=path, found=f"'{difference[0]}' in one",
                     hint="the shards are of different models",
                 )  # fmt: skip
         weights, _ = split_derived(first)
@@ -211,13 +211,13 @@ class MetaCheckpoint:
                     f"tensor '{name}' has another shape than in {self._paths[0].name}", path=path,
                     found=list(shape), expected=list(shapes[0]),
                 )  # fmt: skip
-        shape = list(shapes[0])
-        if split != "none" and len(shape) == 2:
+        joined = list(shapes[0])
+        if split != "none" and len(joined) == 2:
             axis = self.embedding_axis if split == "vocabulary" else int(split == "columns")
-            shape[axis] *= len(shapes)
+            joined[axis] *= len(shapes)
             if self._replicas(entry) > 1:
-                shape[axis] //= self._replicas(entry)
-        return tuple(shape)
+                joined[axis] //= self._replicas(entry)
+        return tuple(joined)
 
     def _replicas(self, entry: Entry) -> int:
         """How many shards hold each KV head."""

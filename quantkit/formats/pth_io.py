@@ -202,7 +202,7 @@ class _TensorReference:
         for size in reversed(self._shape):
             strides.insert(0, step)
             step *= size
-        arguments = (self._storage, 0, self._shape, tuple(strides), False, OrderedDict())
+        arguments: tuple[Any, ...] = (self._storage, 0, self._shape, tuple(strides), False, OrderedDict())
         return torch._utils._rebuild_tensor_v2, arguments
 
 

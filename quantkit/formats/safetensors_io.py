@@ -117,8 +117,7 @@ def build_header(tensors: Sequence[StoredTensor]) -> bytes:
 
 def open_mapped(path: Path) -> Callable[[str], Tensor]:
     """Map a file; the result gives any tensor as a view, read only when touched."""
-    file = safe_open(path, framework="pt", device="cpu")
-    handle = file.__enter__()
+    handle: Any = safe_open(path, framework="pt", device="cpu")
 
     def get(name: str) -> Tensor:
         tensor: Tensor = handle.get_tensor(name)

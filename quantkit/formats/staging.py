@@ -133,8 +133,8 @@ class Staging:
             changed = sorted(k for k in {*before, *fingerprint} if before.get(k) != fingerprint.get(k))
             self.close()
             raise ResumeError(
-                "the interrupted run had other inputs or options", path=self.path, found=f"changed {', '.join(changed)}",
-                hint="repeat its command, or remove the folder and start anew",
+                "the interrupted run had other inputs or options", path=self.path,
+                found=f"changed {', '.join(changed)}", hint="repeat its command, or remove the folder and start anew",
             )  # fmt: skip
         self.entries = lines[1:]
 

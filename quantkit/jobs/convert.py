@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from quantkit import manifest
-from quantkit.errors import NonFiniteError, RequestError, UnsupportedError
-from quantkit.formats.checkpoint import DTYPE_NAMES, FLOAT_DTYPES, Checkpoint, schemes
+from quantkit.errors import RequestError, UnsupportedError
+from quantkit.finite import checked_cast
+from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.encoders import Encoder, MetaEncoder, Planned, SafetensorsEncoder
 from quantkit.formats.folder import checked_tokenizer, hf_side_files, meta_side_files, require_new_names
-from quantkit.formats.writer import CheckpointWriter
+from quantkit.jobs.output import SHARD_BYTES, model_summary, write
 from quantkit.naming import entries
 from quantkit.progress import Progress, silent
-from quantkit.qtensor import QuantTensor, row_chunks
-from quantkit.version import __version__
+from quantkit.qtensor import QuantTensor
 
-SHARD_BYTES = 2 << 30
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -107,80 +104,6 @@ def convert(
     return [*source.notes, *notes]
 
 
-def write(
-    job: str,
-    source: Checkpoint,
-    dst: Path,
-    encoder: Encoder,
-    produce: Callable[[Planned], tuple[Tensor | QuantTensor, object]],
-    side_files: dict[str, bytes | Path],
-    details: Callable[[dict[str, object]], dict[str, object]],
-    *,
-    options: dict[str, object],
-    resume: bool,
-    progress: Progress,
-) -> None:
-    """Stream planned tensors, one at a time, into a new checkpoint with its manifest.
-
-    Args:
-        produce: gives a planned tensor's value and what to record about it.
-        details: given all records by tensor, the manifest's own part of this job.
-        options: all that decides the output's bytes besides the source.
-    """
-    fingerprint = {
-        "job": job,
-        "quantkit": __version__,
-        "source": manifest.identity(source.files()),
-        **{f"option {key}": value for key, value in options.items()},
-    }
-    total = sum(_bytes(item) for item in encoder.planned)
-    with CheckpointWriter(dst, encoder, fingerprint, resume=resume) as writer:
-        hashes = manifest.SourceHashes(source.files())
-        done = sum(_bytes(item) for item in encoder.planned[: writer.done])
-        for item in encoder.planned[writer.done :]:
-            progress(done, total, item.name)
-            value, record = produce(item)
-            writer.put(value, record)
-            del value
-            done += _bytes(item)
-        progress(done, total, "")
-        source_hashes = hashes.result()
-
-        def build(file_hashes: dict[str, str], records: dict[str, object]) -> bytes:
-            return manifest.build(job, source.format, source_hashes, file_hashes, details(records))
-
-        writer.finish(side_files, build, manifest.NAME)
-
-
-def checked_cast(tensor: Tensor, dtype: torch.dtype, name: str, path: Path, allow_nonfinite: bool) -> Tensor:
-    """The tensor in another float type, unless values would be, or are, NaN or Inf.
-
-    Raises:
-        NonFiniteError: naming the tensor and the count.
-    """
-    result = tensor if tensor.dtype == dtype else tensor.to(dtype)
-    if allow_nonfinite or all_finite(result):
-        return result
-    before, after = _count_nonfinite(tensor), _count_nonfinite(result)
-    what = f"{before} values that are NaN or Inf" if before else f"{after} values that overflow {DTYPE_NAMES[dtype]}"
-    raise NonFiniteError(
-        f"tensor '{name}' holds {what}", path=path, found=f"{after} of {result.numel()}",
-        hint="use the source's own dtype or repair it; --allow-nonfinite writes it all the same",
-    )  # fmt: skip
-
-
-def all_finite(tensor: Tensor) -> bool:
-    """Whether no value is NaN or Inf; one pass, no temporaries."""
-    low, high = torch.aminmax(tensor)
-    return bool(torch.isfinite(low) & torch.isfinite(high))
-
-
-def model_summary(source: Checkpoint, dtype: str) -> dict[str, object]:
-    """The few facts about a model that a reader of the manifest looks for first."""
-    parameters = sum(int(torch.Size(source.info(name).shape).numel()) for name in source.names())
-    return {"architecture": source.config.architecture, "parameters": parameters, "dtype": dtype}
-
-
 def _plan(source: Checkpoint, dtype: torch.dtype | None, *, with_head: bool) -> list[Planned]:
     config = replace(source.config, tied_embeddings=source.config.tied_embeddings and not with_head)
     planned = []
@@ -189,13 +112,3 @@ def _plan(source: Checkpoint, dtype: torch.dtype | None, *, with_head: bool) -> 
         info = source.info("model.embed_tokens.weight" if doubled else entry.name)
         planned.append(Planned(entry.name, entry.shape, dtype or info.dtype, info.scheme))
     return planned
-
-
-def _bytes(item: Planned) -> int:
-    return int(torch.Size(item.shape).numel()) * item.dtype.itemsize
-
-
-def _count_nonfinite(tensor: Tensor) -> int:
-    matrix = tensor.reshape(tensor.shape[0], -1)
-    chunks = row_chunks(matrix.shape[0], matrix.shape[1])
-    return sum(int((~torch.isfinite(matrix[a:b])).sum()) for a, b in chunks)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from quantkit.errors import RequestError, UnsupportedError
+from quantkit.finite import checked_cast
 from quantkit.formats.checkpoint import FLOAT_DTYPES, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.encoders import Planned, SafetensorsEncoder
 from quantkit.formats.folder import checked_tokenizer, hf_side_files, require_new_names
-from quantkit.jobs.convert import SHARD_BYTES, checked_cast, model_summary, write
+from quantkit.jobs.output import SHARD_BYTES, model_summary, write
 from quantkit.naming import entries, linear_columns
 from quantkit.progress import Progress, silent
 from quantkit.qtensor import QuantTensor, quantize_rtn, relative_error
@@ -63,21 +63,20 @@ def quantize(
         )  # fmt: skip
     assigned = _assign(plan, source.config.tied_embeddings, linear_columns(source.config))
     requested = {module: plan.requested(module) for module in assigned}
-    misfits = [module for module, scheme in assigned.items() if scheme != requested[module]]
+    misfits = {module: requested[module] for module, scheme in assigned.items() if scheme != requested[module]}
     if misfits:
-        first = misfits[0]
-        fact = f"{requested[first]} does not divide the rows of {len(misfits)} layers, {first} first; {assigned[first]} there"
+        first, wanted = next(iter(misfits.items()))
+        fact = f"{wanted} does not divide the rows of {len(misfits)} layers, {first} first"
         if strict:
             raise RequestError(fact, path=source.path, hint="choose another group size, or leave --strict out")
-        notes.append(f"{source.path}: {fact}")
-
-    default = FLOAT_DTYPES[source.config.dtype]
+        notes.append(f"{source.path}: {fact}; {assigned[first]} is used there")
+    scale_dtype = FLOAT_DTYPES[source.config.dtype]
     planned = [
-        Planned(e.name, e.shape, default if e.module in assigned and e.row.linear and e.name.endswith(".weight")
-                else source.info(e.name).dtype,
-                assigned.get(e.module) if e.row.linear else None)
+        Planned(e.name, e.shape, scale_dtype, assigned[e.module])
+        if e.row.linear and e.module in assigned
+        else Planned(e.name, e.shape, source.info(e.name).dtype)
         for e in entries(source.config)
-    ]  # fmt: skip
+    ]
 
     def produce(item: Planned) -> tuple[Tensor | QuantTensor, object]:
         weight = source.load(item.name)
@@ -89,19 +88,10 @@ def quantize(
         return quantized, float(f"{relative_error(quantized, weight):.4g}")
 
     def details(records: dict[str, object]) -> dict[str, object]:
-        tensors: dict[str, object] = {}
-        for module in linear_columns(source.config):
-            scheme = assigned.get(module)
-            if scheme is None:
-                tensors[module] = {"scheme": None, "reason": "kept as float by the plan"}
-                continue
-            tensors[module] = {
-                "scheme": str(scheme),
-                "solver": "round-to-nearest",
-                "relative_error": records[module + ".weight"],
-            }
-            if module in misfits:
-                tensors[module]["reason"] = f"{requested[module]} does not divide the row"  # type: ignore[index]
+        tensors = {
+            module: _describe(assigned.get(module), misfits.get(module), records.get(module + ".weight"))
+            for module in linear_columns(source.config)
+        }
         return {"model": model_summary(source, source.config.dtype), "plan": plan.to_json(), "tensors": tensors}
 
     write(
@@ -110,6 +100,14 @@ def quantize(
         options={"plan": plan.to_json(), "allow_nonfinite": allow_nonfinite}, resume=resume, progress=progress,
     )  # fmt: skip
     return [*source.notes, *notes]
+
+
+def _describe(scheme: QuantScheme | None, unfit: QuantScheme | None, error: object) -> dict[str, object]:
+    """What the manifest says of one linear layer."""
+    if scheme is None:
+        return {"scheme": None, "reason": "kept as float by the plan"}
+    facts: dict[str, object] = {"scheme": str(scheme), "solver": "round-to-nearest", "relative_error": error}
+    return facts if unfit is None else {**facts, "reason": f"{unfit} does not divide the row"}
 
 
 def _as_plan(plan: str | QuantScheme | QuantPlan) -> QuantPlan:

@@ -21,7 +21,7 @@ from quantkit.formats.folder import checked_tokenizer
 from quantkit.model.blockwise import Batch
 from quantkit.naming import entries
 from quantkit.progress import Progress, silent
-from quantkit.qtensor import QuantTensor, row_chunks
+from quantkit.qtensor import QuantTensor, float_rows, row_chunks
 from quantkit.quality import Divergence, divergence
 
 _TEXT_TOKENS = 128
@@ -224,13 +224,7 @@ def _bound_between(a: Tensor | QuantTensor, b: Tensor | QuantTensor) -> Bound:
 def _float_pieces(a: Tensor | QuantTensor, b: Tensor | QuantTensor) -> Iterator[tuple[Tensor, Tensor]]:
     rows, columns = a.shape[0], math.prod(a.shape[1:])
     for start, stop in row_chunks(rows, columns):
-        yield _floats(a, start, stop), _floats(b, start, stop)
-
-
-def _floats(value: Tensor | QuantTensor, start: int, stop: int) -> Tensor:
-    if isinstance(value, QuantTensor):
-        return value.rows(start, stop).dequantize()
-    return value[start:stop].float()
+        yield float_rows(a, start, stop), float_rows(b, start, stop)
 
 
 def _larger(a: float, b: float) -> float:

@@ -14,7 +14,7 @@ from quantkit.model.decoder import RMSNorm, causal_mask
 from quantkit.model.load import load_block
 from quantkit.model.rope import Rotary
 from quantkit.progress import Progress, silent
-from quantkit.qtensor import QuantTensor, row_chunks
+from quantkit.qtensor import float_rows, row_chunks
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,7 @@ def head_logits(checkpoint: Checkpoint, hidden: Tensor) -> Tensor:
     rows, columns = head.shape
     logits = torch.empty(hidden.shape[0], rows)
     for start, stop in row_chunks(rows, columns):
-        quantized = isinstance(head, QuantTensor)
-        weight = head.rows(start, stop).dequantize() if quantized else head[start:stop].float()  # type: ignore[union-attr]
-        torch.mm(hidden, weight.t(), out=logits[:, start:stop])
+        torch.mm(hidden, float_rows(head, start, stop).t(), out=logits[:, start:stop])
     return logits
 
 

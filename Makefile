@@ -1,0 +1,32 @@
+# Two commands on a fresh machine: `make demo` and `make test`.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+
+.PHONY: demo test lint clean
+
+demo: .venv/installed
+	$(BIN)/quantkit demo
+
+test: .venv/installed-test
+	$(BIN)/pytest
+
+lint: .venv/installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf .venv/wheel
+	$(BIN)/pip install --quiet --no-deps --target .venv/wheel .
+	cd .venv/wheel && MYPYPATH=. ../bin/mypy --config-file ../../pyproject.toml --cache-dir ../mypy -p quantkit
+
+clean:
+	rm -rf .venv build *.egg-info
+
+.venv/installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)" --editable .
+	touch $@
+
+.venv/installed-test: .venv/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)" --editable ".[test]"
+	touch $@

@@ -1,0 +1,120 @@
+"""Imports point one way, and importing does nothing heavy."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = {"quantkit": "quantkit", "kernels": "quantkit.kernels", "cli": "quantkit.cli", "evals": "quantkit.evals"}
+
+# Each room may import itself and the rooms above it.
+ROOMS = (
+    ("errors", "version", "progress"),
+    ("rope_config", "config", "meta_config", "scheme"),
+    ("naming", "qtensor", "finite", "tokenizer", "tokenizer_export", "manifest", "data"),
+    ("formats",),
+    ("kernels",),
+    ("model",),
+    ("quality", "runtime"),
+    ("jobs",),
+    ("evals",),
+    ("cli",),
+)
+RANKS = {name: rank for rank, names in enumerate(ROOMS) for name in names}
+# Rooms and files that may import less than their rank allows.
+ONLY = {
+    "quantkit.kernels": {"errors", "scheme", "qtensor", "kernels"},
+    "quantkit.model.decoder": {"config", "rope_config", "model"},
+    "quantkit.model.cache": {"config"},
+    "quantkit.model.rope": {"config", "rope_config"},
+    "quantkit.config": {"errors", "rope_config"},
+    "quantkit.scheme": {"errors"},
+}
+NO_TORCH = {"quantkit", "quantkit.errors", "quantkit.config", "quantkit.meta_config", "quantkit.rope_config",
+            "quantkit.scheme", "quantkit.naming", "quantkit.manifest", "quantkit.tokenizer"}  # fmt: skip
+
+
+def _modules() -> dict[str, ast.Module]:
+    found = {}
+    for folder, package in FOLDERS.items():
+        for path in (ROOT / folder).rglob("*.py"):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            name = ".".join([package, *parts]).removesuffix(".__init__")
+            found[name] = ast.parse(path.read_text(), str(path))
+    return found
+
+
+MODULES = _modules()
+
+
+def _imports(tree: ast.Module) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def _rooms(names: set[str]) -> set[str]:
+    return {n.split(".")[1] for n in names if n.startswith("quantkit.") and n.split(".")[1] in RANKS}
+
+
+@pytest.mark.parametrize("module", sorted(set(MODULES) - {"quantkit"}))
+def test_imports_point_only_to_rooms_above(module: str) -> None:
+    room = module.split(".")[1]
+    below = {other for other in _rooms(_imports(MODULES[module])) if RANKS[other] > RANKS[room]}
+    assert not below
+
+
+@pytest.mark.parametrize("prefix", ONLY)
+def test_guarded_rooms_import_only_what_they_may(prefix: str) -> None:
+    for module, tree in MODULES.items():
+        if module == prefix or module.startswith(prefix + "."):
+            assert _rooms(_imports(tree)) <= ONLY[prefix], module
+
+
+def test_every_module_belongs_to_a_room() -> None:
+    assert {m.split(".")[1] for m in MODULES if "." in m} == set(RANKS)
+
+
+@pytest.mark.parametrize("package", ["click", "tqdm"])
+def test_the_terminal_is_for_the_command_line_only(package: str) -> None:
+    users = {m for m, tree in MODULES.items() if package in _imports(tree)}
+    assert users
+    assert all(m.startswith("quantkit.cli") for m in users)
+
+
+def test_the_library_does_not_print() -> None:
+    for module, tree in MODULES.items():
+        calls = [n.func for n in ast.walk(tree) if isinstance(n, ast.Call)]
+        assert not [c for c in calls if isinstance(c, ast.Name) and c.id == "print"], module
+
+
+def test_transformers_is_for_tests_only() -> None:
+    assert not [m for m, tree in MODULES.items() if any(n.split(".")[0] == "transformers" for n in _imports(tree))]
+
+
+def test_the_light_modules_do_without_torch() -> None:
+    for module in NO_TORCH:
+        assert not {n for n in _imports(MODULES[module]) if n.split(".")[0] == "torch"}, module
+
+
+def test_importing_everything_touches_no_accelerator_and_no_compiler() -> None:
+    names = sorted(set(MODULES) - {"quantkit.cli.__main__"})
+    code = (
+        "import importlib, sys\n"
+        f"for name in {names}: importlib.import_module(name)\n"
+        "import torch\n"
+        "heavy = {'triton', 'jax', 'torchax', 'transformers', 'torch._inductor', 'torch.utils.cpp_extension'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+        "assert not torch.cuda.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd="/")

@@ -1,0 +1,280 @@
+"""Interrupted writes: nothing under the final name, and a resumed run gives the same bytes."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quantkit
+from quantkit.cli.main import main
+from quantkit.errors import CheckpointError, DestinationError, ResumeError
+from quantkit.formats import sink, writer
+from quantkit.formats.writer import CheckpointWriter
+
+JOBS: dict[str, Callable[..., Any]] = {
+    "convert-hf": lambda src, dst, **options: quantkit.convert(src, dst, **options),
+    "convert-meta": lambda src, dst, **options: quantkit.convert(src, dst, to="meta", mp=2, **options),
+    "quantize": lambda src, dst, **options: quantkit.quantize(src, dst, "int4-g32", **options),
+}
+CALLS = {
+    "convert-hf": "quantkit.convert(src, dst, progress=progress)",
+    "convert-meta": "quantkit.convert(src, dst, to='meta', mp=2, progress=progress)",
+    "quantize": "quantkit.quantize(src, dst, 'int4-g32', progress=progress)",
+}
+CHILD = """
+import os, signal, sys
+import quantkit
+from quantkit.formats import writer
+from quantkit.jobs import output, quantize, convert
+writer._CHECKPOINT_BYTES = 50_000
+convert.SHARD_BYTES = quantize.SHARD_BYTES = 300_000
+src, dst, limit = sys.argv[1], sys.argv[2], float(sys.argv[3])
+
+def progress(done, total, name):
+    if done >= limit * total and name:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+"""
+
+
+@pytest.fixture(autouse=True)
+def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "_CHECKPOINT_BYTES", 50_000)
+    monkeypatch.setattr("quantkit.jobs.convert.SHARD_BYTES", 300_000)
+    monkeypatch.setattr("quantkit.jobs.quantize.SHARD_BYTES", 300_000)
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def _partial(dst: Path) -> Path:
+    return dst.with_name(dst.name + ".partial")
+
+
+@pytest.mark.parametrize("moment", [0.0, 0.35, 0.75])
+@pytest.mark.parametrize("job", JOBS)
+def test_a_killed_run_resumes_to_the_same_bytes(job: str, moment: float, demo_model: Path, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    JOBS[job](demo_model, whole)
+    arguments = [sys.executable, "-c", CHILD + CALLS[job], str(demo_model), str(killed), str(moment)]
+    assert subprocess.run(arguments, check=False).returncode == -signal.SIGKILL
+    assert not killed.exists()
+    assert _partial(killed).is_dir()
+    JOBS[job](demo_model, killed, resume=True)
+    assert _contents(killed) == _contents(whole)
+    assert not _partial(killed).exists()
+
+
+def test_a_resumed_run_does_not_do_again_what_is_on_disk(demo_model: Path, tmp_path: Path) -> None:
+    dst = tmp_path / "out"
+    arguments = [sys.executable, "-c", CHILD + CALLS["quantize"], str(demo_model), str(dst), "0.6"]
+    subprocess.run(arguments, check=False)
+    names: list[str] = []
+    quantkit.quantize(demo_model, dst, "int4-g32", resume=True, progress=lambda done, total, name: names.append(name))
+    assert "model.embed_tokens.weight" not in names
+    assert "lm_head.weight" in names
+
+
+def test_bytes_after_the_last_safe_point_are_not_trusted(demo_model: Path, tmp_path: Path) -> None:
+    whole, dst = tmp_path / "whole", tmp_path / "out"
+    quantkit.convert(demo_model, whole)
+    arguments = [sys.executable, "-c", CHILD + CALLS["convert-hf"], str(demo_model), str(dst), "0.6"]
+    subprocess.run(arguments, check=False)
+    newest = sorted(_partial(dst).glob("*.safetensors"))[-1]
+    with newest.open("ab") as file:
+        file.write(b"torn" * 1000)
+    with (_partial(dst) / ".quantkit-journal.jsonl").open("ab") as journal:
+        journal.write(b'{"tensors": 99, "fil')
+    quantkit.convert(demo_model, dst, resume=True)
+    assert _contents(dst) == _contents(whole)
+
+
+def _interrupt(monkeypatch: pytest.MonkeyPatch, demo_model: Path, dst: Path) -> None:
+    """Leave a partial output behind, as Ctrl-C does."""
+
+    def progress(done: int, total: int, name: str) -> None:
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantkit.convert(demo_model, dst, progress=progress)
+    assert _partial(dst).is_dir()
+
+
+def test_an_interrupted_run_is_not_overwritten_unasked(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _interrupt(monkeypatch, demo_model, tmp_path / "out")
+    with pytest.raises(ResumeError, match="--resume"):
+        quantkit.convert(demo_model, tmp_path / "out")
+
+
+def test_resume_refuses_other_options(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _interrupt(monkeypatch, demo_model, tmp_path / "out")
+    with pytest.raises(ResumeError, match="changed option dtype"):
+        quantkit.convert(demo_model, tmp_path / "out", dtype="fp32", resume=True)
+    with pytest.raises(ResumeError, match="changed job"):
+        quantkit.quantize(demo_model, tmp_path / "out", "int8", resume=True)
+
+
+def test_resume_refuses_a_changed_source(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(demo_model, source)
+    _interrupt(monkeypatch, source, tmp_path / "out")
+    os.utime(source / "consolidated.01.pth", (1, 1))
+    with pytest.raises(ResumeError, match="changed source"):
+        quantkit.convert(source, tmp_path / "out", resume=True)
+
+
+def test_a_second_writer_is_locked_out(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _interrupt(monkeypatch, demo_model, tmp_path / "out")
+    with (_partial(tmp_path / "out") / ".quantkit-journal.jsonl").open("ab") as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)
+        with pytest.raises(ResumeError, match="another quantkit process"):
+            quantkit.convert(demo_model, tmp_path / "out", resume=True)
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_disk_that_fills_up_leaves_a_resumable_run(
+    job: str, demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, dst = tmp_path / "whole", tmp_path / "out"
+    JOBS[job](demo_model, whole)
+    real = sink._GrowingFile.write
+    written = 0
+
+    def full(self: Any, data: bytes | memoryview) -> None:
+        nonlocal written
+        written += len(data)
+        if written > 700_000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(self, data)
+
+    monkeypatch.setattr(sink._GrowingFile, "write", full)
+    with pytest.raises(DestinationError, match=r"disk is full.*--resume"):
+        JOBS[job](demo_model, dst)
+    assert not dst.exists()
+    monkeypatch.setattr(sink._GrowingFile, "write", real)
+    JOBS[job](demo_model, dst, resume=True)
+    assert _contents(dst) == _contents(whole)
+
+
+def test_too_little_space_is_told_before_any_work(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9 - 10**6, 10**6))
+    with pytest.raises(DestinationError, match=r"too little space.*0\.00 GB free"):
+        quantkit.convert(demo_model, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_source_that_changes_meanwhile_is_noticed(demo_model: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(demo_model, source)
+
+    def touch(done: int, total: int, name: str) -> None:
+        if done == total:
+            os.utime(source / "consolidated.00.pth", (1, 1))
+
+    with pytest.raises(CheckpointError, match="changed while it was read"):
+        quantkit.convert(source, tmp_path / "out", progress=touch)
+    assert not (tmp_path / "out").exists()
+    assert not _partial(tmp_path / "out").exists()
+
+
+def test_a_destination_that_appears_meanwhile_is_left_alone(demo_model: Path, tmp_path: Path) -> None:
+    dst = tmp_path / "out"
+
+    def appear(done: int, total: int, name: str) -> None:
+        dst.mkdir(exist_ok=True)
+
+    with pytest.raises(DestinationError, match="appeared while writing"):
+        quantkit.convert(demo_model, dst, progress=appear)
+    assert not list(dst.iterdir())
+
+
+def test_a_failed_write_is_not_taken_for_a_finished_one(tmp_path: Path) -> None:
+    files = sink.Sink(tmp_path / "missing", {})
+    files.append("a", b"1")
+    with pytest.raises(DestinationError):
+        files.sync()
+    files.close()
+
+
+def test_ctrl_c_stops_soon_with_130_and_can_be_resumed(demo_model: Path, tmp_path: Path) -> None:
+    whole, dst = tmp_path / "whole", tmp_path / "out"
+    quantkit.convert(demo_model, whole)
+    slow = (
+        "import sys, time\n"
+        "from quantkit.cli.main import main\n"
+        "from quantkit.formats import sink, writer\n"
+        "from quantkit.jobs import convert\n"
+        "writer._CHECKPOINT_BYTES = 50_000\n"
+        "convert.SHARD_BYTES = 300_000\n"
+        "append = sink.Sink.append\n"
+        "def slowly(self, name, data):\n"
+        "    time.sleep(0.1)\n"
+        "    append(self, name, data)\n"
+        "sink.Sink.append = slowly\n"
+        "main(sys.argv[1:])\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", slow, "convert", str(demo_model), str(dst)],
+        stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    while child.poll() is None and not list(_partial(dst).glob("*.safetensors")):
+        time.sleep(0.02)
+    time.sleep(0.3)
+    child.send_signal(signal.SIGINT)
+    started = time.monotonic()
+    out, err = child.communicate(timeout=30)
+    assert time.monotonic() - started < 1.0
+    assert (child.returncode, out, err) == (130, "", "\nquantkit: interrupted\n")
+    assert not dst.exists()
+    with pytest.raises(SystemExit) as exit_:
+        main(["convert", str(demo_model), str(dst), "--resume"])
+    assert exit_.value.code == 0
+    assert _contents(dst) == _contents(whole)
+
+
+def test_an_error_of_the_source_leaves_nothing_behind(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = CheckpointWriter.put
+
+    def fail(self: CheckpointWriter, value: Any, record: Any = None) -> None:
+        real(self, value, record)
+        raise CheckpointError("the source is damaged")
+
+    monkeypatch.setattr(CheckpointWriter, "put", fail)
+    with pytest.raises(CheckpointError):
+        quantkit.convert(demo_model, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_manifest_lists_every_file_with_its_hash(demo_model: Path, tmp_path: Path) -> None:
+    import hashlib
+
+    quantkit.convert(demo_model, tmp_path / "out")
+    listed = json.loads((tmp_path / "out" / "quantkit.json").read_text())["files"]
+    found = {
+        name: hashlib.sha256(content).hexdigest()
+        for name, content in _contents(tmp_path / "out").items()
+        if name != "quantkit.json"
+    }
+    assert listed == found
