@@ -121,7 +121,7 @@ def verify(a: Path, b: Path | None) -> None:
 
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path))
-@click.option("--prompt", required=True, help="The text to continue.")
+@click.option("--prompt", required=True, help="The text to continue; special tokens may be spelled out.")
 @click.option("--max-new-tokens", type=int, default=100, show_default=True)
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token.")
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Nucleus of probability to draw from.")
@@ -142,7 +142,7 @@ def generate(
     from quantkit.runtime.stream import text_pieces
 
     model, tokenizer = load(path, weights=weights, dtype=None if dtype is None else FLOAT_DTYPES[DTYPES[dtype]])
-    ids = tokenizer.encode(prompt)
+    ids = tokenizer.encode(prompt, specials=True)
     tokens = job(model, ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
     click.echo(prompt, nl=False)
     for piece in text_pieces(tokenizer, ids, tokens):

@@ -40,8 +40,12 @@ class Tokenizer(Protocol):
     eos_ids: tuple[int, ...]
     byte_level: bool
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids as the model expects a text to begin, BOS included where it has one."""
+    def encode(self, text: str, *, specials: bool = False) -> list[int]:
+        """Token ids as the model expects a text to begin, BOS included where it has one.
+
+        Spellings of special tokens are plain text, unless `specials` is set and the
+        vocabulary has such spellings (tiktoken and tokenizer.json).
+        """
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -66,7 +70,7 @@ class SentencePieceTokenizer:
         self.bos_id: int | None = self._model.bos_id() if self._model.bos_id() >= 0 else None
         self.eos_ids: tuple[int, ...] = (self._model.eos_id(),) if self._model.eos_id() >= 0 else ()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, specials: bool = False) -> list[int]:
         ids: list[int] = self._model.encode(text)
         return ids if self.bos_id is None else [self.bos_id, *ids]
 
@@ -94,9 +98,10 @@ class TiktokenTokenizer:
         ends = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
         self.eos_ids: tuple[int, ...] = tuple(self._specials[name] for name in ends)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, specials: bool = False) -> list[int]:
         assert self.bos_id is not None
-        return [self.bos_id, *self._encoding.encode(text, allowed_special="all")]
+        allowed: Any = "all" if specials else set()
+        return [self.bos_id, *self._encoding.encode(text, allowed_special=allowed, disallowed_special=())]
 
     def decode(self, ids: Sequence[int]) -> str:
         specials = set(self._specials.values())
@@ -125,7 +130,8 @@ class JsonTokenizer:
         self.byte_level: bool = "<0x00>" not in vocabulary
         self._add_bos = bool(settings.get("add_bos_token", False)) and self.bos_id is not None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, specials: bool = False) -> list[int]:
+        self._engine.encode_special_tokens = not specials
         ids: list[int] = self._engine.encode(text).ids
         if self._add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]

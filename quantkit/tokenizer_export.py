@@ -27,6 +27,7 @@ _SAMPLES = (
     "  two leading spaces,\ttabs\tand\n\nnew lines  \n trailing ",
     "Größe, naïve café, Москва, 日本語のテキスト, عربى, 👩‍🚀🚀",
     "def f(x):\n    return {'a': x ** 2}  # comment\n",
+    "<s> <unk> </s> <|begin_of_text|> <0x41>",
     "e\u0301 \u00e9 \ufb01 \u2167 \u00a0 \u200b \x00 \x7f",
 )
 

@@ -66,6 +66,13 @@ class TensorDifference:
     def within(self) -> bool:
         return self.relative_error <= self.bound
 
+    @property
+    def excess(self) -> float:
+        """The error in units of its bound; infinite where none is allowed, or it is NaN."""
+        if math.isnan(self.relative_error) or not self.bound:
+            return math.inf
+        return self.relative_error / self.bound
+
 
 @dataclass(frozen=True)
 class VerifyReport:
@@ -139,7 +146,7 @@ def verify(a: str | Path, b: str | Path, *, progress: Progress = silent) -> Veri
             bound = max(bound, kl_bound)
             if difference is not None:
                 differing.append(difference)
-        differing.sort(key=lambda d: -math.inf if math.isnan(d.relative_error) else -d.relative_error / d.bound)
+        differing.sort(key=lambda difference: -difference.excess)
         batches = _probes(reference)
         values = divergence(reference, other, list(batches.values()), progress=progress)
         probes = dict(zip(batches, values, strict=True))

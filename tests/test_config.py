@@ -1,0 +1,337 @@
+"""config.json read and written, held against what transformers makes of the same file."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+from transformers import AutoConfig
+
+from quantkit.config import ModelConfig, config_from_hf, config_to_hf
+from quantkit.errors import CheckpointError, UnsupportedError
+
+KINDS = ("llama", "mistral", "qwen2", "qwen3")
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-mha": ("llama", {"num_key_value_heads": None}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-attention-bias": ("llama", {"attention_bias": True}),
+    "llama-head-dim": ("llama", {"head_dim": 32}),
+    "llama-ends": ("llama", {"eos_token_id": [2, 5, 9], "bos_token_id": None}),
+    "mistral-window": ("mistral", {"sliding_window": 7}),
+    "mistral-default": ("mistral", {}),
+    "mistral-no-window": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True, "eos_token_id": None}),
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen2-idle-window": ("qwen2", {"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3-biases": ("qwen3", {"attention_bias": True}),
+    "qwen3-layers": (
+        "qwen3",
+        {
+            "use_sliding_window": True, "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+}  # fmt: skip
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    "yarn-options": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 16.0,
+        "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 1.2, "attention_factor": 1.1, "truncate": False,
+    },
+}  # fmt: skip
+
+
+def _transformers_config(kind: str, **changes: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return AutoConfig.for_model(kind, **{**oracle.SIZES, **changes})
+
+
+def _keys(kind: str, **changes: Any) -> dict[str, Any]:
+    """The config.json that transformers writes."""
+    raw: dict[str, Any] = json.loads(_transformers_config(kind, **changes).to_json_string(use_diff=False))
+    return raw
+
+
+def _read_back(raw: dict[str, Any], folder: Path) -> Any:
+    """The config that transformers makes of a config.json."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(raw))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return AutoConfig.from_pretrained(folder)
+
+
+def _require_same_meaning(ours: ModelConfig, theirs: Any) -> None:
+    """Hold every field against the attributes that the modelling code of transformers uses."""
+    assert ours.architecture == theirs.model_type
+    assert ours.vocab_size == theirs.vocab_size
+    assert ours.hidden_size == theirs.hidden_size
+    assert ours.intermediate_size == theirs.intermediate_size
+    assert ours.num_layers == theirs.num_hidden_layers
+    assert ours.num_heads == theirs.num_attention_heads
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.norm_eps == theirs.rms_norm_eps
+    assert ours.max_context == theirs.max_position_embeddings
+    assert ours.tied_embeddings == theirs.tie_word_embeddings
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.rope.type == theirs.rope_parameters["rope_type"]
+    assert ours.qkv_bias == (theirs.model_type == "qwen2" or getattr(theirs, "attention_bias", False))
+    assert ours.output_bias == getattr(theirs, "attention_bias", False)
+    assert ours.mlp_bias == getattr(theirs, "mlp_bias", False)
+    assert ours.bos_token_id == theirs.bos_token_id
+    ends = theirs.eos_token_id
+    assert ours.eos_token_ids == (() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,))
+    assert list(ours.windows) == _windows(theirs)
+
+
+def _windows(theirs: Any) -> list[int | None]:
+    count = theirs.num_hidden_layers
+    if theirs.model_type == "llama":
+        return [None] * count
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * count
+    return [theirs.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_config_of_transformers_means_the_same_to_both(variant: str) -> None:
+    kind, changes = VARIANTS[variant]
+    theirs = _transformers_config(kind, **changes)
+    _require_same_meaning(config_from_hf(_keys(kind, **changes), "config.json"), theirs)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_written_is_read_back_the_same(variant: str) -> None:
+    kind, changes = VARIANTS[variant]
+    config = config_from_hf(_keys(kind, **changes), "config.json")
+    assert config_from_hf(json.loads(json.dumps(config_to_hf(config))), "config.json") == config
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_transformers_reads_our_config_as_the_one_it_came_from(variant: str, tmp_path: Path) -> None:
+    kind, changes = VARIANTS[variant]
+    original = _transformers_config(kind, **changes)
+    config = config_from_hf(_keys(kind, **changes), "config.json")
+    theirs = _read_back(config_to_hf(config), tmp_path / "model")
+    _require_same_meaning(config, theirs)
+    for key in ("rope_parameters", "layer_types", "attention_bias", "mlp_bias", "hidden_act"):
+        assert getattr(theirs, key, None) == getattr(original, key, None), key
+    assert theirs.architectures == [config_to_hf(config)["architectures"][0]]
+    assert type(theirs) is type(original)
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rope_settings_go_to_transformers_and_back(kind: str, rope: str, tmp_path: Path) -> None:
+    settings = {**ROPES[rope], "rope_theta": 123456.0}
+    raw = _keys(kind, rope_parameters=dict(settings))
+    config = config_from_hf(raw, "config.json")
+    assert config_from_hf(config_to_hf(config), "config.json") == config
+    theirs = _read_back(config_to_hf(config), tmp_path / "model")
+    assert theirs.rope_parameters == settings == raw["rope_parameters"]
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("spelling", ["type", "rope_type"])
+def test_older_rope_keys_mean_the_same_as_newer_ones(rope: str, spelling: str, tmp_path: Path) -> None:
+    newer = _keys("llama", rope_parameters={**ROPES[rope], "rope_theta": 500000.0})
+    older = {key: value for key, value in newer.items() if key != "rope_parameters"}
+    scaling = {spelling if key == "rope_type" else key: value for key, value in ROPES[rope].items()}
+    older.update(rope_theta=500000.0, rope_scaling=None if rope == "default" else scaling)
+    config = config_from_hf(older, "config.json")
+    assert config == config_from_hf(newer, "config.json")
+    _require_same_meaning(config, _read_back(older, tmp_path / "model"))
+
+
+@pytest.mark.xfail(strict=True, reason="both are merged; transformers takes rope_scaling alone where it is there")
+def test_rope_scaling_wins_over_rope_parameters_as_in_transformers(tmp_path: Path) -> None:
+    raw = {**_keys("llama"), "rope_theta": 20000.0, "rope_scaling": dict(ROPES["linear"])}
+    theirs = _read_back(raw, tmp_path / "model")
+    assert theirs.rope_parameters == {**ROPES["linear"], "rope_theta": 20000.0}
+    _require_same_meaning(config_from_hf(raw, "config.json"), theirs)
+
+
+@pytest.mark.parametrize("kind", ["llama3", "yarn"])
+def test_the_original_context_is_the_whole_one_where_it_is_not_said(kind: str, tmp_path: Path) -> None:
+    scaling = {k: v for k, v in ROPES[kind].items() if k != "original_max_position_embeddings"}
+    raw = {**_keys("llama"), "rope_parameters": {**scaling, "rope_theta": 10000.0}}
+    theirs = _read_back(raw, tmp_path / "model")
+    found = config_from_hf(raw, "config.json").rope.original_context
+    assert found == theirs.rope_parameters["original_max_position_embeddings"] == 64
+
+
+OPTIONAL = [
+    ("llama", "num_key_value_heads"),
+    ("llama", "head_dim"),
+    ("llama", "hidden_act"),
+    ("llama", "rope_parameters"),
+    ("llama", "tie_word_embeddings"),
+    ("llama", "attention_bias"),
+    ("llama", "mlp_bias"),
+    ("mistral", "head_dim"),
+    pytest.param(
+        "mistral", "sliding_window",
+        marks=pytest.mark.xfail(strict=True, reason="an absent sliding_window is 4096 in transformers, not none"),
+    ),
+    ("qwen2", "layer_types"),
+    ("qwen2", "use_sliding_window"),
+    pytest.param(
+        "qwen2", "sliding_window",
+        marks=pytest.mark.xfail(strict=True, reason="an absent sliding_window is 4096 in transformers, not none"),
+    ),
+    ("qwen2", "max_window_layers"),
+    ("qwen3", "attention_bias"),
+    ("qwen3", "layer_types"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "key"), OPTIONAL)
+def test_an_absent_key_means_what_transformers_takes_it_for(kind: str, key: str, tmp_path: Path) -> None:
+    window = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1} if kind[:4] == "qwen" else {}
+    raw = _keys(kind, num_key_value_heads=8, **window)
+    if key in ("use_sliding_window", "sliding_window", "max_window_layers"):
+        raw.pop("layer_types", None)
+    del raw[key]
+    _require_same_meaning(config_from_hf(raw, "config.json"), _read_back(raw, tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "rms_norm_eps", "max_position_embeddings",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("value", ["absent", None])
+def test_a_missing_key_is_named_with_its_file(key: str, value: str | None) -> None:
+    raw = _keys("llama")
+    if value is None:
+        raw[key] = None
+    else:
+        del raw[key]
+    with pytest.raises(CheckpointError, match=rf"^somewhere/config\.json: lacks the key '{key}'"):
+        config_from_hf(raw, "somewhere/config.json")
+
+
+@pytest.mark.parametrize(("kind", "key"), [("mistral", "num_key_value_heads"), ("qwen3", "head_dim")])
+def test_a_key_whose_default_differs_by_family_must_be_there(kind: str, key: str) -> None:
+    raw = _keys(kind)
+    del raw[key]
+    with pytest.raises(CheckpointError, match=rf"config\.json: lacks the key '{key}'"):
+        config_from_hf(raw, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("rope", "key"),
+    [("linear", "factor"), ("dynamic", "factor"), ("yarn", "factor"), ("llama3", "factor"),
+     ("llama3", "low_freq_factor"), ("llama3", "high_freq_factor")],
+)  # fmt: skip
+def test_a_missing_rope_key_is_named_with_its_file(rope: str, key: str) -> None:
+    scaling = {k: v for k, v in ROPES[rope].items() if k != key}
+    raw = {**_keys("llama"), "rope_parameters": {**scaling, "rope_theta": 10000.0}}
+    with pytest.raises(CheckpointError, match=rf"^x/config\.json: rope scaling lacks the key '{key}'"):
+        config_from_hf(raw, "x/config.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "twist": 1}}, "unknown setting .*twist"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 1.0}}, "unknown setting .*beta_fast"),
+        ({"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0]}}, "rope type .*longrope"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "su", "factor": 2.0}}, "rope type .*su"),
+        ({"rope_scaling": {"type": "default", "mrope_section": [2, 1, 1]}}, "unknown setting .*mrope_section"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "unknown setting .*full_attention"),
+        ({"partial_rotary_factor": 0.5}, "partial rotary"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial rotary"),
+        ({"model_type": "gemma"}, "architecture .*gemma"),
+        ({"hidden_act": "gelu"}, "activation .*gelu"),
+        ({"dtype": "float64"}, "dtype .*float64"),
+    ],
+)
+def test_a_setting_that_is_not_computed_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"^x/config\.json: .*{message}"):
+        config_from_hf({**_keys("llama"), **changes}, "x/config.json")
+
+
+_UNCHECKED = pytest.mark.xfail(strict=True, reason="rope settings are taken over without a look at their type")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        pytest.param("factor", marks=_UNCHECKED),
+        pytest.param("low_freq_factor", marks=_UNCHECKED),
+        pytest.param("high_freq_factor", marks=_UNCHECKED),
+        "original_max_position_embeddings",
+        "rope_theta",
+    ],
+)
+@pytest.mark.parametrize("value", ["many", [8.0]])
+def test_a_rope_setting_that_is_no_number_is_refused(key: str, value: Any) -> None:
+    raw = {**_keys("llama"), "rope_parameters": {**ROPES["llama3"], "rope_theta": 10000.0, key: value}}
+    with pytest.raises(CheckpointError, match=r"^x/config\.json: holds a value of the wrong type"):
+        config_from_hf(raw, "x/config.json")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": "wide"},
+        {"num_attention_heads": 0},
+        {"num_attention_heads": [8]},
+        {"vocab_size": -1},
+        {"num_attention_heads": 8, "num_key_value_heads": 3},
+        {"head_dim": 7},
+        {"rope_parameters": "linear"},
+        {"rope_theta": "big", "rope_parameters": None},
+        {"eos_token_id": "</s>"},
+    ],
+)
+def test_a_value_that_makes_no_sense_is_refused_with_its_file(changes: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=r"^x/config\.json: "):
+        config_from_hf({**_keys("llama"), **changes}, "x/config.json")
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"dtype": "bfloat16", "torch_dtype": "float16"}, "bfloat16"),
+        ({"dtype": None, "torch_dtype": "float16"}, "float16"),
+        ({"torch_dtype": "torch.bfloat16"}, "bfloat16"),
+        ({}, "float32"),
+    ],
+)
+def test_the_float_type_is_read_in_both_spellings(keys: dict[str, Any], expected: str) -> None:
+    raw = {key: value for key, value in _keys("llama").items() if key not in ("dtype", "torch_dtype")}
+    assert config_from_hf({**raw, **keys}, "config.json").dtype == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_transformers_reads_the_float_type_that_we_write(dtype: str, tmp_path: Path) -> None:
+    config = config_from_hf({**_keys("llama"), "dtype": dtype}, "config.json")
+    assert str(_read_back(config_to_hf(config), tmp_path / "model").dtype) == f"torch.{dtype}"
+
+
+def test_differences_name_each_field_and_both_values() -> None:
+    first = config_from_hf(_keys("llama"), "config.json")
+    second = config_from_hf({**_keys("llama"), "vocab_size": 97, "dtype": "float16"}, "config.json")
+    assert first.differences(second) == ["vocab_size: 96 against 97"]
+    assert first.differences(first.with_dtype("bfloat16")) == []

@@ -1,0 +1,150 @@
+"""Kernel backends against the definition of the quantized product, and how one is chosen."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.errors import RequestError, UnsupportedError
+from quantkit.kernels import dispatch
+from quantkit.kernels.dispatch import BACKENDS, select_backend
+from quantkit.kernels.reference import ReferenceBackend
+from quantkit.model.qlinear import QuantLinear
+from quantkit.qtensor import QuantTensor, quantize_rtn
+from quantkit.scheme import QuantScheme
+
+CPU = torch.device("cpu")
+SCHEMES = ["int8", "int8-asym", "int4-g32", "int4-g64", "int4-g128", "int4-g32-asym", "int4-g128-asym"]
+SIZES = [1, 2, 3, 15, 16, 17, 64]
+TOLERANCES = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+def _quantized(text: str, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> QuantTensor:
+    return quantize_rtn(torch.randn(rows, columns), QuantScheme.parse(text), dtype)
+
+
+def _require_product(found: Tensor, x: Tensor, weight: QuantTensor, bias: Tensor | None, tolerance: float) -> None:
+    exact = x.double() @ weight.dequantize().double().t()
+    if bias is not None:
+        exact += bias.double()
+    assert found.dtype == x.dtype
+    assert found.shape == exact.shape
+    assert ((found.double() - exact).norm() / exact.norm()) < tolerance
+
+
+@pytest.mark.parametrize("text", SCHEMES)
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
+def test_the_product_equals_dequantize_times_x(text: str, dtype: torch.dtype, with_bias: bool) -> None:
+    for size, rows, columns in itertools.product(SIZES, (1, 33), (128, 384)):
+        weight = _quantized(text, rows, columns)
+        bias = torch.randn(rows).to(dtype) if with_bias else None
+        x = torch.randn(size, columns).to(dtype)
+        layer = QuantLinear(weight, bias, CPU, dtype)
+        _require_product(layer(x), x, weight, bias, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize(("text", "columns"), [("int8", 1), ("int8", 7), ("int8", 129), ("int4", 5), ("int4-g32", 96)])
+def test_any_width_that_the_scheme_allows_is_served(text: str, columns: int) -> None:
+    weight = _quantized(text, 3, columns, torch.float32)
+    x = torch.randn(2, columns)
+    _require_product(QuantLinear(weight, None, CPU, torch.float32)(x), x, weight, None, 1e-6)
+
+
+@pytest.mark.parametrize("lead", [(), (1,), (2, 3), (2, 1, 4)], ids=str)
+def test_leading_axes_are_kept(lead: tuple[int, ...]) -> None:
+    weight = _quantized("int4-g32", 5, 64)
+    x = torch.randn(*lead, 64)
+    found = QuantLinear(weight, None, CPU, torch.float32)(x)
+    assert found.shape == (*lead, 5)
+    _require_product(found, x, weight, None, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_views_multiply_as_their_copies_and_stay_as_they_are(dtype: torch.dtype) -> None:
+    layer = QuantLinear(_quantized("int4-g32", 7, 64), None, CPU, dtype)
+    base = torch.randn(64, 128).to(dtype)
+    before = base.clone()
+    for x in (base[:, :64].t(), base[::2, 1:65], base[:, ::2], base[:1, 64:].expand(3, -1)):
+        torch.testing.assert_close(layer(x), layer(x.contiguous()), rtol=1e-5, atol=1e-5)
+    assert torch.equal(base, before)
+
+
+def test_large_values_accumulate_in_float32() -> None:
+    weight = QuantTensor(
+        torch.full((1, 4096), 255, dtype=torch.uint8), torch.ones(1, 1), None, QuantScheme.parse("int8")
+    )
+    x = torch.full((1, 4096), 0.125, dtype=torch.bfloat16)
+    x[0, ::2] = -0.125
+    x[0, 0] = 0.25
+    assert QuantLinear(weight, None, CPU, torch.bfloat16)(x).item() == torch.tensor(0.375 * 127).bfloat16().item()
+
+
+def test_a_layer_holds_its_backends_tensors_as_buffers_and_trains_nothing() -> None:
+    weight = _quantized("int4-g32-asym", 6, 64)
+    layer = QuantLinear(weight, torch.randn(6), CPU, torch.float16)
+    assert weight.zero is not None
+    buffers = dict(layer.named_buffers())
+    assert set(buffers) == {"codes", "scale", "zero"}
+    assert torch.equal(buffers["codes"], weight.codes)
+    assert torch.equal(buffers["zero"], weight.zero)
+    assert [(name, p.dtype, p.requires_grad) for name, p in layer.named_parameters()] == [
+        ("bias", torch.float16, False)
+    ]
+    assert (layer.in_features, layer.out_features, layer.backend_name) == (64, 6, "reference")
+
+
+def test_a_layers_state_can_be_handed_to_another() -> None:
+    first = QuantLinear(_quantized("int8", 6, 64), torch.randn(6), CPU, torch.float32)
+    second = QuantLinear(_quantized("int8", 6, 64), torch.randn(6), CPU, torch.float32)
+    x = torch.randn(2, 64)
+    assert not torch.equal(first(x), second(x))
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(first(x), second(x))
+
+
+def test_the_reference_backend_serves_every_scheme_and_is_the_last_resort() -> None:
+    assert BACKENDS[-1].name == "reference"
+    for text, dtype in itertools.product(SCHEMES, TOLERANCES):
+        assert select_backend(QuantScheme.parse(text), CPU, dtype, "reference").name == "reference"
+    assert len({backend.name for backend in BACKENDS}) == len(BACKENDS)
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(RequestError, match=r"unknown backend \(found cuda-magic, expected .*reference\)"):
+        select_backend(QuantScheme.parse("int8"), CPU, torch.float32, "cuda-magic")
+
+
+class _Refusing(ReferenceBackend):
+    """A backend that serves nothing, for a reason."""
+
+    def __init__(self, name: str, reason: str | None) -> None:
+        self.name = name
+        self._reason = reason
+
+    def refusal(self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype) -> str | None:
+        return self._reason
+
+
+def test_a_refusal_tells_every_backends_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "BACKENDS", (_Refusing("one", "needs a GPU"), _Refusing("two", "needs groups")))
+    with pytest.raises(UnsupportedError, match=r"int8 on cpu in torch.bfloat16; one: needs a GPU; two: needs groups"):
+        select_backend(QuantScheme.parse("int8"), CPU, torch.bfloat16)
+
+
+def test_the_first_backend_that_can_serve_is_chosen_unless_one_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = (_Refusing("one", "needs a GPU"), _Refusing("two", None), _Refusing("three", None))
+    monkeypatch.setattr(dispatch, "BACKENDS", listed)
+    scheme = QuantScheme.parse("int8")
+    assert select_backend(scheme, CPU, torch.float32) is listed[1]
+    assert select_backend(scheme, CPU, torch.float32, "three") is listed[2]
+    with pytest.raises(UnsupportedError, match=r"one: needs a GPU$"):
+        select_backend(scheme, CPU, torch.float32, "one")
+
+
+def test_integer_activations_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"reference: activations are torch.int8"):
+        select_backend(QuantScheme.parse("int8"), CPU, torch.int8)

@@ -1,0 +1,71 @@
+"""What the README shows is true: its examples run, its links and commands exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def _blocks() -> list[tuple[str, str]]:
+    """The code blocks marked to be run: language and text."""
+    return re.findall(r"<!-- run -->\n```(\w*)\n(.*?)```", README, re.DOTALL)
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
+def test_the_examples_run_in_order(tmp_path: Path) -> None:
+    blocks = _blocks()
+    assert [language for language, _ in blocks] == ["", "python"]
+    for line in blocks[0][1].splitlines():
+        done = subprocess.run(
+            shlex.split(line), cwd=tmp_path, env=_environment(), capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, (line, done.stderr)
+        assert done.stdout.strip()
+    script = subprocess.run(
+        [sys.executable, "-c", blocks[1][1]], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert script.returncode == 0, script.stderr
+    assert len(script.stdout.split()) > 5
+
+
+def test_every_command_is_shown() -> None:
+    from quantkit.cli.main import quantkit
+
+    for name in quantkit.commands:
+        assert f"quantkit {name}" in README
+
+
+@pytest.mark.parametrize("page", ["README.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))])
+def test_links_lead_somewhere(page: str) -> None:
+    path = ROOT / page
+    for target in re.findall(r"\]\(([^)#]+)", path.read_text()):
+        assert (path.parent / target).exists(), target
+
+
+def test_the_exit_codes_in_the_docs_are_those_of_the_errors() -> None:
+    from quantkit import errors
+
+    listed = dict(re.findall(r"^\| (\d+) \|.*\| `(\w+Error)` \|$", (ROOT / "docs/errors.md").read_text(), re.MULTILINE))
+    kinds = [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, errors.QuantkitError)]
+    assert {str(k.exit_code): k.__name__ for k in kinds if k is not errors.QuantkitError} == listed
+
+
+def test_the_bounds_in_the_docs_are_those_of_verify() -> None:
+    from quantkit.jobs.verify import BOUNDS
+
+    rows = re.findall(r"^\| (float16|bfloat16|int8|int4) \| (\S+) \| (\S+) \|$", (ROOT / "docs/errors.md").read_text(), re.M)
+    found = {name: (eval(weight.replace("^", "**")), float(kl)) for name, weight, kl in rows}
+    assert found == {name: (bound.weight_error, bound.kl) for name, bound in BOUNDS.items()}

@@ -1,0 +1,147 @@
+"""`verify` and `inspect`: what they call the same, close, or different."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import oracle
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import quantkit
+from quantkit.errors import CheckpointError
+from quantkit.jobs.verify import Verdict, verify, verify_files
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return oracle.save(oracle.make("llama"), tmp_path_factory.mktemp("models") / "source")
+
+
+def _changed(source: Path, target: Path, name: str, change: float) -> Path:
+    """A copy of a folder with one weight of one tensor moved."""
+    oracle.copy(source, target)
+    tensors = load_file(target / "model.safetensors")
+    tensors[name].view(-1)[3] += change
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def test_a_conversion_is_the_same_model(source: Path, tmp_path: Path) -> None:
+    quantkit.convert(source, tmp_path / "meta", to="meta", mp=2)
+    report = verify(source, tmp_path / "meta")
+    assert report.verdict is Verdict.SAME
+    assert report.differing == []
+    assert all(probe.largest_logit_difference == 0 for probe in report.probes.values())
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4-g32", "int4-g32-asym"])
+def test_a_quantized_model_is_within_its_bound(scheme: str, source: Path, tmp_path: Path) -> None:
+    quantkit.quantize(source, tmp_path / "q", scheme)
+    report = verify(source, tmp_path / "q")
+    assert report.verdict is Verdict.WITHIN_BOUND
+    assert len(report.differing) == 21
+    assert all(0 < probe.kl <= report.kl_bound for probe in report.probes.values())
+
+
+@pytest.mark.parametrize(("dtype", "verdict"), [("fp32", Verdict.SAME), ("bf16", Verdict.WITHIN_BOUND)])
+def test_another_float_type_is_judged_by_its_rounding(
+    dtype: str, verdict: Verdict, source: Path, tmp_path: Path
+) -> None:
+    quantkit.convert(source, tmp_path / "out", dtype=dtype)
+    assert verify(source, tmp_path / "out").verdict is verdict
+
+
+@pytest.mark.parametrize("change", [1e-6, 3.0])
+def test_one_changed_weight_is_named(change: float, source: Path, tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    report = verify(source, _changed(source, tmp_path / "changed", name, change))
+    assert report.verdict is Verdict.DIFFERENT
+    assert [difference.name for difference in report.differing] == [name]
+    assert report.differing[0].largest == pytest.approx(change, rel=0.1)
+    assert name in "\n".join(report.lines())
+
+
+def test_a_nan_is_a_difference(source: Path, tmp_path: Path) -> None:
+    broken = _changed(source, tmp_path / "nan", "model.norm.weight", float("nan"))
+    assert verify(source, broken).verdict is Verdict.DIFFERENT
+    assert verify(broken, broken).verdict is Verdict.DIFFERENT
+
+
+def test_a_damaged_quantized_layer_is_beyond_the_bound(source: Path, tmp_path: Path) -> None:
+    quantkit.quantize(source, tmp_path / "q", "int8")
+    tensors = load_file(tmp_path / "q" / "model.safetensors")
+    packed = tensors["model.layers.0.self_attn.q_proj.weight_packed"]
+    tensors["model.layers.0.self_attn.q_proj.weight_packed"] = packed.flip(0)
+    save_file(tensors, tmp_path / "q" / "model.safetensors")
+    report = verify(source, tmp_path / "q")
+    assert report.verdict is Verdict.DIFFERENT
+    assert report.differing[0].name == "model.layers.0.self_attn.q_proj.weight"
+
+
+def test_a_lost_rope_scaling_is_a_difference_though_all_tensors_are_equal(tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
+    model = oracle.make("llama", rope_parameters=rope, max_position_embeddings=128)
+    scaled = oracle.save(model, tmp_path / "scaled")
+    oracle.copy(scaled, tmp_path / "lost")
+    oracle.edit_json(tmp_path / "lost" / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    report = verify(scaled, tmp_path / "lost")
+    assert report.verdict is Verdict.DIFFERENT
+    assert "rope" in report.problems[0]
+
+
+def test_a_tied_head_equals_one_stored_apart(tmp_path: Path) -> None:
+    tied = oracle.save(oracle.make("llama", tie_word_embeddings=True), tmp_path / "tied")
+    apart = oracle.copy(tied, tmp_path / "apart")
+    tensors = load_file(apart / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, apart / "model.safetensors", metadata={"format": "pt"})
+    oracle.edit_json(apart / "config.json", tie_word_embeddings=False)
+    assert verify(tied, apart).verdict is Verdict.SAME
+
+
+def test_files_are_held_against_the_manifest(demo_model: Path, tmp_path: Path) -> None:
+    quantkit.quantize(demo_model, tmp_path / "q", "int8")
+    assert verify_files(tmp_path / "q") == len(list((tmp_path / "q").iterdir())) - 1
+    with (tmp_path / "q" / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)
+        file.seek(-1, 2)
+        file.write(bytes([last[0] ^ 1]))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: the file is not what quantkit wrote"):
+        verify_files(tmp_path / "q")
+    (tmp_path / "q" / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="missing"):
+        verify_files(tmp_path / "q")
+
+
+def test_inspect_counts_what_is_there(source: Path, tmp_path: Path) -> None:
+    model = oracle.load(source)
+    quantkit.quantize(source, tmp_path / "q", "int4-g32", keep=["model.layers.0.*"])
+    before, after = quantkit.inspect(source), quantkit.inspect(tmp_path / "q")
+    assert before.parameters == after.parameters == sum(p.numel() for p in model.parameters())
+    assert before.bits_per_weight == 32
+    assert before.tensors == {"float32": 30}
+    assert after.tensors == {"float32": 16, "int4-g32": 14}
+    assert after.weight_bytes < before.weight_bytes
+    assert json.loads(json.dumps(after.to_json()))["made_by"].startswith("quantkit")
+
+
+def test_inspect_says_who_can_load_it(source: Path, tmp_path: Path) -> None:
+    quantkit.quantize(source, tmp_path / "sym", "int4-g32")
+    quantkit.quantize(source, tmp_path / "asym", "int4-g32-asym")
+    assert "transformers" in quantkit.inspect(source).readers
+    assert "transformers with compressed-tensors" in quantkit.inspect(tmp_path / "sym").readers
+    assert "transformers refuses" in quantkit.inspect(tmp_path / "asym").readers
+
+
+def test_inspect_reads_headers_only(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from quantkit.formats.hf import HFCheckpoint
+
+    def forbidden(self: HFCheckpoint, name: str) -> torch.Tensor:
+        raise AssertionError(name)
+
+    monkeypatch.setattr(HFCheckpoint, "load", forbidden)
+    assert quantkit.inspect(source).layers == 3
