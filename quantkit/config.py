@@ -18,6 +18,8 @@ HF_ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 
+_DEFAULT_WINDOW = 4096  # of transformers, where the key is absent; null means none
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -206,7 +208,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def _windows(kind: str, raw: Mapping[str, Any], layers: int, where: str) -> tuple[int | None, ...]:
-    window = raw.get("sliding_window")
+    window = raw.get("sliding_window", _DEFAULT_WINDOW)
     if kind == "llama" or window is None:
         return (None,) * layers
     window = int(window)

@@ -117,13 +117,14 @@ def config_to_meta(config: ModelConfig) -> dict[str, Any]:
         "multiple_of": multiple_of,
         "norm_eps": config.norm_eps,
         "rope_theta": config.rope.theta,
-        "max_seq_len": config.max_context,
     }
     if multiplier is not None:
         params["ffn_dim_multiplier"] = multiplier
     if config.rope.type == "llama3":
         params["use_scaled_rope"] = True
         params["rope_scaling_factor"] = config.rope.factor
+    if _context(params, config.rope) != config.max_context:
+        params["max_seq_len"] = config.max_context  # only where needed: Meta's own code passes it apart
     return params
 
 

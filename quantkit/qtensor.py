@@ -12,6 +12,7 @@ from torch import Tensor
 from quantkit.scheme import QuantScheme
 
 _CHUNK_ELEMENTS = 1 << 20
+_SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class QuantTensor:
     def __post_init__(self) -> None:
         if self.codes.dtype != torch.uint8 or self.codes.dim() != 2:
             raise ValueError(f"codes must be uint8 [O, I], found {self.codes.dtype} {tuple(self.codes.shape)}")
+        if self.scale.dtype not in _SCALE_DTYPES:
+            raise ValueError(f"scale must be float16, bfloat16 or float32, found {self.scale.dtype}")
         expected = (self.codes.shape[0], self.scheme.groups(self.codes.shape[1]))
         if tuple(self.scale.shape) != expected:
             raise ValueError(f"scale must be {expected}, found {tuple(self.scale.shape)}")
@@ -73,7 +76,8 @@ def quantize_rtn(weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) 
 
     Symmetric scales spread the largest magnitude of a group over ``(levels - 1) / 2``
     steps; asymmetric ones spread its range, zero included, over ``levels - 1`` steps.
-    Codes are computed against the scale as stored, so rounding it costs nothing twice.
+    Codes are computed against the scale as stored. Where storing rounds it down, the
+    largest weights lie beyond the last code and are clipped to it.
 
     Args:
         weight: [O, I], any float dtype, finite.
@@ -108,10 +112,14 @@ def relative_error(quantized: QuantTensor, weight: Tensor) -> float:
     error = norm = 0.0
     for start, stop in row_chunks(*quantized.shape):
         reference = weight[start:stop].float()
-        difference = quantized.rows(start, stop).dequantize() - reference
-        error += difference.square_().sum(dtype=torch.float64).item()
-        norm += reference.square().sum(dtype=torch.float64).item()
-    return math.sqrt(error / norm) if norm else 0.0
+        error = math.hypot(error, frobenius(quantized.rows(start, stop).dequantize() - reference))
+        norm = math.hypot(norm, frobenius(reference))
+    return error / norm if norm else 0.0
+
+
+def frobenius(matrix: Tensor) -> float:
+    """The Frobenius norm, accumulated in float64."""
+    return torch.linalg.vector_norm(matrix, dtype=torch.float64).item()
 
 
 def float_rows(value: Tensor | QuantTensor, start: int, stop: int) -> Tensor:
@@ -143,12 +151,14 @@ def pack_int32(codes: Tensor, bits: int) -> Tensor:
         codes = torch.nn.functional.pad(codes, (0, padding))
     if bits == 4:
         codes = codes[..., 0::2] | (codes[..., 1::2] << 4)
-    return codes.reshape(-1).contiguous().view(torch.int32).view(*codes.shape[:-1], -1)
+    aligned = codes.clone(memory_format=torch.contiguous_format)  # views of words need aligned bytes
+    return aligned.view(-1).view(torch.int32).view(*codes.shape[:-1], -1)
 
 
 def unpack_int32(words: Tensor, bits: int, count: int) -> Tensor:
     """Undo `pack_int32`: [..., W] int32 to [..., count] uint8."""
-    data = words.reshape(-1).contiguous().view(torch.uint8).view(*words.shape[:-1], -1)
+    aligned = words.clone(memory_format=torch.contiguous_format)
+    data = aligned.view(-1).view(torch.uint8).view(*words.shape[:-1], -1)
     if bits == 4:
         data = torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2)
     return data[..., :count].contiguous()

@@ -56,8 +56,7 @@ class RopeConfig:
             UnsupportedError: for a rope type or setting that quantkit does not compute.
             CheckpointError: if a setting that the type needs is missing.
         """
-        settings = dict(raw.get("rope_parameters") or {})
-        settings.update(raw.get("rope_scaling") or {})
+        settings = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
         kind = settings.get("rope_type", settings.get("type", "default"))
         where = str(path)
         if kind not in _REQUIRED:
@@ -72,11 +71,12 @@ class RopeConfig:
             if settings.get(key) is None:
                 raise CheckpointError(f"rope scaling lacks the key '{key}'", path=where)
         theta = settings.get("rope_theta", raw.get("rope_theta"))
-        values = {key: settings[key] for key in known if settings.get(key) is not None}
+        values = {key: float(settings[key]) for key in known - {"truncate"} if settings.get(key) is not None}
         return cls(
             theta=10000.0 if theta is None else float(theta),
             type=kind,
             original_context=_original_context(kind, settings, raw),
+            truncate=bool(settings.get("truncate", True)),
             **values,
         )
 

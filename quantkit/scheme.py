@@ -136,11 +136,9 @@ class QuantPlan:
         try:
             if set(raw) - {"default", "overrides"}:
                 raise KeyError(f"unknown keys {sorted(set(raw) - {'default', 'overrides'})}")
-            overrides = tuple(
-                Override(entry["pattern"], None if entry["scheme"] == "keep" else QuantScheme.parse(entry["scheme"]))
-                for entry in raw.get("overrides", [])
-            )
-            return cls(QuantScheme.parse(raw["default"]), overrides)
+            return cls(QuantScheme.parse(raw["default"]), tuple(map(_override, raw.get("overrides", []))))
+        except RequestError as error:
+            raise RequestError(error.problem, path=path, found=error.found, expected=error.expected) from error
         except (KeyError, TypeError, AttributeError) as error:
             raise RequestError(
                 f"is not a quantization plan: {error}",
@@ -186,3 +184,9 @@ class QuantPlan:
                 )
         requested = {module: self.requested(module) for module in columns}
         return {m: s.fitted(columns[m]) for m, s in requested.items() if s is not None}
+
+
+def _override(entry: Mapping[str, Any]) -> Override:
+    if set(entry) != {"pattern", "scheme"} or not isinstance(entry["pattern"], str):
+        raise TypeError(f"not an override: {entry}")
+    return Override(entry["pattern"], None if entry["scheme"] == "keep" else QuantScheme.parse(entry["scheme"]))

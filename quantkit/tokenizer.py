@@ -189,6 +189,8 @@ def read_tiktoken(path: Path) -> dict[bytes, int]:
             raise CheckpointError(f"line {number} is not 'base64 rank'", path=path) from error
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise CheckpointError("has gaps or doubles in its ranks", path=path)
+    if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+        raise CheckpointError(f"lacks the single byte {missing[0]:#04x}", path=path, expected="all 256")
     return ranks
 
 

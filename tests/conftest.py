@@ -18,6 +18,10 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
+# On matrices as small as these, threads cost more than they bring.
+torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """The small trained Meta checkpoint that ships with the package."""

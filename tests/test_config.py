@@ -158,7 +158,6 @@ def test_older_rope_keys_mean_the_same_as_newer_ones(rope: str, spelling: str, t
     _require_same_meaning(config, _read_back(older, tmp_path / "model"))
 
 
-@pytest.mark.xfail(strict=True, reason="both are merged; transformers takes rope_scaling alone where it is there")
 def test_rope_scaling_wins_over_rope_parameters_as_in_transformers(tmp_path: Path) -> None:
     raw = {**_keys("llama"), "rope_theta": 20000.0, "rope_scaling": dict(ROPES["linear"])}
     theirs = _read_back(raw, tmp_path / "model")
@@ -184,16 +183,10 @@ OPTIONAL = [
     ("llama", "attention_bias"),
     ("llama", "mlp_bias"),
     ("mistral", "head_dim"),
-    pytest.param(
-        "mistral", "sliding_window",
-        marks=pytest.mark.xfail(strict=True, reason="an absent sliding_window is 4096 in transformers, not none"),
-    ),
+    ("mistral", "sliding_window"),
     ("qwen2", "layer_types"),
     ("qwen2", "use_sliding_window"),
-    pytest.param(
-        "qwen2", "sliding_window",
-        marks=pytest.mark.xfail(strict=True, reason="an absent sliding_window is 4096 in transformers, not none"),
-    ),
+    ("qwen2", "sliding_window"),
     ("qwen2", "max_window_layers"),
     ("qwen3", "attention_bias"),
     ("qwen3", "layer_types"),
@@ -269,15 +262,12 @@ def test_a_setting_that_is_not_computed_is_refused(changes: dict[str, Any], mess
         config_from_hf({**_keys("llama"), **changes}, "x/config.json")
 
 
-_UNCHECKED = pytest.mark.xfail(strict=True, reason="rope settings are taken over without a look at their type")
-
-
 @pytest.mark.parametrize(
     "key",
     [
-        pytest.param("factor", marks=_UNCHECKED),
-        pytest.param("low_freq_factor", marks=_UNCHECKED),
-        pytest.param("high_freq_factor", marks=_UNCHECKED),
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
         "original_max_position_embeddings",
         "rope_theta",
     ],

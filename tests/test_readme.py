@@ -66,6 +66,8 @@ def test_the_exit_codes_in_the_docs_are_those_of_the_errors() -> None:
 def test_the_bounds_in_the_docs_are_those_of_verify() -> None:
     from quantkit.jobs.verify import BOUNDS
 
-    rows = re.findall(r"^\| (float16|bfloat16|int8|int4) \| (\S+) \| (\S+) \|$", (ROOT / "docs/errors.md").read_text(), re.M)
+    rows = re.findall(
+        r"^\| (float16|bfloat16|int8|int4) \| (\S+) \| (\S+) \|$", (ROOT / "docs/errors.md").read_text(), re.M
+    )
     found = {name: (eval(weight.replace("^", "**")), float(kl)) for name, weight, kl in rows}
     assert found == {name: (bound.weight_error, bound.kl) for name, bound in BOUNDS.items()}

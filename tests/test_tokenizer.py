@@ -128,7 +128,7 @@ def test_llama3s_special_tokens_follow_the_ranks(tokenizers: dict[str, Tokenizer
     }  # fmt: skip
     for kind in ("tiktoken", "tiktoken-json"):
         for name, offset in names.items():
-            assert tokenizers[kind].encode(name) == [first, first + offset]
+            assert tokenizers[kind].encode(name, specials=True) == [first, first + offset]
             assert tokenizers[kind].decode([104, first + offset, 105]) == "hi"
 
 
@@ -183,10 +183,7 @@ def test_repetitive_pieces_merge_in_the_same_order(tmp_path: Path) -> None:
     [
         {"add_dummy_prefix": False}, {"normalization_rule_name": "nmt_nfkc"}, {"remove_extra_whitespaces": True},
         {"model_type": "unigram"}, {"user_defined_symbols": ["[X]"]}, {"treat_whitespace_as_suffix": True},
-        pytest.param(
-            {"user_defined_symbols": ["<sep>"]},
-            marks=pytest.mark.xfail(strict=True, reason="pieces that start with '<' are not compared"),
-        ),
+        {"user_defined_symbols": ["<sep>"]},
     ],
     ids=str,
 )  # fmt: skip
@@ -259,11 +256,7 @@ def test_damaged_files_are_refused_by_name(kind: str, damage: str, folders: dict
         (b"IQ== 0\nIg== x\n", "line 2 is not"),
         (b"IQ== 0\n!! 1\n", "line 2 is not"),
         (b"IQ== 0\nIg==\n", "line 2 is not"),
-        pytest.param(
-            b"IQ== 0\nIg== 1\n",
-            "single byte",
-            marks=pytest.mark.xfail(strict=True, reason="tiktoken panics when a byte it meets has no rank"),
-        ),
+        (b"IQ== 0\nIg== 1\n", "single byte"),
     ],
 )
 def test_tiktoken_files_that_are_no_vocabulary_are_refused(lines: bytes, message: str, tmp_path: Path) -> None:
@@ -308,21 +301,13 @@ def test_streamed_pieces_join_to_the_whole_text(kind: str, text: str, tokenizers
     _require_streamed(tokenizers[kind], text)
 
 
-WINDOW_CUTS_CHARACTERS = pytest.mark.xfail(
-    strict=True, reason="the window starts inside a character; the json decoder gives up on such a run of bytes"
-)
-
-
-CUT_KINDS = [k if k != "sentencepiece-json" else pytest.param(k, marks=WINDOW_CUTS_CHARACTERS) for k in KINDS]
-
-
 @pytest.mark.parametrize("text", BYTES_AFTER_BYTES)
-@pytest.mark.parametrize("kind", CUT_KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_long_runs_of_byte_tokens_stream_whole(kind: str, text: str, tokenizers: dict[str, Tokenizer]) -> None:
     _require_streamed(tokenizers[kind], text)
 
 
-@pytest.mark.parametrize("kind", CUT_KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_of_byte_tokens_leaves_the_stream_whole(kind: str, tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers[kind]
     prompt = tokenizer.encode("日本語" * 9)
@@ -383,3 +368,11 @@ def test_random_tokens_stream_to_their_decoding_when_no_bytes_are_torn(
         assert tokenizer.decode(prompt) + "".join(_stream(tokenizer, prompt, tokens)) == expected
 
     join()
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "sentencepiece-json", "tiktoken", "tiktoken-json"])
+def test_spelled_out_special_tokens_are_text_unless_asked_for(kind: str, tokenizers: dict[str, Tokenizer]) -> None:
+    text = "a <s> b <unk> c <|end_of_text|>"
+    ids = tokenizers[kind].encode(text)
+    assert tokenizers[kind].decode(ids).strip() == text
+    assert not set(ids[1:]) & {tokenizers[kind].bos_id, *tokenizers[kind].eos_ids}

@@ -81,6 +81,12 @@ class HFCheckpoint:
             return self._home[name].tensor(name)
         prefix = name.removesuffix("weight")
         rows, columns = info.shape
+        stored = self._home[prefix + ct.SHAPE].tensor(prefix + ct.SHAPE).tolist()
+        if stored != [rows, columns]:
+            raise CheckpointError(
+                f"tensor '{prefix}{ct.SHAPE}' disagrees with the config", path=self.path, found=stored,
+                expected=[rows, columns],
+            )  # fmt: skip
         return ct.decode(
             info.scheme, (rows, columns), lambda suffix: self._home[prefix + suffix].tensor(prefix + suffix)
         )

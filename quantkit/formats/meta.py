@@ -8,7 +8,7 @@ KV heads may be repeated where there are more shards than heads.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,12 +56,12 @@ class MetaCheckpoint:
         tensors = [pth_io.load_mapped(p) for p in self._paths]
         self._shapes = [{name: tuple(t.shape) for name, t in shard.items()} for shard in tensors]
         self._dtypes = {name: t.dtype for name, t in tensors[0].items()}
+        self._weights = self._same_tensors(tensors)
         del tensors
         self._shards = [
             MappedFile(p, pth_io.open_mapped, private_map=pth_io.is_zip(p), sharers=len(self._paths))
             for p in self._paths
         ]
-        self._weights = self._same_names()
         self.embedding_axis = 1
         self.config = self._read_config(params, params_path)
         self._entries = {entry.name: entry for entry in entries(self.config)}
@@ -115,16 +115,25 @@ class MetaCheckpoint:
         assert name is not None, entry.name
         return name
 
-    def _same_names(self) -> set[str]:
-        first = set(self._shapes[0])
-        for path, shapes in zip(self._paths[1:], self._shapes[1:], strict=True):
-            if difference := sorted(first ^ set(shapes)):
+    def _same_tensors(self, shards: Sequence[Mapping[str, Tensor]]) -> set[str]:
+        """The names of the weights; every shard has them, in one shape and float type."""
+        first = shards[0]
+        for path, shard in zip(self._paths[1:], shards[1:], strict=True):
+            if difference := sorted(set(first) ^ set(shard)):
                 raise CheckpointError(
                     f"holds other tensors than {self._paths[0].name}", path=path, found=f"'{difference[0]}' in one",
                     hint="the shards are of different models",
                 )  # fmt: skip
-        weights, _ = split_derived(first)
-        return set(weights)
+            for name in split_derived(first)[0]:
+                tensor, expected = shard[name], first[name]
+                if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
+                    what = "float type" if tensor.shape == expected.shape else "shape"
+                    raise CheckpointError(
+                        f"tensor '{name}' has another {what} than in {self._paths[0].name}", path=path,
+                        found=f"{tensor.dtype} {list(tensor.shape)}",
+                        expected=f"{expected.dtype} {list(expected.shape)}",
+                    )  # fmt: skip
+        return set(split_derived(first)[0])
 
     def _read_config(self, params: Mapping[str, Any], params_path: Path) -> ModelConfig:
         """The architecture; what params.json leaves open comes from the shapes."""
@@ -169,7 +178,7 @@ class MetaCheckpoint:
 
     def _shape(self, name: str, dims: int) -> tuple[int, ...]:
         shape = self._shapes[0][name]
-        if len(shape) != dims:
+        if len(shape) != dims or 0 in shape:
             raise CheckpointError(f"tensor '{name}' has the wrong shape", path=self._paths[0], found=list(shape))
         return shape
 
@@ -204,28 +213,19 @@ class MetaCheckpoint:
 
     def _joined_shape(self, entry: Entry, name: str) -> tuple[int, ...]:
         split = entry.row.split
-        shapes = [shard[name] for shard in self._shapes]
-        for path, shape in zip(self._paths, shapes, strict=True):
-            if shape != shapes[0]:
-                raise CheckpointError(
-                    f"tensor '{name}' has another shape than in {self._paths[0].name}", path=path,
-                    found=list(shape), expected=list(shapes[0]),
-                )  # fmt: skip
-        joined = list(shapes[0])
+        joined = list(self._shapes[0][name])
         if split != "none" and len(joined) == 2:
             axis = self.embedding_axis if split == "vocabulary" else int(split == "columns")
-            joined[axis] *= len(shapes)
-            if self._replicas(entry) > 1:
-                joined[axis] //= self._replicas(entry)
+            joined[axis] = joined[axis] * len(self._paths) // self._replicas(entry)
         return tuple(joined)
 
     def _replicas(self, entry: Entry) -> int:
-        """How many shards hold each KV head."""
+        """How many shards hold each KV head: more than one only where a shard holds just one."""
         if not entry.row.shape.startswith("k"):
             return 1
-        rows = self._shapes[0][self._meta_name(entry)][0] * len(self._shards)
-        whole = entry.shape[0]
-        return rows // whole if rows > whole and rows % whole == 0 else 1
+        shards, heads = len(self._shards), self.config.num_kv_heads
+        one_each = self._shapes[0][self._meta_name(entry)][0] == self.config.head_dim
+        return shards // heads if one_each and shards > heads and shards % heads == 0 else 1
 
     def _without_replicas(self, entry: Entry, parts: list[Tensor], axis: int) -> list[Tensor]:
         count = self._replicas(entry)
@@ -234,13 +234,11 @@ class MetaCheckpoint:
         return parts[::count]
 
     def _require_equal(self, entry: Entry, parts: list[Tensor]) -> None:
-        for index, part in enumerate(parts[1:], 1):
-            if not torch.equal(part, parts[0]):
-                raise CheckpointError(
-                    f"tensor '{self._meta_name(entry)}' must be the same in every shard and is not",
-                    path=self.path, found=f"shards that differ, {index} places apart",
-                    hint="the shards are of different models",
-                )  # fmt: skip
+        if not all(torch.equal(part, parts[0]) for part in parts[1:]):
+            raise CheckpointError(
+                f"tensor '{self._meta_name(entry)}' must be the same in every shard that holds it and is not",
+                path=self.path, hint="the shards are of different models",
+            )  # fmt: skip
 
 
 def to_rotate_half(rows: Tensor, head_dim: int) -> Tensor:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from quantkit.errors import RequestError, UnsupportedError
-from quantkit.finite import checked_cast
-from quantkit.formats.checkpoint import FLOAT_DTYPES, schemes
+from quantkit.errors import NonFiniteError, RequestError, UnsupportedError
+from quantkit.finite import all_finite, checked_cast
+from quantkit.formats.checkpoint import DTYPE_NAMES, FLOAT_DTYPES, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.encoders import Planned, SafetensorsEncoder
 from quantkit.formats.folder import checked_tokenizer, hf_side_files, require_new_names
@@ -70,6 +70,8 @@ def quantize(
         if strict:
             raise RequestError(fact, path=source.path, hint="choose another group size, or leave --strict out")
         notes.append(f"{source.path}: {fact}; {assigned[first]} is used there")
+    if not all(scheme.symmetric for scheme in assigned.values()):
+        notes.append(f"{dst}: transformers does not load zero points in this format (seen in 5.23); quantkit does")
     scale_dtype = FLOAT_DTYPES[source.config.dtype]
     planned = [
         Planned(e.name, e.shape, scale_dtype, assigned[e.module])
@@ -85,6 +87,11 @@ def quantize(
             return checked_cast(weight, item.dtype, item.name, source.path, allow_nonfinite), None
         checked_cast(weight, weight.dtype, item.name, source.path, allow_nonfinite=False)
         quantized = quantize_rtn(weight, item.scheme, item.dtype)
+        if not all_finite(quantized.scale):
+            raise NonFiniteError(
+                f"tensor '{item.name}' holds values too large for scales in {DTYPE_NAMES[item.dtype]}", path=source.path,
+                hint="convert the source to another dtype first",
+            )  # fmt: skip
         return quantized, float(f"{relative_error(quantized, weight):.4g}")
 
     def details(records: dict[str, object]) -> dict[str, object]:

@@ -21,7 +21,7 @@ from quantkit.formats.folder import checked_tokenizer
 from quantkit.model.blockwise import Batch
 from quantkit.naming import entries
 from quantkit.progress import Progress, silent
-from quantkit.qtensor import QuantTensor, float_rows, row_chunks
+from quantkit.qtensor import QuantTensor, float_rows, frobenius, row_chunks
 from quantkit.quality import Divergence, divergence
 
 _TEXT_TOKENS = 128
@@ -205,17 +205,16 @@ def _compare(a: Checkpoint, b: Checkpoint, name: str) -> tuple[TensorDifference 
     error = norm = largest = 0.0
     equal = True
     for x, y in _float_pieces(first, second):
+        norm = math.hypot(norm, frobenius(x))
         if torch.equal(x, y):
-            norm += x.square().sum(dtype=torch.float64).item()
             continue
         equal = False
         difference = y - x
         largest = _larger(largest, difference.abs().max().item())
-        error += difference.square().sum(dtype=torch.float64).item()
-        norm += x.square().sum(dtype=torch.float64).item()
+        error = math.hypot(error, frobenius(difference))
     if equal:
         return None, bound.kl
-    relative = math.sqrt(error / norm) if norm else math.inf
+    relative = error / norm if norm else math.inf
     return TensorDifference(name, relative, largest, bound.weight_error), bound.kl
 
 

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from quantkit.errors import RequestError
 
+_LEAST_TEMPERATURE = 1e-6  # below this, float32 leaves nothing but the likeliest tokens
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -21,7 +23,8 @@ class SamplingParams:
         seed: of the draw; None is unpredictable. torch's global generator is not used.
 
     Raises:
-        RequestError: for a negative temperature, or a top_p outside (0, 1].
+        RequestError: for a negative temperature, a top_p outside (0, 1], or a seed that
+            does not fit 64 bits.
     """
 
     temperature: float = 0.0
@@ -33,6 +36,8 @@ class SamplingParams:
             raise RequestError("temperature must not be negative", found=self.temperature)
         if not 0 < self.top_p <= 1:
             raise RequestError("top_p must lie in (0, 1]", found=self.top_p)
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            raise RequestError("seed does not fit 64 bits", found=self.seed)
 
     def generator(self, device: torch.device) -> torch.Generator:
         """A random generator of its own."""
@@ -48,7 +53,9 @@ def sample(logits: Tensor, params: SamplingParams, generator: torch.Generator) -
     """Draw one token per row: logits [B, V] to token ids [B, 1]."""
     if params.temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    probabilities = torch.softmax(logits.float() / params.temperature, dim=-1)
+    wide = logits.float()
+    below = wide - wide.amax(-1, keepdim=True)  # at most 0, so that no quotient is inf - inf
+    probabilities = torch.softmax(below / max(params.temperature, _LEAST_TEMPERATURE), dim=-1)
     if params.top_p < 1:
         ranked, order = probabilities.sort(dim=-1, descending=True)
         outside = ranked.cumsum(-1) - ranked >= params.top_p

@@ -15,16 +15,19 @@ def text_pieces(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterable[in
 
     Only the last few tokens are decoded anew each time, so the cost per token is constant.
     """
-    context = list(prompt[-_WINDOW:])
+    context = list(prompt)
+    told = len(context)
     shown = tokenizer.decode(context)
     for token in tokens:
         context.append(token)
         text = tokenizer.decode(context)
-        if text.endswith(_UNFINISHED) and len(context) < 2 * _WINDOW:
+        if text.endswith(_UNFINISHED) and len(context) - told < _WINDOW:
             continue
         yield text[len(shown) :]
-        context = context[-_WINDOW:]
-        shown = tokenizer.decode(context)
+        if text != shown:  # a context of no text would make the next token look like the first
+            context = context[told:]
+            text = tokenizer.decode(context)
+        shown, told = text, len(context)
     rest = tokenizer.decode(context)[len(shown) :]
     if rest:
         yield rest
