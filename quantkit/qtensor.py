@@ -119,7 +119,8 @@ def relative_error(quantized: QuantTensor, weight: Tensor) -> float:
 
 def frobenius(matrix: Tensor) -> float:
     """The Frobenius norm, accumulated in float64."""
-    return torch.linalg.vector_norm(matrix, dtype=torch.float64).item()
+    norm: Tensor = torch.linalg.vector_norm(matrix, dtype=torch.float64)
+    return norm.item()
 
 
 def float_rows(value: Tensor | QuantTensor, start: int, stop: int) -> Tensor:

@@ -89,8 +89,8 @@ def quantize(
         quantized = quantize_rtn(weight, item.scheme, item.dtype)
         if not all_finite(quantized.scale):
             raise NonFiniteError(
-                f"tensor '{item.name}' holds values too large for scales in {DTYPE_NAMES[item.dtype]}", path=source.path,
-                hint="convert the source to another dtype first",
+                f"tensor '{item.name}' holds values too large for scales in {DTYPE_NAMES[item.dtype]}",
+                path=source.path, hint="convert the source to another dtype first",
             )  # fmt: skip
         return quantized, float(f"{relative_error(quantized, weight):.4g}")
 
