@@ -141,6 +141,8 @@ def generate(
     from quantkit.runtime.generate import generate as job
     from quantkit.runtime.stream import text_pieces
 
+    if not prompt:
+        raise RequestError("the prompt is empty")
     model, tokenizer = load(path, weights=weights, dtype=None if dtype is None else FLOAT_DTYPES[DTYPES[dtype]])
     ids = tokenizer.encode(prompt, specials=True)
     tokens = job(model, ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 
 import click
 
@@ -17,10 +18,9 @@ INTERRUPTED = 130
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.option("--debug", is_flag=True, help="Show a traceback with an error.")
+@click.option("--debug", is_flag=True, expose_value=False, help="Show a traceback with an error; comes first.")
 @click.version_option(__version__)
-@click.pass_context
-def quantkit(context: click.Context, debug: bool) -> None:
+def quantkit() -> None:
     """Convert, quantize, verify and run Llama-family language models.
 
     \b
@@ -29,7 +29,6 @@ def quantkit(context: click.Context, debug: bool) -> None:
     in the way; 7 NaN or Inf; 130 Ctrl-C. verify: 0 the same, 10 within the bound of
     the scheme, 11 different.
     """
-    context.obj = debug
 
 
 for command in (demo, inspect, convert, quantize, verify, generate):
@@ -40,18 +39,22 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code."""
     logging.getLogger("torch").setLevel(logging.ERROR)
     arguments = sys.argv[1:] if arguments is None else arguments
-    debug = "--debug" in arguments
+    debug = arguments[:1] == ["--debug"]
     try:
-        code = quantkit(arguments, standalone_mode=False)
+        # Not through click's own main: it takes EOFError for Ctrl-C, and a closed pipe for an error.
+        with quantkit.make_context("quantkit", list(arguments)) as context:
+            code = quantkit.invoke(context)
+    except click.exceptions.Exit as stop:
+        code = stop.exit_code
     except (click.exceptions.Abort, KeyboardInterrupt):
-        click.echo("quantkit: interrupted", err=True)
+        click.echo("\nquantkit: interrupted", err=True)
         code = INTERRUPTED
     except click.ClickException as error:
         error.show()
         code = error.exit_code
     except QuantkitError as error:
         if debug:
-            raise
+            traceback.print_exc()
         click.echo(f"quantkit: error: {error}", err=True)
         code = error.exit_code
     except BrokenPipeError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -69,6 +70,10 @@ class ModelConfig:
         ):
             if getattr(self, key) <= 0:
                 raise CheckpointError(f"{key} must be positive", path=str(path), found=getattr(self, key))
+        numbers = {"norm_eps": self.norm_eps, "rope theta": self.rope.theta, "rope factor": self.rope.factor}
+        for key, number in numbers.items():
+            if not 0 < number < math.inf:
+                raise CheckpointError(f"{key} must be positive and finite", path=str(path), found=number)
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
                 "attention heads are no multiple of the KV heads",
@@ -109,7 +114,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError("the file is empty", path=path, expected="a JSON object")
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"is not valid JSON: {error}", path=path) from error
     if not isinstance(value, dict):
         raise CheckpointError("does not hold a JSON object", path=path, found=type(value).__name__)

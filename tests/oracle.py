@@ -19,8 +19,9 @@ with warnings.catch_warnings():
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
-SIZES = {
-    "vocab_size": 96,
+VOCABULARY = 96
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 3,
@@ -79,7 +80,7 @@ def greedy(model: Any, tokens: Tensor, count: int) -> list[int]:
     return tokens[0, -count:].tolist()
 
 
-def random_tokens(count: int, batch: int = 1, vocabulary: int = SIZES["vocab_size"]) -> Tensor:
+def random_tokens(count: int, batch: int = 1, vocabulary: int = VOCABULARY) -> Tensor:
     """Token ids [B, T], none of them an end token."""
     generator = torch.Generator().manual_seed(2)
     return torch.randint(3, vocabulary, (batch, count), generator=generator)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.formats.hf import HFCheckpoint, weight_kinds
+from quantkit.formats.hf import HFCheckpoint, index_path, weight_kinds
 from quantkit.formats.meta import MetaCheckpoint, shard_paths
 
 WEIGHTS = ("meta", "safetensors", "bin")
@@ -35,6 +35,8 @@ def open_checkpoint(path: str | Path, weights: str | None = None) -> Checkpoint:
     if not folder.is_dir():
         raise _not_a_folder(folder)
     kind = _choose(folder) if weights is None else weights
+    if kind not in _present(folder):
+        raise CheckpointError(f"has no {kind} weights", path=folder, found=", ".join(_present(folder)) or "none")
     if kind == "meta":
         return MetaCheckpoint(folder)
     checkpoint = HFCheckpoint(folder, kind)
@@ -44,17 +46,21 @@ def open_checkpoint(path: str | Path, weights: str | None = None) -> Checkpoint:
 
 
 def _choose(folder: Path) -> str:
-    meta = bool(shard_paths(folder))
-    kinds = weight_kinds(folder)
-    indexed = any(folder.glob("*.index.json"))
-    if not meta and not kinds:
+    kinds = _present(folder)
+    if not kinds:
         raise _no_weights(folder)
-    if meta and kinds and not (indexed and (folder / "config.json").is_file()):
+    indexed = [kind for kind in kinds if kind != "meta" and index_path(folder, kind).is_file()]
+    if "meta" in kinds and len(kinds) > 1 and not indexed:
         raise CheckpointError(
-            "holds two sets of weights", path=folder, found=f"consolidated.*.pth and {' and '.join(kinds)}",
+            "holds two sets of weights", path=folder, found=f"consolidated.*.pth and {kinds[0]}",
             hint=f"pick one with --weights meta or --weights {kinds[0]}",
         )  # fmt: skip
-    return kinds[0] if kinds else "meta"
+    return (indexed or kinds)[0]
+
+
+def _present(folder: Path) -> list[str]:
+    """The sets of weights in a folder, the one to prefer first."""
+    return [*weight_kinds(folder), *(["meta"] if shard_paths(folder) else [])]
 
 
 def _not_a_folder(path: Path) -> Exception:

@@ -31,7 +31,7 @@ _NOT_CARRIED = {"quantization_config", "dtype", "rope_scaling", "_name_or_path",
 
 def weight_kinds(folder: Path) -> list[str]:
     """Which sets of Hugging Face weights a folder holds: safetensors, bin, both or none."""
-    return [kind for kind in _STEMS if _index_path(folder, kind).is_file() or _unindexed(folder, kind)]
+    return [kind for kind in _STEMS if index_path(folder, kind).is_file() or _unindexed(folder, kind)]
 
 
 class HFCheckpoint:
@@ -92,7 +92,7 @@ class HFCheckpoint:
         )
 
     def _read_headers(self, kind: str) -> None:
-        index = _index_path(self.path, kind)
+        index = index_path(self.path, kind)
         if index.is_file():
             self._index = index
             listed = _weight_map(index)
@@ -134,6 +134,8 @@ class HFCheckpoint:
         settings = raw.get("quantization_config")
         if settings is None:
             return {}
+        if not isinstance(settings, dict):
+            raise CheckpointError("quantization_config is no object", path=self._config_path, found=repr(settings))
         return ct.read_schemes(settings, linear_columns(self.config), self._config_path)
 
     def _drop_tied_head(self) -> None:
@@ -181,7 +183,8 @@ class HFCheckpoint:
         return infos
 
 
-def _index_path(folder: Path, kind: str) -> Path:
+def index_path(folder: Path, kind: str) -> Path:
+    """Where the index of a sharded set of weights lies."""
     return folder / f"{_STEMS[kind]}.{kind}.index.json"
 
 

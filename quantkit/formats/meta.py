@@ -153,6 +153,10 @@ class MetaCheckpoint:
             raise UnsupportedError("weights are not stored as floats", path=self._paths[0], found=dtype)
         if isinstance(params.get("dim"), int) and params["dim"] != dim:
             raise CheckpointError("dim disagrees with the weights", path=params_path, found=params["dim"], expected=dim)
+        heads, head_dim = params.get("n_heads"), params.get("head_dim")
+        stated = heads * head_dim if isinstance(heads, int) and isinstance(head_dim, int) else dim
+        if query_rows * count != stated:
+            self._wrong_count(stated // query_rows)
         if width == dim:
             self.embedding_axis = 0
             rows *= count
@@ -162,8 +166,6 @@ class MetaCheckpoint:
             params, params_path, vocab_size=rows, intermediate_size=feed_forward * count,
             tied_embeddings=self._tied(), dtype=DTYPE_NAMES[dtype],
         )  # fmt: skip
-        if query_rows * count != config.num_heads * config.head_dim:
-            self._wrong_count(config.num_heads * config.head_dim // query_rows)
         try:
             tokenizer = load_tokenizer(self.path)
         except CheckpointError:

@@ -7,6 +7,7 @@ Sources: PyTorch's serialization notes, PKWARE's APPNOTE for the zip records.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import struct
@@ -16,7 +17,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -224,10 +225,18 @@ def _pickled(tensors: Sequence[StoredTensor]) -> bytes:
 
 
 def _expected_size(path: Path) -> int:
-    """Least size a truncated zip must have had, from the records still there."""
+    """Least size a truncated zip must have had, from the pickle and the records still there.
+
+    torch.save states a record's size after its data, so that only the pickle, which
+    comes first, tells how large the storages are.
+    """
     size = path.stat().st_size
     position = 0
     with path.open("rb") as file:
+        raw = file.read(_LOCAL.size)
+        if len(raw) == _LOCAL.size:
+            file.seek(sum(_LOCAL.unpack(raw)[9:11]), io.SEEK_CUR)
+            size = max(size, _storage_bytes(file))
         while True:
             file.seek(position)
             raw = file.read(_LOCAL.size)
@@ -241,6 +250,36 @@ def _expected_size(path: Path) -> int:
             if length == _FULL and extra[:2] == b"\x01\x00" and len(extra) >= 12:
                 length = struct.unpack("<Q", extra[4:12])[0]
             position += _LOCAL.size + name_length + extra_length + length
+
+
+class _Stub(dict[Any, Any]):
+    """Stands for anything a pickle names, and takes whatever arguments."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+
+class _StorageSizes(pickle.Unpickler):
+    """Adds up the storages a pickle refers to; calls nothing that it names."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self.sizes: dict[str, int] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        itemsize = next((d.itemsize for d, storage in _STORAGES.items() if storage == name), 1)
+        return type(name, (_Stub,), {"itemsize": itemsize})
+
+    def persistent_load(self, reference: Any) -> None:
+        _, storage, key, _, count = reference
+        self.sizes[key] = storage.itemsize * count
+
+
+def _storage_bytes(pickled: IO[bytes]) -> int:
+    """What all storages occupy, as far as the pickle can still be read."""
+    sizes = _StorageSizes(pickled)
+    with contextlib.suppress(Exception):
+        sizes.load()
+    return sum(sizes.sizes.values())
 
 
 def _forbidden(message: str) -> str:

@@ -65,10 +65,12 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raw = file.read(length)
     try:
         header = json.loads(raw)
-        header.pop("__metadata__", None)
+        metadata = header.pop("__metadata__", None) or {}
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("__metadata__ holds other values than strings")
         listed = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
         tensors = _checked(listed, path, size - 8 - length)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"has an invalid safetensors header: {error!r}", path=path) from error
     return tensors
 

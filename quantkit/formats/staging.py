@@ -47,6 +47,10 @@ class Staging:
                 "exists already; nothing is overwritten", path=dst, hint="choose another name or remove it"
             )
         interrupted = self.path.exists()
+        if self.path.is_dir() and any(self.path.iterdir()) and not (self.path / _JOURNAL).is_file():
+            raise ResumeError(
+                "is in the way, and no interrupted run of quantkit", path=self.path, hint="choose another destination"
+            )
         if interrupted and not resume:
             raise ResumeError(
                 "an interrupted run is there", path=self.path, hint="add --resume to go on with it, or remove it"
