@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,4 +79,5 @@ def _run(folder: Path, progress: Progress) -> DemoReport:
         model, tokenizer = load(path)
         ids = tokenizer.encode(PROMPT)
         samples[path.name] = tokenizer.decode([*ids, *generate(model, ids, max_new_tokens=_NEW_TOKENS, **_SAMPLING)])
-    return DemoReport(inspect(DEMO_MODEL).lines()[:2], rows, verdicts, samples)
+    source = replace(inspect(DEMO_MODEL), path=DEMO_MODEL.name)
+    return DemoReport(source.lines()[:2], rows, verdicts, samples)

@@ -87,3 +87,23 @@ def test_cached_steps_give_the_logits_of_one_pass(tmp_path: Path) -> None:
         steps = [model(tokens[:, :5], torch.arange(5), cache)]
         steps += [model(tokens[:, t : t + 1], torch.tensor([t]), cache) for t in range(5, 12)]
     torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral-window", "qwen3", "dynamic"])
+def test_prefill_and_decode_are_one_graph_each(case: str, tmp_path: Path) -> None:
+    from quantkit.model.cache import KVCache
+
+    rope = {"rope_parameters": dict(ROPES["dynamic"])} if case == "dynamic" else {}
+    kind, changes = CASES.get(case, ("llama", rope))
+    folder = oracle.save(oracle.make(kind, **changes), tmp_path / "model")
+    quantkit.quantize(folder, tmp_path / "int4", "int4-g32")
+    for path in (folder, tmp_path / "int4"):
+        model = load_model(path, dtype=torch.float32)
+        cache, eager_cache = (KVCache(model.config, 1, 16, torch.float32, "cpu") for _ in range(2))
+        step = torch.compile(model, fullgraph=True, backend="eager")
+        tokens = oracle.random_tokens(9)
+        with torch.inference_mode():
+            for part, positions in ((tokens[:, :8], torch.arange(8)), (tokens[:, 8:], torch.tensor([8]))):
+                found, expected = step(part, positions, cache), model(part, positions, eager_cache)
+                torch.testing.assert_close(found, expected)
+    torch.compiler.reset()

@@ -42,8 +42,7 @@ class MappedFile:
 
     def tensor(self, name: str) -> Tensor:
         """The named tensor as a view of the file."""
-        if self._touched > self._budget:
-            self._give_back()
+        self.trim()
         if self._get is None:
             self._get = self._opener(self.path)
         tensor = self._get(name)
@@ -52,7 +51,10 @@ class MappedFile:
             self._views.append(tensor)
         return tensor
 
-    def _give_back(self) -> None:
+    def trim(self) -> None:
+        """Give pages back if more than the budget were touched."""
+        if self._touched <= self._budget:
+            return
         if self._private_map:
             for view in self._views:
                 _drop_pages(view)

@@ -104,10 +104,11 @@ class MetaCheckpoint:
             return parts[0]
         joined = torch.empty(entry.shape, dtype=parts[0].dtype)
         start = 0
-        for part in parts:
+        for shard, part in zip(self._shards[:: len(self._shards) // len(parts)], parts, strict=True):
             target = joined.narrow(axis, start, part.shape[axis])
             start += part.shape[axis]
             target.copy_(to_rotate_half(part, self.config.head_dim) if entry.row.rotary else part)
+            shard.trim()
         return joined
 
     def _meta_name(self, entry: Entry) -> str:
