@@ -16,9 +16,9 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from command import Capture, run
 
 import quantkit
-from quantkit.cli.main import main
 from quantkit.errors import (
     CheckpointError,
     DestinationError,
@@ -40,17 +40,6 @@ CODES = {
     ResumeError: 6,
     NonFiniteError: 7,
 }
-Capture = pytest.CaptureFixture[str]
-
-
-def run(capfd: Capture, *arguments: str | Path) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of one command."""
-    capfd.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        main([str(argument) for argument in arguments])
-    streams = capfd.readouterr()
-    assert isinstance(stop.value.code, int)
-    return stop.value.code, streams.out, streams.err
 
 
 def process(*arguments: str | Path, cwd: Path, module: bool = True) -> subprocess.CompletedProcess[str]:

@@ -17,32 +17,21 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from command import Capture, run
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quantkit.cli.main import main
 from quantkit.errors import CheckpointError
 from quantkit.formats.safetensors_io import read_header
 from quantkit.tokenizer import load_tokenizer
 
 State = dict[str, Tensor]
 Header = dict[str, Any]
-Capture = pytest.CaptureFixture[str]
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4665\nsize 13477000000\n"
 TIKTOKEN_SIZE = 256 + 4 + 256
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-
-
-def run(capfd: Capture, *arguments: str | Path) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of one command."""
-    capfd.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        main([str(argument) for argument in arguments])
-    streams = capfd.readouterr()
-    assert isinstance(stop.value.code, int)
-    return stop.value.code, streams.out, streams.err
 
 
 def refused(capfd: Capture, code: int, src: Path, *words: object, by: tuple[str, ...] = ("convert",)) -> str:
