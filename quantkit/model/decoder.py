@@ -48,6 +48,13 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor, cache: KVCache | None
     ) -> Tensor:
+        out: Tensor = self.o_proj(self.mix(x, positions, angles, mask, cache))  # [B, T, D]
+        return out
+
+    def mix(
+        self, x: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor, cache: KVCache | None
+    ) -> Tensor:
+        """What the output projection is applied to: values mixed by attention, [B, T, H * Dh]."""
         batch, length, _ = x.shape  # [B, T, D]
         queries = self.q_proj(x).view(batch, length, -1, self.head_dim)  # [B, T, H, Dh]
         keys = self.k_proj(x).view(batch, length, -1, self.head_dim)  # [B, T, K, Dh]
@@ -59,8 +66,7 @@ class Attention(nn.Module):
         if cache is not None:
             keys, values = cache.update(self.layer, positions, keys, values)  # [B, K, S, Dh]
         mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
-        out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))  # [B, T, D]
-        return out
+        return mixed.transpose(1, 2).reshape(batch, length, -1)
 
 
 class MLP(nn.Module):
@@ -74,8 +80,13 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(inner, size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # [B, T, F] inside
+        out: Tensor = self.down_proj(self.gate(x))  # [B, T, D]
         return out
+
+    def gate(self, x: Tensor) -> Tensor:
+        """What the down projection is applied to: the gated inner states, [B, T, F]."""
+        inner: Tensor = F.silu(self.gate_proj(x)) * self.up_proj(x)
+        return inner
 
 
 class Block(nn.Module):
