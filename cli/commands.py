@@ -78,11 +78,19 @@ def convert(
 @_writing
 @click.option("--scheme", help="int8, int4-g32, int4-g64 or int4-g128; -asym for zero points.")
 @click.option("--plan", type=click.Path(path_type=Path), help="JSON with a default scheme and overrides.")
+@click.option(
+    "--method", type=click.Choice(["rtn", "gptq"]), default="rtn", show_default=True, help="Rounding or GPTQ."
+)
+@click.option("--calibration", type=click.Path(path_type=Path), help="Text for GPTQ, plain or JSON lines.")
+@click.option("--samples", type=int, default=128, show_default=True, help="Calibration samples.")
+@click.option("--length", type=int, help="Tokens in each; the model's context by default, 2048 at most.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the samples' places in the text.")
 @click.option("--keep", multiple=True, metavar="PATTERN", help="Layers to keep as floats, a glob; repeatable.")
 @click.option("--strict", is_flag=True, help="Fail if a layer's shape does not fit the scheme.")
 def quantize(
     src: Path, dst: Path, weights: str | None, resume: bool, allow_nonfinite: bool, scheme: str | None,
-    plan: Path | None, keep: tuple[str, ...], strict: bool,
+    plan: Path | None, method: str, calibration: Path | None, samples: int, length: int | None, seed: int,
+    keep: tuple[str, ...], strict: bool,
 ) -> None:  # fmt: skip
     """Quantize the linear layers of the model in SRC into the new folder DST."""
     from quantkit.jobs.quantize import quantize as job
@@ -93,6 +101,7 @@ def quantize(
     with bar("quantize") as progress:
         notes = job(
             src, dst, scheme if plan is None else QuantPlan.from_json(plan), keep=keep, strict=strict, weights=weights,  # type: ignore[arg-type]
+            method=method, calibration=calibration, samples=samples, length=length, seed=seed,
             resume=resume, allow_nonfinite=allow_nonfinite, progress=progress,
         )  # fmt: skip
     _done(dst, notes)

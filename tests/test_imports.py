@@ -17,10 +17,10 @@ ROOMS = (
     ("errors", "version", "progress"),
     ("rope_config", "config", "meta_config", "scheme"),
     ("naming", "qtensor", "finite", "tokenizer", "tokenizer_export", "manifest", "data"),
-    ("formats",),
+    ("formats", "solver"),
     ("kernels",),
     ("model",),
-    ("quality", "runtime"),
+    ("quality", "runtime", "calibration"),
     ("jobs",),
     ("evals",),
     ("cli",),
@@ -29,6 +29,7 @@ RANKS = {name: rank for rank, names in enumerate(ROOMS) for name in names}
 # Rooms and files that may import less than their rank allows.
 ONLY = {
     "quantkit.kernels": {"errors", "scheme", "qtensor", "kernels"},
+    "quantkit.solver": {"errors", "scheme", "qtensor", "solver"},
     "quantkit.model.decoder": {"config", "rope_config", "model"},
     "quantkit.model.cache": {"config"},
     "quantkit.model.rope": {"config", "rope_config"},

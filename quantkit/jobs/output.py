@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ def write(
     encoder: Encoder,
     produce: Callable[[Planned], tuple[Tensor | QuantTensor, object]],
     side_files: dict[str, bytes | Path],
-    details: Callable[[dict[str, object]], dict[str, object]],
+    details: Callable[[dict[str, Any]], dict[str, object]],
     *,
     options: dict[str, object],
     resume: bool,
@@ -59,7 +60,7 @@ def write(
         progress(done, total, "")
         source_hashes = hashes.result()
 
-        def build(file_hashes: dict[str, str], records: dict[str, object]) -> bytes:
+        def build(file_hashes: dict[str, str], records: dict[str, Any]) -> bytes:
             return manifest.build(job, source.format, source_hashes, file_hashes, details(records))
 
         writer.finish(side_files, build, manifest.NAME)

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
+from quantkit.calibration.data import Calibration, load_calibration
+from quantkit.calibration.layers import GptqSolver, LayerSolver, solve_rtn
+from quantkit.config import ModelConfig
 from quantkit.errors import NonFiniteError, RequestError, UnsupportedError
 from quantkit.finite import all_finite, checked_cast
-from quantkit.formats.checkpoint import DTYPE_NAMES, FLOAT_DTYPES, schemes
+from quantkit.formats.checkpoint import DTYPE_NAMES, FLOAT_DTYPES, Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.encoders import Planned, SafetensorsEncoder
 from quantkit.formats.folder import checked_tokenizer, hf_side_files, require_new_names
 from quantkit.jobs.output import SHARD_BYTES, model_summary, write
 from quantkit.naming import entries, linear_columns
 from quantkit.progress import Progress, silent
-from quantkit.qtensor import QuantTensor, quantize_rtn, relative_error
+from quantkit.qtensor import QuantTensor, relative_error
 from quantkit.scheme import QuantPlan, QuantScheme
+from quantkit.tokenizer import Tokenizer
+
+METHODS = ("rtn", "gptq")
+_CALIBRATION_LENGTH = 2048
 
 
 def quantize(
@@ -25,6 +33,11 @@ def quantize(
     dst: str | Path,
     plan: str | QuantScheme | QuantPlan,
     *,
+    method: str = "rtn",
+    calibration: str | Path | None = None,
+    samples: int = 128,
+    length: int | None = None,
+    seed: int = 0,
     keep: Iterable[str] = (),
     strict: bool = False,
     weights: str | None = None,
@@ -32,7 +45,7 @@ def quantize(
     allow_nonfinite: bool = False,
     progress: Progress = silent,
 ) -> list[str]:
-    """Write the model in `src`, quantized by round-to-nearest, to the new folder `dst`.
+    """Write the model in `src`, quantized, to the new folder `dst`.
 
     All decoder linears are quantized; ``lm_head`` and the embedding keep their floats
     unless the plan names the head. Rows that the group size does not divide follow
@@ -42,6 +55,10 @@ def quantize(
         src: a Meta or Hugging Face folder of floats.
         dst: the folder to make; it must not exist.
         plan: ``"int4-g128"`` and the like, a scheme, or a plan with overrides.
+        method: ``rtn`` (round to nearest) or ``gptq``, which needs calibration text.
+        calibration: plain text, or JSON lines with a ``text`` each.
+        samples, length, seed: how many samples of how many tokens are drawn from it, and
+            the seed of their places; by default the model's context, 2048 at most.
         keep: globs of modules that keep their floats.
         strict: refuse a layer whose shape does not fit its scheme.
         weights, resume, allow_nonfinite, progress: as in `convert`.
@@ -52,10 +69,14 @@ def quantize(
     Raises:
         QuantkitError: of the kind that says what is wrong; `dst` is then not there.
     """
+    if method not in METHODS:
+        raise RequestError("unknown method", found=method, expected=" or ".join(METHODS))
+    if (method == "gptq") != (calibration is not None):
+        raise RequestError("calibration text goes with the method gptq, and only with it")
     plan = _as_plan(plan).keeping(keep)
     source = open_checkpoint(src, weights)
     require_new_names(source.path, Path(dst))
-    _, notes = checked_tokenizer(source)
+    tokenizer, notes = checked_tokenizer(source)
     if already := schemes(source):
         raise UnsupportedError(
             "the source is quantized already", path=source.path, found=str(next(iter(already.values()))),
@@ -72,6 +93,12 @@ def quantize(
         notes.append(f"{source.path}: {fact}; {assigned[first]} is used there")
     if not all(scheme.symmetric for scheme in assigned.values()):
         notes.append(f"{dst}: transformers does not load zero points in this format (seen in 5.23); quantkit does")
+    solve: LayerSolver = solve_rtn
+    drawn = None
+    if method == "gptq" and calibration is not None:
+        drawn = _draw(Path(calibration), tokenizer, source, samples, length, seed)
+        solve = GptqSolver(source, drawn, assigned)
+        notes += _too_few_tokens(drawn, source.config)
     scale_dtype = FLOAT_DTYPES[source.config.dtype]
     planned = [
         Planned(e.name, e.shape, scale_dtype, assigned[e.module])
@@ -86,34 +113,57 @@ def quantize(
         if item.scheme is None:
             return checked_cast(weight, item.dtype, item.name, source.path, allow_nonfinite), None
         checked_cast(weight, weight.dtype, item.name, source.path, allow_nonfinite=False)
-        quantized = quantize_rtn(weight, item.scheme, item.dtype)
+        quantized, record = solve(item.name, weight, item.scheme, item.dtype)
         if not all_finite(quantized.scale):
             raise NonFiniteError(
                 f"tensor '{item.name}' holds values too large for scales in {DTYPE_NAMES[item.dtype]}",
                 path=source.path, hint="convert the source to another dtype first",
             )  # fmt: skip
-        return quantized, float(f"{relative_error(quantized, weight):.4g}")
+        return quantized, {**record, "relative_error": float(f"{relative_error(quantized, weight):.4g}")}
 
-    def details(records: dict[str, object]) -> dict[str, object]:
+    options: dict[str, object] = {"plan": plan.to_json(), "method": method, "allow_nonfinite": allow_nonfinite}
+    if drawn is not None:
+        options["calibration"] = drawn.to_json()
+
+    def details(records: dict[str, Any]) -> dict[str, object]:
         tensors = {
-            module: _describe(assigned.get(module), misfits.get(module), records.get(module + ".weight"))
+            module: _describe(assigned.get(module), misfits.get(module), records.get(module + ".weight", {}))
             for module in linear_columns(source.config)
         }
-        return {"model": model_summary(source, source.config.dtype), "plan": plan.to_json(), "tensors": tensors}
+        return {"model": model_summary(source, source.config.dtype), **options, "tensors": tensors}
 
     write(
         "quantize", source, Path(dst), SafetensorsEncoder(planned, SHARD_BYTES), produce,
         hf_side_files(source, source.config, assigned), details,
-        options={"plan": plan.to_json(), "allow_nonfinite": allow_nonfinite}, resume=resume, progress=progress,
+        options=options, resume=resume, progress=progress,
     )  # fmt: skip
     return [*source.notes, *notes]
 
 
-def _describe(scheme: QuantScheme | None, unfit: QuantScheme | None, error: object) -> dict[str, object]:
+def _draw(
+    path: Path, tokenizer: Tokenizer | None, source: Checkpoint, samples: int, length: int | None, seed: int
+) -> Calibration:
+    if tokenizer is None:
+        raise RequestError("calibration needs a tokenizer, and the source has none", path=source.path)
+    length = length or min(source.config.max_context, _CALIBRATION_LENGTH)
+    if length > source.config.max_context:
+        raise RequestError("samples exceed the model's context", found=length, expected=source.config.max_context)
+    return load_calibration(path, tokenizer, samples=samples, length=length, seed=seed)
+
+
+def _too_few_tokens(drawn: Calibration, config: ModelConfig) -> list[str]:
+    """A note where a Hessian cannot have full rank."""
+    tokens, width = drawn.tokens.numel(), max(config.intermediate_size, config.hidden_size)
+    if tokens >= width:
+        return []
+    return [f"{tokens} calibration tokens are fewer than the widest layer's {width} inputs; give more samples"]
+
+
+def _describe(scheme: QuantScheme | None, unfit: QuantScheme | None, record: dict[str, object]) -> dict[str, object]:
     """What the manifest says of one linear layer."""
     if scheme is None:
         return {"scheme": None, "reason": "kept as float by the plan"}
-    facts: dict[str, object] = {"scheme": str(scheme), "solver": "round-to-nearest", "relative_error": error}
+    facts: dict[str, object] = {"scheme": str(scheme), **record}
     return facts if unfit is None else {**facts, "reason": f"{unfit} does not divide the row"}
 
 

@@ -40,7 +40,7 @@ BOUNDS = {
     "float16": Bound(2**-10, 1e-3),
     "bfloat16": Bound(2**-8, 1e-3),
     "int8": Bound(0.05, 0.01),
-    "int4": Bound(0.3, 0.1),
+    "int4": Bound(0.5, 0.1),
 }
 """By the coarser of two tensors' types. A float type's weight bound is its rounding."""
 

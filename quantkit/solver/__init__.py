@@ -1,0 +1,1 @@
+"""Solvers: tensors in, codes and scales out; they know no model."""

@@ -1,0 +1,182 @@
+"""Calibration text, and GPTQ over a whole checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import oracle
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import quantkit
+from quantkit.calibration.data import load_calibration
+from quantkit.data.files import excerpt
+from quantkit.errors import NonFiniteError, RequestError
+from quantkit.formats.detect import open_checkpoint
+from quantkit.model.blockwise import Batch
+from quantkit.model.load import load_model
+from quantkit.quality import divergence, text_windows
+from quantkit.tokenizer import Tokenizer, load_tokenizer
+
+SPLIT = 11000  # characters to calibrate on; the rest is to measure on
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    from quantkit.data.files import DEMO_MODEL
+
+    return load_tokenizer(DEMO_MODEL)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "calibration.txt"
+    path.write_text(excerpt()[:SPLIT])
+    return path
+
+
+def _quantize(model: Path, dst: Path, text: Path, scheme: str = "int4-g64", **options: object) -> Path:
+    settings = {"samples": 24, "length": 128, **options}
+    quantkit.quantize(model, dst, scheme, method="gptq", calibration=text, **settings)  # type: ignore[arg-type]
+    return dst
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_samples_begin_with_bos_and_come_from_the_text(text: Path, tokenizer: Tokenizer) -> None:
+    found = load_calibration(text, tokenizer, samples=10, length=64, seed=1)
+    ids = tokenizer.encode(text.read_text())
+    runs = {tuple(ids[i : i + 63]) for i in range(1, len(ids) - 62)}
+    assert found.tokens.shape == (10, 64)
+    assert (found.tokens[:, 0] == tokenizer.bos_id).all()
+    assert {tuple(row) for row in found.tokens[:, 1:].tolist()} <= runs
+    assert found.sha256 == hashlib.sha256(text.read_bytes()).hexdigest()
+
+
+def test_the_seed_decides_and_the_callers_random_numbers_stay(text: Path, tokenizer: Tokenizer) -> None:
+    state = torch.get_rng_state()
+    first, again, other = (load_calibration(text, tokenizer, samples=8, length=32, seed=s).tokens for s in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_json_lines_are_read(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_text("\n".join(json.dumps({"text": part}) for part in excerpt().split("\n") if part))
+    assert load_calibration(path, tokenizer, samples=4, length=100, seed=0).tokens.shape == (4, 100)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot be read"),
+        (b"too short", "shorter than one sample"),
+        (b"\xff\xfe\x00", "no calibration text"),
+    ],
+)
+def test_unusable_text_is_named(content: bytes | None, words: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / "text.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(RequestError, match=words) as caught:
+        load_calibration(path, tokenizer, samples=4, length=100, seed=0)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [{"method": "gptq"}, {"calibration": "text.txt"}, {"method": "awq"}])
+def test_method_and_calibration_go_together(options: dict[str, str], demo_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError):
+        quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scheme", ["int4-g64", "int4-g128-asym", "int4"])
+def test_gptq_is_much_closer_to_the_source_than_rounding(
+    scheme: str, demo_model: Path, text: Path, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    quantkit.quantize(demo_model, tmp_path / "rtn", scheme)
+    _quantize(demo_model, tmp_path / "gptq", text, scheme, samples=64)
+    batch = Batch.from_start(text_windows(tokenizer.encode(excerpt()[SPLIT:]), tokenizer.bos_id, 128))
+    source = open_checkpoint(demo_model)
+    rtn, gptq = (divergence(source, open_checkpoint(tmp_path / name), [batch])[0].kl for name in ("rtn", "gptq"))
+    assert gptq < 0.5 * rtn
+
+
+def test_transformers_loads_what_gptq_writes(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    folder = _quantize(demo_model, tmp_path / "out", text)
+    scales = load_file(folder / "model.safetensors")["model.layers.0.mlp.up_proj.weight_scale"]
+    assert (scales < 0).any()
+    tokens = oracle.random_tokens(30, vocabulary=2000)
+    with torch.inference_mode():
+        ours = load_model(folder, dtype=torch.float32)(tokens, torch.arange(30))
+    assert (ours - oracle.logits(oracle.load(folder), tokens)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "mistral", "llama"])
+def test_every_architecture_can_be_calibrated(kind: str, demo_model: Path, text: Path, tmp_path: Path) -> None:
+    changes = {"attention_bias": True, "mlp_bias": True} if kind == "llama" else {}
+    source = oracle.save(
+        oracle.make(kind, vocab_size=2048, sliding_window=9, use_sliding_window=True, **changes), tmp_path / "m"
+    )
+    (source / "tokenizer.model").write_bytes((demo_model / "tokenizer.model").read_bytes())
+    _quantize(source, tmp_path / "gptq", text, "int4-g32", length=40)
+    quantkit.quantize(source, tmp_path / "rtn", "int4-g32")
+    batch = Batch.from_start(oracle.random_tokens(40, batch=4, vocabulary=2048))
+    reference = open_checkpoint(source)
+    gptq, rtn = (divergence(reference, open_checkpoint(tmp_path / n), [batch])[0].kl for n in ("gptq", "rtn"))
+    assert gptq < rtn
+
+
+def test_two_runs_and_a_resumed_one_give_equal_bytes(
+    demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quantkit.formats import writer
+
+    monkeypatch.setattr(writer, "_CHECKPOINT_BYTES", 50_000)
+    first, again = (_contents(_quantize(demo_model, tmp_path / name, text)) for name in ("first", "again"))
+    assert first == again
+
+    def interrupt(done: int, total: int, name: str) -> None:
+        if name.startswith("model.layers.2.mlp"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _quantize(demo_model, tmp_path / "resumed", text, progress=interrupt)
+    assert _contents(_quantize(demo_model, tmp_path / "resumed", text, resume=True)) == first
+
+
+def test_the_manifest_tells_how_each_layer_was_solved(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    folder = _quantize(demo_model, tmp_path / "out", text, seed=4, keep=["*.k_proj"])
+    made = json.loads((folder / "quantkit.json").read_text())
+    assert made["method"] == "gptq"
+    assert made["calibration"] == {
+        "sha256": hashlib.sha256(text.read_bytes()).hexdigest(), "samples": 24, "length": 128, "seed": 4,
+    }  # fmt: skip
+    solved = made["tensors"]["model.layers.1.mlp.down_proj"]
+    assert solved["solver"] == "gptq"
+    assert 0 < solved["output_error"] < 0.2
+    assert solved["damping"] == 0.01
+    assert made["tensors"]["model.layers.1.self_attn.k_proj"]["scheme"] is None
+
+
+def test_a_nan_in_one_weight_names_the_layer(tmp_path: Path, demo_model: Path, text: Path) -> None:
+    quantkit.convert(demo_model, tmp_path / "source")
+    weights = load_file(tmp_path / "source" / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][0, 0] = torch.nan
+    save_file(weights, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(NonFiniteError, match=r"model\.layers\.1\.mlp\.down_proj"):
+        _quantize(tmp_path / "source", tmp_path / "out", text)
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_too_few_tokens_are_noted(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    notes = quantkit.quantize(
+        demo_model, tmp_path / "out", "int4-g64", method="gptq", calibration=text, samples=2, length=32
+    )
+    assert any("64 calibration tokens are fewer than the widest layer's 384 inputs" in note for note in notes)
