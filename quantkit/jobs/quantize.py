@@ -17,8 +17,9 @@ from quantkit.formats.checkpoint import DTYPE_NAMES, FLOAT_DTYPES, Checkpoint, s
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.encoders import Planned, SafetensorsEncoder
 from quantkit.formats.folder import checked_tokenizer, hf_side_files, require_new_names
+from quantkit.jobs.assignment import Assignment
 from quantkit.jobs.output import SHARD_BYTES, model_summary, write
-from quantkit.naming import entries, linear_columns
+from quantkit.naming import entries
 from quantkit.progress import Progress, silent
 from quantkit.qtensor import QuantTensor, relative_error
 from quantkit.scheme import QuantPlan, QuantScheme
@@ -82,15 +83,12 @@ def quantize(
             "the source is quantized already", path=source.path, found=str(next(iter(already.values()))),
             hint="start from the float model",
         )  # fmt: skip
-    assigned = _assign(plan, source.config.tied_embeddings, linear_columns(source.config))
-    requested = {module: plan.requested(module) for module in assigned}
-    misfits = {module: requested[module] for module, scheme in assigned.items() if scheme != requested[module]}
-    if misfits:
-        first, wanted = next(iter(misfits.items()))
-        fact = f"{wanted} does not divide the rows of {len(misfits)} layers, {first} first"
-        if strict:
-            raise RequestError(fact, path=source.path, hint="choose another group size, or leave --strict out")
-        notes.append(f"{source.path}: {fact}; {assigned[first]} is used there")
+    assignment = Assignment.of(plan, source.config)
+    assigned = assignment.schemes
+    if assignment.misfit and strict:
+        raise RequestError(assignment.misfit, path=source.path, hint="choose another group size, or leave --strict out")
+    if assignment.misfit:
+        notes.append(f"{source.path}: {assignment.misfit}; {assigned[next(iter(assignment.misfits))]} is used there")
     if not all(scheme.symmetric for scheme in assigned.values()):
         notes.append(f"{dst}: transformers does not load zero points in this format (seen in 5.23); quantkit does")
     solve: LayerSolver = solve_rtn
@@ -126,11 +124,8 @@ def quantize(
         options["calibration"] = drawn.to_json()
 
     def details(records: dict[str, Any]) -> dict[str, object]:
-        tensors = {
-            module: _describe(assigned.get(module), misfits.get(module), records.get(module + ".weight", {}))
-            for module in linear_columns(source.config)
-        }
-        return {"model": model_summary(source, source.config.dtype), **options, "tensors": tensors}
+        summary = model_summary(source, source.config.dtype)
+        return {"model": summary, **options, "tensors": assignment.describe(records)}
 
     write(
         "quantize", source, Path(dst), SafetensorsEncoder(planned, SHARD_BYTES), produce,
@@ -159,34 +154,7 @@ def _too_few_tokens(drawn: Calibration, config: ModelConfig) -> list[str]:
     return [f"{tokens} calibration tokens are fewer than the widest layer's {width} inputs; give more samples"]
 
 
-def _describe(scheme: QuantScheme | None, unfit: QuantScheme | None, record: dict[str, object]) -> dict[str, object]:
-    """What the manifest says of one linear layer."""
-    if scheme is None:
-        return {"scheme": None, "reason": "kept as float by the plan"}
-    facts: dict[str, object] = {"scheme": str(scheme), **record}
-    return facts if unfit is None else {**facts, "reason": f"{unfit} does not divide the row"}
-
-
 def _as_plan(plan: str | QuantScheme | QuantPlan) -> QuantPlan:
     if isinstance(plan, QuantPlan):
         return plan
     return QuantPlan(QuantScheme.parse(plan) if isinstance(plan, str) else plan)
-
-
-def _assign(plan: QuantPlan, tied: bool, columns: dict[str, int]) -> dict[str, QuantScheme]:
-    """The scheme of every module.
-
-    Raises:
-        RequestError: if nothing would be quantized, or an override wants what cannot be.
-    """
-    for override in plan.overrides:
-        if override.scheme is None:
-            continue
-        if override.matches("model.embed_tokens"):
-            raise RequestError("the embedding cannot be quantized in this format", found=repr(override.pattern))
-        if tied and override.matches("lm_head"):
-            raise RequestError("lm_head is tied to the embedding and keeps its floats", found=repr(override.pattern))
-    assigned = plan.assign(columns)
-    if not assigned:
-        raise RequestError("the plan keeps every layer; nothing would be quantized")
-    return assigned
