@@ -76,11 +76,6 @@ class Checkpoint(Protocol):
         ...
 
 
-def is_quantized(checkpoint: Checkpoint) -> bool:
-    """Whether any tensor of the checkpoint is held as integer codes."""
-    return any(checkpoint.info(name).scheme is not None for name in checkpoint.names())
-
-
 def schemes(checkpoint: Checkpoint) -> dict[str, QuantScheme]:
     """The scheme of every quantized module."""
     found = ((name, checkpoint.info(name).scheme) for name in checkpoint.names())
