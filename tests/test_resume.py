@@ -103,6 +103,19 @@ def test_bytes_after_the_last_safe_point_are_not_trusted(demo_model: Path, tmp_p
     assert _contents(dst) == _contents(whole)
 
 
+@pytest.mark.parametrize("damage", ["shorter", "changed"])
+def test_a_partial_file_that_was_tampered_with_is_refused(damage: str, demo_model: Path, tmp_path: Path) -> None:
+    dst = tmp_path / "out"
+    arguments = [sys.executable, "-c", CHILD + CALLS["convert-hf"], str(demo_model), str(dst), "0.6"]
+    subprocess.run(arguments, check=False)
+    oldest = sorted(_partial(dst).glob("*.safetensors"))[0]
+    content = oldest.read_bytes()
+    oldest.write_bytes(content[:-1000] if damage == "shorter" else content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(ResumeError, match="not what the interrupted run left"):
+        quantkit.convert(demo_model, dst, resume=True)
+    assert not dst.exists()
+
+
 def _interrupt(monkeypatch: pytest.MonkeyPatch, demo_model: Path, dst: Path) -> None:
     """Leave a partial output behind, as Ctrl-C does."""
 
@@ -209,7 +222,7 @@ def test_a_destination_that_appears_meanwhile_is_left_alone(demo_model: Path, tm
 
 
 def test_a_failed_write_is_not_taken_for_a_finished_one(tmp_path: Path) -> None:
-    files = sink.Sink(tmp_path / "missing", {})
+    files = sink.Sink(tmp_path / "missing", {}, {})
     files.append("a", b"1")
     with pytest.raises(DestinationError):
         files.sync()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from quantkit.errors import QuantkitError
+from quantkit.errors import QuantkitError, ResumeError
 from quantkit.formats.staging import destination_error
 
 _IN_FLIGHT_BYTES = 1 << 26
@@ -28,11 +28,12 @@ class Sink:
     most a fixed number of bytes wait at a time, so the producer's memory stays bounded.
     """
 
-    def __init__(self, folder: Path, sizes: dict[str, int]) -> None:
+    def __init__(self, folder: Path, sizes: dict[str, int], hashes: dict[str, str]) -> None:
         """Take up files at the given sizes, dropping anything beyond.
 
         Raises:
             DestinationError: if a file cannot be opened.
+            ResumeError: if what a file holds up to its size has not the given sha256.
         """
         self._folder = folder
         self._sizes = dict(sizes)
@@ -47,6 +48,12 @@ class Sink:
                 self._hashes[name] = self._files[name].hash()
         except OSError as error:
             raise destination_error(error, folder) from error
+        if changed := [name for name, digest in self.hashes().items() if digest != hashes[name]]:
+            self._close_files()
+            raise ResumeError(
+                "is not what the interrupted run left", path=folder / changed[0],
+                hint="remove the partial folder and start anew",
+            )  # fmt: skip
         self._workers = [_Worker("write", self._write), _Worker("hash", self._hash)]
 
     def append(self, name: str, data: Data) -> None:
@@ -83,13 +90,20 @@ class Sink:
             raise destination_error(error, self._folder) from error
         return dict(self._sizes)
 
+    def hashes(self) -> dict[str, str]:
+        """The sha256 of each file, in hexadecimal; call it when synced."""
+        return {name: digest.hexdigest() for name, digest in self._hashes.items()}
+
     def close(self) -> dict[str, str]:
         """Stop the threads and close the files; the sha256 of each, in hexadecimal."""
         for worker in self._workers:
             worker.stop()
+        self._close_files()
+        return self.hashes()
+
+    def _close_files(self) -> None:
         for file in self._files.values():
             file.close()
-        return {name: digest.hexdigest() for name, digest in self._hashes.items()}
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -152,7 +166,8 @@ class _GrowingFile:
 
     def __init__(self, path: Path, size: int) -> None:
         self._file: IO[bytes] = path.open("r+b" if size else "wb", buffering=0)
-        self._file.truncate(size)
+        if self._file.seek(0, os.SEEK_END) > size:
+            self._file.truncate(size)
         self._position = size
         self._flushed = size
 

@@ -41,17 +41,22 @@ class CheckpointWriter:
         self.done = 0
         self.records: dict[str, Any] = {}
         sizes: dict[str, int] = {}
+        hashes: dict[str, str] = {}
         for entry in self._staging.entries:
             self.records.update(entry["records"])
         if self._staging.entries:
             last = self._staging.entries[-1]
             self.done = int(last["tensors"])
-            sizes = last["files"]
+            sizes, hashes = last["files"], last["sha256"]
             encoder.restore(last["state"])
         self._next = self.done
         self._fresh: dict[str, Any] = {}
         self._since_checkpoint = 0
-        self._sink = Sink(self._staging.path, sizes)
+        try:
+            self._sink = Sink(self._staging.path, sizes, hashes)
+        except QuantkitError:
+            self._staging.close()
+            raise
         self._open = True
 
     def put(self, value: Tensor | QuantTensor, record: Any = None) -> None:
@@ -73,7 +78,13 @@ class CheckpointWriter:
         """Make everything so far durable, so that a later run resumes from here."""
         sizes = self._sink.sync()
         self._staging.record(
-            {"tensors": self._next, "files": sizes, "state": self._encoder.state(), "records": self._fresh}
+            {
+                "tensors": self._next,
+                "files": sizes,
+                "sha256": self._sink.hashes(),
+                "state": self._encoder.state(),
+                "records": self._fresh,
+            }
         )
         self.records.update(self._fresh)
         self._fresh = {}
