@@ -81,16 +81,26 @@ def convert(
 @click.option(
     "--method", type=click.Choice(["rtn", "gptq"]), default="rtn", show_default=True, help="Rounding or GPTQ."
 )
-@click.option("--calibration", type=click.Path(path_type=Path), help="Text for GPTQ, plain or JSON lines.")
+@click.option("--calibration", help="Text for GPTQ: a file, or a hub dataset owner/name:config:split.")
 @click.option("--samples", type=int, default=128, show_default=True, help="Calibration samples.")
 @click.option("--length", type=int, help="Tokens in each; the model's context by default, 2048 at most.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the samples' places in the text.")
+@click.option(
+    "--activation-memory",
+    type=float,
+    default=4.0,
+    show_default=True,
+    metavar="GB",
+    help="Calibration activations held in memory; more go to DST's disk.",
+)
+@click.option("--device", help="Where GPTQ computes: cpu or cuda; a GPU if there is one.")
+@click.option("--accept-quality-loss", is_flag=True, help="Keep a result that is too far from its source.")
 @click.option("--keep", multiple=True, metavar="PATTERN", help="Layers to keep as floats, a glob; repeatable.")
 @click.option("--strict", is_flag=True, help="Fail if a layer's shape does not fit the scheme.")
 def quantize(
     src: Path, dst: Path, weights: str | None, resume: bool, allow_nonfinite: bool, scheme: str | None,
-    plan: Path | None, method: str, calibration: Path | None, samples: int, length: int | None, seed: int,
-    keep: tuple[str, ...], strict: bool,
+    plan: Path | None, method: str, calibration: str | None, samples: int, length: int | None, seed: int,
+    activation_memory: float, device: str | None, accept_quality_loss: bool, keep: tuple[str, ...], strict: bool,
 ) -> None:  # fmt: skip
     """Quantize the linear layers of the model in SRC into the new folder DST."""
     from quantkit.jobs.quantize import quantize as job
@@ -102,6 +112,7 @@ def quantize(
         notes = job(
             src, dst, scheme if plan is None else QuantPlan.from_json(plan), keep=keep, strict=strict, weights=weights,  # type: ignore[arg-type]
             method=method, calibration=calibration, samples=samples, length=length, seed=seed,
+            activation_memory=int(activation_memory * 1e9), device=device, accept_quality_loss=accept_quality_loss,
             resume=resume, allow_nonfinite=allow_nonfinite, progress=progress,
         )  # fmt: skip
     _done(dst, notes)
@@ -113,14 +124,17 @@ def quantize(
 def verify(a: Path, b: Path | None) -> None:
     """Prove that A and B are the same model, or say how far apart they are.
 
-    With A alone, hold its files against the sha256 in its manifest.
+    With A alone, hold its files against the sha256 in its manifest, and a quantized
+    model against the perplexities there.
     Exit code: 0 the same, 10 within the bound of the scheme, 11 different.
     """
     from quantkit.jobs.verify import verify as job
     from quantkit.jobs.verify import verify_files
 
     if b is None:
-        click.echo(f"{a}: all {verify_files(a)} files are as quantkit wrote them")
+        with bar("verify", unit="step") as progress:
+            lines = verify_files(a, progress=progress)
+        click.echo("\n".join(lines))
         return
     with bar("verify", unit="step") as progress:
         report = job(a, b, progress=progress)

@@ -78,3 +78,9 @@ class NonFiniteError(QuantkitError):
     """Weights or logits hold NaN or Inf."""
 
     exit_code = 7
+
+
+class QualityError(QuantkitError):
+    """The result is sound, but further from its source than the scheme's bound allows."""
+
+    exit_code = 8

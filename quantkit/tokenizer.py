@@ -120,6 +120,8 @@ class JsonTokenizer:
             self._engine: Any = Engine.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"is not a tokenizer: {error}", path=path) from error
+        self._engine.no_truncation()  # of whoever saved it; a text is taken whole
+        self._engine.no_padding()
         settings_path = path.with_name("tokenizer_config.json")
         settings = read_json(settings_path) if settings_path.exists() else {}
         vocabulary = self._engine.get_vocab(with_added_tokens=True)

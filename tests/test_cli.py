@@ -23,6 +23,7 @@ from quantkit.errors import (
     CheckpointError,
     DestinationError,
     NonFiniteError,
+    QualityError,
     QuantkitError,
     RequestError,
     ResumeError,
@@ -39,6 +40,7 @@ CODES = {
     DestinationError: 5,
     ResumeError: 6,
     NonFiniteError: 7,
+    QualityError: 8,
 }
 
 

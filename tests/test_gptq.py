@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,17 @@ from torch import Tensor
 from quantkit.errors import NonFiniteError
 from quantkit.qtensor import quantize_rtn
 from quantkit.scheme import QuantScheme
-from quantkit.solver.gptq import Grid, descend, gptq, refit_scales, solve_codes
+from quantkit.solver import grid as grid_module
+from quantkit.solver.gptq import (
+    Grid,
+    SingularError,
+    compensated,
+    damped,
+    descend,
+    gptq,
+    refit_scales,
+    solve_codes,
+)
 from quantkit.solver.grid import search_scales
 
 ROWS, COLUMNS, GROUP = 12, 96, 32
@@ -25,14 +37,26 @@ def _problem(dtype: torch.dtype = torch.float32, samples: int = 400) -> tuple[Te
     return weight, inputs, inputs.t() @ inputs
 
 
+def _transposed(dtype: torch.dtype = torch.float32, samples: int = 400) -> tuple[Tensor, Tensor, Tensor]:
+    """The problem as the solver's steps take it: weight [I, O], inputs, Hessian."""
+    weight, inputs, hessian = _problem(dtype, samples)
+    return weight.t().contiguous(), inputs, hessian
+
+
 def _grid(weight: Tensor) -> Grid:
-    scale = (weight.view(ROWS, -1, GROUP).abs().amax(-1) / 7.5).repeat_interleave(GROUP, dim=1)
-    return Grid(scale, torch.full_like(scale, 8), 15)
+    """Scales that span each group of a weight [I, O]."""
+    return Grid(weight.view(-1, GROUP, ROWS).abs().amax(1) / 7.5, None, QuantScheme.parse("int4-g32"), GROUP)
+
+
+def _rounded(weight: Tensor, grid: Grid) -> Tensor:
+    """The nearest codes of a weight [I, O], less their zero points."""
+    columns = enumerate(weight / grid.scale.repeat_interleave(grid.size, dim=0))
+    return torch.stack([grid.round_(column.clone(), i) for i, column in columns])
 
 
 def _loss(weight: Tensor, codes: Tensor, grid: Grid, hessian: Tensor) -> float:
-    error = weight - codes * grid.scale
-    return ((error @ hessian) * error).sum().item()
+    error = weight - grid.values(codes)
+    return ((hessian @ error) * error).sum().item()
 
 
 def _damped(hessian: Tensor) -> Tensor:
@@ -40,42 +64,41 @@ def _damped(hessian: Tensor) -> Tensor:
 
 
 def _slow(weight: Tensor, hessian: Tensor, grid: Grid, order: list[int]) -> Tensor:
-    """One column at a time, the inverse of the columns left taken anew at each."""
+    """One input at a time, the inverse of those left taken anew at each."""
     rest = weight.clone()
     codes = torch.zeros_like(weight)
     left = list(order)
     while left:
         inverse = torch.linalg.inv(hessian[left][:, left])
-        column = left[0]
-        codes[:, column] = grid.round(rest[:, column], column)
-        error = (rest[:, column] - codes[:, column] * grid.scale[:, column]) / inverse[0, 0]
-        rest[:, left] -= error.unsqueeze(1) * inverse[0]
+        column, scale = left[0], grid.scale[left[0] // grid.size]
+        codes[column] = grid.round_(rest[column] / scale, column)
+        error = (rest[column] - codes[column] * scale) / inverse[0, 0]
+        rest[left] -= inverse[0].unsqueeze(1) * error
         left = left[1:]
     return codes
 
 
 def test_codes_equal_those_of_the_slow_computation() -> None:
-    weight, _, hessian = _problem(torch.float64)
+    weight, _, hessian = _transposed(torch.float64)
     order = torch.randperm(COLUMNS, generator=torch.Generator().manual_seed(1))
     grid = _grid(weight)
     found = solve_codes(weight, _damped(hessian), grid, order)
     assert torch.equal(found, _slow(weight, _damped(hessian), grid, order.tolist()))
-    assert not torch.equal(found, grid.round(weight, slice(None)))
+    assert not torch.equal(found, _rounded(weight, grid))
 
 
 @pytest.mark.parametrize("block", [1, 7, 32, 96, 1000])
 def test_the_block_size_changes_nothing(block: int) -> None:
-    weight, _, hessian = _problem(torch.float64)
+    weight, _, hessian = _transposed(torch.float64)
     order = torch.arange(COLUMNS)
-    expected = solve_codes(weight, _damped(hessian), _grid(weight), order)
+    expected = solve_codes(weight, _damped(hessian), _grid(weight), order, block=5)
     assert torch.equal(solve_codes(weight, _damped(hessian), _grid(weight), order, block=block), expected)
 
 
 def test_uncorrelated_inputs_make_it_round_to_nearest() -> None:
-    weight, _, _ = _problem()
+    weight, _, _ = _transposed()
     grid = _grid(weight)
-    found = solve_codes(weight, torch.eye(COLUMNS), grid, torch.randperm(COLUMNS))
-    assert torch.equal(found, grid.round(weight, slice(None)))
+    assert torch.equal(solve_codes(weight, torch.eye(COLUMNS), grid, torch.randperm(COLUMNS)), _rounded(weight, grid))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -95,30 +118,46 @@ def test_the_output_error_is_well_below_that_of_rounding(scheme: str, dtype: tor
 
 
 def test_refitted_scales_and_descent_lower_the_loss() -> None:
-    weight, _, hessian = _problem()
+    weight, _, hessian = _transposed()
     hessian = _damped(hessian)
     grid = _grid(weight)
     order = torch.argsort(hessian.diagonal(), descending=True)
     codes = solve_codes(weight, hessian, grid, order)
     first = _loss(weight, codes, grid, hessian)
-    scale = refit_scales(weight, codes, hessian, grid.scale[:, ::GROUP].contiguous())
-    refitted = Grid(scale.repeat_interleave(GROUP, dim=1), grid.zero, grid.top)
+    pull = hessian @ weight
+    refitted = replace(grid, scale=refit_scales(pull, codes, hessian, grid.scale))
     second = _loss(weight, codes, refitted, hessian)
-    moved = descend(weight, codes, hessian, refitted, order)
+    moved = descend(pull, codes, hessian, refitted, order)
     third = _loss(weight, moved, refitted, hessian)
     assert first > second > third
 
 
-def test_refitted_scales_are_those_of_least_squares() -> None:
-    weight, inputs, hessian = _problem(samples=2000)
+@pytest.mark.parametrize("block", [1, 7, 96])
+def test_descent_gives_each_input_its_best_codes_in_turn(block: int) -> None:
+    weight, _, hessian = _transposed(torch.float64)
     grid = _grid(weight)
-    codes = grid.round(weight, slice(None))
-    found = refit_scales(weight, codes, hessian, grid.scale[:, ::GROUP].contiguous())
-    columns = (inputs.unsqueeze(1) * codes.unsqueeze(0)).view(len(inputs), ROWS, -1, GROUP).sum(-1)
-    outputs = inputs @ weight.t()
+    order = torch.randperm(COLUMNS, generator=torch.Generator().manual_seed(1))
+    codes = _rounded(weight, grid)
+    expected = codes.clone()
+    for column in order.tolist():
+        others = weight - grid.values(expected)
+        others[column] = weight[column]
+        wanted = (hessian[column] @ others) / hessian[column, column]
+        expected[column] = grid.round_(wanted / grid.scale[column // GROUP], column)
+    assert torch.equal(descend(hessian @ weight, codes, hessian, grid, order, block=block), expected)
+    assert not torch.equal(expected, codes)
+
+
+def test_refitted_scales_are_those_of_least_squares() -> None:
+    weight, inputs, hessian = _transposed(samples=2000)
+    grid = _grid(weight)
+    codes = _rounded(weight, grid)
+    found = refit_scales(hessian @ weight, codes, hessian, grid.scale)
+    columns = (inputs.unsqueeze(2) * codes).view(len(inputs), -1, GROUP, ROWS).sum(2)
+    outputs = inputs @ weight
     for row in range(ROWS):
-        expected = torch.linalg.lstsq(columns[:, row], outputs[:, row : row + 1]).solution[:, 0]
-        torch.testing.assert_close(found[row], expected, rtol=1e-3, atol=1e-4)
+        expected = torch.linalg.lstsq(columns[:, :, row], outputs[:, row : row + 1]).solution[:, 0]
+        torch.testing.assert_close(found[:, row], expected, rtol=1e-3, atol=1e-4)
 
 
 def test_drift_of_the_inputs_is_made_up_for() -> None:
@@ -129,19 +168,21 @@ def test_drift_of_the_inputs_is_made_up_for() -> None:
     wanted = inputs @ weight.t()
     scheme = QuantScheme.parse("int4-g32")
 
-    def error(**options: Tensor) -> float:
-        quantized, _ = gptq(weight, hessian, scheme, torch.float32, **options)
+    def error(target: Tensor | None) -> float:
+        quantized, _ = gptq(weight, hessian, scheme, torch.float32, target=target)
         return (seen @ quantized.dequantize().t() - wanted).norm().item()
 
-    assert error(drift=drift) < 0.5 * error()
+    assert error(compensated(weight, hessian, drift)) < 0.5 * error(None)
 
 
 def test_inputs_are_not_changed() -> None:
     weight, _, hessian = _problem()
-    before = weight.clone(), hessian.clone()
-    gptq(weight, hessian, QuantScheme.parse("int4-g32"), torch.float32, drift=torch.ones(COLUMNS, COLUMNS))
-    assert torch.equal(weight, before[0])
-    assert torch.equal(hessian, before[1])
+    drift = torch.randn(COLUMNS, COLUMNS)
+    given = weight, hessian, drift
+    before = [value.clone() for value in given]
+    target = compensated(*given)
+    gptq(weight, hessian, QuantScheme.parse("int4-g32"), torch.float32, target=target)
+    assert all(torch.equal(value, was) for value, was in zip(given, before, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["dead columns", "all dead", "one sample", "repeated sample"])
@@ -170,28 +211,50 @@ def test_nan_is_refused(where: str) -> None:
         gptq(weight, hessian, QuantScheme.parse("int4-g32"), torch.float32)
 
 
+def test_a_hessian_that_no_damping_helps_is_an_error() -> None:
+    weight, _, _ = _problem()
+    indefinite = torch.full((COLUMNS, COLUMNS), 5.0).fill_diagonal_(1)
+    with pytest.raises(SingularError):
+        gptq(weight, indefinite, QuantScheme.parse("int4-g32"), torch.float32)
+
+
+def test_damping_is_raised_in_steps() -> None:
+    hessian = torch.eye(COLUMNS)
+    hessian[0, 1] = hessian[1, 0] = 1.05
+    assert damped(hessian)[2] == pytest.approx(0.1)
+    assert damped(torch.eye(COLUMNS))[2] == 0.01
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_searched_scales_are_the_best_of_what_is_tried(scheme: str) -> None:
-    weight, _, hessian = _problem()
+def test_searched_scales_beat_those_that_span_the_group(scheme: str) -> None:
+    weight, _, hessian = _transposed()
     importance = hessian.diagonal()
     parsed = QuantScheme.parse(scheme)
     scale, zero = search_scales(weight, importance, parsed, torch.float32)
-    size = COLUMNS // scale.shape[1]
-    wide = scale.repeat_interleave(size, dim=1)
-    offset = torch.full_like(wide, parsed.levels // 2) if zero is None else zero.repeat_interleave(size, dim=1)
-    grid = Grid(wide, offset.float(), parsed.levels - 1)
+    grid = Grid.of(scale, zero, parsed, COLUMNS)
 
     def loss(dequantized: Tensor) -> Tensor:
-        return ((dequantized - weight).square() * importance).view(ROWS, -1, size).sum(-1)
+        errors = (dequantized - weight).square() * importance.unsqueeze(1)
+        return errors.view(scale.shape[0], -1, ROWS).sum(1)
 
-    searched = loss(grid.round(weight, slice(None)) * wide)
-    rounded = loss(quantize_rtn(weight, parsed, torch.float32).dequantize())
+    searched = loss(grid.values(_rounded(weight, grid)))
+    rounded = loss(quantize_rtn(weight.t().contiguous(), parsed, torch.float32).dequantize().t())
     assert (searched <= rounded * 1.0001).all()
     assert searched.sum() < 0.9 * rounded.sum()
+
+
+def test_tiles_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, _, hessian = _transposed()
+    scheme = QuantScheme.parse("int4-g32-asym")
+    whole = search_scales(weight, hessian.diagonal(), scheme, torch.float32)
+    monkeypatch.setattr(grid_module, "_TILE", 1)
+    monkeypatch.setattr(grid_module, "_NARROWEST", 5)
+    tiled = search_scales(weight, hessian.diagonal(), scheme, torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(whole, tiled, strict=True) if a is not None and b is not None)
 
 
 def test_the_longer_side_serves_the_larger_weights() -> None:
     weight = torch.linspace(-0.3, 1.0, GROUP).repeat(2, 1)
     weight[1] *= -1
-    scale, _ = search_scales(weight, torch.ones(GROUP), QuantScheme.parse("int4-g32"), torch.float32)
-    assert scale[0, 0] < 0 < scale[1, 0]
+    scale, _ = search_scales(weight.t().contiguous(), torch.ones(GROUP), QuantScheme.parse("int4-g32"), torch.float32)
+    assert scale[0, 0] < 0 < scale[0, 1]

@@ -10,9 +10,11 @@ import oracle
 import pytest
 import torch
 
+from quantkit import quality
+from quantkit.errors import NonFiniteError, RequestError
 from quantkit.formats.detect import open_checkpoint
-from quantkit.model.blockwise import Batch
-from quantkit.quality import divergence, text_windows, token_perplexity
+from quantkit.model.blockwise import Batch, blockwise_hidden
+from quantkit.quality import NOT_SCORED, Windows, compare, divergence, log_loss, text_windows, token_perplexity
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +41,89 @@ def test_divergence_is_that_of_the_definitions(pair: tuple[Any, Any, Path, Path]
     assert 0 < found.top1_agreement < 1
 
 
+def _loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+
+
+def test_models_are_held_against_a_reference_by_the_definitions(pair: tuple[Any, Any, Path, Path]) -> None:
+    first, second, a, b = pair
+    tokens = oracle.random_tokens(50, batch=3)
+    p, q = oracle.logits(first, tokens), oracle.logits(second, tokens)
+    apart = torch.nn.functional.kl_div(q.log_softmax(-1), p.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+    same, other = compare(open_checkpoint(a), [open_checkpoint(a), open_checkpoint(b)], tokens)
+    assert same.divergence.kl == same.divergence.kl_p99 == same.divergence.largest_logit_difference == 0
+    assert same.divergence.top1_agreement == 1
+    assert same.perplexity == same.reference_perplexity == other.reference_perplexity
+    assert other.divergence.tokens == 150
+    assert other.divergence.kl == pytest.approx(apart.mean().item(), rel=1e-3)
+    assert other.divergence.kl_median == pytest.approx(apart.quantile(0.5).item(), rel=1e-3)
+    assert other.divergence.kl_p99 == pytest.approx(apart.quantile(0.99).item(), rel=1e-3)
+    assert other.divergence.kl_median < other.divergence.kl < other.divergence.kl_p99
+    assert other.reference_perplexity == pytest.approx(_loss(p, tokens).mean().exp().item(), rel=1e-4)
+    assert other.perplexity == pytest.approx(_loss(q, tokens).mean().exp().item(), rel=1e-4)
+
+
+def test_no_more_hidden_states_are_held_than_the_budget_allows(
+    pair: tuple[Any, Any, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, a, b = pair
+    reference, other = open_checkpoint(a), open_checkpoint(b)
+    tokens = oracle.random_tokens(20, batch=7)
+    whole = compare(reference, [other], tokens)[0]
+    sizes = []
+
+    def counted(*arguments: Any, **options: Any) -> list[torch.Tensor]:
+        states = blockwise_hidden(*arguments, **options)
+        sizes.append(sum(state.nbytes for state in states))
+        return states
+
+    window = 20 * oracle.SIZES["hidden_size"] * 4
+    monkeypatch.setattr(quality, "STATES_BYTES", 3 * window)
+    monkeypatch.setattr(quality, "_TOKENS_THROUGH_A_BLOCK", 40)
+    parts = compare(reference, [other], tokens, reference_hidden=counted)[0]
+    assert sizes == [2 * window, 2 * window, 3 * window]  # in batches of two windows
+    assert parts.divergence.kl == pytest.approx(whole.divergence.kl, rel=1e-5)
+    assert parts.perplexity == pytest.approx(whole.perplexity, rel=1e-6)
+    assert parts.divergence.tokens == whole.divergence.tokens == 140
+
+
+def test_only_what_is_to_be_predicted_is_scored(pair: tuple[Any, Any, Path, Path]) -> None:
+    model, _, folder, _ = pair
+    long, short = oracle.random_tokens(30), oracle.random_tokens(12)
+    losses = _loss(oracle.logits(model, long), long)
+    expected = losses[20:].sum() + _loss(oracle.logits(model, short), short).sum()
+    tail = Windows.of(long)
+    tail.targets[:, :20] = NOT_SCORED
+    assert tail.scored == 9
+    assert log_loss(open_checkpoint(folder), [tail, Windows.of(short)]) == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_logits_that_are_not_finite_are_an_error(pair: tuple[Any, Any, Path, Path], tmp_path: Path) -> None:
+    _, _, folder, _ = pair
+    broken = oracle.make("qwen2")
+    with torch.no_grad():
+        broken.model.norm.weight[3] = float("inf")
+    bad, good = open_checkpoint(oracle.save(broken, tmp_path / "broken")), open_checkpoint(folder)
+    tokens = oracle.random_tokens(20)
+    for reference, other in ((good, bad), (bad, good)):
+        with pytest.raises(NonFiniteError, match=r"broken: the model's logits are NaN or Inf"):
+            compare(reference, [other], tokens)
+    with pytest.raises(NonFiniteError, match="broken"):
+        token_perplexity(bad, tokens)
+    assert math.isnan(divergence(good, bad, [Batch.from_start(tokens)])[0].kl)
+
+
+def test_vocabularies_of_two_sizes_are_not_compared(pair: tuple[Any, Any, Path, Path], tmp_path: Path) -> None:
+    larger = oracle.save(oracle.make("qwen2", vocab_size=oracle.VOCABULARY + 32), tmp_path / "larger")
+    with pytest.raises(RequestError, match=r"larger: cannot be compared.*found 128 tokens"):
+        compare(open_checkpoint(pair[2]), [open_checkpoint(larger)], oracle.random_tokens(20))
+
+
+def test_a_perplexity_beyond_a_float_is_infinite() -> None:
+    assert quality.perplexity(1e6, 10) == math.inf
+    assert quality.perplexity(20.0, 10) == pytest.approx(math.e**2)
+
+
 def test_perplexity_is_the_exponent_of_the_mean_loss(pair: tuple[Any, Any, Path, Path]) -> None:
     model, _, folder, _ = pair
     windows = oracle.random_tokens(40, batch=4)
@@ -58,3 +143,7 @@ def test_windows_without_bos_and_with_a_rest() -> None:
 
 def test_a_short_text_is_one_short_window() -> None:
     assert text_windows([1, 5, 6], 1, 256).tolist() == [[1, 5, 6]]
+
+
+def test_a_text_without_tokens_has_no_windows() -> None:
+    assert text_windows([1], 1, 256).shape[0] == text_windows([], None, 256).shape[0] == 0

@@ -12,3 +12,8 @@ EXCERPT = _HERE / "excerpt.txt"
 def excerpt() -> str:
     """Public-domain English that the demo model was not trained on."""
     return EXCERPT.read_text(encoding="utf-8")
+
+
+def gate_texts() -> dict[str, str]:
+    """What every quantized model is measured on: a speech, and many small kinds of text, code among them."""
+    return {"speech": excerpt(), "mixed": (_HERE / "mixed.txt").read_text(encoding="utf-8")}

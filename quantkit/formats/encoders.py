@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -99,6 +100,23 @@ class SafetensorsEncoder:
         tensors = ct.encode(value) if isinstance(value, QuantTensor) else [value]
         for tensor, expected in zip(tensors, self._stored[index], strict=True):
             yield name, tensor_bytes(tensor, expected)
+
+    def decode(self, index: int, folder: Path) -> Tensor | QuantTensor:
+        """Tensor number `index`, read back from the files so far."""
+        shard = self._shard_of[index]
+        before = sum(t.nbytes for i in range(index) if self._shard_of[i] == shard for t in self._stored[i])
+        tensors = {}
+        with (folder / self._names[shard]).open("rb") as file:
+            file.seek(len(self._header(shard)) + before)
+            for stored in self._stored[index]:
+                data = torch.frombuffer(bytearray(file.read(stored.nbytes)), dtype=stored.dtype)
+                tensors[stored.name] = data.view(stored.shape)
+        item = self.planned[index]
+        if item.scheme is None:
+            return tensors[item.name]
+        module = item.name.removesuffix("weight")
+        rows, columns = item.shape
+        return ct.decode(item.scheme, (rows, columns), lambda suffix: tensors[module + suffix])
 
     def finish(self) -> Iterator[Chunk]:
         return iter(())

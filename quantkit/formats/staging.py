@@ -40,7 +40,7 @@ class Staging:
                 had other inputs or options, or is still running.
         """
         self.dst = dst
-        self.path = dst.with_name(dst.name + ".partial")
+        self.path = partial_folder(dst)
         self.entries: list[dict[str, Any]] = []
         if dst.exists() or dst.is_symlink():
             raise DestinationError(
@@ -141,6 +141,11 @@ class Staging:
                 found=f"changed {', '.join(changed)}", hint="repeat its command, or remove the folder and start anew",
             )  # fmt: skip
         self.entries = lines[1:]
+
+
+def partial_folder(dst: Path) -> Path:
+    """Where an output is built."""
+    return dst.with_name(dst.name + ".partial")
 
 
 @contextlib.contextmanager

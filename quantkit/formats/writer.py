@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from torch import Tensor
 
-from quantkit.errors import DestinationError, QuantkitError
+from quantkit.errors import DestinationError, QualityError, QuantkitError
 from quantkit.formats.encoders import Encoder
 from quantkit.formats.sink import Sink
 from quantkit.formats.staging import Staging
@@ -23,21 +23,26 @@ class CheckpointWriter:
     """Takes the planned tensors in order and, at the end, gives the folder its name.
 
     Use as a context manager. Leaving it by an error of the source removes the partial
-    output, since it would fail again; an interruption or a full disk keeps it for
-    ``resume``.
+    output, since it would fail again; an interruption, a full disk or a result that is
+    not good enough keeps it for ``resume``.
 
     Attributes:
+        path: the folder under construction.
         done: how many tensors an interrupted run has already left on disk.
         records: what was recorded with tensors, by name.
+        hashes: the sha256 of every file that is complete, sorted by name.
     """
 
-    def __init__(self, dst: Path, encoder: Encoder, fingerprint: Mapping[str, Any], *, resume: bool) -> None:
+    def __init__(
+        self, dst: Path, encoder: Encoder, fingerprint: Mapping[str, Any], *, needed_bytes: int, resume: bool
+    ) -> None:
         """
         Raises:
             DestinationError, ResumeError: see `Staging`.
         """
         self._encoder = encoder
-        self._staging = Staging(dst, fingerprint, encoder.total_bytes(), resume=resume)
+        self._staging = Staging(dst, fingerprint, needed_bytes, resume=resume)
+        self.path = self._staging.path
         self.done = 0
         self.records: dict[str, Any] = {}
         sizes: dict[str, int] = {}
@@ -57,6 +62,7 @@ class CheckpointWriter:
         except QuantkitError:
             self._staging.close()
             raise
+        self._file_hashes: dict[str, str] = {}
         self._open = True
 
     def put(self, value: Tensor | QuantTensor, record: Any = None) -> None:
@@ -90,30 +96,29 @@ class CheckpointWriter:
         self._fresh = {}
         self._since_checkpoint = 0
 
-    def finish(
-        self,
-        side_files: Mapping[str, bytes | Path],
-        manifest: Callable[[dict[str, str], dict[str, Any]], bytes],
-        manifest_name: str,
-    ) -> None:
-        """Write what goes beside the weights, then give the folder its final name.
-
-        Args:
-            side_files: name to content, or to a file to copy.
-            manifest: given the sha256 of every file and all records, the manifest's bytes.
-            manifest_name: the file that holds it.
-        """
+    def seal(self, side_files: Mapping[str, bytes | Path]) -> None:
+        """Complete the weights, and write what goes beside them: name to content, or to a file to copy."""
+        self.checkpoint()
         for name, data in self._encoder.finish():
             self._sink.append(name, data)
         self._sink.sync()
-        hashes = self._sink.close()
+        self._file_hashes = self._sink.close()
         self._open = False
-        self.records.update(self._fresh)
         for name, content in {**side_files, **self._encoder.extra_files()}.items():
-            data = content if isinstance(content, bytes) else content.read_bytes()
-            self._staging.write_file(name, data)
-            hashes[name] = hashlib.sha256(data).hexdigest()
-        self._staging.write_file(manifest_name, manifest(dict(sorted(hashes.items())), self.records))
+            self.add_file(name, content if isinstance(content, bytes) else content.read_bytes())
+
+    def add_file(self, name: str, content: bytes) -> None:
+        """Write one more file beside the sealed weights."""
+        self._staging.write_file(name, content)
+        self._file_hashes[name] = hashlib.sha256(content).hexdigest()
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        return dict(sorted(self._file_hashes.items()))
+
+    def commit(self, manifest_name: str, manifest: bytes) -> None:
+        """Write the manifest and give the folder its final name."""
+        self._staging.write_file(manifest_name, manifest)
         self._staging.commit()
 
     def __enter__(self) -> CheckpointWriter:
@@ -127,7 +132,7 @@ class CheckpointWriter:
         if self._open:
             self._sink.close()
             self._open = False
-        if isinstance(error, QuantkitError) and not isinstance(error, DestinationError):
+        if isinstance(error, QuantkitError) and not isinstance(error, (DestinationError, QualityError)):
             self._staging.discard()
         else:
             self._staging.close()

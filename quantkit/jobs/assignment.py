@@ -16,11 +16,13 @@ class Assignment:
     """A plan applied to a model.
 
     Attributes:
+        plan: the plan.
         modules: every linear module, in layer order.
         schemes: the scheme of each that gets one.
         misfits: what was asked for, for those whose rows it does not divide.
     """
 
+    plan: QuantPlan
     modules: tuple[str, ...]
     schemes: dict[str, QuantScheme]
     misfits: dict[str, QuantScheme]
@@ -46,7 +48,7 @@ class Assignment:
             raise RequestError("the plan keeps every layer; nothing would be quantized")
         asked = {module: plan.requested(module) for module in schemes}
         misfits = {module: scheme for module, scheme in asked.items() if scheme and scheme != schemes[module]}
-        return cls(tuple(columns), schemes, misfits)
+        return cls(plan, tuple(columns), schemes, misfits)
 
     @property
     def misfit(self) -> str | None:

@@ -14,7 +14,7 @@ from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.encoders import Encoder, MetaEncoder, Planned, SafetensorsEncoder
 from quantkit.formats.folder import checked_tokenizer, hf_side_files, meta_side_files, require_new_names
-from quantkit.jobs.output import SHARD_BYTES, model_summary, write
+from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, write
 from quantkit.naming import entries
 from quantkit.progress import Progress, silent
 from quantkit.qtensor import QuantTensor
@@ -91,16 +91,14 @@ def convert(
             value = checked_cast(value, item.dtype, item.name, source.path, allow_nonfinite)
         return value, None
 
-    options = {"to": to, "mp": mp, "dtype": dtype, "allow_nonfinite": allow_nonfinite}
-    details = {
+    options: dict[str, object] = {"to": to, "mp": mp, "dtype": dtype, "allow_nonfinite": allow_nonfinite}
+    details: dict[str, object] = {
         "model": model_summary(source, config.dtype),
         "options": options,
         "schemes": {k: str(v) for k, v in quantized.items()},
     }
-    write(
-        "convert", source, Path(dst), encoder, produce, side_files, lambda _: details,
-        options=options, resume=resume, progress=progress,
-    )  # fmt: skip
+    work = Work("convert", encoder, produce, side_files, lambda folder, records: (details, {}), options)
+    write(work, source, Path(dst), resume=resume, progress=progress)
     return [*source.notes, *notes]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,49 +22,65 @@ SHARD_BYTES = 2 << 30
 """Largest safetensors file written, unless one tensor is larger."""
 
 
-def write(
-    job: str,
-    source: Checkpoint,
-    dst: Path,
-    encoder: Encoder,
-    produce: Callable[[Planned], tuple[Tensor | QuantTensor, object]],
-    side_files: dict[str, bytes | Path],
-    details: Callable[[dict[str, Any]], dict[str, object]],
-    *,
-    options: dict[str, object],
-    resume: bool,
-    progress: Progress,
-) -> None:
-    """Stream planned tensors, one at a time, into a new checkpoint with its manifest.
+@dataclass(frozen=True)
+class Work:
+    """What one job does with a source.
 
-    Args:
+    Attributes:
+        job: its name.
+        encoder: knows the tensors to write.
         produce: gives a planned tensor's value and what to record about it.
-        details: given all records by tensor, the manifest's own part of this job.
-        options: all that decides the output's bytes besides the source.
+        side_files: what goes beside the weights: name to content, or to a file to copy.
+        describe: given the folder of the written weights and side files and all records by
+            tensor, the manifest's own part of the job and further files.
+        options: all that decides the weights' bytes besides the source.
+        begin: told, before the first tensor, how many an earlier run has left in which folder.
+        safe_after: whether a killed run shall be able to go on after a tensor.
+        scratch_bytes: space that the job takes on the destination's disk for itself.
     """
+
+    job: str
+    encoder: Encoder
+    produce: Callable[[Planned], tuple[Tensor | QuantTensor, object]]
+    side_files: dict[str, bytes | Path]
+    describe: Callable[[Path, dict[str, Any]], tuple[dict[str, object], dict[str, bytes]]]
+    options: dict[str, object]
+    begin: Callable[[int, Path], None] = lambda done, folder: None
+    safe_after: Callable[[Planned], bool] = lambda item: False
+    scratch_bytes: int = 0
+
+
+def write(work: Work, source: Checkpoint, dst: Path, *, resume: bool, progress: Progress) -> None:
+    """Stream planned tensors, one at a time, into a new checkpoint with its manifest."""
     fingerprint = {
-        "job": job,
+        "job": work.job,
         "quantkit": __version__,
         "source": manifest.identity(source.files()),
-        **{f"option {key}": value for key, value in options.items()},
+        **{f"option {key}": value for key, value in work.options.items()},
     }
-    total = sum(_bytes(item) for item in encoder.planned)
-    with CheckpointWriter(dst, encoder, fingerprint, resume=resume) as writer:
+    planned = work.encoder.planned
+    total = sum(_bytes(item) for item in planned)
+    needed = work.encoder.total_bytes() + work.scratch_bytes
+    with CheckpointWriter(dst, work.encoder, fingerprint, needed_bytes=needed, resume=resume) as writer:
         hashes = manifest.SourceHashes(source.files())
-        done = sum(_bytes(item) for item in encoder.planned[: writer.done])
-        for item in encoder.planned[writer.done :]:
+        done = sum(_bytes(item) for item in planned[: writer.done])
+        work.begin(writer.done, writer.path)
+        for item in planned[writer.done :]:
             progress(done, total, item.name)
-            value, record = produce(item)
+            value, record = work.produce(item)
             writer.put(value, record)
             del value
+            if work.safe_after(item):
+                writer.checkpoint()
             done += _bytes(item)
         progress(done, total, "")
         source_hashes = hashes.result()
-
-        def build(file_hashes: dict[str, str], records: dict[str, Any]) -> bytes:
-            return manifest.build(job, source.format, source_hashes, file_hashes, details(records))
-
-        writer.finish(side_files, build, manifest.NAME)
+        writer.seal(work.side_files)
+        details, files = work.describe(writer.path, writer.records)
+        for name, content in files.items():
+            writer.add_file(name, content)
+        content = manifest.build(work.job, source.format, source_hashes, writer.hashes, details)
+        writer.commit(manifest.NAME, content)
 
 
 def model_summary(source: Checkpoint, dtype: str) -> dict[str, object]:

@@ -6,19 +6,25 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quantkit.calibration.data import Calibration, load_calibration
 from quantkit.calibration.layers import GptqSolver, LayerSolver, solve_rtn
+from quantkit.calibration.ranks import Ranks
 from quantkit.config import ModelConfig
-from quantkit.errors import NonFiniteError, RequestError, UnsupportedError
+from quantkit.errors import NonFiniteError, RequestError
 from quantkit.finite import all_finite, checked_cast
-from quantkit.formats.checkpoint import DTYPE_NAMES, FLOAT_DTYPES, Checkpoint, schemes
+from quantkit.formats.checkpoint import DTYPE_NAMES, FLOAT_DTYPES, Checkpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.encoders import Planned, SafetensorsEncoder
-from quantkit.formats.folder import checked_tokenizer, hf_side_files, require_new_names
-from quantkit.jobs.assignment import Assignment
-from quantkit.jobs.output import SHARD_BYTES, model_summary, write
+from quantkit.formats.folder import hf_side_files
+from quantkit.formats.staging import partial_folder
+from quantkit.jobs.card import NAME as CARD
+from quantkit.jobs.card import model_card
+from quantkit.jobs.gate import require_passed, run_gate
+from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, write
+from quantkit.jobs.prepare import planned_tensors, prepare
 from quantkit.naming import entries
 from quantkit.progress import Progress, silent
 from quantkit.qtensor import QuantTensor, relative_error
@@ -26,6 +32,8 @@ from quantkit.scheme import QuantPlan, QuantScheme
 from quantkit.tokenizer import Tokenizer
 
 METHODS = ("rtn", "gptq")
+ACTIVATION_MEMORY = 4 << 30
+SCRATCH = ".activations"
 _CALIBRATION_LENGTH = 2048
 
 
@@ -39,14 +47,17 @@ def quantize(
     samples: int = 128,
     length: int | None = None,
     seed: int = 0,
+    activation_memory: int = ACTIVATION_MEMORY,
+    device: str | None = None,
     keep: Iterable[str] = (),
     strict: bool = False,
+    accept_quality_loss: bool = False,
     weights: str | None = None,
     resume: bool = False,
     allow_nonfinite: bool = False,
     progress: Progress = silent,
 ) -> list[str]:
-    """Write the model in `src`, quantized, to the new folder `dst`.
+    """Write the model in `src`, quantized, to the new folder `dst`, if it passes the gate.
 
     All decoder linears are quantized; ``lm_head`` and the embedding keep their floats
     unless the plan names the head. Rows that the group size does not divide follow
@@ -57,11 +68,15 @@ def quantize(
         dst: the folder to make; it must not exist.
         plan: ``"int4-g128"`` and the like, a scheme, or a plan with overrides.
         method: ``rtn`` (round to nearest) or ``gptq``, which needs calibration text.
-        calibration: plain text, or JSON lines with a ``text`` each.
+        calibration: a file or a hub dataset, see `load_calibration`.
         samples, length, seed: how many samples of how many tokens are drawn from it, and
             the seed of their places; by default the model's context, 2048 at most.
+        activation_memory: bytes of calibration activations held in memory; more go to
+            the disk of `dst`.
+        device: where GPTQ computes, as torch spells it; a GPU by default if there is one.
         keep: globs of modules that keep their floats.
         strict: refuse a layer whose shape does not fit its scheme.
+        accept_quality_loss: keep a result that does not pass the gate; see `run_gate`.
         weights, resume, allow_nonfinite, progress: as in `convert`.
 
     Returns:
@@ -74,36 +89,38 @@ def quantize(
         raise RequestError("unknown method", found=method, expected=" or ".join(METHODS))
     if (method == "gptq") != (calibration is not None):
         raise RequestError("calibration text goes with the method gptq, and only with it")
-    plan = _as_plan(plan).keeping(keep)
-    source = open_checkpoint(src, weights)
-    require_new_names(source.path, Path(dst))
-    tokenizer, notes = checked_tokenizer(source)
-    if already := schemes(source):
-        raise UnsupportedError(
-            "the source is quantized already", path=source.path, found=str(next(iter(already.values()))),
-            hint="start from the float model",
-        )  # fmt: skip
-    assignment = Assignment.of(plan, source.config)
+    dst = Path(dst)
+    source, assignment, tokenizer, notes = prepare(src, dst, plan, keep=keep, strict=strict, weights=weights)
     assigned = assignment.schemes
-    if assignment.misfit and strict:
-        raise RequestError(assignment.misfit, path=source.path, hint="choose another group size, or leave --strict out")
-    if assignment.misfit:
-        notes.append(f"{source.path}: {assignment.misfit}; {assigned[next(iter(assignment.misfits))]} is used there")
-    if not all(scheme.symmetric for scheme in assigned.values()):
-        notes.append(f"{dst}: transformers does not load zero points in this format (seen in 5.23); quantkit does")
-    solve: LayerSolver = solve_rtn
-    drawn = None
-    if method == "gptq" and calibration is not None:
-        drawn = _draw(Path(calibration), tokenizer, source, samples, length, seed)
-        solve = GptqSolver(source, drawn, assigned)
-        notes += _too_few_tokens(drawn, source.config)
     scale_dtype = FLOAT_DTYPES[source.config.dtype]
-    planned = [
-        Planned(e.name, e.shape, scale_dtype, assigned[e.module])
-        if e.row.linear and e.module in assigned
-        else Planned(e.name, e.shape, source.info(e.name).dtype)
-        for e in entries(source.config)
-    ]
+    options: dict[str, object] = {
+        "plan": assignment.plan.to_json(),
+        "method": method,
+        "allow_nonfinite": allow_nonfinite,
+    }
+    solver = None
+    if calibration is not None:
+        drawn = _draw(calibration, tokenizer, source, samples, length, seed)
+        notes += _too_few_tokens(drawn, source.config)
+        options["calibration"] = drawn.to_json()
+        solver = GptqSolver(
+            source, drawn, assigned, scale_dtype, device=torch.device(device or _default_device()),
+            memory_bytes=activation_memory,
+        )  # fmt: skip
+    solve: LayerSolver = solver or solve_rtn
+    encoder = SafetensorsEncoder(planned_tensors(source, assigned), SHARD_BYTES)
+
+    def begin(done: int, folder: Path) -> None:
+        if solver is None:
+            return
+        index = {item.name: i for i, item in enumerate(encoder.planned)}
+
+        def written(name: str) -> QuantTensor:
+            value = encoder.decode(index[name], folder)
+            assert isinstance(value, QuantTensor)
+            return value
+
+        solver.begin([item.name for item in encoder.planned[:done]], written, folder / SCRATCH)
 
     def produce(item: Planned) -> tuple[Tensor | QuantTensor, object]:
         weight = source.load(item.name)
@@ -119,31 +136,47 @@ def quantize(
             )  # fmt: skip
         return quantized, {**record, "relative_error": float(f"{relative_error(quantized, weight):.4g}")}
 
-    options: dict[str, object] = {"plan": plan.to_json(), "method": method, "allow_nonfinite": allow_nonfinite}
-    if drawn is not None:
-        options["calibration"] = drawn.to_json()
+    def describe(folder: Path, records: dict[str, Any]) -> tuple[dict[str, object], dict[str, bytes]]:
+        if solver is not None:
+            solver.finish()
+        result = open_checkpoint(folder)
+        gate = run_gate(source, result, records, progress=progress)
+        if not accept_quality_loss:
+            require_passed(gate, source, result, dst)
+        elif (problem := gate.problem()) is not None:
+            notes.append(f"{dst}: {problem[0]}: {problem[1]}, expected {problem[2]}; accepted")
+        details = {
+            "model": model_summary(source, source.config.dtype), **options,
+            "quality": gate.to_json(accepted=accept_quality_loss), "tensors": assignment.describe(records),
+        }  # fmt: skip
+        return details, {CARD: model_card(source, assigned, options, gate)}
 
-    def details(records: dict[str, Any]) -> dict[str, object]:
-        summary = model_summary(source, source.config.dtype)
-        return {"model": summary, **options, "tensors": assignment.describe(records)}
-
-    write(
-        "quantize", source, Path(dst), SafetensorsEncoder(planned, SHARD_BYTES), produce,
-        hf_side_files(source, source.config, assigned), details,
-        options=options, resume=resume, progress=progress,
+    if solver is not None and Ranks().rank:
+        begin(0, partial_folder(dst))
+        solver.follow()
+        return []
+    ends = {entry.layer: entry.name for entry in entries(source.config)}.values()
+    work = Work(
+        "quantize", encoder, produce, hf_side_files(source, source.config, assigned), describe, options,
+        begin=begin, safe_after=lambda item: solver is not None and item.name in ends,
     )  # fmt: skip
+    try:
+        write(work, source, dst, resume=resume, progress=progress)
+    finally:
+        if solver is not None:
+            solver.close()
     return [*source.notes, *notes]
 
 
 def _draw(
-    path: Path, tokenizer: Tokenizer | None, source: Checkpoint, samples: int, length: int | None, seed: int
+    text: str | Path, tokenizer: Tokenizer | None, source: Checkpoint, samples: int, length: int | None, seed: int
 ) -> Calibration:
     if tokenizer is None:
         raise RequestError("calibration needs a tokenizer, and the source has none", path=source.path)
     length = length or min(source.config.max_context, _CALIBRATION_LENGTH)
     if length > source.config.max_context:
         raise RequestError("samples exceed the model's context", found=length, expected=source.config.max_context)
-    return load_calibration(path, tokenizer, samples=samples, length=length, seed=seed)
+    return load_calibration(text, tokenizer, samples=samples, length=length, seed=seed)
 
 
 def _too_few_tokens(drawn: Calibration, config: ModelConfig) -> list[str]:
@@ -154,7 +187,5 @@ def _too_few_tokens(drawn: Calibration, config: ModelConfig) -> list[str]:
     return [f"{tokens} calibration tokens are fewer than the widest layer's {width} inputs; give more samples"]
 
 
-def _as_plan(plan: str | QuantScheme | QuantPlan) -> QuantPlan:
-    if isinstance(plan, QuantPlan):
-        return plan
-    return QuantPlan(QuantScheme.parse(plan) if isinstance(plan, str) else plan)
+def _default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"

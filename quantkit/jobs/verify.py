@@ -18,6 +18,7 @@ from quantkit.errors import CheckpointError
 from quantkit.formats.checkpoint import DTYPE_NAMES, Checkpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
+from quantkit.jobs.gate import recheck
 from quantkit.model.blockwise import Batch
 from quantkit.naming import entries
 from quantkit.progress import Progress, silent
@@ -154,14 +155,19 @@ def verify(a: str | Path, b: str | Path, *, progress: Progress = silent) -> Veri
     return VerifyReport(verdict, problems, len(names), differing, probes, bound)
 
 
-def verify_files(folder: str | Path) -> int:
-    """Hold a folder's files against the sha256 in its manifest; the number of files.
+def verify_files(folder: str | Path, *, progress: Progress = silent) -> list[str]:
+    """Hold a folder against its manifest: the sha256 of its files and, if it was quantized, its quality.
+
+    Returns:
+        What was found, for people.
 
     Raises:
         CheckpointError: if there is no manifest, or a file is missing or changed.
+        QualityError: see `recheck`.
     """
     folder = Path(folder)
-    listed = manifest.read(folder)["files"]
+    made = manifest.read(folder)
+    listed = made["files"]
     for name, expected in listed.items():
         path = folder / name
         if Path(name).name != name or not path.is_file():
@@ -172,7 +178,10 @@ def verify_files(folder: str | Path) -> int:
                 "the file is not what quantkit wrote", path=path, found=f"sha256 {found[:12]}", expected=expected[:12],
                 hint="copy or make it again",
             )  # fmt: skip
-    return len(listed)
+    lines = [f"{folder}: all {len(listed)} files are as quantkit wrote them"]
+    if "quality" in made:
+        lines += recheck(folder, made, progress=progress)
+    return lines
 
 
 def _untied(config: ModelConfig) -> ModelConfig:

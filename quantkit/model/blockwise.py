@@ -1,4 +1,4 @@
-"""Run a checkpoint one decoder block at a time, so that no more than one is in memory."""
+"""Run a checkpoint block by block, its weights read from disk as they are needed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.decoder import RMSNorm, causal_mask
-from quantkit.model.load import load_block
 from quantkit.model.rope import Rotary
+from quantkit.model.streamed import streamed_block
 from quantkit.progress import Progress, silent
 from quantkit.qtensor import float_rows, row_chunks
 
@@ -41,15 +41,16 @@ def blockwise_hidden(checkpoint: Checkpoint, batches: Sequence[Batch], *, progre
     angles = [rotary(batch.positions) for batch in batches]
     for layer in range(config.num_layers):
         progress(layer, config.num_layers, f"layer {layer}")
-        block = load_block(checkpoint, layer, dtype=torch.float32)
+        block = streamed_block(checkpoint, layer)
         for index, batch in enumerate(batches):
             mask = causal_mask(batch.positions, batch.positions, config.windows[layer])
             states[index] = block(states[index], batch.positions, angles[index], mask, None)
-        del block
     norm = RMSNorm(config.hidden_size, config.norm_eps)
     norm.weight = torch.nn.Parameter(_tensor(checkpoint, "model.norm.weight").float(), requires_grad=False)
     progress(config.num_layers, config.num_layers, "")
-    return [norm(state) for state in states]
+    for index, state in enumerate(states):
+        states[index] = norm(state)
+    return states
 
 
 @torch.inference_mode()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint
 from quantkit.formats.detect import open_checkpoint
-from quantkit.model.decoder import Block, Decoder
+from quantkit.model.decoder import Decoder
 from quantkit.model.qlinear import QuantLinear
 from quantkit.model.rope import Rotary
 from quantkit.qtensor import QuantTensor
@@ -43,14 +43,6 @@ def load_model(
     fill(model, checkpoint, "", device, dtype, backend)
     model.rotary = Rotary(checkpoint.config).to(device)
     return model.eval()
-
-
-def load_block(checkpoint: Checkpoint, layer: int, *, dtype: torch.dtype, backend: str | None = None) -> Block:
-    """One decoder layer on the CPU, in eval mode."""
-    with torch.device("meta"):
-        block = Block(checkpoint.config, layer)
-    fill(block, checkpoint, BLOCK_PREFIX.format(layer), torch.device("cpu"), dtype, backend)
-    return block.eval()
 
 
 def fill(

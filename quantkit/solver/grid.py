@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from quantkit.scheme import QuantScheme
 
-_STEPS = 52  # of 0.0125, so that 1 is among them
-_LARGEST, _SMALLEST = 1.05, 0.40
+_COARSE = tuple(1.05 - 0.05 * step for step in range(14))  # 1 is among them
+_FINE = (-0.025, -0.0125, 0.0125, 0.025)
+_TILE = 1 << 15  # weights; torch computes on as few in one thread
+_NARROWEST = 16
 
 
 def search_scales(
@@ -16,41 +20,83 @@ def search_scales(
 ) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point of each group that minimize ``sum(importance * error ** 2)``.
 
-    Tried are steps from 1.05 down to 0.40 times the one that spans the group. Symmetric
-    codes reach one step further down than up, so symmetric scales may be negative: the
-    longer side then serves the larger weights.
+    Tried are steps from 1.05 down to 0.40 times the one that spans the group, then four
+    close to the best of them. Symmetric codes reach one step further down than up, so
+    symmetric scales may be negative: the longer side then serves the larger weights.
 
     Args:
-        weight: [O, I] float32.
+        weight: [I, O] float32: inputs first.
         importance: [I] float32, not negative: the diagonal of the layer's Hessian.
         scheme: the group size must divide I.
         scale_dtype: dtype the scales are stored in; errors are those of stored scales.
 
     Returns:
-        Scale [O, G] in `scale_dtype`, and zero point [O, G] uint8 if the scheme has one.
+        Scale [G, O] in `scale_dtype`, and zero point [G, O] uint8 if the scheme has one.
     """
-    rows, columns = weight.shape
+    columns, rows = weight.shape
     groups = scheme.groups(columns)
-    grouped = weight.view(rows, groups, -1)
-    weights = importance.view(groups, -1)
-    top = scheme.levels - 1
-    low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
-    span = torch.maximum(-low, high) / (top / 2) if scheme.symmetric else (high - low) / top
-    best = torch.full_like(span, torch.inf)
-    scale = torch.ones_like(span, dtype=scale_dtype)
-    zero = torch.full_like(span, scheme.levels // 2)
-    for step in range(_STEPS + 1):
-        factor = _LARGEST + (_SMALLEST - _LARGEST) * step / _STEPS
-        for sign in (1, -1) if scheme.symmetric else (1,):
-            stored = (span * (factor * sign)).to(scale_dtype)
-            wide = stored.float()
-            offset = zero if scheme.symmetric else (-low * factor / wide).round_().clamp_(0, top)
-            codes = (grouped / wide.unsqueeze(-1)).round_().add_(offset.unsqueeze(-1)).clamp_(0, top)
-            error = codes.sub_(offset.unsqueeze(-1)).mul_(wide.unsqueeze(-1)).sub_(grouped)
-            loss = (error.square_() * weights).sum(-1)
-            better = loss < best  # never true of NaN, which a step of zero gives
-            best = torch.where(better, loss, best)
-            scale = torch.where(better, stored, scale)
-            if not scheme.symmetric:
-                zero = torch.where(better, offset, zero)
-    return scale, None if scheme.symmetric else zero.to(torch.uint8)
+    grouped = weight.view(groups, -1, rows)
+    weights = importance.view(groups, 1, -1)
+    scale = torch.empty(groups, rows, dtype=scale_dtype, device=weight.device)
+    zero = None if scheme.symmetric else torch.empty_like(scale, dtype=torch.uint8)
+    for tile in _tiles(groups, columns // groups, rows):
+        search = _Search(grouped[tile[0], :, tile[1]].contiguous(), weights[tile[0]], scheme, scale_dtype)
+        scale[tile] = search.scale
+        if zero is not None:
+            zero[tile] = search.offset.to(torch.uint8)
+    return scale, zero
+
+
+class _Search:
+    """The search over one tile [G, size, O], small enough to stay in a core's cache."""
+
+    def __init__(self, grouped: Tensor, weights: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) -> None:
+        self._grouped = grouped
+        self._weights = weights
+        self._scheme = scheme
+        self._top = scheme.levels - 1
+        self._low, high = grouped.amin(1).clamp(max=0), grouped.amax(1).clamp(min=0)
+        span = torch.maximum(-self._low, high) / (self._top / 2) if scheme.symmetric else (high - self._low) / self._top
+        self._span = span
+        self._loss = torch.full_like(span, torch.inf)
+        self._codes = torch.empty_like(grouped)
+        self.scale = torch.ones_like(span, dtype=scale_dtype)
+        self.offset = torch.full_like(span, scheme.levels // 2)
+        self._best = torch.ones_like(span)
+        for factor in _COARSE:
+            for sign in (1, -1) if scheme.symmetric else (1,):
+                self._try(torch.full_like(span, factor * sign))
+        coarse = self._best.clone()
+        for step in _FINE:
+            self._try(coarse + step)
+
+    def _try(self, factor: Tensor) -> None:
+        """Take a step of `factor` spans wherever it gives less error than the best so far."""
+        stored = (self._span * factor).to(self.scale.dtype)
+        wide = stored.float()
+        offset = self.offset
+        if not self._scheme.symmetric:
+            offset = (-self._low * factor / wide).round_().clamp_(0, self._top)
+        step = wide.unsqueeze(1)
+        codes = torch.div(self._grouped, step, out=self._codes).round_()
+        if self._scheme.symmetric:
+            half = self._scheme.levels // 2
+            codes.clamp_(-half, half - 1)
+        else:
+            codes.add_(offset.unsqueeze(1)).clamp_(0, self._top).sub_(offset.unsqueeze(1))
+        error = codes.mul_(step).sub_(self._grouped).square_()
+        loss = torch.bmm(self._weights, error).squeeze(1)
+        better = loss < self._loss  # never true of NaN, which a step of zero gives
+        self._loss = torch.where(better, loss, self._loss)
+        self._best = torch.where(better, factor, self._best)
+        self.scale = torch.where(better, stored, self.scale)
+        self.offset = torch.where(better, offset, self.offset)
+
+
+def _tiles(groups: int, size: int, rows: int) -> Iterator[tuple[slice, slice]]:
+    """Ranges of groups and rows of about `_TILE` weights."""
+    width = min(rows, max(_NARROWEST, _TILE // size))
+    height = max(1, _TILE // (size * width))
+    for first in range(0, groups, height):
+        for start in range(0, rows, width):
+            yield slice(first, first + height), slice(start, start + width)

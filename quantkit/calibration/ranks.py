@@ -1,0 +1,51 @@
+"""The processes that share one calibration: each takes some of the samples and some of the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Ranks:
+    """This process among those of `torch.distributed`, or alone where that is not in use."""
+
+    def __init__(self) -> None:
+        together = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if together else 0
+        self.size = dist.get_world_size() if together else 1
+
+    def share(self, count: int) -> slice:
+        """Which of so many things are this process's."""
+        return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+
+    def add_up_(self, value: Tensor) -> None:
+        """Replace a tensor by its sum over all processes."""
+        if self.size > 1:
+            dist.all_reduce(value)
+
+    def join(self, value: Tensor, total: int) -> Tensor:
+        """All processes' shares of rows, one after the other; equal bits on all of them."""
+        if self.size == 1:
+            return value
+        whole = torch.empty(total, *value.shape[1:], dtype=value.dtype, device=value.device)
+        for rank in range(self.size):
+            part = slice(total * rank // self.size, total * (rank + 1) // self.size)
+            rows = value.contiguous() if rank == self.rank else torch.empty_like(whole[part])
+            dist.broadcast(rows, rank)
+            whole[part] = rows
+        return whole
+
+    def agree(self, names: Collection[str]) -> frozenset[str]:
+        """What the first process says."""
+        said = [frozenset(names)]
+        if self.size > 1:
+            dist.broadcast_object_list(said)
+        return said[0]
+
+    def wait(self) -> None:
+        """Until all processes are here."""
+        if self.size > 1:
+            dist.barrier()

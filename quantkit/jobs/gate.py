@@ -1,0 +1,234 @@
+"""The gate: a quantized model is held against its source before it gets its name."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.data.files import gate_texts
+from quantkit.errors import QualityError
+from quantkit.formats.checkpoint import Checkpoint, schemes
+from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.folder import checked_tokenizer
+from quantkit.jobs.yardstick import yardstick_of
+from quantkit.progress import Progress, silent
+from quantkit.qtensor import QuantTensor, relative_error
+from quantkit.quality import Quality, compare, text_windows, token_perplexity
+
+WINDOW = 256
+_WINDOWS = 4
+_LARGE_PARAMETERS = 10**9
+_WORST = 3
+_REPEATABLE = 0.005
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The most that a scheme may lose, whatever rounding would: KL in nats per token, perplexity ratio."""
+
+    kl: float
+    perplexity_ratio: float
+
+
+BOUNDS = {8: Bound(0.02, 1.02), 4: Bound(0.25, 1.25)}
+"""By bits; a model of several schemes has the bound of its fewest bits."""
+
+SLACK = 1.01
+FLOOR = 1e-3
+"""A KL below this is never held against rounding."""
+
+
+@dataclass(frozen=True)
+class TextResult:
+    """What the result lost on one text.
+
+    Attributes:
+        text, sha256: its name and hash.
+        tokens: positions compared.
+        kl, kl_p99: KL(source || result) per token in nats, mean and 99th percentile.
+        kl_bound: the most the mean may be.
+        top1_agreement: share of positions with the same likeliest token.
+        source_perplexity, perplexity: per token.
+    """
+
+    text: str
+    sha256: str
+    tokens: int
+    kl: float
+    kl_p99: float
+    kl_bound: float
+    top1_agreement: float
+    source_perplexity: float
+    perplexity: float
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What the gate found.
+
+    Attributes:
+        texts: the measures.
+        perplexity_ratio_bound: the most that perplexity may grow by, as a ratio.
+        fallbacks: layers that the solver could not solve, with the reason.
+    """
+
+    texts: list[TextResult]
+    perplexity_ratio_bound: float
+    fallbacks: dict[str, str]
+
+    def problem(self) -> tuple[str, str, str] | None:
+        """What is wrong, found and expected, if anything is."""
+        for one in self.texts:
+            if one.kl > one.kl_bound:
+                return (
+                    "the result is too far from its source", f"a mean KL of {one.kl:.3g} on '{one.text}'",
+                    f"at most {one.kl_bound:.3g}",
+                )  # fmt: skip
+            ratio = one.perplexity / one.source_perplexity
+            if ratio > self.perplexity_ratio_bound:
+                return (
+                    "the result predicts worse than its source", f"{ratio:.3g} times the perplexity on '{one.text}'",
+                    f"at most {self.perplexity_ratio_bound:g} times",
+                )  # fmt: skip
+        for layer, reason in self.fallbacks.items():
+            return f"layer '{layer}' was rounded to nearest", reason, "a layer that GPTQ can solve"
+        return None
+
+    def to_json(self, *, accepted: bool) -> dict[str, Any]:
+        """The manifest's form."""
+        return {
+            "passed": self.problem() is None,
+            "accepted": accepted,
+            "window": WINDOW,
+            "perplexity_ratio_bound": self.perplexity_ratio_bound,
+            "fallbacks": self.fallbacks,
+            "texts": [{key: _rounded(value) for key, value in asdict(one).items()} for one in self.texts],
+        }
+
+
+def run_gate(
+    source: Checkpoint, result: Checkpoint, records: Mapping[str, Mapping[str, Any]], *, progress: Progress = silent
+) -> Gate:
+    """Measure a quantized model against its source on texts that are not for calibration.
+
+    The mean KL may be no more than that of a yardstick: the source rounded to nearest in
+    the same schemes, groups longer than 128 and whole rows of int4 counted as groups of
+    128; nor more than `BOUNDS`.
+
+    Args:
+        source: the float model.
+        result: what was made of it.
+        records: what the manifest says of tensors, by name.
+
+    Raises:
+        NonFiniteError: if a model's logits are NaN or Inf.
+    """
+    assigned = schemes(result)
+    yardstick = yardstick_of(source, assigned)
+    bound = BOUNDS[min(scheme.bits for scheme in assigned.values())]
+    texts = []
+    for name, (digest, windows) in _texts(source).items():
+        found, rounded = compare(source, [result, yardstick], windows, progress=progress)
+        limit = min(bound.kl, max(FLOOR, SLACK * rounded.divergence.kl))
+        texts.append(_text_result(name, digest, found, limit))
+    fallbacks = {
+        name.removesuffix(".weight"): str(record["fallback"])
+        for name, record in records.items()
+        if record and "fallback" in record
+    }
+    return Gate(texts, bound.perplexity_ratio, fallbacks)
+
+
+def require_passed(gate: Gate, source: Checkpoint, result: Checkpoint, dst: Path) -> None:
+    """Let a model through.
+
+    Raises:
+        QualityError: if it did not pass, naming the layers whose weights changed most.
+    """
+    problem = gate.problem()
+    if problem is None:
+        return
+    errors = []
+    for module in schemes(result):
+        quantized, weight = result.load(module + ".weight"), source.load(module + ".weight")
+        assert isinstance(quantized, QuantTensor)
+        assert isinstance(weight, Tensor)
+        errors.append((relative_error(quantized, weight), module))
+    worst = ", ".join(f"{module} ({error:.2g})" for error, module in sorted(errors, reverse=True)[:_WORST])
+    raise QualityError(
+        problem[0], path=dst, found=problem[1], expected=problem[2],
+        hint=f"largest weight errors: {worst}; choose a finer scheme or GPTQ with more text, or keep it with"
+        " --accept-quality-loss (and --resume)",
+    )  # fmt: skip
+
+
+def recheck(folder: Path, made: Mapping[str, Any], *, progress: Progress = silent) -> list[str]:
+    """Hold a quantized folder against the figures in its manifest; lines for people.
+
+    The source is not needed: the model's own perplexities are measured again.
+
+    Raises:
+        QualityError: if a perplexity is another than the manifest's, or the model did not
+            pass its gate when it was made.
+    """
+    recorded = made["quality"]
+    checkpoint = open_checkpoint(folder)
+    texts = _texts(checkpoint)
+    lines = []
+    for one in recorded["texts"]:
+        name = one["text"]
+        if name not in texts or texts[name][0] != one["sha256"]:
+            lines.append(f"'{name}' is not the text it was measured on; not measured again")
+            continue
+        found = token_perplexity(checkpoint, texts[name][1], progress=progress)
+        if abs(found / one["perplexity"] - 1) > _REPEATABLE:
+            raise QualityError(
+                f"perplexity on '{name}' is not what the manifest says", path=folder, found=f"{found:.4g}",
+                expected=f"{one['perplexity']:.4g}", hint="make it again",
+            )  # fmt: skip
+        lines.append(
+            f"'{name}': perplexity {found:.4g} as recorded (source {one['source_perplexity']:.4g}),"
+            f" KL {one['kl']:.3g} (bound {one['kl_bound']:.3g})"
+        )
+    if not recorded["passed"]:
+        raise QualityError(
+            "did not pass its gate when it was made", path=folder, hint="it was kept with --accept-quality-loss"
+        )
+    return lines
+
+
+def _texts(checkpoint: Checkpoint) -> dict[str, tuple[str, Tensor]]:
+    """Hash and windows [W, T] of each text; of random tokens, where there is no tokenizer."""
+    config = checkpoint.config
+    length = min(WINDOW, config.max_context)
+    parameters = sum(torch.Size(checkpoint.info(name).shape).numel() for name in checkpoint.names())
+    count = 1 if parameters > _LARGE_PARAMETERS else _WINDOWS
+    tokenizer, _ = checked_tokenizer(checkpoint)
+    if tokenizer is None:
+        generator = torch.Generator().manual_seed(0)
+        return {"random tokens": ("", torch.randint(config.vocab_size, (count, length), generator=generator))}
+    return {
+        name: (
+            hashlib.sha256(text.encode()).hexdigest(),
+            text_windows(tokenizer.encode(text), tokenizer.bos_id, length)[:count],
+        )
+        for name, text in gate_texts().items()
+    }
+
+
+def _text_result(name: str, digest: str, found: Quality, limit: float) -> TextResult:
+    measured = found.divergence
+    return TextResult(
+        name, digest, measured.tokens, measured.kl, measured.kl_p99, limit, measured.top1_agreement,
+        found.reference_perplexity, found.perplexity,
+    )  # fmt: skip
+
+
+def _rounded(value: object) -> object:
+    return float(f"{value:.5g}") if isinstance(value, float) else value

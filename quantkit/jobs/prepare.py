@@ -1,0 +1,61 @@
+"""What must hold before a checkpoint is quantized, checked from headers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from quantkit.errors import RequestError, UnsupportedError
+from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, schemes
+from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.encoders import Planned
+from quantkit.formats.folder import checked_tokenizer, require_new_names
+from quantkit.jobs.assignment import Assignment
+from quantkit.naming import entries
+from quantkit.scheme import QuantPlan, QuantScheme
+from quantkit.tokenizer import Tokenizer
+
+
+def prepare(
+    src: str | Path, dst: Path, plan: str | QuantScheme | QuantPlan, *, keep: Iterable[str], strict: bool,
+    weights: str | None,
+) -> tuple[Checkpoint, Assignment, Tokenizer | None, list[str]]:  # fmt: skip
+    """Open a source of floats and assign the schemes; with notes for the user.
+
+    Raises:
+        QuantkitError: as `quantize` does.
+    """
+    source = open_checkpoint(src, weights)
+    require_new_names(source.path, dst)
+    tokenizer, notes = checked_tokenizer(source)
+    if already := schemes(source):
+        raise UnsupportedError(
+            "the source is quantized already", path=source.path, found=str(next(iter(already.values()))),
+            hint="start from the float model",
+        )  # fmt: skip
+    assignment = Assignment.of(_as_plan(plan).keeping(keep), source.config)
+    assigned = assignment.schemes
+    if assignment.misfit and strict:
+        raise RequestError(assignment.misfit, path=source.path, hint="choose another group size, or leave --strict out")
+    if assignment.misfit:
+        notes.append(f"{source.path}: {assignment.misfit}; {assigned[next(iter(assignment.misfits))]} is used there")
+    if not all(scheme.symmetric for scheme in assigned.values()):
+        notes.append(f"{dst}: transformers does not load zero points in this format (seen in 5.23); quantkit does")
+    return source, assignment, tokenizer, notes
+
+
+def planned_tensors(source: Checkpoint, assigned: Mapping[str, QuantScheme]) -> list[Planned]:
+    """The tensors of the output in order, scales in the source's dtype."""
+    scale_dtype = FLOAT_DTYPES[source.config.dtype]
+    return [
+        Planned(e.name, e.shape, scale_dtype, assigned[e.module])
+        if e.row.linear and e.module in assigned and e.name.endswith(".weight")
+        else Planned(e.name, e.shape, source.info(e.name).dtype)
+        for e in entries(source.config)
+    ]
+
+
+def _as_plan(plan: str | QuantScheme | QuantPlan) -> QuantPlan:
+    if isinstance(plan, QuantPlan):
+        return plan
+    return QuantPlan(QuantScheme.parse(plan) if isinstance(plan, str) else plan)

@@ -1,0 +1,57 @@
+"""What rounding to nearest makes of a model: the yardstick of the gate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, TensorInfo
+from quantkit.qtensor import QuantTensor, quantize_rtn
+from quantkit.scheme import QuantScheme
+
+_COARSEST = 128
+
+
+def yardstick_of(source: Checkpoint, assigned: Mapping[str, QuantScheme]) -> Rounded:
+    """The source rounded in the schemes given by module, but int4 never in groups longer than 128."""
+
+    def fine(module: str, scheme: QuantScheme) -> QuantScheme:
+        coarse = scheme.bits == 4 and (scheme.group_size is None or scheme.group_size > _COARSEST)
+        columns = source.info(module + ".weight").shape[1]
+        return QuantScheme(4, _COARSEST, scheme.symmetric).fitted(columns) if coarse else scheme
+
+    return Rounded(source, {module: fine(module, scheme) for module, scheme in assigned.items()})
+
+
+class Rounded:
+    """A float checkpoint as it would be with some layers rounded to nearest, computed as it is read."""
+
+    def __init__(self, source: Checkpoint, assigned: Mapping[str, QuantScheme]) -> None:
+        """
+        Args:
+            assigned: the scheme of each module to round.
+        """
+        self._source = source
+        self._assigned = assigned
+        self._scale_dtype = FLOAT_DTYPES[source.config.dtype]
+        self.path, self.format, self.config = source.path, source.format, source.config
+        self.extra_config, self.notes = source.extra_config, source.notes
+
+    def names(self) -> list[str]:
+        return self._source.names()
+
+    def info(self, name: str) -> TensorInfo:
+        info = self._source.info(name)
+        return TensorInfo(info.shape, info.dtype, self._assigned.get(name.removesuffix(".weight")))
+
+    def load(self, name: str) -> Tensor | QuantTensor:
+        value = self._source.load(name)
+        scheme = self._assigned.get(name.removesuffix(".weight"))
+        if scheme is None or not isinstance(value, Tensor):
+            return value
+        return quantize_rtn(value, scheme, self._scale_dtype)
+
+    def files(self) -> list[Path]:
+        return self._source.files()

@@ -1,0 +1,50 @@
+"""A decoder block whose linear layers stay on disk."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.formats.checkpoint import Checkpoint
+from quantkit.model.decoder import Block
+from quantkit.model.load import BLOCK_PREFIX, fill
+from quantkit.qtensor import float_rows, row_chunks
+
+
+class StreamedLinear(nn.Module):
+    """``x @ weight.T + bias`` in float32, the weight read at every call, some rows at a time."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str, bias: bool) -> None:
+        super().__init__()
+        self._checkpoint = checkpoint
+        self._name = name
+        self._bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] float32 to [..., O] float32."""
+        weight = self._checkpoint.load(self._name + ".weight")
+        rows, columns = weight.shape
+        flat = x.reshape(-1, columns)
+        out = torch.empty(flat.shape[0], rows)
+        for start, stop in row_chunks(rows, columns):
+            torch.mm(flat, float_rows(weight, start, stop).t(), out=out[:, start:stop])
+        if self._bias:
+            bias = self._checkpoint.load(self._name + ".bias")
+            assert isinstance(bias, Tensor)
+            out += bias
+        return out.view(*x.shape[:-1], rows)
+
+
+def streamed_block(checkpoint: Checkpoint, layer: int) -> Block:
+    """One decoder layer on the CPU in float32, of which only the norms are in memory."""
+    with torch.device("meta"):
+        block = Block(checkpoint.config, layer)
+    prefix = BLOCK_PREFIX.format(layer)
+    for name, module in list(block.named_modules()):
+        if isinstance(module, nn.Linear):
+            parent, _, child = name.rpartition(".")
+            linear = StreamedLinear(checkpoint, prefix + name, module.bias is not None)
+            setattr(block.get_submodule(parent), child, linear)
+        elif "weight" in module._parameters:
+            fill(module, checkpoint, f"{prefix}{name}.", torch.device("cpu"), torch.float32, None)
+    return block.eval()

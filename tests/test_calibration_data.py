@@ -1,0 +1,242 @@
+"""Calibration text from files, and how samples are drawn from it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.calibration import data
+from quantkit.calibration.data import load_calibration
+from quantkit.data.files import DEMO_MODEL, excerpt
+from quantkit.errors import RequestError
+from quantkit.tokenizer import Tokenizer, load_tokenizer
+
+DOCUMENTS = [part for part in excerpt().split("\n") if part]
+TEXT = "\n\n".join(DOCUMENTS)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(DEMO_MODEL)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def _naive(text: str, tokenizer: Tokenizer, samples: int, length: int, seed: int) -> Tensor:
+    """The draw, one sample at a time."""
+    ids = tokenizer.encode(text)
+    lead = [i for i in ids[:1] if i == tokenizer.bos_id]
+    size = length - len(lead)
+    places = len(ids) - len(lead) - size + 1
+    starts = torch.randint(places, (samples,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return torch.tensor([lead + ids[len(lead) :][start : start + size] for start in starts])
+
+
+def _write_table(path: Path, **columns: list[object]) -> Path:
+    import pyarrow
+    from pyarrow.parquet import write_table
+
+    write_table(pyarrow.table(columns), path, row_group_size=100)
+    return path
+
+
+def _json_tokenizer(folder: Path, settings: dict[str, object], **sections: object) -> Tokenizer:
+    """A tokenizer of words, with `sections` in its ``tokenizer.json`` beside the vocabulary."""
+    from tokenizers import AddedToken, models, pre_tokenizers
+    from tokenizers import Tokenizer as Engine
+
+    words = {word: number for number, word in enumerate(["<s>", "<pad>", *sorted(set(TEXT.split()))])}
+    engine = Engine(models.WordLevel(words, unk_token="<s>"))
+    engine.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    engine.add_special_tokens([AddedToken("<s>", special=True), AddedToken("<pad>", special=True)])
+    (folder / "tokenizer.json").write_text(json.dumps({**json.loads(engine.to_str()), **sections}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return load_tokenizer(folder)
+
+
+def test_samples_begin_with_bos_and_are_windows_of_the_text(text: Path, tokenizer: Tokenizer) -> None:
+    found = load_calibration(text, tokenizer, samples=10, length=64, seed=1)
+    assert torch.equal(found.tokens, _naive(TEXT, tokenizer, 10, 64, 1))
+    assert found.to_json() == {
+        "sha256": hashlib.sha256(text.read_bytes()).hexdigest(), "samples": 10, "length": 64, "seed": 1,
+    }  # fmt: skip
+
+
+def test_the_seed_decides_and_the_callers_random_numbers_stay(text: Path, tokenizer: Tokenizer) -> None:
+    state = torch.get_rng_state()
+    first, again, other = (load_calibration(text, tokenizer, samples=8, length=32, seed=s).tokens for s in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_sample_may_be_the_whole_text(text: Path, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(TEXT)
+    found = load_calibration(str(text), tokenizer, samples=2, length=len(ids), seed=0)
+    assert found.tokens.tolist() == [ids, ids]
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_bos_leads_only_where_the_tokenizer_puts_it(leads: bool, text: Path, tmp_path: Path) -> None:
+    tokenizer = _json_tokenizer(tmp_path, {"bos_token": "<s>", "add_bos_token": leads})
+    tokens = load_calibration(text, tokenizer, samples=20, length=16, seed=0).tokens
+    assert tokenizer.bos_id == 0
+    assert (tokens[:, 0] == tokenizer.bos_id).all() == leads
+    assert torch.equal(tokens, _naive(TEXT, tokenizer, 20, 16, 0))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_json_lines_give_what_their_text_gives(suffix: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / f"text{suffix}"
+    path.write_text("\n".join(json.dumps({"id": 7, "text": document}) + "\n" for document in DOCUMENTS))
+    found = load_calibration(path, tokenizer, samples=4, length=100, seed=0)
+    assert torch.equal(found.tokens, _naive(TEXT, tokenizer, 4, 100, 0))
+    assert found.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_parquet_gives_what_its_text_gives(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = _write_table(tmp_path / "a [1] *.parquet", n=[1] * len(DOCUMENTS), text=list(DOCUMENTS))
+    found = load_calibration(path, tokenizer, samples=4, length=100, seed=0)
+    assert torch.equal(found.tokens, _naive(TEXT, tokenizer, 4, 100, 0))
+    assert found.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_a_pipe_is_read(tokenizer: Tokenizer) -> None:
+    readable, writable = os.pipe()
+    os.write(writable, TEXT.encode())
+    os.close(writable)
+    found = load_calibration(f"/dev/fd/{readable}", tokenizer, samples=4, length=100, seed=0)
+    os.close(readable)
+    assert torch.equal(found.tokens, _naive(TEXT, tokenizer, 4, 100, 0))
+    assert found.sha256 == hashlib.sha256(TEXT.encode()).hexdigest()
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet"])
+def test_of_a_long_text_only_the_first_part_is_read(
+    suffix: str, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, part = tmp_path / f"text{suffix}", "Größe und Maß. " * 20
+    whole = "\n\n".join([part] * 60)
+    if suffix == ".txt":
+        path.write_text(whole)
+    elif suffix == ".jsonl":
+        path.write_text((json.dumps({"text": part}) + "\n") * 60 + "no JSON, and not looked at")
+    else:
+        _write_table(path, text=[part] * 60)
+    letter = whole.encode().index("ß".encode(), 1000)
+    monkeypatch.setattr(data, "_LEAST_BYTES", letter + 1)  # half of it
+    for samples, end in ((2, letter), (12, 16 * 12 * 10)):
+        found = load_calibration(path, tokenizer, samples=samples, length=10, seed=0)
+        expected = whole.encode()[:end].decode(errors="ignore")
+        assert torch.equal(found.tokens, _naive(expected, tokenizer, samples, 10, 0))
+        assert found.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_a_large_text_takes_little_memory(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    with path.open("wb") as file:
+        for _ in range(100):
+            file.write(TEXT.encode() * (2**20 // len(TEXT)))
+    code = (
+        "import re\n"
+        "from pathlib import Path\n"
+        "from quantkit.calibration.data import load_calibration\n"
+        "from quantkit.tokenizer import load_tokenizer\n"
+        f"tokenizer = load_tokenizer({str(DEMO_MODEL)!r})\n"
+        "def peak(): return int(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])\n"
+        "before = peak()\n"
+        f"load_calibration({str(path)!r}, tokenizer, samples=4, length=100, seed=0)\n"
+        "assert peak() - before < 350 * 2**10\n"  # KiB
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("text.txt", None, ["cannot be read: No such file"]),
+        ("folder", b"", ["cannot be read: Is a directory"]),
+        ("text.txt", b"", ["is empty"]),
+        ("text.txt", b" \n\n ", ["is empty"]),
+        ("text.jsonl", b"\n", ["is empty"]),
+        ("text.txt", b"too short", ["shorter than one sample", "expected 99"]),
+        ("text.txt", b"\xff\xfe\x00", ["no calibration text", "expected UTF-8 text"]),
+        ("text.txt", b"cut off \xc3", ["no calibration text", "expected UTF-8 text"]),
+        ("text.json", b'{"text": "a"}\n[{"text": "b"}]', ["line 2 is no JSON object", "expected JSON lines"]),
+        ("text.json", b'{"text": "a"}\n\n{"text": ', ["line 3 is not JSON", "expected JSON lines"]),
+        ("text.jsonl", b"[" * 100_000, ["line 1 is not JSON"]),
+        ("text.jsonl", b'{"text": "\xff"}', ["line 1 is not JSON"]),
+        ("text.jsonl", b'{"text": "\\ud800"}', ["surrogates not allowed"]),
+        ("text.jsonl", b'{"text": "a"}\n{"text": 3}', ["the text of document 2 is of type int"]),
+        ("text.jsonl", b'{"title": "a", "body": "b"}', ["found title, body, expected text"]),
+        ("text.jsonl", b"{}", ["found nothing, expected text"]),
+        ("text.parquet", b"<!doctype html>", ["no calibration text", "expected Parquet"]),
+        ("text.parquet", b"PAR1 and nothing more PAR1", ["expected Parquet"]),
+    ],
+)
+def test_unusable_text_is_named(
+    name: str, content: bytes | None, words: list[str], tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    path = tmp_path / name
+    if name == "folder":
+        path.mkdir()
+    elif content is not None:
+        path.write_bytes(content)
+    with pytest.raises(RequestError) as caught:
+        load_calibration(str(path), tokenizer, samples=4, length=100, seed=0)
+    line = str(caught.value)
+    assert line.startswith(f"{path}: ")
+    assert all(word in line for word in words), line
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"title": ["a"], "body": ["b"]}, "found title, body, expected text"),
+        ({"text": [1, 2]}, "the text of document 1 is of type int"),
+        ({"text": [["a"]]}, "the text of document 1 is of type list"),
+        ({"text": [None]}, "is empty"),
+    ],
+)
+def test_a_table_without_text_is_named(
+    columns: dict[str, list[object]], words: str, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    path = _write_table(tmp_path / "text.parquet", **columns)
+    with pytest.raises(RequestError, match=words):
+        load_calibration(path, tokenizer, samples=4, length=100, seed=0)
+
+
+@pytest.mark.parametrize(("samples", "length"), [(0, 100), (4, 1)])
+def test_no_samples_make_no_sense(samples: int, length: int, text: Path, tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="at least 1 sample of 2 tokens"):
+        load_calibration(text, tokenizer, samples=samples, length=length, seed=0)
+
+
+def test_local_text_needs_none_of_the_hubs_libraries(text: Path) -> None:
+    code = (
+        "import sys\n"
+        "from quantkit.calibration.data import load_calibration\n"
+        "from quantkit.tokenizer import load_tokenizer\n"
+        f"load_calibration({str(text)!r}, load_tokenizer({str(DEMO_MODEL)!r}), samples=1, length=9, seed=0)\n"
+        "assert not {'datasets', 'huggingface_hub', 'pyarrow', 'pandas'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_bounds_in_the_docs_are_those_of_the_code() -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs/calibration.md").read_text()
+    assert f"first {data._BYTES_PER_TOKEN} bytes for every token drawn" in page
+    assert f"first {data._LEAST_BYTES // 2**20} MiB" in page

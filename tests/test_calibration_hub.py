@@ -1,0 +1,254 @@
+"""Calibration text from a dataset on a hub: one on this machine, or none that answers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pty
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_hub import hub
+
+from quantkit.calibration.data import load_calibration
+from quantkit.calibration.hub import HubId, hub_id
+from quantkit.data.files import DEMO_MODEL
+from quantkit.errors import RequestError
+from quantkit.tokenizer import load_tokenizer
+
+# Draws from each of the arguments, and prints what came out and what of the libraries' settings is not as before.
+SCRIPT = f"""
+import json, logging, sys, time, warnings
+import datasets, huggingface_hub.utils
+from quantkit.calibration.data import load_calibration
+from quantkit.errors import RequestError
+from quantkit.tokenizer import load_tokenizer
+
+def settings():
+    return [
+        logging.getLogger("datasets").level, logging.getLogger("huggingface_hub").level,
+        datasets.are_progress_bars_disabled(), huggingface_hub.utils.are_progress_bars_disabled(),
+        huggingface_hub.utils.are_progress_bars_disabled("huggingface_hub"),
+        datasets.config.STREAMING_READ_MAX_RETRIES, warnings.filters,
+    ]
+
+tokenizer = load_tokenizer({str(DEMO_MODEL)!r})
+before, results = settings(), dict()
+for source in sys.argv[1:]:
+    start = time.monotonic()
+    try:
+        drawn = load_calibration(source, tokenizer, samples=6, length=50, seed=3)
+        results[source] = dict(tokens=drawn.tokens.tolist(), manifest=drawn.to_json())
+    except RequestError as error:
+        results[source] = dict(error=str(error))
+    results[source]["seconds"] = time.monotonic() - start
+print(json.dumps([results, str(before) == str(settings())]))
+"""
+
+
+def _lines(*rows: dict[str, object]) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def _parquet(folder: Path, *texts: str) -> bytes:
+    """A table of texts, each beside a picture that is none."""
+    import pyarrow
+    from pyarrow.parquet import write_table
+
+    table = pyarrow.table({"text": texts, "picture": [{"bytes": b"not a picture", "path": "a.png"}] * len(texts)})
+    kinds = {"text": {"dtype": "string", "_type": "Value"}, "picture": {"_type": "Image"}}
+    table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": kinds}})})
+    write_table(table, folder / "table.parquet")
+    return (folder / "table.parquet").read_bytes()
+
+
+DOCUMENTS = [f"Document {i} speaks of {i * i} things, and of nothing else." for i in range(400)]
+CONFIGS = """---
+configs:
+- config_name: en
+  data_files:
+  - {split: train, path: en/train.jsonl}
+  - {split: test, path: en/test.jsonl}
+- config_name: de
+  data_files: de/train.jsonl
+---
+"""
+MANY_CONFIGS = (
+    "---\nconfigs:\n" + "".join(f"- {{config_name: config{i}, data_files: a.jsonl}}\n" for i in range(99)) + "---\n"
+)
+
+
+@dataclass(frozen=True)
+class Answers:
+    of: dict[str, dict[str, Any]]
+    settings_kept: bool
+    stderr: str
+    sent: list[str]
+
+
+def _ask(folder: Path, *sources: str, **environment: str) -> Answers:
+    """Run the script with a terminal for its stderr, since progress bars are for terminals."""
+    ours, its = pty.openpty()
+    with os.fdopen(ours, "rb", buffering=0) as terminal:
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, *sources], stdout=subprocess.PIPE, stderr=its, check=False, cwd=folder,
+            timeout=120,
+            env={**os.environ, "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1",
+                 **environment},
+        )  # fmt: skip
+        os.write(its, b"\0")
+        stderr = terminal.read(2**16).removesuffix(b"\0").decode()
+        os.close(its)
+    assert done.returncode == 0, stderr
+    return Answers(*json.loads(done.stdout), stderr, [])
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    folder = tmp_path_factory.mktemp("hub")
+    repositories = {
+        "some/lines": {"train.jsonl": _lines(*({"text": d, "n": i} for i, d in enumerate(DOCUMENTS)))},
+        "some/table": {
+            "data/train-00000-of-00002.parquet": _parquet(folder, *["Much the same. " * 500] * 700),
+            "data/train-00001-of-00002.parquet": _parquet(folder, "Never read."),
+        },
+        "some/configs": {
+            "README.md": CONFIGS.encode(),
+            "en/train.jsonl": _lines(*({"text": "the train split"} for _ in range(100))),
+            "en/test.jsonl": _lines(*({"text": "the test split"} for _ in range(100))),
+            "de/train.jsonl": _lines({"text": "kurz"}),
+        },
+        "some/many": {"README.md": MANY_CONFIGS.encode(), "a.jsonl": b""},
+        "some/other": {"train.jsonl": _lines({"body": "x", "title": "y"})},
+        "some/broken": {"train.jsonl": b"{ no JSON"},
+        "some/nothing": {"README.md": b"# Data to come"},
+    }
+    sources = ["some/lines", "some/table", "some/configs", "some/configs:en", "some/configs:en:test",
+               "some/configs:en:none", "some/configs:fr", "some/configs:de", "some/many", "some/other", "some/broken",
+               "some/nothing", "some/unknown"]  # fmt: skip
+    with hub(repositories) as (address, sent):
+        found = _ask(folder, *sources, HF_ENDPOINT=address)
+        return Answers(found.of, found.settings_kept, found.stderr, sent)
+
+
+def test_a_hub_dataset_gives_what_a_file_of_its_text_gives(answers: Answers, tmp_path: Path) -> None:
+    text = "\n\n".join(DOCUMENTS)
+    (tmp_path / "text.txt").write_text(text)
+    expected = load_calibration(tmp_path / "text.txt", load_tokenizer(DEMO_MODEL), samples=6, length=50, seed=3)
+    found = answers.of["some/lines"]
+    assert found["tokens"] == expected.tokens.tolist()
+    assert found["manifest"] == {
+        "sha256": hashlib.sha256(text.encode()).hexdigest(), "samples": 6, "length": 50, "seed": 3,
+        "source": "some/lines",
+    }  # fmt: skip
+
+
+def test_no_more_shards_are_read_than_the_samples_need(answers: Answers) -> None:
+    text = "\n\n".join(["Much the same. " * 500] * 700)[: 4 * 2**20]
+    assert answers.of["some/table"]["manifest"]["sha256"] == hashlib.sha256(text.encode()).hexdigest()
+    assert "data/train-00000-of-00002.parquet" in answers.sent
+    assert "data/train-00001-of-00002.parquet" not in answers.sent
+
+
+@pytest.mark.parametrize(("source", "split"), [("some/configs:en", "train"), ("some/configs:en:test", "test")])
+def test_config_and_split_are_those_asked_for(answers: Answers, source: str, split: str) -> None:
+    text = "\n\n".join([f"the {split} split"] * 100)
+    manifest = answers.of[source]["manifest"]
+    assert (manifest["source"], manifest["sha256"]) == (source, hashlib.sha256(text.encode()).hexdigest())
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("some/configs", ["available configs: ['en', 'de']", "owner/name:config:split"]),
+        ("some/many", ["'config1', 'config2'", " ...", "owner/name:config:split"]),
+        ("some/configs:fr", ["'fr'", "['en', 'de']"]),
+        ("some/configs:en:none", ["Bad split: none", "['train', 'test']"]),
+        ("some/configs:de", ["shorter than one sample"]),
+        ("some/other", ["found body, title, expected text"]),
+        ("some/broken", ["cannot be read", "JSON"]),
+        ("some/nothing", ["cannot be read", "doesn't contain any data files"]),
+        ("some/unknown", ["no such file, and the hub knows no such dataset"]),
+    ],
+)
+def test_what_is_wrong_with_a_dataset_is_said_in_one_line(answers: Answers, source: str, words: list[str]) -> None:
+    line = answers.of[source]["error"]
+    assert line.startswith(f"{source}: ")
+    assert all(word in line for word in words), line
+    assert "\n" not in line
+    assert len(line) < 500
+
+
+def test_the_libraries_are_quiet_and_set_as_before(answers: Answers) -> None:
+    assert answers.stderr == ""
+    assert answers.settings_kept
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_no_network_is_said_at_once(offline: bool, tmp_path: Path) -> None:
+    with socket.socket() as taken:  # bound and not listening: who calls is refused
+        taken.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        found = _ask(
+            tmp_path, "some/lines:en", HF_ENDPOINT=address, HF_HUB_OFFLINE=str(int(offline)),
+            HF_HUB_DISABLE_PROGRESS_BARS="0",
+        )  # fmt: skip
+    answer = found.of["some/lines:en"]
+    assert answer["error"].startswith("some/lines:en: no such file, and ")
+    assert ("HF_HUB_OFFLINE" if offline else "cannot be reached") in answer["error"]
+    assert "give a file" in answer["error"]
+    assert answer["seconds"] < 5
+    assert found.stderr == ""
+
+
+def test_a_hub_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    from quantkit.calibration import hub
+
+    stop = threading.Event()
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: stop.wait(30))
+    monkeypatch.setattr(hub, "_SECONDS", 0.2)
+    start = time.monotonic()
+    with pytest.raises(RequestError, match="cannot be reached"):
+        load_calibration("some/lines", load_tokenizer(DEMO_MODEL), samples=1, length=8, seed=0)
+    stop.set()
+    assert time.monotonic() - start < 15
+
+
+@pytest.mark.parametrize(
+    ("spelling", "expected"),
+    [
+        ("allenai/c4", HubId("allenai/c4", None, "train")),
+        ("allenai/c4:en", HubId("allenai/c4", "en", "train")),
+        ("allenai/c4:en:validation", HubId("allenai/c4", "en", "validation")),
+        ("a.b/c-d_e::test", HubId("a.b/c-d_e", None, "test")),
+    ],
+)
+def test_hub_ids_are_read_and_spelled(spelling: str, expected: HubId) -> None:
+    assert hub_id(spelling) == expected
+    assert str(expected) == spelling
+
+
+@pytest.mark.parametrize(
+    "source", ["c4", "texts/wiki.txt", "texts/wiki.parquet", "texts/wiki.JSONL", "./texts/wiki", "/texts/wiki",
+               "a/b/c", "a/b:c:d:e", "a/b:c/d", "", Path("allenai/c4")]
+)  # fmt: skip
+def test_other_spellings_are_files(source: str | Path) -> None:
+    assert hub_id(source) is None
+
+
+def test_a_file_goes_before_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert hub_id("some/text") is not None
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some/text").write_text("A file after all.")
+    assert hub_id("some/text") is None

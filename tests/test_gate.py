@@ -1,0 +1,222 @@
+"""The gate: what is too far from its source does not get its name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+import yaml
+from command import Capture, run
+
+import quantkit
+from quantkit.calibration import pipeline
+from quantkit.data.files import excerpt, gate_texts
+from quantkit.errors import NonFiniteError, QualityError
+from quantkit.formats.detect import open_checkpoint
+from quantkit.jobs import gate
+from quantkit.jobs.verify import verify_files
+from quantkit.qtensor import QuantTensor
+from quantkit.quality import compare, text_windows
+from quantkit.solver.gptq import SingularError
+from quantkit.tokenizer import load_tokenizer
+
+CALIBRATION = {"method": "gptq", "samples": 48, "length": 128}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "calibration.txt"
+    path.write_text(excerpt()[5000:])
+    return path
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    made: dict[str, Any] = json.loads((folder / "quantkit.json").read_text())
+    return made
+
+
+def test_one_scale_per_row_of_int4_is_stopped(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+    dst = tmp_path / "int4"
+    code, _, err = run(capfd, "quantize", demo_model, dst, "--scheme", "int4")
+    assert code == 8
+    assert "too far from its source" in err
+    assert "model.layers." in err
+    assert "--accept-quality-loss" in err
+    assert not dst.exists()
+
+    code, _, err = run(capfd, "quantize", demo_model, dst, "--scheme", "int4", "--resume", "--accept-quality-loss")
+    assert code == 0
+    assert "accepted" in err
+    quality = _manifest(dst)["quality"]
+    assert (quality["passed"], quality["accepted"]) == (False, True)
+    assert any(one["kl"] > one["kl_bound"] for one in quality["texts"])
+    assert "Not within its bound" in (dst / "README.md").read_text()
+    code, _, err = run(capfd, "verify", dst)
+    assert code == 8
+    assert "did not pass its gate" in err
+
+
+def test_a_layer_that_is_broken_after_it_was_solved_is_stopped_and_named(
+    demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def broken(*arguments: Any, **options: Any) -> Any:
+        quantized, report = pipeline_gptq(*arguments, **options)
+        calls.append(quantized.shape)
+        if len(calls) == 6:  # layer 1, output projection
+            order = torch.randperm(quantized.shape[0], generator=torch.Generator().manual_seed(0))
+            quantized = QuantTensor(quantized.codes[order], quantized.scale[order], None, quantized.scheme)
+        return quantized, report
+
+    pipeline_gptq = pipeline.gptq
+    monkeypatch.setattr(pipeline, "gptq", broken)
+    with pytest.raises(QualityError, match=r"largest weight errors: model\.layers\.1\.self_attn\.o_proj \(1\.\d+\)"):
+        quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", calibration=text, **CALIBRATION)  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
+    assert len(calls) > 6
+
+
+def test_a_layer_that_gptq_cannot_solve_is_rounded_and_stops_it(
+    demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def singular(weight: Any, *arguments: Any, **options: Any) -> Any:
+        if weight.shape[1] == 384 and len(seen) < 1:
+            seen.append(weight)
+            raise SingularError("the Hessian stays singular")
+        return pipeline_gptq(weight, *arguments, **options)
+
+    seen: list[Any] = []
+    pipeline_gptq = pipeline.gptq
+    monkeypatch.setattr(pipeline, "gptq", singular)
+    with pytest.raises(QualityError, match=r"layer 'model\.layers\.0\.mlp\.down_proj' was rounded to nearest"):
+        quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", calibration=text, **CALIBRATION)  # type: ignore[arg-type]
+    quantkit.quantize(
+        demo_model, tmp_path / "out", "int4-g64", calibration=text, resume=True, accept_quality_loss=True,
+        **CALIBRATION,  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert len(seen) == 1  # nothing was solved again
+    made = _manifest(tmp_path / "out")
+    assert made["quality"]["fallbacks"] == {"model.layers.0.mlp.down_proj": "the Hessian stays singular"}
+    assert made["tensors"]["model.layers.0.mlp.down_proj"]["solver"] == "round-to-nearest"
+    assert made["tensors"]["model.layers.1.mlp.down_proj"]["solver"] == "gptq"
+
+
+@pytest.mark.parametrize(("bound", "words"), [("kl", "mean KL"), ("perplexity_ratio", "the perplexity on 'speech'")])
+def test_the_bounds_hold_whatever_rounding_would_do(
+    bound: str, words: str, demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tight = gate.Bound(1e-4, 1.25) if bound == "kl" else gate.Bound(0.25, 1.0001)
+    monkeypatch.setitem(gate.BOUNDS, 4, tight)
+    with pytest.raises(QualityError, match=words):
+        quantkit.quantize(demo_model, tmp_path / "out", "int4-g64")
+    assert (tmp_path / "out.partial").is_dir()
+
+
+def test_the_figures_are_those_measured_apart(demo_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    quantkit.quantize(demo_model, folder, "int4-g64")
+    tokenizer = load_tokenizer(demo_model)
+    for one, (name, text) in zip(_manifest(folder)["quality"]["texts"], gate_texts().items(), strict=True):
+        windows = text_windows(tokenizer.encode(text), tokenizer.bos_id, 256)[:4]
+        found = compare(open_checkpoint(demo_model), [open_checkpoint(folder)], windows)[0]
+        assert one["text"] == name
+        assert one["tokens"] == 1024
+        assert one["kl"] == pytest.approx(found.divergence.kl, rel=1e-4)
+        assert one["kl_bound"] == pytest.approx(1.01 * found.divergence.kl, rel=1e-4)  # it is the yardstick itself
+        assert one["perplexity"] == pytest.approx(found.perplexity, rel=1e-4)
+
+
+def test_the_yardstick_of_long_groups_is_groups_of_128(demo_model: Path) -> None:
+    from quantkit.jobs.yardstick import yardstick_of
+    from quantkit.scheme import QuantScheme
+
+    down = "model.layers.0.mlp.down_proj"
+    source = open_checkpoint(demo_model)
+    for given, expected in (
+        ("int4", "int4-g128"),
+        ("int4-g384", "int4-g128"),
+        ("int4-g64", "int4-g64"),
+        ("int8", "int8"),
+    ):
+        rounded = yardstick_of(source, {down: QuantScheme.parse(given)})
+        assert str(rounded.info(down + ".weight").scheme) == expected
+        value = rounded.load(down + ".weight")
+        assert isinstance(value, QuantTensor)
+        assert str(value.scheme) == expected
+        assert rounded.info("model.layers.1.mlp.down_proj.weight").scheme is None
+
+
+def test_verify_measures_again(demo_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    quantkit.quantize(demo_model, folder, "int8")
+    lines = verify_files(folder)
+    assert len(lines) == 3
+    assert "'speech': perplexity" in lines[1]
+    made = _manifest(folder)
+    made["quality"]["texts"][1]["perplexity"] *= 1.02
+    (folder / "quantkit.json").write_text(json.dumps(made))
+    with pytest.raises(QualityError, match="perplexity on 'mixed' is not what the manifest says"):
+        verify_files(folder)
+    made["quality"]["texts"][1]["sha256"] = "0" * 64
+    (folder / "quantkit.json").write_text(json.dumps(made))
+    assert any("'mixed' is not the text it was measured on" in line for line in verify_files(folder))
+
+
+def test_a_model_without_tokenizer_is_measured_on_random_tokens(tmp_path: Path) -> None:
+    source = oracle.save(oracle.make("llama"), tmp_path / "m")
+    quantkit.quantize(source, tmp_path / "out", "int8")
+    (one,) = _manifest(tmp_path / "out")["quality"]["texts"]
+    assert one["text"] == "random tokens"
+    assert one["tokens"] == 4 * 64
+    assert len(verify_files(tmp_path / "out")) == 2
+
+
+def test_a_model_whose_logits_are_not_finite_is_stopped(tmp_path: Path) -> None:
+    model = oracle.make("llama")
+    with torch.no_grad():
+        model.model.norm.weight.fill_(3e38)
+    source = oracle.save(model, tmp_path / "m")
+    with pytest.raises(NonFiniteError, match="logits"):
+        quantkit.quantize(source, tmp_path / "out", "int8")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_card_carries_licence_and_figures(demo_model: Path, tmp_path: Path) -> None:
+    quantkit.convert(demo_model, tmp_path / "m")
+    (tmp_path / "m" / "README.md").write_text("---\nlicense: llama2\nlanguage: [en]\ntags: [mine]\n---\n# M\n")
+    oracle.edit_json(tmp_path / "m" / "config.json", _name_or_path="owner/model")
+    quantkit.quantize(tmp_path / "m", tmp_path / "out", "int4-g64")
+    card = (tmp_path / "out" / "README.md").read_text()
+    _, head, body = card.split("---\n", 2)
+    facts = yaml.safe_load(head)
+    assert facts["base_model"] == "owner/model"
+    assert facts["license"] == "llama2"
+    assert facts["language"] == ["en"]
+    assert "int4-g64" in facts["tags"]
+    assert "mine" not in facts["tags"]
+    for one in _manifest(tmp_path / "out")["quality"]["texts"]:
+        assert f"| {one['text']} | {one['tokens']} | {one['kl']:.3g} |" in body
+    assert str(tmp_path) not in card
+
+
+@pytest.mark.parametrize("text", ["no head", "---\n: [", "---\n- a\n---\n", "---\nlicense: x"])
+def test_a_card_without_a_sound_head_is_no_obstacle(text: str, demo_model: Path, tmp_path: Path) -> None:
+    quantkit.convert(demo_model, tmp_path / "m")
+    (tmp_path / "m" / "README.md").write_text(text)
+    quantkit.quantize(tmp_path / "m", tmp_path / "out", "int8")
+    assert "license" not in yaml.safe_load((tmp_path / "out" / "README.md").read_text().split("---\n", 2)[1])
+
+
+def test_the_bounds_in_the_docs_are_those_of_the_gate() -> None:
+    import re
+
+    page = (Path(__file__).parent.parent / "docs/errors.md").read_text()
+    rows = re.findall(r"^\| ([48]) \| (\S+) \| (\S+) \|$", page, re.M)
+    assert {int(bits): gate.Bound(float(kl), float(ratio)) for bits, kl, ratio in rows} == gate.BOUNDS
+    assert f"no more than {gate.SLACK} times" in page
+    assert f"below {gate.FLOOR} always" in " ".join(page.split())
