@@ -10,6 +10,7 @@ import traceback
 import click
 
 from quantkit.cli.commands import convert, demo, generate, inspect, quantize, verify
+from quantkit.cli.eval import evaluate
 from quantkit.errors import QuantkitError
 from quantkit.version import __version__
 
@@ -26,12 +27,12 @@ def quantkit() -> None:
     \b
     Exit codes: 0 done; 1 a bug; 2 a request that makes no sense; 3 a damaged source;
     4 an unsupported one; 5 a destination that cannot be written; 6 an interrupted run
-    in the way; 7 NaN or Inf; 130 Ctrl-C. verify: 0 the same, 10 within the bound of
+    in the way; 7 NaN or Inf; 8 too far from its source; 130 Ctrl-C. verify: 0 the same, 10 within the bound of
     the scheme, 11 different.
     """
 
 
-for command in (demo, inspect, convert, quantize, verify, generate):
+for command in (demo, inspect, convert, quantize, verify, evaluate, generate):
     quantkit.add_command(command)
 
 

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantkit import quality
 from quantkit.errors import CheckpointError
 from quantkit.formats.detect import open_checkpoint
 from quantkit.jobs.inspect import inspect
-from quantkit.model.blockwise import Batch
 from quantkit.progress import Progress, silent
-from quantkit.quality import divergence, text_windows, token_perplexity
 from quantkit.tokenizer import load_tokenizer
 
 
@@ -20,7 +19,7 @@ class Row:
     """One checkpoint of a table.
 
     Attributes:
-        megabytes: all files of the folder, 10**6 bytes.
+        megabytes: of its tensors on disk, 10**6 bytes.
         bits_per_weight: of the tensors, over all parameters.
         perplexity: per token, over windows of `compare`'s length.
         kl: mean per token of KL(source || this), in nats.
@@ -42,28 +41,18 @@ def compare(
 
     Raises:
         CheckpointError: if the text is too short for one prediction.
+        NonFiniteError: if a model's logits are NaN or Inf.
     """
     reference = open_checkpoint(source)
     tokenizer = load_tokenizer(source)
-    windows = text_windows(tokenizer.encode(text), tokenizer.bos_id, window)
+    windows = quality.text_windows(tokenizer.encode(text), tokenizer.bos_id, window)
     if windows.shape[0] == 0 or windows.shape[1] < 2:
         raise CheckpointError("the text is too short to measure on", path=source)
-    rows = []
-    for index, path in enumerate((source, *checkpoints)):
-        progress(index, len(checkpoints) + 1, f"measure {path.name}")
-        other = open_checkpoint(path)
-        size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
-        distance = divergence(reference, other, [Batch.from_start(windows)])[0]
-        rows.append(
-            Row(
-                path.name,
-                size / 1e6,
-                inspect(path).bits_per_weight,
-                token_perplexity(other, windows),
-                distance.kl,
-                distance.largest_logit_difference,
-            )
-        )
+    others = [open_checkpoint(path) for path in checkpoints]
+    found = quality.compare(reference, others, windows, progress=progress)
+    rows = [_row(source, found[0].reference_perplexity, 0.0, 0.0)]
+    for path, one in zip(checkpoints, found, strict=True):
+        rows.append(_row(path, one.perplexity, one.divergence.kl, one.divergence.largest_logit_difference))
     return rows
 
 
@@ -76,3 +65,8 @@ def format_rows(rows: Sequence[Row]) -> list[str]:
             f"{row.kl:>10.5f}{row.largest_logit_difference:>16.4f}"
         )
     return lines
+
+
+def _row(path: Path, perplexity: float, kl: float, largest: float) -> Row:
+    size = inspect(path)
+    return Row(path.name, size.weight_bytes / 1e6, size.bits_per_weight, perplexity, kl, largest)

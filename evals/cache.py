@@ -1,0 +1,96 @@
+"""A reference's hidden states kept on disk, for one evaluation after another.
+
+Logits follow from the final hidden states by the head alone, and are larger by the ratio of
+vocabulary to width; so the states are what is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantkit import manifest
+from quantkit.errors import CheckpointError
+from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.safetensors_io import StoredTensor, build_header, open_mapped, read_header
+from quantkit.formats.staging import destination_error
+from quantkit.model.blockwise import Batch, blockwise_hidden
+from quantkit.progress import Progress, silent
+from quantkit.version import __version__
+
+
+class StateCache:
+    """`blockwise_hidden` with a memory: one file per checkpoint and tokens, in a folder.
+
+    A file is found only by what its states follow from: the checkpoint's files (path, name,
+    size, time), the tokens and their positions, and the versions of quantkit and torch.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """
+        Raises:
+            DestinationError: if the folder cannot be made.
+        """
+        self._folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise destination_error(error, folder) from error
+
+    def __call__(
+        self, checkpoint: Checkpoint, batches: Sequence[Batch], *, progress: Progress = silent
+    ) -> list[Tensor]:
+        """Final hidden states [B, T, D] of every batch, float32; views of the file where there is one.
+
+        Raises:
+            DestinationError: if they cannot be kept.
+        """
+        key = _key(checkpoint, batches)
+        path = self._folder / f"{key}.safetensors"
+        size = checkpoint.config.hidden_size
+        tensors = [
+            StoredTensor(f"{key}.{index}", torch.float32, (*batch.tokens.shape, size))
+            for index, batch in enumerate(batches)
+        ]
+        if _holds(path, tensors):
+            get = open_mapped(path)
+            return [get(tensor.name) for tensor in tensors]
+        states = blockwise_hidden(checkpoint, batches, progress=progress)
+        self._keep(path, tensors, states)
+        return states
+
+    def _keep(self, path: Path, tensors: Sequence[StoredTensor], states: Sequence[Tensor]) -> None:
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        try:
+            with partial.open("wb") as file:
+                file.write(build_header(tensors))
+                for state in states:
+                    file.write(state.contiguous().numpy().data)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise destination_error(error, path) from error
+
+
+def _key(checkpoint: Checkpoint, batches: Sequence[Batch]) -> str:
+    facts = [str(checkpoint.path.resolve()), manifest.identity(checkpoint.files()), __version__, torch.__version__]
+    digest = hashlib.sha256(json.dumps(facts).encode())
+    for batch in batches:
+        digest.update(json.dumps([list(batch.tokens.shape), batch.tokens.tolist(), batch.positions.tolist()]).encode())
+    return digest.hexdigest()
+
+
+def _holds(path: Path, tensors: Sequence[StoredTensor]) -> bool:
+    """Whether a whole file with exactly these tensors is there."""
+    try:
+        return path.is_file() and list(read_header(path).values()) == list(tensors)
+    except CheckpointError:
+        return False

@@ -1,0 +1,180 @@
+"""Measure models side by side: perplexity, distance from a reference, tasks, speed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from quantkit import manifest
+from quantkit.data.files import EXCERPT, excerpt
+from quantkit.errors import CheckpointError, RequestError
+from quantkit.evals.cache import StateCache
+from quantkit.evals.harness import as_lm
+from quantkit.evals.models import Model, Stream, fixed_window, open_models, streams
+from quantkit.evals.results import Evaluation, Row, TextFacts, TextMeasures
+from quantkit.evals.rolling import score_documents
+from quantkit.evals.speed import Speed, decoding_speed
+from quantkit.evals.tasks import TaskScore, open_tasks, run_tasks
+from quantkit.evals.texts import Text, read_text
+from quantkit.evals.tokens import prefix_token, token_ids
+from quantkit.jobs.inspect import inspect
+from quantkit.model.blockwise import blockwise_hidden
+from quantkit.progress import Progress, silent
+from quantkit.quality import Divergence, Hidden, compare, token_perplexity
+
+
+def evaluate(
+    paths: Sequence[Path],
+    *,
+    texts: Sequence[Path] = (),
+    tasks: Sequence[str] = (),
+    task_data: Path | None = None,
+    against: Path | None = None,
+    window: int | None = None,
+    cache_logits: Path | None = None,
+    speed: bool = False,
+    progress: Progress = silent,
+) -> Evaluation:
+    """Measure checkpoints, each by itself and, given a reference, by the distance from it.
+
+    All but `speed` runs in float32. With neither texts nor tasks, the excerpt that ships
+    with quantkit is the text.
+
+    Args:
+        paths: Meta or Hugging Face folders, at least one.
+        texts: files of UTF-8.
+        tasks: names of lm-evaluation-harness.
+        task_data: a folder with tasks' data, see `open_tasks`.
+        against: the reference's folder.
+        window: tokens of a window; by default a model's context, at most `FIXED_WINDOW`
+            for fixed and `ROLLING_WINDOW` for rolling windows.
+        cache_logits: a folder that keeps what the reference's logits follow from.
+        speed: also let each model generate.
+        progress: told of every layer and question.
+
+    Raises:
+        QuantkitError: of the kind that says what is wrong, before a model runs where
+            that can be known.
+    """
+    if task_data is not None and not tasks:
+        raise RequestError("data of tasks go with tasks, and none are named")
+    if cache_logits is not None and against is None:
+        raise RequestError("only a reference's logits are kept, and none is given")
+    models = open_models(paths, against, window)
+    chosen, notes = _texts(texts, use_excerpt=not tasks)
+    length = fixed_window(models, window)
+    read = [streams(models, text, length, alike=against is not None) for text in chosen]
+    hidden = blockwise_hidden if cache_logits is None else StateCache(cache_logits)
+    loaded: contextlib.AbstractContextManager[list[Any]] = (
+        open_tasks(tasks, task_data) if tasks else contextlib.nullcontext([])
+    )
+    measures: list[dict[str, TextMeasures]] = [{} for _ in models]
+    with loaded as questions:
+        for text, cut in zip(chosen, read, strict=True):
+            found = _alone(models, cut, progress) if against is None else _held_against(models, cut, hidden, progress)
+            for measured, model, stream, (perplexity, apart) in zip(measures, models, cut, found, strict=True):
+                documents = score_documents(
+                    model.checkpoint, model.tokenizer, text, model.rolling_window, progress=_named(progress, model)
+                )
+                measured[text.name] = TextMeasures(stream.tokens, documents, perplexity, apart)
+        answers = [_ask(model, questions, progress) if tasks else ({}, []) for model in models]
+    prompt = chosen[0].raw if chosen else excerpt()
+    paces = [decoding_speed(model.checkpoint, model.tokenizer, prompt) if speed else None for model in models]
+    errors, kind = _layer_errors(models[-1].checkpoint.path)
+    packages = ("quantkit", "torch", *(["lm_eval"] if tasks else []))
+    return Evaluation(
+        rows=[_row(*one) for one in zip(models, measures, answers, paces, strict=True)],
+        reference=None if against is None else models[0].name,
+        texts={text.name: _facts(text) for text in chosen},
+        window=length if chosen else None,
+        layer_errors=errors,
+        layer_error=kind,
+        versions={name: importlib.metadata.version(name) for name in packages},
+        notes=notes,
+    )
+
+
+def _texts(paths: Sequence[Path], *, use_excerpt: bool) -> tuple[list[Text], list[str]]:
+    """The texts by names that tell them apart, and what to note about them."""
+    texts = [read_text(path) for path in paths]
+    if len({text.name for text in texts}) < len(texts):
+        texts = [Text(str(path), text.sha256, text.raw) for path, text in zip(paths, texts, strict=True)]
+    if texts or not use_excerpt:
+        return texts, []
+    raw = EXCERPT.read_bytes()
+    note = f"No text was given: measured on the excerpt that ships with quantkit, {len(raw)} bytes of speeches."
+    return [Text("excerpt", hashlib.sha256(raw).hexdigest(), excerpt())], [note]
+
+
+_Fixed = list[tuple[float, Divergence | None]]
+
+
+def _alone(models: Sequence[Model], read: Sequence[Stream], progress: Progress) -> _Fixed:
+    """Each model's token perplexity."""
+    return [
+        (token_perplexity(model.checkpoint, stream.windows, progress=_named(progress, model)), None)
+        for model, stream in zip(models, read, strict=True)
+    ]
+
+
+def _held_against(models: Sequence[Model], read: Sequence[Stream], hidden: Hidden, progress: Progress) -> _Fixed:
+    """Each model's token perplexity and, of all but the first, the divergence from the first."""
+    reference, *others = (model.checkpoint for model in models)
+    found = compare(reference, others, read[0].windows, reference_hidden=hidden, progress=_named(progress, models[0]))
+    return [(found[0].reference_perplexity, None), *((one.perplexity, one.divergence) for one in found)]
+
+
+_Answers = tuple[dict[str, TaskScore], list[str]]
+
+
+def _ask(model: Model, questions: Sequence[Any], progress: Progress) -> _Answers:
+    """A model's scores in the tasks, and the backends of its quantized layers there."""
+    lm = as_lm(model.checkpoint, model.tokenizer, model.rolling_window, progress=_named(progress, model))
+    return run_tasks(questions, lm), lm.backends
+
+
+def _row(
+    model: Model, texts: dict[str, TextMeasures], answers: _Answers, speed: Speed | None
+) -> Row:  # fmt: skip
+    found = inspect(model.checkpoint.path)
+    return Row(
+        name=model.name,
+        megabytes=found.weight_bytes / 1e6,
+        bits_per_weight=found.bits_per_weight,
+        rolling_window=model.rolling_window,
+        prefix=prefix_token(model.tokenizer, model.checkpoint),
+        adds_bos=token_ids(model.tokenizer, "a")[0] == model.tokenizer.bos_id,
+        texts=texts,
+        tasks=answers[0],
+        task_backends=answers[1],
+        speed=speed,
+    )
+
+
+def _facts(text: Text) -> TextFacts:
+    kind = "WikiText, detokenized" if text.is_wikitext else "as it is"
+    return TextFacts(text.sha256, kind, len(text.documents), text.words, text.bytes)
+
+
+def _layer_errors(folder: Path) -> tuple[dict[str, float], str]:
+    """The errors that a folder's manifest tells of its quantized layers, worst first, and which they are."""
+    try:
+        listed = manifest.read(folder).get("tensors", {})
+    except CheckpointError:
+        return {}, ""
+    for kind in ("output_error", "relative_error"):
+        errors = {name: record[kind] for name, record in listed.items() if record.get(kind) is not None}
+        if errors:
+            return dict(sorted(errors.items(), key=lambda item: -item[1])), kind
+    return {}, ""
+
+
+def _named(progress: Progress, model: Model) -> Progress:
+    def report(done: int, total: int, name: str) -> None:
+        progress(done, total, f"{model.name}: {name}")
+
+    return report

@@ -1,0 +1,144 @@
+"""A quantkit model as lm-evaluation-harness wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partialmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import NonFiniteError, RequestError
+from quantkit.evals.extras import optional
+from quantkit.evals.models import backend_names
+from quantkit.evals.rolling import rolling
+from quantkit.evals.tokens import prefix_token, token_ids
+from quantkit.finite import all_finite
+from quantkit.formats.checkpoint import Checkpoint
+from quantkit.model.load import load_model
+from quantkit.progress import Progress, silent
+from quantkit.quality import NOT_SCORED
+from quantkit.runtime.generate import generate
+from quantkit.tokenizer import Tokenizer
+
+_TOKENS_AT_ONCE = 2048
+_POSITIONS_AT_ONCE = 128
+_NEW_TOKENS = 256
+"""The harness's own limit where a task names none."""
+
+
+def as_lm(checkpoint: Checkpoint, tokenizer: Tokenizer, max_length: int, *, progress: Progress = silent) -> Any:
+    """An ``lm_eval.api.model.LM`` that answers with this checkpoint, run in float32.
+
+    Args:
+        max_length: tokens the model sees at once.
+
+    Raises:
+        RequestError: if lm-evaluation-harness is not installed.
+    """
+    base = optional("lm_eval.api.model").TemplateLM
+    quiet = {"loglikelihood": partialmethod(base.loglikelihood, disable_tqdm=True)}
+    return type("QuantkitLM", (Scorer, base), quiet)(checkpoint, tokenizer, max_length, progress)
+
+
+class Scorer:
+    """The methods that the harness's ``TemplateLM`` leaves open; a request's arguments are in its ``args``."""
+
+    def __init__(self, checkpoint: Checkpoint, tokenizer: Tokenizer, max_length: int, progress: Progress) -> None:
+        super().__init__()
+        self.max_length = max_length
+        self._prefix = prefix_token(tokenizer, checkpoint)
+        self._path = checkpoint.path
+        self._model = load_model(checkpoint, dtype=torch.float32)
+        self.backends = backend_names(self._model)
+        self._tokenizer = tokenizer
+        self._progress = progress
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self._prefix
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._prefix
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
+        """Token ids, with the BOS that the model expects unless it is declined."""
+        ids = token_ids(self._tokenizer, string)
+        if add_special_tokens is False and self._tokenizer.bos_id is not None and ids[:1] == [self._tokenizer.bos_id]:
+            return ids[1:]
+        return ids
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """The log probability of whole texts, in rolling windows."""
+        texts = [self.tok_encode(request.args[0]) for request in requests]
+        windows = [rolling(ids, self.prefix_token_id, self.max_length) for ids in texts]
+        items = [(ids, [t for t in targets if t != NOT_SCORED]) for one in windows for ids, targets in one]
+        scores = iter(self._score(items))
+        return [sum(next(scores)[0] for _ in one) for one in windows]
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Continuations, each cut before the first of its stop texts."""
+        texts = []
+        for index, request in enumerate(requests):
+            self._progress(index, len(requests), "texts")
+            texts.append(self._continue(*request.args))
+        return texts
+
+    def _continue(self, context: str, settings: dict[str, Any]) -> str:
+        stops = settings.get("until") or []
+        stops = [stops] if isinstance(stops, str) else stops
+        limit = min(settings.get("max_gen_toks") or settings.get("max_new_tokens") or _NEW_TOKENS, self.max_length - 1)
+        temperature = settings.get("temperature", 1.0) if settings.get("do_sample") else 0.0
+        prompt = self.tok_encode(context)[limit - self.max_length :]
+        tokens = generate(self._model, prompt, max_new_tokens=limit, temperature=temperature, seed=0)
+        made: list[int] = []
+        for token in tokens:
+            made.append(token)
+            text = self._tokenizer.decode(made)
+            if found := [text.index(stop) for stop in stops if stop and stop in text]:
+                return text[: min(found)]
+        return self._tokenizer.decode(made)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """The log probability of continuations given contexts, and whether greedy decoding gives them."""
+        for text, _, answer in requests:
+            if not 0 < len(answer) <= self.max_length:
+                raise RequestError(
+                    "an answer has no tokens of its own, or more than the model's context", found=repr(text[1][:40]),
+                    expected=f"1 to {self.max_length} tokens",
+                )  # fmt: skip
+        return self._score([((context + answer)[-self.max_length - 1 : -1], answer) for _, context, answer in requests])
+
+    @torch.inference_mode()
+    def _score(self, items: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+        """For ids and the targets of their last positions: the log probability, and whether all are likeliest."""
+        scores: dict[int, tuple[float, bool]] = {}
+        order = sorted(range(len(items)), key=lambda index: -len(items[index][0]))
+        while len(scores) < len(items):
+            self._progress(len(scores), len(items), "requests")
+            width = len(items[order[len(scores)]][0])
+            batch = order[len(scores) : len(scores) + max(1, _TOKENS_AT_ONCE // width)]
+            tokens = torch.tensor([items[index][0] + [0] * (width - len(items[index][0])) for index in batch])
+            hidden = self._model.hidden(tokens, torch.arange(width))  # causal: what is padded on the right is not seen
+            for states, index in zip(hidden, batch, strict=True):
+                ids, targets = items[index]
+                scores[index] = self._score_one(states[len(ids) - len(targets) : len(ids)], torch.tensor(targets))
+        return [scores[index] for index in range(len(items))]
+
+    def _score_one(self, states: Tensor, targets: Tensor) -> tuple[float, bool]:
+        total, greedy = 0.0, True
+        for start in range(0, len(targets), _POSITIONS_AT_ONCE):
+            wanted = targets[start : start + _POSITIONS_AT_ONCE]
+            logits = self._model.head(states[start : start + _POSITIONS_AT_ONCE])
+            if not all_finite(logits):
+                raise NonFiniteError(
+                    "the model's logits are NaN or Inf", path=self._path, hint="hold it against its source with verify"
+                )
+            chosen = logits.log_softmax(-1).gather(-1, wanted.unsqueeze(-1))
+            total += chosen.sum(dtype=torch.float64).item()
+            greedy = greedy and bool((logits.argmax(-1) == wanted).all())
+        return total, greedy

@@ -1,0 +1,96 @@
+"""The models of an evaluation, and the windows they are run on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from quantkit.errors import RequestError
+from quantkit.evals.texts import Text
+from quantkit.evals.tokens import measuring_tokenizer, token_ids
+from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.detect import open_checkpoint
+from quantkit.model.decoder import Decoder
+from quantkit.model.qlinear import QuantLinear
+from quantkit.quality import text_windows
+from quantkit.tokenizer import Tokenizer
+
+FIXED_WINDOW = 2048
+"""Longest window of token perplexity and divergence by default, as papers on GPTQ have it."""
+ROLLING_WINDOW = 8192
+"""Longest window over documents by default: attention masks grow with its square."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint, opened, with the tokenizer it is measured with, and the longest rolling window in tokens."""
+
+    name: str
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer
+    rolling_window: int
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A text as one stream of so many tokens, cut into windows [W, T]; BOS stands where the tokenizer puts it."""
+
+    tokens: int
+    windows: Tensor
+
+
+def open_models(paths: Sequence[Path], against: Path | None, window: int | None) -> list[Model]:
+    """All models, the reference first and once, by names as short as tells them apart.
+
+    Raises:
+        RequestError: if there is none but the reference, or the window exceeds a context.
+        QuantkitError: if one cannot be opened.
+    """
+    if against is not None:
+        paths = [against, *(path for path in paths if path.resolve() != against.resolve())]
+        if len(paths) == 1:
+            raise RequestError("there is no model but the reference", found=against)
+    names = [path.resolve().name for path in paths]
+    if len(set(names)) < len(names):
+        names = [str(path) for path in paths]
+    models = []
+    for name, path in zip(names, paths, strict=True):
+        checkpoint = open_checkpoint(path)
+        context = checkpoint.config.max_context
+        if window is not None and not 2 <= window <= context:
+            raise RequestError(
+                "windows do not fit the model", path=path, found=window, expected=f"2 to {context} tokens"
+            )
+        rolling = window or min(context, ROLLING_WINDOW)
+        models.append(Model(name, checkpoint, measuring_tokenizer(checkpoint), rolling))
+    return models
+
+
+def backend_names(model: Decoder) -> list[str]:
+    """What runs a model's quantized layers; none where there are no such."""
+    return sorted({module.backend_name for module in model.modules() if isinstance(module, QuantLinear)})
+
+
+def fixed_window(models: Sequence[Model], window: int | None) -> int:
+    """Tokens of the windows that all models share."""
+    return window or min(FIXED_WINDOW, *(model.checkpoint.config.max_context for model in models))
+
+
+def streams(models: Sequence[Model], text: Text, length: int, *, alike: bool) -> list[Stream]:
+    """A text as each model reads it, in windows of `length` tokens.
+
+    Args:
+        alike: demand that all read the same tokens.
+
+    Raises:
+        RequestError: if they do not, or the text has less than two tokens.
+    """
+    ids = [token_ids(model.tokenizer, text.raw) for model in models]
+    if alike and (odd := [model.name for model, one in zip(models, ids, strict=True) if one != ids[0]]):
+        raise RequestError(f"{odd[0]} and {models[0].name} do not read the text '{text.name}' as the same tokens")
+    if min(len(one) for one in ids) < 2:
+        raise RequestError(f"the text '{text.name}' is too short to measure on")
+    return [Stream(len(one), text_windows(one, None, length)) for one in ids]

@@ -1,0 +1,114 @@
+"""What an evaluation found, as data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from quantkit.evals.rolling import DocumentScore
+from quantkit.evals.speed import Speed
+from quantkit.evals.tasks import TaskScore
+from quantkit.quality import Divergence
+
+
+@dataclass(frozen=True)
+class TextFacts:
+    """A text that was measured on; `kind` says how it was read, counts are of the raw text."""
+
+    sha256: str
+    kind: str
+    documents: int
+    words: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class TextMeasures:
+    """How a model did on one text.
+
+    Attributes:
+        tokens: of the whole text.
+        documents: over its documents, in rolling windows.
+        token_perplexity: over fixed windows.
+        divergence: from the reference, over the same windows; None for the reference itself.
+    """
+
+    tokens: int
+    documents: DocumentScore
+    token_perplexity: float
+    divergence: Divergence | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model.
+
+    Attributes:
+        megabytes: of its tensors on disk, 10**6 bytes.
+        bits_per_weight: of the tensors, over all parameters.
+        rolling_window: longest window over documents, in tokens.
+        prefix: the token that a document's first is predicted from.
+        adds_bos: whether the tokenizer begins a text with BOS.
+        texts, tasks: measures by name.
+        task_backends: what ran the quantized layers in the tasks; none where there are no such.
+    """
+
+    name: str
+    megabytes: float
+    bits_per_weight: float
+    rolling_window: int
+    prefix: int
+    adds_bos: bool
+    texts: dict[str, TextMeasures]
+    tasks: dict[str, TaskScore]
+    task_backends: list[str]
+    speed: Speed | None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Models side by side, the reference first where there is one.
+
+    Attributes:
+        reference: its name.
+        window: the fixed windows' length in tokens; None where no text was measured on.
+        layer_errors: relative errors of the last model's layers by name, worst first, as
+            its manifest tells them.
+        layer_error: which error that is: ``output_error`` or ``relative_error``.
+        versions: of the packages that took part.
+        notes: what one should know about the figures.
+    """
+
+    rows: list[Row]
+    reference: str | None
+    texts: dict[str, TextFacts]
+    window: int | None
+    layer_errors: dict[str, float]
+    layer_error: str
+    versions: dict[str, str]
+    notes: list[str]
+
+    def perplexity_ratio(self, row: Row, text: str) -> float | None:
+        """Token perplexity over the reference's."""
+        if self.reference is None:
+            return None
+        return row.texts[text].token_perplexity / self.rows[0].texts[text].token_perplexity
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; what is infinite is None."""
+        value = asdict(self)
+        for row, plain in zip(self.rows, value["rows"], strict=True):
+            for text in row.texts:
+                plain["texts"][text]["perplexity_ratio"] = self.perplexity_ratio(row, text)
+        plain_value: dict[str, Any] = _finite(value)
+        return plain_value
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,206 @@
+"""Tasks of lm-evaluation-harness, on data from the hub or from local files."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+import logging
+import os
+import random
+import ssl
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from quantkit.errors import QuantkitError, RequestError
+from quantkit.evals.extras import optional
+from quantkit.evals.texts import articles
+
+_READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
+_SPLIT = "test"
+_HUB = "https://huggingface.co"
+_HUB_SECONDS = 5
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """What a model reached in one task.
+
+    Attributes:
+        metric: the one for tables: ``acc_norm`` where the task has it, else its first.
+        value: that metric's.
+        metrics: all of them, under the harness's names (``acc,none``).
+        shots: examples shown before each question; None in a group where they differ.
+        documents: how many were asked; None for a group.
+    """
+
+    metric: str
+    value: float
+    metrics: dict[str, float]
+    shots: int | None
+    documents: int | None
+
+
+@contextlib.contextmanager
+def open_tasks(names: Sequence[str], data: Path | None) -> Iterator[list[Any]]:
+    """Load tasks by name, with their data; for `run_tasks`, while the context lasts.
+
+    Random numbers are seeded as the harness seeds them, and the caller's given back.
+
+    Args:
+        data: a folder with files named for tasks, ``hellaswag.jsonl`` and the like, in
+            the fields that the task wants. Others come from the hub, or what is cached of it.
+
+    Raises:
+        RequestError: if the harness is not installed, a task is unknown, or its data
+            cannot be had or do not fit it.
+    """
+    optional("lm_eval")
+    local = _local_files(names, data)
+    if (absent := [name for name in names if name not in local]) and not _hub_answers():
+        raise RequestError(
+            f"the data of task '{absent[0]}' are not here, and the hub cannot be reached",
+            hint=f"give them as {absent[0]}.jsonl in a folder named with --task-data",
+        )
+    index = _manager().task_index
+    if unknown := [name for name in names if name not in index]:
+        near = difflib.get_close_matches(unknown[0], index, 3)
+        raise RequestError("unknown task", found=unknown[0], expected=" or ".join(near) or None)
+    with tempfile.TemporaryDirectory(prefix="quantkit-tasks-") as scratch, _seeded():
+        yield [one for name in names for one in _load(name, local.get(name), scratch)]
+
+
+def run_tasks(tasks: Sequence[Any], lm: Any) -> dict[str, TaskScore]:
+    """Ask a model (`harness.as_lm`) all questions of the tasks; by task name.
+
+    Raises:
+        RequestError: if the harness fails, as with fewer documents than it needs examples.
+        NonFiniteError: if the model's logits are NaN or Inf.
+    """
+    evaluator, seeds = optional("lm_eval.evaluator"), optional("lm_eval.defaults")
+    loaded = _manager().load(list(tasks))
+    for task in loaded["tasks"].values():
+        task.set_fewshot_seed(seeds.DEFAULT_OTHER_SEED)
+        if task.config.num_fewshot is None:
+            task.set_config("num_fewshot", 0)
+    try:
+        with _quiet():
+            found = evaluator.evaluate(lm, loaded, bootstrap_iters=0, log_samples=False)
+    except QuantkitError:
+        raise
+    except Exception as error:  # whatever the harness or a task's own code raise
+        raise RequestError(f"the harness cannot run these tasks: {error!r}") from error
+    values = {**found["results"], **found.get("groups", {})}
+    return {
+        name: _score(values[name], found["n-shot"].get(name), found["n-samples"].get(name))
+        for name in (one.task_name if hasattr(one, "task_name") else one.name for one in tasks)
+    }
+
+
+def _score(values: Mapping[str, Any], shots: Any, samples: Mapping[str, int] | None) -> TaskScore:
+    metrics = {key: float(value) for key, value in values.items() if isinstance(value, float) and "_stderr" not in key}
+    metric = next((key for key in metrics if key.startswith("acc_norm,")), next(iter(metrics)))
+    return TaskScore(
+        metric.removesuffix(",none"), metrics[metric], metrics, shots if isinstance(shots, int) else None,
+        samples["effective"] if samples else None,
+    )  # fmt: skip
+
+
+@cache
+def _manager() -> Any:
+    return optional("lm_eval.tasks").TaskManager()
+
+
+def _local_files(names: Sequence[str], data: Path | None) -> dict[str, Path]:
+    if data is None:
+        return {}
+    if not data.is_dir():
+        raise RequestError("is no folder with data of tasks", path=data)
+    paths = {name: [data / (name + suffix) for suffix in _READERS] for name in names}
+    return {name: found[0] for name in names if (found := [path for path in paths[name] if path.is_file()])}
+
+
+def _hub_answers() -> bool:
+    """Whether a download can be tried; with the hub declared offline, only its cache is read."""
+    if {os.environ.get(name, "0").upper() for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")} & {"1", "TRUE"}:
+        return True
+    request = urllib.request.Request(os.environ.get("HF_ENDPOINT", _HUB), method="HEAD")
+    try:
+        with urllib.request.urlopen(request, timeout=_HUB_SECONDS):
+            return True
+    except urllib.error.HTTPError as error:
+        error.close()
+        return True
+    except OSError as error:
+        return isinstance(getattr(error, "reason", error), ssl.SSLError)
+
+
+def _load(name: str, file: Path | None, scratch: str) -> list[Any]:
+    """A task or group of the harness; for a tag, all its tasks."""
+    spec: Any = name
+    if file is not None:
+        if _manager().task_index[name].kind.name != "TASK":
+            raise RequestError(f"'{name}' is a group; local data are for single tasks", path=file)
+        spec = {"group": "local data", "task": [_local_task(name, file, scratch)]}
+    try:
+        with _quiet():
+            loaded = _manager().load([spec])
+    except Exception as error:  # whatever the harness, a task's own code or the data's reader raise
+        if file is not None:
+            raise RequestError(f"does not fit the task: {error!r}", path=file) from error
+        raise RequestError(
+            f"the data of task '{name}' cannot be had: {error!r}", hint=f"give them as {name}.jsonl with --task-data"
+        ) from error
+    return [loaded["groups"][name]] if name in loaded.get("groups", {}) else list(loaded["tasks"].values())
+
+
+def _local_task(name: str, file: Path, scratch: str) -> dict[str, Any]:
+    """A task of the harness, its data taken from one file instead."""
+    files: dict[str, Any] = {"data_files": {_SPLIT: str(file)}, "cache_dir": scratch}
+    splits = {"training_split": None, "validation_split": None, "test_split": _SPLIT, "fewshot_split": _SPLIT}
+    task = {"task": name, "dataset_path": _READERS[file.suffix], "dataset_name": None, **splits}
+    if name == "wikitext" and file.suffix == ".txt":
+        return {**task, "dataset_kwargs": {**files, "sample_by": "document"}, "process_docs": _pages}
+    return {**task, "dataset_kwargs": files}
+
+
+def _pages(data: Any) -> Any:
+    pages = [page for row in data for page in articles(row["text"])]
+    return optional("datasets").Dataset.from_list([{"page": page} for page in pages])
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the harness's warnings, and where stderr is no terminal, without its progress bars."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _seeded() -> Iterator[None]:
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    seeds = optional("lm_eval.defaults")
+    random.seed(seeds.DEFAULT_RANDOM_SEED)
+    np.random.seed(seeds.DEFAULT_OTHER_SEED)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])

@@ -1,0 +1,103 @@
+"""Texts to measure on, as lm-evaluation-harness counts and reads them."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from quantkit.errors import RequestError
+
+_TITLE = re.compile(r"^ = (?!=).*(?<!=) = $", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text as it lies in its file, and what it is cut into.
+
+    WikiText's raw form, known by its title lines (`` = Title = ``), is one document per
+    article, as in the data set of lm-evaluation-harness's task; any other text is one
+    document.
+
+    Attributes:
+        name: for tables.
+        sha256: of the file.
+        raw: all of it.
+    """
+
+    name: str
+    sha256: str
+    raw: str
+
+    @cached_property
+    def is_wikitext(self) -> bool:
+        return _TITLE.search(self.raw) is not None
+
+    @cached_property
+    def documents(self) -> list[str]:
+        """The documents as they lie in the file."""
+        return articles(self.raw) if self.is_wikitext else [self.raw]
+
+    @property
+    def readings(self) -> list[str]:
+        """The documents as a model is to predict them: WikiText detokenized, others as they are."""
+        return [detokenize(one) for one in self.documents] if self.is_wikitext else self.documents
+
+    @property
+    def words(self) -> int:
+        """The harness's count: pieces between white space, empty ones at the ends included."""
+        return sum(len(re.split(r"\s+", one)) for one in self.documents)
+
+    @property
+    def bytes(self) -> int:
+        return sum(len(one.encode()) for one in self.documents)
+
+
+def read_text(path: Path) -> Text:
+    """A text from a file.
+
+    Raises:
+        RequestError: if it cannot be read, is not UTF-8, or holds nothing but white space.
+    """
+    try:
+        raw = path.read_bytes()
+        text = raw.decode("utf-8")
+    except OSError as error:
+        raise RequestError(f"the text cannot be read: {error.strerror}", path=path) from error
+    except UnicodeDecodeError as error:
+        raise RequestError("is not a text", path=path, found=f"byte {error.start}", expected="UTF-8") from error
+    if not text.strip():
+        raise RequestError("the text is empty", path=path)
+    return Text(path.stem, hashlib.sha256(raw).hexdigest(), text)
+
+
+def articles(raw: str) -> list[str]:
+    """WikiText's articles, each from its title line to the line before the next title.
+
+    The line break before a title belongs to neither side, as in the data set
+    EleutherAI/wikitext_document_level; what is blank before the first title is left out.
+    """
+    starts = [match.start() for match in _TITLE.finditer(raw)]
+    ends = [start - 1 for start in starts[1:]] + [len(raw)]
+    lead = raw[: starts[0] - 1] if starts and starts[0] else ""
+    return [*([lead] if lead.strip() else []), *(raw[a:b] for a, b in zip(starts, ends, strict=True))]
+
+
+def detokenize(text: str) -> str:
+    """Undo WikiText's tokenization, step by step in the order of lm-evaluation-harness's wikitext task."""
+    text = text.replace("s '", "s'")
+    text = re.sub(r"/' [0-9]/", "/'[0-9]/", text)  # meant otherwise there, but figures depend on it
+    for mark in "-,.":
+        text = text.replace(f" @{mark}@ ", mark)
+    for mark in ":;.!?,":
+        text = text.replace(f" {mark} ", f"{mark} ")
+    for opening, closing in ("()", "[]", "{}", '""', "''"):
+        inner = rf"\{opening}\s*([^\{closing}]*?)\s*\{closing}"
+        text = re.sub(inner, rf"{opening}\1{closing}", text)
+    for level in (4, 3, 2):
+        text = text.replace(" ".join("=" * level), "=" * level)
+    for spaced, tight in ((" \N{DEGREE SIGN} ", "\N{DEGREE SIGN}"), (" \n", "\n"), ("\n ", "\n"), (" N ", " 1 ")):
+        text = text.replace(spaced, tight)
+    return text.replace(" 's", "'s")

@@ -1,0 +1,94 @@
+"""`quantkit eval` from the command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from command import Capture, run
+
+from quantkit.data.files import excerpt
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "speech.txt"
+    path.write_text(excerpt()[:2500])
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without a network; a download would fail the test."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise urllib.error.URLError(OSError("Name or service not known"))
+
+    monkeypatch.setattr(urllib.request, "urlopen", refused)
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_table_is_printed_and_the_files_are_written(
+    demo_model: Path, text: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    pytest.importorskip("matplotlib")
+    assert run(capfd, "quantize", demo_model, tmp_path / "q", "--scheme", "int8")[0] == 0
+    outputs = {option: tmp_path / f"out{option}" for option in ("--report", "--json", "--plot")}
+    given = ["eval", tmp_path / "q", "--text", text, "--against", demo_model, "--window", "128"]
+    cached = ["--cache-logits", tmp_path / "cache"]
+    code, out, err = run(capfd, *given, *cached, *(part for pair in outputs.items() for part in pair))
+    assert (code, err) == (0, "")
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("| ")][2:4] == ["mini-en", "q"]
+    assert out.strip() in outputs["--report"].read_text()
+    assert json.loads(outputs["--json"].read_text())["reference"] == "mini-en"
+    assert outputs["--plot"].read_bytes().startswith(b"\x89PNG")
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+    again = run(capfd, *given, *cached)
+    assert again == (0, out, "")
+
+
+def test_tasks_without_data_or_network_are_one_line_at_once(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+    pytest.importorskip("lm_eval")
+    code, out, err = run(capfd, "eval", demo_model, "--tasks", "hellaswag,winogrande", "--task-data", tmp_path)
+    assert (code, out) == (2, "")
+    assert err == (
+        "quantkit: error: the data of task 'hellaswag' are not here, and the hub cannot be reached;"
+        " give them as hellaswag.jsonl in a folder named with --task-data\n"
+    )
+
+
+def test_without_the_harness_the_way_to_it_is_told(
+    demo_model: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    code, out, err = run(capfd, "eval", demo_model, "--tasks", "hellaswag")
+    assert (code, out) == (2, "")
+    assert err == "quantkit: error: lm_eval is not installed; pip install quantkit[evals]\n"
+
+
+def test_without_matplotlib_the_way_to_it_is_told_before_the_work(
+    demo_model: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, _, err = run(capfd, "eval", demo_model, "--plot", tmp_path / "out.png")
+    assert (code, err) == (2, "quantkit: error: matplotlib is not installed; pip install quantkit[evals]\n")
+
+
+def test_local_data_are_asked_for_a_task(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+    pytest.importorskip("lm_eval")
+    (tmp_path / "winogrande.jsonl").write_text(
+        "\n".join(
+            json.dumps({"sentence": f"The _ of the {thing}.", "option1": "people", "option2": "horse", "answer": "1"})
+            for thing in ("world", "country", "union")
+        )
+    )
+    code, out, err = run(capfd, "eval", demo_model, "--tasks", "winogrande", "--task-data", tmp_path)
+    assert (code, err) == (0, "")
+    head, _, row = out.splitlines()
+    assert head.split("|")[-2].strip() == "winogrande acc"
+    assert float(row.split("|")[-2]) in (0.0, 0.3333, 0.6667, 1.0)

@@ -1,0 +1,176 @@
+"""quantkit beside lm-evaluation-harness: one checkpoint in its own model class, and in ours behind its interface."""
+
+from __future__ import annotations
+
+import json
+import random
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import quantkit
+from quantkit.data.files import excerpt
+from quantkit.errors import NonFiniteError, RequestError
+from quantkit.evals import tasks
+from quantkit.evals.harness import as_lm
+from quantkit.evals.rolling import score_documents
+from quantkit.evals.tasks import open_tasks, run_tasks
+from quantkit.evals.texts import read_text
+from quantkit.evals.tokens import measuring_tokenizer
+from quantkit.formats.detect import open_checkpoint
+
+pytest.importorskip("lm_eval")
+CONTEXT = 256
+ENDINGS = ["the peace of the world.", "a horse, a horse!", "of of of of of of", "and the Congress will act."]
+
+
+@pytest.fixture(autouse=True)
+def _their_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Path:
+    target = tmp_path_factory.mktemp("harness") / "mini"
+    quantkit.convert(demo_model, target, dtype="fp32")
+    return target
+
+
+@pytest.fixture(scope="module")
+def ours(folder: Path) -> Any:
+    checkpoint = open_checkpoint(folder)
+    return as_lm(checkpoint, measuring_tokenizer(checkpoint), CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def theirs(folder: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from lm_eval.models.huggingface import HFLM
+
+        return HFLM(str(folder), max_length=CONTEXT, batch_size=1, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files for tasks, in the fields that these want, made from the excerpt."""
+    target = tmp_path_factory.mktemp("data")
+    lines = [line for line in excerpt().splitlines() if len(line.split()) > 30][:8]
+    pages = [
+        f" = Speech {i} = \n \n {line.replace(',', ' ,').replace('-', ' @-@ ')} <unk> .\n"
+        for i, line in enumerate(lines)
+    ]
+    (target / "wikitext.txt").write_text("".join(pages))
+    asked = [
+        {"activity_label": "Speaking", "ctx_a": " ".join(line.split()[:20]), "ctx_b": "we need", "endings": ENDINGS,
+         "label": str(i % 4)}
+        for i, line in enumerate(lines)
+    ]  # fmt: skip
+    (target / "hellaswag.jsonl").write_text("\n".join(json.dumps(one) for one in asked))
+    blanks = [{"sentence": f"{' '.join(line.split()[:9])} _ of the people.", "option1": "peace", "option2": "horse",
+               "answer": str(i % 2 + 1)} for i, line in enumerate(lines)]  # fmt: skip
+    (target / "winogrande.json").write_text(json.dumps(blanks))
+    return target
+
+
+def test_word_perplexity_is_the_harness_s_to_four_digits(folder: Path, ours: Any, theirs: Any, data: Path) -> None:
+    checkpoint = open_checkpoint(folder)
+    text = read_text(data / "wikitext.txt")
+    alone = score_documents(checkpoint, measuring_tokenizer(checkpoint), text, CONTEXT)
+    for lm in (ours, theirs):
+        with open_tasks(["wikitext"], data) as loaded:
+            found = run_tasks(loaded, lm)["wikitext"]
+        assert found.documents == len(text.documents) == 8
+        assert found.metrics["word_perplexity,none"] == pytest.approx(alone.word_perplexity, rel=1e-5)
+        assert found.metrics["byte_perplexity,none"] == pytest.approx(alone.byte_perplexity, rel=1e-5)
+        assert found.metrics["bits_per_byte,none"] == pytest.approx(alone.bits_per_byte, rel=1e-5)
+
+
+def test_tasks_with_choices_give_the_same(ours: Any, theirs: Any, data: Path) -> None:
+    scores = []
+    for lm in (ours, theirs):
+        with open_tasks(["hellaswag", "winogrande"], data) as loaded:
+            scores.append(run_tasks(loaded, lm))
+    assert scores[0] == scores[1]
+    assert scores[0]["hellaswag"].metric == "acc_norm"
+    assert scores[0]["winogrande"].metric == "acc"
+    assert scores[0]["winogrande"].documents == 8
+    assert 0 < scores[0]["hellaswag"].value < 1
+
+
+def test_log_probabilities_are_the_same(ours: Any, theirs: Any) -> None:
+    long = excerpt()[:3000]
+    pairs = [("My fellow", " citizens"), ("The United", " States of America"), ("ends in space ", "and goes on"),
+             ("", "Mr. Speaker"), (long, " and the world"), ("the state of the Union", ",")]  # fmt: skip
+    requests = [SimpleNamespace(args=pair) for pair in pairs]
+    mine, wanted = ours.loglikelihood(requests), theirs.loglikelihood(requests, disable_tqdm=True)
+    for (found, greedy), (expected, theirs_greedy) in zip(mine, wanted, strict=True):
+        assert found == pytest.approx(expected, rel=1e-4)
+        assert greedy == theirs_greedy
+    assert {greedy for _, greedy in mine} == {True, False}
+
+
+def test_generated_texts_are_the_same(ours: Any, theirs: Any) -> None:
+    settings = {"until": [".", "\n"], "max_gen_toks": 24, "do_sample": False}
+    prompts = ["My fellow citizens, the state of the Union", "We shall", excerpt()[:3000]]
+    texts = [
+        lm.generate_until([SimpleNamespace(args=(prompt, dict(settings))) for prompt in prompts], disable_tqdm=True)
+        for lm in (ours, theirs)
+    ]
+    assert texts[0] == texts[1]
+    assert any(texts[0])
+    assert not any("." in text for text in texts[0])
+
+
+@pytest.mark.parametrize("pair", [("a", excerpt()), ("The Con", "gress")])
+def test_an_answer_without_tokens_of_its_own_or_with_too_many_is_refused(ours: Any, pair: tuple[str, str]) -> None:
+    with pytest.raises(RequestError, match="an answer has no tokens of its own, or more"):
+        ours.loglikelihood([SimpleNamespace(args=pair)])
+
+
+def test_logits_that_are_not_finite_are_an_error(folder: Path, data: Path) -> None:
+    checkpoint = open_checkpoint(folder)
+    lm = as_lm(checkpoint, measuring_tokenizer(checkpoint), CONTEXT)
+    with torch.no_grad():
+        lm._model.model.norm.weight[0] = float("nan")
+    with open_tasks(["winogrande"], data) as loaded, pytest.raises(NonFiniteError, match="mini: the model's logits"):
+        run_tasks(loaded, lm)
+
+
+def test_random_numbers_are_the_caller_s_again(ours: Any, data: Path) -> None:
+    random.seed(5)
+    torch.manual_seed(5)
+    expected = random.Random(5).random(), torch.rand(1, generator=torch.Generator().manual_seed(5)).item()
+    with open_tasks(["winogrande"], data) as loaded:
+        run_tasks(loaded, ours)
+    assert (random.random(), torch.rand(1).item()) == expected
+
+
+def test_what_a_task_cannot_use_is_named(tmp_path: Path) -> None:
+    (tmp_path / "winogrande.jsonl").write_text('{"question": "What?"}\n')
+    with (
+        pytest.raises(RequestError, match=r"winogrande\.jsonl: does not fit the task"),
+        open_tasks(["winogrande"], tmp_path),
+    ):
+        pass
+    (tmp_path / "mmlu.jsonl").write_text('{"question": "What?"}\n')
+    with pytest.raises(RequestError, match="'mmlu' is a group"), open_tasks(["mmlu"], tmp_path):
+        pass
+    with pytest.raises(RequestError, match="no folder"), open_tasks(["mmlu"], tmp_path / "none"):
+        pass
+
+
+def test_an_unknown_task_is_named_with_those_near_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "_hub_answers", lambda: True)
+    with (
+        pytest.raises(RequestError, match=r"unknown task \(found helaswag, expected hellaswag"),
+        open_tasks(["helaswag"], None),
+    ):
+        pass

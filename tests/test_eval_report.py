@@ -1,0 +1,204 @@
+"""Models side by side: the figures, the report, its data and its picture."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import oracle
+import pytest
+
+import quantkit
+from quantkit.data.files import EXCERPT, excerpt
+from quantkit.errors import CheckpointError, DestinationError, NonFiniteError, RequestError
+from quantkit.evals.evaluate import evaluate
+from quantkit.evals.method import method
+from quantkit.evals.outputs import Outputs
+from quantkit.evals.plot import picture
+from quantkit.evals.report import markdown, tables
+from quantkit.evals.results import Evaluation
+from quantkit.evals.rolling import DocumentScore
+from quantkit.formats.detect import open_checkpoint
+from quantkit.manifest import file_sha256
+from quantkit.quality import compare, text_windows, token_perplexity
+from quantkit.tokenizer import load_tokenizer
+
+WINDOW = 128
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> dict[str, Path]:
+    """The demo model in bfloat16, int8 and int4, and two texts."""
+    target = tmp_path_factory.mktemp("models")
+    quantkit.convert(demo_model, target / "bf16")
+    for scheme in ("int8", "int4-g64"):
+        quantkit.quantize(target / "bf16", target / scheme, scheme)
+    lines = excerpt().splitlines(keepends=True)
+    (target / "first.txt").write_text("".join(lines[:20]))
+    (target / "wiki.txt").write_text(f" = A title = \n \n {lines[25].strip()} <unk> @-@ like .\n")
+    return {path.name: path for path in target.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def found(folders: dict[str, Path]) -> Evaluation:
+    models, texts = [folders["int8"], folders["int4-g64"]], [folders["first.txt"], folders["wiki.txt"]]
+    return evaluate(models, texts=texts, against=folders["bf16"], window=WINDOW, speed=True)
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_the_figures_are_those_of_the_measures(found: Evaluation, folders: dict[str, Path]) -> None:
+    assert [row.name for row in found.rows] == ["bf16", "int8", "int4-g64"]
+    assert found.reference == "bf16"
+    whole, int8, int4 = (row.texts["first"] for row in found.rows)
+    ids = load_tokenizer(folders["bf16"]).encode(folders["first.txt"].read_text())
+    windows = text_windows(ids, None, WINDOW)
+    assert whole.tokens == len(ids)
+    assert whole.divergence is None
+    alone = token_perplexity(open_checkpoint(folders["bf16"]), windows)
+    assert whole.token_perplexity == pytest.approx(alone, rel=1e-6)
+    reference, other = open_checkpoint(folders["bf16"]), open_checkpoint(folders["int4-g64"])
+    assert int4.divergence == compare(reference, [other], windows)[0].divergence
+    assert int8.divergence is not None
+    assert int4.divergence is not None
+    assert 0 < int8.divergence.kl < int4.divergence.kl
+    assert found.perplexity_ratio(found.rows[2], "first") == int4.token_perplexity / whole.token_perplexity
+    assert found.rows[2].bits_per_weight == quantkit.inspect(folders["int4-g64"]).bits_per_weight
+    facts = found.texts["first"]
+    assert facts.sha256 == file_sha256(folders["first.txt"])
+    score = whole.documents
+    assert math.log(score.word_perplexity) * facts.words == pytest.approx(math.log(score.byte_perplexity) * facts.bytes)
+    assert 2**score.bits_per_byte == pytest.approx(score.byte_perplexity)
+    assert found.texts["wiki"].kind == "WikiText, detokenized"
+    assert all(row.speed is not None and row.speed.tokens_per_second > 0 for row in found.rows)
+
+
+def test_a_meta_folder_is_read_as_its_conversion_is(folders: dict[str, Path], demo_model: Path) -> None:
+    """A text that spells a special token is the test: sentencepiece by itself takes it for letters."""
+    mini = evaluate([folders["bf16"]], texts=[folders["wiki.txt"]], against=demo_model, window=WINDOW)
+    assert mini.rows[1].texts["wiki"].divergence is not None
+    assert mini.rows[1].texts["wiki"].divergence.largest_logit_difference == 0
+
+
+def test_the_report_says_what_was_measured_and_how(found: Evaluation, folders: dict[str, Path]) -> None:
+    text = markdown(found)
+    heads = [_cells(line) for line in text.splitlines() if line.startswith("| model")]
+    shared = ["model", "MB", "bits/weight", "word ppl", "bits/byte", "token ppl", "KL", "top-1"]
+    assert heads == [[*shared, "tok/s"], shared, ["model", "text", "mean", "median", "99 %", "top-1", "ppl ratio"]]
+    rows = [_cells(line) for line in tables(found) if line.startswith("| int4-g64")]
+    assert rows[0][5] == f"{found.rows[2].texts['first'].token_perplexity:.4f}"
+    assert len(rows) == 4
+    for fact in (
+        file_sha256(folders["wiki.txt"]), "nats", "BOS", f"windows of {WINDOW} tokens, stride {WINDOW}", "float32",
+        "backend reference", "bfloat16", "WikiText, detokenized", "median of 3", f"torch {found.versions['torch']}",
+    ):  # fmt: skip
+        assert fact in text, fact
+    assert "None" not in text
+
+
+def test_the_data_hold_every_figure(found: Evaluation, tmp_path: Path) -> None:
+    Outputs(tmp_path / "out.md", tmp_path / "out.json").write(found)
+    assert (tmp_path / "out.md").read_text() == markdown(found)
+    value = json.loads((tmp_path / "out.json").read_text())
+    one = value["rows"][2]["texts"]["first"]
+    assert one["divergence"]["kl_p99"] == found.rows[2].texts["first"].divergence.kl_p99  # type: ignore[union-attr]
+    assert one["perplexity_ratio"] == found.perplexity_ratio(found.rows[2], "first")
+    assert value["layer_error"] in ("output_error", "relative_error")
+    errors = list(value["layer_errors"].values())
+    assert errors == sorted(errors, reverse=True)
+    assert len(errors) == 28
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.md"]
+
+
+def test_what_is_infinite_is_null_in_the_data(found: Evaluation) -> None:
+    measures = found.rows[0].texts["first"]
+    endless = replace(measures, documents=DocumentScore(math.inf, 2.0, 1.0))
+    changed = replace(found, rows=[replace(found.rows[0], texts={**found.rows[0].texts, "first": endless})])
+    assert changed.to_json()["rows"][0]["texts"]["first"]["documents"]["word_perplexity"] is None
+
+
+def test_the_picture_is_a_png_with_as_many_panels_as_there_is_to_show(found: Evaluation) -> None:
+    pytest.importorskip("matplotlib")
+
+    def width(png: bytes) -> int:
+        assert png.startswith(b"\x89PNG\r\n\x1a\n")
+        return int(struct.unpack(">I", png[16:20])[0])
+
+    both = width(picture(found))
+    assert width(picture(replace(found, layer_errors={}))) == both / 2
+    assert width(picture(replace(found, rows=found.rows[2:], reference=None))) == both / 2
+    with pytest.raises(RequestError, match="nothing to draw"):
+        picture(replace(found, rows=found.rows[2:], layer_errors={}))
+
+
+def test_without_a_text_the_excerpt_is_measured_on_and_said_to_be(folders: dict[str, Path]) -> None:
+    alone = evaluate([folders["int8"]], window=WINDOW)
+    assert list(alone.texts) == ["excerpt"]
+    assert alone.texts["excerpt"].sha256 == file_sha256(EXCERPT)
+    assert "excerpt that ships with quantkit" in alone.notes[0]
+    assert alone.notes[0] in "\n".join(method(alone))
+    assert alone.rows[0].texts["excerpt"].divergence is None
+    assert not any("KL" in line for line in tables(alone))
+
+
+def test_models_and_texts_of_one_name_are_told_apart(folders: dict[str, Path], tmp_path: Path) -> None:
+    oracle.copy(folders["int8"], tmp_path / "int8")
+    (tmp_path / "first.txt").write_text(folders["wiki.txt"].read_text())
+    models, texts = [folders["int8"], tmp_path / "int8"], [folders["first.txt"], tmp_path / "first.txt"]
+    both = evaluate(models, texts=texts, window=WINDOW)
+    assert [row.name for row in both.rows] == [str(path) for path in models]
+    assert list(both.texts) == [str(path) for path in texts]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"window": 1}, r"windows do not fit the model \(found 1, expected 2 to \d+ tokens\)"),
+        ({"window": 10**6}, "windows do not fit the model"),
+        ({"cache_logits": Path("cache")}, "only a reference's logits are kept"),
+        ({"task_data": Path("data")}, "data of tasks go with tasks"),
+        ({"texts": [Path("absent.txt")]}, "absent.txt: the text cannot be read"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, object], problem: str, folders: dict[str, Path]) -> None:
+    with pytest.raises(RequestError, match=problem):
+        evaluate([folders["int8"]], **options)  # type: ignore[arg-type]
+
+
+def test_a_reference_alone_or_one_that_reads_otherwise_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="no model but the reference"):
+        evaluate([folders["int8"]], against=folders["int8"])
+    other = oracle.copy(folders["int8"], tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    tokenizer["normalizer"] = {"type": "Lowercase"}
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(RequestError, match="other and bf16 do not read the text 'first' as the same tokens"):
+        evaluate([other], texts=[folders["first.txt"]], against=folders["bf16"])
+    (other / "tokenizer.json").unlink()
+    for name in ("tokenizer.model", "tokenizer_config.json"):
+        (other / name).unlink(missing_ok=True)
+    with pytest.raises(CheckpointError, match="has no tokenizer"):
+        evaluate([other])
+
+
+def test_a_model_that_is_broken_gives_no_table(folders: dict[str, Path], tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    broken = oracle.copy(folders["bf16"], tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    for options in ({}, {"against": folders["bf16"]}):
+        with pytest.raises(NonFiniteError, match="broken: the model's logits are NaN or Inf"):
+            evaluate([broken], window=WINDOW, **options)  # type: ignore[arg-type]
+
+
+def test_files_that_cannot_be_written_are_told_before_the_work(tmp_path: Path) -> None:
+    with pytest.raises(DestinationError, match=re.escape(str(tmp_path / "none" / "out.md"))):
+        Outputs(report=tmp_path / "none" / "out.md")
