@@ -24,7 +24,7 @@ _SRC = click.argument("src", type=click.Path(path_type=Path))
 _DST = click.argument("dst", type=click.Path(path_type=Path))
 
 
-def _writing(command: Callable[..., Any]) -> Callable[..., Any]:
+def writing(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options that all commands which write a checkpoint have."""
     for option in (_NONFINITE, _RESUME, _WEIGHTS, _DST, _SRC):
         command = option(command)
@@ -56,7 +56,7 @@ def inspect(path: Path, weights: str | None, as_json: bool) -> None:
 
 
 @click.command()
-@_writing
+@writing
 @click.option("--to", type=click.Choice(["hf", "meta"]), default="hf", show_default=True, help="Target format.")
 @click.option("--mp", type=int, default=1, show_default=True, help="Number of Meta model-parallel shards.")
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Float type; the source's own by default.")
@@ -71,51 +71,7 @@ def convert(
             src, dst, to=to, mp=mp, dtype=dtype, weights=weights, resume=resume, allow_nonfinite=allow_nonfinite,
             progress=progress,
         )  # fmt: skip
-    _done(dst, notes)
-
-
-@click.command()
-@_writing
-@click.option("--scheme", help="int8, int4-g32, int4-g64 or int4-g128; -asym for zero points.")
-@click.option("--plan", type=click.Path(path_type=Path), help="JSON with a default scheme and overrides.")
-@click.option(
-    "--method", type=click.Choice(["rtn", "gptq"]), default="rtn", show_default=True, help="Rounding or GPTQ."
-)
-@click.option("--calibration", help="Text for GPTQ: a file, or a hub dataset owner/name:config:split.")
-@click.option("--samples", type=int, default=128, show_default=True, help="Calibration samples.")
-@click.option("--length", type=int, help="Tokens in each; the model's context by default, 2048 at most.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the samples' places in the text.")
-@click.option(
-    "--activation-memory",
-    type=float,
-    default=4.0,
-    show_default=True,
-    metavar="GB",
-    help="Calibration activations held in memory; more go to DST's disk.",
-)
-@click.option("--device", help="Where GPTQ computes: cpu or cuda; a GPU if there is one.")
-@click.option("--accept-quality-loss", is_flag=True, help="Keep a result that is too far from its source.")
-@click.option("--keep", multiple=True, metavar="PATTERN", help="Layers to keep as floats, a glob; repeatable.")
-@click.option("--strict", is_flag=True, help="Fail if a layer's shape does not fit the scheme.")
-def quantize(
-    src: Path, dst: Path, weights: str | None, resume: bool, allow_nonfinite: bool, scheme: str | None,
-    plan: Path | None, method: str, calibration: str | None, samples: int, length: int | None, seed: int,
-    activation_memory: float, device: str | None, accept_quality_loss: bool, keep: tuple[str, ...], strict: bool,
-) -> None:  # fmt: skip
-    """Quantize the linear layers of the model in SRC into the new folder DST."""
-    from quantkit.jobs.quantize import quantize as job
-    from quantkit.scheme import QuantPlan
-
-    if (scheme is None) == (plan is None):
-        raise RequestError("give one of --scheme and --plan")
-    with bar("quantize") as progress:
-        notes = job(
-            src, dst, scheme if plan is None else QuantPlan.from_json(plan), keep=keep, strict=strict, weights=weights,  # type: ignore[arg-type]
-            method=method, calibration=calibration, samples=samples, length=length, seed=seed,
-            activation_memory=int(activation_memory * 1e9), device=device, accept_quality_loss=accept_quality_loss,
-            resume=resume, allow_nonfinite=allow_nonfinite, progress=progress,
-        )  # fmt: skip
-    _done(dst, notes)
+    done(dst, notes)
 
 
 @click.command()
@@ -175,7 +131,7 @@ def generate(
     click.echo()
 
 
-def _done(dst: Path, notes: Iterable[str]) -> None:
+def done(dst: Path, notes: Iterable[str]) -> None:
     for note in notes:
         click.echo(f"quantkit: note: {note}", err=True)
     click.echo(f"wrote {dst}")

@@ -9,8 +9,9 @@ import traceback
 
 import click
 
-from quantkit.cli.commands import convert, demo, generate, inspect, quantize, verify
+from quantkit.cli.commands import convert, demo, generate, inspect, verify
 from quantkit.cli.eval import evaluate
+from quantkit.cli.quantize import quantize
 from quantkit.errors import QuantkitError
 from quantkit.version import __version__
 

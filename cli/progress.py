@@ -11,9 +11,9 @@ from quantkit.progress import Progress
 
 
 @contextmanager
-def bar(title: str, unit: str = "B") -> Iterator[Progress]:
+def bar(title: str, unit: str = "B", *, show: bool = True) -> Iterator[Progress]:
     """A bar that a job's progress calls move; it starts anew when the total changes."""
-    with tqdm(desc=title, unit=unit, unit_scale=unit == "B", disable=None, leave=False) as line:
+    with tqdm(desc=title, unit=unit, unit_scale=unit == "B", disable=None if show else True, leave=False) as line:
 
         def report(done: int, total: int, name: str) -> None:
             if line.total != total:

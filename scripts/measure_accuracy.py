@@ -1,34 +1,107 @@
 """Measure how far quantized models are from their source, on texts the calibration has not seen.
 
     python scripts/measure_accuracy.py MODEL CALIBRATION TEXT... [--seeds 3] [--schemes int4-g128,...]
+                                       [--peer PYTHON]
 
 Prints a table in Markdown: KL(source || quantized) per token in units of 1e-4, over 60 windows of
 256 tokens of each text, for rounding and for GPTQ with 128 samples of 256 tokens. The model is held
-in float32, scales included.
+in float32, scales included. PYTHON is an interpreter that has llm-compressor; its GPTQ is then run
+on the same tokens in between. Seconds are of the whole of `quantize`, with the share of the solver
+(streams and GPTQ) in parentheses; of llm-compressor's `oneshot`, without loading and saving.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+from safetensors.torch import save_file
 from torch import Tensor
 
 import quantkit
+from quantkit.calibration.data import load_calibration
+from quantkit.calibration.pipeline import BlockQuantizer
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.blockwise import Batch
 from quantkit.quality import divergence, text_windows
 from quantkit.tokenizer import load_tokenizer
 
 WINDOW, WINDOWS, SAMPLES = 256, 60, 128
+PEER = Path(__file__).with_name("peer_llmcompressor.py")
 
 
 def windows(model: Path, text: Path) -> Tensor:
     """The first windows of a text."""
     tokenizer = load_tokenizer(model)
     return text_windows(tokenizer.encode(text.read_text()), tokenizer.bos_id, WINDOW)[:WINDOWS]
+
+
+class Runs:
+    """The ways to quantize one model, each giving a folder and what to print of its time."""
+
+    def __init__(self, source: Path, calibration: Path, folder: Path, peer: str | None) -> None:
+        self.source = source
+        self.calibration = calibration
+        self.folder = folder
+        self.peer = peer
+
+    def rtn(self, scheme: str, seed: int) -> tuple[Path, str]:
+        started = time.monotonic()
+        dst = self._dst("rtn", scheme, seed)
+        quantkit.quantize(self.source, dst, scheme, accept_quality_loss=True)
+        return dst, f"{time.monotonic() - started:.1f}"
+
+    def gptq(self, scheme: str, seed: int, *, thorough: bool = False) -> tuple[Path, str]:
+        inside = 0.0
+        next_block = BlockQuantizer.next_block
+
+        def timed(*arguments, **options):  # type: ignore[no-untyped-def]
+            nonlocal inside
+            before = time.monotonic()
+            result = next_block(*arguments, **options)
+            inside += time.monotonic() - before
+            return result
+
+        BlockQuantizer.next_block = timed  # type: ignore[method-assign]
+        started = time.monotonic()
+        dst = self._dst(f"gptq{thorough}", scheme, seed)
+        try:
+            quantkit.quantize(
+                self.source, dst, scheme, method="gptq", calibration=self.calibration, samples=SAMPLES,
+                length=WINDOW, seed=seed, thorough=thorough,
+            )  # fmt: skip
+        finally:
+            BlockQuantizer.next_block = next_block  # type: ignore[method-assign]
+        return dst, f"{time.monotonic() - started:.1f} ({inside:.1f})"
+
+    def thorough(self, scheme: str, seed: int) -> tuple[Path, str]:
+        return self.gptq(scheme, seed, thorough=True)
+
+    def peer_default(self, scheme: str, seed: int) -> tuple[Path, str]:
+        return self._peer(scheme, seed, "default")
+
+    def peer_imatrix_mse(self, scheme: str, seed: int) -> tuple[Path, str]:
+        return self._peer(scheme, seed, "imatrix_mse")
+
+    def _peer(self, scheme: str, seed: int, recipe: str) -> tuple[Path, str]:
+        assert self.peer is not None
+        tokens, dst = self.folder / f"tokens-{seed}.safetensors", self._dst(recipe, scheme, seed)
+        if not tokens.exists():
+            drawn = load_calibration(
+                self.calibration, load_tokenizer(self.source), samples=SAMPLES, length=WINDOW, seed=seed
+            )
+            save_file({"tokens": drawn.tokens}, tokens)
+        command = [self.peer, str(PEER), self.source, tokens, dst, "--scheme", scheme, "--recipe", recipe]
+        done = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
+        return dst, f"{json.loads(done.stdout)['seconds']:.1f}"
+
+    def _dst(self, name: str, scheme: str, seed: int) -> Path:
+        return self.folder / f"{scheme}-{name}-{seed}"
 
 
 def main() -> None:
@@ -38,6 +111,7 @@ def main() -> None:
     parser.add_argument("texts", type=Path, nargs="+")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--schemes", default="int4-g128,int4-g64,int4-g32")
+    parser.add_argument("--peer", metavar="PYTHON")
     options = parser.parse_args()
     print("| scheme | method | seed | s |", " | ".join(f"KL {text.stem}" for text in options.texts), "|")
     print("|---" * (4 + len(options.texts)) + "|")
@@ -45,22 +119,21 @@ def main() -> None:
         source = Path(folder) / "source"
         quantkit.convert(options.model, source, dtype="fp32")
         batches = [Batch.from_start(windows(source, text)) for text in options.texts]
+        runs = Runs(source, options.calibration, Path(folder), options.peer)
+        methods: dict[str, Callable[[str, int], tuple[Path, str]]] = {
+            "gptq": runs.gptq,
+            "gptq, thorough": runs.thorough,
+        }
+        if options.peer is not None:
+            methods["llm-compressor, imatrix_mse"] = runs.peer_imatrix_mse
+            methods["llm-compressor, default"] = runs.peer_default
         for scheme in options.schemes.split(","):
-            runs: list[tuple[str, int]] = [("rtn", 0), *(("gptq", seed) for seed in range(options.seeds))]
-            for method, seed in runs:
-                dst = Path(folder) / f"{scheme}-{method}-{seed}"
-                started = time.monotonic()
-                if method == "gptq":
-                    quantkit.quantize(
-                        source, dst, scheme, method="gptq", calibration=options.calibration,
-                        samples=SAMPLES, length=WINDOW, seed=seed,
-                    )  # fmt: skip
-                else:
-                    quantkit.quantize(source, dst, scheme)
-                seconds = time.monotonic() - started
-                found = divergence(open_checkpoint(source), open_checkpoint(dst), batches)
-                values = " | ".join(f"{one.kl * 1e4:.2f}" for one in found)
-                print(f"| {scheme} | {method} | {seed} | {seconds:.1f} | {values} |", flush=True)
+            for seed in range(options.seeds):
+                for name, run in {**({} if seed else {"rtn": runs.rtn}), **methods}.items():
+                    dst, seconds = run(scheme, seed)
+                    found = divergence(open_checkpoint(source), open_checkpoint(dst), batches)
+                    values = " | ".join(f"{one.kl * 1e4:.2f}" for one in found)
+                    print(f"| {scheme} | {name} | {seed} | {seconds} | {values} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -145,6 +145,38 @@ def test_of_a_long_text_only_the_first_part_is_read(
         assert found.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def test_of_a_long_text_only_the_samples_are_tokenized(
+    text: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "_TOKENIZED_WHOLE", 1000)
+    taken, encode = [], type(tokenizer).encode
+
+    def watched(self: Tokenizer, piece: str) -> list[int]:
+        taken.append(piece)
+        return encode(self, piece)
+
+    monkeypatch.setattr(type(tokenizer), "encode", watched)
+    first, again = (load_calibration(text, tokenizer, samples=6, length=50, seed=3).tokens for _ in range(2))
+    assert torch.equal(first, again)
+    assert first.shape == (6, 50)
+    assert (first[:, 0] == tokenizer.bos_id).all()
+    assert (first[:, 1:] != tokenizer.bos_id).all()
+    assert len(taken) == 12
+    assert max(map(len, taken)) <= 8 * 50
+    for row in first.tolist():
+        words = tokenizer.decode(row).split()
+        assert " ".join(words[:-1]) in " ".join(TEXT.split())
+        assert words[0] in TEXT.split()  # whole words only
+
+
+def test_pieces_of_too_few_tokens_mean_the_whole_text_is_tokenized(
+    text: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "_TOKENIZED_WHOLE", 100)
+    monkeypatch.setattr(data, "_LETTERS_PER_TOKEN", 1)
+    assert load_calibration(text, tokenizer, samples=3, length=60, seed=0).tokens.shape == (3, 60)
+
+
 def test_a_large_text_takes_little_memory(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     with path.open("wb") as file:

@@ -11,15 +11,18 @@ from torch import Tensor
 from quantkit.errors import NonFiniteError
 from quantkit.qtensor import quantize_rtn
 from quantkit.scheme import QuantScheme
+from quantkit.solver import gptq as gptq_module
 from quantkit.solver import grid as grid_module
 from quantkit.solver.gptq import (
+    Damped,
     Grid,
     SingularError,
     compensated,
-    damped,
     descend,
     gptq,
+    inverse_factor,
     refit_scales,
+    solve,
     solve_codes,
 )
 from quantkit.solver.grid import search_scales
@@ -82,7 +85,7 @@ def test_codes_equal_those_of_the_slow_computation() -> None:
     weight, _, hessian = _transposed(torch.float64)
     order = torch.randperm(COLUMNS, generator=torch.Generator().manual_seed(1))
     grid = _grid(weight)
-    found = solve_codes(weight, _damped(hessian), grid, order)
+    found = solve_codes(weight, inverse_factor(_damped(hessian), order), grid, order)
     assert torch.equal(found, _slow(weight, _damped(hessian), grid, order.tolist()))
     assert not torch.equal(found, _rounded(weight, grid))
 
@@ -91,14 +94,17 @@ def test_codes_equal_those_of_the_slow_computation() -> None:
 def test_the_block_size_changes_nothing(block: int) -> None:
     weight, _, hessian = _transposed(torch.float64)
     order = torch.arange(COLUMNS)
-    expected = solve_codes(weight, _damped(hessian), _grid(weight), order, block=5)
-    assert torch.equal(solve_codes(weight, _damped(hessian), _grid(weight), order, block=block), expected)
+    factor = inverse_factor(_damped(hessian), order)
+    expected = solve_codes(weight, factor, _grid(weight), order, block=5)
+    assert torch.equal(solve_codes(weight, factor, _grid(weight), order, block=block), expected)
 
 
 def test_uncorrelated_inputs_make_it_round_to_nearest() -> None:
     weight, _, _ = _transposed()
     grid = _grid(weight)
-    assert torch.equal(solve_codes(weight, torch.eye(COLUMNS), grid, torch.randperm(COLUMNS)), _rounded(weight, grid))
+    order = torch.randperm(COLUMNS)
+    found = solve_codes(weight, inverse_factor(torch.eye(COLUMNS), order), grid, order)
+    assert torch.equal(found, _rounded(weight, grid))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -122,7 +128,7 @@ def test_refitted_scales_and_descent_lower_the_loss() -> None:
     hessian = _damped(hessian)
     grid = _grid(weight)
     order = torch.argsort(hessian.diagonal(), descending=True)
-    codes = solve_codes(weight, hessian, grid, order)
+    codes = solve_codes(weight, inverse_factor(hessian, order), grid, order)
     first = _loss(weight, codes, grid, hessian)
     pull = hessian @ weight
     refitted = replace(grid, scale=refit_scales(pull, codes, hessian, grid.scale))
@@ -172,17 +178,35 @@ def test_drift_of_the_inputs_is_made_up_for() -> None:
         quantized, _ = gptq(weight, hessian, scheme, torch.float32, target=target)
         return (seen @ quantized.dequantize().t() - wanted).norm().item()
 
-    assert error(compensated(weight, hessian, drift)) < 0.5 * error(None)
+    target = compensated(weight, torch.linalg.cholesky(_damped(hessian)), weight @ drift)
+    assert error(target) < 0.5 * error(None)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_rows_may_be_solved_apart(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, _, hessian = _problem()
+    parsed = QuantScheme.parse(scheme)
+    whole, whole_report = gptq(weight, hessian, parsed, torch.float32)
+    monkeypatch.setattr(gptq_module, "_WEIGHTS_AT_ONCE", 5 * COLUMNS)
+    parts, parts_report = gptq(weight, hessian, parsed, torch.float32)
+    assert (parts.codes == whole.codes).float().mean() > 0.99  # sums of other shapes round otherwise
+    torch.testing.assert_close(parts.scale, whole.scale, rtol=1e-2, atol=0)
+    torch.testing.assert_close(parts_report.energy, whole_report.energy)
+    assert parts_report.output_error == pytest.approx(whole_report.output_error, rel=0.01)
 
 
 def test_inputs_are_not_changed() -> None:
     weight, _, hessian = _problem()
-    drift = torch.randn(COLUMNS, COLUMNS)
-    given = weight, hessian, drift
-    before = [value.clone() for value in given]
-    target = compensated(*given)
-    gptq(weight, hessian, QuantScheme.parse("int4-g32"), torch.float32, target=target)
-    assert all(torch.equal(value, was) for value, was in zip(given, before, strict=True))
+    before = weight.clone(), hessian.clone()
+    gptq(weight, hessian, QuantScheme.parse("int4-g32"), torch.float32, target=weight + 1)
+    damped, pull = Damped.of_(hessian.clone()), torch.randn(ROWS, COLUMNS)
+    matrix, kept = damped.matrix.clone(), pull.clone()
+    target = compensated(weight, torch.linalg.cholesky(matrix), pull)
+    solve(weight, damped, QuantScheme.parse("int8"), torch.float32, target=target)
+    assert torch.equal(weight, before[0])
+    assert torch.equal(hessian, before[1])
+    assert torch.equal(damped.matrix, matrix)
+    assert torch.equal(pull, kept)
 
 
 @pytest.mark.parametrize("kind", ["dead columns", "all dead", "one sample", "repeated sample"])
@@ -221,8 +245,12 @@ def test_a_hessian_that_no_damping_helps_is_an_error() -> None:
 def test_damping_is_raised_in_steps() -> None:
     hessian = torch.eye(COLUMNS)
     hessian[0, 1] = hessian[1, 0] = 1.05
-    assert damped(hessian)[2] == pytest.approx(0.1)
-    assert damped(torch.eye(COLUMNS))[2] == 0.01
+    damped = Damped.of_(hessian.clone())
+    assert damped.damping == pytest.approx(0.1)
+    torch.testing.assert_close(damped.matrix, hessian + 0.1 * torch.eye(COLUMNS))
+    assert torch.equal(damped.diagonal, torch.ones(COLUMNS))
+    assert Damped.of_(torch.eye(COLUMNS)).damping == 0.01
+    assert Damped.of_(torch.eye(COLUMNS), 0.2).damping == 0.2
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -14,7 +14,7 @@ FOLDERS = {"quantkit": "quantkit", "kernels": "quantkit.kernels", "cli": "quantk
 
 # Each room may import itself and the rooms above it.
 ROOMS = (
-    ("errors", "version", "progress"),
+    ("errors", "version", "progress", "memory"),
     ("rope_config", "config", "meta_config", "scheme"),
     ("naming", "qtensor", "finite", "tokenizer", "tokenizer_export", "manifest", "data"),
     ("formats", "solver"),

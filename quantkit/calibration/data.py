@@ -17,6 +17,8 @@ from quantkit.tokenizer import Tokenizer
 # What is read of a text: four times the samples in English, and never less than 4 MiB.
 _BYTES_PER_TOKEN = 16
 _LEAST_BYTES = 4 * 2**20
+_TOKENIZED_WHOLE = 2**18
+_LETTERS_PER_TOKEN = 8
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ def load_calibration(source: str | Path, tokenizer: Tokenizer, *, samples: int, 
     """Draw samples at random places of a text, each led by BOS where the tokenizer leads a text by it.
 
     No sample is padded. The random numbers are the function's own. Of a long text its first
-    16 bytes for each token drawn are read, or its first 4 MiB where that is more.
+    16 bytes for each token drawn are read, or its first 4 MiB where that is more; of more than
+    256 Ki letters only the samples are tokenized.
 
     Args:
         source: a file of plain text, ``.json`` or ``.jsonl`` whose lines are objects with a
@@ -65,16 +68,53 @@ def load_calibration(source: str | Path, tokenizer: Tokenizer, *, samples: int, 
         sha256 = hashlib.sha256(text.encode()).hexdigest()
     if not text.strip():
         raise RequestError("the calibration text is empty", path=source)
-    ids = tokenizer.encode(text)
-    lead = 1 if tokenizer.bos_id is not None and ids[:1] == [tokenizer.bos_id] else 0
-    size, found = length - lead, len(ids) - lead
-    if found < size:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = None
+    if len(text) > max(_TOKENIZED_WHOLE, _LETTERS_PER_TOKEN * length):
+        tokens = _from_pieces(text, tokenizer, samples, length, generator)
+    if tokens is None:
+        tokens = _from_whole(text, tokenizer, samples, length, generator, source)
+    return Calibration(tokens, sha256, seed, None if dataset is None else str(dataset))
+
+
+def _from_whole(
+    text: str, tokenizer: Tokenizer, samples: int, length: int, generator: torch.Generator, source: str | Path
+) -> Tensor:
+    """Samples [N, T] at random places among the tokens of the whole text.
+
+    Raises:
+        RequestError: if it holds less than one sample.
+    """
+    lead, ids = _tokenized(text, tokenizer)
+    size = length - len(lead)
+    if len(ids) < size:
         raise RequestError(
-            "the calibration text is shorter than one sample", path=source, found=f"{found} tokens", expected=size,
+            "the calibration text is shorter than one sample", path=source, found=f"{len(ids)} tokens", expected=size,
             hint="give more text, or shorter samples",
         )  # fmt: skip
-    generator = torch.Generator().manual_seed(seed)
-    starts = torch.randint(found - size + 1, (samples,), generator=generator)
-    stream = torch.tensor(ids)
-    tokens = torch.cat([stream[:lead].expand(samples, lead), stream[lead:].unfold(0, size, 1)[starts]], dim=1)
-    return Calibration(tokens, sha256, seed, None if dataset is None else str(dataset))
+    starts = torch.randint(len(ids) - size + 1, (samples,), generator=generator)
+    windows = torch.tensor(ids).unfold(0, size, 1)[starts]
+    return torch.cat([torch.tensor(lead, dtype=torch.long).expand(samples, len(lead)), windows], dim=1)
+
+
+def _from_pieces(
+    text: str, tokenizer: Tokenizer, samples: int, length: int, generator: torch.Generator
+) -> Tensor | None:
+    """Samples [N, T], each the first tokens after a random white space; None if a piece has too few."""
+    width = _LETTERS_PER_TOKEN * length
+    rows = []
+    for start in torch.randint(len(text) - width + 1, (samples,), generator=generator).tolist():
+        piece = text[start : start + width]
+        word = next((i for i, letter in enumerate(piece) if letter.isspace()), 0)
+        lead, ids = _tokenized(piece[word:].lstrip(), tokenizer)
+        if len(lead) + len(ids) <= length:  # the last word may be cut
+            return None
+        rows.append([*lead, *ids][:length])
+    return torch.tensor(rows)
+
+
+def _tokenized(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """BOS, where the tokenizer leads a text by it, and the tokens after it."""
+    ids = tokenizer.encode(text)
+    leads = tokenizer.bos_id is not None and ids[:1] == [tokenizer.bos_id]
+    return ids[:leads], ids[leads:]

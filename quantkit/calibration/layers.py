@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration.data import Calibration
-from quantkit.calibration.pipeline import BlockQuantizer, Result
+from quantkit.calibration.pipeline import STANDARD, BlockQuantizer, Effort, Result
 from quantkit.calibration.ranks import Ranks
 from quantkit.calibration.states import States
 from quantkit.formats.checkpoint import Checkpoint
+from quantkit.memory import give_back, keep_out_of_heap
 from quantkit.model.load import BLOCK_PREFIX
 from quantkit.qtensor import QuantTensor, quantize_rtn
 from quantkit.scheme import QuantScheme
+
+_LARGE_BUFFER = 8 << 20
 
 LayerSolver = Callable[[str, Tensor, QuantScheme, torch.dtype], Result]
 """Tensor name, weight, scheme and dtype of the scales, to codes and what the manifest says of them."""
@@ -34,12 +37,13 @@ class GptqSolver:
 
     def __init__(
         self, source: Checkpoint, calibration: Calibration, schemes: Mapping[str, QuantScheme],
-        scale_dtype: torch.dtype, *, device: torch.device, memory_bytes: int,
+        scale_dtype: torch.dtype, *, device: torch.device, memory_bytes: int, effort: Effort = STANDARD,
     ) -> None:  # fmt: skip
         """
         Args:
             schemes: by module.
             memory_bytes: activations held in memory; more go to disk.
+            effort: how much to do about drift.
         """
         self._source = source
         self._calibration = calibration
@@ -47,6 +51,7 @@ class GptqSolver:
         self._scale_dtype = scale_dtype
         self._device = device
         self._memory_bytes = memory_bytes
+        self._effort = effort
         self._ranks = Ranks()
         self._states: States | None = None
         self._done: Collection[str] = ()
@@ -61,11 +66,18 @@ class GptqSolver:
             written: reads them back.
             scratch: a folder for activations that do not fit in memory; it is gone in the end.
         """
+        keep_out_of_heap(_LARGE_BUFFER)
         self._done = self._ranks.agree(done)
         self._written = written
         self._states = States(scratch.with_name(f"{scratch.name}-{self._ranks.rank}"), self._memory_bytes)
         self._blocks = BlockQuantizer(
-            self._source, self._calibration.tokens, self._schemes, self._scale_dtype, self._states, self._device
+            self._source,
+            self._calibration.tokens,
+            self._schemes,
+            self._scale_dtype,
+            self._states,
+            self._device,
+            self._effort,
         )
 
     def __call__(self, name: str, weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) -> Result:
@@ -96,6 +108,10 @@ class GptqSolver:
         self._ranks.wait()
 
     def close(self) -> None:
-        """Remove what this process has on disk."""
+        """Forget the activations and remove what this process has on disk."""
         if self._states is not None:
             self._states.close()
+            self._ready = {}
+            del self._blocks
+            self._states = None
+            give_back()

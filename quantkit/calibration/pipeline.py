@@ -1,7 +1,7 @@
 """Quantize block after block, each layer against the inputs it will really see.
 
 Two streams run through the model side by side: one through the quantized layers, one,
-for half of the samples, through the float ones. A layer's Hessian is that of the
+for some of the samples, through the float ones. A layer's Hessian is that of the
 quantized stream; how far the two have drifted apart goes into its target. Within a block
 the order is q, k, v; o; gate, up; down. Only the layers at work are in memory, in
 float32; the streams lie in `States`.
@@ -10,7 +10,7 @@ float32; the streams lie in `States`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,20 +19,44 @@ from torch import Tensor, nn
 from quantkit.calibration.ranks import Ranks
 from quantkit.calibration.states import States
 from quantkit.calibration.statistics import InputStatistics
+from quantkit.config import ModelConfig
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.model.decoder import Block, causal_mask
+from quantkit.memory import give_back
+from quantkit.model.decoder import Block, own_mask
 from quantkit.model.load import BLOCK_PREFIX, fill
 from quantkit.model.rope import Rotary
-from quantkit.qtensor import QuantTensor, quantize_rtn
+from quantkit.qtensor import QuantTensor, quantize_rtn, row_chunks
 from quantkit.scheme import QuantScheme
-from quantkit.solver.gptq import GptqReport, SingularError, compensated, gptq
+from quantkit.solver.gptq import Damped, GptqReport, SingularError, compensated, solve
 
-TOKENS_AT_ONCE = 2048
-_FLOAT_STRIDE = 4  # the float stream takes every fourth batch
+_TOKENS_AT_ONCE = 2048
+_BATCH_VALUES = 1 << 22  # of the feed-forward's inner states
+_LEAST_BATCHES = 4
 
 Result = tuple[QuantTensor, dict[str, object]]
 """Codes, and what the manifest says of how they were found."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is done about the drift between the streams.
+
+    Attributes:
+        stride: the float stream takes every so many batches, though never fewer than four.
+        damping: least damping of the Hessian that tells drift from noise.
+    """
+
+    stride: int
+    damping: float
+
+    def follows(self, index: int, batches: int) -> bool:
+        """Whether the float stream takes a batch."""
+        return index % max(1, min(self.stride, batches // _LEAST_BATCHES)) == 0
+
+
+STANDARD = Effort(4, 0.1)
+THOROUGH = Effort(1, 0.01)
 
 
 @dataclass(frozen=True)
@@ -52,12 +76,17 @@ class Site:
     writes: bool
 
 
+def batch_samples(config: ModelConfig, length: int) -> int:
+    """How many samples of a length go through the model together."""
+    return max(1, min(_TOKENS_AT_ONCE, _BATCH_VALUES // config.intermediate_size) // length)
+
+
 class BlockQuantizer:
     """Gives the quantized weights of one decoder block after the other."""
 
     def __init__(
         self, source: Checkpoint, tokens: Tensor, schemes: Mapping[str, QuantScheme], scale_dtype: torch.dtype,
-        states: States, device: torch.device,
+        states: States, device: torch.device, effort: Effort = STANDARD,
     ) -> None:  # fmt: skip
         """Embed the samples.
 
@@ -68,7 +97,9 @@ class BlockQuantizer:
             scale_dtype: dtype the scales are stored in.
             states: holds the activations.
             device: where everything is computed.
+            effort: how much to do about drift.
         """
+        self._effort = effort
         self._source = source
         self._schemes = schemes
         self._scale_dtype = scale_dtype
@@ -78,10 +109,10 @@ class BlockQuantizer:
         embedding = source.load("model.embed_tokens.weight")
         assert isinstance(embedding, Tensor)
         own = tokens[self._ranks.share(len(tokens))]
-        parts = torch.split(own, max(1, TOKENS_AT_ONCE // tokens.shape[1])) if len(own) else ()
+        parts = torch.split(own, batch_samples(source.config, tokens.shape[1])) if len(own) else ()
         self._batches = len(parts)
         for index, part in enumerate(parts):
-            for stream in ("seen", "float")[: 1 + (index % _FLOAT_STRIDE == 0)]:
+            for stream in ("seen", "float")[: 1 + effort.follows(index, len(parts))]:
                 states.put((stream, index), nn.functional.embedding(part, embedding).float())
         self._positions = torch.arange(tokens.shape[1], device=device)
         self._angles = Rotary(source.config).to(device)(self._positions)
@@ -104,24 +135,30 @@ class BlockQuantizer:
             self._load(site, floats, seen)
             wanted = self._wanted(site)
             statistics = self._run(site, floats, seen, gather=bool(wanted) and finished is None)
+            if site.writes:
+                self._pass_on(site.modules[0], floats, seen)
+            give_back()
             if finished is not None:
                 solved: dict[str, Result] = {name: (finished(name + ".weight"), {}) for name in wanted}
             else:
-                solved = {} if statistics is None else self._solve(wanted, floats, statistics)
+                solved = {} if statistics is None else self._solve(site, wanted, floats, statistics)
+            del statistics
+            for module in site.modules:  # what stays float
+                _set(seen, module, floats.get_submodule(module))
             for name, (quantized, _) in solved.items():
-                weight = quantized.to(self._device).dequantize()
-                seen.get_submodule(wanted[name]).weight = nn.Parameter(weight, requires_grad=False)
-                results[name + ".weight"] = quantized, solved[name][1]
+                linear = nn.Linear(1, 1, device="meta")
+                linear.weight = nn.Parameter(quantized.to(self._device).dequantize(), requires_grad=False)
+                linear.bias = floats.get_submodule(wanted[name]).bias  # type: ignore[assignment]
+                _set(seen, wanted[name], linear)
+                results[name + ".weight"] = solved[name]
             if site.writes:
                 self._pending = seen.get_submodule(site.modules[0])
-                for block in (floats, seen):  # its part of the block is done with
-                    delattr(block, site.modules[0].partition(".")[0])
         self._layer += 1
         return results
 
     def _sites(self) -> tuple[Site, ...]:
         config = self._source.config
-        mask = causal_mask(self._positions, self._positions, config.windows[self._layer])
+        mask = own_mask(self._positions, config.windows[self._layer])
 
         def mixed(block: Block, x: Tensor) -> Tensor:
             return block.self_attn.mix(block.input_layernorm(x), self._positions, self._angles, mask, None)
@@ -136,12 +173,21 @@ class BlockQuantizer:
             Site(("mlp.down_proj",), (), lambda block, x: block.mlp.gate(block.post_attention_layernorm(x)), True),
         )  # fmt: skip
 
+    def _pass_on(self, module: str, floats: Block, seen: Block) -> None:
+        """Forget the part of the block that leads up to a module; what is left is to solve that one."""
+        part = module.partition(".")[0]
+        linear = floats.get_submodule(module)
+        for block in (floats, seen):
+            setattr(block, part, nn.Module())
+        _set(floats, module, linear)
+
     def _load(self, site: Site, floats: Block, seen: Block) -> None:
-        """Fill a site's modules with the float weights, in both blocks."""
+        """Fill a site's modules with the float weights; the norms serve both blocks."""
         for name in (*site.norms, *site.modules):
             prefix = f"{BLOCK_PREFIX.format(self._layer)}{name}."
-            for block in (floats, seen):
-                fill(block.get_submodule(name), self._source, prefix, self._device, torch.float32, None)
+            fill(floats.get_submodule(name), self._source, prefix, self._device, torch.float32, None)
+        for name in site.norms:
+            _set(seen, name, floats.get_submodule(name))
 
     def _wanted(self, site: Site) -> dict[str, str]:
         """The modules to quantize: full name to name within the block."""
@@ -150,25 +196,28 @@ class BlockQuantizer:
 
     def _run(self, site: Site, floats: Block, seen: Block, *, gather: bool) -> InputStatistics | None:
         """Take both streams through a site; what its inputs were like, if asked for."""
-        module = site.modules[0]
-        width = floats.get_submodule(module).in_features
-        assert isinstance(width, int)
-        statistics = InputStatistics(width, self._device) if gather else None
+        first = floats.get_submodule(site.modules[0])
+        assert isinstance(first, nn.Linear)
+        statistics = None
+        if gather:
+            drift_width = first.out_features if site.writes else first.in_features
+            statistics = InputStatistics(first.in_features, drift_width, self._device)
         for index in range(self._batches):
             x = self._take("seen", index)
             if self._pending is not None:
                 x += self._pending(self._take("inputs", index))
             inputs = site.inputs(seen, x)
-            if statistics is not None:
-                statistics.add(inputs)
-            if index % _FLOAT_STRIDE == 0:
+            if self._effort.follows(index, self._batches):
                 y = self._take("float", index)
                 reference = site.inputs(floats, y)
-                if statistics is not None:
-                    statistics.add_drift(inputs, reference)
                 if site.writes:
-                    y += floats.get_submodule(module)(reference)
+                    outputs = first(reference)
+                    y += outputs
+                if statistics is not None:
+                    statistics.add_pair(inputs, outputs - first(inputs) if site.writes else reference - inputs)
                 self._put("float", index, y)
+            elif statistics is not None:
+                statistics.add(inputs)
             if site.writes:
                 self._put("inputs", index, inputs)
             self._put("seen", index, x)
@@ -177,47 +226,73 @@ class BlockQuantizer:
             statistics.finish(self._ranks)
         return statistics
 
-    def _solve(self, wanted: Mapping[str, str], floats: Block, statistics: InputStatistics) -> dict[str, Result]:
+    def _solve(
+        self, site: Site, wanted: Mapping[str, str], floats: Block, statistics: InputStatistics
+    ) -> dict[str, Result]:
         """Quantize the modules of a site, those of one scheme together."""
         by_scheme: dict[QuantScheme, list[str]] = defaultdict(list)
         for name in wanted:
             by_scheme[self._schemes[name]].append(name)
+        weights = {scheme: _stacked(floats, [wanted[name] for name in names]) for scheme, names in by_scheme.items()}
+        try:
+            solved = self._solve_stacked(weights, statistics, outputs=site.writes)
+        except NonFiniteError as error:
+            raise NonFiniteError(f"layer '{next(iter(wanted))}': {error.problem}", path=self._source.path) from error
+        except SingularError as error:
+            return {name: self._rounded(name, _weight(floats, wanted[name]), str(error)) for name in wanted}
         results: dict[str, Result] = {}
         for scheme, names in by_scheme.items():
-            weights = [_weight(floats, wanted[name]) for name in names]
-            try:
-                solved = self._solve_rows(weights[0] if len(weights) == 1 else torch.cat(weights), statistics, scheme)
-            except NonFiniteError as error:
-                raise NonFiniteError(f"layer '{names[0]}': {error.problem}", path=self._source.path) from error
-            except SingularError as error:
-                for name, weight in zip(names, weights, strict=True):
-                    rounded = quantize_rtn(weight, scheme, self._scale_dtype)
-                    results[name] = rounded.to("cpu"), {"solver": "round-to-nearest", "fallback": str(error)}
-                continue
             start = 0
-            for name, weight in zip(names, weights, strict=True):
-                stop = start + weight.shape[0]
-                results[name] = solved[0].rows(start, stop), _record(solved[1].rows(start, stop))
-                start = stop
+            for name in names:
+                rows = start, start + len(_weight(floats, wanted[name]))
+                quantized, report = solved[scheme]
+                results[name] = quantized.rows(*rows), _record(report.rows(*rows))
+                start = rows[1]
         return results
 
-    def _solve_rows(
-        self, weight: Tensor, statistics: InputStatistics, scheme: QuantScheme
-    ) -> tuple[QuantTensor, GptqReport]:
-        """GPTQ on this process's share of the rows, joined with the others'."""
-        total = weight.shape[0]
-        part = weight[self._ranks.share(total)]
-        target = compensated(part, statistics.hessian, statistics.drift)
-        quantized, report = gptq(part, statistics.hessian, scheme, self._scale_dtype, target=target)
+    def _solve_stacked(
+        self, weights: Mapping[QuantScheme, Tensor], statistics: InputStatistics, *, outputs: bool
+    ) -> dict[QuantScheme, tuple[QuantTensor, GptqReport]]:
+        """GPTQ on all rows [O, I] of each scheme; of several processes each solves its share of them.
+
+        Args:
+            outputs: whether the drift is that of the outputs.
+        """
+        parts = {scheme: (rows[self._ranks.share(len(rows))], len(rows)) for scheme, rows in weights.items()}
+        hessian, paired, drift = statistics.release()
+        factor = torch.linalg.cholesky(Damped.of_(paired, self._effort.damping).matrix)
+        del paired
+        targets = {}
+        for scheme, (part, total) in parts.items():
+            targets[scheme] = torch.empty_like(part)
+            own_drift = drift[self._ranks.share(total)] if outputs else drift
+            for start, stop in row_chunks(*part.shape):
+                pull = own_drift[start:stop] if outputs else part[start:stop] @ own_drift
+                targets[scheme][start:stop] = compensated(part[start:stop], factor, pull)
+        del factor, drift
+        damped = Damped.of_(hessian)
+        found = {}
+        for scheme, (part, total) in parts.items():
+            solved = solve(part, damped, scheme, self._scale_dtype, target=targets.pop(scheme))
+            found[scheme] = self._joined(*solved, total)
+        return found
+
+    def _joined(self, quantized: QuantTensor, report: GptqReport, total: int) -> tuple[QuantTensor, GptqReport]:
+        """The rows of all processes, on the CPU."""
         codes, error, energy = (
             self._ranks.join(rows, total) for rows in (quantized.codes, report.error, report.energy)
         )
         scale = self._ranks.join(quantized.scale.float(), total).to(self._scale_dtype)
         zero = None if quantized.zero is None else self._ranks.join(quantized.zero, total)
         return (
-            QuantTensor(codes, scale, zero, scheme).to("cpu"),
+            QuantTensor(codes, scale, zero, quantized.scheme).to("cpu"),
             GptqReport(report.damping, report.dead_columns, error.cpu(), energy.cpu()),
         )
+
+    def _rounded(self, name: str, weight: Tensor, reason: str) -> Result:
+        """What a layer falls back to."""
+        quantized = quantize_rtn(weight, self._schemes[name], self._scale_dtype).to("cpu")
+        return quantized, {"solver": "round-to-nearest", "fallback": reason}
 
     def _take(self, stream: str, index: int) -> Tensor:
         return self._states.take((stream, index)).to(self._device)
@@ -230,6 +305,25 @@ def _weight(block: Block, module: str) -> Tensor:
     linear = block.get_submodule(module)
     assert isinstance(linear, nn.Linear)
     return linear.weight
+
+
+def _stacked(block: Block, modules: Sequence[str]) -> Tensor:
+    """The rows of some linears, one below the other; the linears' own weights become views of them."""
+    if len(modules) == 1:
+        return _weight(block, modules[0])
+    rows = torch.cat([_weight(block, module) for module in modules])
+    start = 0
+    for module in modules:
+        linear = block.get_submodule(module)
+        stop = start + len(_weight(block, module))
+        linear.weight = nn.Parameter(rows[start:stop], requires_grad=False)
+        start = stop
+    return rows
+
+
+def _set(block: Block, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(block.get_submodule(parent), child, module)
 
 
 def _record(report: GptqReport) -> dict[str, object]:

@@ -14,37 +14,52 @@ class InputStatistics:
     """Sums over the inputs X [N, I] of a layer.
 
     Attributes:
-        hessian: [I, I] float32, ``X.T @ X``; whole after `finish`.
-        drift: [I, I] float32, ``(X_float - X).T @ X``, where X_float are the inputs of the
-            unquantized model; gathered from some of the inputs and scaled to all.
+        hessian: [I, I] float32, ``X.T @ X``; of all inputs after `finish`.
+        paired: the same of those inputs whose counterparts in the unquantized model are known.
+        drift: [R, I] float32, ``D.T @ X`` over these, where D [N, R] is how far the unquantized
+            model is from this one: in the layer's inputs, or in what the layer would give.
     """
 
-    def __init__(self, width: int, device: torch.device) -> None:
+    def __init__(self, width: int, drift_width: int, device: torch.device) -> None:
         self.hessian = torch.zeros(width, width, device=device)
-        self.drift = torch.zeros(width, width, device=device)
-        self._counts = torch.zeros(2, dtype=torch.float64, device=device)
+        self.paired = torch.zeros(width, width, device=device)
+        self.drift = torch.zeros(drift_width, width, device=device)
 
     def add(self, inputs: Tensor) -> None:
-        """Take up inputs [..., I]: only one triangle, in strips, since the sum is symmetric."""
-        x = inputs.flatten(0, -2)
-        self._counts[0] += x.shape[0]
-        width = x.shape[1]
-        step = -(-width // _STRIPS)
-        for start in range(0, width, step):
-            self.hessian[start : start + step, start:].addmm_(x[:, start : start + step].t(), x[:, start:])
+        """Take up inputs [..., I]."""
+        _add_square(self.hessian, inputs.flatten(0, -2))
 
-    def add_drift(self, inputs: Tensor, reference: Tensor) -> None:
-        """Take up what the unquantized model's layer sees in the place of `inputs`, both [..., I]."""
+    def add_pair(self, inputs: Tensor, difference: Tensor) -> None:
+        """Take up inputs [..., I] and how far the unquantized model is from them, [..., R]."""
         x = inputs.flatten(0, -2)
-        self._counts[1] += x.shape[0]
-        self.drift.addmm_((reference.flatten(0, -2) - x).t(), x)
+        _add_square(self.paired, x)
+        self.drift.addmm_(difference.flatten(0, -2).t(), x)
+
+    def release(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Hessian, paired and drift, which are the caller's from here on."""
+        given = self.hessian, self.paired, self.drift
+        del self.hessian, self.paired, self.drift
+        return given
 
     def finish(self, ranks: Ranks) -> None:
-        """Add up what all processes gathered, and fill in the other triangle."""
-        for sums in (self.hessian, self.drift, self._counts):
+        """Add up what all processes gathered."""
+        self.hessian += self.paired
+        for sums in (self.hessian, self.paired):
             ranks.add_up_(sums)
-        step = -(-self.hessian.shape[0] // _STRIPS)
-        for start in range(0, self.hessian.shape[0], step):
-            stop = start + step
-            self.hessian[stop:, start:stop] = self.hessian[start:stop, stop:].t()
-        self.drift *= (self._counts[0] / self._counts[1].clamp(min=1)).item()
+            _fill_lower(sums)
+        ranks.add_up_(self.drift)
+
+
+def _add_square(total: Tensor, x: Tensor) -> None:
+    """Add ``x.T @ x``, only the upper triangle in strips, since it is symmetric."""
+    width = x.shape[1]
+    step = -(-width // _STRIPS)
+    for start in range(0, width, step):
+        total[start : start + step, start:].addmm_(x[:, start : start + step].t(), x[:, start:])
+
+
+def _fill_lower(total: Tensor) -> None:
+    step = -(-total.shape[0] // _STRIPS)
+    for start in range(0, total.shape[0], step):
+        stop = start + step
+        total[stop:, start:stop] = total[start:stop, stop:].t()

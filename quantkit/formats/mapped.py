@@ -39,6 +39,7 @@ class MappedFile:
         self._get: Callable[[str], Tensor] | None = None
         self._touched = 0
         self._views: list[Tensor] = []
+        self._dropped: list[Tensor] = []
 
     def tensor(self, name: str) -> Tensor:
         """The named tensor as a view of the file."""
@@ -56,9 +57,9 @@ class MappedFile:
         if self._touched <= self._budget:
             return
         if self._private_map:
-            for view in self._views:
+            for view in self._dropped + self._views:  # whoever still read a dropped one has brought it back
                 _drop_pages(view)
-            self._views.clear()
+            self._dropped, self._views = self._views, []
         else:
             self._get = None
         self._touched = 0

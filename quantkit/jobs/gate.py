@@ -22,7 +22,7 @@ from quantkit.qtensor import QuantTensor, relative_error
 from quantkit.quality import Quality, compare, text_windows, token_perplexity
 
 WINDOW = 256
-_WINDOWS = 4
+_WINDOWS = 2
 _LARGE_PARAMETERS = 10**9
 _WORST = 3
 _REPEATABLE = 0.005

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quantkit.calibration.data import Calibration, load_calibration
 from quantkit.calibration.layers import GptqSolver, LayerSolver, solve_rtn
+from quantkit.calibration.pipeline import STANDARD, THOROUGH
 from quantkit.calibration.ranks import Ranks
 from quantkit.config import ModelConfig
 from quantkit.errors import NonFiniteError, RequestError
@@ -32,7 +33,7 @@ from quantkit.scheme import QuantPlan, QuantScheme
 from quantkit.tokenizer import Tokenizer
 
 METHODS = ("rtn", "gptq")
-ACTIVATION_MEMORY = 4 << 30
+ACTIVATION_MEMORY = 4 * 10**9
 SCRATCH = ".activations"
 _CALIBRATION_LENGTH = 2048
 
@@ -47,6 +48,7 @@ def quantize(
     samples: int = 128,
     length: int | None = None,
     seed: int = 0,
+    thorough: bool = False,
     activation_memory: int = ACTIVATION_MEMORY,
     device: str | None = None,
     keep: Iterable[str] = (),
@@ -71,6 +73,8 @@ def quantize(
         calibration: a file or a hub dataset, see `load_calibration`.
         samples, length, seed: how many samples of how many tokens are drawn from it, and
             the seed of their places; by default the model's context, 2048 at most.
+        thorough: follow the float model on all samples rather than on some of them; slower
+            and closer.
         activation_memory: bytes of calibration activations held in memory; more go to
             the disk of `dst`.
         device: where GPTQ computes, as torch spells it; a GPU by default if there is one.
@@ -103,9 +107,10 @@ def quantize(
         drawn = _draw(calibration, tokenizer, source, samples, length, seed)
         notes += _too_few_tokens(drawn, source.config)
         options["calibration"] = drawn.to_json()
+        options["thorough"] = thorough
         solver = GptqSolver(
             source, drawn, assigned, scale_dtype, device=torch.device(device or _default_device()),
-            memory_bytes=activation_memory,
+            memory_bytes=activation_memory, effort=THOROUGH if thorough else STANDARD,
         )  # fmt: skip
     solve: LayerSolver = solver or solve_rtn
     encoder = SafetensorsEncoder(planned_tensors(source, assigned), SHARD_BYTES)

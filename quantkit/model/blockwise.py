@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.model.decoder import RMSNorm, causal_mask
+from quantkit.model.decoder import RMSNorm, own_mask
 from quantkit.model.rope import Rotary
 from quantkit.model.streamed import streamed_block
 from quantkit.progress import Progress, silent
@@ -19,7 +19,7 @@ from quantkit.qtensor import float_rows, row_chunks
 
 @dataclass(frozen=True)
 class Batch:
-    """Token sequences [B, T] at positions [T]."""
+    """Token sequences [B, T] at rising positions [T]."""
 
     tokens: Tensor
     positions: Tensor
@@ -43,7 +43,7 @@ def blockwise_hidden(checkpoint: Checkpoint, batches: Sequence[Batch], *, progre
         progress(layer, config.num_layers, f"layer {layer}")
         block = streamed_block(checkpoint, layer)
         for index, batch in enumerate(batches):
-            mask = causal_mask(batch.positions, batch.positions, config.windows[layer])
+            mask = own_mask(batch.positions, config.windows[layer])
             states[index] = block(states[index], batch.positions, angles[index], mask, None)
     norm = RMSNorm(config.hidden_size, config.norm_eps)
     norm.weight = torch.nn.Parameter(_tensor(checkpoint, "model.norm.weight").float(), requires_grad=False)

@@ -26,8 +26,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        mean = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / x.shape[-1]
+        return (wide * torch.rsqrt(mean + self.eps)).to(x.dtype).mul_(self.weight)
 
 
 class Attention(nn.Module):
@@ -46,15 +46,18 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
     def forward(
-        self, x: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor, cache: KVCache | None
+        self, x: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: KVCache | None
     ) -> Tensor:
         out: Tensor = self.o_proj(self.mix(x, positions, angles, mask, cache))  # [B, T, D]
         return out
 
     def mix(
-        self, x: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor, cache: KVCache | None
+        self, x: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: KVCache | None
     ) -> Tensor:
-        """What the output projection is applied to: values mixed by attention, [B, T, H * Dh]."""
+        """What the output projection is applied to: values mixed by attention, [B, T, H * Dh].
+
+        Without a mask each of the T positions sees those up to itself.
+        """
         batch, length, _ = x.shape  # [B, T, D]
         queries = self.q_proj(x).view(batch, length, -1, self.head_dim)  # [B, T, H, Dh]
         keys = self.k_proj(x).view(batch, length, -1, self.head_dim)  # [B, T, K, Dh]
@@ -65,7 +68,9 @@ class Attention(nn.Module):
         keys = rotate(keys.transpose(1, 2), *angles)  # [B, K, T, Dh]
         if cache is not None:
             keys, values = cache.update(self.layer, positions, keys, values)  # [B, K, S, Dh]
-        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+        mixed = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        )
         return mixed.transpose(1, 2).reshape(batch, length, -1)
 
 
@@ -85,7 +90,7 @@ class MLP(nn.Module):
 
     def gate(self, x: Tensor) -> Tensor:
         """What the down projection is applied to: the gated inner states, [B, T, F]."""
-        inner: Tensor = F.silu(self.gate_proj(x)) * self.up_proj(x)
+        inner: Tensor = F.silu(self.gate_proj(x)).mul_(self.up_proj(x))
         return inner
 
 
@@ -101,7 +106,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor, cache: KVCache | None
+        self, x: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: KVCache | None
     ) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), positions, angles, mask, cache)
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
@@ -149,8 +154,7 @@ class Decoder(nn.Module):
         """
         x = self.model.embed_tokens(tokens)
         angles = self.rotary(positions)
-        keys = positions if cache is None else torch.arange(cache.length, device=positions.device)
-        masks = {window: causal_mask(positions, keys, window) for window in set(self.config.windows)}
+        masks = {window: _mask(positions, window, cache) for window in set(self.config.windows)}
         for block in self.model.layers:
             x = block(x, positions, angles, masks[block.window], cache)  # type: ignore[index]
         return self.model.norm(x)  # type: ignore[no-any-return]
@@ -165,6 +169,17 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, cache: KVCache | None = None) -> Tensor:
         """Logits [B, T, V] for tokens [B, T] at positions [T]."""
         return self.head(self.hidden(tokens, positions, cache))
+
+
+def own_mask(positions: Tensor, window: int | None) -> Tensor | None:
+    """Which of the rising positions [T] each of them sees: bool [T, T], or None for all up to itself."""
+    return None if window is None else causal_mask(positions, positions, window)
+
+
+def _mask(positions: Tensor, window: int | None, cache: KVCache | None) -> Tensor | None:
+    if cache is None:
+        return own_mask(positions, window)
+    return causal_mask(positions, torch.arange(cache.length, device=positions.device), window)
 
 
 def causal_mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:

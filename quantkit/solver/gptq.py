@@ -23,10 +23,10 @@ from quantkit.scheme import QuantScheme
 from quantkit.solver.grid import search_scales
 
 DAMPING = 0.01
-DRIFT_DAMPING = 0.1
 _MOST_DAMPING = 1.0
 _BLOCK = 32
 _REFIT_BYTES = 1 << 26
+_WEIGHTS_AT_ONCE = 1 << 22
 
 
 class SingularError(ArithmeticError):
@@ -86,24 +86,57 @@ class Grid:
         return (grouped * self.scale.unsqueeze(1)).view_as(codes)
 
 
-def compensated(weight: Tensor, hessian: Tensor, drift: Tensor) -> Tensor:
-    """The weights [O, I] that on the inputs the layer will see come closest to what it should give.
+@dataclass(frozen=True)
+class Damped:
+    """A Hessian with as little damping as makes it positive definite.
 
-    Damped more than the solver, since the drift is known from fewer inputs.
+    Attributes:
+        matrix: [I, I] float32.
+        diagonal: [I] its diagonal before; the mean where an input was always zero.
+        damping: share of the mean of `diagonal` that was added.
+        dead: number of inputs that were always zero.
+    """
+
+    matrix: Tensor
+    diagonal: Tensor
+    damping: float
+    dead: int
+
+    @classmethod
+    def of_(cls, hessian: Tensor, least: float = DAMPING) -> Damped:
+        """Damp a Hessian [I, I] in place.
+
+        Raises:
+            NonFiniteError: if it holds NaN or Inf.
+            SingularError: if adding the whole mean diagonal is not enough.
+        """
+        if not torch.isfinite(hessian).all():
+            raise NonFiniteError("the Hessian holds NaN or Inf")
+        diagonal = hessian.diagonal().clone()
+        dead = diagonal == 0
+        diagonal[dead] = diagonal.mean() if diagonal.any() else 1.0
+        mean = diagonal.mean()
+        damping = least
+        while True:
+            hessian.diagonal().copy_(diagonal + damping * mean)
+            if not torch.linalg.cholesky_ex(hessian).info:
+                return cls(hessian, diagonal, damping, int(dead.sum()))
+            if damping >= _MOST_DAMPING:
+                raise SingularError(f"the Hessian stays singular with {damping:g} of its mean diagonal added")
+            damping = min(10 * damping, _MOST_DAMPING)
+
+
+def compensated(weight: Tensor, factor: Tensor, pull: Tensor) -> Tensor:
+    """The weights [O, I] that on the inputs the layer will see come closest to what it should give.
 
     Args:
         weight: [O, I] float32.
-        hessian: [I, I] float32, ``X.T @ X`` over the inputs X that the layer will see.
-        drift: [I, I] float32, ``(X_float - X).T @ X``, where X_float are the inputs of
-            the unquantized model.
-
-    Raises:
-        SingularError: see `damped`.
+        factor: [I, I] lower Cholesky factor of the damped ``X.T @ X`` over inputs X that the
+            layer will see.
+        pull: [O, I] float32, ``weight @ (X_float - X).T @ X`` over the same, where X_float
+            are the inputs of the unquantized model.
     """
-    positive, diagonal, _ = damped(hessian)
-    positive.diagonal().add_(DRIFT_DAMPING * diagonal.mean())
-    factor = torch.linalg.cholesky(positive)
-    return weight + torch.cholesky_solve((weight @ drift).t(), factor).t()
+    return weight + torch.cholesky_solve(pull.t(), factor).t()
 
 
 def gptq(
@@ -115,75 +148,77 @@ def gptq(
         weight: [O, I], any float dtype; not changed.
         hessian: [I, I] float32, ``X.T @ X`` over the inputs the layer will really see;
             not changed.
+        scheme, scale_dtype, target: as for `solve`.
+
+    Raises:
+        NonFiniteError: if the weight or the Hessian holds NaN or Inf.
+        SingularError: see `Damped.of_`.
+    """
+    return solve(weight, Damped.of_(hessian.clone()), scheme, scale_dtype, target=target)
+
+
+def solve(
+    weight: Tensor, hessian: Damped, scheme: QuantScheme, scale_dtype: torch.dtype, *, target: Tensor | None = None
+) -> tuple[QuantTensor, GptqReport]:
+    """`gptq` with a Hessian that is damped already.
+
+    Args:
+        weight: [O, I], any float dtype; not changed.
+        hessian: not changed.
         scheme: the group size must divide I.
         scale_dtype: dtype the scales are stored in.
         target: what the codes are to come close to, if not `weight`; see `compensated`.
 
     Raises:
-        NonFiniteError: if the weight or the Hessian holds NaN or Inf.
-        SingularError: see `damped`.
+        NonFiniteError: if the weight holds NaN or Inf.
     """
-    if not (torch.isfinite(weight).all() and torch.isfinite(hessian).all()):
-        raise NonFiniteError("the weight or its Hessian holds NaN or Inf")
-    original = weight.float()
-    columns = original.shape[1]
-    positive, diagonal, damping = damped(hessian)
-    dead = int((hessian.diagonal() == 0).sum())
-    wanted = (original if target is None else target.float()).t().contiguous()
-    scale, zero = search_scales(wanted, diagonal, scheme, scale_dtype)
-    order = torch.argsort(diagonal, descending=True, stable=True)
-    codes = solve_codes(wanted, positive, Grid.of(scale, zero, scheme, columns), order)
-    pull = positive @ wanted
-    scale = refit_scales(pull, codes, positive, scale)
-    grid = Grid.of(scale, zero, scheme, columns)
-    codes = descend(pull, codes, positive, grid, order)
-    del pull, positive
+    if not torch.isfinite(weight).all():
+        raise NonFiniteError("the weight holds NaN or Inf")
+    order = torch.argsort(hessian.diagonal, descending=True, stable=True)
+    factor = inverse_factor(hessian.matrix, order)
+    rows, columns = weight.shape
+    step = max(1, _WEIGHTS_AT_ONCE // columns)
+    parts = []
+    for start in range(0, max(rows, 1), step):
+        part = weight[start : start + step].float()
+        wanted = part if target is None else target[start : start + step].float()
+        parts.append(_solve_rows(part, wanted, hessian, factor, order, scheme, scale_dtype))
+    codes, scales, zeros, errors, energies = zip(*parts, strict=True)
+    quantized = QuantTensor(torch.cat(codes), torch.cat(scales), None if scheme.symmetric else torch.cat(zeros), scheme)
+    return quantized, GptqReport(hessian.damping, hessian.dead, torch.cat(errors), torch.cat(energies))
+
+
+def _solve_rows(
+    weight: Tensor, target: Tensor, hessian: Damped, factor: Tensor, order: Tensor, scheme: QuantScheme,
+    scale_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
+    """Some rows [O, I] of a layer: codes, scale, zero point, and the row's error and energy."""
+    wanted = target.t().contiguous()
+    scale, zero = search_scales(wanted, hessian.diagonal, scheme, scale_dtype)
+    codes = solve_codes(wanted, factor, Grid.of(scale, zero, scheme, len(wanted)), order)
+    pull = hessian.matrix @ wanted
+    scale = refit_scales(pull, codes, hessian.matrix, scale)
+    grid = Grid.of(scale, zero, scheme, len(wanted))
+    codes = descend(pull, codes, hessian.matrix, grid, order)
     offset = scheme.levels // 2 if zero is None else zero.float().repeat_interleave(grid.size, dim=0)
-    unsigned = codes.add_(offset).to(torch.uint8).t().contiguous()
-    quantized = QuantTensor(unsigned, scale.t().contiguous(), None if zero is None else zero.t().contiguous(), scheme)
-    error = _row_energy(quantized.dequantize() - original, hessian)
-    return quantized, GptqReport(damping, dead, error, _row_energy(original, hessian))
+    unsigned = (codes + offset).to(torch.uint8).t().contiguous()
+    scale, zero = scale.t().contiguous(), None if zero is None else zero.t().contiguous()
+    error = _row_energy(QuantTensor(unsigned, scale, zero, scheme).dequantize() - weight, hessian)
+    return unsigned, scale, zero, error, _row_energy(weight, hessian)
 
 
-def damped(hessian: Tensor) -> tuple[Tensor, Tensor, float]:
-    """A copy of the Hessian [I, I] with as little damping as makes it positive definite.
-
-    Inputs that were always zero get the mean diagonal.
-
-    Returns:
-        The copy, its diagonal [I] before damping, and the share of its mean that was added.
-
-    Raises:
-        SingularError: if adding the whole mean diagonal is not enough.
-    """
-    diagonal = hessian.diagonal().clone()
-    dead = diagonal == 0
-    diagonal[dead] = diagonal.mean() if diagonal.any() else 1.0
-    mean = diagonal.mean()
-    result = hessian.clone()
-    damping = DAMPING
-    while True:
-        result.diagonal().copy_(diagonal + damping * mean)
-        if not torch.linalg.cholesky_ex(result).info:
-            return result, diagonal, damping
-        if damping >= _MOST_DAMPING:
-            raise SingularError(f"the Hessian stays singular with {_MOST_DAMPING} of its mean diagonal added")
-        damping *= 10
-
-
-def solve_codes(target: Tensor, hessian: Tensor, grid: Grid, order: Tensor, *, block: int = _BLOCK) -> Tensor:
+def solve_codes(target: Tensor, factor: Tensor, grid: Grid, order: Tensor, *, block: int = _BLOCK) -> Tensor:
     """Round input after input, letting those to come make up for each error.
 
     Args:
         target: [I, O] float32.
-        hessian: [I, I] float32, positive definite.
+        factor: [I, I] float32, see `inverse_factor`.
         order: [I] the order of the inputs.
         block: inputs per lazy update; changes nothing but speed.
 
     Returns:
         Codes less their zero points, float32 [I, O], in the inputs' own order.
     """
-    factor = _inverse_factor(hessian, order)
     rest = target[order]
     codes = torch.empty_like(rest)
     sequence = order.tolist()
@@ -241,7 +276,8 @@ def descend(pull: Tensor, codes: Tensor, hessian: Tensor, grid: Grid, order: Ten
     Args:
         pull: [I, O] float32, Hessian times target.
         codes: [I, O] float32, less their zero points; not changed.
-        hessian, grid, order, block: as for `solve_codes`.
+        hessian: [I, I] float32, positive definite.
+        grid, order, block: as for `solve_codes`.
     """
     codes = codes.clone()
     gradient = torch.addmm(pull, hessian, grid.values(codes), alpha=-1)
@@ -262,15 +298,19 @@ def descend(pull: Tensor, codes: Tensor, hessian: Tensor, grid: Grid, order: Ten
     return codes
 
 
-def _inverse_factor(hessian: Tensor, order: Tensor) -> Tensor:
+def inverse_factor(hessian: Tensor, order: Tensor) -> Tensor:
     """Upper Cholesky factor of the inverse of the reordered Hessian."""
-    lower = torch.linalg.cholesky(hessian[order][:, order])
+    reordered = hessian[order.unsqueeze(1), order]
+    lower = torch.linalg.cholesky(reordered)
+    del reordered
     inverse = torch.cholesky_inverse(lower)
     del lower
     factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
     return factor
 
 
-def _row_energy(matrix: Tensor, hessian: Tensor) -> Tensor:
-    """Diagonal of ``matrix @ hessian @ matrix.T``, float64."""
-    return ((matrix @ hessian).mul_(matrix)).sum(1, dtype=torch.float64)
+def _row_energy(matrix: Tensor, hessian: Damped) -> Tensor:
+    """Diagonal of ``matrix @ H @ matrix.T`` for the Hessian H before it was damped, [O] float64."""
+    whole = (matrix @ hessian.matrix).mul_(matrix).sum(1, dtype=torch.float64)
+    added = hessian.matrix.diagonal() - hessian.diagonal
+    return (whole - (matrix.square() @ added).double()).clamp_(min=0)

@@ -1,0 +1,67 @@
+"""``quantkit quantize``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from quantkit.cli.commands import done, writing
+from quantkit.cli.processes import together
+from quantkit.cli.progress import bar
+from quantkit.errors import RequestError
+
+
+@click.command()
+@writing
+@click.option("--scheme", help="int8, int4-g32, int4-g64 or int4-g128; -asym for zero points.")
+@click.option("--plan", type=click.Path(path_type=Path), help="JSON with a default scheme and overrides.")
+@click.option(
+    "--method", type=click.Choice(["rtn", "gptq"]), default="rtn", show_default=True, help="Rounding or GPTQ."
+)
+@click.option("--calibration", help="Text for GPTQ: a file, or a hub dataset owner/name:config:split.")
+@click.option("--samples", type=int, default=128, show_default=True, help="Calibration samples.")
+@click.option("--length", type=int, help="Tokens in each; the model's context by default, 2048 at most.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the samples' places in the text.")
+@click.option("--thorough", is_flag=True, help="Slower GPTQ, closer to the source.")
+@click.option(
+    "--activation-memory",
+    type=float,
+    default=4.0,
+    show_default=True,
+    metavar="GB",
+    help="Calibration activations held in memory; more go to DST's disk.",
+)
+@click.option("--device", help="Where GPTQ computes: cpu or cuda; a GPU if there is one.")
+@click.option("--accept-quality-loss", is_flag=True, help="Keep a result that is too far from its source.")
+@click.option("--keep", multiple=True, metavar="PATTERN", help="Layers to keep as floats, a glob; repeatable.")
+@click.option("--strict", is_flag=True, help="Fail if a layer's shape does not fit the scheme.")
+def quantize(**options: Any) -> None:
+    """Quantize the linear layers of the model in SRC into the new folder DST.
+
+    The result is held against SRC before it gets its name; one that is too far from it
+    exits with 8. Under torchrun the calibration is shared by all processes.
+    """
+    from quantkit.jobs.quantize import quantize as job
+
+    arguments = job_arguments(options)
+    with together() as first, bar("quantize", show=first) as progress:
+        notes = job(**arguments, progress=progress)
+    if first:
+        done(arguments["dst"], notes)
+
+
+def job_arguments(options: dict[str, Any]) -> dict[str, Any]:
+    """What the command's options are called in `quantkit.quantize`.
+
+    Raises:
+        RequestError: unless either a scheme or a plan is given.
+    """
+    from quantkit.scheme import QuantPlan
+
+    scheme, path = options.pop("scheme"), options.pop("plan")
+    if (scheme is None) == (path is None):
+        raise RequestError("give one of --scheme and --plan")
+    memory = int(options.pop("activation_memory") * 1e9)
+    return {**options, "plan": scheme if path is None else QuantPlan.from_json(path), "activation_memory": memory}

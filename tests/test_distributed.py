@@ -1,0 +1,106 @@
+"""Several processes share one calibration."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import quantkit
+from quantkit.calibration.pipeline import BlockQuantizer
+from quantkit.calibration.ranks import Ranks
+from quantkit.calibration.states import States
+from quantkit.data.files import excerpt
+from quantkit.formats.checkpoint import schemes
+from quantkit.formats.detect import open_checkpoint
+from quantkit.qtensor import QuantTensor
+from quantkit.scheme import QuantScheme
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "calibration.txt"
+    path.write_text(excerpt()[5000:])
+    return path
+
+
+def _torchrun(processes: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return subprocess.run(
+        [*command, "-m", "quantkit.cli", *map(str, arguments)], capture_output=True, text=True, timeout=300,
+        check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def _codes(folder: Path) -> dict[str, QuantTensor]:
+    checkpoint = open_checkpoint(folder)
+    loaded = {module: checkpoint.load(module + ".weight") for module in schemes(checkpoint)}
+    return {module: value for module, value in loaded.items() if isinstance(value, QuantTensor)}
+
+
+def test_three_processes_make_what_one_makes(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    arguments = [
+        "--scheme",
+        "int4-g64",
+        "--method",
+        "gptq",
+        "--calibration",
+        text,
+        "--samples",
+        "50",
+        "--length",
+        "128",
+    ]
+    done = _torchrun(3, "quantize", demo_model, tmp_path / "three", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("wrote") == 1
+    assert not list((tmp_path / "three").glob(".*"))
+    quantkit.quantize(demo_model, tmp_path / "one", "int4-g64", method="gptq", calibration=text, samples=50, length=128)
+    one, three = _codes(tmp_path / "one"), _codes(tmp_path / "three")
+    first = "model.layers.0.self_attn.q_proj"  # later layers see what rounding of sums made of earlier ones
+    assert (one[first].codes != three[first].codes).float().mean() < 0.01
+    figures = [json.loads((tmp_path / name / "quantkit.json").read_text())["quality"] for name in ("one", "three")]
+    assert figures[1]["passed"]
+    for single, shared in zip(*(figure["texts"] for figure in figures), strict=True):
+        assert shared["kl"] == pytest.approx(single["kl"], rel=0.2)
+    assert quantkit.load(tmp_path / "three")
+
+
+def test_shares_are_whole_and_apart() -> None:
+    ranks = Ranks()
+    assert (ranks.rank, ranks.size) == (0, 1)
+    for size in (1, 2, 3, 7):
+        found: list[int] = []
+        for rank in range(size):
+            ranks.rank, ranks.size = rank, size
+            found += range(20)[ranks.share(20)]
+        assert found == list(range(20))
+
+
+def test_the_hessian_is_that_of_all_samples(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one process adds up is what two add up together."""
+    from quantkit.calibration import pipeline
+
+    tokens = torch.randint(3, 2000, (6, 1024), generator=torch.Generator().manual_seed(0))
+    source = open_checkpoint(demo_model)
+    seen: list[Any] = []
+    finish = pipeline.InputStatistics.finish
+
+    def watched(self: Any, ranks: Any) -> None:
+        finish(self, ranks)
+        seen.append(self.hessian.clone())
+
+    monkeypatch.setattr(pipeline.InputStatistics, "finish", watched)
+    for part in (tokens, tokens[:2], tokens[2:]):
+        states = States(tmp_path / "states", 10**9)
+        scheme = {"model.layers.0.mlp.down_proj": QuantScheme.parse("int8")}
+        BlockQuantizer(source, part, scheme, torch.float32, states, torch.device("cpu")).next_block()
+    whole, first, second = seen
+    torch.testing.assert_close(first + second, whole, rtol=1e-4, atol=1e-2)
+    assert torch.equal(whole, whole.t())
