@@ -11,6 +11,7 @@ import click
 
 from quantkit.cli.commands import convert, demo, generate, inspect, verify
 from quantkit.cli.eval import evaluate
+from quantkit.cli.plan import plan
 from quantkit.cli.quantize import quantize
 from quantkit.errors import QuantkitError
 from quantkit.version import __version__
@@ -33,7 +34,7 @@ def quantkit() -> None:
     """
 
 
-for command in (demo, inspect, convert, quantize, verify, evaluate, generate):
+for command in (demo, inspect, plan, convert, quantize, verify, evaluate, generate):
     quantkit.add_command(command)
 
 

@@ -187,7 +187,7 @@ def test_rows_may_be_solved_apart(scheme: str, monkeypatch: pytest.MonkeyPatch) 
     weight, _, hessian = _problem()
     parsed = QuantScheme.parse(scheme)
     whole, whole_report = gptq(weight, hessian, parsed, torch.float32)
-    monkeypatch.setattr(gptq_module, "_WEIGHTS_AT_ONCE", 5 * COLUMNS)
+    monkeypatch.setattr(gptq_module, "WEIGHTS_AT_ONCE", 5 * COLUMNS)
     parts, parts_report = gptq(weight, hessian, parsed, torch.float32)
     assert (parts.codes == whole.codes).float().mean() > 0.99  # sums of other shapes round otherwise
     torch.testing.assert_close(parts.scale, whole.scale, rtol=1e-2, atol=0)

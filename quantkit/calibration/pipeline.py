@@ -59,6 +59,11 @@ STANDARD = Effort(4, 0.1)
 THOROUGH = Effort(1, 0.01)
 
 
+def effort_of(thorough: bool) -> Effort:
+    """The effort a user asks for."""
+    return THOROUGH if thorough else STANDARD
+
+
 @dataclass(frozen=True)
 class Site:
     """Linears that share their inputs.
@@ -79,6 +84,15 @@ class Site:
 def batch_samples(config: ModelConfig, length: int) -> int:
     """How many samples of a length go through the model together."""
     return max(1, min(_TOKENS_AT_ONCE, _BATCH_VALUES // config.intermediate_size) // length)
+
+
+def activation_bytes(config: ModelConfig, shape: Sequence[int], effort: Effort) -> int:
+    """What the streams, and the widest inputs between two passes, take up for samples of a shape [N, T]."""
+    samples, length = shape
+    batches = -(-samples // batch_samples(config, length))
+    followed = sum(effort.follows(index, batches) for index in range(batches)) / batches
+    width = max(config.intermediate_size, config.num_heads * config.head_dim)
+    return int(4 * samples * length * ((1 + followed) * config.hidden_size + width))
 
 
 class BlockQuantizer:

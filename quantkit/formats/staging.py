@@ -42,10 +42,7 @@ class Staging:
         self.dst = dst
         self.path = partial_folder(dst)
         self.entries: list[dict[str, Any]] = []
-        if dst.exists() or dst.is_symlink():
-            raise DestinationError(
-                "exists already; nothing is overwritten", path=dst, hint="choose another name or remove it"
-            )
+        require_absent(dst)
         interrupted = self.path.exists()
         if self.path.is_dir() and any(self.path.iterdir()) and not (self.path / _JOURNAL).is_file():
             raise ResumeError(
@@ -58,14 +55,12 @@ class Staging:
         with _destination_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             written = sum(f.stat().st_size for f in self.path.iterdir() if f.is_file())
-            free = shutil.disk_usage(self.path).free + written
-        if free < needed_bytes + _SPACE_MARGIN:
+        try:
+            require_space(self.path, needed_bytes - written)
+        except DestinationError:
             if not interrupted:
                 self.path.rmdir()
-            raise DestinationError(
-                "too little space on the disk", path=dst.parent, found=f"{free / 1e9:.2f} GB free",
-                expected=f"{(needed_bytes + _SPACE_MARGIN) / 1e9:.2f} GB",
-            )  # fmt: skip
+            raise
         with _destination_errors(self.path):
             self._journal = (self.path / _JOURNAL).open("a+b")
         self._lock()
@@ -141,6 +136,34 @@ class Staging:
                 found=f"changed {', '.join(changed)}", hint="repeat its command, or remove the folder and start anew",
             )  # fmt: skip
         self.entries = lines[1:]
+
+
+def require_absent(dst: Path) -> None:
+    """Refuse a destination that is there.
+
+    Raises:
+        DestinationError: if it is.
+    """
+    if dst.exists() or dst.is_symlink():
+        raise DestinationError(
+            "exists already; nothing is overwritten", path=dst, hint="choose another name or remove it"
+        )
+
+
+def require_space(folder: Path, needed_bytes: int) -> None:
+    """Refuse a disk that is too full; `folder` need not be there yet.
+
+    Raises:
+        DestinationError: if less is free than needed, with a little to spare.
+    """
+    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
+    with _destination_errors(folder):
+        free = shutil.disk_usage(there).free
+    if free < needed_bytes + _SPACE_MARGIN:
+        raise DestinationError(
+            "too little space on the disk", path=folder.parent, found=f"{free / 1e9:.2f} GB free",
+            expected=f"{(needed_bytes + _SPACE_MARGIN) / 1e9:.2f} GB",
+        )  # fmt: skip
 
 
 def partial_folder(dst: Path) -> Path:

@@ -53,6 +53,22 @@ def convert(
     Raises:
         QuantkitError: of the kind that says what is wrong; `dst` is then not there.
     """
+    source, work, notes = conversion(
+        src, dst, to=to, mp=mp, dtype=dtype, weights=weights, allow_nonfinite=allow_nonfinite
+    )
+    write(work, source, Path(dst), resume=resume, progress=progress)
+    return notes
+
+
+def conversion(
+    src: str | Path, dst: str | Path, *, to: str, mp: int, dtype: str | None, weights: str | None,
+    allow_nonfinite: bool,
+) -> tuple[Checkpoint, Work, list[str]]:  # fmt: skip
+    """A conversion before it is carried out: the source, the work, and notes for the user.
+
+    Raises:
+        QuantkitError: as `convert` does for what headers alone can tell.
+    """
     if to not in ("hf", "meta"):
         raise RequestError("unknown target format", found=to, expected="hf or meta")
     if dtype is not None and dtype not in DTYPES:
@@ -98,8 +114,7 @@ def convert(
         "schemes": {k: str(v) for k, v in quantized.items()},
     }
     work = Work("convert", encoder, produce, side_files, lambda folder, records: (details, {}), options)
-    write(work, source, Path(dst), resume=resume, progress=progress)
-    return [*source.notes, *notes]
+    return source, work, [*source.notes, *notes]
 
 
 def _plan(source: Checkpoint, dtype: torch.dtype | None, *, with_head: bool) -> list[Planned]:

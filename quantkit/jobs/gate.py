@@ -203,12 +203,22 @@ def recheck(folder: Path, made: Mapping[str, Any], *, progress: Progress = silen
     return lines
 
 
+def gate_tokens(checkpoint: Checkpoint) -> int:
+    """How many tokens a model is measured on, at most."""
+    return len(gate_texts()) * _count(checkpoint) * min(WINDOW, checkpoint.config.max_context)
+
+
+def _count(checkpoint: Checkpoint) -> int:
+    """Windows of each text."""
+    parameters = sum(torch.Size(checkpoint.info(name).shape).numel() for name in checkpoint.names())
+    return 1 if parameters > _LARGE_PARAMETERS else _WINDOWS
+
+
 def _texts(checkpoint: Checkpoint) -> dict[str, tuple[str, Tensor]]:
     """Hash and windows [W, T] of each text; of random tokens, where there is no tokenizer."""
     config = checkpoint.config
     length = min(WINDOW, config.max_context)
-    parameters = sum(torch.Size(checkpoint.info(name).shape).numel() for name in checkpoint.names())
-    count = 1 if parameters > _LARGE_PARAMETERS else _WINDOWS
+    count = _count(checkpoint)
     tokenizer, _ = checked_tokenizer(checkpoint)
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)

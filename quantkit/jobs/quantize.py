@@ -9,14 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.calibration.data import Calibration, load_calibration
 from quantkit.calibration.layers import GptqSolver, LayerSolver, solve_rtn
-from quantkit.calibration.pipeline import STANDARD, THOROUGH
+from quantkit.calibration.pipeline import activation_bytes, effort_of
 from quantkit.calibration.ranks import Ranks
-from quantkit.config import ModelConfig
-from quantkit.errors import NonFiniteError, RequestError
+from quantkit.errors import NonFiniteError
 from quantkit.finite import all_finite, checked_cast
-from quantkit.formats.checkpoint import DTYPE_NAMES, FLOAT_DTYPES, Checkpoint
+from quantkit.formats.checkpoint import DTYPE_NAMES, FLOAT_DTYPES
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.encoders import Planned, SafetensorsEncoder
 from quantkit.formats.folder import hf_side_files
@@ -25,17 +23,14 @@ from quantkit.jobs.card import NAME as CARD
 from quantkit.jobs.card import model_card
 from quantkit.jobs.gate import require_passed, run_gate
 from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, write
-from quantkit.jobs.prepare import planned_tensors, prepare
+from quantkit.jobs.prepare import draw, planned_tensors, prepare, require_method, too_few_tokens
 from quantkit.naming import entries
 from quantkit.progress import Progress, silent
 from quantkit.qtensor import QuantTensor, relative_error
 from quantkit.scheme import QuantPlan, QuantScheme
-from quantkit.tokenizer import Tokenizer
 
-METHODS = ("rtn", "gptq")
 ACTIVATION_MEMORY = 4 * 10**9
 SCRATCH = ".activations"
-_CALIBRATION_LENGTH = 2048
 
 
 def quantize(
@@ -89,10 +84,7 @@ def quantize(
     Raises:
         QuantkitError: of the kind that says what is wrong; `dst` is then not there.
     """
-    if method not in METHODS:
-        raise RequestError("unknown method", found=method, expected=" or ".join(METHODS))
-    if (method == "gptq") != (calibration is not None):
-        raise RequestError("calibration text goes with the method gptq, and only with it")
+    require_method(method, calibration)
     dst = Path(dst)
     source, assignment, tokenizer, notes = prepare(src, dst, plan, keep=keep, strict=strict, weights=weights)
     assigned = assignment.schemes
@@ -102,15 +94,16 @@ def quantize(
         "method": method,
         "allow_nonfinite": allow_nonfinite,
     }
-    solver = None
+    solver, scratch = None, 0
     if calibration is not None:
-        drawn = _draw(calibration, tokenizer, source, samples, length, seed)
-        notes += _too_few_tokens(drawn, source.config)
+        drawn = draw(calibration, tokenizer, source, samples, length, seed)
+        notes += too_few_tokens(drawn, source.config)
         options["calibration"] = drawn.to_json()
         options["thorough"] = thorough
+        scratch = max(0, activation_bytes(source.config, drawn.tokens.shape, effort_of(thorough)) - activation_memory)
         solver = GptqSolver(
-            source, drawn, assigned, scale_dtype, device=torch.device(device or _default_device()),
-            memory_bytes=activation_memory, effort=THOROUGH if thorough else STANDARD,
+            source, drawn, assigned, scale_dtype, device=torch.device(device or default_device()),
+            memory_bytes=activation_memory, effort=effort_of(thorough),
         )  # fmt: skip
     solve: LayerSolver = solver or solve_rtn
     encoder = SafetensorsEncoder(planned_tensors(source, assigned), SHARD_BYTES)
@@ -163,7 +156,7 @@ def quantize(
     ends = {entry.layer: entry.name for entry in entries(source.config)}.values()
     work = Work(
         "quantize", encoder, produce, hf_side_files(source, source.config, assigned), describe, options,
-        begin=begin, safe_after=lambda item: solver is not None and item.name in ends,
+        begin=begin, scratch_bytes=scratch, safe_after=lambda item: solver is not None and item.name in ends,
     )  # fmt: skip
     try:
         write(work, source, dst, resume=resume, progress=progress)
@@ -173,24 +166,6 @@ def quantize(
     return [*source.notes, *notes]
 
 
-def _draw(
-    text: str | Path, tokenizer: Tokenizer | None, source: Checkpoint, samples: int, length: int | None, seed: int
-) -> Calibration:
-    if tokenizer is None:
-        raise RequestError("calibration needs a tokenizer, and the source has none", path=source.path)
-    length = length or min(source.config.max_context, _CALIBRATION_LENGTH)
-    if length > source.config.max_context:
-        raise RequestError("samples exceed the model's context", found=length, expected=source.config.max_context)
-    return load_calibration(text, tokenizer, samples=samples, length=length, seed=seed)
-
-
-def _too_few_tokens(drawn: Calibration, config: ModelConfig) -> list[str]:
-    """A note where a Hessian cannot have full rank."""
-    tokens, width = drawn.tokens.numel(), max(config.intermediate_size, config.hidden_size)
-    if tokens >= width:
-        return []
-    return [f"{tokens} calibration tokens are fewer than the widest layer's {width} inputs; give more samples"]
-
-
-def _default_device() -> str:
+def default_device() -> str:
+    """Where GPTQ computes if nothing is said."""
     return "cuda" if torch.cuda.is_available() else "cpu"

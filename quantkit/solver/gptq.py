@@ -26,7 +26,7 @@ DAMPING = 0.01
 _MOST_DAMPING = 1.0
 _BLOCK = 32
 _REFIT_BYTES = 1 << 26
-_WEIGHTS_AT_ONCE = 1 << 22
+WEIGHTS_AT_ONCE = 1 << 22
 
 
 class SingularError(ArithmeticError):
@@ -177,7 +177,7 @@ def solve(
     order = torch.argsort(hessian.diagonal, descending=True, stable=True)
     factor = inverse_factor(hessian.matrix, order)
     rows, columns = weight.shape
-    step = max(1, _WEIGHTS_AT_ONCE // columns)
+    step = max(1, WEIGHTS_AT_ONCE // columns)
     parts = []
     for start in range(0, max(rows, 1), step):
         part = weight[start : start + step].float()

@@ -1,0 +1,249 @@
+"""What a conversion or a quantization will take, before it is begun: checks, memory, disk and time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.calibration.pipeline import Effort, activation_bytes, batch_samples, effort_of
+from quantkit.config import ModelConfig
+from quantkit.errors import ResumeError
+from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint
+from quantkit.formats.encoders import Encoder, SafetensorsEncoder
+from quantkit.formats.folder import hf_side_files
+from quantkit.formats.staging import partial_folder, require_absent, require_space
+from quantkit.jobs.convert import conversion
+from quantkit.jobs.gate import gate_tokens
+from quantkit.jobs.output import SHARD_BYTES
+from quantkit.jobs.prepare import draw, planned_tensors, prepare, require_method, too_few_tokens
+from quantkit.jobs.quantize import ACTIVATION_MEMORY, default_device
+from quantkit.memory import resident_bytes
+from quantkit.naming import linear_columns
+from quantkit.scheme import QuantPlan, QuantScheme
+from quantkit.solver.gptq import WEIGHTS_AT_ONCE
+
+_LIBRARIES = 60 << 20  # what the mathematics libraries and threads set up once work begins
+_MAPPED = 64 << 20  # pages of the source that are not given back yet
+_IN_FLIGHT = 64 << 20  # on their way to the disk
+_SOLVER_MATRICES = 10  # that the solver holds of the rows it is at
+_MANIFEST = 300  # bytes of quantkit.json for each linear layer
+_OF_ONE_SQUARE = 0.65  # of the products of a symmetric sum, what is computed
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a command will take.
+
+    Attributes:
+        layers: number of linear layers by what becomes of them.
+        memory_bytes: peak of the process, in the phase named.
+        phase: of the peak.
+        device_bytes: peak on the GPU, if one computes.
+        disk_bytes: of the output.
+        scratch_bytes: on disk while it runs.
+        seconds: roughly, on this machine as busy as it is now.
+        notes: what the user should know.
+    """
+
+    layers: dict[str, int]
+    memory_bytes: int
+    phase: str
+    device_bytes: int
+    disk_bytes: int
+    scratch_bytes: int
+    seconds: float
+    notes: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """The report for people."""
+        kinds = ", ".join(f"{count} x {kind}" for kind, count in self.layers.items())
+        out = [
+            f"linear layers: {kinds}",
+            f"memory: {self.memory_bytes / 1e9:.2f} GB, in {self.phase}",
+            f"disk: {self.disk_bytes / 1e9:.2f} GB",
+            f"time: about {_duration(self.seconds)} on this machine",
+        ]
+        if self.device_bytes:
+            out.insert(2, f"GPU memory: {self.device_bytes / 1e9:.2f} GB")
+        if self.scratch_bytes:
+            out[-2] += f", and {self.scratch_bytes / 1e9:.2f} GB of activations while it runs"
+        return [*out, *(f"note: {note}" for note in self.notes)]
+
+
+def plan_convert(
+    src: str | Path, dst: str | Path, *, to: str = "hf", mp: int = 1, dtype: str | None = None,
+    weights: str | None = None, allow_nonfinite: bool = False, resume: bool = False,
+) -> Forecast:  # fmt: skip
+    """What `convert` with the same arguments would take.
+
+    Raises:
+        QuantkitError: as `convert` does for what can be told without reading weights.
+    """
+    source, work, notes = conversion(
+        src, dst, to=to, mp=mp, dtype=dtype, weights=weights, allow_nonfinite=allow_nonfinite
+    )
+    disk = work.encoder.total_bytes() + _side_bytes(work.side_files)
+    _require_room(Path(dst), disk, resume)
+    memory = _streaming(source, work.encoder)
+    seconds = 2 * disk / _disk_rate()
+    return Forecast({"as they are": len(linear_columns(source.config))}, memory, "writing", 0, disk, 0, seconds, notes)
+
+
+def plan_quantize(
+    src: str | Path, dst: str | Path, plan: str | QuantScheme | QuantPlan, *, method: str = "rtn",
+    calibration: str | Path | None = None, samples: int = 128, length: int | None = None, seed: int = 0,
+    thorough: bool = False, activation_memory: int = ACTIVATION_MEMORY, device: str | None = None,
+    keep: Iterable[str] = (), strict: bool = False, accept_quality_loss: bool = False,
+    weights: str | None = None, resume: bool = False, allow_nonfinite: bool = False,
+) -> Forecast:  # fmt: skip
+    """What `quantize` with the same arguments would take; calibration text is read and cut as it would be.
+
+    Raises:
+        QuantkitError: as `quantize` does for what can be told without reading weights.
+    """
+    require_method(method, calibration)
+    source, assignment, tokenizer, notes = prepare(src, Path(dst), plan, keep=keep, strict=strict, weights=weights)
+    assigned, config = assignment.schemes, source.config
+    encoder = SafetensorsEncoder(planned_tensors(source, assigned), SHARD_BYTES)
+    side_files = hf_side_files(source, config, assigned)
+    disk = encoder.total_bytes() + _side_bytes(side_files) + _MANIFEST * len(assignment.modules)
+    phases = {"writing": _streaming(source, encoder), "the gate": _gate(source)}
+    gate_flops = 3 * 2 * gate_tokens(source) * _weights(config)
+    scratch, on_device, flops = 0, 0, gate_flops
+    if calibration is not None:
+        drawn = draw(calibration, tokenizer, source, samples, length, seed)
+        notes += too_few_tokens(drawn, config)
+        effort, shape = effort_of(thorough), drawn.tokens.shape
+        states = activation_bytes(config, shape, effort)
+        scratch = max(0, states - activation_memory)
+        work_bytes = _gptq(config, batch_samples(config, shape[1]) * shape[1])
+        codes = sum(math.prod(pair) for pair in _shapes(config))
+        held = min(states, activation_memory) + codes
+        if torch.device(device or default_device()).type == "cuda":
+            on_device, work_bytes = work_bytes, 0
+        phases["calibration"] = resident_bytes() + _LIBRARIES + _mapped(source) + held + work_bytes
+        flops += _calibration_flops(config, shape, effort)
+    _require_room(Path(dst), disk + scratch, resume)
+    kinds = Counter(str(assigned[module]) if module in assigned else "float" for module in assignment.modules)
+    phase = max(phases, key=lambda name: phases[name])
+    seconds = flops / _flop_rate() + 2 * disk / _disk_rate()
+    return Forecast(dict(kinds), phases[phase], phase, on_device, disk, scratch, seconds, notes)
+
+
+def _require_room(dst: Path, needed: int, resume: bool) -> None:
+    require_absent(dst)
+    partial = partial_folder(dst)
+    if partial.exists() and not resume:
+        raise ResumeError(
+            "an interrupted run is there", path=partial, hint="add --resume to go on with it, or remove it"
+        )
+    require_space(dst, needed)
+
+
+def _side_bytes(files: Mapping[str, bytes | Path]) -> int:
+    return sum(len(content) if isinstance(content, bytes) else content.stat().st_size for content in files.values())
+
+
+def _streaming(source: Checkpoint, encoder: Encoder) -> int:
+    """Peak of a stream of tensors: the largest as it is read, cast or split, and what is under way."""
+    largest = 0
+    for item in encoder.planned:
+        name = item.name if item.name in source.names() else "model.embed_tokens.weight"
+        count, dtype = math.prod(item.shape), source.info(name).dtype
+        copied = item.scheme is None and (item.dtype != dtype or not isinstance(encoder, SafetensorsEncoder))
+        read = max(_mapped(source), count * dtype.itemsize)
+        largest = max(largest, read + copied * count * item.dtype.itemsize)
+    return resident_bytes() + largest + min(_IN_FLIGHT, encoder.total_bytes())
+
+
+def _mapped(source: Checkpoint) -> int:
+    return min(_MAPPED, sum(file.stat().st_size for file in source.files()))
+
+
+def _gate(source: Checkpoint) -> int:
+    """Peak of the gate: both heads, three models' hidden states, one batch in a layer, one layer's codes."""
+    config = source.config
+    tokens = gate_tokens(source) // 2
+    widest = max(math.prod(pair) for pair in _shapes(config))
+    states = 4 * tokens * (6 * config.hidden_size + 4 * config.intermediate_size)
+    logits = 4 * 8 * 128 * config.vocab_size
+    head = config.vocab_size * config.hidden_size * FLOAT_DTYPES[config.dtype].itemsize
+    return resident_bytes() + _LIBRARIES + 2 * max(_mapped(source), head) + states + logits + 3 * widest
+
+
+def _shapes(config: ModelConfig) -> list[tuple[int, int]]:
+    """[O, I] of the linears of a block, in order."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    query, shared = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return [
+        (query, hidden), (shared, hidden), (shared, hidden), (hidden, query), (inner, hidden), (inner, hidden),
+        (hidden, inner),
+    ]  # fmt: skip
+
+
+def _gptq(config: ModelConfig, tokens: int) -> int:
+    """Peak of weights, sums and temporaries over the sites of a block, for so many tokens at a time."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    query, shared = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    fused = query + 2 * shared
+    batch = tokens * 6 * max(inner, query)
+    passes = (
+        2 * fused * hidden + query * hidden + 2 * query * query + query * hidden + batch,
+        5 * inner * hidden + 2 * inner * inner + inner * hidden + batch,
+    )
+    solves = (
+        max(rows * columns * 2 + 3 * columns * columns for rows, columns in group)
+        for group in (((fused, hidden),), ((hidden, query),), ((2 * inner, hidden),), ((hidden, inner),))
+    )
+    solver = _SOLVER_MATRICES * min(WEIGHTS_AT_ONCE, max(fused * hidden, 2 * inner * hidden))
+    return 4 * max(*passes, max(solves) + solver)
+
+
+def _weights(config: ModelConfig) -> int:
+    """Parameters of all decoder linears."""
+    return config.num_layers * sum(math.prod(pair) for pair in _shapes(config))
+
+
+def _calibration_flops(config: ModelConfig, shape: Iterable[int], effort: Effort) -> int:
+    samples, length = shape
+    tokens = samples * length
+    batches = -(-samples // batch_samples(config, length))
+    followed = sum(effort.follows(index, batches) for index in range(batches)) / batches
+    shapes = _shapes(config)
+    inputs = [shapes[0][1], shapes[3][1], shapes[4][1], shapes[6][1]]  # one sum a site
+    forward = 2 * tokens * (1 + followed) * sum(math.prod(pair) for pair in shapes)
+    squares = 2 * tokens * (_OF_ONE_SQUARE + followed) * sum(width**2 for width in inputs)
+    solving = sum(6 * 2 * rows * columns**2 for rows, columns in shapes) + sum(4 * width**3 for width in inputs)
+    return int(config.num_layers * (forward + squares + solving))
+
+
+def _flop_rate() -> float:
+    """Floating-point operations a second of a matrix product here and now."""
+    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    best = math.inf
+    for _ in range(6):
+        started = time.perf_counter()
+        torch.mm(a, b)
+        best = min(best, time.perf_counter() - started)
+    return 2 * 1024**3 / best
+
+
+def _disk_rate() -> float:
+    """Bytes a second through reading, hashing and writing; what two common cores do."""
+    return 5e8
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(seconds, 1):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,121 @@
+"""`quantkit plan`: the same checks and arguments, and figures that hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import Capture, run
+
+from quantkit.cli.main import quantkit
+from quantkit.data.files import excerpt
+from quantkit.jobs.plan import plan_convert, plan_quantize
+
+GPTQ = ["--method", "gptq", "--samples", "60", "--length", "256"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "calibration.txt"
+    path.write_text(excerpt())
+    return path
+
+
+def _peak(*arguments: str | Path) -> int:
+    """Peak memory of one command, in bytes."""
+    process = subprocess.Popen([sys.executable, "-m", "quantkit.cli", *map(str, arguments)])
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return usage.ru_maxrss * 1024
+
+
+def _plan(*arguments: str | Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "quantkit.cli", "plan", *map(str, arguments), "--json"]
+    found: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["convert", "cast", "shards", "rtn", "gptq"])
+def test_memory_and_disk_are_within_a_fifth_of_what_happens(
+    kind: str, demo_model: Path, text: Path, tmp_path: Path
+) -> None:
+    dst = tmp_path / "out"
+    arguments: list[str | Path] = {
+        "convert": ["convert", demo_model, dst],
+        "cast": ["convert", demo_model, dst, "--dtype", "fp32"],
+        "shards": ["convert", demo_model, dst, "--to", "meta", "--mp", "2"],
+        "rtn": ["quantize", demo_model, dst, "--scheme", "int4-g64"],
+        "gptq": ["quantize", demo_model, dst, "--scheme", "int4-g64", "--calibration", text, *GPTQ],
+    }[kind]
+    forecast = _plan(*arguments)
+    assert not list(tmp_path.iterdir())
+    assert forecast["memory_bytes"] == pytest.approx(_peak(*arguments), rel=0.2)
+    assert forecast["disk_bytes"] == pytest.approx(sum(file.stat().st_size for file in dst.iterdir()), rel=0.2)
+
+
+def test_activations_beyond_the_budget_are_on_disk(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"method": "gptq", "calibration": text, "samples": 60, "length": 256}
+    inside = plan_quantize(demo_model, tmp_path / "out", "int4-g64", **settings)
+    beyond = plan_quantize(demo_model, tmp_path / "out", "int4-g64", activation_memory=10**6, **settings)
+    tokens = 60 * 256
+    assert inside.scratch_bytes == 0
+    assert beyond.scratch_bytes == pytest.approx(4 * tokens * (128 + 128 / 4 + 384) - 10**6, rel=0.1)
+    assert beyond.disk_bytes == inside.disk_bytes
+    assert "of activations" in "\n".join(beyond.lines())
+
+
+def test_layers_are_counted_by_what_becomes_of_them(demo_model: Path, tmp_path: Path) -> None:
+    forecast = plan_quantize(demo_model, tmp_path / "out", "int4-g64", keep=["*.layers.0.*"])
+    assert forecast.layers == {"int4-g64": 21, "float": 8}
+    assert "21 x int4-g64" in forecast.lines()[0]
+
+
+@pytest.mark.parametrize("command", ["convert", "quantize"])
+def test_it_takes_the_arguments_of_the_command(command: str) -> None:
+    group: Any = quantkit.commands["plan"]
+    planned, real = group.commands[command], quantkit.commands[command]
+    assert [p.name for p in planned.params] == [*(p.name for p in real.params), "as_json"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["quantize", "{src}", "{tmp}/out", "--scheme", "int5"], 2),
+        (["quantize", "{src}", "{tmp}/out", "--scheme", "int4-g64", "--method", "gptq"], 2),
+        (["quantize", "{src}", "{tmp}/out", "--scheme", "int4-g64", "--keep", "nothing"], 2),
+        (["quantize", "{src}", "{tmp}/out", "--scheme", "int4-g96", "--strict"], 2),
+        (["quantize", "{tmp}", "{tmp}/out", "--scheme", "int8"], 3),
+        (["quantize", "{src}", "{tmp}/there", "--scheme", "int8"], 5),
+        (["quantize", "{src}", "{tmp}/begun", "--scheme", "int8"], 6),
+        (["convert", "{src}", "{tmp}/there"], 5),
+        (["convert", "{src}", "{tmp}/out", "--to", "meta", "--mp", "3"], 2),
+    ],
+)
+def test_what_would_fail_is_said(
+    arguments: list[str], code: int, demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "begun.partial").mkdir()
+    found, out, err = run(capfd, "plan", *(part.format(src=demo_model, tmp=tmp_path) for part in arguments))
+    assert (found, out) == (code, "")
+    assert err.startswith("quantkit: error: ")
+
+
+def test_a_full_disk_is_said(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 10**6))  # type: ignore[attr-defined]
+    code, _, err = run(capfd, "plan", "convert", demo_model, tmp_path / "out")
+    assert code == 5
+    assert "too little space" in err
+
+
+def test_planning_leaves_nothing(demo_model: Path, tmp_path: Path) -> None:
+    forecast = plan_convert(demo_model, tmp_path / "deep" / "out")
+    assert forecast.seconds > 0
+    assert not list(tmp_path.iterdir())
