@@ -26,7 +26,7 @@ STATES_BYTES = 256 << 20
 NOT_SCORED = -100
 """Stands for a target where nothing is predicted; cross entropy leaves it out."""
 _TOKENS_THROUGH_A_BLOCK = 2048
-_TOKENS_THROUGH_THE_HEAD = 128
+TOKENS_THROUGH_THE_HEAD = 64
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def log_loss(checkpoint: Checkpoint, windows: Sequence[Windows], *, progress: Pr
         for hidden, one in zip(states, part, strict=True):
             scored = one.targets != NOT_SCORED
             rows, targets = hidden[scored], one.targets[scored]
-            for piece in _pieces(len(targets), _TOKENS_THROUGH_THE_HEAD):
+            for piece in _pieces(len(targets), TOKENS_THROUGH_THE_HEAD):
                 logits = _finite_logits(checkpoint, rows[piece])
                 loss += F.cross_entropy(logits, targets[piece], reduction="sum").item()
     return loss
@@ -203,7 +203,7 @@ class _Tally:
     ) -> None:  # fmt: skip
         """Take in a batch: both models' hidden states [B, T, D] and the targets [B, T]."""
         expected, found, targets = expected.flatten(0, 1), found.flatten(0, 1), targets.flatten()
-        for rows in _pieces(len(targets), _TOKENS_THROUGH_THE_HEAD):
+        for rows in _pieces(len(targets), TOKENS_THROUGH_THE_HEAD):
             p, q = logits(reference, expected[rows]), logits(other, found[rows])
             difference = (p - q).abs().max().item()
             self._largest = difference if math.isnan(difference) else max(self._largest, difference)

@@ -20,6 +20,7 @@ import pytest
 
 import quantkit
 from quantkit.cli.main import main
+from quantkit.data.files import EXCERPT
 from quantkit.errors import CheckpointError, DestinationError, ResumeError
 from quantkit.formats import sink, writer
 from quantkit.formats.writer import CheckpointWriter
@@ -28,19 +29,27 @@ JOBS: dict[str, Callable[..., Any]] = {
     "convert-hf": lambda src, dst, **options: quantkit.convert(src, dst, **options),
     "convert-meta": lambda src, dst, **options: quantkit.convert(src, dst, to="meta", mp=2, **options),
     "quantize": lambda src, dst, **options: quantkit.quantize(src, dst, "int4-g32", **options),
+    "gptq": lambda src, dst, **options: quantkit.quantize(
+        src, dst, "int4-g64", method="gptq", calibration=EXCERPT, samples=24, length=128, **options
+    ),
 }
 CALLS = {
     "convert-hf": "quantkit.convert(src, dst, progress=progress)",
     "convert-meta": "quantkit.convert(src, dst, to='meta', mp=2, progress=progress)",
     "quantize": "quantkit.quantize(src, dst, 'int4-g32', progress=progress)",
+    "gptq": "quantkit.quantize(src, dst, 'int4-g64', method='gptq', calibration=EXCERPT, samples=24, length=128,"
+    " progress=progress)",
 }
 CHILD = """
 import os, signal, sys
+import torch
 import quantkit
+from quantkit.data.files import EXCERPT
 from quantkit.formats import writer
 from quantkit.jobs import output, quantize, convert
 writer._CHECKPOINT_BYTES = 50_000
 convert.SHARD_BYTES = quantize.SHARD_BYTES = 300_000
+torch.set_num_threads(1)  # sums of floats depend on it
 src, dst, limit = sys.argv[1], sys.argv[2], float(sys.argv[3])
 
 def progress(done, total, name):

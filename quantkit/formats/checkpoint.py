@@ -71,6 +71,10 @@ class Checkpoint(Protocol):
         """One tensor, in canonical layout. It may view the file: do not write to it."""
         ...
 
+    def trim(self) -> None:
+        """Let go of memory under tensors that are no longer in use, if it is much."""
+        ...
+
     def files(self) -> list[Path]:
         """The weight and config files that were read."""
         ...

@@ -69,6 +69,10 @@ class HFCheckpoint:
     def info(self, name: str) -> TensorInfo:
         return self._infos[name]
 
+    def trim(self) -> None:
+        for mapped in set(self._home.values()):
+            mapped.trim()
+
     def files(self) -> list[Path]:
         homes = sorted({home.path for home in self._home.values()})
         index = [] if self._index is None else [self._index]

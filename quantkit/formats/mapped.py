@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-_BUDGET_BYTES = 1 << 26
+_BUDGET_BYTES = 1 << 25
 _MADV_DONTNEED = 4
 
 Opener = Callable[[Path], Callable[[str], Tensor]]

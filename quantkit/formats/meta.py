@@ -83,6 +83,10 @@ class MetaCheckpoint:
         entry = self._entries[name]
         return TensorInfo(entry.shape, self._dtypes[self._meta_name(entry)])
 
+    def trim(self) -> None:
+        for shard in self._shards:
+            shard.trim()
+
     def files(self) -> list[Path]:
         return [*self._paths, self.path / "params.json"]
 

@@ -26,11 +26,12 @@ from quantkit.jobs.prepare import draw, planned_tensors, prepare, require_method
 from quantkit.jobs.quantize import ACTIVATION_MEMORY, default_device
 from quantkit.memory import resident_bytes
 from quantkit.naming import linear_columns
+from quantkit.quality import TOKENS_THROUGH_THE_HEAD
 from quantkit.scheme import QuantPlan, QuantScheme
 from quantkit.solver.gptq import WEIGHTS_AT_ONCE
 
 _LIBRARIES = 60 << 20  # what the mathematics libraries and threads set up once work begins
-_MAPPED = 64 << 20  # pages of the source that are not given back yet
+_MAPPED = 32 << 20  # pages of the source that are not given back yet
 _IN_FLIGHT = 64 << 20  # on their way to the disk
 _SOLVER_MATRICES = 10  # that the solver holds of the rows it is at
 _MANIFEST = 300  # bytes of quantkit.json for each linear layer
@@ -171,14 +172,14 @@ def _mapped(source: Checkpoint) -> int:
 
 
 def _gate(source: Checkpoint) -> int:
-    """Peak of the gate: both heads, three models' hidden states, one batch in a layer, one layer's codes."""
+    """Peak of the gate: a head, three models' hidden states, one batch in a layer, one layer's codes."""
     config = source.config
     tokens = gate_tokens(source) // 2
     widest = max(math.prod(pair) for pair in _shapes(config))
     states = 4 * tokens * (6 * config.hidden_size + 4 * config.intermediate_size)
-    logits = 4 * 8 * 128 * config.vocab_size
+    logits = 4 * 8 * TOKENS_THROUGH_THE_HEAD * config.vocab_size
     head = config.vocab_size * config.hidden_size * FLOAT_DTYPES[config.dtype].itemsize
-    return resident_bytes() + _LIBRARIES + 2 * max(_mapped(source), head) + states + logits + 3 * widest
+    return resident_bytes() + _LIBRARIES + _mapped(source) + head + states + logits + 3 * widest
 
 
 def _shapes(config: ModelConfig) -> list[tuple[int, int]]:

@@ -53,5 +53,8 @@ class Rounded:
             return value
         return quantize_rtn(value, scheme, self._scale_dtype)
 
+    def trim(self) -> None:
+        self._source.trim()
+
     def files(self) -> list[Path]:
         return self._source.files()

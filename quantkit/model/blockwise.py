@@ -62,6 +62,8 @@ def head_logits(checkpoint: Checkpoint, hidden: Tensor) -> Tensor:
     logits = torch.empty(hidden.shape[0], rows)
     for start, stop in row_chunks(rows, columns):
         torch.mm(hidden, float_rows(head, start, stop).t(), out=logits[:, start:stop])
+    del head  # the largest tensor there is, and with two models at hand there are two
+    checkpoint.trim()
     return logits
 
 
