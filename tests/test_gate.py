@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +20,7 @@ from command import Capture, run
 import quantkit
 from quantkit.calibration import pipeline
 from quantkit.data.files import excerpt, gate_texts
-from quantkit.errors import NonFiniteError, QualityError
+from quantkit.errors import CheckpointError, NonFiniteError, QualityError
 from quantkit.formats.detect import open_checkpoint
 from quantkit.jobs import gate
 from quantkit.jobs.verify import verify_files
@@ -58,6 +63,24 @@ def test_one_scale_per_row_of_int4_is_stopped(demo_model: Path, tmp_path: Path, 
     code, _, err = run(capfd, "verify", dst)
     assert code == 8
     assert "did not pass its gate" in err
+    assert "kept with --accept-quality-loss" in err
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [
+        {"kl": math.nan},
+        {"kl_bound": math.nan},
+        {"perplexity": math.nan},
+        {"perplexity": math.inf},
+        {"perplexity": math.inf, "source_perplexity": math.inf},
+    ],
+)
+def test_figures_that_are_no_numbers_do_not_pass(figures: dict[str, float]) -> None:
+    one = gate.TextResult("speech", "0", 1, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0)
+    assert gate.Gate([one], 1.25, {}).problem() is None
+    assert gate.Gate([replace(one, **figures)], 1.25, {}).problem() is not None  # type: ignore[arg-type]
+    assert gate.Gate([one], math.nan, {}).problem() is not None
 
 
 def test_a_layer_that_is_broken_after_it_was_solved_is_stopped_and_named(
@@ -167,13 +190,95 @@ def test_verify_measures_again(demo_model: Path, tmp_path: Path) -> None:
     assert any("'mixed' is not the text it was measured on" in line for line in verify_files(folder))
 
 
+@pytest.fixture(scope="module")
+def made_int8(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("int8") / "out"
+    quantkit.quantize(demo_model, folder, "int8")
+    return folder
+
+
+def _edited(made: Path, folder: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
+    """A folder like another, but for the gate's part of the manifest."""
+    shutil.copytree(made, folder)
+    content = _manifest(made)
+    edit(content["quality"])
+    (folder / "quantkit.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("kl", math.nan),
+        ("kl", math.inf),
+        ("kl_bound", math.nan),
+        ("kl_bound", 0.0),
+        ("perplexity", math.nan),
+        ("perplexity", math.inf),
+        ("perplexity", 0.0),
+        ("source_perplexity", math.nan),
+        ("source_perplexity", 0.0),
+    ],
+)
+def test_verify_takes_no_figure_that_cannot_be(key: str, value: float, made_int8: Path, tmp_path: Path) -> None:
+    folder = _edited(made_int8, tmp_path / "out", lambda quality: quality["texts"][1].update({key: value}))
+    with pytest.raises((QualityError, CheckpointError)):
+        verify_files(folder)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda quality: quality["texts"].clear(),
+        lambda quality: quality["texts"][0].pop("kl"),
+        lambda quality: quality["texts"][0].update(perplexity="low"),
+        lambda quality: quality["texts"][0].update(tokens=math.inf),
+        lambda quality: quality["texts"].append(None),
+        lambda quality: quality.update(texts=None),
+        lambda quality: quality.update(fallbacks=1),
+        lambda quality: quality.clear(),
+    ],
+)
+def test_verify_refuses_a_manifest_that_does_not_tell_of_a_gate(
+    edit: Callable[[dict[str, Any]], object], made_int8: Path, tmp_path: Path
+) -> None:
+    folder = _edited(made_int8, tmp_path / "out", edit)
+    with pytest.raises(CheckpointError, match=r"quantkit\.json: does not tell what the model lost"):
+        verify_files(folder)
+
+
+def test_verify_misses_the_gate_of_a_quantized_model(made_int8: Path, tmp_path: Path) -> None:
+    folder = _edited(made_int8, tmp_path / "out", lambda quality: None)
+    content = _manifest(folder)
+    del content["quality"]
+    (folder / "quantkit.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="does not tell what the model lost"):
+        verify_files(folder)
+
+
+def test_verify_tells_of_a_gate_that_was_not_passed(made_int8: Path, tmp_path: Path) -> None:
+    folder = _edited(made_int8, tmp_path / "out", lambda quality: quality.pop("passed"))
+    with pytest.raises(QualityError, match="did not pass its gate when it was made; make it again"):
+        verify_files(folder)
+
+
+def test_verify_tells_of_a_rounded_layer_that_nobody_accepted(made_int8: Path, tmp_path: Path) -> None:
+    folder = _edited(made_int8, tmp_path / "out", lambda quality: quality["fallbacks"].update({"a.b": "singular"}))
+    with pytest.raises(QualityError, match=r"did not pass.*layer 'a\.b' was rounded to nearest.*make it again"):
+        verify_files(folder)
+
+
 def test_a_model_without_tokenizer_is_measured_on_random_tokens(tmp_path: Path) -> None:
     source = oracle.save(oracle.make("llama"), tmp_path / "m")
     quantkit.quantize(source, tmp_path / "out", "int8")
     (one,) = _manifest(tmp_path / "out")["quality"]["texts"]
     assert one["text"] == "random tokens"
     assert one["tokens"] == 2 * 64
-    assert len(verify_files(tmp_path / "out")) == 2
+    tokens = torch.randint(oracle.VOCABULARY, (2, 64), generator=torch.Generator().manual_seed(0))
+    assert one["sha256"] == hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
+    assert "as recorded" in verify_files(tmp_path / "out")[1]
+    other = _edited(tmp_path / "out", tmp_path / "other", lambda quality: quality["texts"][0].update(sha256=""))
+    assert "not measured again" in verify_files(other)[1]
 
 
 def test_a_model_whose_logits_are_not_finite_is_stopped(tmp_path: Path) -> None:

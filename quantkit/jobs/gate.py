@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from quantkit import manifest
 from quantkit.data.files import gate_texts
-from quantkit.errors import QualityError
+from quantkit.errors import CheckpointError, QualityError
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
@@ -49,7 +51,7 @@ class TextResult:
     """What the result lost on one text.
 
     Attributes:
-        text, sha256: its name and hash.
+        text, sha256: its name and hash; of random tokens, that of the tokens.
         tokens: positions compared.
         kl, kl_p99: KL(source || result) per token in nats, mean and 99th percentile.
         kl_bound: the most the mean may be.
@@ -73,7 +75,7 @@ class Gate:
     """What the gate found.
 
     Attributes:
-        texts: the measures.
+        texts: the measures, with as many digits as the manifest has.
         perplexity_ratio_bound: the most that perplexity may grow by, as a ratio.
         fallbacks: layers that the solver could not solve, with the reason.
     """
@@ -83,15 +85,15 @@ class Gate:
     fallbacks: dict[str, str]
 
     def problem(self) -> tuple[str, str, str] | None:
-        """What is wrong, found and expected, if anything is."""
+        """What is wrong, found and expected, if anything is; NaN is beyond every bound."""
         for one in self.texts:
-            if one.kl > one.kl_bound:
+            if not one.kl <= one.kl_bound:
                 return (
                     "the result is too far from its source", f"a mean KL of {one.kl:.3g} on '{one.text}'",
                     f"at most {one.kl_bound:.3g}",
                 )  # fmt: skip
             ratio = one.perplexity / one.source_perplexity
-            if ratio > self.perplexity_ratio_bound:
+            if not ratio <= self.perplexity_ratio_bound:
                 return (
                     "the result predicts worse than its source", f"{ratio:.3g} times the perplexity on '{one.text}'",
                     f"at most {self.perplexity_ratio_bound:g} times",
@@ -108,8 +110,29 @@ class Gate:
             "window": WINDOW,
             "perplexity_ratio_bound": self.perplexity_ratio_bound,
             "fallbacks": self.fallbacks,
-            "texts": [{key: _rounded(value) for key, value in asdict(one).items()} for one in self.texts],
+            "texts": [asdict(one) for one in self.texts],
         }
+
+    @classmethod
+    def from_json(cls, value: Any, path: Path) -> Gate:
+        """What `to_json` gave, read from the manifest at a path.
+
+        Raises:
+            CheckpointError: if it is of another form, or tells of no text.
+        """
+        kinds = {"str": str, "int": int, "float": float}
+        try:
+            texts = [
+                TextResult(**{field.name: kinds[str(field.type)](one[field.name]) for field in fields(TextResult)})
+                for one in value["texts"]
+            ]
+            found = cls(texts, float(value["perplexity_ratio_bound"]), dict(value["fallbacks"]))
+            sound = bool(texts) and all(one.source_perplexity > 0 for one in texts)
+        except (ArithmeticError, LookupError, TypeError, ValueError):
+            sound = False
+        if not sound:
+            raise CheckpointError("does not tell what the model lost", path=path, hint="make it again")
+        return found
 
 
 def run_gate(
@@ -174,32 +197,36 @@ def recheck(folder: Path, made: Mapping[str, Any], *, progress: Progress = silen
     The source is not needed: the model's own perplexities are measured again.
 
     Raises:
+        CheckpointError: if the manifest does not tell of a gate.
         QualityError: if a perplexity is another than the manifest's, or the model did not
             pass its gate when it was made.
     """
-    recorded = made["quality"]
+    quality: Any = made.get("quality")
+    recorded = Gate.from_json(quality, folder / manifest.NAME)
     checkpoint = open_checkpoint(folder)
     texts = _texts(checkpoint)
     lines = []
-    for one in recorded["texts"]:
-        name = one["text"]
-        if name not in texts or texts[name][0] != one["sha256"]:
-            lines.append(f"'{name}' is not the text it was measured on; not measured again")
+    for one in recorded.texts:
+        if one.text not in texts or texts[one.text][0] != one.sha256:
+            lines.append(f"'{one.text}' is not the text it was measured on; not measured again")
             continue
-        found = token_perplexity(checkpoint, texts[name][1], progress=progress)
-        if abs(found / one["perplexity"] - 1) > _REPEATABLE:
+        found = token_perplexity(checkpoint, texts[one.text][1], progress=progress)
+        if not (math.isfinite(found) and math.isclose(found, one.perplexity, rel_tol=_REPEATABLE)):
             raise QualityError(
-                f"perplexity on '{name}' is not what the manifest says", path=folder, found=f"{found:.4g}",
-                expected=f"{one['perplexity']:.4g}", hint="make it again",
+                f"perplexity on '{one.text}' is not what the manifest says", path=folder, found=f"{found:.4g}",
+                expected=f"{one.perplexity:.4g}", hint="make it again",
             )  # fmt: skip
         lines.append(
-            f"'{name}': perplexity {found:.4g} as recorded (source {one['source_perplexity']:.4g}),"
-            f" KL {one['kl']:.3g} (bound {one['kl_bound']:.3g})"
+            f"'{one.text}': perplexity {found:.4g} as recorded (source {one.source_perplexity:.4g}),"
+            f" KL {one.kl:.3g} (bound {one.kl_bound:.3g})"
         )
-    if not recorded["passed"]:
+    what, measured, allowed = recorded.problem() or ("", None, None)
+    if what or quality.get("passed") is not True:
         raise QualityError(
-            "did not pass its gate when it was made", path=folder, hint="it was kept with --accept-quality-loss"
-        )
+            "did not pass its gate when it was made" + (f": {what}" if what else ""), path=folder,
+            found=measured, expected=allowed,
+            hint="it was kept with --accept-quality-loss" if quality.get("accepted") else "make it again",
+        )  # fmt: skip
     return lines
 
 
@@ -215,14 +242,15 @@ def _count(checkpoint: Checkpoint) -> int:
 
 
 def _texts(checkpoint: Checkpoint) -> dict[str, tuple[str, Tensor]]:
-    """Hash and windows [W, T] of each text; of random tokens, where there is no tokenizer."""
+    """Hash and windows [W, T] of each text; of random tokens, hashed themselves, where there is no tokenizer."""
     config = checkpoint.config
     length = min(WINDOW, config.max_context)
     count = _count(checkpoint)
     tokenizer, _ = checked_tokenizer(checkpoint)
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)
-        return {"random tokens": ("", torch.randint(config.vocab_size, (count, length), generator=generator))}
+        tokens = torch.randint(config.vocab_size, (count, length), generator=generator)
+        return {"random tokens": (hashlib.sha256(tokens.numpy().tobytes()).hexdigest(), tokens)}
     return {
         name: (
             hashlib.sha256(text.encode()).hexdigest(),
@@ -235,10 +263,10 @@ def _texts(checkpoint: Checkpoint) -> dict[str, tuple[str, Tensor]]:
 def _text_result(name: str, digest: str, found: Quality, limit: float) -> TextResult:
     measured = found.divergence
     return TextResult(
-        name, digest, measured.tokens, measured.kl, measured.kl_p99, limit, measured.top1_agreement,
-        found.reference_perplexity, found.perplexity,
+        name, digest, measured.tokens, *map(_rounded, (measured.kl, measured.kl_p99, limit, measured.top1_agreement,
+        found.reference_perplexity, found.perplexity)),
     )  # fmt: skip
 
 
-def _rounded(value: object) -> object:
-    return float(f"{value:.5g}") if isinstance(value, float) else value
+def _rounded(value: float) -> float:
+    return float(f"{value:.5g}")

@@ -162,7 +162,7 @@ def verify_files(folder: str | Path, *, progress: Progress = silent) -> list[str
         What was found, for people.
 
     Raises:
-        CheckpointError: if there is no manifest, or a file is missing or changed.
+        CheckpointError: if there is no manifest, or a file is missing or changed; see also `recheck`.
         QualityError: see `recheck`.
     """
     folder = Path(folder)
@@ -179,7 +179,7 @@ def verify_files(folder: str | Path, *, progress: Progress = silent) -> list[str
                 hint="copy or make it again",
             )  # fmt: skip
     lines = [f"{folder}: all {len(listed)} files are as quantkit wrote them"]
-    if "quality" in made:
+    if made.get("job") == "quantize" or "quality" in made:
         lines += recheck(folder, made, progress=progress)
     return lines
 
