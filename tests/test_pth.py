@@ -237,7 +237,7 @@ KINDS: dict[str, tuple[Writer, mapped.Opener, bool]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sharers", [1, 4])
 def test_views_outlive_the_budget(kind: str, sharers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapped, "_BUDGET_BYTES", 4000)
+    monkeypatch.setattr(mapped, "MAPPED_BYTES", 4000)
     write, opener, private_map = KINDS[kind]
     tensors = {f"t{i}": _random_bits((37, 11 + i), FLOATS[i % 3], seed=i) for i in range(40)}
     write(tensors, tmp_path / "weights")
@@ -252,7 +252,7 @@ def test_views_outlive_the_budget(kind: str, sharers: int, tmp_path: Path, monke
 def test_views_that_share_one_storage_outlive_the_budget(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mapped, "_BUDGET_BYTES", 1000)
+    monkeypatch.setattr(mapped, "MAPPED_BYTES", 1000)
     whole = torch.randn(64, 33)
     tensors = {"whole": whole, "row": whole[3], "columns": whole[:, 5:9], "turned": whole.T}
     torch.save(tensors, tmp_path / "weights")
@@ -277,7 +277,7 @@ def _resident_bytes(path: Path) -> int:
 @pytest.mark.parametrize("kind", ["pth", "safetensors"])
 def test_pages_beyond_the_budget_are_given_back(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     megabyte = 1 << 20
-    monkeypatch.setattr(mapped, "_BUDGET_BYTES", 2 * megabyte)
+    monkeypatch.setattr(mapped, "MAPPED_BYTES", 2 * megabyte)
     write, opener, private_map = KINDS[kind]
     tensors = {f"t{i}": torch.full((megabyte // 4,), float(i)) for i in range(24)}
     path = tmp_path / "weights"

@@ -86,13 +86,24 @@ def batch_samples(config: ModelConfig, length: int) -> int:
     return max(1, min(_TOKENS_AT_ONCE, _BATCH_VALUES // config.intermediate_size) // length)
 
 
-def activation_bytes(config: ModelConfig, shape: Sequence[int], effort: Effort) -> int:
-    """What the streams, and the widest inputs between two passes, take up for samples of a shape [N, T]."""
+def followed_share(config: ModelConfig, shape: Sequence[int], effort: Effort) -> float:
+    """The share of the batches of samples of a shape [N, T] that the float stream takes."""
     samples, length = shape
     batches = -(-samples // batch_samples(config, length))
-    followed = sum(effort.follows(index, batches) for index in range(batches)) / batches
+    return sum(effort.follows(index, batches) for index in range(batches)) / batches
+
+
+def activation_bytes(config: ModelConfig, shape: Sequence[int], effort: Effort, memory_bytes: int) -> tuple[int, int]:
+    """What the streams, and the widest inputs between two passes, take up for samples of a shape [N, T].
+
+    Returns:
+        Bytes in memory, where there is room for so many, and bytes on disk.
+    """
+    samples, length = shape
     width = max(config.intermediate_size, config.num_heads * config.head_dim)
-    return int(4 * samples * length * ((1 + followed) * config.hidden_size + width))
+    total = int(4 * samples * length * ((1 + followed_share(config, shape, effort)) * config.hidden_size + width))
+    held = min(total, memory_bytes)
+    return held, total - held
 
 
 class BlockQuantizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +85,11 @@ def schemes(checkpoint: Checkpoint) -> dict[str, QuantScheme]:
     """The scheme of every quantized module."""
     found = ((name, checkpoint.info(name).scheme) for name in checkpoint.names())
     return {name.removesuffix(".weight"): scheme for name, scheme in found if scheme is not None}
+
+
+def parameters(checkpoint: Checkpoint) -> int:
+    """How many weights a model has, as if all were floats; tied ones counted once."""
+    return sum(math.prod(checkpoint.info(name).shape) for name in checkpoint.names())
 
 
 def require_complete(found: Mapping[str, TensorInfo], config: ModelConfig, path: Path) -> None:

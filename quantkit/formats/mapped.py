@@ -9,7 +9,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-_BUDGET_BYTES = 1 << 25
+MAPPED_BYTES = 1 << 25
+"""Pages of a source's files that may lie in memory before they are given back."""
 _MADV_DONTNEED = 4
 
 Opener = Callable[[Path], Callable[[str], Tensor]]
@@ -35,7 +36,7 @@ class MappedFile:
         self.path = path
         self._opener = opener
         self._private_map = private_map
-        self._budget = _BUDGET_BYTES // sharers
+        self._budget = MAPPED_BYTES // sharers
         self._get: Callable[[str], Tensor] | None = None
         self._touched = 0
         self._views: list[Tensor] = []

@@ -14,7 +14,8 @@ from typing import IO, Any
 from quantkit.errors import QuantkitError, ResumeError
 from quantkit.formats.staging import destination_error
 
-_IN_FLIGHT_BYTES = 1 << 26
+IN_FLIGHT_BYTES = 1 << 26
+"""What may be on its way to the disk at a time."""
 _PIECE = 1 << 22
 _FLUSH_BYTES = 1 << 26
 
@@ -64,7 +65,7 @@ class Sink:
         """
         size = len(data)
         with self._changed:
-            while self._failure is None and self._waiting and self._waiting + size > _IN_FLIGHT_BYTES:
+            while self._failure is None and self._waiting and self._waiting + size > IN_FLIGHT_BYTES:
                 self._changed.wait()
             self._raise_failure()
             self._waiting += size

@@ -44,14 +44,7 @@ class Staging:
         self.entries: list[dict[str, Any]] = []
         require_absent(dst)
         interrupted = self.path.exists()
-        if self.path.is_dir() and any(self.path.iterdir()) and not (self.path / _JOURNAL).is_file():
-            raise ResumeError(
-                "is in the way, and no interrupted run of quantkit", path=self.path, hint="choose another destination"
-            )
-        if interrupted and not resume:
-            raise ResumeError(
-                "an interrupted run is there", path=self.path, hint="add --resume to go on with it, or remove it"
-            )
+        require_room_to_build(self.path, resume=resume)
         with _destination_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             written = sum(f.stat().st_size for f in self.path.iterdir() if f.is_file())
@@ -147,6 +140,22 @@ def require_absent(dst: Path) -> None:
     if dst.exists() or dst.is_symlink():
         raise DestinationError(
             "exists already; nothing is overwritten", path=dst, hint="choose another name or remove it"
+        )
+
+
+def require_room_to_build(partial: Path, *, resume: bool) -> None:
+    """Refuse a partial folder that is there, unless an interrupted run left it and is to go on.
+
+    Raises:
+        ResumeError: if it is.
+    """
+    if partial.is_dir() and any(partial.iterdir()) and not (partial / _JOURNAL).is_file():
+        raise ResumeError(
+            "is in the way, and no interrupted run of quantkit", path=partial, hint="choose another destination"
+        )
+    if partial.exists() and not resume:
+        raise ResumeError(
+            "an interrupted run is there", path=partial, hint="add --resume to go on with it, or remove it"
         )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from quantkit import manifest
 from quantkit.data.files import gate_texts
 from quantkit.errors import CheckpointError, QualityError
-from quantkit.formats.checkpoint import Checkpoint, schemes
+from quantkit.formats.checkpoint import Checkpoint, parameters, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.jobs.yardstick import yardstick_of
@@ -237,8 +237,7 @@ def gate_tokens(checkpoint: Checkpoint) -> int:
 
 def _count(checkpoint: Checkpoint) -> int:
     """Windows of each text."""
-    parameters = sum(torch.Size(checkpoint.info(name).shape).numel() for name in checkpoint.names())
-    return 1 if parameters > _LARGE_PARAMETERS else _WINDOWS
+    return 1 if parameters(checkpoint) > _LARGE_PARAMETERS else _WINDOWS
 
 
 def _texts(checkpoint: Checkpoint) -> dict[str, tuple[str, Tensor]]:

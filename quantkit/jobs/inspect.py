@@ -11,7 +11,7 @@ import torch
 
 from quantkit import manifest
 from quantkit.errors import CheckpointError
-from quantkit.formats.checkpoint import DTYPE_NAMES, Checkpoint, TensorInfo
+from quantkit.formats.checkpoint import DTYPE_NAMES, Checkpoint, TensorInfo, parameters
 from quantkit.formats.compressed_tensors import stored
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
@@ -81,7 +81,7 @@ def inspect(path: str | Path, *, weights: str | None = None) -> Inspection:
     config = checkpoint.config
     tokenizer, notes = checked_tokenizer(checkpoint)
     infos = {name: checkpoint.info(name) for name in checkpoint.names()}
-    parameters = sum(torch.Size(info.shape).numel() for info in infos.values())
+    count = parameters(checkpoint)
     size = sum(_bytes(name, info) for name, info in infos.items())
     kinds = Counter(DTYPE_NAMES[i.dtype] if i.scheme is None else str(i.scheme) for i in infos.values())
     rope = config.rope
@@ -97,9 +97,9 @@ def inspect(path: str | Path, *, weights: str | None = None) -> Inspection:
         context=config.max_context,
         rope=f"theta {rope.theta:g}" + ("" if rope.type == "default" else f", {rope.type} x{rope.factor:g}"),
         tied_embeddings=config.tied_embeddings,
-        parameters=parameters,
+        parameters=count,
         weight_bytes=size,
-        bits_per_weight=8 * size / parameters,
+        bits_per_weight=8 * size / count,
         tensors=dict(kinds.most_common()),
         tokenizer="none" if tokenizer is None else _describe(tokenizer),
         made_by=_made_by(checkpoint.path),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantkit import manifest
-from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.checkpoint import Checkpoint, parameters
 from quantkit.formats.encoders import Encoder, Planned
 from quantkit.formats.writer import CheckpointWriter
 from quantkit.progress import Progress
@@ -85,8 +85,7 @@ def write(work: Work, source: Checkpoint, dst: Path, *, resume: bool, progress: 
 
 def model_summary(source: Checkpoint, dtype: str) -> dict[str, object]:
     """The few facts about a model that a reader of the manifest looks for first."""
-    parameters = sum(int(torch.Size(source.info(name).shape).numel()) for name in source.names())
-    return {"architecture": source.config.architecture, "parameters": parameters, "dtype": dtype}
+    return {"architecture": source.config.architecture, "parameters": parameters(source), "dtype": dtype}
 
 
 def _bytes(item: Planned) -> int:

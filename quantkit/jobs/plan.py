@@ -5,37 +5,37 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from quantkit.calibration.pipeline import Effort, activation_bytes, batch_samples, effort_of
+from quantkit.calibration.pipeline import Effort, activation_bytes, batch_samples, effort_of, followed_share
 from quantkit.config import ModelConfig
-from quantkit.errors import ResumeError
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint
 from quantkit.formats.encoders import Encoder, SafetensorsEncoder
 from quantkit.formats.folder import hf_side_files
-from quantkit.formats.staging import partial_folder, require_absent, require_space
+from quantkit.formats.mapped import MAPPED_BYTES
+from quantkit.formats.sink import IN_FLIGHT_BYTES
+from quantkit.formats.staging import partial_folder, require_absent, require_room_to_build, require_space
 from quantkit.jobs.convert import conversion
 from quantkit.jobs.gate import gate_tokens
 from quantkit.jobs.output import SHARD_BYTES
 from quantkit.jobs.prepare import draw, planned_tensors, prepare, require_method, too_few_tokens
 from quantkit.jobs.quantize import ACTIVATION_MEMORY, default_device
 from quantkit.memory import resident_bytes
-from quantkit.naming import linear_columns
+from quantkit.naming import entries, linear_columns
 from quantkit.quality import TOKENS_THROUGH_THE_HEAD
 from quantkit.scheme import QuantPlan, QuantScheme
 from quantkit.solver.gptq import WEIGHTS_AT_ONCE
 
 _LIBRARIES = 60 << 20  # what the mathematics libraries and threads set up once work begins
-_MAPPED = 32 << 20  # pages of the source that are not given back yet
-_IN_FLIGHT = 64 << 20  # on their way to the disk
 _SOLVER_MATRICES = 10  # that the solver holds of the rows it is at
 _MANIFEST = 300  # bytes of quantkit.json for each linear layer
 _OF_ONE_SQUARE = 0.65  # of the products of a symmetric sum, what is computed
+_GUESSED_DISK_RATE = 5e8  # bytes a second through reading, hashing and writing; not measured here
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def plan_convert(
     disk = work.encoder.total_bytes() + _side_bytes(work.side_files)
     _require_room(Path(dst), disk, resume)
     memory = _streaming(source, work.encoder)
-    seconds = 2 * disk / _disk_rate()
+    seconds = 2 * disk / _GUESSED_DISK_RATE
     return Forecast({"as they are": len(linear_columns(source.config))}, memory, "writing", 0, disk, 0, seconds, notes)
 
 
@@ -119,35 +119,29 @@ def plan_quantize(
     side_files = hf_side_files(source, config, assigned)
     disk = encoder.total_bytes() + _side_bytes(side_files) + _MANIFEST * len(assignment.modules)
     phases = {"writing": _streaming(source, encoder), "the gate": _gate(source)}
-    gate_flops = 3 * 2 * gate_tokens(source) * _weights(config)
+    gate_flops = 3 * 2 * gate_tokens(source) * config.num_layers * _block_weights(config)
     scratch, on_device, flops = 0, 0, gate_flops
     if calibration is not None:
         drawn = draw(calibration, tokenizer, source, samples, length, seed)
         notes += too_few_tokens(drawn, config)
         effort, shape = effort_of(thorough), drawn.tokens.shape
-        states = activation_bytes(config, shape, effort)
-        scratch = max(0, states - activation_memory)
+        held, scratch = activation_bytes(config, shape, effort, activation_memory)
         work_bytes = _gptq(config, batch_samples(config, shape[1]) * shape[1])
-        codes = sum(math.prod(pair) for pair in _shapes(config))
-        held = min(states, activation_memory) + codes
+        codes = _block_weights(config)
         if torch.device(device or default_device()).type == "cuda":
             on_device, work_bytes = work_bytes, 0
-        phases["calibration"] = resident_bytes() + _LIBRARIES + _mapped(source) + held + work_bytes
+        phases["calibration"] = resident_bytes() + _LIBRARIES + _mapped(source) + held + codes + work_bytes
         flops += _calibration_flops(config, shape, effort)
     _require_room(Path(dst), disk + scratch, resume)
     kinds = Counter(str(assigned[module]) if module in assigned else "float" for module in assignment.modules)
     phase = max(phases, key=lambda name: phases[name])
-    seconds = flops / _flop_rate() + 2 * disk / _disk_rate()
+    seconds = flops / _flop_rate() + 2 * disk / _GUESSED_DISK_RATE
     return Forecast(dict(kinds), phases[phase], phase, on_device, disk, scratch, seconds, notes)
 
 
 def _require_room(dst: Path, needed: int, resume: bool) -> None:
     require_absent(dst)
-    partial = partial_folder(dst)
-    if partial.exists() and not resume:
-        raise ResumeError(
-            "an interrupted run is there", path=partial, hint="add --resume to go on with it, or remove it"
-        )
+    require_room_to_build(partial_folder(dst), resume=resume)
     require_space(dst, needed)
 
 
@@ -164,11 +158,11 @@ def _streaming(source: Checkpoint, encoder: Encoder) -> int:
         copied = item.scheme is None and (item.dtype != dtype or not isinstance(encoder, SafetensorsEncoder))
         read = max(_mapped(source), count * dtype.itemsize)
         largest = max(largest, read + copied * count * item.dtype.itemsize)
-    return resident_bytes() + largest + min(_IN_FLIGHT, encoder.total_bytes())
+    return resident_bytes() + largest + min(IN_FLIGHT_BYTES, encoder.total_bytes())
 
 
 def _mapped(source: Checkpoint) -> int:
-    return min(_MAPPED, sum(file.stat().st_size for file in source.files()))
+    return min(MAPPED_BYTES, sum(file.stat().st_size for file in source.files()))
 
 
 def _gate(source: Checkpoint) -> int:
@@ -182,49 +176,40 @@ def _gate(source: Checkpoint) -> int:
     return resident_bytes() + _LIBRARIES + _mapped(source) + head + states + logits + 3 * widest
 
 
-def _shapes(config: ModelConfig) -> list[tuple[int, int]]:
+def _shapes(config: ModelConfig) -> list[tuple[int, ...]]:
     """[O, I] of the linears of a block, in order."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    query, shared = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return [
-        (query, hidden), (shared, hidden), (shared, hidden), (hidden, query), (inner, hidden), (inner, hidden),
-        (hidden, inner),
-    ]  # fmt: skip
+    return [entry.shape for entry in entries(config) if entry.row.linear and entry.layer == 0]
+
+
+def _sites(config: ModelConfig) -> list[tuple[int, int]]:
+    """[O, I] of the linears of a block, those that share their inputs together."""
+    (query, hidden), (key, _), (value, _), _, (gate, _), (up, _), (_, inner) = _shapes(config)
+    return [(query + key + value, hidden), (hidden, query), (gate + up, hidden), (hidden, inner)]
 
 
 def _gptq(config: ModelConfig, tokens: int) -> int:
     """Peak of weights, sums and temporaries over the sites of a block, for so many tokens at a time."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    query, shared = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    fused = query + 2 * shared
+    (fused, hidden), (_, query), (gated, _), (_, inner) = sites = _sites(config)
     batch = tokens * 6 * max(inner, query)
     passes = (
-        2 * fused * hidden + query * hidden + 2 * query * query + query * hidden + batch,
-        5 * inner * hidden + 2 * inner * inner + inner * hidden + batch,
+        2 * hidden * (fused + query) + 2 * query * query + batch,
+        2 * hidden * gated + 2 * hidden * inner + 2 * inner * inner + batch,
     )
-    solves = (
-        max(rows * columns * 2 + 3 * columns * columns for rows, columns in group)
-        for group in (((fused, hidden),), ((hidden, query),), ((2 * inner, hidden),), ((hidden, inner),))
-    )
-    solver = _SOLVER_MATRICES * min(WEIGHTS_AT_ONCE, max(fused * hidden, 2 * inner * hidden))
+    solves = [2 * rows * columns + 3 * columns * columns for rows, columns in sites]
+    solver = _SOLVER_MATRICES * min(WEIGHTS_AT_ONCE, hidden * max(fused, gated))
     return 4 * max(*passes, max(solves) + solver)
 
 
-def _weights(config: ModelConfig) -> int:
-    """Parameters of all decoder linears."""
-    return config.num_layers * sum(math.prod(pair) for pair in _shapes(config))
+def _block_weights(config: ModelConfig) -> int:
+    """Parameters of the linears of a block."""
+    return sum(math.prod(shape) for shape in _shapes(config))
 
 
-def _calibration_flops(config: ModelConfig, shape: Iterable[int], effort: Effort) -> int:
-    samples, length = shape
-    tokens = samples * length
-    batches = -(-samples // batch_samples(config, length))
-    followed = sum(effort.follows(index, batches) for index in range(batches)) / batches
-    shapes = _shapes(config)
-    inputs = [shapes[0][1], shapes[3][1], shapes[4][1], shapes[6][1]]  # one sum a site
-    forward = 2 * tokens * (1 + followed) * sum(math.prod(pair) for pair in shapes)
-    squares = 2 * tokens * (_OF_ONE_SQUARE + followed) * sum(width**2 for width in inputs)
-    solving = sum(6 * 2 * rows * columns**2 for rows, columns in shapes) + sum(4 * width**3 for width in inputs)
+def _calibration_flops(config: ModelConfig, shape: Sequence[int], effort: Effort) -> int:
+    tokens, followed, sites = math.prod(shape), followed_share(config, shape, effort), _sites(config)
+    forward = 2 * tokens * (1 + followed) * _block_weights(config)
+    squares = 2 * tokens * (_OF_ONE_SQUARE + followed) * sum(columns**2 for _, columns in sites)
+    solving = sum(6 * 2 * rows * columns**2 + 4 * columns**3 for rows, columns in sites)
     return int(config.num_layers * (forward + squares + solving))
 
 
@@ -237,11 +222,6 @@ def _flop_rate() -> float:
         torch.mm(a, b)
         best = min(best, time.perf_counter() - started)
     return 2 * 1024**3 / best
-
-
-def _disk_rate() -> float:
-    """Bytes a second through reading, hashing and writing; what two common cores do."""
-    return 5e8
 
 
 def _duration(seconds: float) -> str:

@@ -100,10 +100,11 @@ def quantize(
         notes += too_few_tokens(drawn, source.config)
         options["calibration"] = drawn.to_json()
         options["thorough"] = thorough
-        scratch = max(0, activation_bytes(source.config, drawn.tokens.shape, effort_of(thorough)) - activation_memory)
+        effort = effort_of(thorough)
+        _, scratch = activation_bytes(source.config, drawn.tokens.shape, effort, activation_memory)
         solver = GptqSolver(
             source, drawn, assigned, scale_dtype, device=torch.device(device or default_device()),
-            memory_bytes=activation_memory, effort=effort_of(thorough),
+            memory_bytes=activation_memory, effort=effort,
         )  # fmt: skip
     solve: LayerSolver = solver or solve_rtn
     encoder = SafetensorsEncoder(planned_tensors(source, assigned), SHARD_BYTES)
