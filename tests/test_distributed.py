@@ -16,6 +16,7 @@ import quantkit
 from quantkit.calibration.pipeline import BlockQuantizer
 from quantkit.calibration.ranks import Ranks
 from quantkit.calibration.states import States
+from quantkit.calibration.statistics import InputStatistics
 from quantkit.data.files import excerpt
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.detect import open_checkpoint
@@ -104,3 +105,31 @@ def test_the_hessian_is_that_of_all_samples(demo_model: Path, tmp_path: Path, mo
     whole, first, second = seen
     torch.testing.assert_close(first + second, whole, rtol=1e-4, atol=1e-2)
     assert torch.equal(whole, whole.t())
+
+
+def test_all_processes_add_up_the_same_whatever_they_saw() -> None:
+    class Counted(Ranks):
+        calls = 0
+
+        def add_up_(self, value: torch.Tensor) -> None:
+            self.calls += 1
+
+    inputs = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
+    found = []
+    for paired in (0, 20, 32):
+        statistics = InputStatistics(8, 8, torch.device("cpu"))
+        if paired:
+            statistics.add_pair(inputs[:paired], inputs[:paired])
+        assert statistics.hessian is None  # held only once it is needed
+        if paired < 32:
+            statistics.add(inputs[paired:])
+        ranks = Counted()
+        statistics.finish(ranks)
+        assert ranks.calls == 3
+        hessian, pairs, drift = statistics.release()
+        torch.testing.assert_close(pairs, inputs[:paired].t() @ inputs[:paired])
+        torch.testing.assert_close(drift, pairs)
+        assert hessian.data_ptr() != pairs.data_ptr()  # the solver damps both in place
+        found.append(hessian)
+    for hessian in found:
+        torch.testing.assert_close(hessian, inputs.t() @ inputs)

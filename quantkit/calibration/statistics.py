@@ -14,19 +14,22 @@ class InputStatistics:
     """Sums over the inputs X [N, I] of a layer.
 
     Attributes:
-        hessian: [I, I] float32, ``X.T @ X``; of all inputs after `finish`.
-        paired: the same of those inputs whose counterparts in the unquantized model are known.
+        hessian: [I, I] float32, ``X.T @ X`` of those inputs whose counterparts in the unquantized model
+            are not known, or None without such; of all inputs after `finish`.
+        paired: the same of those whose counterparts are known.
         drift: [R, I] float32, ``D.T @ X`` over these, where D [N, R] is how far the unquantized
             model is from this one: in the layer's inputs, or in what the layer would give.
     """
 
     def __init__(self, width: int, drift_width: int, device: torch.device) -> None:
-        self.hessian = torch.zeros(width, width, device=device)
+        self.hessian: Tensor | None = None
         self.paired = torch.zeros(width, width, device=device)
         self.drift = torch.zeros(drift_width, width, device=device)
 
     def add(self, inputs: Tensor) -> None:
         """Take up inputs [..., I]."""
+        if self.hessian is None:
+            self.hessian = torch.zeros_like(self.paired)
         _add_square(self.hessian, inputs.flatten(0, -2))
 
     def add_pair(self, inputs: Tensor, difference: Tensor) -> None:
@@ -37,13 +40,17 @@ class InputStatistics:
 
     def release(self) -> tuple[Tensor, Tensor, Tensor]:
         """Hessian, paired and drift, which are the caller's from here on."""
+        assert self.hessian is not None
         given = self.hessian, self.paired, self.drift
         del self.hessian, self.paired, self.drift
         return given
 
     def finish(self, ranks: Ranks) -> None:
         """Add up what all processes gathered."""
-        self.hessian += self.paired
+        if self.hessian is None:
+            self.hessian = self.paired.clone()
+        else:
+            self.hessian += self.paired
         for sums in (self.hessian, self.paired):
             ranks.add_up_(sums)
             _fill_lower(sums)
