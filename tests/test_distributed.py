@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import quantkit
-from quantkit.calibration.pipeline import BlockQuantizer
+from quantkit.calibration.pipeline import STANDARD, BlockQuantizer
 from quantkit.calibration.ranks import Ranks
 from quantkit.calibration.states import States
 from quantkit.calibration.statistics import InputStatistics
@@ -101,7 +101,7 @@ def test_the_hessian_is_that_of_all_samples(demo_model: Path, tmp_path: Path, mo
     for part in (tokens, tokens[:2], tokens[2:]):
         states = States(tmp_path / "states", 10**9)
         scheme = {"model.layers.0.mlp.down_proj": QuantScheme.parse("int8")}
-        BlockQuantizer(source, part, scheme, torch.float32, states, torch.device("cpu")).next_block()
+        BlockQuantizer(source, part, scheme, torch.float32, states, torch.device("cpu"), STANDARD).next_block()
     whole, first, second = seen
     torch.testing.assert_close(first + second, whole, rtol=1e-4, atol=1e-2)
     assert torch.equal(whole, whole.t())

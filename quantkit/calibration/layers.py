@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration.data import Calibration
-from quantkit.calibration.pipeline import STANDARD, BlockQuantizer, Effort, Result
+from quantkit.calibration.pipeline import BlockQuantizer, Effort, Result
 from quantkit.calibration.ranks import Ranks
 from quantkit.calibration.states import States
 from quantkit.formats.checkpoint import Checkpoint
@@ -37,7 +37,7 @@ class GptqSolver:
 
     def __init__(
         self, source: Checkpoint, calibration: Calibration, schemes: Mapping[str, QuantScheme],
-        scale_dtype: torch.dtype, *, device: torch.device, memory_bytes: int, effort: Effort = STANDARD,
+        scale_dtype: torch.dtype, *, device: torch.device, memory_bytes: int, effort: Effort,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -53,8 +53,10 @@ class GptqSolver:
         self._memory_bytes = memory_bytes
         self._effort = effort
         self._ranks = Ranks()
-        self._states: States | None = None
         self._done: Collection[str] = ()
+        self._written: Written | None = None
+        self._states: States | None = None
+        self._blocks: BlockQuantizer | None = None
         self._ready: dict[str, Result] = {}
         self._layer = 0
 
@@ -71,14 +73,9 @@ class GptqSolver:
         self._written = written
         self._states = States(scratch.with_name(f"{scratch.name}-{self._ranks.rank}"), self._memory_bytes)
         self._blocks = BlockQuantizer(
-            self._source,
-            self._calibration.tokens,
-            self._schemes,
-            self._scale_dtype,
-            self._states,
-            self._device,
+            self._source, self._calibration.tokens, self._schemes, self._scale_dtype, self._states, self._device,
             self._effort,
-        )
+        )  # fmt: skip
 
     def __call__(self, name: str, weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) -> Result:
         """One layer's codes. The first of a block solves the block, and those before it if need be."""
@@ -90,6 +87,7 @@ class GptqSolver:
 
     def next_block(self) -> None:
         """Solve one more block, or pass through it where an earlier run has solved it."""
+        assert self._blocks is not None
         prefix = BLOCK_PREFIX.format(self._layer)
         names = [f"{module}.weight" for module in self._schemes if module.startswith(prefix)]
         finished = bool(names) and all(name in self._done for name in names)
@@ -112,6 +110,5 @@ class GptqSolver:
         if self._states is not None:
             self._states.close()
             self._ready = {}
-            del self._blocks
-            self._states = None
+            self._states = self._blocks = None
             give_back()

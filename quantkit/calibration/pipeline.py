@@ -111,7 +111,7 @@ class BlockQuantizer:
 
     def __init__(
         self, source: Checkpoint, tokens: Tensor, schemes: Mapping[str, QuantScheme], scale_dtype: torch.dtype,
-        states: States, device: torch.device, effort: Effort = STANDARD,
+        states: States, device: torch.device, effort: Effort,
     ) -> None:  # fmt: skip
         """Embed the samples.
 
