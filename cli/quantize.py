@@ -11,6 +11,7 @@ from quantkit.cli.commands import done, writing
 from quantkit.cli.processes import together
 from quantkit.cli.progress import bar
 from quantkit.errors import RequestError
+from quantkit.jobs.defaults import ACTIVATION_MEMORY, MOST_LENGTH, SAMPLES, SEED
 
 
 @click.command()
@@ -21,17 +22,15 @@ from quantkit.errors import RequestError
     "--method", type=click.Choice(["rtn", "gptq"]), default="rtn", show_default=True, help="Rounding or GPTQ."
 )
 @click.option("--calibration", help="Text for GPTQ: a file, or a hub dataset owner/name:config:split.")
-@click.option("--samples", type=int, default=128, show_default=True, help="Calibration samples.")
-@click.option("--length", type=int, help="Tokens in each; the model's context by default, 2048 at most.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the samples' places in the text.")
+@click.option("--samples", type=int, help=f"Calibration samples; {SAMPLES} by default.")
+@click.option("--length", type=int, help=f"Tokens in each; the model's context by default, {MOST_LENGTH} at most.")
+@click.option("--seed", type=int, help=f"Of the samples' places in the text; {SEED} by default.")
 @click.option("--thorough", is_flag=True, help="Slower GPTQ, closer to the source.")
 @click.option(
     "--activation-memory",
     type=float,
-    default=4.0,
-    show_default=True,
     metavar="GB",
-    help="Calibration activations held in memory; more go to DST's disk.",
+    help=f"Calibration activations held in memory, {ACTIVATION_MEMORY / 1e9:g} by default; more go to DST's disk.",
 )
 @click.option("--device", help="Where GPTQ computes: cpu or cuda; a GPU if there is one.")
 @click.option("--accept-quality-loss", is_flag=True, help="Keep a result that is too far from its source.")
@@ -63,5 +62,6 @@ def job_arguments(options: dict[str, Any]) -> dict[str, Any]:
     scheme, path = options.pop("scheme"), options.pop("plan")
     if (scheme is None) == (path is None):
         raise RequestError("give one of --scheme and --plan")
-    memory = int(options.pop("activation_memory") * 1e9)
-    return {**options, "plan": scheme if path is None else QuantPlan.from_json(path), "activation_memory": memory}
+    if options["activation_memory"] is not None:
+        options["activation_memory"] *= 1e9
+    return {**options, "plan": scheme if path is None else QuantPlan.from_json(path)}

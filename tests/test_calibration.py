@@ -11,6 +11,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from command import Capture, run
 from safetensors.torch import load_file, save_file
 
 import quantkit
@@ -54,6 +55,58 @@ def _contents(folder: Path) -> dict[str, bytes]:
 def test_method_and_calibration_go_together(options: dict[str, str], demo_model: Path, tmp_path: Path) -> None:
     with pytest.raises(RequestError):
         quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("job", ["quantize", "plan"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--samples", "128"],
+        ["--length", "64"],
+        ["--seed", "0"],
+        ["--thorough"],
+        ["--activation-memory", "4"],
+        ["--device", "cpu"],
+    ],
+)
+def test_rounding_has_no_use_for_settings_of_gptq(
+    job: str, option: list[str], demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    command = ["quantize"] if job == "quantize" else ["plan", "quantize"]
+    code, _, err = run(capfd, *command, demo_model, tmp_path / "out", "--scheme", "int8", *option)
+    assert code == 2
+    assert f"{option[0]} goes with the method gptq, and only with it" in err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--activation-memory", "nan"),
+        ("--activation-memory", "inf"),
+        ("--activation-memory", "-1"),
+        ("--device", "nonsense"),
+        ("--device", "meta"),
+        ("--length", "0"),
+        ("--samples", "0"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(
+    option: tuple[str, str], demo_model: Path, text: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    command = ["quantize", demo_model, tmp_path / "out", "--scheme", "int4-g64", "--method", "gptq"]
+    for words in (command, ["plan", *command]):
+        code, _, err = run(capfd, *words, "--calibration", text, *option)
+        assert code == 2
+        assert err.startswith("quantkit: error: ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_device_that_cannot_be_used_is_refused_wherever_a_model_is_run(demo_model: Path) -> None:
+    for load in (quantkit.load, load_model):
+        for name in ("nonsense", "meta", "cuda:99"):
+            with pytest.raises(RequestError, match=f"device cannot be used .found {name}"):
+                load(demo_model, device=name)
 
 
 @pytest.mark.parametrize("scheme", ["int4-g64", "int4-g128-asym", "int4"])

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from quantkit.calibration.pipeline import Effort, activation_bytes, batch_samples, effort_of, followed_share
+from quantkit.calibration.pipeline import Effort, activation_bytes, batch_samples, followed_share
 from quantkit.config import ModelConfig
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint
 from quantkit.formats.encoders import Encoder, SafetensorsEncoder
@@ -23,8 +23,8 @@ from quantkit.formats.staging import partial_folder, require_absent, require_roo
 from quantkit.jobs.convert import conversion
 from quantkit.jobs.gate import gate_tokens
 from quantkit.jobs.output import SHARD_BYTES
-from quantkit.jobs.prepare import draw, planned_tensors, prepare, require_method, too_few_tokens
-from quantkit.jobs.quantize import ACTIVATION_MEMORY, default_device
+from quantkit.jobs.prepare import planned_tensors, prepare, too_few_tokens
+from quantkit.jobs.settings import gptq_settings
 from quantkit.memory import resident_bytes
 from quantkit.naming import entries, linear_columns
 from quantkit.quality import TOKENS_THROUGH_THE_HEAD
@@ -102,8 +102,8 @@ def plan_convert(
 
 def plan_quantize(
     src: str | Path, dst: str | Path, plan: str | QuantScheme | QuantPlan, *, method: str = "rtn",
-    calibration: str | Path | None = None, samples: int = 128, length: int | None = None, seed: int = 0,
-    thorough: bool = False, activation_memory: int = ACTIVATION_MEMORY, device: str | None = None,
+    calibration: str | Path | None = None, samples: int | None = None, length: int | None = None,
+    seed: int | None = None, thorough: bool = False, activation_memory: float | None = None, device: str | None = None,
     keep: Iterable[str] = (), strict: bool = False, accept_quality_loss: bool = False,
     weights: str | None = None, resume: bool = False, allow_nonfinite: bool = False,
 ) -> Forecast:  # fmt: skip
@@ -112,7 +112,10 @@ def plan_quantize(
     Raises:
         QuantkitError: as `quantize` does for what can be told without reading weights.
     """
-    require_method(method, calibration)
+    settings = gptq_settings(
+        method, calibration, samples=samples, length=length, seed=seed, thorough=thorough,
+        activation_memory=activation_memory, device=device,
+    )  # fmt: skip
     source, assignment, tokenizer, notes = prepare(src, Path(dst), plan, keep=keep, strict=strict, weights=weights)
     assigned, config = assignment.schemes, source.config
     encoder = SafetensorsEncoder(planned_tensors(source, assigned), SHARD_BYTES)
@@ -121,14 +124,14 @@ def plan_quantize(
     phases = {"writing": _streaming(source, encoder), "the gate": _gate(source)}
     gate_flops = 3 * 2 * gate_tokens(source) * config.num_layers * _block_weights(config)
     scratch, on_device, flops = 0, 0, gate_flops
-    if calibration is not None:
-        drawn = draw(calibration, tokenizer, source, samples, length, seed)
+    if settings is not None:
+        drawn = settings.draw(tokenizer, source)
         notes += too_few_tokens(drawn, config)
-        effort, shape = effort_of(thorough), drawn.tokens.shape
-        held, scratch = activation_bytes(config, shape, effort, activation_memory)
+        effort, shape = settings.effort, drawn.tokens.shape
+        held, scratch = activation_bytes(config, shape, effort, settings.memory_bytes)
         work_bytes = _gptq(config, batch_samples(config, shape[1]) * shape[1])
         codes = _block_weights(config)
-        if torch.device(device or default_device()).type == "cuda":
+        if settings.device.type == "cuda":
             on_device, work_bytes = work_bytes, 0
         phases["calibration"] = resident_bytes() + _LIBRARIES + _mapped(source) + held + codes + work_bytes
         flops += _calibration_flops(config, shape, effort)

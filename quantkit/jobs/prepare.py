@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from quantkit.calibration.data import Calibration, load_calibration
+from quantkit.calibration.data import Calibration
 from quantkit.config import ModelConfig
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, schemes
@@ -16,9 +16,6 @@ from quantkit.jobs.assignment import Assignment
 from quantkit.naming import entries
 from quantkit.scheme import QuantPlan, QuantScheme
 from quantkit.tokenizer import Tokenizer
-
-METHODS = ("rtn", "gptq")
-_CALIBRATION_LENGTH = 2048
 
 
 def prepare(
@@ -64,34 +61,6 @@ def _as_plan(plan: str | QuantScheme | QuantPlan) -> QuantPlan:
     if isinstance(plan, QuantPlan):
         return plan
     return QuantPlan(QuantScheme.parse(plan) if isinstance(plan, str) else plan)
-
-
-def require_method(method: str, calibration: object) -> None:
-    """Check that a method is known and has its calibration text.
-
-    Raises:
-        RequestError: if not.
-    """
-    if method not in METHODS:
-        raise RequestError("unknown method", found=method, expected=" or ".join(METHODS))
-    if (method == "gptq") != (calibration is not None):
-        raise RequestError("calibration text goes with the method gptq, and only with it")
-
-
-def draw(
-    text: str | Path, tokenizer: Tokenizer | None, source: Checkpoint, samples: int, length: int | None, seed: int
-) -> Calibration:
-    """The calibration samples for a model.
-
-    Raises:
-        RequestError: if the source has no tokenizer, or as `load_calibration` does.
-    """
-    if tokenizer is None:
-        raise RequestError("calibration needs a tokenizer, and the source has none", path=source.path)
-    length = length or min(source.config.max_context, _CALIBRATION_LENGTH)
-    if length > source.config.max_context:
-        raise RequestError("samples exceed the model's context", found=length, expected=source.config.max_context)
-    return load_calibration(text, tokenizer, samples=samples, length=length, seed=seed)
 
 
 def too_few_tokens(drawn: Calibration, config: ModelConfig) -> list[str]:

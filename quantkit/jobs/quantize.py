@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from quantkit.calibration.layers import GptqSolver, LayerSolver, solve_rtn
-from quantkit.calibration.pipeline import activation_bytes, effort_of
+from quantkit.calibration.pipeline import activation_bytes
 from quantkit.calibration.ranks import Ranks
 from quantkit.errors import NonFiniteError
 from quantkit.finite import all_finite, checked_cast
@@ -23,13 +22,13 @@ from quantkit.jobs.card import NAME as CARD
 from quantkit.jobs.card import model_card
 from quantkit.jobs.gate import require_passed, run_gate
 from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, write
-from quantkit.jobs.prepare import draw, planned_tensors, prepare, require_method, too_few_tokens
+from quantkit.jobs.prepare import planned_tensors, prepare, too_few_tokens
+from quantkit.jobs.settings import gptq_settings
 from quantkit.naming import entries
 from quantkit.progress import Progress, silent
 from quantkit.qtensor import QuantTensor, relative_error
 from quantkit.scheme import QuantPlan, QuantScheme
 
-ACTIVATION_MEMORY = 4 * 10**9
 SCRATCH = ".activations"
 
 
@@ -40,11 +39,11 @@ def quantize(
     *,
     method: str = "rtn",
     calibration: str | Path | None = None,
-    samples: int = 128,
+    samples: int | None = None,
     length: int | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     thorough: bool = False,
-    activation_memory: int = ACTIVATION_MEMORY,
+    activation_memory: float | None = None,
     device: str | None = None,
     keep: Iterable[str] = (),
     strict: bool = False,
@@ -65,13 +64,14 @@ def quantize(
         dst: the folder to make; it must not exist.
         plan: ``"int4-g128"`` and the like, a scheme, or a plan with overrides.
         method: ``rtn`` (round to nearest) or ``gptq``, which needs calibration text.
-        calibration: a file or a hub dataset, see `load_calibration`.
+        calibration: a file or a hub dataset, see `load_calibration`; this and the options
+            down to `device` go with gptq only.
         samples, length, seed: how many samples of how many tokens are drawn from it, and
-            the seed of their places; by default the model's context, 2048 at most.
+            the seed of their places; by default 128 of the model's context, 2048 at most, and 0.
         thorough: follow the float model on all samples rather than on some of them; slower
             and closer.
-        activation_memory: bytes of calibration activations held in memory; more go to
-            the disk of `dst`.
+        activation_memory: bytes of calibration activations held in memory, by default 4e9; more
+            go to the disk of `dst`.
         device: where GPTQ computes, as torch spells it; a GPU by default if there is one.
         keep: globs of modules that keep their floats.
         strict: refuse a layer whose shape does not fit its scheme.
@@ -84,7 +84,10 @@ def quantize(
     Raises:
         QuantkitError: of the kind that says what is wrong; `dst` is then not there.
     """
-    require_method(method, calibration)
+    settings = gptq_settings(
+        method, calibration, samples=samples, length=length, seed=seed, thorough=thorough,
+        activation_memory=activation_memory, device=device,
+    )  # fmt: skip
     dst = Path(dst)
     source, assignment, tokenizer, notes = prepare(src, dst, plan, keep=keep, strict=strict, weights=weights)
     assigned = assignment.schemes
@@ -95,16 +98,15 @@ def quantize(
         "allow_nonfinite": allow_nonfinite,
     }
     solver, scratch = None, 0
-    if calibration is not None:
-        drawn = draw(calibration, tokenizer, source, samples, length, seed)
+    if settings is not None:
+        drawn = settings.draw(tokenizer, source)
         notes += too_few_tokens(drawn, source.config)
         options["calibration"] = drawn.to_json()
-        options["thorough"] = thorough
-        effort = effort_of(thorough)
-        _, scratch = activation_bytes(source.config, drawn.tokens.shape, effort, activation_memory)
+        options["thorough"] = settings.thorough
+        _, scratch = activation_bytes(source.config, drawn.tokens.shape, settings.effort, settings.memory_bytes)
         solver = GptqSolver(
-            source, drawn, assigned, scale_dtype, device=torch.device(device or default_device()),
-            memory_bytes=activation_memory, effort=effort,
+            source, drawn, assigned, scale_dtype, device=settings.device, memory_bytes=settings.memory_bytes,
+            effort=settings.effort,
         )  # fmt: skip
     solve: LayerSolver = solver or solve_rtn
     encoder = SafetensorsEncoder(planned_tensors(source, assigned), SHARD_BYTES)
@@ -165,8 +167,3 @@ def quantize(
         if solver is not None:
             solver.close()
     return [*source.notes, *notes]
-
-
-def default_device() -> str:
-    """Where GPTQ computes if nothing is said."""
-    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.decoder import Decoder
+from quantkit.model.device import usable_device
 from quantkit.model.qlinear import QuantLinear
 from quantkit.model.rope import Rotary
 from quantkit.qtensor import QuantTensor
@@ -33,10 +34,10 @@ def load_model(
         backend: the kernel backend by name; None chooses.
 
     Raises:
-        CheckpointError, UnsupportedError, RequestError: as opening and dispatch do.
+        CheckpointError, UnsupportedError, RequestError: as opening, `usable_device` and dispatch do.
     """
     checkpoint = open_checkpoint(source) if isinstance(source, (str, Path)) else source
-    device = torch.device(device)
+    device = usable_device(device)
     dtype = dtype or FLOAT_DTYPES[checkpoint.config.dtype]
     with torch.device("meta"):
         model = Decoder(checkpoint.config)

@@ -1,0 +1,94 @@
+"""What a user may say of a method, checked, with defaults for the rest."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from quantkit.calibration.data import Calibration, load_calibration
+from quantkit.calibration.pipeline import Effort, effort_of
+from quantkit.errors import RequestError
+from quantkit.formats.checkpoint import Checkpoint
+from quantkit.jobs.defaults import ACTIVATION_MEMORY, MOST_LENGTH, SAMPLES, SEED
+from quantkit.model.device import usable_device
+from quantkit.tokenizer import Tokenizer
+
+METHODS = ("rtn", "gptq")
+
+
+@dataclass(frozen=True)
+class GptqSettings:
+    """How GPTQ is calibrated.
+
+    Attributes:
+        text, samples, length, seed: as for `load_calibration`; without a length it is the model's context,
+            `MOST_LENGTH` at most.
+        thorough: follow the float model on all samples.
+        memory_bytes: activations held in memory.
+        device: where it computes.
+    """
+
+    text: str | Path
+    samples: int
+    length: int | None
+    seed: int
+    thorough: bool
+    memory_bytes: int
+    device: torch.device
+
+    @property
+    def effort(self) -> Effort:
+        """What is done about drift."""
+        return effort_of(self.thorough)
+
+    def draw(self, tokenizer: Tokenizer | None, source: Checkpoint) -> Calibration:
+        """The calibration samples for a model.
+
+        Raises:
+            RequestError: if the source has no tokenizer, or as `load_calibration` does.
+        """
+        if tokenizer is None:
+            raise RequestError("calibration needs a tokenizer, and the source has none", path=source.path)
+        context = source.config.max_context
+        length = min(context, MOST_LENGTH) if self.length is None else self.length
+        if length > context:
+            raise RequestError("samples exceed the model's context", found=length, expected=context)
+        return load_calibration(self.text, tokenizer, samples=self.samples, length=length, seed=self.seed)
+
+
+def gptq_settings(
+    method: str, calibration: str | Path | None, *, samples: int | None, length: int | None, seed: int | None,
+    thorough: bool, activation_memory: float | None, device: str | None,
+) -> GptqSettings | None:  # fmt: skip
+    """The settings of the method gptq; None for one that has none.
+
+    Args:
+        method, calibration, samples, length, seed, thorough, activation_memory, device: as for
+            `quantize`; None and False are what was not said.
+
+    Raises:
+        RequestError: if the method is unknown, has not what it needs or is given what it has
+            no use for; for a budget that is no number of bytes, or a device that cannot be used.
+    """
+    if method not in METHODS:
+        raise RequestError("unknown method", found=method, expected=" or ".join(METHODS))
+    if (method == "gptq") != (calibration is not None):
+        raise RequestError("calibration text goes with the method gptq, and only with it")
+    if calibration is None:
+        options = {
+            "samples": samples, "length": length, "seed": seed, "thorough": thorough or None,
+            "activation-memory": activation_memory, "device": device,
+        }  # fmt: skip
+        if unused := [name for name, value in options.items() if value is not None]:
+            raise RequestError(f"--{unused[0]} goes with the method gptq, and only with it")
+        return None
+    memory = ACTIVATION_MEMORY if activation_memory is None else activation_memory
+    if not 0 <= memory < math.inf:
+        raise RequestError("--activation-memory is no amount of memory", found=f"{memory / 1e9:g} GB")
+    return GptqSettings(
+        calibration, SAMPLES if samples is None else samples, length, SEED if seed is None else seed, thorough,
+        int(memory), usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu")),
+    )  # fmt: skip
