@@ -137,9 +137,7 @@ def _ask(model: Model, questions: Sequence[Any], progress: Progress) -> _Answers
     return run_tasks(questions, lm), lm.backends
 
 
-def _row(
-    model: Model, texts: dict[str, TextMeasures], answers: _Answers, speed: Speed | None
-) -> Row:  # fmt: skip
+def _row(model: Model, texts: dict[str, TextMeasures], answers: _Answers, speed: Speed | None) -> Row:
     found = inspect(model.checkpoint.path)
     return Row(
         name=model.name,

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.errors import NonFiniteError, RequestError
+from quantkit.errors import RequestError
 from quantkit.evals.extras import optional
 from quantkit.evals.models import backend_names
 from quantkit.evals.rolling import rolling
 from quantkit.evals.tokens import prefix_token, token_ids
-from quantkit.finite import all_finite
+from quantkit.finite import finite_logits
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.load import load_model
 from quantkit.progress import Progress, silent
@@ -133,11 +133,7 @@ class Scorer:
         total, greedy = 0.0, True
         for start in range(0, len(targets), _POSITIONS_AT_ONCE):
             wanted = targets[start : start + _POSITIONS_AT_ONCE]
-            logits = self._model.head(states[start : start + _POSITIONS_AT_ONCE])
-            if not all_finite(logits):
-                raise NonFiniteError(
-                    "the model's logits are NaN or Inf", path=self._path, hint="hold it against its source with verify"
-                )
+            logits = finite_logits(self._model.head(states[start : start + _POSITIONS_AT_ONCE]), self._path)
             chosen = logits.log_softmax(-1).gather(-1, wanted.unsqueeze(-1))
             total += chosen.sum(dtype=torch.float64).item()
             greedy = greedy and bool((logits.argmax(-1) == wanted).all())

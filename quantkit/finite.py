@@ -1,4 +1,4 @@
-"""Refuse NaN and Inf before they reach a file."""
+"""Refuse NaN and Inf before they reach a file or a figure."""
 
 from __future__ import annotations
 
@@ -32,6 +32,22 @@ def all_finite(tensor: Tensor) -> bool:
     """Whether no value is NaN or Inf; one pass, no temporaries."""
     low, high = torch.aminmax(tensor)
     return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def finite_logits(logits: Tensor, path: Path | None = None) -> Tensor:
+    """A model's logits, unless one is NaN or Inf.
+
+    Args:
+        path: the model's, where it is known.
+
+    Raises:
+        NonFiniteError: if one is.
+    """
+    if not all_finite(logits):
+        raise NonFiniteError(
+            "the model's logits are NaN or Inf", path=path, hint="hold it against its source with verify"
+        )
+    return logits
 
 
 def _count_nonfinite(tensor: Tensor) -> int:

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit.errors import NonFiniteError, RequestError
-from quantkit.finite import all_finite
+from quantkit.errors import RequestError
+from quantkit.finite import finite_logits
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.blockwise import Batch, blockwise_hidden, head_logits
 from quantkit.progress import Progress, silent
@@ -230,12 +230,7 @@ def _finite_logits(checkpoint: Checkpoint, hidden: Tensor) -> Tensor:
     Raises:
         NonFiniteError: if one is NaN or Inf.
     """
-    logits = head_logits(checkpoint, hidden)
-    if not all_finite(logits):
-        raise NonFiniteError(
-            "the model's logits are NaN or Inf", path=checkpoint.path, hint="hold it against its source with verify"
-        )
-    return logits
+    return finite_logits(head_logits(checkpoint, hidden), checkpoint.path)
 
 
 def _parts(windows: Sequence[Windows], hidden_size: int) -> list[list[Windows]]:

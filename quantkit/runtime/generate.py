@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from quantkit.errors import NonFiniteError, RequestError
+from quantkit.errors import RequestError
+from quantkit.finite import finite_logits
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
 from quantkit.runtime.sampling import SamplingParams, sample
@@ -61,11 +62,7 @@ def _tokens(model: Decoder, ids: list[int], length: int, params: SamplingParams)
     tokens = torch.tensor([ids], device=device)
     positions = torch.arange(len(ids), device=device)
     for _ in range(length - len(ids)):
-        logits = model.head(model.hidden(tokens, positions, cache)[:, -1])
-        if not torch.isfinite(logits).all():
-            raise NonFiniteError(
-                "the model's logits are NaN or Inf", hint="check the checkpoint with 'quantkit verify'"
-            )
+        logits = finite_logits(model.head(model.hidden(tokens, positions, cache)[:, -1]))
         tokens = sample(logits, params, generator)
         token = int(tokens.item())
         if token in model.config.eos_token_ids:
