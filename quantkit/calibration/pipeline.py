@@ -96,6 +96,9 @@ def followed_share(config: ModelConfig, shape: Sequence[int], effort: Effort) ->
 def activation_bytes(config: ModelConfig, shape: Sequence[int], effort: Effort, memory_bytes: int) -> tuple[int, int]:
     """What the streams, and the widest inputs between two passes, take up for samples of a shape [N, T].
 
+    It is that of one process with all samples. Several share them and have the memory each, so they put less
+    on the disk, unless their shares are so few batches that they follow more of them.
+
     Returns:
         Bytes in memory, where there is room for so many, and bytes on disk.
     """

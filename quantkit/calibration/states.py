@@ -23,7 +23,8 @@ class States:
         """
         Args:
             folder: where the files go; leftovers of a killed run there are removed.
-            memory_bytes: how much may be held in memory.
+            memory_bytes: how much may be held in memory; each of several processes has this for
+                itself, for its share of the samples.
         """
         self._folder = folder
         self._free = memory_bytes
