@@ -89,6 +89,7 @@ def test_rounding_has_no_use_for_settings_of_gptq(
         ("--device", "meta"),
         ("--length", "0"),
         ("--samples", "0"),
+        ("--seed", str(2**64)),
     ],
 )
 def test_values_that_make_no_sense_are_refused(

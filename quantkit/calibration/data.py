@@ -12,6 +12,7 @@ from torch import Tensor
 from quantkit.calibration.files import file_text
 from quantkit.calibration.hub import hub_id, hub_text
 from quantkit.errors import RequestError
+from quantkit.runtime.sampling import require_seed
 from quantkit.tokenizer import Tokenizer
 
 # What is read of a text: four times the samples in English, and never less than 4 MiB.
@@ -55,8 +56,9 @@ def load_calibration(source: str | Path, tokenizer: Tokenizer, *, samples: int, 
         seed: of the places.
 
     Raises:
-        RequestError: if the text cannot be read or holds less than one sample.
+        RequestError: if the text cannot be read or holds less than one sample, or the seed does not fit 64 bits.
     """
+    require_seed(seed)
     if samples < 1 or length < 2:
         raise RequestError("calibration needs at least 1 sample of 2 tokens", found=f"{samples} of {length}")
     limit = max(_BYTES_PER_TOKEN * samples * length, _LEAST_BYTES)

@@ -36,8 +36,8 @@ class SamplingParams:
             raise RequestError("temperature must not be negative", found=self.temperature)
         if not 0 < self.top_p <= 1:
             raise RequestError("top_p must lie in (0, 1]", found=self.top_p)
-        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
-            raise RequestError("seed does not fit 64 bits", found=self.seed)
+        if self.seed is not None:
+            require_seed(self.seed)
 
     def generator(self, device: torch.device) -> torch.Generator:
         """A random generator of its own."""
@@ -47,6 +47,16 @@ class SamplingParams:
         else:
             generator.manual_seed(self.seed)
         return generator
+
+
+def require_seed(seed: int) -> None:
+    """Refuse a seed that torch's generators do not take.
+
+    Raises:
+        RequestError: if it does not fit 64 bits.
+    """
+    if not -(2**63) <= seed < 2**64:
+        raise RequestError("seed does not fit 64 bits", found=seed)
 
 
 def sample(logits: Tensor, params: SamplingParams, generator: torch.Generator) -> Tensor:
