@@ -67,8 +67,8 @@ class QuantTensor:
         rows, columns = self.shape
         groups = self.scale.shape[1]
         zero = self.scheme.levels // 2 if self.zero is None else self.zero.float().unsqueeze(-1)
-        centered = self.codes.view(rows, groups, -1).float() - zero
-        return (centered * self.scale.float().unsqueeze(-1)).view(rows, columns)
+        values = self.codes.view(rows, groups, -1).float().sub_(zero)
+        return values.mul_(self.scale.float().unsqueeze(-1)).view(rows, columns)
 
 
 def quantize_rtn(weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) -> QuantTensor:

@@ -95,7 +95,7 @@ def test_the_hessian_is_that_of_all_samples(demo_model: Path, tmp_path: Path, mo
 
     def watched(self: Any, ranks: Any) -> None:
         finish(self, ranks)
-        seen.append(self.hessian.clone())
+        seen.append((self.paired if self.hessian is None else self.hessian).clone())
 
     monkeypatch.setattr(pipeline.InputStatistics, "finish", watched)
     for part in (tokens, tokens[:2], tokens[2:]):
@@ -107,15 +107,17 @@ def test_the_hessian_is_that_of_all_samples(demo_model: Path, tmp_path: Path, mo
     assert torch.equal(whole, whole.t())
 
 
-def test_all_processes_add_up_the_same_whatever_they_saw() -> None:
+@pytest.mark.parametrize("elsewhere", [True, False], ids=["unpaired elsewhere", "alone"])
+def test_all_processes_add_up_the_same_whatever_they_saw(elsewhere: bool) -> None:
     class Counted(Ranks):
         calls = 0
 
         def add_up_(self, value: torch.Tensor) -> None:
             self.calls += 1
+            if value.numel() == 1:  # how many have seen unpaired inputs
+                value += elsewhere
 
     inputs = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
-    found = []
     for paired in (0, 20, 32):
         statistics = InputStatistics(8, 8, torch.device("cpu"))
         if paired:
@@ -125,11 +127,14 @@ def test_all_processes_add_up_the_same_whatever_they_saw() -> None:
             statistics.add(inputs[paired:])
         ranks = Counted()
         statistics.finish(ranks)
-        assert ranks.calls == 3
         hessian, pairs, drift = statistics.release()
         torch.testing.assert_close(pairs, inputs[:paired].t() @ inputs[:paired])
         torch.testing.assert_close(drift, pairs)
-        assert hessian.data_ptr() != pairs.data_ptr()  # the solver damps both in place
-        found.append(hessian)
-    for hessian in found:
-        torch.testing.assert_close(hessian, inputs.t() @ inputs)
+        if paired == 32 and not elsewhere:
+            assert hessian is None
+            assert ranks.calls == 3
+        else:
+            assert hessian is not None
+            assert ranks.calls == 4
+            assert hessian.data_ptr() != pairs.data_ptr()  # the solver damps both in place
+            torch.testing.assert_close(hessian, inputs.t() @ inputs)

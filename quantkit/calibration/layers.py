@@ -91,6 +91,7 @@ class GptqSolver:
         prefix = BLOCK_PREFIX.format(self._layer)
         names = [f"{module}.weight" for module in self._schemes if module.startswith(prefix)]
         finished = bool(names) and all(name in self._done for name in names)
+        self._ready = {}
         self._ready = self._blocks.next_block(self._written if finished else None)
         self._layer += 1
 

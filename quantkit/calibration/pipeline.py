@@ -288,7 +288,11 @@ class BlockQuantizer:
         """
         parts = {scheme: (rows[self._ranks.share(len(rows))], len(rows)) for scheme, rows in weights.items()}
         hessian, paired, drift = statistics.release()
+        diagonal = paired.diagonal().clone()
         factor = torch.linalg.cholesky(Damped.of_(paired, self._effort.damping).matrix)
+        if hessian is None:
+            hessian = paired
+            hessian.diagonal().copy_(diagonal)
         del paired
         targets = {}
         for scheme, (part, total) in parts.items():

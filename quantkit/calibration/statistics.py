@@ -14,8 +14,8 @@ class InputStatistics:
     """Sums over the inputs X [N, I] of a layer.
 
     Attributes:
-        hessian: [I, I] float32, ``X.T @ X`` of those inputs whose counterparts in the unquantized model
-            are not known, or None without such; of all inputs after `finish`.
+        hessian: [I, I] float32, ``X.T @ X``: of those inputs whose counterparts in the unquantized model
+            are not known, of all inputs after `finish`; None where there are none without.
         paired: the same of those whose counterparts are known.
         drift: [R, I] float32, ``D.T @ X`` over these, where D [N, R] is how far the unquantized
             model is from this one: in the layer's inputs, or in what the layer would give.
@@ -38,23 +38,26 @@ class InputStatistics:
         _add_square(self.paired, x)
         self.drift.addmm_(difference.flatten(0, -2).t(), x)
 
-    def release(self) -> tuple[Tensor, Tensor, Tensor]:
+    def release(self) -> tuple[Tensor | None, Tensor, Tensor]:
         """Hessian, paired and drift, which are the caller's from here on."""
-        assert self.hessian is not None
         given = self.hessian, self.paired, self.drift
         del self.hessian, self.paired, self.drift
         return given
 
     def finish(self, ranks: Ranks) -> None:
         """Add up what all processes gathered."""
-        if self.hessian is None:
-            self.hessian = self.paired.clone()
-        else:
-            self.hessian += self.paired
-        for sums in (self.hessian, self.paired):
-            ranks.add_up_(sums)
-            _fill_lower(sums)
+        unpaired = torch.tensor([float(self.hessian is not None)], device=self.paired.device)
+        ranks.add_up_(unpaired)
+        if unpaired.any():
+            self.hessian = self.paired.clone() if self.hessian is None else self.hessian.add_(self.paired)
+            self._gather(self.hessian, ranks)
+        self._gather(self.paired, ranks)
         ranks.add_up_(self.drift)
+
+    @staticmethod
+    def _gather(sums: Tensor, ranks: Ranks) -> None:
+        ranks.add_up_(sums)
+        _fill_lower(sums)
 
 
 def _add_square(total: Tensor, x: Tensor) -> None:

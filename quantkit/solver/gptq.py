@@ -26,7 +26,7 @@ DAMPING = 0.01
 _MOST_DAMPING = 1.0
 _BLOCK = 32
 _REFIT_BYTES = 1 << 26
-WEIGHTS_AT_ONCE = 1 << 22
+WEIGHTS_AT_ONCE = 1 << 21
 
 
 class SingularError(ArithmeticError):
@@ -300,12 +300,10 @@ def descend(pull: Tensor, codes: Tensor, hessian: Tensor, grid: Grid, order: Ten
 
 def inverse_factor(hessian: Tensor, order: Tensor) -> Tensor:
     """Upper Cholesky factor of the inverse of the reordered Hessian."""
-    reordered = hessian[order.unsqueeze(1), order]
-    lower = torch.linalg.cholesky(reordered)
-    del reordered
-    inverse = torch.cholesky_inverse(lower)
-    del lower
-    factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
+    work = hessian[order.unsqueeze(1), order].t()  # all of it in place: wide layers have large Hessians
+    torch.linalg.cholesky(work, out=work)
+    torch.cholesky_inverse(work, out=work)
+    factor: Tensor = torch.linalg.cholesky(work, upper=True, out=work)
     return factor
 
 
