@@ -171,6 +171,7 @@ class BlockQuantizer:
             else:
                 solved = {} if statistics is None else self._solve(site, wanted, floats, statistics)
             del statistics
+            give_back()
             for module in site.modules:  # what stays float
                 _set(seen, module, floats.get_submodule(module))
             for name, (quantized, _) in solved.items():
