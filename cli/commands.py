@@ -108,10 +108,11 @@ def verify(a: Path, b: Path | None) -> None:
 @click.option(
     "--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Of activations; the model's own by default."
 )
+@click.option("--backend", help="Of quantized layers: cpu-exact, cpu-fast or reference; see docs/kernels.md.")
 @_WEIGHTS
 def generate(
     path: Path, prompt: str, max_new_tokens: int, temperature: float, top_p: float, seed: int | None,
-    dtype: str | None, weights: str | None,
+    dtype: str | None, backend: str | None, weights: str | None,
 ) -> None:  # fmt: skip
     """Continue a prompt with the model in PATH."""
     from quantkit.formats.checkpoint import FLOAT_DTYPES
@@ -122,7 +123,8 @@ def generate(
 
     if not prompt:
         raise RequestError("the prompt is empty")
-    model, tokenizer = load(path, weights=weights, dtype=None if dtype is None else FLOAT_DTYPES[DTYPES[dtype]])
+    chosen = None if dtype is None else FLOAT_DTYPES[DTYPES[dtype]]
+    model, tokenizer = load(path, weights=weights, dtype=chosen, backend=backend)
     ids = tokenizer.encode(prompt, specials=True)
     tokens = job(model, ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
     click.echo(prompt, nl=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -9,6 +11,25 @@ from torch import Tensor
 
 from quantkit.qtensor import QuantTensor
 from quantkit.scheme import QuantScheme
+
+
+@dataclass(frozen=True)
+class Operations:
+    """What a backend offers besides, for the rest of a model.
+
+    Attributes:
+        lookup: attention of a few queries [B, H, T, Dh] over cached keys and values [B, K, S, Dh];
+            then the queries' positions [T] and the window. To [B, T, H * Dh].
+        linear: ``x @ weight.T`` of a few rows with a weight of floats.
+        block: a whole decoder block over a cache, for hidden states of a few tokens, in place.
+        block_input, block_output: the parts before and after attention, for any number.
+    """
+
+    lookup: Callable[[Tensor, Tensor, Tensor, Tensor, int | None], Tensor]
+    linear: Callable[[Tensor, Tensor], Tensor]
+    block: Callable[..., None]
+    block_input: Callable[..., Tensor]
+    block_output: Callable[..., None]
 
 
 class Backend(Protocol):
@@ -28,6 +49,12 @@ class Backend(Protocol):
         """The tensors its `linear` needs, by name."""
         ...
 
-    def linear(self, x: Tensor, prepared: dict[str, Tensor], scheme: QuantScheme, bias: Tensor | None) -> Tensor:
-        """``x @ weight.T + bias``: [..., I] to [..., O] in the dtype of x."""
+    def operations(self) -> Operations | None:
+        """What else it can do; None if nothing."""
+        ...
+
+    def linear(
+        self, x: Tensor, prepared: dict[str, Tensor], scheme: QuantScheme, rows: int, bias: Tensor | None
+    ) -> Tensor:
+        """``x @ weight.T + bias``: [..., I] to [..., O] in the dtype of x; O is `rows`."""
         ...

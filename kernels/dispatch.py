@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+
 import torch
 
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.kernels.backend import Backend
+from quantkit.kernels.cpu import CpuBackend
 from quantkit.kernels.reference import ReferenceBackend
 from quantkit.scheme import QuantScheme
 
-BACKENDS: tuple[Backend, ...] = (ReferenceBackend(),)
+BACKENDS: tuple[Backend, ...] = (
+    CpuBackend("cpu-exact", exact=True),
+    CpuBackend("cpu-fast", exact=False),
+    ReferenceBackend(),
+)
 """Fastest first."""
+
+
+LAST_RESORT = "reference"
+_log = logging.getLogger(__name__)
 
 
 def select_backend(scheme: QuantScheme, device: torch.device, dtype: torch.dtype, prefer: str | None = None) -> Backend:
@@ -26,10 +38,18 @@ def select_backend(scheme: QuantScheme, device: torch.device, dtype: torch.dtype
     candidates = [b for b in BACKENDS if prefer is None or b.name == prefer]
     if not candidates:
         raise RequestError("unknown backend", found=prefer, expected=", ".join(b.name for b in BACKENDS))
-    reasons = []
+    reasons: list[str] = []
     for backend in candidates:
         reason = backend.refusal(scheme, device, dtype)
         if reason is None:
+            if backend.name == LAST_RESORT and reasons:
+                _tell(f"{scheme} is served by the slow {LAST_RESORT} backend; {'; '.join(reasons)}")
             return backend
         reasons.append(f"{backend.name}: {reason}")
     raise UnsupportedError(f"no backend serves {scheme} on {device} in {dtype}; {'; '.join(reasons)}")
+
+
+@functools.cache
+def _tell(line: str) -> None:
+    """Once for all layers."""
+    _log.warning("%s", line)

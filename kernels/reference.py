@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quantkit.kernels.backend import Operations
 from quantkit.qtensor import QuantTensor
 from quantkit.scheme import QuantScheme
 
@@ -22,7 +23,12 @@ class ReferenceBackend:
         zero = {} if weight.zero is None else {"zero": weight.zero}
         return {"codes": weight.codes, "scale": weight.scale, **zero}
 
-    def linear(self, x: Tensor, prepared: dict[str, Tensor], scheme: QuantScheme, bias: Tensor | None) -> Tensor:
+    def operations(self) -> Operations | None:
+        return None
+
+    def linear(
+        self, x: Tensor, prepared: dict[str, Tensor], scheme: QuantScheme, rows: int, bias: Tensor | None
+    ) -> Tensor:
         weight = QuantTensor(prepared["codes"], prepared["scale"], prepared.get("zero"), scheme)
         product = F.linear(x.float(), weight.dequantize(), None if bias is None else bias.float())
         return product.to(x.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -105,6 +105,19 @@ def quantize_rtn(weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) 
         grid = (grouped / wide).round_().add_(offset).clamp_(0, scheme.levels - 1)
         codes[start:stop] = grid.view(stop - start, columns).to(torch.uint8)
     return QuantTensor(codes, scale, zero, scheme)
+
+
+def stacked(parts: Sequence[QuantTensor]) -> QuantTensor | None:
+    """One weight with the rows of all, in order; None where they differ in scheme or dtype of the scales."""
+    if len({(part.scheme, part.scale.dtype) for part in parts}) != 1:
+        return None
+    zeros = [part.zero for part in parts if part.zero is not None]
+    return QuantTensor(
+        torch.cat([part.codes for part in parts]),
+        torch.cat([part.scale for part in parts]),
+        torch.cat(zeros) if zeros else None,
+        parts[0].scheme,
+    )
 
 
 def relative_error(quantized: QuantTensor, weight: Tensor) -> float:

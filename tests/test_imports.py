@@ -31,6 +31,7 @@ ONLY = {
     "quantkit.kernels": {"errors", "scheme", "qtensor", "kernels"},
     "quantkit.solver": {"errors", "scheme", "qtensor", "solver"},
     "quantkit.model.decoder": {"config", "rope_config", "model"},
+    "quantkit.model.attention": {"model"},
     "quantkit.model.cache": {"config"},
     "quantkit.model.rope": {"config", "rope_config"},
     "quantkit.config": {"errors", "rope_config"},

@@ -23,7 +23,8 @@ from quantkit.config import ModelConfig
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.memory import give_back
-from quantkit.model.decoder import Block, own_mask
+from quantkit.model.attention import among_own
+from quantkit.model.decoder import Block
 from quantkit.model.load import BLOCK_PREFIX, fill
 from quantkit.model.rope import Rotary
 from quantkit.qtensor import QuantTensor, quantize_rtn, row_chunks
@@ -144,6 +145,7 @@ class BlockQuantizer:
                 states.put((stream, index), nn.functional.embedding(part, embedding).float())
         self._positions = torch.arange(tokens.shape[1], device=device)
         self._angles = Rotary(source.config).to(device)(self._positions)
+        self._attend = among_own(self._positions, source.config.windows)
         self._layer = 0
         self._pending: nn.Module | None = None
 
@@ -187,10 +189,9 @@ class BlockQuantizer:
 
     def _sites(self) -> tuple[Site, ...]:
         config = self._source.config
-        mask = own_mask(self._positions, config.windows[self._layer])
 
         def mixed(block: Block, x: Tensor) -> Tensor:
-            return block.self_attn.mix(block.input_layernorm(x), self._positions, self._angles, mask, None)
+            return block.self_attn.mix(block.input_layernorm(x), self._angles, self._attend)
 
         qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         head_norms = ("self_attn.q_norm", "self_attn.k_norm") if config.qk_norm else ()

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.model.decoder import RMSNorm, own_mask
+from quantkit.model.attention import among_own
+from quantkit.model.decoder import RMSNorm
 from quantkit.model.rope import Rotary
 from quantkit.model.streamed import streamed_block
 from quantkit.progress import Progress, silent
@@ -39,12 +40,12 @@ def blockwise_hidden(checkpoint: Checkpoint, batches: Sequence[Batch], *, progre
     del embedding
     rotary = Rotary(config)
     angles = [rotary(batch.positions) for batch in batches]
+    attends = [among_own(batch.positions, config.windows) for batch in batches]
     for layer in range(config.num_layers):
         progress(layer, config.num_layers, f"layer {layer}")
         block = streamed_block(checkpoint, layer)
-        for index, batch in enumerate(batches):
-            mask = own_mask(batch.positions, config.windows[layer])
-            states[index] = block(states[index], batch.positions, angles[index], mask, None)
+        for index, state in enumerate(states):
+            states[index] = block(state, angles[index], attends[index])
     norm = RMSNorm(config.hidden_size, config.norm_eps)
     norm.weight = torch.nn.Parameter(_tensor(checkpoint, "model.norm.weight").float(), requires_grad=False)
     progress(config.num_layers, config.num_layers, "")

@@ -25,6 +25,6 @@ class KVCache:
 
     def update(self, layer: int, positions: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store keys and values [B, KV heads, T, head_dim] at positions [T]; the whole layer's."""
-        self.keys[layer].index_copy_(2, positions, keys)
-        self.values[layer].index_copy_(2, positions, values)
+        self.keys[layer].index_copy_(2, positions, keys.to(self.keys[layer].dtype))
+        self.values[layer].index_copy_(2, positions, values.to(self.values[layer].dtype))
         return self.keys[layer], self.values[layer]

@@ -1,19 +1,26 @@
 """The Llama-family decoder, in the architecture's terms.
 
-B batch, T new positions, S positions attended to, D hidden size, H heads, K KV heads,
-Dh head size, F feed-forward size, V vocabulary. Modules are named as Hugging Face names
+B batch, T new positions, D hidden size, H heads, K KV heads, Dh head size, F feed-forward
+size, V vocabulary. Modules are named as Hugging Face names
 their tensors, so a checkpoint's canonical names are its state's.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quantkit.config import ModelConfig
+from quantkit.model.attention import Attend, Lookup, among_own, among_own_into, masked_lookup, over_cache
 from quantkit.model.cache import KVCache
 from quantkit.model.rope import Rotary, rotate
+
+Blocks = Callable[[Tensor, Tensor, tuple[Tensor, Tensor], Attend, KVCache | None], Tensor]
+"""Hidden states [B, T, D] at positions [T], with their angles, to hidden states after all blocks. The
+cache is given where the tokens see what it holds, and how they attend to it is then free."""
 
 
 class RMSNorm(nn.Module):
@@ -41,37 +48,33 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, query, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, shared, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, shared, bias=config.qkv_bias)
+        self.qkv_proj: nn.Module | None = None  # in the place of the three, once they are joined
+        self.widths = [query, shared, shared]
         self.o_proj = nn.Linear(query, config.hidden_size, bias=config.output_bias)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
-    def forward(
-        self, x: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: KVCache | None
-    ) -> Tensor:
-        out: Tensor = self.o_proj(self.mix(x, positions, angles, mask, cache))  # [B, T, D]
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        out: Tensor = self.o_proj(self.mix(x, angles, attend))  # [B, T, D]
         return out
 
-    def mix(
-        self, x: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: KVCache | None
-    ) -> Tensor:
-        """What the output projection is applied to: values mixed by attention, [B, T, H * Dh].
-
-        Without a mask each of the T positions sees those up to itself.
-        """
+    def mix(self, x: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """What the output projection is applied to: values mixed by attention, [B, T, H * Dh]."""
         batch, length, _ = x.shape  # [B, T, D]
-        queries = self.q_proj(x).view(batch, length, -1, self.head_dim)  # [B, T, H, Dh]
-        keys = self.k_proj(x).view(batch, length, -1, self.head_dim)  # [B, T, K, Dh]
-        values = self.v_proj(x).view(batch, length, -1, self.head_dim).transpose(1, 2)  # [B, K, T, Dh]
+        heads = [part.view(batch, length, -1, self.head_dim) for part in self.project(x)]
+        queries, keys, values = heads  # [B, T, H, Dh], twice [B, T, K, Dh]
         if self.q_norm is not None and self.k_norm is not None:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         queries = rotate(queries.transpose(1, 2), *angles)  # [B, H, T, Dh]
         keys = rotate(keys.transpose(1, 2), *angles)  # [B, K, T, Dh]
-        if cache is not None:
-            keys, values = cache.update(self.layer, positions, keys, values)  # [B, K, S, Dh]
-        mixed = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
-        )
-        return mixed.transpose(1, 2).reshape(batch, length, -1)
+        return attend(self.layer, queries, keys, values.transpose(1, 2))
+
+    def project(self, x: Tensor) -> Sequence[Tensor]:
+        """Queries [B, T, H * Dh], keys and values [B, T, K * Dh]."""
+        if self.qkv_proj is not None:
+            joint: Tensor = self.qkv_proj(x)
+            return torch.split(joint, self.widths, dim=-1)
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
 
 class MLP(nn.Module):
@@ -82,6 +85,7 @@ class MLP(nn.Module):
         size, inner = config.hidden_size, config.intermediate_size
         self.gate_proj = nn.Linear(size, inner, bias=config.mlp_bias)
         self.up_proj = nn.Linear(size, inner, bias=config.mlp_bias)
+        self.gate_up_proj: nn.Module | None = None  # in the place of the two, once they are joined
         self.down_proj = nn.Linear(inner, size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -90,8 +94,11 @@ class MLP(nn.Module):
 
     def gate(self, x: Tensor) -> Tensor:
         """What the down projection is applied to: the gated inner states, [B, T, F]."""
-        inner: Tensor = F.silu(self.gate_proj(x)).mul_(self.up_proj(x))
-        return inner
+        if self.gate_up_proj is not None:
+            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        else:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        return F.silu(gate).mul_(up)
 
 
 class Block(nn.Module):
@@ -99,16 +106,13 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.window = config.windows[layer]
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(
-        self, x: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: KVCache | None
-    ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), positions, angles, mask, cache)
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), angles, attend)
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
@@ -125,6 +129,9 @@ class Backbone(nn.Module):
 class Decoder(nn.Module):
     """A causal language model.
 
+    `lookup` and `linear` (of the head) are how it attends over a cache and multiplies by floats,
+    `blocks` does all blocks in place of the modules; whoever loads it may put kernels there.
+
     Positions are tensors and the cache is static, so no step depends on data: the
     whole forward can be compiled.
     """
@@ -137,6 +144,9 @@ class Decoder(nn.Module):
         if not config.tied_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rotary = Rotary(config)
+        self.lookup: Lookup = masked_lookup
+        self.linear: Callable[[Tensor, Tensor], Tensor] = F.linear
+        self.blocks: Blocks | None = None
 
     @property
     def device(self) -> torch.device:
@@ -146,44 +156,39 @@ class Decoder(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.model.norm.weight.dtype
 
-    def hidden(self, tokens: Tensor, positions: Tensor, cache: KVCache | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, positions: Tensor, cache: KVCache | None = None, *, first: bool = False) -> Tensor:
         """Hidden states [B, T, D] after the final norm, for tokens [B, T] at positions [T].
 
-        With a cache, attention sees all positions stored so far; without one, the given
-        tokens only.
+        Args:
+            cache: takes up keys and values; attention sees all positions stored so far.
+                Without one it sees the given tokens only.
+            first: nothing is stored yet that the tokens should see.
         """
+        windows = self.config.windows
+        if cache is None:
+            attend = among_own(positions, windows)
+        elif first:
+            attend = among_own_into(cache, positions, windows)
+        else:
+            attend = over_cache(cache, positions, windows, self.lookup)
         x = self.model.embed_tokens(tokens)
         angles = self.rotary(positions)
-        masks = {window: _mask(positions, window, cache) for window in set(self.config.windows)}
-        for block in self.model.layers:
-            x = block(x, positions, angles, masks[block.window], cache)  # type: ignore[index]
+        if self.blocks is not None:
+            x = self.blocks(x, positions, angles, attend, None if first else cache)
+        else:
+            for block in self.model.layers:
+                x = block(x, angles, attend)
         return self.model.norm(x)  # type: ignore[no-any-return]
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of hidden states [..., D]."""
         if self.lm_head is None:
-            return F.linear(hidden, self.model.embed_tokens.weight)
+            return self.linear(hidden, self.model.embed_tokens.weight)
+        if isinstance(self.lm_head, nn.Linear):
+            return self.linear(hidden, self.lm_head.weight)
         logits: Tensor = self.lm_head(hidden)
         return logits
 
     def forward(self, tokens: Tensor, positions: Tensor, cache: KVCache | None = None) -> Tensor:
         """Logits [B, T, V] for tokens [B, T] at positions [T]."""
         return self.head(self.hidden(tokens, positions, cache))
-
-
-def own_mask(positions: Tensor, window: int | None) -> Tensor | None:
-    """Which of the rising positions [T] each of them sees: bool [T, T], or None for all up to itself."""
-    return None if window is None else causal_mask(positions, positions, window)
-
-
-def _mask(positions: Tensor, window: int | None, cache: KVCache | None) -> Tensor | None:
-    if cache is None:
-        return own_mask(positions, window)
-    return causal_mask(positions, torch.arange(cache.length, device=positions.device), window)
-
-
-def causal_mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """Which key positions [S] each query position [T] sees: bool [T, S]."""
-    distance = queries.unsqueeze(-1) - keys
-    seen = distance >= 0
-    return seen if window is None else seen & (distance < window)

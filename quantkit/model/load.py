@@ -9,11 +9,13 @@ from torch import Tensor, nn
 
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint
 from quantkit.formats.detect import open_checkpoint
+from quantkit.model.attention import for_few
 from quantkit.model.decoder import Decoder
 from quantkit.model.device import usable_device
+from quantkit.model.fused import fused_blocks
+from quantkit.model.joint import Place, place
 from quantkit.model.qlinear import QuantLinear
 from quantkit.model.rope import Rotary
-from quantkit.qtensor import QuantTensor
 
 BLOCK_PREFIX = "model.layers.{}."
 
@@ -43,6 +45,12 @@ def load_model(
         model = Decoder(checkpoint.config)
     fill(model, checkpoint, "", device, dtype, backend)
     model.rotary = Rotary(checkpoint.config).to(device)
+    backends = [module.backend for module in model.modules() if isinstance(module, QuantLinear)]
+    operations = backends[0].operations() if backends else None
+    if operations is not None:
+        model.lookup = for_few(operations.lookup)
+        model.linear = operations.linear
+        model.blocks = fused_blocks(model)
     return model.eval()
 
 
@@ -55,26 +63,27 @@ def fill(
     parameters = {prefix + name for name, _ in module.named_parameters()}
     if parameters != set(names):
         raise RuntimeError(f"the decoder and the checkpoint differ in {sorted(parameters ^ set(names))[:3]}")
+    done: set[str] = set()
     for name in names:
-        owner_name, _, leaf = name[len(prefix) :].rpartition(".")
-        owner = module.get_submodule(owner_name)
+        owner, _, leaf = name[len(prefix) :].rpartition(".")
+        if owner in done:
+            continue
         value = checkpoint.load(name)
-        if isinstance(value, QuantTensor):
-            _set_quantized(module, owner_name, value, checkpoint, name, device, dtype, backend)
-        elif not (isinstance(owner, QuantLinear) and leaf == "bias"):
-            setattr(owner, leaf, _parameter(value, device, dtype))
+        if isinstance(value, Tensor):
+            setattr(module.get_submodule(owner), leaf, _parameter(value, device, dtype))
+        else:
+            placed = place(checkpoint, prefix, owner, value)
+            _set_quantized(module, placed, QuantLinear(placed.weight, placed.bias, device, dtype, backend))
+            done.update(placed.owners)
 
 
-def _set_quantized(
-    module: nn.Module, owner_name: str, value: QuantTensor, checkpoint: Checkpoint, name: str,
-    device: torch.device, dtype: torch.dtype, backend: str | None,
-) -> None:  # fmt: skip
-    """Put a `QuantLinear`, bias included, in the place of the float linear."""
-    bias_name = name.removesuffix("weight") + "bias"
-    bias = checkpoint.load(bias_name) if bias_name in checkpoint.names() else None
-    assert bias is None or isinstance(bias, Tensor)
-    parent_name, _, child = owner_name.rpartition(".")
-    setattr(module.get_submodule(parent_name), child, QuantLinear(value, bias, device, dtype, backend))
+def _set_quantized(module: nn.Module, placed: Place, linear: QuantLinear) -> None:
+    """Put a quantized linear in the place of float ones."""
+    for name in placed.owners:
+        parent, _, child = name.rpartition(".")
+        delattr(module.get_submodule(parent), child)
+    parent, _, child = placed.module.rpartition(".")
+    setattr(module.get_submodule(parent), child, linear)
 
 
 def _parameter(value: Tensor, device: torch.device, dtype: torch.dtype) -> nn.Parameter:

@@ -27,8 +27,8 @@ class QuantLinear(nn.Module):
         super().__init__()
         self.scheme = weight.scheme
         self.out_features, self.in_features = weight.shape
-        self._backend = select_backend(weight.scheme, device, dtype, backend)
-        prepared = self._backend.prepare(weight.to(device))
+        self.backend = select_backend(weight.scheme, device, dtype, backend)
+        prepared = self.backend.prepare(weight.to(device))
         self._prepared_names = tuple(prepared)
         for name, tensor in prepared.items():
             self.register_buffer(name, tensor)
@@ -36,8 +36,8 @@ class QuantLinear(nn.Module):
 
     @property
     def backend_name(self) -> str:
-        return self._backend.name
+        return self.backend.name
 
     def forward(self, x: Tensor) -> Tensor:
         prepared = {name: getattr(self, name) for name in self._prepared_names}
-        return self._backend.linear(x, prepared, self.scheme, self.bias)
+        return self.backend.linear(x, prepared, self.scheme, self.out_features, self.bias)

@@ -61,8 +61,8 @@ def _tokens(model: Decoder, ids: list[int], length: int, params: SamplingParams)
     cache = KVCache(model.config, 1, length, model.dtype, device)
     tokens = torch.tensor([ids], device=device)
     positions = torch.arange(len(ids), device=device)
-    for _ in range(length - len(ids)):
-        logits = finite_logits(model.head(model.hidden(tokens, positions, cache)[:, -1]))
+    for step in range(length - len(ids)):
+        logits = finite_logits(model.head(model.hidden(tokens, positions, cache, first=step == 0)[:, -1]))
         tokens = sample(logits, params, generator)
         token = int(tokens.item())
         if token in model.config.eos_token_ids:

@@ -1,0 +1,145 @@
+"""Compile the C++ kernels on first use, into a cache.
+
+The sources ship with the package; what they are compiled to depends on the machine and on
+the torch that is there, so it is made where it runs. A second process finds it made.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import RequestError, UnsupportedError
+
+VARIANTS = {
+    "native": ("-march=native",) if sys.platform != "darwin" else ("-mcpu=native",),
+    "avx2": ("-march=x86-64-v3",),
+    "portable": ("-DQUANTKIT_PORTABLE",),
+}
+"""Compiler flags by the instruction set they choose."""
+
+_SOURCES = files("quantkit.kernels") / "csrc"
+_FLAGS = (
+    "-std=c++20", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-w",
+    "-fno-trapping-math", "-fno-math-errno",  # change no result; without them exp stays scalar
+)  # fmt: skip
+_log = logging.getLogger(__name__)
+
+
+@functools.cache
+def load_kernels(variant: str) -> Any:
+    """Compile and load one variant; its operators.
+
+    Raises:
+        RequestError: if there is no such variant.
+        UnsupportedError: if there is no compiler, it fails, or the cache can't be written.
+    """
+    if variant not in VARIANTS:
+        raise RequestError("unknown variant of the CPU kernels", found=variant, expected=", ".join(VARIANTS))
+    library = f"quantkit_cpu_{variant}"
+    try:
+        torch.ops.load_library(_compiled(library, VARIANTS[variant]))  # type: ignore[no-untyped-call]
+    except OSError as error:
+        raise UnsupportedError(f"the compiled kernels do not load: {error}") from error
+    for name, shape in _SHAPES.items():
+        torch.library.register_fake(f"{library}::{name}", shape)
+    return getattr(torch.ops, library)
+
+
+def _linear_shape(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], rows)
+
+
+def _attend_shape(
+    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int, scale: float
+) -> Tensor:
+    batch, heads, tokens, size = queries.shape
+    return queries.new_empty(batch, tokens, heads * size)
+
+
+def _nothing(*operands: Any) -> None:
+    """Works in place."""
+
+
+def _joint_shape(x: Tensor, cosine: Tensor, sine: Tensor, *rest: Any) -> Tensor:
+    heads, shared = rest[-4:-2]
+    return x.new_empty(*x.shape[:-1], (heads + 2 * shared) * cosine.shape[-1])
+
+
+def _rows_shape(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: ``QUANTKIT_CACHE``, or ``quantkit`` in the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("QUANTKIT_CACHE") or Path(base) / "quantkit")
+
+
+_SHAPES: dict[str, Callable[..., Any]] = {
+    "linear": _linear_shape, "attend": _attend_shape, "rows": _rows_shape, "block": _nothing,
+    "block_input": _joint_shape, "block_output": _nothing,
+}  # fmt: skip
+"""What each operator gives, without running it."""
+
+
+def _compiled(library: str, variant: tuple[str, ...]) -> Path:
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise UnsupportedError("there is no C++ compiler", hint="install g++ or clang++, or name one in CXX")
+    home = Path(torch.__file__).parent
+    abi = int(torch.compiled_with_cxx11_abi())
+    flags = (*_FLAGS, *variant, f"-DQUANTKIT_LIBRARY={library}", f"-D_GLIBCXX_USE_CXX11_ABI={abi}")
+    torch_flags = (f"-isystem{home / 'include'}", f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10")
+    sources = {Path(entry.name): entry.read_bytes() for entry in sorted(_SOURCES.iterdir(), key=lambda e: e.name)}
+    known = _run([compiler, *variant, "-E", "-dM", "-x", "c++", os.devnull])  # the compiler and the processor
+    key = hashlib.sha256(repr((known, flags, torch.__version__, sorted(sources.items()))).encode())
+    target = cache_folder() / f"{library}-{key.hexdigest()[:32]}.so"
+    if target.exists():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(target.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be at it
+            if not target.exists():
+                _log.info("compiling the CPU kernels, once for this machine and this torch")
+                _build([compiler, *flags], torch_flags, sources, target)
+    except OSError as error:
+        raise UnsupportedError(
+            f"the cache of compiled kernels can't be written: {error.strerror}", path=target.parent,
+            hint="name another folder in QUANTKIT_CACHE",
+        ) from error  # fmt: skip
+    return target
+
+
+def _build(command: list[str], torch_flags: tuple[str, ...], sources: dict[Path, bytes], target: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        for name, text in sources.items():
+            Path(folder, name).write_bytes(text)
+        _run([*command, str(Path(folder, "ops.cpp")), *torch_flags, "-o", str(Path(folder, "ops.so"))])
+        os.replace(Path(folder, "ops.so"), target)
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        raise UnsupportedError(f"the C++ compiler does not start: {error.strerror}", path=command[0]) from error
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or ["no reason given"]
+        raise UnsupportedError(f"the C++ compiler failed: {lines[0]}", path=command[0])
+    return done.stdout

@@ -1,0 +1,116 @@
+// A decoder block, whole or the parts before and after attention.
+//
+// The same arithmetic as the decoder's modules, in float32 throughout; one call in the place of
+// some fifty, each of which costs more than its work where tokens are few.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "attention.h"
+#include "dot.h"
+#include "exponential.h"
+#include "floats.h"
+#include "matmul.h"
+
+namespace quantkit {
+
+struct Block {
+  Linear qkv, out, gate_up, down;
+  const float *input_norm, *output_norm;  // [D]
+  const float *query_norm, *key_norm;     // [Dh], or null
+  float eps;
+  int64_t heads, shared, size, window;  // H, K, Dh; positions seen, 0 for all
+};
+
+struct Cache {
+  void *keys, *values;  // [B, K, S, Dh]
+  FloatType type;
+  int64_t length;  // S
+};
+
+// Root-mean-square norm of one row (1910.07467).
+inline void rms_norm(const float* x, const float* weight, int64_t size, float eps, float* y) {
+  const float factor = 1 / std::sqrt(dot(x, x, size) / static_cast<float>(size) + eps);
+  for (int64_t i = 0; i < size; ++i) y[i] = x[i] * factor * weight[i];
+}
+
+// Rotate one head in place by a position's angles, in rotate-half layout.
+inline void rotate(float* head, const float* cosine, const float* sine, int64_t size) {
+  const int64_t half = size / 2;
+  for (int64_t i = 0; i < half; ++i) {
+    const float first = head[i], second = head[i + half];
+    head[i] = first * cosine[i] - second * sine[i];
+    head[i + half] = second * cosine[i + half] + first * sine[i + half];
+  }
+}
+
+// Call work(r) for all rows, on several threads where they are many.
+template <class Work>
+void each_row(int64_t rows, int threads, const Work& work) {
+  Pool::shared().share(rows, 1, rows > 4 ? threads : 1, work);
+}
+
+// Queries, keys and values [B, T, (H + 2 K) Dh] of hidden states x [B, T, D], rotated; cosine and sine [T, Dh].
+inline void run_input(const Block& block, const float* x, const float* cosine, const float* sine, int64_t batch,
+                      int64_t tokens, int threads, float* qkv) {
+  const int64_t rows = batch * tokens, size = block.size, hidden = block.qkv.at.columns;
+  const int64_t joint = block.qkv.at.rows;
+  std::vector<float> normed(rows * hidden);
+  each_row(rows, threads, [&](int64_t r) {
+    rms_norm(x + r * hidden, block.input_norm, hidden, block.eps, normed.data() + r * hidden);
+  });
+  matmul(block.qkv, normed.data(), FloatType::f32, rows, threads, qkv);
+  each_row(rows, threads, [&](int64_t r) {
+    const int64_t token = r % tokens;
+    for (int64_t h = 0; h < block.heads + block.shared; ++h) {
+      float* head = qkv + r * joint + h * size;
+      const float* norm = h < block.heads ? block.query_norm : block.key_norm;
+      if (norm) rms_norm(head, norm, size, block.eps, head);
+      rotate(head, cosine + token * size, sine + token * size, size);
+    }
+  });
+}
+
+// What follows attention: mixed [B, T, H Dh] into the hidden states x [B, T, D], and the feed-forward.
+inline void run_output(const Block& block, float* x, const float* mixed, int64_t rows, int threads) {
+  const int64_t hidden = block.qkv.at.columns, inner = block.down.at.columns;
+  matmul(block.out, mixed, FloatType::f32, rows, threads, x, true);
+  std::vector<float> normed(rows * hidden), gates(rows * 2 * inner);
+  each_row(rows, threads, [&](int64_t r) {
+    rms_norm(x + r * hidden, block.output_norm, hidden, block.eps, normed.data() + r * hidden);
+  });
+  matmul(block.gate_up, normed.data(), FloatType::f32, rows, threads, gates.data());
+  std::vector<float> gated(rows * inner);
+  each_row(rows, threads, [&](int64_t r) {
+    const float *gate = gates.data() + r * 2 * inner, *up = gate + inner;
+    float* to = gated.data() + r * inner;
+    for (int64_t i = 0; i < inner; ++i) to[i] = gate[i] / (1 + exponential(-gate[i])) * up[i];
+  });
+  matmul(block.down, gated.data(), FloatType::f32, rows, threads, x, true);
+}
+
+// All of it, for tokens at positions [T] that see what the cache holds up to them. x in place.
+inline void run_block(const Block& block, float* x, const float* cosine, const float* sine, const int64_t* positions,
+                      int64_t batch, int64_t tokens, const Cache& cache, int threads) {
+  const int64_t rows = batch * tokens, size = block.size, joint = block.qkv.at.rows;
+  const int64_t queries = block.heads * size, keys = block.shared * size;
+  std::vector<float> qkv(rows * joint), mixed(rows * queries);
+  run_input(block, x, cosine, sine, batch, tokens, threads, qkv.data());
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t k = 0; k < block.shared; ++k) {
+      const int64_t place = ((r / tokens * block.shared + k) * cache.length + positions[r % tokens]) * size;
+      const float* key = qkv.data() + r * joint + queries + k * size;
+      store_floats(key, size, cache.keys, cache.type, place);
+      store_floats(key + keys, size, cache.values, cache.type, place);
+    }
+  const float scale = 1 / std::sqrt(static_cast<float>(size));
+  const AttentionShape shape{batch, block.heads, block.shared, tokens, cache.length, size, block.window,
+                             scale, FloatType::f32, cache.type, tokens * joint, size, joint};
+  attention(shape, qkv.data(), cache.keys, cache.values, positions, threads, mixed.data());
+  run_output(block, x, mixed.data(), rows, threads);
+}
+
+}  // namespace quantkit

@@ -1,0 +1,248 @@
+// The kernels as torch operators, in a namespace named by QUANTKIT_LIBRARY.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <sys/mman.h>
+#include <torch/library.h>
+
+#include <string>
+#include <vector>
+
+#include "block.h"
+#include "matmul.h"
+#include "rows.h"
+
+namespace {
+
+using namespace quantkit;
+
+constexpr int64_t kHead = 64;            // bytes before the bands, which hold the layout
+constexpr int64_t kHugePage = 2 << 20;  // bytes
+
+FloatType float_type(at::ScalarType type) {
+  if (type == at::kFloat) return FloatType::f32;
+  if (type == at::kHalf) return FloatType::f16;
+  TORCH_CHECK(type == at::kBFloat16, "expected float32, float16 or bfloat16, found ", type);
+  return FloatType::bf16;
+}
+
+// Bytes on huge pages where the system gives them, so that a weight takes few address translations.
+at::Tensor room_for(int64_t bytes) {
+  const auto options = at::TensorOptions().dtype(at::kByte);
+  if (bytes < kHugePage) return at::empty({bytes}, options);
+  const int64_t reserved = bytes + kHugePage;
+  void* memory = mmap(nullptr, reserved, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  TORCH_CHECK(memory != MAP_FAILED, "no memory for a packed weight of ", bytes, " bytes");
+  const auto start = (reinterpret_cast<uintptr_t>(memory) + kHugePage - 1) / kHugePage * kHugePage;
+#if defined(MADV_HUGEPAGE)
+  madvise(reinterpret_cast<void*>(start), bytes, MADV_HUGEPAGE);
+#endif
+  return at::from_blob(reinterpret_cast<void*>(start), {bytes}, [memory, reserved](void*) { munmap(memory, reserved); },
+                       options);
+}
+
+at::Tensor pack(const at::Tensor& codes, const at::Tensor& scale, const std::optional<at::Tensor>& zero, int64_t bits,
+                bool exact) {
+  TORCH_CHECK(codes.dim() == 2 && codes.scalar_type() == at::kByte && codes.is_contiguous(), "codes: uint8 [O, I]");
+  TORCH_CHECK(bits == 4 || bits == 8, "bits: 4 or 8");
+  TORCH_CHECK(scale.dim() == 2 && scale.is_contiguous() && scale.size(0) == codes.size(0), "scale: [O, G]");
+  const int64_t groups = scale.size(1);
+  TORCH_CHECK(groups > 0 && codes.size(1) > 0 && codes.size(1) % groups == 0, "groups must divide the columns");
+  Layout at{codes.size(0), codes.size(1), codes.size(1) / groups, bits, zero.has_value(), exact,
+            float_type(scale.scalar_type())};
+  TORCH_CHECK(groups == 1 || at.group % kColumns == 0, "group size: a multiple of 32, or the whole row");
+  TORCH_CHECK(!zero || (zero->sizes() == scale.sizes() && zero->scalar_type() == at::kByte && zero->is_contiguous()),
+              "zero: uint8 [O, G]");
+  at::Tensor packed = room_for(kHead + at.bytes());
+  uint8_t* bytes = packed.data_ptr<uint8_t>();
+  static_assert(sizeof(Layout) <= kHead, "the layout must fit its place");
+  std::memset(bytes, 0, kHead);
+  std::memcpy(bytes, &at, sizeof(at));
+  const auto* scales = static_cast<const uint8_t*>(scale.data_ptr());
+  const uint8_t* zeros = zero ? zero->data_ptr<uint8_t>() : nullptr;
+  Pool::shared().share(at.bands(), 1, at::get_num_threads(), [&](int64_t band) {
+    pack_band(at, band, codes.data_ptr<uint8_t>(), scales, zeros, bytes + kHead);
+  });
+  return packed;
+}
+
+// A packed weight and its bias, which is of the type of the activations.
+Linear packed_linear(const at::Tensor& packed, const std::optional<at::Tensor>& bias, at::ScalarType type) {
+  TORCH_CHECK(packed.scalar_type() == at::kByte && packed.numel() >= kHead && packed.is_contiguous(),
+              "not a weight packed here");
+  const uint8_t* bytes = packed.data_ptr<uint8_t>();
+  Layout at;
+  std::memcpy(&at, bytes, sizeof(at));
+  TORCH_CHECK(packed.numel() == kHead + at.bytes(), "not a weight packed here");
+  TORCH_CHECK(!bias || (bias->scalar_type() == type && bias->numel() == at.rows && bias->is_contiguous()),
+              "bias: [O] in the dtype of x");
+  return Linear{at, bytes + kHead, bias ? bias->data_ptr() : nullptr};
+}
+
+at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t rows) {
+  const Linear by = packed_linear(packed, bias, x.scalar_type());
+  TORCH_CHECK(by.at.rows == rows, "not a weight packed here, expected ", rows, " rows, found ", by.at.rows);
+  TORCH_CHECK(x.dim() > 0 && x.size(-1) == by.at.columns, "expected ", by.at.columns, " columns, found ", x.sizes());
+  const at::Tensor source = x.contiguous();
+  std::vector<int64_t> shape = x.sizes().vec();
+  shape.back() = rows;
+  at::Tensor y = at::empty(shape, x.options());
+  const int64_t tokens = x.numel() / by.at.columns;
+  if (tokens == 0) return y;
+  matmul(by, source.data_ptr(), float_type(x.scalar_type()), tokens, at::get_num_threads(), y.data_ptr());
+  return y;
+}
+
+void check_cache(const at::Tensor& keys, const at::Tensor& values) {
+  TORCH_CHECK(keys.dim() == 4 && keys.sizes() == values.sizes() && keys.scalar_type() == values.scalar_type() &&
+                  keys.is_contiguous() && values.is_contiguous(),
+              "keys and values: [B, K, S, Dh], contiguous, of one dtype");
+}
+
+const int64_t* checked_positions(const at::Tensor& positions, int64_t tokens, int64_t length) {
+  TORCH_CHECK(positions.scalar_type() == at::kLong && positions.numel() == tokens && positions.is_contiguous(),
+              "positions: int64 [T]");
+  const int64_t* from = positions.data_ptr<int64_t>();
+  for (int64_t t = 0; t < tokens; ++t)
+    TORCH_CHECK(from[t] >= 0 && from[t] < length, "position ", from[t], " is outside the cache of ", length);
+  return from;
+}
+
+at::Tensor attend(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
+                  const at::Tensor& positions, int64_t window, double scale) {
+  TORCH_CHECK(queries.dim() == 4 && keys.dim() == 4, "queries [B, H, T, Dh], keys [B, K, S, Dh]");
+  const int64_t heads = queries.size(1), tokens = queries.size(2), size = queries.size(3);
+  const FloatType type = float_type(queries.scalar_type());
+  const AttentionShape at{queries.size(0), heads, keys.size(1), tokens, keys.size(2), keys.size(3), window,
+                          static_cast<float>(scale), type, float_type(keys.scalar_type()), heads * tokens * size,
+                          tokens * size, size};
+  TORCH_CHECK(keys.size(0) == at.batch && queries.size(3) == at.size && at.shared > 0 && at.heads % at.shared == 0,
+              "queries ", queries.sizes(), " do not go with keys ", keys.sizes());
+  check_cache(keys, values);
+  const int64_t* from = checked_positions(positions, at.tokens, at.length);
+  const at::Tensor source = queries.contiguous();
+  at::Tensor out = at::empty({at.batch, at.tokens, at.heads * at.size}, queries.options());
+  if (out.numel() == 0) return out;
+  attention(at, source.data_ptr(), keys.data_ptr(), values.data_ptr(), from, at::get_num_threads(), out.data_ptr());
+  return out;
+}
+
+const float* floats(const at::Tensor& tensor, int64_t count, const char* what) {
+  TORCH_CHECK(tensor.scalar_type() == at::kFloat && tensor.numel() == count && tensor.is_contiguous(), what, ": ", count,
+              " values of float32");
+  return tensor.data_ptr<float>();
+}
+
+using Optional = std::optional<at::Tensor>;
+
+// A block's weights, checked against each other and the hidden states.
+Block checked_block(const at::Tensor& x, const at::Tensor& input_norm, const at::Tensor& qkv, const Optional& qkv_bias,
+                    const Optional& query_norm, const Optional& key_norm, const at::Tensor& out,
+                    const Optional& out_bias, const at::Tensor& output_norm, const at::Tensor& gate_up,
+                    const Optional& gate_up_bias, const at::Tensor& down, const Optional& down_bias, int64_t heads,
+                    int64_t shared, int64_t window, double eps) {
+  TORCH_CHECK(x.dim() == 3, "x: [B, T, D]");
+  floats(x, x.numel(), "x");
+  const int64_t hidden = x.size(2);
+  const Linear all[] = {packed_linear(qkv, qkv_bias, at::kFloat), packed_linear(out, out_bias, at::kFloat),
+                        packed_linear(gate_up, gate_up_bias, at::kFloat), packed_linear(down, down_bias, at::kFloat)};
+  const Layout &into = all[0].at, &from = all[1].at, &wide = all[2].at, &narrow = all[3].at;
+  TORCH_CHECK(heads > 0 && shared > 0 && heads % shared == 0 && from.columns % (2 * heads) == 0, "heads do not divide");
+  const int64_t size = from.columns / heads;
+  TORCH_CHECK(into.columns == hidden && into.rows == (heads + 2 * shared) * size && from.rows == hidden &&
+                  wide.columns == hidden && wide.rows == 2 * narrow.columns && narrow.rows == hidden,
+              "weights that do not go together");
+  return Block{all[0], all[1], all[2], all[3], floats(input_norm, hidden, "input norm"),
+               floats(output_norm, hidden, "output norm"), query_norm ? floats(*query_norm, size, "query norm") : nullptr,
+               key_norm ? floats(*key_norm, size, "key norm") : nullptr, static_cast<float>(eps), heads, shared, size,
+               window};
+}
+
+// The arguments that every operator on blocks has.
+#define QUANTKIT_BLOCK                                                                                                \
+  const at::Tensor &input_norm, const at::Tensor &qkv, const Optional &qkv_bias, const Optional &query_norm,          \
+      const Optional &key_norm, const at::Tensor &out, const Optional &out_bias, const at::Tensor &output_norm,       \
+      const at::Tensor &gate_up, const Optional &gate_up_bias, const at::Tensor &down, const Optional &down_bias,     \
+      int64_t heads, int64_t shared, int64_t window, double eps
+#define QUANTKIT_CHECKED                                                                                              \
+  checked_block(x, input_norm, qkv, qkv_bias, query_norm, key_norm, out, out_bias, output_norm, gate_up,              \
+                gate_up_bias, down, down_bias, heads, shared, window, eps)
+
+void block(const at::Tensor& x, const at::Tensor& cosine, const at::Tensor& sine, const at::Tensor& positions,
+           const at::Tensor& keys, const at::Tensor& values, QUANTKIT_BLOCK) {
+  const Block block = QUANTKIT_CHECKED;
+  check_cache(keys, values);
+  const int64_t batch = x.size(0), tokens = x.size(1), angles = tokens * block.size;
+  TORCH_CHECK(keys.size(0) == batch && keys.size(1) == shared && keys.size(3) == block.size, "a cache of other shape");
+  const Cache cache{keys.data_ptr(), values.data_ptr(), float_type(keys.scalar_type()), keys.size(2)};
+  const int64_t* places = checked_positions(positions, tokens, cache.length);
+  if (x.numel() == 0) return;
+  run_block(block, x.data_ptr<float>(), floats(cosine, angles, "cosine"), floats(sine, angles, "sine"), places, batch,
+            tokens, cache, at::get_num_threads());
+}
+
+at::Tensor block_input(const at::Tensor& x, const at::Tensor& cosine, const at::Tensor& sine, QUANTKIT_BLOCK) {
+  const Block block = QUANTKIT_CHECKED;
+  const int64_t batch = x.size(0), tokens = x.size(1), angles = tokens * block.size;
+  at::Tensor joint = at::empty({batch, tokens, block.qkv.at.rows}, x.options());
+  if (x.numel() == 0) return joint;
+  run_input(block, x.data_ptr<float>(), floats(cosine, angles, "cosine"), floats(sine, angles, "sine"), batch, tokens,
+            at::get_num_threads(), joint.data_ptr<float>());
+  return joint;
+}
+
+void block_output(const at::Tensor& x, const at::Tensor& mixed, QUANTKIT_BLOCK) {
+  const Block block = QUANTKIT_CHECKED;
+  const int64_t rows = x.size(0) * x.size(1);
+  const float* from = floats(mixed, rows * block.out.at.columns, "mixed");
+  if (x.numel() == 0) return;
+  run_output(block, x.data_ptr<float>(), from, rows, at::get_num_threads());
+}
+
+#undef QUANTKIT_BLOCK
+#undef QUANTKIT_CHECKED
+
+at::Tensor rows(const at::Tensor& x, const at::Tensor& weight) {
+  TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous(), "weight: [O, I]");
+  const int64_t columns = weight.size(1);
+  TORCH_CHECK(x.dim() > 0 && x.size(-1) == columns, "expected ", columns, " columns, found ", x.sizes());
+  const at::Tensor source = x.contiguous();
+  std::vector<int64_t> shape = x.sizes().vec();
+  shape.back() = weight.size(0);
+  at::Tensor y = at::empty(shape, x.options());
+  rows_product(weight.size(0), columns, weight.data_ptr(), float_type(weight.scalar_type()), source.data_ptr(),
+               float_type(x.scalar_type()), x.numel() / columns, at::get_num_threads(), y.data_ptr());
+  return y;
+}
+
+std::string instructions() { return kInstructions; }
+
+}  // namespace
+
+TORCH_LIBRARY(QUANTKIT_LIBRARY, library) {
+  library.def("pack(Tensor codes, Tensor scale, Tensor? zero, int bits, bool exact) -> Tensor");
+  library.def("linear(Tensor x, Tensor packed, Tensor? bias, int rows) -> Tensor");
+  library.def(
+      "attend(Tensor queries, Tensor keys, Tensor values, Tensor positions, int window, float scale) -> Tensor");
+  const std::string weights =
+      "Tensor input_norm, Tensor qkv, Tensor? qkv_bias, Tensor? query_norm, Tensor? key_norm, Tensor out, "
+      "Tensor? out_bias, Tensor output_norm, Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias, "
+      "int heads, int shared, int window, float eps)";
+  library.def(("block(Tensor(a!) x, Tensor cosine, Tensor sine, Tensor positions, Tensor(b!) keys, Tensor(c!) values, " +
+               weights + " -> ()").c_str());
+  library.def(("block_input(Tensor x, Tensor cosine, Tensor sine, " + weights + " -> Tensor").c_str());
+  library.def(("block_output(Tensor(a!) x, Tensor mixed, " + weights + " -> ()").c_str());
+  library.def("rows(Tensor x, Tensor weight) -> Tensor");
+  library.def("instructions() -> str", &instructions);
+}
+
+TORCH_LIBRARY_IMPL(QUANTKIT_LIBRARY, CPU, library) {
+  library.impl("pack", &pack);
+  library.impl("linear", &linear);
+  library.impl("attend", &attend);
+  library.impl("block", &block);
+  library.impl("block_input", &block_input);
+  library.impl("block_output", &block_output);
+  library.impl("rows", &rows);
+}

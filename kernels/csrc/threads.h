@@ -1,0 +1,120 @@
+// A pool of threads that share work out piece by piece.
+//
+// The caller works too, and waits at the end for pieces that others have begun, never for
+// threads that have not come: on a busy machine a thread that gets no processor costs
+// nothing but its help. Threads look for work for a moment before they sleep, since the
+// next product follows within microseconds.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace quantkit {
+
+constexpr int64_t kAlone = 1 << 16;  // fewer products are not worth a second thread
+
+inline void relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+class Pool {
+ public:
+  // Never destroyed: its threads may outlive everything static.
+  static Pool& shared() {
+    static Pool* pool = new Pool;
+    return *pool;
+  }
+
+  // Call work(i) for all i below count, `chunk` of them at a time, on at most so many threads.
+  template <class Work>
+  void share(int64_t count, int64_t chunk, int threads, const Work& work) {
+    std::unique_lock<std::mutex> alone(owner_, std::defer_lock);
+    if (threads <= 1 || count <= chunk || !alone.try_lock()) {
+      for (int64_t i = 0; i < count; ++i) work(i);
+      return;
+    }
+    hire(threads - 1);
+    call_ = [](const void* of, int64_t i) { (*static_cast<const Work*>(of))(i); };
+    work_ = &work;
+    count_ = count;
+    chunk_ = chunk;
+    helpers_ = threads - 1;
+    next_.store(0, std::memory_order_relaxed);
+    inside_.store(kOpen, std::memory_order_release);
+    jobs_.fetch_add(1, std::memory_order_release);
+    jobs_.notify_all();
+    take_part();
+    uint32_t inside = inside_.fetch_and(~kOpen, std::memory_order_acq_rel) & ~kOpen;
+    const auto start = std::chrono::steady_clock::now();
+    for (; inside; inside = inside_.load(std::memory_order_acquire)) {
+      if (std::chrono::steady_clock::now() - start < kPatience) {
+        relax();
+      } else {
+        inside_.wait(inside, std::memory_order_acquire);
+      }
+    }
+  }
+
+ private:
+  static constexpr uint32_t kOpen = 1u << 31;
+  static constexpr std::chrono::microseconds kPatience{20};  // of who waits for the last pieces
+  static constexpr std::chrono::microseconds kLook{100};     // for the next job
+
+  void hire(int helpers) {
+    for (; hired_ < helpers; ++hired_) std::thread(&Pool::help, this, hired_).detach();
+  }
+
+  void take_part() {
+    for (;;) {
+      const int64_t start = next_.fetch_add(chunk_, std::memory_order_relaxed);
+      if (start >= count_) return;
+      const int64_t stop = std::min(start + chunk_, count_);
+      for (int64_t i = start; i < stop; ++i) call_(work_, i);
+    }
+  }
+
+  void help(int index) {
+    for (uint32_t seen = 0;;) {
+      const auto start = std::chrono::steady_clock::now();
+      while (jobs_.load(std::memory_order_acquire) == seen) {
+        if (std::chrono::steady_clock::now() - start < kLook) {
+          for (int i = 0; i < 16; ++i) relax();
+        } else {
+          jobs_.wait(seen, std::memory_order_acquire);
+        }
+      }
+      seen = jobs_.load(std::memory_order_acquire);
+      uint32_t inside = inside_.load(std::memory_order_acquire);
+      while (inside & kOpen) {
+        if (!inside_.compare_exchange_weak(inside, inside + 1, std::memory_order_acq_rel)) continue;
+        if (index < helpers_) take_part();
+        if (inside_.fetch_sub(1, std::memory_order_acq_rel) == 1) inside_.notify_one();
+        break;
+      }
+    }
+  }
+
+  std::mutex owner_;
+  int hired_ = 0;
+  alignas(64) std::atomic<uint32_t> jobs_{0};
+  alignas(64) std::atomic<uint32_t> inside_{0};  // helpers at the job; the top bit lets more in
+  alignas(64) std::atomic<int64_t> next_{0};
+  alignas(64) void (*call_)(const void*, int64_t) = nullptr;
+  const void* work_ = nullptr;
+  int64_t count_ = 0, chunk_ = 0;
+  int helpers_ = 0;
+};
+
+}  // namespace quantkit

@@ -1,0 +1,354 @@
+"""The C++ kernels: every instruction set at hand against plain C++ and against float64."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quantkit.errors import RequestError, UnsupportedError
+from quantkit.kernels import build
+from quantkit.kernels.build import VARIANTS, load_kernels
+from quantkit.kernels.dispatch import select_backend
+from quantkit.qtensor import QuantTensor, quantize_rtn
+from quantkit.scheme import QuantScheme
+
+
+def _has_avx2() -> bool:
+    info = Path("/proc/cpuinfo")
+    return info.exists() and " avx2 " in info.read_text()
+
+
+HERE = [name for name in VARIANTS if name != "avx2" or _has_avx2()]
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _random(scheme: QuantScheme, rows: int, columns: int, dtype: torch.dtype) -> QuantTensor:
+    """Codes over the whole range, scales of many sizes, any zero points."""
+    shape = rows, scheme.groups(columns)
+    zero = None if scheme.symmetric else torch.randint(0, scheme.levels, shape, dtype=torch.uint8)
+    codes = torch.randint(0, scheme.levels, (rows, columns), dtype=torch.uint8)
+    return QuantTensor(codes, (torch.rand(shape) + 0.01).to(dtype), zero, scheme)
+
+
+def _linear(ops: Any, x: Tensor, weight: QuantTensor, exact: bool) -> Tensor:
+    packed = ops.pack(weight.codes, weight.scale, weight.zero, weight.scheme.bits, exact)
+    product: Tensor = ops.linear(x, packed, None, len(weight.codes))
+    return product
+
+
+def _rounding(x: Tensor, weight: Tensor, most: int) -> Tensor:
+    """How far products [M, O] may be off when each 32 of x are rounded to integers up to `most`."""
+    padding = 0, -x.shape[1] % 32
+    steps = F.pad(x.double(), padding).unflatten(1, (-1, 32)).abs().amax(-1) / most
+    return 0.5001 * steps @ F.pad(weight.abs(), padding).unflatten(1, (-1, 32)).sum(-1).t()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    bits=st.sampled_from([4, 8]), group=st.sampled_from([None, 32, 64, 96, 128]), symmetric=st.booleans(),
+    groups=st.integers(1, 5), ragged=st.integers(0, 40), rows=st.integers(1, 70), tokens=st.integers(1, 70),
+    dtype=st.sampled_from(DTYPES), scale_dtype=st.sampled_from(DTYPES), exact=st.booleans(),
+    seed=st.integers(0, 2**20),
+)  # fmt: skip
+def test_all_instruction_sets_agree_and_are_right(
+    bits: int, group: int | None, symmetric: bool, groups: int, ragged: int, rows: int, tokens: int,
+    dtype: torch.dtype, scale_dtype: torch.dtype, exact: bool, seed: int,
+) -> None:  # fmt: skip
+    torch.manual_seed(seed)
+    columns = groups * 32 + ragged if group is None else groups * group
+    weight = _random(QuantScheme(bits, group, symmetric), rows, columns, scale_dtype)
+    x = torch.randn(tokens, columns).to(dtype)
+    wide = weight.dequantize().double()
+    expected, size = x.double() @ wide.t(), x.double().abs() @ wide.abs().t()
+    sums = torch.finfo(torch.float32).eps * columns * size + torch.finfo(dtype).eps * expected.abs()
+    found = {name: _linear(load_kernels(name), x, weight, exact).double() for name in HERE}
+    for product in found.values():
+        assert ((product - expected).abs() <= _rounding(x, wide, 127 * 256 if exact else 127) + sums).all()
+        assert ((product - found["portable"]).abs() <= sums).all()
+
+
+@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_reaches_every_output(variant: str, exact: bool, bad: float) -> None:
+    weight = quantize_rtn(torch.randn(20, 96), QuantScheme.parse("int4-g32"), torch.float32)
+    x = torch.randn(3, 96)
+    x[1, 40] = bad
+    found = _linear(load_kernels(variant), x, weight, exact)
+    assert found[1].isnan().all()
+    assert found[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
+def test_the_largest_codes_and_activations_do_not_overflow(variant: str, exact: bool) -> None:
+    for bits in (4, 8):
+        scheme = QuantScheme(bits, None, symmetric=False)
+        codes = torch.full((16, 4096), scheme.levels - 1, dtype=torch.uint8)
+        weight = QuantTensor(codes, torch.ones(16, 1), torch.zeros(16, 1, dtype=torch.uint8), scheme)
+        for sign in (1.0, -1.0):
+            found = _linear(load_kernels(variant), torch.full((5, 4096), sign), weight, exact)
+            torch.testing.assert_close(found, torch.full((5, 16), sign * 4096 * (scheme.levels - 1)))
+
+
+@pytest.mark.parametrize("variant", HERE)
+def test_activations_of_any_magnitude_keep_their_precision(variant: str) -> None:
+    weight = quantize_rtn(torch.randn(20, 64), QuantScheme.parse("int8"), torch.float32)
+    x = torch.randn(4, 64) * torch.tensor([1e-25, 1e-10, 1e10, 1e30]).unsqueeze(1)
+    expected = x.double() @ weight.dequantize().double().t()
+    error = (_linear(load_kernels(variant), x, weight, True).double() - expected).norm(dim=1) / expected.norm(dim=1)
+    assert (error < 1e-4).all()
+    assert _linear(load_kernels(variant), torch.zeros(1, 64), weight, True).eq(0).all()
+
+
+def test_the_exact_mode_is_far_closer_than_the_fast_one() -> None:
+    weight = quantize_rtn(torch.randn(64, 1024), QuantScheme.parse("int4-g32"), torch.float16)
+    x = torch.randn(16, 1024)
+    expected = x.double() @ weight.dequantize().double().t()
+    ops = load_kernels("native")
+    exact, fast = (
+        (_linear(ops, x, weight, mode).double() - expected).norm() / expected.norm() for mode in (True, False)
+    )
+    assert exact < 5e-5
+    assert 1e-3 < fast < 1e-2
+
+
+@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(
+    ("batch", "heads", "shared", "tokens", "length", "size"),
+    [(1, 4, 4, 1, 7, 32), (1, 8, 2, 1, 600, 64), (2, 8, 8, 3, 300, 80), (3, 6, 1, 5, 777, 128)],
+)
+def test_attention_over_the_cache_equals_softmax(
+    variant: str, dtype: torch.dtype, window: int | None, batch: int, heads: int, shared: int, tokens: int,
+    length: int, size: int,
+) -> None:  # fmt: skip
+    queries = torch.randn(batch, heads, tokens, size).to(dtype)
+    keys, values = torch.randn(2, batch, shared, length, size).to(dtype)
+    positions = torch.arange(length - tokens - 1, length - 1)
+    keys[:, :, -1] = torch.nan  # not yet written: never looked at
+    found = load_kernels(variant).attend(queries, keys, values, positions, window or 0, size**-0.5)
+    distance = positions.unsqueeze(-1) - torch.arange(length - 1)
+    mask = (distance >= 0) & (distance < (window or length))
+    expected = F.scaled_dot_product_attention(
+        queries.double(), keys[:, :, :-1].double(), values[:, :, :-1].double(), attn_mask=mask, enable_gqa=True
+    )
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(found.double(), expected.transpose(1, 2).flatten(2), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("variant", HERE)
+def test_attention_hands_on_what_is_not_finite(variant: str) -> None:
+    queries, keys = torch.randn(1, 2, 1, 32), torch.randn(1, 2, 9, 32)
+    values = keys.clone()
+    keys[0, 1, 4, 3] = torch.nan
+    found = load_kernels(variant).attend(queries, keys, values, torch.tensor([7]), 0, 1.0)
+    assert found[..., :32].isfinite().all()
+    assert found[..., 32:].isnan().all()
+
+
+@pytest.mark.parametrize("position", [-1, 9])
+def test_positions_outside_the_cache_are_refused(position: int) -> None:
+    keys = torch.zeros(1, 1, 9, 32)
+    with pytest.raises(RuntimeError, match="outside the cache"):
+        load_kernels("native").attend(torch.zeros(1, 1, 1, 32), keys, keys, torch.tensor([position]), 0, 1.0)
+
+
+@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
+def test_products_with_float_rows_are_right(variant: str, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    x, weight = torch.randn(2, 3, 77).to(dtype), torch.randn(130, 77).to(weight_dtype)
+    expected = x.double() @ weight.double().t()
+    tolerance = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}[dtype]
+    found = load_kernels(variant).rows(x, weight)
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_the_operators_pass_torchs_own_checks() -> None:
+    ops = load_kernels("native")
+    weight = quantize_rtn(torch.randn(20, 64), QuantScheme.parse("int4-g32"), torch.float16)
+    packed = ops.pack(weight.codes, weight.scale, None, 4, True)
+    keys = torch.randn(1, 2, 9, 32)
+    calls = (
+        (ops.linear, (torch.randn(2, 3, 64), packed, torch.randn(20), 20)),
+        (ops.linear, (torch.randn(1, 64).bfloat16(), packed, None, 20)),
+        (ops.attend, (torch.randn(1, 4, 2, 32), keys, keys.clone(), torch.tensor([3, 4]), 0, 0.5)),
+        (ops.rows, (torch.randn(2, 64), torch.randn(10, 64))),
+    )
+    for op, arguments in calls:
+        torch.library.opcheck(op.default, arguments)
+
+
+@pytest.mark.parametrize("name", ["block", "block_input", "block_output"])
+def test_the_operators_on_blocks_pass_torchs_own_checks(name: str) -> None:
+    ops = load_kernels("native")
+
+    def packed(rows: int, columns: int) -> Tensor:
+        weight = quantize_rtn(torch.randn(rows, columns) / 8, QuantScheme.parse("int8"), torch.float32)
+        product: Tensor = ops.pack(weight.codes, weight.scale, None, 8, True)
+        return product
+
+    weights = (torch.ones(64), packed(128, 64), None, None, None, packed(64, 64), None, torch.ones(64),
+               packed(192, 64), torch.randn(192), packed(64, 96), None, 4, 2, 0, 1e-5)  # fmt: skip
+    x, angles = torch.randn(2, 3, 64), torch.randn(2, 3, 16)
+    cache = torch.zeros(2, 2, 2, 9, 16)
+    before = {
+        "block": (x, *angles, torch.arange(3), cache[0].clone(), cache[1].clone()),
+        "block_input": (x, *angles),
+        "block_output": (x, torch.randn(2, 3, 64)),
+    }[name]
+    torch.library.opcheck(getattr(ops, name).default, (*before, *weights))
+
+
+def test_operands_that_do_not_fit_are_refused() -> None:
+    ops = load_kernels("native")
+    weight = quantize_rtn(torch.randn(20, 64), QuantScheme.parse("int8"), torch.float16)
+    packed = ops.pack(weight.codes, weight.scale, None, 8, True)
+    for x, of, bias, rows in (
+        (torch.randn(2, 63), packed, None, 20),
+        (torch.randn(2, 64), packed, None, 19),
+        (torch.randn(2, 64), packed[:-1], None, 20),
+        (torch.randn(2, 64), packed, torch.randn(19), 20),
+        (torch.randn(2, 64).double(), packed, None, 20),
+    ):
+        with pytest.raises(RuntimeError, match=r"expected|packed here|bias"):
+            ops.linear(x, of, bias, rows)
+
+
+def test_any_number_of_threads_gives_the_same_bits() -> None:
+    ops = load_kernels("native")
+    weight = quantize_rtn(torch.randn(500, 256), QuantScheme.parse("int4-g32"), torch.float16)
+    packed = ops.pack(weight.codes, weight.scale, None, 4, True)
+    queries, keys = torch.randn(1, 8, 1, 64), torch.randn(1, 2, 900, 64)
+    found = []
+    try:
+        for threads in (1, 2, 5, 1):
+            torch.set_num_threads(threads)
+            products = [ops.linear(torch.ones(tokens, 256) / 3, packed, None, 500) for tokens in (1, 3, 130)]
+            found.append([*products, ops.attend(queries, keys, keys, torch.tensor([850]), 0, 0.1)])
+    finally:
+        torch.set_num_threads(1)
+    for other in found[1:]:
+        for first, again in zip(found[0], other, strict=True):
+            assert torch.equal(first, again)
+
+
+def test_several_python_threads_may_multiply_at_once() -> None:
+    ops = load_kernels("native")
+    weight = quantize_rtn(torch.randn(500, 256), QuantScheme.parse("int8"), torch.float16)
+    packed = ops.pack(weight.codes, weight.scale, None, 8, True)
+    inputs = [torch.randn(3, 256) for _ in range(8)]
+    expected = [ops.linear(x, packed, None, 500) for x in inputs]
+    try:
+        torch.set_num_threads(3)
+        with ThreadPoolExecutor(4) as several:
+            for _ in range(20):
+                found = several.map(lambda x: ops.linear(x, packed, None, 500), inputs)
+                assert all(map(torch.equal, found, expected))
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_a_forked_process_multiplies_without_the_threads_of_its_parent() -> None:
+    code = (
+        "import os, sys, torch\n"
+        "from quantkit.kernels.build import load_kernels\n"
+        "ops = load_kernels('native')\n"
+        "codes = torch.randint(0, 256, (600, 512), dtype=torch.uint8)\n"
+        "packed = ops.pack(codes, torch.ones(600, 1), None, 8, True)\n"
+        "torch.set_num_threads(2)\n"
+        "first = ops.linear(torch.ones(1, 512), packed, None, 600)\n"
+        "child = os.fork()\n"
+        "again = ops.linear(torch.ones(1, 512), packed, None, 600)\n"
+        "if not child: os._exit(0 if torch.equal(first, again) else 1)\n"
+        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60, cwd="/")
+
+
+def test_a_group_size_the_kernels_have_not_is_left_to_the_reference() -> None:
+    chosen = select_backend(QuantScheme.parse("int4-g40"), torch.device("cpu"), torch.float32)
+    assert chosen.name == "reference"
+
+
+def test_without_a_compiler_the_reference_serves_and_the_reason_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    load_kernels.cache_clear()
+    try:
+        scheme = QuantScheme.parse("int8")
+        assert select_backend(scheme, torch.device("cpu"), torch.float32).name == "reference"
+        assert "no C++ compiler" in caplog.text
+        with pytest.raises(UnsupportedError, match="cpu-exact: there is no C"):
+            select_backend(scheme, torch.device("cpu"), torch.float32, "cpu-exact")
+    finally:
+        load_kernels.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"), [("/nowhere/c++", "does not start"), ("false", "the C.. compiler failed")]
+)
+def test_a_compiler_that_fails_is_told(
+    compiler: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", compiler)
+    load_kernels.cache_clear()
+    try:
+        with pytest.raises(UnsupportedError, match=reason):
+            load_kernels("portable")
+    finally:
+        load_kernels.cache_clear()
+
+
+def test_a_cache_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "file"))
+    load_kernels.cache_clear()
+    try:
+        with pytest.raises(UnsupportedError, match="QUANTKIT_CACHE"):
+            load_kernels("portable")
+    finally:
+        load_kernels.cache_clear()
+
+
+def test_an_unknown_variant_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(RequestError, match="native, avx2, portable"):
+        load_kernels("sse9")
+
+
+def test_a_second_process_finds_the_kernels_compiled(tmp_path: Path) -> None:
+    code = "from quantkit.kernels.build import load_kernels; load_kernels('portable').instructions()"
+    environment = {**os.environ, "QUANTKIT_CACHE": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, cwd="/")
+    made = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.so")}
+    assert len(made) == 1
+    subprocess.run([sys.executable, "-c", code], check=True, env={**environment, "PATH": "/usr/bin:/bin"}, cwd="/")
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.so")} == made
+
+
+def test_two_processes_at_once_compile_one_library(tmp_path: Path) -> None:
+    code = "from quantkit.kernels.build import load_kernels; print(load_kernels('portable').instructions())"
+    environment = {**os.environ, "QUANTKIT_CACHE": str(tmp_path)}
+    both = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, cwd="/", stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    assert [process.communicate()[0].strip() for process in both] == ["portable"] * 2
+    assert len(list(tmp_path.glob("*.so"))) == 1

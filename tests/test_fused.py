@@ -1,0 +1,84 @@
+"""Decoder blocks in one call of a kernel against the decoder's own modules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import oracle
+import pytest
+import torch
+from test_architectures import CASES
+from torch import Tensor
+
+import quantkit
+from quantkit.kernels.build import VARIANTS
+from quantkit.model.cache import KVCache
+from quantkit.model.decoder import Decoder
+from quantkit.model.load import load_model
+from quantkit.model.qlinear import QuantLinear
+from quantkit.scheme import Override, QuantPlan, QuantScheme
+
+
+def _logits(model: Decoder, tokens: Tensor, steps: list[int], dtype: torch.dtype) -> Tensor:
+    """Logits [B, T, V], so many tokens at a time through the cache."""
+    cache = KVCache(model.config, len(tokens), tokens.shape[1] + 3, dtype, "cpu")
+    parts, start = [], 0
+    with torch.inference_mode():
+        for count in steps:
+            positions = torch.arange(start, start + count)
+            parts.append(model(tokens[:, start : start + count], positions, cache))
+            start += count
+    return torch.cat(parts, dim=1)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("scheme", ["int8", "int4-g32"])
+def test_blocks_in_one_call_give_the_modules_logits(case: str, scheme: str, tmp_path: Path) -> None:
+    kind, changes = CASES[case]
+    folder = oracle.save(oracle.make(kind, **changes), tmp_path / "model")
+    quantkit.quantize(folder, tmp_path / "quantized", scheme, accept_quality_loss=True)
+    tokens, steps = oracle.random_tokens(40, batch=2), [5, 1, 1, 20, 1, 1, 3, 1, 1, 1, 1, 1, 1, 1, 1]
+    model = load_model(tmp_path / "quantized", dtype=torch.float32, backend="cpu-exact")
+    assert model.blocks is not None
+    found = _logits(model, tokens, steps, torch.float32)
+    model.blocks = None
+    expected = _logits(model, tokens, steps, torch.float32)
+    assert (found - expected).abs().max() < 1e-3 * expected.std()
+    exact = load_model(tmp_path / "quantized", dtype=torch.float32, backend="reference")
+    assert exact.blocks is None
+    whole = _logits(exact, tokens, [40], torch.float32)
+    assert (found - whole).abs().max() < 1e-2 * whole.std()
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "avx2"])
+def test_a_bfloat16_model_keeps_its_cache_in_bfloat16(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUANTKIT_CPU", variant)
+    folder = oracle.save(oracle.make("llama"), tmp_path / "model")
+    quantkit.quantize(folder, tmp_path / "quantized", "int8", accept_quality_loss=True)
+    model = load_model(tmp_path / "quantized", dtype=torch.bfloat16)
+    assert model.blocks is not None
+    found = _logits(model, oracle.random_tokens(9), [4, 1, 1, 1, 1, 1], torch.bfloat16)
+    whole = _logits(
+        load_model(tmp_path / "quantized", dtype=torch.float32), oracle.random_tokens(9), [9], torch.float32
+    )
+    assert (found - whole).abs().max() < 0.05 * whole.std()
+
+
+def test_layers_that_are_not_quantized_alike_stay_apart(tmp_path: Path) -> None:
+    folder = oracle.save(oracle.make("llama"), tmp_path / "model")
+    plan = QuantPlan(
+        QuantScheme.parse("int8"),
+        (Override("*.1.self_attn.k_proj", QuantScheme.parse("int4-g32")), Override("*.2.mlp.up_proj", None)),
+    )
+    quantkit.quantize(folder, tmp_path / "quantized", plan, accept_quality_loss=True)
+    model = load_model(tmp_path / "quantized", dtype=torch.float32)
+    names = {name for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+    assert "model.layers.0.self_attn.qkv_proj" in names
+    assert {"model.layers.1.self_attn.k_proj", "model.layers.2.mlp.gate_proj"} < names
+    assert model.blocks is None
+    reference = load_model(tmp_path / "quantized", dtype=torch.float32, backend="reference")
+    tokens = oracle.random_tokens(9)
+    found, expected = (_logits(each, tokens, [5, 1, 3], torch.float32) for each in (model, reference))
+    assert (found - expected).abs().max() < 1e-2 * expected.std()
