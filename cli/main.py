@@ -9,6 +9,7 @@ import traceback
 
 import click
 
+from quantkit.cli.bench import bench
 from quantkit.cli.commands import convert, demo, generate, inspect, verify
 from quantkit.cli.eval import evaluate
 from quantkit.cli.plan import plan
@@ -34,13 +35,14 @@ def quantkit() -> None:
     """
 
 
-for command in (demo, inspect, plan, convert, quantize, verify, evaluate, generate):
+for command in (demo, inspect, plan, convert, quantize, verify, evaluate, generate, bench):
     quantkit.add_command(command)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code."""
     logging.getLogger("torch").setLevel(logging.ERROR)
+    _show_log()
     arguments = sys.argv[1:] if arguments is None else arguments
     debug = arguments[:1] == ["--debug"]
     try:
@@ -71,6 +73,15 @@ def main(arguments: list[str] | None = None) -> None:
         )
         code = INTERNAL_ERROR
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _show_log() -> None:
+    """What the library has to say goes to stderr as notes."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("quantkit: note: %(message)s"))
+    log = logging.getLogger("quantkit")
+    log.handlers, log.propagate = [handler], False
+    log.setLevel(logging.INFO)
 
 
 def _one_line(error: Exception) -> str:

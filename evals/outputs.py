@@ -31,9 +31,7 @@ class Outputs:
     def __post_init__(self) -> None:
         if self.plot is not None:
             optional("matplotlib")
-        for path in (self.report, self.data, self.plot):
-            if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
-                raise DestinationError("cannot be written there", path=path, expected="a folder that can be written in")
+        require_writable(self.report, self.data, self.plot)
 
     def write(self, found: Evaluation) -> None:
         """Write what is wanted; each file is there whole or not at all.
@@ -43,14 +41,29 @@ class Outputs:
             RequestError: if there is nothing to draw.
         """
         if self.report is not None:
-            _replace(self.report, markdown(found).encode())
+            replace(self.report, markdown(found).encode())
         if self.data is not None:
-            _replace(self.data, json.dumps(found.to_json(), indent=2, allow_nan=False).encode() + b"\n")
+            replace(self.data, json.dumps(found.to_json(), indent=2, allow_nan=False).encode() + b"\n")
         if self.plot is not None:
-            _replace(self.plot, picture(found))
+            replace(self.plot, picture(found))
 
 
-def _replace(path: Path, content: bytes) -> None:
+def require_writable(*paths: Path | None) -> None:
+    """
+    Raises:
+        DestinationError: if the folder of one is not there or cannot be written in.
+    """
+    for path in paths:
+        if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+            raise DestinationError("cannot be written there", path=path, expected="a folder that can be written in")
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Write a file that is there whole or not at all.
+
+    Raises:
+        DestinationError: if it cannot be written.
+    """
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         partial.write_bytes(content)

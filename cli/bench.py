@@ -1,0 +1,58 @@
+"""The command that times models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from quantkit.cli.progress import bar
+from quantkit.errors import RequestError
+
+_PATH = click.Path(path_type=Path)
+
+
+@click.command()
+@click.argument("paths", type=_PATH, nargs=-1)
+@click.option("--synthetic", metavar="SHAPE", help="Random weights of a named shape instead, such as tinyllama-1.1b.")
+@click.option("--scheme", "quantized", multiple=True, help="Of the random weights; repeatable; floats without.")
+@click.option("--prompt-lengths", default="16,128,512", show_default=True, help="Tokens of prefill.")
+@click.option("--batch", "batches", default="1,4,8", show_default=True, help="Sequences decoded at once.")
+@click.option("--threads", type=int, help="That compute; torch's own number by default.")
+@click.option("--runs", type=int, default=5, show_default=True, help="Of each measurement, after one to warm up.")
+@click.option("--backend", help="Of quantized layers: cpu-exact, cpu-fast or reference.")
+@click.option("--json", "data", type=_PATH, help="Write all figures, in JSON.")
+@click.option("--plot", type=_PATH, help="Draw decoding and prefill, as PNG.")
+def bench(
+    paths: tuple[Path, ...], synthetic: str | None, quantized: tuple[str, ...], prompt_lengths: str, batches: str,
+    threads: int | None, runs: int, backend: str | None, data: Path | None, plot: Path | None,
+) -> None:  # fmt: skip
+    """Time the models in PATHS: prefill, decoding, loading, memory."""
+    from quantkit.evals.bench import Job, slower_than_floats
+    from quantkit.evals.bench import bench as job
+    from quantkit.evals.bench_report import require_outputs, table, write
+
+    if bool(paths) == (synthetic is not None):
+        raise RequestError("give folders, or --synthetic and a shape")
+    if quantized and synthetic is None:
+        raise RequestError("--scheme goes with --synthetic", hint="a folder has schemes of its own")
+    if threads is not None and threads < 1:
+        raise RequestError("threads must be at least 1", found=threads)
+    rest = (_numbers(prompt_lengths), _numbers(batches), threads, runs, backend)
+    jobs = [Job(path, None, None, *rest) for path in paths]
+    if synthetic is not None:
+        jobs = [Job(None, synthetic, scheme, *rest) for scheme in quantized or (None,)]
+    require_outputs(data, plot)
+    with bar("bench", unit="model") as progress:
+        found = job(jobs, progress=progress)
+    click.echo("\n".join(table(found)))
+    for line in slower_than_floats(found):
+        click.echo(f"quantkit: warning: {line}", err=True)
+    write(found, data, plot)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError as error:
+        raise RequestError("expected numbers separated by commas", found=text) from error

@@ -1,0 +1,236 @@
+"""How fast models run: prefill, decoding, loading, and what memory allows."""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from quantkit.errors import QuantkitError, RequestError
+from quantkit.evals.models import backend_names
+from quantkit.evals.synthetic import synthetic
+from quantkit.formats.checkpoint import DTYPE_NAMES, Checkpoint, schemes
+from quantkit.formats.detect import open_checkpoint
+from quantkit.memory import resident_bytes
+from quantkit.model.cache import KVCache
+from quantkit.model.decoder import Decoder
+from quantkit.model.load import load_model
+from quantkit.progress import Progress, silent
+
+PROMPT = 16  # tokens before decoding
+NEW = 48  # tokens decoded in a run
+RUNS = 5
+_PROBE_BYTES = 1 << 29
+_WARM_UP = 4
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Tokens per second over several runs: the median, the least and the most."""
+
+    median: float
+    least: float
+    most: float
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What one model did, in a process of its own.
+
+    Attributes:
+        name: the folder's, or the shape's.
+        quantized: whether any layer is.
+        backends: of the quantized layers.
+        dtype: of the cache, and of activations in prefill.
+        threads: that computed.
+        load_seconds: from files to a model ready to run.
+        first_token_seconds: from a prompt of `PROMPT` tokens to its first new token, at the first
+            attempt, and the median of later ones.
+        prefill: by tokens of the prompt.
+        decode: by batch size; all sequences' tokens count.
+        weight_bytes: read for each step of decoding.
+        bandwidth: bytes a second that the same threads read from memory, measured in between.
+        peak_bytes: memory of the process at its peak.
+    """
+
+    name: str
+    quantized: bool
+    backends: list[str]
+    dtype: str
+    threads: int
+    load_seconds: float
+    first_token_seconds: tuple[float, float]
+    prefill: dict[int, Rate]
+    decode: dict[int, Rate]
+    weight_bytes: int
+    bandwidth: float
+    peak_bytes: int
+
+    @property
+    def share_of_bandwidth(self) -> float | None:
+        """Of the bandwidth, what the weights alone take up in decoding one sequence; None if not measured."""
+        return self.decode[1].median * self.weight_bytes / self.bandwidth if 1 in self.decode else None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to measure of one model: a folder, or a named shape with a scheme."""
+
+    path: Path | None
+    shape: str | None
+    scheme: str | None
+    prompts: tuple[int, ...]
+    batches: tuple[int, ...]
+    threads: int | None
+    runs: int
+    backend: str | None
+
+    def checkpoint(self) -> Checkpoint:
+        """
+        Raises:
+            QuantkitError: if it cannot be opened.
+        """
+        if self.path is not None:
+            return open_checkpoint(self.path)
+        assert self.shape is not None
+        return synthetic(self.shape, self.scheme)
+
+
+def bench(jobs: Sequence[Job], *, progress: Progress = silent) -> list[Bench]:
+    """Measure models one after the other, each in a fresh process.
+
+    Raises:
+        RequestError: if a prompt, with what is decoded after it, exceeds a model's context.
+        QuantkitError: if a model cannot be opened or loaded.
+    """
+    for job in jobs:
+        _require_room(job)
+    found = []
+    for index, job in enumerate(jobs):
+        progress(index, len(jobs), str(job.path or job.shape))
+        with multiprocessing.get_context("spawn").Pool(1) as process:
+            result = process.apply(_measured, (job,))
+        if isinstance(result, QuantkitError):
+            raise result
+        found.append(result)
+    progress(len(jobs), len(jobs), "")
+    return found
+
+
+def slower_than_floats(found: Sequence[Bench]) -> list[str]:
+    """A line for each quantized model that decodes slower than a float one measured with it."""
+    floats = [one for one in found if not one.quantized and 1 in one.decode]
+    return [
+        f"{one.name} decodes slower than {other.name}, which is not quantized"
+        for one in found
+        for other in floats
+        if one.quantized and 1 in one.decode and one.decode[1].median < other.decode[1].median
+    ]
+
+
+def _require_room(job: Job) -> None:
+    least = min((*job.prompts, *job.batches, job.runs), default=0)
+    if least < 1 or not (job.prompts or job.batches):
+        raise RequestError("prompt lengths, batches and runs must be at least 1", found=least)
+    config = job.checkpoint().config
+    needed = max(*job.prompts, PROMPT + NEW + _WARM_UP + 1)
+    if needed > config.max_context:
+        raise RequestError(
+            "the model's context is too short", path=job.path, found=config.max_context, expected=f"at least {needed}"
+        )
+
+
+def _measured(job: Job) -> Bench | QuantkitError:
+    """What the process does; errors come back as values, since they do not pickle as exceptions."""
+    try:
+        return _measure(job)
+    except QuantkitError as error:
+        return error
+
+
+@torch.inference_mode()
+def _measure(job: Job) -> Bench:
+    if job.threads is not None:
+        torch.set_num_threads(job.threads)
+    checkpoint = job.checkpoint()
+    started = time.perf_counter()
+    model = load_model(checkpoint, backend=job.backend)
+    load_seconds = time.perf_counter() - started
+    firsts = [_seconds(partial(_first_token, model)) for _ in range(1 + job.runs)]
+    prefill = {length: _rate(length, partial(_prefill, model, length), job.runs) for length in job.prompts}
+    decode, bandwidth = {}, _bandwidth()
+    for batch in job.batches:
+        step = _Decoding(model, batch)
+        decode[batch] = _rate(batch * NEW, step.run, job.runs)
+    peak = max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, resident_bytes())
+    return Bench(
+        checkpoint.path.name, bool(schemes(checkpoint)), backend_names(model), DTYPE_NAMES[model.dtype],
+        torch.get_num_threads(), load_seconds, (firsts[0], statistics.median(firsts[1:])), prefill, decode,
+        _weight_bytes(model), max(bandwidth, _bandwidth()), peak - _PROBE_BYTES,
+    )  # fmt: skip
+
+
+def _rate(tokens: int, run: Callable[[], object], runs: int) -> Rate:
+    rates = [tokens / _seconds(run) for _ in range(1 + runs)][1:]
+    return Rate(statistics.median(rates), min(rates), max(rates))
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def _random(model: Decoder, batch: int, length: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(model.config.vocab_size, (batch, length), generator=generator)
+
+
+def _prefill(model: Decoder, length: int) -> None:
+    cache = KVCache(model.config, 1, length, model.dtype, model.device)
+    hidden = model.hidden(_random(model, 1, length), torch.arange(length), cache, first=True)
+    model.head(hidden[:, -1]).argmax().item()
+
+
+def _first_token(model: Decoder) -> None:
+    _prefill(model, PROMPT)
+
+
+class _Decoding:
+    """Greedy decoding of several sequences after a prompt."""
+
+    def __init__(self, model: Decoder, batch: int) -> None:
+        self._model = model
+        self._cache = KVCache(model.config, batch, PROMPT + NEW + _WARM_UP, model.dtype, model.device)
+        hidden = model.hidden(_random(model, batch, PROMPT), torch.arange(PROMPT), self._cache, first=True)
+        self._first = model.head(hidden[:, -1]).argmax(-1, keepdim=True)
+
+    def run(self) -> None:
+        tokens, positions = self._first, torch.tensor([PROMPT])
+        for _ in range(NEW):
+            hidden = self._model.hidden(tokens, positions, self._cache)
+            tokens = self._model.head(hidden[:, -1]).argmax(-1, keepdim=True)
+            tokens.tolist()
+            positions = positions + 1
+
+
+def _weight_bytes(model: Decoder) -> int:
+    """All weights but the embedding, unless it is the head as well."""
+    embedding: nn.Module = model.model.embed_tokens
+    left_out = {id(weight) for weight in embedding.parameters()} if model.lm_head is not None else set()
+    tensors = (*model.parameters(), *model.buffers())
+    return sum(tensor.nbytes for tensor in tensors if id(tensor) not in left_out)
+
+
+def _bandwidth() -> float:
+    """Bytes a second read from memory by all threads: the best of several sums over a large tensor."""
+    probe = torch.ones(_PROBE_BYTES // 4)
+    return probe.nbytes / min(_seconds(probe.sum) for _ in range(5))

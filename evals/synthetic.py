@@ -1,0 +1,109 @@
+"""Checkpoints of random weights in the shape of a named model: to time, not to read."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.config import ModelConfig, config_from_hf
+from quantkit.errors import RequestError
+from quantkit.formats.checkpoint import TensorInfo
+from quantkit.naming import Entry, entries, linear_columns
+from quantkit.qtensor import QuantTensor
+from quantkit.scheme import Override, QuantPlan, QuantScheme
+
+# Hidden, feed-forward, layers, heads, KV heads, vocabulary, context.
+_SHAPES = {
+    "llama-160m": (768, 3072, 12, 12, 12, 32000, 2048),
+    "tinyllama-1.1b": (2048, 5632, 22, 32, 4, 32000, 2048),
+    "llama-3.2-1b": (2048, 8192, 16, 32, 8, 128256, 8192),
+    "llama-3.2-3b": (3072, 8192, 28, 24, 8, 128256, 8192),
+    "llama-2-7b": (4096, 11008, 32, 32, 32, 32000, 4096),
+    "llama-3.1-8b": (4096, 14336, 32, 32, 8, 128256, 8192),
+    "llama-2-13b": (5120, 13824, 40, 40, 40, 32000, 4096),
+}
+_SPREAD = 0.02  # of the weights
+_HEAD = QuantScheme(8, None)
+
+
+@dataclass
+class SyntheticCheckpoint:
+    """Random weights, made as they are asked for; the same ones each time.
+
+    Attributes:
+        path: the shape's name.
+        config: its architecture, in bfloat16.
+        schemes: by module; those not in it stay floats.
+    """
+
+    path: Path
+    config: ModelConfig
+    schemes: Mapping[str, QuantScheme]
+    format: str = "random weights"
+    extra_config: Mapping[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._entries = {entry.name: entry for entry in entries(self.config)}
+
+    def names(self) -> list[str]:
+        return list(self._entries)
+
+    def info(self, name: str) -> TensorInfo:
+        entry = self._entries[name]
+        return TensorInfo(entry.shape, torch.bfloat16, self._scheme(entry))
+
+    def load(self, name: str) -> Tensor | QuantTensor:
+        entry, generator = self._entries[name], torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        scheme = self._scheme(entry)
+        if len(entry.shape) == 1:
+            return torch.ones(entry.shape, dtype=torch.bfloat16)
+        if scheme is None:
+            return torch.empty(entry.shape, dtype=torch.bfloat16).normal_(0, _SPREAD, generator=generator)
+        rows, columns = entry.shape
+        codes = torch.randint(0, scheme.levels, entry.shape, dtype=torch.uint8, generator=generator)
+        scale = torch.full((rows, scheme.groups(columns)), 4 * _SPREAD / scheme.levels, dtype=torch.bfloat16)
+        zero = None if scheme.symmetric else torch.full(scale.shape, scheme.levels // 2, dtype=torch.uint8)
+        return QuantTensor(codes, scale, zero, scheme)
+
+    def trim(self) -> None:
+        """Nothing is held."""
+
+    def files(self) -> list[Path]:
+        return []
+
+    def _scheme(self, entry: Entry) -> QuantScheme | None:
+        return self.schemes.get(entry.module) if entry.row.linear else None
+
+
+def synthetic(shape: str, scheme: str | None) -> SyntheticCheckpoint:
+    """A checkpoint of a named shape.
+
+    Args:
+        scheme: of the decoder's linears; the head is then int8. None leaves floats.
+
+    Raises:
+        RequestError: for an unknown shape or scheme.
+    """
+    if shape not in _SHAPES:
+        raise RequestError("unknown shape", found=shape, expected=", ".join(_SHAPES))
+    hidden, inner, layers, heads, shared, vocabulary, context = _SHAPES[shape]
+    raw = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
+        "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": shared, "vocab_size": vocabulary, "max_position_embeddings": context,
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "torch_dtype": "bfloat16", "hidden_act": "silu",
+        "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": None,
+    }  # fmt: skip
+    config = config_from_hf(raw, shape)
+    schemes: dict[str, QuantScheme] = {}
+    if scheme is not None:
+        plan = QuantPlan(QuantScheme.parse(scheme), (Override("lm_head", _HEAD),))
+        schemes = plan.assign(linear_columns(config))
+    return SyntheticCheckpoint(Path(shape if scheme is None else f"{shape}-{scheme}"), config, schemes)

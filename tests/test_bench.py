@@ -1,0 +1,111 @@
+"""`quantkit bench`: what it measures, says and refuses. No figure of speed is asserted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import command
+import pytest
+import torch
+from command import Capture
+
+import quantkit
+from quantkit.errors import RequestError
+from quantkit.evals.bench import Bench, Job, Rate, bench, slower_than_floats
+from quantkit.evals.bench_report import table
+from quantkit.evals.synthetic import synthetic
+from quantkit.formats.checkpoint import require_complete
+from quantkit.model.load import load_model
+from quantkit.qtensor import QuantTensor
+
+RATE = Rate(10.0, 9.0, 11.0)
+FOUND = Bench("a", True, ["cpu-exact"], "bfloat16", 2, 1.0, (0.2, 0.1), {16: RATE}, {1: RATE}, 10**9, 2e10, 10**9)
+
+
+def test_models_are_timed_side_by_side(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+    quantkit.convert(demo_model, tmp_path / "float")
+    quantkit.quantize(demo_model, tmp_path / "int8", "int8")
+    code, out, errors = command.run(
+        capfd, "bench", tmp_path / "float", tmp_path / "int8", "--prompt-lengths", "8,16", "--batch", "1,2",
+        "--runs", "2", "--threads", "1", "--json", tmp_path / "bench.json", "--plot", tmp_path / "bench.png",
+    )  # fmt: skip
+    assert code == 0, errors
+    assert "decode, batch 2, tok/s" in out
+    first, second = json.loads((tmp_path / "bench.json").read_text())
+    assert (first["name"], first["quantized"], first["backends"]) == ("float", False, [])
+    assert (second["name"], second["quantized"], second["backends"]) == ("int8", True, ["cpu-exact"])
+    assert set(second["prefill"]) == {"8", "16"}
+    assert set(second["decode"]) == {"1", "2"}
+    assert second["threads"] == 1
+    for one in (first, second):
+        for rate in (*one["prefill"].values(), *one["decode"].values()):
+            assert 0 < rate["least"] <= rate["median"] <= rate["most"]
+        assert one["load_seconds"] > 0
+        assert one["bandwidth"] > 1e8
+        assert one["peak_bytes"] > one["weight_bytes"] > 0
+    assert second["weight_bytes"] < first["weight_bytes"]
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_share_of_bandwidth_is_that_of_the_weights_read() -> None:
+    assert FOUND.share_of_bandwidth == pytest.approx(0.5)
+    assert "| of that in decoding | 50% |" in table([FOUND])
+    assert replace(FOUND, decode={4: RATE}).share_of_bandwidth is None
+
+
+def test_a_quantized_model_slower_than_its_floats_is_named() -> None:
+    floats = replace(FOUND, name="b", quantized=False, decode={1: Rate(12.0, 11.0, 13.0)})
+    assert slower_than_floats([FOUND, floats]) == ["a decodes slower than b, which is not quantized"]
+    assert slower_than_floats([FOUND, replace(floats, decode={1: Rate(8.0, 7.0, 9.0)})]) == []
+    assert slower_than_floats([floats]) == []
+
+
+@pytest.mark.parametrize("scheme", [None, "int8", "int4-g32", "int4-g128-asym"])
+def test_random_weights_make_a_model_of_the_shape(scheme: str | None) -> None:
+    made = synthetic("llama-160m", scheme)
+    require_complete({name: made.info(name) for name in made.names()}, made.config, made.path)
+    first = made.load("model.layers.0.mlp.up_proj.weight")
+    again = made.load("model.layers.0.mlp.up_proj.weight")
+    if scheme is None:
+        assert isinstance(first, torch.Tensor)
+        assert isinstance(again, torch.Tensor)
+        assert torch.equal(first, again)
+    else:
+        assert isinstance(first, QuantTensor)
+        assert isinstance(again, QuantTensor)
+        assert torch.equal(first.codes, again.codes)
+        assert first.dequantize().std() == pytest.approx(0.023, rel=0.1)
+        head = made.load("lm_head.weight")
+        assert isinstance(head, QuantTensor)
+        assert str(head.scheme) == "int8"
+    small = replace(made.config, num_layers=1)
+    model = load_model(replace(made, config=small))
+    assert model(torch.tensor([[1, 2, 3]]), torch.arange(3)).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ([], "give folders, or --synthetic"),
+        (["--synthetic", "llama-9t"], "unknown shape"),
+        (["--synthetic", "llama-160m", "--scheme", "int5"], "unknown quantization scheme"),
+        (["--synthetic", "llama-160m", "--batch", "0"], "at least 1"),
+        (["--synthetic", "llama-160m", "--batch", "one"], "separated by commas"),
+        (["--synthetic", "llama-160m", "--threads", "0"], "threads"),
+        (["--synthetic", "llama-160m", "--prompt-lengths", "100000"], "context is too short"),
+        (["--synthetic", "llama-160m", "--json", "/nowhere/at/all.json"], "cannot be written there"),
+    ],
+)
+def test_requests_that_make_no_sense_end_before_the_work(arguments: list[str], reason: str, capfd: Capture) -> None:
+    code, _, errors = command.run(capfd, "bench", *arguments)
+    assert code in (2, 5)
+    assert reason in errors
+    assert errors.count("\n") == 1
+
+
+def test_what_goes_wrong_in_the_other_process_is_told_as_usual() -> None:
+    job = Job(None, "llama-160m", "int8", (4,), (), None, 1, "cuda-magic")
+    with pytest.raises(RequestError, match="unknown backend"):
+        bench([job])
