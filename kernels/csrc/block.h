@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <vector>
+#include <memory>
 
 #include "attention.h"
 #include "dot.h"
@@ -47,6 +47,9 @@ inline void rotate(float* head, const float* cosine, const float* sine, int64_t 
   }
 }
 
+// Floats that are not set to anything yet.
+inline std::unique_ptr<float[]> room_for(int64_t count) { return std::unique_ptr<float[]>(new float[count]); }
+
 // Call work(r) for all rows, on several threads where they are many.
 template <class Work>
 void each_row(int64_t rows, int threads, const Work& work) {
@@ -58,11 +61,11 @@ inline void run_input(const Block& block, const float* x, const float* cosine, c
                       int64_t tokens, int threads, float* qkv) {
   const int64_t rows = batch * tokens, size = block.size, hidden = block.qkv.at.columns;
   const int64_t joint = block.qkv.at.rows;
-  std::vector<float> normed(rows * hidden);
+  const auto normed = room_for(rows * hidden);
   each_row(rows, threads, [&](int64_t r) {
-    rms_norm(x + r * hidden, block.input_norm, hidden, block.eps, normed.data() + r * hidden);
+    rms_norm(x + r * hidden, block.input_norm, hidden, block.eps, normed.get() + r * hidden);
   });
-  matmul(block.qkv, normed.data(), FloatType::f32, rows, threads, qkv);
+  matmul(block.qkv, normed.get(), FloatType::f32, rows, threads, qkv);
   each_row(rows, threads, [&](int64_t r) {
     const int64_t token = r % tokens;
     for (int64_t h = 0; h < block.heads + block.shared; ++h) {
@@ -78,18 +81,18 @@ inline void run_input(const Block& block, const float* x, const float* cosine, c
 inline void run_output(const Block& block, float* x, const float* mixed, int64_t rows, int threads) {
   const int64_t hidden = block.qkv.at.columns, inner = block.down.at.columns;
   matmul(block.out, mixed, FloatType::f32, rows, threads, x, true);
-  std::vector<float> normed(rows * hidden), gates(rows * 2 * inner);
+  const auto normed = room_for(rows * hidden), gates = room_for(rows * 2 * inner);
   each_row(rows, threads, [&](int64_t r) {
-    rms_norm(x + r * hidden, block.output_norm, hidden, block.eps, normed.data() + r * hidden);
+    rms_norm(x + r * hidden, block.output_norm, hidden, block.eps, normed.get() + r * hidden);
   });
-  matmul(block.gate_up, normed.data(), FloatType::f32, rows, threads, gates.data());
-  std::vector<float> gated(rows * inner);
+  matmul(block.gate_up, normed.get(), FloatType::f32, rows, threads, gates.get());
+  const auto gated = room_for(rows * inner);
   each_row(rows, threads, [&](int64_t r) {
-    const float *gate = gates.data() + r * 2 * inner, *up = gate + inner;
-    float* to = gated.data() + r * inner;
+    const float *gate = gates.get() + r * 2 * inner, *up = gate + inner;
+    float* to = gated.get() + r * inner;
     for (int64_t i = 0; i < inner; ++i) to[i] = gate[i] / (1 + exponential(-gate[i])) * up[i];
   });
-  matmul(block.down, gated.data(), FloatType::f32, rows, threads, x, true);
+  matmul(block.down, gated.get(), FloatType::f32, rows, threads, x, true);
 }
 
 // All of it, for tokens at positions [T] that see what the cache holds up to them. x in place.
@@ -97,20 +100,20 @@ inline void run_block(const Block& block, float* x, const float* cosine, const f
                       int64_t batch, int64_t tokens, const Cache& cache, int threads) {
   const int64_t rows = batch * tokens, size = block.size, joint = block.qkv.at.rows;
   const int64_t queries = block.heads * size, keys = block.shared * size;
-  std::vector<float> qkv(rows * joint), mixed(rows * queries);
-  run_input(block, x, cosine, sine, batch, tokens, threads, qkv.data());
+  const auto qkv = room_for(rows * joint), mixed = room_for(rows * queries);
+  run_input(block, x, cosine, sine, batch, tokens, threads, qkv.get());
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t k = 0; k < block.shared; ++k) {
       const int64_t place = ((r / tokens * block.shared + k) * cache.length + positions[r % tokens]) * size;
-      const float* key = qkv.data() + r * joint + queries + k * size;
+      const float* key = qkv.get() + r * joint + queries + k * size;
       store_floats(key, size, cache.keys, cache.type, place);
       store_floats(key + keys, size, cache.values, cache.type, place);
     }
   const float scale = 1 / std::sqrt(static_cast<float>(size));
   const AttentionShape shape{batch, block.heads, block.shared, tokens, cache.length, size, block.window,
                              scale, FloatType::f32, cache.type, tokens * joint, size, joint};
-  attention(shape, qkv.data(), cache.keys, cache.values, positions, threads, mixed.data());
-  run_output(block, x, mixed.data(), rows, threads);
+  attention(shape, qkv.get(), cache.keys, cache.values, positions, threads, mixed.get());
+  run_output(block, x, mixed.get(), rows, threads);
 }
 
 }  // namespace quantkit

@@ -12,6 +12,7 @@ constexpr const char* kInstructions = "avx2";
 constexpr int kTokens = 4;  // that a tile takes at once
 constexpr bool kWide8 = true;  // 8-bit codes take activations as 16-bit integers
 constexpr int kHalf = 8;
+constexpr int64_t kAhead = 2048;  // bytes
 
 inline __m256 load_scales(const uint8_t* head, FloatType type, int64_t place) {
   if (type == FloatType::f32) return _mm256_load_ps(reinterpret_cast<const float*>(head) + place);
@@ -110,6 +111,9 @@ void tile(const Layout& at, const uint8_t* band, const Activations& x, int64_t t
     }
     for (const int64_t stop = b + per_group; b < stop; ++b, codes += kRows * kColumns * Bits / 8) {
       const int64_t block = token * x.blocks + b;
+      if (Tokens > 1)  // the work on a block is long, and the processor looks ahead too little
+        for (int i = 0; i < Bits; ++i)
+          _mm_prefetch(reinterpret_cast<const char*>(codes + kAhead + i * 64), _MM_HINT_T0);
       for (int h = 0; h < 2; ++h) {
         __m256i sums[Tokens];
         if (Bits == 4) {

@@ -11,6 +11,7 @@ namespace quantkit {
 constexpr const char* kInstructions = "avx512-vnni";
 constexpr int kTokens = 16;  // that a tile takes at once
 constexpr bool kWide8 = false;
+constexpr int64_t kAhead = 2048;  // bytes
 
 inline __m512 load_scales(const uint8_t* head, FloatType type, int64_t place) {
   if (type == FloatType::f32) return _mm512_load_ps(head);
@@ -59,6 +60,9 @@ void tile(const Layout& at, const uint8_t* band, const Activations& x, int64_t t
       zero = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_cvtepu8_epi32(bytes));
     }
     for (const int64_t stop = b + per_group; b < stop; ++b, codes += kRows * kColumns * Bits / 8) {
+      if (Tokens > 1)  // the work on a block is long, and the processor looks ahead too little
+        for (int i = 0; i < Bits; ++i)
+          _mm_prefetch(reinterpret_cast<const char*>(codes + kAhead + i * 64), _MM_HINT_T0);
       __m512i w[8];
       if (Bits == 4) {
         for (int i = 0; i < 4; ++i) {
