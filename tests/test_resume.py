@@ -248,9 +248,9 @@ def test_ctrl_c_ends_with_130_and_can_be_resumed(demo_model: Path, tmp_path: Pat
         "from quantkit.jobs import convert\n"
         "writer._CHECKPOINT_BYTES = 50_000\n"
         "convert.SHARD_BYTES = 300_000\n"
-        "append = sink.Sink.append\n"
+        "append, steps = sink.Sink.append, iter([0.1] * 8)\n"
         "def slowly(self, name, data):\n"
-        "    time.sleep(0.1)\n"
+        "    time.sleep(next(steps, 60))\n"  # it must not be done before the signal comes
         "    append(self, name, data)\n"
         "sink.Sink.append = slowly\n"
         "main(sys.argv[1:])\n"
