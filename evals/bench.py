@@ -57,7 +57,7 @@ class Bench:
         prefill: by tokens of the prompt.
         decode: by batch size; all sequences' tokens count.
         weight_bytes: read for each step of decoding.
-        bandwidth: bytes a second that the same threads read from memory, measured in between.
+        bandwidth: bytes a second that the same threads read from memory, measured afterwards.
         peak_bytes: memory of the process at its peak.
     """
 
@@ -166,7 +166,7 @@ def _measure(job: Job) -> Bench:
     load_seconds = time.perf_counter() - started
     firsts = [_seconds(partial(_first_token, model)) for _ in range(1 + job.runs)]
     prefill = {length: _rate(length, partial(_prefill, model, length), job.runs) for length in job.prompts}
-    decode, bandwidth = {}, _bandwidth()
+    decode = {}
     for batch in job.batches:
         step = _Decoding(model, batch)
         decode[batch] = _rate(batch * NEW, step.run, job.runs)
@@ -174,7 +174,7 @@ def _measure(job: Job) -> Bench:
     return Bench(
         checkpoint.path.name, bool(schemes(checkpoint)), backend_names(model), DTYPE_NAMES[model.dtype],
         torch.get_num_threads(), load_seconds, (firsts[0], statistics.median(firsts[1:])), prefill, decode,
-        _weight_bytes(model), max(bandwidth, _bandwidth()), peak - _PROBE_BYTES,
+        _weight_bytes(model), _bandwidth(), peak,
     )  # fmt: skip
 
 

@@ -40,7 +40,6 @@ _FLAGS = (
 _log = logging.getLogger(__name__)
 
 
-@functools.cache
 def load_kernels(variant: str) -> Any:
     """Compile and load one variant; its operators.
 
@@ -50,6 +49,22 @@ def load_kernels(variant: str) -> Any:
     """
     if variant not in VARIANTS:
         raise RequestError("unknown variant of the CPU kernels", found=variant, expected=", ".join(VARIANTS))
+    operators = _loaded(variant)
+    if isinstance(operators, UnsupportedError):
+        raise operators
+    return operators
+
+
+@functools.cache
+def _loaded(variant: str) -> Any:
+    """The operators, or the error: a compiler that fails is not asked again for every layer."""
+    try:
+        return _load(variant)
+    except UnsupportedError as error:
+        return error
+
+
+def _load(variant: str) -> Any:
     library = f"quantkit_cpu_{variant}"
     try:
         torch.ops.load_library(_compiled(library, VARIANTS[variant]))  # type: ignore[no-untyped-call]

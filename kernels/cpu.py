@@ -30,16 +30,14 @@ _FEW_ROWS = 8
 class CpuBackend:
     """Products of integers, with the weight packed once into rows side by side."""
 
-    def __init__(self, name: str, *, exact: bool, variant: str | None = None) -> None:
+    def __init__(self, name: str, *, exact: bool) -> None:
         """
         Args:
             name: what users choose it by.
             exact: 16-bit activations, otherwise 8-bit.
-            variant: one of `build.VARIANTS`; None is the environment's choice, or this processor's best.
         """
         self.name = name
         self._exact = exact
-        self._variant = variant
         self._operators: Any = None  # once `refusal` has found that they can be had
 
     def refusal(self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -50,7 +48,7 @@ class CpuBackend:
         if scheme.group_size is not None and scheme.group_size % _COLUMNS:
             return f"group size is no multiple of {_COLUMNS}"
         try:
-            self._operators = load_kernels(self._variant or os.environ.get(VARIANT_SETTING, "native"))
+            self._operators = load_kernels(os.environ.get(VARIANT_SETTING, "native"))
         except UnsupportedError as error:
             return str(error)
         return None

@@ -289,16 +289,20 @@ def test_without_a_compiler_the_reference_serves_and_the_reason_is_told(
 ) -> None:
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(build.shutil, "which", lambda name: None)
-    load_kernels.cache_clear()
+    asked: list[str] = []
+    monkeypatch.setattr(build.shutil, "which", asked.append)
+    build._loaded.cache_clear()
     try:
         scheme = QuantScheme.parse("int8")
         assert select_backend(scheme, torch.device("cpu"), torch.float32).name == "reference"
         assert "no C++ compiler" in caplog.text
+        before = len(asked)
+        select_backend(scheme, torch.device("cpu"), torch.float32)
+        assert len(asked) == before  # once, not once a layer
         with pytest.raises(UnsupportedError, match="cpu-exact: there is no C"):
             select_backend(scheme, torch.device("cpu"), torch.float32, "cpu-exact")
     finally:
-        load_kernels.cache_clear()
+        build._loaded.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -309,23 +313,23 @@ def test_a_compiler_that_fails_is_told(
 ) -> None:
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", compiler)
-    load_kernels.cache_clear()
+    build._loaded.cache_clear()
     try:
         with pytest.raises(UnsupportedError, match=reason):
             load_kernels("portable")
     finally:
-        load_kernels.cache_clear()
+        build._loaded.cache_clear()
 
 
 def test_a_cache_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "file"))
-    load_kernels.cache_clear()
+    build._loaded.cache_clear()
     try:
         with pytest.raises(UnsupportedError, match="QUANTKIT_CACHE"):
             load_kernels("portable")
     finally:
-        load_kernels.cache_clear()
+        build._loaded.cache_clear()
 
 
 def test_an_unknown_variant_is_refused_with_the_known_ones() -> None:

@@ -10,8 +10,6 @@
 #include "tile_avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include "tile_avx2.h"
-#elif defined(__ARM_FEATURE_DOTPROD)
-#include "tile_neon.h"
 #else
 #include "tile_portable.h"
 #endif

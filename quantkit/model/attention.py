@@ -13,7 +13,8 @@ from torch import Tensor
 
 from quantkit.model.cache import KVCache
 
-_FEW = 16
+FEW = 16
+"""Tokens up to which kernels for a few do better than torch's attention."""
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Layer, queries [B, H, T, Dh], keys and values [B, K, T, Dh] to mixed values [B, T, H * Dh]."""
@@ -70,7 +71,7 @@ def for_few(lookup: Lookup) -> Lookup:
     """A `Lookup` that is good for a few tokens at a time, with torch's for more."""
 
     def chosen(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None) -> Tensor:
-        few = queries.shape[2] <= _FEW
+        few = queries.shape[2] <= FEW
         return (lookup if few else masked_lookup)(queries, keys, values, positions, window)
 
     return chosen

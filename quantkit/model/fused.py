@@ -5,12 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from quantkit.model.attention import Attend
+from quantkit.model.attention import FEW, Attend
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Block, Blocks, Decoder, RMSNorm
 from quantkit.model.qlinear import QuantLinear
-
-_FEW = 16
 
 
 def fused_blocks(model: Decoder) -> Blocks | None:
@@ -33,7 +31,7 @@ def fused_blocks(model: Decoder) -> Blocks | None:
     ) -> Tensor:
         x = x.float()
         for layer, weights in enumerate(layers):
-            if cache is not None and x.shape[1] <= _FEW:
+            if cache is not None and x.shape[1] <= FEW:
                 stored = cache.keys[layer], cache.values[layer]
                 run.block(x, *angles, positions, *stored, *weights, *rest[layer])
                 continue
