@@ -9,6 +9,7 @@ import torch
 
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.kernels.backend import Backend
+from quantkit.kernels.check import fault
 from quantkit.kernels.cpu import CpuBackend
 from quantkit.kernels.reference import ReferenceBackend
 from quantkit.scheme import QuantScheme
@@ -41,6 +42,8 @@ def select_backend(scheme: QuantScheme, device: torch.device, dtype: torch.dtype
     reasons: list[str] = []
     for backend in candidates:
         reason = backend.refusal(scheme, device, dtype)
+        if reason is None and backend.name != LAST_RESORT:
+            reason = fault(backend, scheme, device, dtype)
         if reason is None:
             if backend.name == LAST_RESORT and reasons:
                 _tell(f"{scheme} is served by the slow {LAST_RESORT} backend; {'; '.join(reasons)}")

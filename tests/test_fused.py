@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import oracle
 import pytest
@@ -11,7 +12,8 @@ from test_architectures import CASES
 from torch import Tensor
 
 import quantkit
-from quantkit.kernels.build import VARIANTS
+from quantkit.kernels import cpu
+from quantkit.kernels.build import VARIANTS, load_kernels
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
@@ -82,3 +84,41 @@ def test_layers_that_are_not_quantized_alike_stay_apart(tmp_path: Path) -> None:
     tokens = oracle.random_tokens(9)
     found, expected = (_logits(each, tokens, [5, 1, 3], torch.float32) for each in (model, reference))
     assert (found - expected).abs().max() < 1e-2 * expected.std()
+
+
+@pytest.mark.parametrize("wrong", ["rows", "attend", "block"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_operations_that_a_compiler_got_wrong_are_not_used(
+    wrong: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = oracle.save(oracle.make("llama"), tmp_path / "model")
+    quantkit.quantize(folder, tmp_path / "quantized", "int8", accept_quality_loss=True)
+    tokens = oracle.random_tokens(9)
+    good = load_model(tmp_path / "quantized", dtype=dtype)
+    expected = _logits(good, tokens, [4, 1, 1, 1, 2], dtype)
+    assert not caplog.records
+    kernels = load_kernels("native")
+    monkeypatch.setattr(cpu, "load_kernels", lambda variant: _Wrong(kernels, wrong))
+    model = load_model(tmp_path / "quantized", dtype=dtype)
+    assert model.blocks is None
+    assert "wrong on this machine; torch's are used" in caplog.text
+    found = _logits(model, tokens, [4, 1, 1, 1, 2], dtype)
+    assert (found - expected).abs().max() < (1e-3 if dtype == torch.float32 else 0.1) * expected.std()
+
+
+class _Wrong:
+    """Kernels of which one gives something else than it should."""
+
+    def __init__(self, kernels: Any, wrong: str) -> None:
+        self._kernels, self._wrong = kernels, wrong
+
+    def __getattr__(self, name: str) -> Any:
+        right = getattr(self._kernels, name)
+
+        def slightly_off(first: Tensor, *rest: Any) -> Any:
+            out = right(first, *rest)
+            changed = first if out is None else out
+            changed[..., -1] += changed.abs().max()
+            return out
+
+        return slightly_off if name == self._wrong else right

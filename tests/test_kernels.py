@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -162,3 +163,43 @@ def test_the_first_backend_that_can_serve_is_chosen_unless_one_is_preferred(monk
 def test_integer_activations_are_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"reference: activations are torch.int8"):
         select_backend(QuantScheme.parse("int8"), CPU, torch.int8)
+
+
+class _Mistaken(ReferenceBackend):
+    """A backend that mistakes something."""
+
+    name = "mistaken"
+
+    def __init__(self, mistake: Callable[[Tensor], Tensor]) -> None:
+        self._mistake = mistake
+
+    def linear(
+        self, x: Tensor, prepared: dict[str, Tensor], scheme: QuantScheme, rows: int, bias: Tensor | None
+    ) -> Tensor:
+        return self._mistake(super().linear(x, prepared, scheme, rows, bias))
+
+
+def _failing(product: Tensor) -> Tensor:
+    raise ValueError("no such\ninstruction")
+
+
+@pytest.mark.parametrize(
+    ("mistake", "reason"),
+    [
+        (lambda product: product * 1.1, "products of 1 tokens are wrong"),
+        (lambda product: product.roll(1, -1), "products of 1 tokens are wrong"),
+        (lambda product: product.roll(1, 0), "products of 4 tokens are wrong"),
+        (lambda product: product * float("nan"), "products of 1 tokens are wrong"),
+        (_failing, "fails on this machine: no such instruction"),
+    ],
+    ids=["scaled", "rows", "tokens", "nan", "failing"],
+)
+@pytest.mark.parametrize("text", ["int8", "int4-g32-asym"])
+def test_a_backend_that_gets_a_small_product_wrong_is_not_used(
+    text: str, mistake: Callable[[Tensor], Tensor], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "BACKENDS", (_Mistaken(mistake), ReferenceBackend()))
+    scheme = QuantScheme.parse(text)
+    assert select_backend(scheme, CPU, torch.bfloat16).name == "reference"
+    with pytest.raises(UnsupportedError, match=f"mistaken: its? {reason}"):
+        select_backend(scheme, CPU, torch.bfloat16, "mistaken")

@@ -11,10 +11,11 @@ from quantkit.model.decoder import Block, Blocks, Decoder, RMSNorm
 from quantkit.model.qlinear import QuantLinear
 
 
-def fused_blocks(model: Decoder) -> Blocks | None:
-    """A model's blocks, in float32 throughout; None if a layer is not quantized by a backend that can do it."""
+def fused_blocks(model: Decoder, count: int | None = None) -> Blocks | None:
+    """A model's blocks, or the first `count`, in float32 throughout; None if a layer is not quantized by a
+    backend that can do it."""
     layers = []
-    for block in model.model.layers:
+    for block in model.model.layers[:count]:
         assert isinstance(block, Block)
         linears = (block.self_attn.qkv_proj, block.self_attn.o_proj, block.mlp.gate_up_proj, block.mlp.down_proj)
         quantized = [linear for linear in linears if isinstance(linear, QuantLinear)]

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint
 from quantkit.formats.detect import open_checkpoint
-from quantkit.model.attention import for_few
 from quantkit.model.decoder import Decoder
 from quantkit.model.device import usable_device
-from quantkit.model.fused import fused_blocks
+from quantkit.model.faster import put_operations
 from quantkit.model.joint import Place, place
 from quantkit.model.qlinear import QuantLinear
 from quantkit.model.rope import Rotary
@@ -45,12 +44,7 @@ def load_model(
         model = Decoder(checkpoint.config)
     fill(model, checkpoint, "", device, dtype, backend)
     model.rotary = Rotary(checkpoint.config).to(device)
-    backends = [module.backend for module in model.modules() if isinstance(module, QuantLinear)]
-    operations = backends[0].operations() if backends else None
-    if operations is not None:
-        model.lookup = for_few(operations.lookup)
-        model.linear = operations.linear
-        model.blocks = fused_blocks(model)
+    put_operations(model)
     return model.eval()
 
 
