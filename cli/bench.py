@@ -21,11 +21,12 @@ _PATH = click.Path(path_type=Path)
 @click.option("--threads", type=int, help="That compute; torch's own number by default.")
 @click.option("--runs", type=int, default=5, show_default=True, help="Of each measurement, after one to warm up.")
 @click.option("--backend", help="Of quantized layers: cpu-exact, cpu-fast or reference.")
+@click.option("--compile/--eager", "compiled", default=None, help="Through torch.compile; by default on GPUs only.")
 @click.option("--json", "data", type=_PATH, help="Write all figures, in JSON.")
 @click.option("--plot", type=_PATH, help="Draw decoding and prefill, as PNG.")
 def bench(
     paths: tuple[Path, ...], synthetic: str | None, quantized: tuple[str, ...], prompt_lengths: str, batches: str,
-    threads: int | None, runs: int, backend: str | None, data: Path | None, plot: Path | None,
+    threads: int | None, runs: int, backend: str | None, compiled: bool | None, data: Path | None, plot: Path | None,
 ) -> None:  # fmt: skip
     """Time the models in PATHS: prefill, decoding, loading, memory."""
     from quantkit.evals.bench import Job, slower_than_floats
@@ -38,7 +39,7 @@ def bench(
         raise RequestError("--scheme goes with --synthetic", hint="a folder has schemes of its own")
     if threads is not None and threads < 1:
         raise RequestError("threads must be at least 1", found=threads)
-    rest = (_numbers(prompt_lengths), _numbers(batches), threads, runs, backend)
+    rest = (_numbers(prompt_lengths), _numbers(batches), threads, runs, backend, compiled)
     jobs = [Job(path, None, None, *rest) for path in paths]
     if synthetic is not None:
         jobs = [Job(None, synthetic, scheme, *rest) for scheme in quantized or (None,)]

@@ -109,15 +109,20 @@ def verify(a: Path, b: Path | None) -> None:
     "--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Of activations; the model's own by default."
 )
 @click.option("--backend", help="Of quantized layers: cpu-exact, cpu-fast or reference; see docs/kernels.md.")
+@click.option("--int8-cache", is_flag=True, help="Keep keys and values in 8 bits; see docs/kernels.md for the cost.")
+@click.option("--compile/--eager", "compiled", default=None, help="Through torch.compile; by default on GPUs only.")
 @_WEIGHTS
 def generate(
     path: Path, prompt: str, max_new_tokens: int, temperature: float, top_p: float, seed: int | None,
-    dtype: str | None, backend: str | None, weights: str | None,
+    dtype: str | None, backend: str | None, int8_cache: bool, compiled: bool | None, weights: str | None,
 ) -> None:  # fmt: skip
     """Continue a prompt with the model in PATH."""
+    import torch
+
     from quantkit.formats.checkpoint import FLOAT_DTYPES
     from quantkit.jobs.convert import DTYPES
     from quantkit.jobs.load import load
+    from quantkit.runtime.engine import Engine
     from quantkit.runtime.generate import generate as job
     from quantkit.runtime.stream import text_pieces
 
@@ -126,7 +131,9 @@ def generate(
     chosen = None if dtype is None else FLOAT_DTYPES[DTYPES[dtype]]
     model, tokenizer = load(path, weights=weights, dtype=chosen, backend=backend)
     ids = tokenizer.encode(prompt, specials=True)
-    tokens = job(model, ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    cache = torch.int8 if int8_cache else None
+    engine = Engine(model, len(ids) + max_new_tokens, cache_dtype=cache, compiled=compiled)
+    tokens = job(engine, ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
     click.echo(prompt, nl=False)
     for piece in text_pieces(tokenizer, ids, tokens):
         click.echo(piece, nl=False)

@@ -20,16 +20,15 @@ from quantkit.evals.synthetic import synthetic
 from quantkit.formats.checkpoint import DTYPE_NAMES, Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.memory import resident_bytes
-from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
 from quantkit.progress import Progress, silent
+from quantkit.runtime.engine import Engine
 
 PROMPT = 16  # tokens before decoding
 NEW = 48  # tokens decoded in a run
 RUNS = 5
 _PROBE_BYTES = 1 << 29
-_WARM_UP = 4
 
 
 @dataclass(frozen=True)
@@ -92,6 +91,7 @@ class Job:
     threads: int | None
     runs: int
     backend: str | None
+    compiled: bool | None
 
     def checkpoint(self) -> Checkpoint:
         """
@@ -141,7 +141,7 @@ def _require_room(job: Job) -> None:
     if least < 1 or not (job.prompts or job.batches):
         raise RequestError("prompt lengths, batches and runs must be at least 1", found=least)
     config = job.checkpoint().config
-    needed = max(*job.prompts, PROMPT + NEW + _WARM_UP + 1)
+    needed = max(*job.prompts, PROMPT + NEW)
     if needed > config.max_context:
         raise RequestError(
             "the model's context is too short", path=job.path, found=config.max_context, expected=f"at least {needed}"
@@ -164,12 +164,13 @@ def _measure(job: Job) -> Bench:
     started = time.perf_counter()
     model = load_model(checkpoint, backend=job.backend)
     load_seconds = time.perf_counter() - started
-    firsts = [_seconds(partial(_first_token, model)) for _ in range(1 + job.runs)]
-    prefill = {length: _rate(length, partial(_prefill, model, length), job.runs) for length in job.prompts}
+    firsts = [_seconds(partial(_prefill, model, PROMPT, job.compiled)) for _ in range(1 + job.runs)]
+    prefill = {}
+    for length in job.prompts:
+        prefill[length] = _rate(length, partial(_seconds, partial(_prefill, model, length, job.compiled)), job.runs)
     decode = {}
     for batch in job.batches:
-        step = _Decoding(model, batch)
-        decode[batch] = _rate(batch * NEW, step.run, job.runs)
+        decode[batch] = _rate(batch * NEW, _Decoding(model, batch, job.compiled).run, job.runs)
     peak = max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, resident_bytes())
     return Bench(
         checkpoint.path.name, bool(schemes(checkpoint)), backend_names(model), DTYPE_NAMES[model.dtype],
@@ -178,8 +179,8 @@ def _measure(job: Job) -> Bench:
     )  # fmt: skip
 
 
-def _rate(tokens: int, run: Callable[[], object], runs: int) -> Rate:
-    rates = [tokens / _seconds(run) for _ in range(1 + runs)][1:]
+def _rate(tokens: int, seconds: Callable[[], float], runs: int) -> Rate:
+    rates = [tokens / seconds() for _ in range(1 + runs)][1:]
     return Rate(statistics.median(rates), min(rates), max(rates))
 
 
@@ -194,32 +195,25 @@ def _random(model: Decoder, batch: int, length: int) -> torch.Tensor:
     return torch.randint(model.config.vocab_size, (batch, length), generator=generator)
 
 
-def _prefill(model: Decoder, length: int) -> None:
-    cache = KVCache(model.config, 1, length, model.dtype, model.device)
-    hidden = model.hidden(_random(model, 1, length), torch.arange(length), cache, first=True)
-    model.head(hidden[:, -1]).argmax().item()
-
-
-def _first_token(model: Decoder) -> None:
-    _prefill(model, PROMPT)
+def _prefill(model: Decoder, length: int, compiled: bool | None) -> None:
+    Engine(model, length, compiled=compiled).prefill(_random(model, 1, length)).argmax().item()
 
 
 class _Decoding:
     """Greedy decoding of several sequences after a prompt."""
 
-    def __init__(self, model: Decoder, batch: int) -> None:
-        self._model = model
-        self._cache = KVCache(model.config, batch, PROMPT + NEW + _WARM_UP, model.dtype, model.device)
-        hidden = model.hidden(_random(model, batch, PROMPT), torch.arange(PROMPT), self._cache, first=True)
-        self._first = model.head(hidden[:, -1]).argmax(-1, keepdim=True)
+    def __init__(self, model: Decoder, batch: int, compiled: bool | None) -> None:
+        self._engine = Engine(model, PROMPT + NEW, batch=batch, compiled=compiled)
+        self._prompt = _random(model, batch, PROMPT)
 
-    def run(self) -> None:
-        tokens, positions = self._first, torch.tensor([PROMPT])
+    def run(self) -> float:
+        """Seconds that the new tokens took after the prompt."""
+        tokens = self._engine.prefill(self._prompt).argmax(-1, keepdim=True)
+        started = time.perf_counter()
         for _ in range(NEW):
-            hidden = self._model.hidden(tokens, positions, self._cache)
-            tokens = self._model.head(hidden[:, -1]).argmax(-1, keepdim=True)
+            tokens = self._engine.decode(tokens).argmax(-1, keepdim=True)
             tokens.tolist()
-            positions = positions + 1
+        return time.perf_counter() - started
 
 
 def _weight_bytes(model: Decoder) -> int:

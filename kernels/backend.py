@@ -41,6 +41,8 @@ class Backend(Protocol):
 
     name: str
 
+    def __hash__(self) -> int: ...
+
     def refusal(self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why it can't serve this case; None if it can."""
         ...

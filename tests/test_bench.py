@@ -106,6 +106,6 @@ def test_requests_that_make_no_sense_end_before_the_work(arguments: list[str], r
 
 
 def test_what_goes_wrong_in_the_other_process_is_told_as_usual() -> None:
-    job = Job(None, "llama-160m", "int8", (4,), (), None, 1, "cuda-magic")
+    job = Job(None, "llama-160m", "int8", (4,), (), None, 1, "cuda-magic", None)
     with pytest.raises(RequestError, match="unknown backend"):
         bench([job])

@@ -7,6 +7,7 @@
 #include <limits>
 #include <vector>
 
+#include "cache.h"
 #include "dot.h"
 #include "exponential.h"
 #include "floats.h"
@@ -21,7 +22,8 @@ struct AttentionShape {
   int64_t batch, heads, shared, tokens, length, size;  // B, H, K, T, S, Dh
   int64_t window;                                      // positions seen, the own included; 0 for all
   float scale;
-  FloatType type, cached;  // of queries and outputs, and of the cache
+  FloatType type;    // of queries and outputs
+  CacheType cached;
   int64_t batch_step, head_step, token_step;  // from one query to the next
 };
 
@@ -64,7 +66,7 @@ inline void attend_span(const AttentionShape& at, const float* queries, const vo
   scores.resize(group * kSpan);
   for (int64_t tile = 0; tile < count; tile += kTile) {
     const int64_t width = std::min(kTile, count - tile);
-    const float* of = load_floats(keys, at.cached, (first + start + tile) * size, width * size, room.data());
+    const float* of = load_rows(keys, at.cached, first + start + tile, width, size, room.data());
     for (int64_t g = 0; g < group; ++g) {
       float* to = scores.data() + g * kSpan + tile;
       int64_t s = 0;
@@ -83,7 +85,7 @@ inline void attend_span(const AttentionShape& at, const float* queries, const vo
   }
   for (int64_t tile = 0; tile < count; tile += kTile) {
     const int64_t width = std::min(kTile, count - tile);
-    const float* of = load_floats(values, at.cached, (first + start + tile) * size, width * size, room.data());
+    const float* of = load_rows(values, at.cached, first + start + tile, width, size, room.data());
     for (int64_t g = 0; g < group; ++g) {
       const float* weights = scores.data() + g * kSpan + tile;
       float* sums = partials[g].values;

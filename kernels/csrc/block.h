@@ -26,8 +26,8 @@ struct Block {
 };
 
 struct Cache {
-  void *keys, *values;  // [B, K, S, Dh]
-  FloatType type;
+  void *keys, *values;  // [B, K, S] rows of Dh
+  CacheType type;
   int64_t length;  // S
 };
 
@@ -104,10 +104,10 @@ inline void run_block(const Block& block, float* x, const float* cosine, const f
   run_input(block, x, cosine, sine, batch, tokens, threads, qkv.get());
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t k = 0; k < block.shared; ++k) {
-      const int64_t place = ((r / tokens * block.shared + k) * cache.length + positions[r % tokens]) * size;
+      const int64_t place = (r / tokens * block.shared + k) * cache.length + positions[r % tokens];
       const float* key = qkv.get() + r * joint + queries + k * size;
-      store_floats(key, size, cache.keys, cache.type, place);
-      store_floats(key + keys, size, cache.values, cache.type, place);
+      store_row(key, size, cache.keys, cache.type, place);
+      store_row(key + keys, size, cache.values, cache.type, place);
     }
   const float scale = 1 / std::sqrt(static_cast<float>(size));
   const AttentionShape shape{batch, block.heads, block.shared, tokens, cache.length, size, block.window,

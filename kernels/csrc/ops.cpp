@@ -27,6 +27,10 @@ FloatType float_type(at::ScalarType type) {
   return FloatType::bf16;
 }
 
+CacheType cache_type(at::ScalarType type) {
+  return type == at::kChar ? CacheType::i8 : static_cast<CacheType>(float_type(type));
+}
+
 // Bytes on huge pages where the system gives them, so that a weight takes few address translations.
 at::Tensor room_for(int64_t bytes) {
   const auto options = at::TensorOptions().dtype(at::kByte);
@@ -97,7 +101,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::opti
 void check_cache(const at::Tensor& keys, const at::Tensor& values) {
   TORCH_CHECK(keys.dim() == 4 && keys.sizes() == values.sizes() && keys.scalar_type() == values.scalar_type() &&
                   keys.is_contiguous() && values.is_contiguous(),
-              "keys and values: [B, K, S, Dh], contiguous, of one dtype");
+              "keys and values: [B, K, S, Dh], contiguous, of one dtype; rows of int8 end with their scale");
 }
 
 const int64_t* checked_positions(const at::Tensor& positions, int64_t tokens, int64_t length) {
@@ -114,10 +118,10 @@ at::Tensor attend(const at::Tensor& queries, const at::Tensor& keys, const at::T
   TORCH_CHECK(queries.dim() == 4 && keys.dim() == 4, "queries [B, H, T, Dh], keys [B, K, S, Dh]");
   const int64_t heads = queries.size(1), tokens = queries.size(2), size = queries.size(3);
   const FloatType type = float_type(queries.scalar_type());
-  const AttentionShape at{queries.size(0), heads, keys.size(1), tokens, keys.size(2), keys.size(3), window,
-                          static_cast<float>(scale), type, float_type(keys.scalar_type()), heads * tokens * size,
+  const AttentionShape at{queries.size(0), heads, keys.size(1), tokens, keys.size(2), size, window,
+                          static_cast<float>(scale), type, cache_type(keys.scalar_type()), heads * tokens * size,
                           tokens * size, size};
-  TORCH_CHECK(keys.size(0) == at.batch && queries.size(3) == at.size && at.shared > 0 && at.heads % at.shared == 0,
+  TORCH_CHECK(keys.size(0) == at.batch && keys.size(3) == cache_width(at.cached, size) && at.shared > 0 && at.heads % at.shared == 0,
               "queries ", queries.sizes(), " do not go with keys ", keys.sizes());
   check_cache(keys, values);
   const int64_t* from = checked_positions(positions, at.tokens, at.length);
@@ -174,8 +178,9 @@ void block(const at::Tensor& x, const at::Tensor& cosine, const at::Tensor& sine
   const Block block = QUANTKIT_CHECKED;
   check_cache(keys, values);
   const int64_t batch = x.size(0), tokens = x.size(1), angles = tokens * block.size;
-  TORCH_CHECK(keys.size(0) == batch && keys.size(1) == shared && keys.size(3) == block.size, "a cache of other shape");
-  const Cache cache{keys.data_ptr(), values.data_ptr(), float_type(keys.scalar_type()), keys.size(2)};
+  const Cache cache{keys.data_ptr(), values.data_ptr(), cache_type(keys.scalar_type()), keys.size(2)};
+  TORCH_CHECK(keys.size(0) == batch && keys.size(1) == shared && keys.size(3) == cache_width(cache.type, block.size),
+              "a cache of other shape");
   const int64_t* places = checked_positions(positions, tokens, cache.length);
   if (x.numel() == 0) return;
   run_block(block, x.data_ptr<float>(), floats(cosine, angles, "cosine"), floats(sine, angles, "sine"), places, batch,

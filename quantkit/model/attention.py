@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit.model.cache import KVCache
+from quantkit.model.cache import KVCache, cached_floats
 
 FEW = 16
 """Tokens up to which kernels for a few do better than torch's attention."""
@@ -20,8 +20,8 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Layer, queries [B, H, T, Dh], keys and values [B, K, T, Dh] to mixed values [B, T, H * Dh]."""
 
 Lookup = Callable[[Tensor, Tensor, Tensor, Tensor, int | None], Tensor]
-"""Queries [B, H, T, Dh], cached keys and values [B, K, S, Dh], the queries' positions [T] and the
-window to mixed values [B, T, H * Dh]; each query sees the positions up to its own."""
+"""Queries [B, H, T, Dh], cached keys and values [B, K, S, Dh] as stored, the queries' positions [T] and
+the window to mixed values [B, T, H * Dh]; each query sees the positions up to its own."""
 
 
 def among_own(positions: Tensor, windows: Sequence[int | None]) -> Attend:
@@ -62,7 +62,7 @@ def over_cache(cache: KVCache, positions: Tensor, windows: Sequence[int | None],
 def masked_lookup(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None) -> Tensor:
     """A `Lookup` through torch, over the whole cache."""
     mask = _causal_mask(positions, torch.arange(keys.shape[2], device=positions.device), window)
-    keys, values = keys.to(queries.dtype), values.to(queries.dtype)
+    keys, values = cached_floats(keys, queries.dtype), cached_floats(values, queries.dtype)
     mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
     return mixed.transpose(1, 2).flatten(2)
 

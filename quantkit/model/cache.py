@@ -7,24 +7,51 @@ from torch import Tensor
 
 from quantkit.config import ModelConfig
 
+_MOST = 127
+_SCALE_BYTES = 4
+
 
 class KVCache:
     """Keys and values of every layer, allocated once at their final size.
 
-    ``keys[layer]`` and ``values[layer]`` are [B, KV heads, S, head_dim]; S is the
-    number of positions it can hold.
+    ``keys[layer]`` and ``values[layer]`` are [B, KV heads, S, head_dim]; S is the number of
+    positions it can hold. In int8 each row of head_dim codes is followed by its scale, a
+    float32 of four more bytes.
     """
 
     def __init__(
         self, config: ModelConfig, batch: int, length: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        shape = (batch, config.num_kv_heads, length, config.head_dim)
+        width = config.head_dim + (_SCALE_BYTES if dtype == torch.int8 else 0)
+        shape = (batch, config.num_kv_heads, length, width)
         self.length = length
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
 
     def update(self, layer: int, positions: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values [B, KV heads, T, head_dim] at positions [T]; the whole layer's."""
-        self.keys[layer].index_copy_(2, positions, keys.to(self.keys[layer].dtype))
-        self.values[layer].index_copy_(2, positions, values.to(self.values[layer].dtype))
+        """Store keys and values [B, KV heads, T, head_dim] at positions [T]; the whole layer's, as stored."""
+        for stored, new in ((self.keys[layer], keys), (self.values[layer], values)):
+            stored.index_copy_(
+                2, positions, _rows_of_bytes(new) if stored.dtype == torch.int8 else new.to(stored.dtype)
+            )
         return self.keys[layer], self.values[layer]
+
+
+def cached_floats(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of a cache as floats: [..., head_dim]."""
+    if stored.dtype != torch.int8:
+        return stored.to(dtype)
+    scales = stored[..., -_SCALE_BYTES:].contiguous().view(torch.float32)
+    return (stored[..., :-_SCALE_BYTES].float() * scales).to(dtype)
+
+
+def _rows_of_bytes(rows: Tensor) -> Tensor:
+    """Rows [..., head_dim] as int8 codes and the scale that spreads the largest over 127 steps.
+
+    A row with a value that is not finite has a scale of NaN.
+    """
+    wide = rows.float()
+    scales = wide.abs().amax(-1, keepdim=True) / _MOST
+    codes = (wide / torch.where(scales > 0, scales, 1)).round().to(torch.int8)
+    scales = torch.where(scales.isfinite(), scales, torch.nan)
+    return torch.cat([codes, scales.view(torch.int8)], dim=-1)

@@ -8,13 +8,13 @@ import torch
 
 from quantkit.errors import RequestError
 from quantkit.finite import finite_logits
-from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
+from quantkit.runtime.engine import Engine
 from quantkit.runtime.sampling import SamplingParams, sample
 
 
 def generate(
-    model: Decoder,
+    model: Decoder | Engine,
     ids: Sequence[int],
     *,
     max_new_tokens: int,
@@ -25,18 +25,18 @@ def generate(
     """Token ids that continue `ids`, one by one, up to the model's end token (not given out).
 
     Args:
-        model: from `quantkit.load`.
+        model: from `quantkit.load`, or an engine over it, to choose how it runs.
         ids: the prompt, as the tokenizer encodes it; not empty.
         max_new_tokens: at most so many.
         temperature, top_p, seed: see `SamplingParams`; greedy by default.
 
     Raises:
         RequestError: at once, if the prompt is empty, holds unknown ids, or does not fit
-            the model's context together with the new tokens.
+            the model's context, or the engine, together with the new tokens.
         NonFiniteError: if the model's logits are NaN or Inf.
     """
     params = SamplingParams(temperature, top_p, seed)
-    config = model.config
+    config = (model.model if isinstance(model, Engine) else model).config
     if not ids:
         raise RequestError("the prompt is empty")
     if not all(0 <= i < config.vocab_size for i in ids):
@@ -46,26 +46,41 @@ def generate(
     if max_new_tokens < 1:
         raise RequestError("nothing to generate", found=f"{max_new_tokens} new tokens", expected="at least 1")
     length = len(ids) + max_new_tokens
-    if length > config.max_context:
-        raise RequestError(
-            "prompt and new tokens exceed the model's context", found=length, expected=f"at most {config.max_context}",
-            hint="ask for fewer new tokens",
-        )  # fmt: skip
-    return _tokens(model, list(ids), length, params)
+    engine = model if isinstance(model, Engine) else Engine(model, length)
+    if length > engine.length:
+        raise RequestError("prompt and new tokens exceed the engine", found=length, expected=f"at most {engine.length}")
+    return _tokens(engine, list(ids), max_new_tokens, params)
+
+
+_LOOKS = {"cpu": 1}
+_FAR = 8
+"""Tokens that a device draws before the host looks at them: each look waits for all that was asked of it."""
 
 
 @torch.inference_mode()
-def _tokens(model: Decoder, ids: list[int], length: int, params: SamplingParams) -> Iterator[int]:
-    device = model.device
+def _tokens(engine: Engine, ids: list[int], count: int, params: SamplingParams) -> Iterator[int]:
+    device = engine.model.device
     generator = params.generator(device)
-    cache = KVCache(model.config, 1, length, model.dtype, device)
-    tokens = torch.tensor([ids], device=device)
-    positions = torch.arange(len(ids), device=device)
-    for step in range(length - len(ids)):
-        logits = finite_logits(model.head(model.hidden(tokens, positions, cache, first=step == 0)[:, -1]))
+    ends = engine.model.config.eos_token_ids
+    ahead = _LOOKS.get(device.type, _FAR)
+    logits = engine.prefill(torch.tensor([ids], device=device))
+    drawn: list[torch.Tensor] = []
+    extremes: list[torch.Tensor] = []
+    for left in range(count, 0, -1):
+        if ahead == 1:
+            finite_logits(logits)
+        else:
+            extremes.append(torch.stack(torch.aminmax(logits)))
+            logits = logits.nan_to_num()  # drawn from, but never given out
         tokens = sample(logits, params, generator)
-        token = int(tokens.item())
-        if token in model.config.eos_token_ids:
-            return
-        yield token
-        positions = positions[-1:] + 1
+        drawn.append(tokens)
+        if len(drawn) == ahead or left == 1:
+            if extremes:
+                finite_logits(torch.stack(extremes))
+            for token in torch.cat(drawn).flatten().tolist():
+                if token in ends:
+                    return
+                yield token
+            drawn, extremes = [], []
+        if left > 1:
+            logits = engine.decode(tokens)

@@ -1,0 +1,209 @@
+"""The engine: caches, buckets of prompts, and compiled steps against eager ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import oracle
+import pytest
+import torch
+from command import Capture, run
+from torch import Tensor
+
+import quantkit
+from quantkit.errors import NonFiniteError, RequestError
+from quantkit.kernels.build import VARIANTS, load_kernels
+from quantkit.model.attention import masked_lookup
+from quantkit.model.cache import KVCache, cached_floats
+from quantkit.model.decoder import Decoder
+from quantkit.model.load import load_model
+from quantkit.runtime import generate as loop
+from quantkit.runtime.engine import Engine, bucket
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("engine")
+    model = oracle.make("llama", max_position_embeddings=512)
+    quantkit.quantize(oracle.save(model, folder / "model"), folder / "int8", "int8", accept_quality_loss=True)
+    return folder / "int8"
+
+
+def _tokens(model: Decoder | Engine, prompt: Tensor, count: int) -> list[int]:
+    return list(quantkit.generate(model, prompt.flatten().tolist(), max_new_tokens=count))
+
+
+def _without_end(path: Path, backend: str | None = None) -> Decoder:
+    model = load_model(path, dtype=torch.float32, backend=backend)
+    model.config = replace(model.config, eos_token_ids=())
+    return model
+
+
+@pytest.mark.parametrize("backend", ["cpu-exact", "reference"])
+def test_compiled_steps_are_one_graph_a_bucket_and_give_the_eager_tokens(quantized: Path, backend: str) -> None:
+    model = _without_end(quantized, backend=backend)
+    engine = Engine(model, 100, compiled=True)
+    prompts = oracle.random_tokens(60)
+    for count in (16, 32):  # one of each bucket
+        _tokens(engine, prompts[:, :count], 2)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for count in (1, 2, 15, 17, 31):
+            found = _tokens(engine, prompts[:, :count], 8)
+            assert found == _tokens(model, prompts[:, :count], 8)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs > 0
+
+
+def test_an_engine_forgets_the_prompt_before(quantized: Path) -> None:
+    model = _without_end(quantized)
+    prompts = oracle.random_tokens(80)
+    for compiled in (False, True):
+        engine = Engine(model, 90, compiled=compiled)
+        _tokens(engine, prompts[:, 40:], 9)
+        assert _tokens(engine, prompts[:, :7], 30) == _tokens(model, prompts[:, :7], 30)
+
+
+def test_several_sequences_of_one_length_run_together(quantized: Path) -> None:
+    model = _without_end(quantized)
+    prompts = oracle.random_tokens(9, batch=3)
+    engine = Engine(model, 20, batch=3)
+    tokens = engine.prefill(prompts).argmax(-1, keepdim=True)
+    drawn = [tokens]
+    for _ in range(4):
+        tokens = engine.decode(tokens).argmax(-1, keepdim=True)
+        drawn.append(tokens)
+    assert torch.cat(drawn, 1).tolist() == [_tokens(model, row, 5) for row in prompts]
+
+
+def test_nothing_is_written_beyond_the_cache(quantized: Path) -> None:
+    model = _without_end(quantized)
+    engine = Engine(model, 4)
+    with pytest.raises(RequestError, match=r"the cache is full \(found 5, expected at most 4 positions"):
+        engine.prefill(oracle.random_tokens(5))
+    engine.prefill(oracle.random_tokens(4))
+    with pytest.raises(RequestError, match="the cache is full"):
+        engine.decode(oracle.random_tokens(1))
+    with pytest.raises(RequestError, match="exceed the engine"):
+        _tokens(engine, oracle.random_tokens(3), 2)
+    with pytest.raises(RequestError, match="exceed the model's context"):
+        Engine(model, model.config.max_context + 1)
+
+
+def test_buckets_are_powers_of_two() -> None:
+    assert [bucket(count, 16) for count in (1, 16, 17, 32, 33, 1000)] == [16, 16, 32, 32, 64, 1024]
+
+
+def test_looking_at_tokens_late_gives_the_same_ones(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _without_end(quantized)
+    prompt = oracle.random_tokens(5)
+    expected = _tokens(model, prompt, 20)
+    monkeypatch.setattr(loop, "_LOOKS", {})
+    assert _tokens(model, prompt, 20) == expected
+    end = expected[10]
+    model.config = replace(model.config, eos_token_ids=(end,))
+    assert _tokens(model, prompt, 20) == expected[: expected.index(end)]
+
+
+@pytest.mark.parametrize("looks", [{"cpu": 1}, {}], ids=["each", "late"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_is_not_finite_is_never_given_out(
+    looks: dict[str, int], temperature: float, quantized: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "_LOOKS", looks)
+    engine = Engine(_without_end(quantized), 30)
+    decode, steps = engine.decode, iter(range(100))
+    monkeypatch.setattr(engine, "decode", lambda tokens: decode(tokens) * (torch.nan if next(steps) == 3 else 1))
+    given: list[int] = []
+    with pytest.raises(NonFiniteError):
+        given.extend(quantkit.generate(engine, [1, 2], max_new_tokens=20, temperature=temperature, seed=1))
+    assert len(given) <= 4
+
+
+def test_rows_of_an_int8_cache_are_right_to_half_a_step(quantized: Path) -> None:
+    config = load_model(quantized).config
+    cache = KVCache(config, 2, 6, torch.int8, "cpu")
+    shape = 2, config.num_kv_heads, 3, config.head_dim
+    keys, values = torch.randn(shape) * torch.logspace(-8, 8, 3).view(3, 1), torch.randn(shape)
+    keys[0, 0, 1] = 0
+    stored = cache.update(1, torch.tensor([4, 0, 2]), keys, values)
+    for rows, found in zip((keys, values), stored, strict=True):
+        error = cached_floats(found, torch.float32)[:, :, [4, 0, 2]] - rows
+        assert (error.abs() <= rows.abs().amax(-1, keepdim=True) / 127 * 0.5001).all()
+        assert (cached_floats(found, torch.float32)[:, :, [1, 3, 5]] == 0).all()
+    wide = KVCache(config, 2, 6, torch.float32, "cpu")
+    assert cache.keys[0].nbytes / wide.keys[0].nbytes == (config.head_dim + 4) / (config.head_dim * 4)
+
+
+def test_an_int8_cache_hands_on_what_is_not_finite(quantized: Path) -> None:
+    config = load_model(quantized).config
+    cache = KVCache(config, 1, 2, torch.int8, "cpu")
+    rows = torch.ones(1, config.num_kv_heads, 2, config.head_dim)
+    rows[0, 0, 0, 0], rows[0, 0, 1, 1] = torch.nan, -torch.inf
+    found = cached_floats(cache.update(0, torch.arange(2), rows, rows)[0], torch.float32)
+    assert found[0, 0].isnan().all()
+    assert (found[0, 1] == 1).all()
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "avx2"])
+@pytest.mark.parametrize("size", [16, 40, 128])
+def test_the_kernels_attend_over_int8_as_torch_does(variant: str, size: int) -> None:
+    cache = torch.randint(-127, 128, (2, 2, 300, size + 4), dtype=torch.int8)
+    cache[..., -4:] = (torch.rand(2, 2, 300, 1) * 0.02).view(torch.int8)
+    values = cache.roll(7, 2).contiguous()
+    queries, positions = torch.randn(2, 6, 3, size), torch.tensor([3, 280, 299])
+    found = load_kernels(variant).attend(queries, cache, values, positions, 0, size**-0.5)
+    torch.testing.assert_close(found, masked_lookup(queries, cache, values, positions, None), rtol=1e-4, atol=1e-4)
+    with pytest.raises(RuntimeError, match="do not go with keys"):
+        load_kernels(variant).attend(queries, cache[..., :-4].contiguous(), values, positions, 0, 1.0)
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "avx2"])
+def test_blocks_store_int8_as_the_cache_does(variant: str, quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUANTKIT_CPU", variant)
+    model = _without_end(quantized)
+    assert model.blocks is not None
+    logits, caches = [], []
+    for blocks in (model.blocks, None):
+        model.blocks = blocks
+        cache = KVCache(model.config, 2, 12, torch.int8, "cpu")
+        with torch.inference_mode():
+            logits.append(model(oracle.random_tokens(12, batch=2), torch.arange(12), cache))
+        caches.append([cached_floats(each, torch.float32) for each in (*cache.keys, *cache.values)])
+    assert (logits[0] - logits[1]).abs().max() < 0.05 * logits[1].std()  # codes at an edge fall either way
+    for found, expected in zip(*caches, strict=True):
+        steps = expected.abs().amax(-1, keepdim=True) / 127
+        assert ((found - expected).abs() <= 3 * steps + 1e-4).all()
+
+
+def test_an_int8_cache_costs_little(quantized: Path) -> None:
+    model = _without_end(quantized)
+    tokens, found = oracle.random_tokens(40), {}
+    for dtype in (torch.float32, torch.int8):
+        cache = KVCache(model.config, 1, 40, dtype, "cpu")
+        with torch.inference_mode():
+            parts = [model(tokens[:, at : at + 1], torch.tensor([at]), cache) for at in range(40)]
+        found[dtype] = torch.cat(parts, 1).log_softmax(-1)
+    exact, rounded = found[torch.float32], found[torch.int8]
+    divergence = (exact.exp() * (exact - rounded)).sum(-1).mean()
+    assert 0 < divergence < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [("--eager", (None, False)), ("--compile", (None, True)), ("--int8-cache", (torch.int8, None))],
+)
+def test_the_command_hands_on_its_cache_and_how_steps_run(
+    option: str, expected: object, demo_model: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def engine(model: Decoder, length: int, *, cache_dtype: torch.dtype | None, compiled: bool | None) -> Engine:
+        asked.append((cache_dtype, compiled))
+        return Engine(model, length, cache_dtype=cache_dtype)
+
+    monkeypatch.setattr("quantkit.runtime.engine.Engine", engine)
+    code, text, _ = run(capfd, "generate", demo_model, "--prompt", "Fellow citizens", "--max-new-tokens", "5", option)
+    assert code == 0
+    assert len(text) > len("Fellow citizens") + 5
+    assert asked == [expected]
