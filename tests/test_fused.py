@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +123,16 @@ class _Wrong:
             return out
 
         return slightly_off if name == self._wrong else right
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4-g32", "int4-g128"])
+def test_the_exact_mode_writes_the_references_text(scheme: str, demo_model: Path, tmp_path: Path) -> None:
+    quantkit.quantize(demo_model, tmp_path / "quantized", scheme, accept_quality_loss=True)
+    texts = []
+    for backend in ("cpu-exact", "reference"):
+        model, tokenizer = quantkit.load(tmp_path / "quantized", dtype=torch.float32, backend=backend)
+        model.config = dataclasses.replace(model.config, eos_token_ids=())
+        ids = tokenizer.encode("Fellow citizens, the state of")
+        texts.append(list(quantkit.generate(model, ids, max_new_tokens=200)))
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 200
