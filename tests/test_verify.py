@@ -117,6 +117,25 @@ def test_files_are_held_against_the_manifest(demo_model: Path, tmp_path: Path) -
         verify_files(tmp_path / "q")
 
 
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "params.json"])
+def test_a_file_of_weights_that_the_manifest_does_not_list_is_refused(
+    name: str, demo_model: Path, tmp_path: Path
+) -> None:
+    quantkit.quantize(demo_model, tmp_path / "q", "int8")
+    (tmp_path / "q" / "notes.txt").write_text("mine")
+    verify_files(tmp_path / "q")
+    (tmp_path / "q" / name).write_bytes(b"{}")
+    with pytest.raises(CheckpointError, match=f"{name}: the manifest does not list this file"):
+        verify_files(tmp_path / "q")
+
+
+def test_a_manifest_that_lists_nothing_is_refused(demo_model: Path, tmp_path: Path) -> None:
+    quantkit.quantize(demo_model, tmp_path / "q", "int8")
+    oracle.edit_json(tmp_path / "q" / "quantkit.json", files={})
+    with pytest.raises(CheckpointError, match="the manifest does not list this file"):
+        verify_files(tmp_path / "q")
+
+
 def test_inspect_counts_what_is_there(source: Path, tmp_path: Path) -> None:
     model = oracle.load(source)
     quantkit.quantize(source, tmp_path / "q", "int4-g32", keep=["model.layers.0.*"])

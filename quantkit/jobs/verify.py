@@ -27,6 +27,8 @@ from quantkit.quality import Divergence, divergence
 
 _TEXT_TOKENS = 128
 _RANDOM_TOKENS = 64
+_WEIGHT_FILES = {".safetensors", ".pth", ".bin", ".gguf"}
+_CONFIGS = {"config.json", "params.json", "model.safetensors.index.json"}
 
 
 @dataclass(frozen=True)
@@ -162,12 +164,18 @@ def verify_files(folder: str | Path, *, progress: Progress = silent) -> list[str
         What was found, for people.
 
     Raises:
-        CheckpointError: if there is no manifest, or a file is missing or changed; see also `recheck`.
+        CheckpointError: if there is no manifest, a file is missing or changed, or one of weights or of the
+            config was added; see also `recheck`.
         QualityError: see `recheck`.
     """
     folder = Path(folder)
     made = manifest.read(folder)
     listed = made["files"]
+    for path in sorted(folder.iterdir()):
+        if path.name not in listed and (path.suffix in _WEIGHT_FILES or path.name in _CONFIGS):
+            raise CheckpointError(
+                "the manifest does not list this file", path=path, hint="what is read must be what was written"
+            )
     for name, expected in listed.items():
         path = folder / name
         if Path(name).name != name or not path.is_file():
