@@ -184,6 +184,7 @@ class BlockQuantizer:
                 results[name + ".weight"] = solved[name]
             if site.writes:
                 self._pending = seen.get_submodule(site.modules[0])
+                _forget(site.modules[0], floats, seen)
         self._layer += 1
         return results
 
@@ -205,10 +206,8 @@ class BlockQuantizer:
 
     def _pass_on(self, module: str, floats: Block, seen: Block) -> None:
         """Forget the part of the block that leads up to a module; what is left is to solve that one."""
-        part = module.partition(".")[0]
         linear = floats.get_submodule(module)
-        for block in (floats, seen):
-            setattr(block, part, nn.Module())
+        _forget(module, floats, seen)
         _set(floats, module, linear)
 
     def _load(self, site: Site, floats: Block, seen: Block) -> None:
@@ -353,6 +352,12 @@ def _stacked(block: Block, modules: Sequence[str]) -> Tensor:
         linear.weight = nn.Parameter(rows[start:stop], requires_grad=False)
         start = stop
     return rows
+
+
+def _forget(module: str, *blocks: Block) -> None:
+    """Let go of the part of each block that a module is in."""
+    for block in blocks:
+        setattr(block, module.partition(".")[0], nn.Module())
 
 
 def _set(block: Block, name: str, module: nn.Module) -> None:
