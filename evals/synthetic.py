@@ -15,6 +15,7 @@ from quantkit.config import ModelConfig, config_from_hf
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import TensorInfo
 from quantkit.naming import Entry, entries, linear_columns
+from quantkit.part import Part
 from quantkit.qtensor import QuantTensor
 from quantkit.scheme import Override, QuantPlan, QuantScheme
 
@@ -59,7 +60,11 @@ class SyntheticCheckpoint:
         entry = self._entries[name]
         return TensorInfo(entry.shape, torch.bfloat16, self._scheme(entry))
 
-    def load(self, name: str) -> Tensor | QuantTensor:
+    def load(self, name: str, part: Part | None = None) -> Tensor | QuantTensor:
+        whole = self._whole(name)
+        return whole if part is None else part.of_weight(whole)
+
+    def _whole(self, name: str) -> Tensor | QuantTensor:
         entry, generator = self._entries[name], torch.Generator().manual_seed(zlib.crc32(name.encode()))
         scheme = self._scheme(entry)
         if len(entry.shape) == 1:

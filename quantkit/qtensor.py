@@ -57,6 +57,20 @@ class QuantTensor:
         zero = None if self.zero is None else self.zero[start:stop]
         return QuantTensor(self.codes[start:stop], self.scale[start:stop], zero, self.scheme)
 
+    def columns(self, start: int, stop: int) -> QuantTensor:
+        """Some inputs; where a cut goes through a group, in smaller groups whose scales repeat.
+
+        Raises:
+            RequestError: see `QuantScheme.cut`.
+        """
+        scheme = self.scheme.cut(start, stop)
+        codes = self.codes[:, start:stop]
+        if self.scheme.group_size is None or scheme.group_size is None:
+            return QuantTensor(codes, self.scale, self.zero, scheme)
+        groups = torch.arange(start, stop, scheme.group_size, device=codes.device) // self.scheme.group_size
+        zero = None if self.zero is None else self.zero[:, groups]
+        return QuantTensor(codes, self.scale[:, groups], zero, scheme)
+
     def to(self, device: torch.device | str) -> QuantTensor:
         """The same codes on another device."""
         zero = None if self.zero is None else self.zero.to(device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -83,6 +84,25 @@ class QuantScheme:
         if columns % self.group_size:
             raise RequestError(f"group size of {self} does not divide the row", found=f"{columns} columns")
         return columns // self.group_size
+
+    def cut(self, start: int, stop: int) -> QuantScheme:
+        """The scheme of the columns from `start` up to `stop`: groups are halved, or worse, where a cut goes
+        through one, and both parts keep its scale and zero point.
+
+        Raises:
+            RequestError: if the parts are too small for groups.
+        """
+        if self.group_size is None:
+            return self
+        size = math.gcd(self.group_size, start, stop)
+        if size == self.group_size:
+            return self
+        if size % 8:
+            raise RequestError(
+                f"a cut through a group of {self} leaves too small a part", found=f"{size} columns",
+                expected="a multiple of 8", hint="use fewer processes",
+            )  # fmt: skip
+        return QuantScheme(self.bits, size, self.symmetric)
 
     def fitted(self, columns: int) -> QuantScheme:
         """The scheme actually used for a matrix with this many columns.

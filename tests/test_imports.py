@@ -16,7 +16,7 @@ FOLDERS = {"quantkit": "quantkit", "kernels": "quantkit.kernels", "cli": "quantk
 ROOMS = (
     ("errors", "version", "progress", "memory"),
     ("rope_config", "config", "meta_config", "scheme"),
-    ("naming", "qtensor", "finite", "tokenizer", "tokenizer_export", "manifest", "data"),
+    ("naming", "qtensor", "part", "finite", "tokenizer", "tokenizer_export", "manifest", "data"),
     ("formats", "solver"),
     ("kernels",),
     ("model",),

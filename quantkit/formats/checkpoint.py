@@ -14,6 +14,7 @@ from torch import Tensor
 from quantkit.config import ModelConfig
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.naming import entries
+from quantkit.part import Part
 from quantkit.qtensor import QuantTensor
 from quantkit.scheme import QuantScheme
 
@@ -68,8 +69,8 @@ class Checkpoint(Protocol):
         """Shape, dtype and scheme, from headers alone."""
         ...
 
-    def load(self, name: str) -> Tensor | QuantTensor:
-        """One tensor, in canonical layout. It may view the file: do not write to it."""
+    def load(self, name: str, part: Part | None = None) -> Tensor | QuantTensor:
+        """One tensor, or a part of it, in canonical layout. It may view the file: do not write to it."""
         ...
 
     def trim(self) -> None:

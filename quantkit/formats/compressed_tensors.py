@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.safetensors_io import StoredTensor
+from quantkit.part import Part
 from quantkit.qtensor import QuantTensor, pack_int32, unpack_int32
 from quantkit.scheme import QuantScheme
 
@@ -85,13 +86,32 @@ def encode(value: QuantTensor) -> list[Tensor]:
     return tensors
 
 
-def decode(scheme: QuantScheme, shape: tuple[int, int], get: Callable[[str], Tensor]) -> QuantTensor:
-    """Read a module's tensors back; `get` takes the suffixes above."""
+def decode(
+    scheme: QuantScheme, shape: tuple[int, int], get: Callable[[str], Tensor], part: Part | None = None
+) -> QuantTensor:
+    """Read a module's tensors back, or only a part of its rows or columns; `get` takes the suffixes above.
+
+    Raises:
+        RequestError: see `QuantTensor.columns`.
+    """
     rows, columns = shape
-    zero = None
+    packed, scale, zero = get(PACKED), get(SCALE), None
     if not scheme.symmetric:
         zero = unpack_int32(get(ZERO).t(), scheme.bits, rows).t().contiguous()
-    return QuantTensor(unpack_int32(get(PACKED), scheme.bits, columns), get(SCALE), zero, scheme)
+    if part is None:
+        return QuantTensor(unpack_int32(packed, scheme.bits, columns), scale, zero, scheme)
+    if part.axis == 0:
+        packed, scale, zero = part.of(packed), part.of(scale), None if zero is None else part.of(zero)
+        return QuantTensor(unpack_int32(packed, scheme.bits, columns), scale, zero, scheme)
+    (start, stop), per_word = part.ranges[0], 32 // scheme.bits
+    unit = scheme.group_size or per_word  # groups are whole words
+    first, last = start // unit * unit, min(-(-stop // unit) * unit, columns)
+    words = packed[:, first // per_word : -(-last // per_word)]
+    if scheme.group_size is not None:
+        scale = scale[:, first // unit : last // unit]
+        zero = None if zero is None else zero[:, first // unit : last // unit]
+    codes = unpack_int32(words, scheme.bits, last - first)
+    return QuantTensor(codes, scale, zero, scheme).columns(start - first, stop - first)
 
 
 def read_schemes(raw: Mapping[str, Any], modules: Iterable[str], path: object) -> dict[str, QuantScheme]:

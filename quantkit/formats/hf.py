@@ -22,6 +22,7 @@ from quantkit.formats.checkpoint import TensorInfo, require_complete
 from quantkit.formats.mapped import MappedFile
 from quantkit.formats.safetensors_io import StoredTensor
 from quantkit.naming import entries, linear_columns, split_derived
+from quantkit.part import Part
 from quantkit.qtensor import QuantTensor
 from quantkit.scheme import QuantScheme
 
@@ -78,11 +79,12 @@ class HFCheckpoint:
         index = [] if self._index is None else [self._index]
         return [*homes, *index, self._config_path]
 
-    def load(self, name: str) -> Tensor | QuantTensor:
-        """One tensor; a view of the file unless it is quantized."""
+    def load(self, name: str, part: Part | None = None) -> Tensor | QuantTensor:
+        """One tensor, or a part of it; a view of the file unless it is quantized."""
         info = self._infos[name]
         if info.scheme is None:
-            return self._home[name].tensor(name)
+            whole = self._home[name].tensor(name)
+            return whole if part is None else part.of(whole)
         prefix = name.removesuffix("weight")
         rows, columns = info.shape
         stored = self._home[prefix + ct.SHAPE].tensor(prefix + ct.SHAPE).tolist()
@@ -92,7 +94,7 @@ class HFCheckpoint:
                 expected=[rows, columns],
             )  # fmt: skip
         return ct.decode(
-            info.scheme, (rows, columns), lambda suffix: self._home[prefix + suffix].tensor(prefix + suffix)
+            info.scheme, (rows, columns), lambda suffix: self._home[prefix + suffix].tensor(prefix + suffix), part
         )
 
     def _read_headers(self, kind: str) -> None:

@@ -23,6 +23,7 @@ from quantkit.formats.checkpoint import DTYPE_NAMES, TensorInfo, raise_unexpecte
 from quantkit.formats.mapped import MappedFile
 from quantkit.meta_config import assumed_rope_factor, config_from_meta
 from quantkit.naming import TABLE, Entry, entries, split_derived
+from quantkit.part import Part
 from quantkit.tokenizer import load_tokenizer
 
 _SHARD = re.compile(r"consolidated\.(\d+)\.pth")
@@ -90,28 +91,36 @@ class MetaCheckpoint:
     def files(self) -> list[Path]:
         return [*self._paths, self.path / "params.json"]
 
-    def load(self, name: str) -> Tensor:
-        """One tensor, joined from its shards, in canonical layout.
+    def load(self, name: str, part: Part | None = None) -> Tensor:
+        """One tensor, or a part of it, joined from its shards, in canonical layout; a part of rotary
+        rows is of whole heads.
 
         Raises:
             CheckpointError: if copies that must agree among shards do not.
         """
         entry = self._entries[name]
-        parts = [shard.tensor(self._meta_name(entry)) for shard in self._shards]
+        pieces = [shard.tensor(self._meta_name(entry)) for shard in self._shards]
         split = entry.row.split
         if split == "none":
-            self._require_equal(entry, parts)
-            return parts[0]
+            self._require_equal(entry, pieces)
+            return pieces[0] if part is None else part.of(pieces[0])
         axis = self.embedding_axis if split == "vocabulary" else int(split == "columns")
-        parts = self._without_replicas(entry, parts, axis)
-        if len(parts) == 1 and not entry.row.rotary:
-            return parts[0]
-        joined = torch.empty(entry.shape, dtype=parts[0].dtype)
+        pieces = self._without_replicas(entry, pieces)
+        chosen = list(zip(self._shards[:: len(self._shards) // len(pieces)], pieces, strict=True))
+        if part is not None and part.axis == axis:
+            chosen = _overlaps(chosen, part)
+        elif part is not None:
+            chosen = [(shard, part.of(piece)) for shard, piece in chosen]
+        if len(chosen) == 1 and not entry.row.rotary:
+            return chosen[0][1]
+        shape = list(chosen[0][1].shape)
+        shape[axis] = sum(piece.shape[axis] for _, piece in chosen)
+        joined = torch.empty(shape, dtype=pieces[0].dtype)
         start = 0
-        for shard, part in zip(self._shards[:: len(self._shards) // len(parts)], parts, strict=True):
-            target = joined.narrow(axis, start, part.shape[axis])
-            start += part.shape[axis]
-            target.copy_(to_rotate_half(part, self.config.head_dim) if entry.row.rotary else part)
+        for shard, piece in chosen:
+            target = joined.narrow(axis, start, piece.shape[axis])
+            start += piece.shape[axis]
+            target.copy_(to_rotate_half(piece, self.config.head_dim) if entry.row.rotary else piece)
             shard.trim()
         return joined
 
@@ -234,7 +243,7 @@ class MetaCheckpoint:
         one_each = self._shapes[0][self._meta_name(entry)][0] == self.config.head_dim
         return shards // heads if one_each and shards > heads and shards % heads == 0 else 1
 
-    def _without_replicas(self, entry: Entry, parts: list[Tensor], axis: int) -> list[Tensor]:
+    def _without_replicas(self, entry: Entry, parts: list[Tensor]) -> list[Tensor]:
         count = self._replicas(entry)
         for start in range(0, len(parts), count):
             self._require_equal(entry, parts[start : start + count])
@@ -246,6 +255,18 @@ class MetaCheckpoint:
                 f"tensor '{self._meta_name(entry)}' must be the same in every shard that holds it and is not",
                 path=self.path, hint="the shards are of different models",
             )  # fmt: skip
+
+
+def _overlaps(pieces: list[tuple[MappedFile, Tensor]], part: Part) -> list[tuple[MappedFile, Tensor]]:
+    """What a part takes of equal pieces of its axis."""
+    size = pieces[0][1].shape[part.axis]
+    found = []
+    for start, stop in part.ranges:
+        for index in range(start // size, -(-stop // size)):
+            shard, piece = pieces[index]
+            low, high = max(start - index * size, 0), min(stop - index * size, size)
+            found.append((shard, piece.narrow(part.axis, low, high - low)))
+    return found
 
 
 def to_rotate_half(rows: Tensor, head_dim: int) -> Tensor:

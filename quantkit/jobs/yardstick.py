@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, TensorInfo
+from quantkit.part import Part
 from quantkit.qtensor import QuantTensor, quantize_rtn
 from quantkit.scheme import QuantScheme
 
@@ -46,12 +47,14 @@ class Rounded:
         info = self._source.info(name)
         return TensorInfo(info.shape, info.dtype, self._assigned.get(name.removesuffix(".weight")))
 
-    def load(self, name: str) -> Tensor | QuantTensor:
-        value = self._source.load(name)
+    def load(self, name: str, part: Part | None = None) -> Tensor | QuantTensor:
         scheme = self._assigned.get(name.removesuffix(".weight"))
-        if scheme is None or not isinstance(value, Tensor):
-            return value
-        return quantize_rtn(value, scheme, self._scale_dtype)
+        if scheme is None:
+            return self._source.load(name, part)
+        value = self._source.load(name)
+        if isinstance(value, Tensor):
+            value = quantize_rtn(value, scheme, self._scale_dtype)
+        return value if part is None else part.of_weight(value)
 
     def trim(self) -> None:
         self._source.trim()
