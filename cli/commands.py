@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from quantkit.cli.processes import is_first, together
 from quantkit.cli.progress import bar
 from quantkit.errors import RequestError
 
@@ -116,7 +117,7 @@ def generate(
     path: Path, prompt: str, max_new_tokens: int, temperature: float, top_p: float, seed: int | None,
     dtype: str | None, backend: str | None, int8_cache: bool, compiled: bool | None, weights: str | None,
 ) -> None:  # fmt: skip
-    """Continue a prompt with the model in PATH."""
+    """Continue a prompt with the model in PATH; under torchrun all processes share it."""
     import torch
 
     from quantkit.formats.checkpoint import FLOAT_DTYPES
@@ -129,15 +130,23 @@ def generate(
     if not prompt:
         raise RequestError("the prompt is empty")
     chosen = None if dtype is None else FLOAT_DTYPES[DTYPES[dtype]]
-    model, tokenizer = load(path, weights=weights, dtype=chosen, backend=backend)
-    ids = tokenizer.encode(prompt, specials=True)
     cache = torch.int8 if int8_cache else None
-    engine = Engine(model, len(ids) + max_new_tokens, cache_dtype=cache, compiled=compiled)
-    tokens = job(engine, ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    click.echo(prompt, nl=False)
-    for piece in text_pieces(tokenizer, ids, tokens):
-        click.echo(piece, nl=False)
-    click.echo()
+    context = click.get_current_context()
+    with together({name: value for name, value in context.params.items() if name != "path"}) as group:
+        device = "cpu" if group is None else group.device
+        model, tokenizer = load(path, weights=weights, device=device, dtype=chosen, backend=backend, tp=group)
+        ids = tokenizer.encode(prompt, specials=True)
+        engine = Engine(model, len(ids) + max_new_tokens, cache_dtype=cache, compiled=compiled)
+        tokens = job(engine, ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+        say = click.echo if is_first(group) else _nothing
+        say(prompt, nl=False)
+        for piece in text_pieces(tokenizer, ids, tokens):
+            say(piece, nl=False)
+        say()
+
+
+def _nothing(text: str = "", nl: bool = True) -> None:
+    """What processes say that do not speak."""
 
 
 def done(dst: Path, notes: Iterable[str]) -> None:

@@ -13,12 +13,10 @@ from quantkit.cli.bench import bench
 from quantkit.cli.commands import convert, demo, generate, inspect, verify
 from quantkit.cli.eval import evaluate
 from quantkit.cli.plan import plan
+from quantkit.cli.processes import INTERNAL_ERROR, INTERRUPTED
 from quantkit.cli.quantize import quantize
 from quantkit.errors import QuantkitError
 from quantkit.version import __version__
-
-INTERNAL_ERROR = 1
-INTERRUPTED = 130
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -30,8 +28,8 @@ def quantkit() -> None:
     \b
     Exit codes: 0 done; 1 a bug; 2 a request that makes no sense; 3 a damaged source;
     4 an unsupported one; 5 a destination that cannot be written; 6 an interrupted run
-    in the way; 7 NaN or Inf; 8 too far from its source; 130 Ctrl-C. verify: 0 the same, 10 within the bound of
-    the scheme, 11 different.
+    in the way; 7 NaN or Inf; 8 too far from its source; 9 processes that differ or are lost; 130 Ctrl-C.
+    verify: 0 the same, 10 within the bound of the scheme, 11 different.
     """
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from quantkit.cli.commands import done, writing
-from quantkit.cli.processes import together
+from quantkit.cli.processes import is_first, together
 from quantkit.cli.progress import bar
 from quantkit.errors import RequestError
 from quantkit.jobs.defaults import ACTIVATION_MEMORY, MOST_LENGTH, SAMPLES, SEED
@@ -45,9 +45,9 @@ def quantize(**options: Any) -> None:
     from quantkit.jobs.quantize import quantize as job
 
     arguments = job_arguments(options)
-    with together() as first, bar("quantize", show=first) as progress:
+    with together() as group, bar("quantize", show=is_first(group)) as progress:
         notes = job(**arguments, progress=progress)
-    if first:
+    if is_first(group):
         done(arguments["dst"], notes)
 
 

@@ -84,3 +84,9 @@ class QualityError(QuantkitError):
     """The result is sound, but further from its source than the scheme's bound allows."""
 
     exit_code = 8
+
+
+class GroupError(QuantkitError):
+    """The processes of one job were started differently, or one of them was lost."""
+
+    exit_code = 9

@@ -22,6 +22,7 @@ import quantkit
 from quantkit.errors import (
     CheckpointError,
     DestinationError,
+    GroupError,
     NonFiniteError,
     QualityError,
     QuantkitError,
@@ -41,6 +42,7 @@ CODES = {
     ResumeError: 6,
     NonFiniteError: 7,
     QualityError: 8,
+    GroupError: 9,
 }
 
 

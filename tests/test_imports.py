@@ -18,7 +18,7 @@ ROOMS = (
     ("rope_config", "config", "meta_config", "scheme"),
     ("naming", "qtensor", "part", "finite", "tokenizer", "tokenizer_export", "manifest", "data"),
     ("formats", "solver"),
-    ("kernels",),
+    ("kernels", "parallel"),
     ("model",),
     ("quality", "runtime", "calibration"),
     ("jobs",),

@@ -15,6 +15,8 @@ from quantkit.model.faster import put_operations
 from quantkit.model.joint import Place, place
 from quantkit.model.qlinear import QuantLinear
 from quantkit.model.rope import Rotary
+from quantkit.model.shared import connect_blocks, connect_ends
+from quantkit.parallel.sharded import Sharded
 
 BLOCK_PREFIX = "model.layers.{}."
 
@@ -29,7 +31,7 @@ def load_model(
     """A decoder ready to run, in eval mode.
 
     Args:
-        source: a checkpoint or its folder.
+        source: a checkpoint or its folder; what `shard` gave makes a model of this process's slices.
         device: where it runs.
         dtype: of activations and float weights; None is the checkpoint's own.
         backend: the kernel backend by name; None chooses.
@@ -44,7 +46,11 @@ def load_model(
         model = Decoder(checkpoint.config)
     fill(model, checkpoint, "", device, dtype, backend)
     model.rotary = Rotary(checkpoint.config).to(device)
+    if isinstance(checkpoint, Sharded):
+        connect_blocks(model, checkpoint, "")
     put_operations(model)
+    if isinstance(checkpoint, Sharded):
+        connect_ends(model, checkpoint)
     return model.eval()
 
 

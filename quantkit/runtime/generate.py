@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
 from quantkit.errors import RequestError
 from quantkit.finite import finite_logits
 from quantkit.model.decoder import Decoder
+from quantkit.parallel.collectives import group_of
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.sampling import SamplingParams, sample
 
@@ -28,7 +30,8 @@ def generate(
         model: from `quantkit.load`, or an engine over it, to choose how it runs.
         ids: the prompt, as the tokenizer encodes it; not empty.
         max_new_tokens: at most so many.
-        temperature, top_p, seed: see `SamplingParams`; greedy by default.
+        temperature, top_p, seed: see `SamplingParams`; greedy by default. Processes that share the model
+            draw the same tokens.
 
     Raises:
         RequestError: at once, if the prompt is empty, holds unknown ids, or does not fit
@@ -36,7 +39,10 @@ def generate(
         NonFiniteError: if the model's logits are NaN or Inf.
     """
     params = SamplingParams(temperature, top_p, seed)
-    config = (model.model if isinstance(model, Engine) else model).config
+    decoder = model.model if isinstance(model, Engine) else model
+    if seed is None and temperature > 0 and (group := group_of(decoder)) is not None:
+        params = replace(params, seed=group.agree(params.generator(torch.device("cpu")).initial_seed()))
+    config = decoder.config
     if not ids:
         raise RequestError("the prompt is empty")
     if not all(0 <= i < config.vocab_size for i in ids):

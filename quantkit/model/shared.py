@@ -1,0 +1,36 @@
+"""Put the collectives of tensor parallelism into a model that was filled with one process's slices.
+
+Attention and feed-forward of a process are complete in themselves; they meet where a linear has some of
+the inputs (twice a layer), in the embedding, and in the logits.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from quantkit.model.decoder import Decoder
+from quantkit.parallel.collectives import GatheredLinear, SharedEmbedding, SummedLinear, gathered
+from quantkit.parallel.layout import summed_modules
+from quantkit.parallel.sharded import Sharded
+
+
+def connect_blocks(module: nn.Module, checkpoint: Sharded, prefix: str) -> None:
+    """Add up what row-parallel linears give, of all whose names begin with that of `module`."""
+    for name in summed_modules(checkpoint.config):
+        if name.startswith(prefix):
+            own = name.removeprefix(prefix)
+            module.set_submodule(own, SummedLinear(module.get_submodule(own), checkpoint.group))
+
+
+def connect_ends(model: Decoder, checkpoint: Sharded) -> None:
+    """Let the embedding and the head of a model, whatever multiplies by it, work with those of the others."""
+    group, width, own = checkpoint.group, checkpoint.config.vocab_size, model.linear
+    embedding = SharedEmbedding(model.model.embed_tokens.weight, checkpoint.first_row, group)
+    model.model.set_submodule("embed_tokens", embedding)
+    if model.lm_head is not None and not isinstance(model.lm_head, nn.Linear):
+        model.lm_head = GatheredLinear(model.lm_head, group, width)
+
+    def linear(x: Tensor, weight: Tensor) -> Tensor:
+        return gathered(own(x, weight), group, width)
+
+    model.linear = linear

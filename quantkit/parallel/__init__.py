@@ -1,0 +1,1 @@
+"""Models on more than one device."""

@@ -1,0 +1,250 @@
+"""Models shared by processes: the same tokens as from one, each process with its part."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import oracle
+import parallel_worker as worker
+import pytest
+import torch
+
+import quantkit
+from quantkit.model.decoder import Decoder
+
+ODD: dict[str, Any] = {
+    "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "intermediate_size": 90, "vocab_size": 97,
+    "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True,
+}  # fmt: skip
+EVEN: dict[str, Any] = {"num_hidden_layers": 1, "intermediate_size": 128, "num_key_value_heads": 2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, in the dtype of its activations, and how many processes compile it with which backend."""
+
+    dtype: str
+    layers: int
+    compiled: dict[int, str]
+
+
+CASES = {
+    "fp32": Case("float32", 4, {}),
+    "int8": Case("float32", 4, {}),
+    "int4-g128": Case("float32", 4, {}),
+    "bf16": Case("bfloat16", 4, {}),
+    "odd": Case("float32", 3, {}),
+    "small": Case("float32", 1, {2: "inductor", 4: "aot_eager"}),
+    "small-int8": Case("float32", 1, {2: "aot_eager", 4: "aot_eager"}),
+    "small-int4-g32-asym": Case("float32", 1, {2: "aot_eager", 4: "aot_eager"}),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("models")
+    quantkit.convert(demo_model, base / "fp32", dtype="fp32")
+    quantkit.convert(demo_model, base / "bf16")
+    for scheme in ("int8", "int4-g128"):
+        quantkit.quantize(demo_model, base / scheme, scheme, accept_quality_loss=True)
+    oracle.save(oracle.make("llama", **ODD), base / "odd")
+    oracle.save(oracle.make("llama", **EVEN), base / "small")
+    for scheme in ("int8", "int4-g32-asym"):
+        quantkit.quantize(base / "small", base / f"small-{scheme}", scheme, accept_quality_loss=True)
+    return {name: base / name for name in CASES}
+
+
+def _torchrun(processes: int, *arguments: str | Path) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return [*launcher, *map(str, arguments)]
+
+
+def _run(processes: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        _torchrun(processes, *arguments), capture_output=True, text=True, timeout=300, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What every process found out about every model, and the first one's logits."""
+
+    processes: int
+    each: list[dict[str, dict[str, Any]]]
+    out: Path
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def shared(
+    request: pytest.FixtureRequest, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Findings:
+    out, count = tmp_path_factory.mktemp("findings"), request.param
+    cases = [
+        {"name": name, "folder": str(folders[name]), "dtype": case.dtype, "backend": case.compiled.get(count)}
+        for name, case in CASES.items()
+        if not (name == "odd" and count == 4)  # six heads
+    ]
+    (out / "cases.json").write_text(json.dumps(cases))
+    done = _run(count, worker.__file__, out / "cases.json", out)
+    assert done.returncode == 0, done.stderr
+    return Findings(count, [json.loads((out / f"{rank}.json").read_text()) for rank in range(count)], out)
+
+
+@pytest.fixture(scope="module")
+def alone(folders: dict[str, Path]) -> dict[str, Decoder]:
+    return {name: worker.opened(folder, getattr(torch, CASES[name].dtype), None) for name, folder in folders.items()}
+
+
+def test_the_tokens_are_those_of_one_process(shared: Findings, alone: dict[str, Decoder]) -> None:
+    for name in shared.each[0]:
+        if CASES[name].dtype == "bfloat16":
+            continue  # sums of rounded parts: close, but a tie may fall the other way
+        expected = worker.greedy(worker.Step(alone[name]))
+        for process in shared.each:
+            assert process[name]["steps"] == expected, name
+            text = process[name]["tokens"]
+            assert text == expected[: len(text)], name
+            assert text
+
+
+def test_the_logits_of_a_batch_are_those_of_one_process(shared: Findings, alone: dict[str, Decoder]) -> None:
+    for name in shared.each[0]:
+        found = torch.load(shared.out / f"{name}.pt")
+        expected = worker.batch_logits(alone[name])
+        assert found.shape == expected.shape
+        close = 0.3 if CASES[name].dtype == "bfloat16" else 3e-3 if "int" in name else 1e-4
+        assert (found - expected).abs().max() < close, name
+
+
+def test_all_processes_see_the_same(shared: Findings) -> None:
+    for name, first in shared.each[0].items():
+        for process in shared.each[1:]:
+            for fact in ("drawn", "logits", "kernels"):
+                assert process[name][fact] == first[fact], (name, fact)
+
+
+def test_a_step_meets_twice_a_layer_and_at_both_ends(shared: Findings) -> None:
+    for process in shared.each:
+        for name, found in process.items():
+            assert found["collectives"] == {
+                "all_reduce": 2 * CASES[name].layers + 1,
+                "all_gather_into_tensor": 1,
+            }, name
+
+
+def test_it_compiles_in_one_graph_to_the_same_tokens(shared: Findings) -> None:
+    compiled = [name for name, case in CASES.items() if shared.processes in case.compiled]
+    assert compiled
+    for process in shared.each:
+        for name in compiled:
+            found = process[name]["compiled"]
+            assert found["tokens"] == process[name]["steps"]
+            assert len(found["graphs"]) == 2  # the prompt and a step
+            assert found["graphs"] == [process[name]["collectives"]] * 2
+
+
+@pytest.mark.parametrize("name", ["fp32", "int8", "bf16", "int4-g128"])
+def test_each_process_has_its_part_in_memory(name: str, shared: Findings, alone: dict[str, Decoder]) -> None:
+    whole = sum(tensor.nbytes for tensor in (*alone[name].parameters(), *alone[name].buffers()))
+    for process in shared.each:
+        assert process[name]["bytes"] == pytest.approx(whole / shared.processes, rel=0.15)
+
+
+def test_shared_models_keep_their_kernels_but_not_whole_blocks(shared: Findings, alone: dict[str, Decoder]) -> None:
+    for name in ("int8", "int4-g128"):
+        assert alone[name].blocks is not None
+        for process in shared.each:
+            assert process[name]["kernels"] == worker.backend_names(alone[name])
+            assert not process[name]["fused"]
+
+
+def test_the_command_speaks_once(folders: dict[str, Path]) -> None:
+    drawn = ["--temperature", "1", "--max-new-tokens", "12"]
+    done = _run(2, "-m", "quantkit.cli", "generate", folders["int8"], "--prompt", "My fellow", *drawn)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("My fellow") == 1
+    assert "quantkit" not in done.stderr
+
+
+def _told(stderr: str) -> list[str]:
+    return [line for line in stderr.splitlines() if line.startswith("quantkit: ")]
+
+
+DIFFERENT = """
+import os, sys
+from quantkit.cli.main import main
+rank = int(os.environ["RANK"])
+main(["generate", sys.argv[1 + rank], "--prompt", "My", "--seed", sys.argv[3 + rank]])
+"""
+
+
+@pytest.mark.parametrize(
+    ("models", "seeds", "what"),
+    [(("fp32", "fp32"), ("1", "2"), "option seed"), (("fp32", "other"), ("1", "1"), "contents of model.safetensors")],
+)
+def test_processes_that_were_started_differently_are_refused(
+    models: tuple[str, str], seeds: tuple[str, str], what: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    other = oracle.copy(folders["fp32"], tmp_path / "other")
+    with (other / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x00")
+    (other / "quantkit.json").unlink()
+    (tmp_path / "run.py").write_text(DIFFERENT)
+    done = _run(2, tmp_path / "run.py", *({**folders, "other": other}[name] for name in models), *seeds)
+    assert done.returncode != 0
+    (told,) = _told(done.stderr)
+    assert told.startswith(f"quantkit: error: the processes differ in {what} (found")
+
+
+def test_an_error_of_all_is_told_once(folders: dict[str, Path]) -> None:
+    done = _run(3, "-m", "quantkit.cli", "generate", folders["small"], "--prompt", "My")
+    assert done.returncode != 0
+    (told,) = _told(done.stderr)
+    assert "the processes do not divide the attention heads (found 3 processes, 8 heads" in told
+
+
+@pytest.mark.parametrize(("how", "count"), [(signal.SIGKILL, 4), (signal.SIGINT, 2)])
+def test_a_lost_process_and_an_interruption_end_the_job(
+    how: signal.Signals, count: int, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """One of the processes is killed while they generate; or all are interrupted, as a terminal does."""
+    out, err = tmp_path / "out", tmp_path / "err"
+    drawn = ["--temperature", "1", "--seed", "3", "--max-new-tokens", "1000"]
+    with out.open("w") as stdout, err.open("w") as stderr:
+        job = subprocess.Popen(
+            _torchrun(count, "-m", "quantkit.cli", "generate", folders["fp32"], "--prompt", "My fellow", *drawn),
+            stdout=stdout, stderr=stderr, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+    try:
+        while not out.stat().st_size and job.poll() is None:
+            time.sleep(0.05)
+        if how == signal.SIGKILL:
+            os.kill(int(_children(job.pid)[-1]), how)
+        else:
+            os.killpg(job.pid, how)
+        assert job.wait(timeout=15) != 0
+        assert not _children(job.pid)
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+    told = _told(err.read_text())
+    if how == signal.SIGINT:
+        assert told == ["quantkit: interrupted"]
+    else:  # the launcher may be faster than the others' word
+        assert told in ([], ["quantkit: error: another process was lost; its own message or exit code tells why"])
+        assert err.read_text().count("Signal 9 (SIGKILL) received") == 1
+    assert err.read_text().count("Traceback") == 1  # the launcher's own
+
+
+def _children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split() if Path(f"/proc/{pid}").exists() else []
