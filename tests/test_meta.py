@@ -18,6 +18,7 @@ import quantkit
 from quantkit.config import ModelConfig, config_from_hf
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.formats.detect import open_checkpoint
+from quantkit.jobs.verify import Verdict
 from quantkit.meta_config import config_from_meta, config_to_meta
 from quantkit.model.load import load_model
 
@@ -207,6 +208,21 @@ def test_grouped_heads_come_back_bit_exact(changes: dict[str, Any], mp: int, tmp
     quantkit.convert(source, tmp_path / "hf")
     quantkit.convert(tmp_path / "hf", tmp_path / "back", to="meta", mp=mp)
     _require_equal_shards(_read(tmp_path / "back"), _read(source))
+
+
+def test_heads_of_70b_go_from_8_shards_to_16_and_back(tmp_path: Path) -> None:
+    """64 heads and 8 KV heads, each of which lies on two of 16 shards; narrow otherwise."""
+    wide = {"num_attention_heads": 64, "num_key_value_heads": 8, "hidden_size": 512, "intermediate_size": 1024}
+    model = oracle.make("llama", **wide, num_hidden_layers=2)
+    eight = _meta_folder(tmp_path / "eight", model, 8)
+    quantkit.convert(eight, tmp_path / "sixteen", to="meta", mp=16)
+    _require_equal_shards(_read(tmp_path / "sixteen"), _shards(_meta_tensors(model), 8, 16, 1))
+    quantkit.convert(tmp_path / "sixteen", tmp_path / "back", to="meta", mp=8)
+    _require_equal_shards(_read(tmp_path / "back"), _read(eight))
+    for other in ("sixteen", "back"):
+        report = quantkit.verify(eight, tmp_path / other)
+        assert report.verdict is Verdict.SAME
+        assert all(probe.largest_logit_difference == 0 for probe in report.probes.values())
 
 
 def test_each_tensor_keeps_its_own_float_type(tmp_path: Path) -> None:
