@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from quantkit.cli.processes import is_first, together
 from quantkit.cli.progress import bar
 from quantkit.errors import RequestError
 
@@ -28,7 +29,10 @@ def bench(
     paths: tuple[Path, ...], synthetic: str | None, quantized: tuple[str, ...], prompt_lengths: str, batches: str,
     threads: int | None, runs: int, backend: str | None, compiled: bool | None, data: Path | None, plot: Path | None,
 ) -> None:  # fmt: skip
-    """Time the models in PATHS: prefill, decoding, loading, memory."""
+    """Time the models in PATHS: prefill, decoding, loading, memory.
+
+    Under torchrun all processes share one model; the figures are the first process's.
+    """
     from quantkit.evals.bench import Job, slower_than_floats
     from quantkit.evals.bench import bench as job
     from quantkit.evals.bench_report import require_outputs, table, write
@@ -44,12 +48,13 @@ def bench(
     if synthetic is not None:
         jobs = [Job(None, synthetic, scheme, *rest) for scheme in quantized or (None,)]
     require_outputs(data, plot)
-    with bar("bench", unit="model") as progress:
-        found = job(jobs, progress=progress)
-    click.echo("\n".join(table(found)))
-    for line in slower_than_floats(found):
-        click.echo(f"quantkit: warning: {line}", err=True)
-    write(found, data, plot)
+    with together({"measures": rest}, "cpu") as group, bar("bench", unit="model", show=is_first(group)) as progress:
+        found = job(jobs, group=group, progress=progress)
+        if is_first(group):
+            click.echo("\n".join(table(found)))
+            for line in slower_than_floats(found):
+                click.echo(f"quantkit: warning: {line}", err=True)
+            write(found, data, plot)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

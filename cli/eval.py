@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from quantkit.cli.processes import is_first, together
 from quantkit.cli.progress import bar
 
 _PATH = click.Path(path_type=Path)
@@ -28,16 +29,21 @@ def evaluate(
     window: int | None, cache_logits: Path | None, speed: bool, report: Path | None, data: Path | None,
     plot: Path | None,
 ) -> None:  # fmt: skip
-    """Measure the models in PATHS side by side: perplexity, distance from a reference, tasks, speed."""
+    """Measure the models in PATHS side by side: perplexity, distance from a reference, tasks, speed.
+
+    Under torchrun all processes share each model.
+    """
     from quantkit.evals.evaluate import evaluate as job
     from quantkit.evals.outputs import Outputs
     from quantkit.evals.report import tables
 
     outputs = Outputs(report, data, plot)
-    with bar("eval", unit="step") as progress:
+    measures = {"tasks": tasks, "window": window, "speed": speed}
+    with together(measures, "cpu") as group, bar("eval", unit="step", show=is_first(group)) as progress:
         found = job(
             paths, texts=texts, tasks=[name.strip() for name in tasks.split(",") if name.strip()], task_data=task_data,
-            against=against, window=window, cache_logits=cache_logits, speed=speed, progress=progress,
+            against=against, window=window, cache_logits=cache_logits, speed=speed, group=group, progress=progress,
         )  # fmt: skip
-    click.echo("\n".join([*tables(found), *found.notes]))
-    outputs.write(found)
+        if is_first(group):
+            click.echo("\n".join([*tables(found), *found.notes]))
+            outputs.write(found)

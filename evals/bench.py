@@ -22,6 +22,8 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.memory import resident_bytes
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
+from quantkit.parallel.group import Group
+from quantkit.parallel.sharded import shard
 from quantkit.progress import Progress, silent
 from quantkit.runtime.engine import Engine
 
@@ -104,15 +106,24 @@ class Job:
         return synthetic(self.shape, self.scheme)
 
 
-def bench(jobs: Sequence[Job], *, progress: Progress = silent) -> list[Bench]:
+def bench(jobs: Sequence[Job], *, group: Group | None = None, progress: Progress = silent) -> list[Bench]:
     """Measure models one after the other, each in a fresh process.
 
+    Args:
+        group: the processes that share the model, of which there is then one, measured in these
+            processes; memory is each one's own.
+
     Raises:
-        RequestError: if a prompt, with what is decoded after it, exceeds a model's context.
+        RequestError: if a prompt, with what is decoded after it, exceeds a model's context, or processes
+            are to share several models.
         QuantkitError: if a model cannot be opened or loaded.
     """
     for job in jobs:
         _require_room(job)
+    if group is not None:
+        if len(jobs) > 1:
+            raise RequestError("several processes measure one model at a time", found=len(jobs))
+        return [_measure(jobs[0], group)]
     found = []
     for index, job in enumerate(jobs):
         progress(index, len(jobs), str(job.path or job.shape))
@@ -157,10 +168,12 @@ def _measured(job: Job) -> Bench | QuantkitError:
 
 
 @torch.inference_mode()
-def _measure(job: Job) -> Bench:
+def _measure(job: Job, group: Group | None = None) -> Bench:
     if job.threads is not None:
         torch.set_num_threads(job.threads)
     checkpoint = job.checkpoint()
+    if group is not None:
+        checkpoint = shard(checkpoint, group)
     started = time.perf_counter()
     model = load_model(checkpoint, backend=job.backend)
     load_seconds = time.perf_counter() - started

@@ -23,6 +23,7 @@ from quantkit.evals.texts import Text, read_text
 from quantkit.evals.tokens import prefix_token, token_ids
 from quantkit.jobs.inspect import inspect
 from quantkit.model.blockwise import blockwise_hidden
+from quantkit.parallel.group import Group
 from quantkit.progress import Progress, silent
 from quantkit.quality import Divergence, Hidden, compare, token_perplexity
 
@@ -37,6 +38,7 @@ def evaluate(
     window: int | None = None,
     cache_logits: Path | None = None,
     speed: bool = False,
+    group: Group | None = None,
     progress: Progress = silent,
 ) -> Evaluation:
     """Measure checkpoints, each by itself and, given a reference, by the distance from it.
@@ -54,6 +56,7 @@ def evaluate(
             for fixed and `ROLLING_WINDOW` for rolling windows.
         cache_logits: a folder that keeps what the reference's logits follow from.
         speed: also let each model generate.
+        group: the processes that share the models; all call this alike and get the same.
         progress: told of every layer and question.
 
     Raises:
@@ -64,8 +67,12 @@ def evaluate(
         raise RequestError("data of tasks go with tasks, and none are named")
     if cache_logits is not None and against is None:
         raise RequestError("only a reference's logits are kept, and none is given")
-    models = open_models(paths, against, window)
+    if cache_logits is not None and group is not None:
+        raise RequestError("a reference's logits are kept by one process alone")
+    models = open_models(paths, against, window, group)
     chosen, notes = _texts(texts, use_excerpt=not tasks)
+    if group is not None:
+        group.require_same({f"text {text.name}": text.sha256 for text in chosen})
     length = fixed_window(models, window)
     read = [streams(models, text, length, alike=against is not None) for text in chosen]
     hidden = blockwise_hidden if cache_logits is None else StateCache(cache_logits)

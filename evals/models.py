@@ -15,6 +15,8 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.decoder import Decoder
 from quantkit.model.qlinear import QuantLinear
+from quantkit.parallel.group import Group
+from quantkit.parallel.sharded import shard
 from quantkit.quality import text_windows
 from quantkit.tokenizer import Tokenizer
 
@@ -42,8 +44,13 @@ class Stream:
     windows: Tensor
 
 
-def open_models(paths: Sequence[Path], against: Path | None, window: int | None) -> list[Model]:
+def open_models(
+    paths: Sequence[Path], against: Path | None, window: int | None, group: Group | None = None
+) -> list[Model]:
     """All models, the reference first and once, by names as short as tells them apart.
+
+    Args:
+        group: the processes that share each of them.
 
     Raises:
         RequestError: if there is none but the reference, or the window exceeds a context.
@@ -59,6 +66,8 @@ def open_models(paths: Sequence[Path], against: Path | None, window: int | None)
     models = []
     for name, path in zip(names, paths, strict=True):
         checkpoint = open_checkpoint(path)
+        if group is not None:
+            checkpoint = shard(checkpoint, group)
         context = checkpoint.config.max_context
         if window is not None and not 2 <= window <= context:
             raise RequestError(

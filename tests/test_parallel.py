@@ -18,6 +18,8 @@ import pytest
 import torch
 
 import quantkit
+from quantkit.data.files import excerpt
+from quantkit.evals.evaluate import evaluate
 from quantkit.model.decoder import Decoder
 
 ODD: dict[str, Any] = {
@@ -173,6 +175,33 @@ def test_the_command_speaks_once(folders: dict[str, Path]) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("My fellow") == 1
     assert "quantkit" not in done.stderr
+
+
+def test_eval_measures_what_one_process_measures(folders: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "text").write_text(excerpt()[:1500])
+    options = ["--text", tmp_path / "text", "--against", folders["fp32"], "--window", "64", "--json", tmp_path / "json"]
+    done = _run(2, "-m", "quantkit.cli", "eval", folders["int8"], *options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("token ppl") == 1
+    expected = evaluate([folders["int8"]], texts=[tmp_path / "text"], against=folders["fp32"], window=64)
+    found = json.loads((tmp_path / "json").read_text())
+    for row, one in zip(found["rows"], expected.to_json()["rows"], strict=True):
+        assert row["name"] == one["name"]
+        theirs = one["texts"]["text"]
+        assert row["texts"]["text"]["documents"] == pytest.approx(theirs["documents"], rel=1e-4)
+        assert row["texts"]["text"]["token_perplexity"] == pytest.approx(theirs["token_perplexity"], rel=1e-4)
+
+
+def test_bench_measures_a_shared_model(folders: dict[str, Path], tmp_path: Path) -> None:
+    few = ["--batch", "2", "--prompt-lengths", "8", "--runs", "1", "--json", tmp_path / "json"]
+    done = _run(2, "-m", "quantkit.cli", "bench", folders["fp32"], *few)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("threads") == 1
+    (found,) = json.loads((tmp_path / "json").read_text())
+    whole = worker.opened(folders["fp32"], None, None)
+    embedding = whole.model.embed_tokens.weight.nbytes
+    own = sum(tensor.nbytes for tensor in (*whole.parameters(), *whole.buffers())) - embedding
+    assert found["weight_bytes"] == pytest.approx(own / 2, rel=0.05)
 
 
 def _told(stderr: str) -> list[str]:

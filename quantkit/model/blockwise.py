@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.attention import among_own
 from quantkit.model.decoder import RMSNorm
 from quantkit.model.rope import Rotary
+from quantkit.model.shared import all_logits, embedded
 from quantkit.model.streamed import streamed_block
 from quantkit.progress import Progress, silent
 from quantkit.qtensor import float_rows, row_chunks
@@ -36,7 +36,7 @@ def blockwise_hidden(checkpoint: Checkpoint, batches: Sequence[Batch], *, progre
     """Hidden states [B, T, D] after the final norm of every batch, in float32 on the CPU."""
     config = checkpoint.config
     embedding = _tensor(checkpoint, "model.embed_tokens.weight")
-    states = [F.embedding(batch.tokens, embedding).float() for batch in batches]
+    states = [embedded(batch.tokens, embedding, checkpoint).float() for batch in batches]
     del embedding
     rotary = Rotary(config)
     angles = [rotary(batch.positions) for batch in batches]
@@ -65,7 +65,7 @@ def head_logits(checkpoint: Checkpoint, hidden: Tensor) -> Tensor:
         torch.mm(hidden, float_rows(head, start, stop).t(), out=logits[:, start:stop])
     del head  # the largest tensor there is, and with two models at hand there are two
     checkpoint.trim()
-    return logits
+    return all_logits(logits, checkpoint)
 
 
 def _tensor(checkpoint: Checkpoint, name: str) -> Tensor:

@@ -6,10 +6,12 @@ the inputs (twice a layer), in the embedding, and in the logits.
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.decoder import Decoder
-from quantkit.parallel.collectives import GatheredLinear, SharedEmbedding, SummedLinear, gathered
+from quantkit.parallel.collectives import GatheredLinear, SharedEmbedding, SummedLinear, gathered, looked_up
 from quantkit.parallel.layout import summed_modules
 from quantkit.parallel.sharded import Sharded
 
@@ -20,6 +22,20 @@ def connect_blocks(module: nn.Module, checkpoint: Sharded, prefix: str) -> None:
         if name.startswith(prefix):
             own = name.removeprefix(prefix)
             module.set_submodule(own, SummedLinear(module.get_submodule(own), checkpoint.group))
+
+
+def embedded(tokens: Tensor, rows: Tensor, checkpoint: Checkpoint) -> Tensor:
+    """Embeddings [..., D] of tokens [...], from the rows that this process has of them."""
+    if isinstance(checkpoint, Sharded):
+        return looked_up(tokens, rows, checkpoint.first_row, checkpoint.group)
+    return F.embedding(tokens, rows)
+
+
+def all_logits(logits: Tensor, checkpoint: Checkpoint) -> Tensor:
+    """Logits [..., V] from those of the rows that this process has of the head."""
+    if isinstance(checkpoint, Sharded):
+        return gathered(logits, checkpoint.group, checkpoint.config.vocab_size)
+    return logits
 
 
 def connect_ends(model: Decoder, checkpoint: Sharded) -> None:

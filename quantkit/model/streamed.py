@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.decoder import Block
 from quantkit.model.load import BLOCK_PREFIX, fill
+from quantkit.model.shared import connect_blocks
+from quantkit.parallel.sharded import Sharded
 from quantkit.qtensor import float_rows, row_chunks
 
 
@@ -47,4 +49,6 @@ def streamed_block(checkpoint: Checkpoint, layer: int) -> Block:
             setattr(block.get_submodule(parent), child, linear)
         elif "weight" in module._parameters:
             fill(module, checkpoint, f"{prefix}{name}.", torch.device("cpu"), torch.float32, None)
+    if isinstance(checkpoint, Sharded):
+        connect_blocks(block, checkpoint, prefix)
     return block.eval()
