@@ -47,8 +47,8 @@ def bench(
     jobs = [Job(path, None, None, *rest) for path in paths]
     if synthetic is not None:
         jobs = [Job(None, synthetic, scheme, *rest) for scheme in quantized or (None,)]
-    require_outputs(data, plot)
     with together({"measures": rest}, "cpu") as group, bar("bench", unit="model", show=is_first(group)) as progress:
+        require_outputs(data, plot)
         found = job(jobs, group=group, progress=progress)
         if is_first(group):
             click.echo("\n".join(table(found)))

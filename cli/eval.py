@@ -37,9 +37,9 @@ def evaluate(
     from quantkit.evals.outputs import Outputs
     from quantkit.evals.report import tables
 
-    outputs = Outputs(report, data, plot)
     measures = {"tasks": tasks, "window": window, "speed": speed}
     with together(measures, "cpu") as group, bar("eval", unit="step", show=is_first(group)) as progress:
+        outputs = Outputs(report, data, plot)
         found = job(
             paths, texts=texts, tasks=[name.strip() for name in tasks.split(",") if name.strip()], task_data=task_data,
             against=against, window=window, cache_logits=cache_logits, speed=speed, group=group, progress=progress,

@@ -42,10 +42,14 @@ def quantize(**options: Any) -> None:
     The result is held against SRC before it gets its name; one that is too far from it
     exits with 8. Under torchrun the calibration is shared by all processes.
     """
+    from quantkit.formats.detect import open_checkpoint
     from quantkit.jobs.quantize import quantize as job
+    from quantkit.parallel.sharded import require_same_checkpoint
 
     arguments = job_arguments(options)
-    with together() as group, bar("quantize", show=is_first(group)) as progress:
+    with together({**arguments, "src": None}) as group, bar("quantize", show=is_first(group)) as progress:
+        if group is not None:
+            require_same_checkpoint(open_checkpoint(arguments["src"], arguments["weights"]), group)
         notes = job(**arguments, progress=progress)
     if is_first(group):
         done(arguments["dst"], notes)

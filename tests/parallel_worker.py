@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node N parallel_worker.py CASES.json OUT
 
-CASES lists models: ``{"name", "folder", "dtype", "backend"}``, with the compiler's backend or null.
+CASES lists models: ``{"name", "folder", "dtype", "backend", "engine"}``, with the compiler's backend
+or null, and whether the compiled engine runs as well.
 OUT/RANK.json has the findings by name, OUT/NAME.pt the first process's logits.
 """
 
@@ -25,6 +26,7 @@ from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
 from quantkit.parallel.group import Group, joined
 from quantkit.parallel.sharded import shard
+from quantkit.runtime.engine import Engine
 
 PROMPT = [1, 7, 30, 4, 55, 18, 9, 77]
 NEW = 24
@@ -107,6 +109,7 @@ def _findings(case: dict[str, Any], group: Group, out: Path) -> dict[str, Any]:
     with torch.inference_mode(), Calls() as calls:
         Step(model)(torch.tensor([[5]]), torch.tensor([3]))
     logits = batch_logits(model)
+    engine = Engine(model, len(PROMPT) + NEW, compiled=True)
     if group.first:
         torch.save(logits, out / f"{case['name']}.pt")
     return {
@@ -116,6 +119,7 @@ def _findings(case: dict[str, Any], group: Group, out: Path) -> dict[str, Any]:
         "logits": str(torch.hash_tensor(logits).item()),
         "collectives": calls.counts,
         "compiled": None if case["backend"] is None else _compiled(model, case["backend"]),
+        "engine": list(quantkit.generate(engine, PROMPT, max_new_tokens=NEW)) if case["engine"] else None,
         "bytes": sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
         "kernels": backend_names(model),
         "fused": model.blocks is not None,

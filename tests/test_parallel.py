@@ -44,10 +44,13 @@ CASES = {
     "int4-g128": Case("float32", 4, {}),
     "bf16": Case("bfloat16", 4, {}),
     "odd": Case("float32", 3, {}),
-    "small": Case("float32", 1, {2: "inductor", 4: "aot_eager"}),
+    "small": Case("float32", 1, {2: "aot_eager", 4: "aot_eager"}),
     "small-int8": Case("float32", 1, {2: "aot_eager", 4: "aot_eager"}),
     "small-int4-g32-asym": Case("float32", 1, {2: "aot_eager", 4: "aot_eager"}),
 }
+
+
+ENGINE = ("small", 2)  # the model and processes for which code is generated
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +94,13 @@ def shared(
 ) -> Findings:
     out, count = tmp_path_factory.mktemp("findings"), request.param
     cases = [
-        {"name": name, "folder": str(folders[name]), "dtype": case.dtype, "backend": case.compiled.get(count)}
+        {
+            "name": name,
+            "folder": str(folders[name]),
+            "dtype": case.dtype,
+            "backend": case.compiled.get(count),
+            "engine": (name, count) == ENGINE,
+        }
         for name, case in CASES.items()
         if not (name == "odd" and count == 4)  # six heads
     ]
@@ -154,6 +163,12 @@ def test_it_compiles_in_one_graph_to_the_same_tokens(shared: Findings) -> None:
             assert found["graphs"] == [process[name]["collectives"]] * 2
 
 
+def test_the_compiled_engine_gives_the_same_tokens(shared: Findings) -> None:
+    name, count = ENGINE
+    for process in shared.each:
+        assert process[name]["engine"] == (process[name]["tokens"] if shared.processes == count else None)
+
+
 @pytest.mark.parametrize("name", ["fp32", "int8", "bf16", "int4-g128"])
 def test_each_process_has_its_part_in_memory(name: str, shared: Findings, alone: dict[str, Decoder]) -> None:
     whole = sum(tensor.nbytes for tensor in (*alone[name].parameters(), *alone[name].buffers()))
@@ -209,30 +224,41 @@ def _told(stderr: str) -> list[str]:
 
 
 DIFFERENT = """
-import os, sys
+import json, os, sys
 from quantkit.cli.main import main
-rank = int(os.environ["RANK"])
-main(["generate", sys.argv[1 + rank], "--prompt", "My", "--seed", sys.argv[3 + rank]])
+main(json.loads(sys.argv[1 + int(os.environ["RANK"])]))
 """
 
 
-@pytest.mark.parametrize(
-    ("models", "seeds", "what"),
-    [(("fp32", "fp32"), ("1", "2"), "option seed"), (("fp32", "other"), ("1", "1"), "contents of model.safetensors")],
-)
-def test_processes_that_were_started_differently_are_refused(
-    models: tuple[str, str], seeds: tuple[str, str], what: str, folders: dict[str, Path], tmp_path: Path
-) -> None:
+def _run_apart(script: Path, *commands: list[str | Path]) -> str:
+    """What processes that were given different commands say."""
+    script.write_text(DIFFERENT)
+    done = _run(len(commands), script, *(json.dumps([str(part) for part in command]) for command in commands))
+    assert done.returncode != 0
+    (told,) = _told(done.stderr)
+    return told
+
+
+def test_processes_with_different_files_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     other = oracle.copy(folders["fp32"], tmp_path / "other")
     with (other / "model.safetensors").open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\x00")
     (other / "quantkit.json").unlink()
-    (tmp_path / "run.py").write_text(DIFFERENT)
-    done = _run(2, tmp_path / "run.py", *({**folders, "other": other}[name] for name in models), *seeds)
-    assert done.returncode != 0
-    (told,) = _told(done.stderr)
-    assert told.startswith(f"quantkit: error: the processes differ in {what} (found")
+    told = _run_apart(tmp_path / "run.py", *(["generate", m, "--prompt", "My"] for m in (folders["fp32"], other)))
+    assert told.startswith("quantkit: error: the processes differ in contents of model.safetensors (found")
+
+
+def test_processes_with_different_seeds_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "text").write_text(excerpt())
+    arguments = ["--scheme", "int8", "--method", "gptq", "--calibration", tmp_path / "text"]
+    command = ["quantize", folders["fp32"], tmp_path / "out", *arguments]
+    told = _run_apart(tmp_path / "run.py", *([*command, "--seed", seed] for seed in ("1", "2")))
+    assert (
+        told
+        == "quantkit: error: the processes differ in option seed (found 2 in process 1, expected 1 as in process 0)"
+    )
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_error_of_all_is_told_once(folders: dict[str, Path]) -> None:

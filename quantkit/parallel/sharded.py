@@ -31,12 +31,21 @@ def shard(checkpoint: Checkpoint, group: Group) -> Sharded:
         GroupError: if they have different ones; on all of them.
         RequestError: if so many processes cannot share the model.
     """
+    require_same_checkpoint(checkpoint, group)
+    return Sharded(checkpoint, group)
+
+
+def require_same_checkpoint(checkpoint: Checkpoint, group: Group) -> None:
+    """Go on only if all processes of the group have the same config, files and versions of the software.
+
+    Raises:
+        GroupError: on all of them, naming what differs.
+    """
     facts: dict[str, object] = {"versions of quantkit and torch": f"{__version__} and {torch.__version__}"}
     facts |= {f"config.{key}": value for key, value in vars(checkpoint.config).items()}
     facts |= {f"contents of {path.name}": _contents(path) for path in checkpoint.files()}
     facts["manifest"] = _manifest(checkpoint.path)
     group.require_same(facts)
-    return Sharded(checkpoint, group)
 
 
 class Sharded:
