@@ -112,10 +112,13 @@ def verify(a: Path, b: Path | None) -> None:
 @click.option("--backend", help="Of quantized layers: cpu-exact, cpu-fast or reference; see docs/kernels.md.")
 @click.option("--int8-cache", is_flag=True, help="Keep keys and values in 8 bits; see docs/kernels.md for the cost.")
 @click.option("--compile/--eager", "compiled", default=None, help="Through torch.compile; by default on GPUs only.")
+@click.option("--draft", type=click.Path(path_type=Path), help="A smaller model that proposes tokens.")
+@click.option("--draft-tokens", type=int, help="Proposed at a time; 4 by default.")
 @_WEIGHTS
 def generate(
     path: Path, prompt: str, max_new_tokens: int, temperature: float, top_p: float, seed: int | None,
-    dtype: str | None, backend: str | None, int8_cache: bool, compiled: bool | None, weights: str | None,
+    dtype: str | None, backend: str | None, int8_cache: bool, compiled: bool | None, draft: Path | None,
+    draft_tokens: int | None, weights: str | None,
 ) -> None:  # fmt: skip
     """Continue a prompt with the model in PATH; under torchrun all processes share it."""
     import torch
@@ -125,19 +128,35 @@ def generate(
     from quantkit.jobs.load import load
     from quantkit.runtime.engine import Engine
     from quantkit.runtime.generate import generate as job
+    from quantkit.runtime.speculative import DRAFT_TOKENS, speculate
     from quantkit.runtime.stream import text_pieces
 
-    if not prompt:
-        raise RequestError("the prompt is empty")
     chosen = None if dtype is None else FLOAT_DTYPES[DTYPES[dtype]]
     cache = torch.int8 if int8_cache else None
-    context = click.get_current_context()
-    with together({name: value for name, value in context.params.items() if name != "path"}) as group:
+    sampling: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed,
+    }  # fmt: skip
+    options = click.get_current_context().params.items()
+    with together({name: value for name, value in options if name not in ("path", "draft")}) as group:
+        if not prompt:
+            raise RequestError("the prompt is empty")
         device = "cpu" if group is None else group.device
+        if draft is None and draft_tokens is not None:
+            raise RequestError("--draft-tokens goes with --draft")
+        if draft is not None and (int8_cache or compiled):
+            raise RequestError("--draft goes with neither --int8-cache nor --compile")
         model, tokenizer = load(path, weights=weights, device=device, dtype=chosen, backend=backend, tp=group)
         ids = tokenizer.encode(prompt, specials=True)
-        engine = Engine(model, len(ids) + max_new_tokens, cache_dtype=cache, compiled=compiled)
-        tokens = job(engine, ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+        if draft is None:
+            engine = Engine(model, len(ids) + max_new_tokens, cache_dtype=cache, compiled=compiled)
+            tokens = job(engine, ids, **sampling)
+        else:
+            small, other = load(draft, device=device, dtype=chosen, backend=backend, tp=group)
+            if other.encode(prompt, specials=True) != ids:
+                raise RequestError("the draft model reads the prompt as other tokens", path=draft)
+            tokens = speculate(
+                model, small, ids, draft_tokens=DRAFT_TOKENS if draft_tokens is None else draft_tokens, **sampling
+            )
         say = click.echo if is_first(group) else _nothing
         say(prompt, nl=False)
         for piece in text_pieces(tokenizer, ids, tokens):

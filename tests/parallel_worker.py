@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node N parallel_worker.py CASES.json OUT
 
-CASES lists models: ``{"name", "folder", "dtype", "backend", "engine"}``, with the compiler's backend
-or null, and whether the compiled engine runs as well.
+CASES lists models: ``{"name", "folder", "dtype", "backend", "draft", "engine"}``, with the compiler's backend
+or null, the folder of a draft model or null, and whether the compiled engine runs as well.
 OUT/RANK.json has the findings by name, OUT/NAME.pt the first process's logits.
 """
 
@@ -27,6 +27,7 @@ from quantkit.model.load import load_model
 from quantkit.parallel.group import Group, joined
 from quantkit.parallel.sharded import shard
 from quantkit.runtime.engine import Engine
+from quantkit.runtime.speculative import speculate
 
 PROMPT = [1, 7, 30, 4, 55, 18, 9, 77]
 NEW = 24
@@ -104,6 +105,13 @@ def _compiled(model: Decoder, backend: str) -> dict[str, Any]:
     return {"tokens": tokens, "graphs": graphs}
 
 
+def _speculated(model: Decoder, draft: Path, group: Group) -> list[list[int]]:
+    """Greedy tokens with a draft model, and drawn ones without a seed."""
+    small = opened(draft, model.dtype, group)
+    options = ({}, {"temperature": 1.5})
+    return [list(speculate(model, small, PROMPT, max_new_tokens=NEW, **one)) for one in options]
+
+
 def _findings(case: dict[str, Any], group: Group, out: Path) -> dict[str, Any]:
     model = opened(Path(case["folder"]), getattr(torch, case["dtype"]), group)
     with torch.inference_mode(), Calls() as calls:
@@ -116,6 +124,7 @@ def _findings(case: dict[str, Any], group: Group, out: Path) -> dict[str, Any]:
         "tokens": list(quantkit.generate(model, PROMPT, max_new_tokens=NEW)),
         "steps": greedy(Step(model)),
         "drawn": list(quantkit.generate(model, PROMPT, max_new_tokens=NEW, temperature=1.5)),
+        "speculated": None if case["draft"] is None else _speculated(model, Path(case["draft"]), group),
         "logits": str(torch.hash_tensor(logits).item()),
         "collectives": calls.counts,
         "compiled": None if case["backend"] is None else _compiled(model, case["backend"]),

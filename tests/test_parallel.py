@@ -50,6 +50,7 @@ CASES = {
 }
 
 
+DRAFTED = "int8"
 ENGINE = ("small", 2)  # the model and processes for which code is generated
 
 
@@ -99,6 +100,7 @@ def shared(
             "folder": str(folders[name]),
             "dtype": case.dtype,
             "backend": case.compiled.get(count),
+            "draft": str(folders["int4-g128"]) if name == DRAFTED else None,
             "engine": (name, count) == ENGINE,
         }
         for name, case in CASES.items()
@@ -141,6 +143,12 @@ def test_all_processes_see_the_same(shared: Findings) -> None:
         for process in shared.each[1:]:
             for fact in ("drawn", "logits", "kernels"):
                 assert process[name][fact] == first[fact], (name, fact)
+
+
+def test_a_draft_model_changes_nothing(shared: Findings) -> None:
+    first = shared.each[0][DRAFTED]
+    for process in shared.each:
+        assert process[DRAFTED]["speculated"] == [first["tokens"], first["speculated"][1]]
 
 
 def test_a_step_meets_twice_a_layer_and_at_both_ends(shared: Findings) -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import torch
 
 from quantkit.errors import RequestError
 from quantkit.finite import finite_logits
 from quantkit.model.decoder import Decoder
-from quantkit.parallel.collectives import group_of
 from quantkit.runtime.engine import Engine
-from quantkit.runtime.sampling import SamplingParams, sample
+from quantkit.runtime.request import checked_length
+from quantkit.runtime.sampling import SamplingParams, agreed, sample
 
 
 def generate(
@@ -38,20 +37,9 @@ def generate(
             the model's context, or the engine, together with the new tokens.
         NonFiniteError: if the model's logits are NaN or Inf.
     """
-    params = SamplingParams(temperature, top_p, seed)
     decoder = model.model if isinstance(model, Engine) else model
-    if seed is None and temperature > 0 and (group := group_of(decoder)) is not None:
-        params = replace(params, seed=group.agree(params.generator(torch.device("cpu")).initial_seed()))
-    config = decoder.config
-    if not ids:
-        raise RequestError("the prompt is empty")
-    if not all(0 <= i < config.vocab_size for i in ids):
-        raise RequestError(
-            "the prompt holds token ids outside the vocabulary", expected=f"0 to {config.vocab_size - 1}"
-        )
-    if max_new_tokens < 1:
-        raise RequestError("nothing to generate", found=f"{max_new_tokens} new tokens", expected="at least 1")
-    length = len(ids) + max_new_tokens
+    params = agreed(SamplingParams(temperature, top_p, seed), decoder)
+    length = checked_length(decoder.config, ids, max_new_tokens)
     engine = model if isinstance(model, Engine) else Engine(model, length)
     if length > engine.length:
         raise RequestError("prompt and new tokens exceed the engine", found=length, expected=f"at most {engine.length}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from quantkit.errors import RequestError
+from quantkit.parallel.collectives import group_of
 
 _LEAST_TEMPERATURE = 1e-6  # below this, float32 leaves nothing but the likeliest tokens
 
@@ -59,15 +61,31 @@ def require_seed(seed: int) -> None:
         raise RequestError("seed does not fit 64 bits", found=seed)
 
 
+def agreed(params: SamplingParams, model: nn.Module) -> SamplingParams:
+    """The same with one seed for all processes that share the model, if they do and draw."""
+    group = group_of(model)
+    if group is None or params.seed is not None or params.temperature == 0:
+        return params
+    return replace(params, seed=group.agree(params.generator(torch.device("cpu")).initial_seed()))
+
+
 def sample(logits: Tensor, params: SamplingParams, generator: torch.Generator) -> Tensor:
     """Draw one token per row: logits [B, V] to token ids [B, 1]."""
     if params.temperature == 0:
         return logits.argmax(-1, keepdim=True)
+    return torch.multinomial(probabilities(logits, params), 1, generator=generator)
+
+
+def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
+    """What tokens are drawn by, float32 [B, V], of logits [B, V]; all on the likeliest at temperature 0."""
+    if params.temperature == 0:
+        return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
     wide = logits.float()
     below = wide - wide.amax(-1, keepdim=True)  # at most 0, so that no quotient is inf - inf
-    probabilities = torch.softmax(below / max(params.temperature, _LEAST_TEMPERATURE), dim=-1)
+    found = torch.softmax(below / max(params.temperature, _LEAST_TEMPERATURE), dim=-1)
     if params.top_p < 1:
-        ranked, order = probabilities.sort(dim=-1, descending=True)
+        ranked, order = found.sort(dim=-1, descending=True)
         outside = ranked.cumsum(-1) - ranked >= params.top_p
-        probabilities = torch.zeros_like(probabilities).scatter(-1, order, ranked.masked_fill(outside, 0))
-    return torch.multinomial(probabilities, 1, generator=generator)
+        found = torch.zeros_like(found).scatter(-1, order, ranked.masked_fill(outside, 0))
+        found = found / found.sum(-1, keepdim=True)
+    return found

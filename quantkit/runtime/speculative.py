@@ -1,0 +1,116 @@
+"""Speculative decoding (2211.17192): a small model proposes tokens, the large one judges them in one step.
+
+What comes out is distributed as if the large model had drawn it alone; greedy, it is its own text, but for
+ties that a step of several tokens may round the other way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import RequestError
+from quantkit.finite import finite_logits
+from quantkit.model.cache import KVCache
+from quantkit.model.decoder import Decoder
+from quantkit.runtime.request import checked_length
+from quantkit.runtime.sampling import SamplingParams, agreed, probabilities
+
+DRAFT_TOKENS = 4
+
+
+def speculate(
+    model: Decoder,
+    draft: Decoder,
+    ids: Sequence[int],
+    *,
+    max_new_tokens: int,
+    draft_tokens: int = DRAFT_TOKENS,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+) -> Iterator[int]:
+    """Token ids that continue `ids`, as `generate` gives them, with the help of a smaller model.
+
+    Args:
+        model, draft: from `quantkit.load`, with the same tokens; both shared by processes, or neither.
+        ids, max_new_tokens, temperature, top_p, seed: see `generate`.
+        draft_tokens: proposed at a time, at most.
+
+    Raises:
+        RequestError: at once, as `generate` does, for either model; or if their vocabularies differ in size.
+        NonFiniteError: if the logits of either are NaN or Inf.
+    """
+    params = agreed(SamplingParams(temperature, top_p, seed), model)
+    if draft_tokens < 1:
+        raise RequestError("nothing to propose", found=f"{draft_tokens} draft tokens", expected="at least 1")
+    if draft.config.vocab_size != model.config.vocab_size:
+        raise RequestError(
+            "the draft model has another vocabulary", found=draft.config.vocab_size, expected=model.config.vocab_size
+        )
+    length = min(checked_length(one.config, ids, max_new_tokens) for one in (model, draft))
+    return _tokens(_Reader(model, length), _Reader(draft, length), list(ids), length, draft_tokens, params)
+
+
+class _Reader:
+    """A model over a cache; what is stored beyond `stored` positions is of refused tokens, and never seen."""
+
+    def __init__(self, model: Decoder, length: int) -> None:
+        self.model = model
+        self.stored = 0
+        self._cache = KVCache(model.config, 1, length, model.dtype, model.device)
+
+    def read(self, text: list[int], last: int) -> Tensor:
+        """Store what is not yet of a text; logits [last, V] of what follows each of its last tokens."""
+        device = self.model.device
+        tokens = torch.tensor([text[self.stored :]], device=device)
+        positions = torch.arange(self.stored, len(text), device=device)
+        hidden = self.model.hidden(tokens, positions, self._cache, first=self.stored == 0)
+        self.stored = len(text)
+        return finite_logits(self.model.head(hidden[0, -last:]))
+
+
+@torch.inference_mode()
+def _tokens(
+    target: _Reader, draft: _Reader, text: list[int], length: int, most: int, params: SamplingParams
+) -> Iterator[int]:
+    generator = params.generator(target.model.device)
+    while len(text) < length:
+        proposed: list[int] = []
+        guesses: list[Tensor] = []
+        for _ in range(min(most, length - len(text) - 1)):
+            guess = probabilities(draft.read(text + proposed, 1), params)[0]
+            proposed.append(_draw(guess, generator))
+            guesses.append(guess)
+        judged = probabilities(target.read(text + proposed, len(proposed) + 1), params)
+        for token in accepted(judged, guesses, proposed, generator):
+            if token in target.model.config.eos_token_ids:
+                return
+            yield token
+            text.append(token)
+        for reader in (target, draft):  # the last token is read with what follows it
+            reader.stored = min(reader.stored, len(text) - 1)
+
+
+def accepted(
+    judged: Tensor, guesses: Sequence[Tensor], proposed: Sequence[int], generator: torch.Generator
+) -> list[int]:
+    """The proposed tokens up to the first that is refused, and one more, which the large model draws.
+
+    Args:
+        judged: the large model's probabilities [P + 1, V] at each of P proposals and after them.
+        guesses: the small model's [V], from which each was drawn.
+        proposed: P token ids.
+    """
+    for index, (token, guess) in enumerate(zip(proposed, guesses, strict=True)):
+        chance = torch.rand((), generator=generator, device=generator.device)
+        if chance * guess[token] >= judged[index, token]:
+            missed = (judged[index] - guess).clamp(min=0)
+            return [*proposed[:index], _draw(missed if missed.any() else judged[index], generator)]
+    return [*proposed, _draw(judged[-1], generator)]
+
+
+def _draw(weights: Tensor, generator: torch.Generator) -> int:
+    return int(torch.multinomial(weights, 1, generator=generator))
