@@ -12,11 +12,13 @@ from quantkit.kernels.backend import Backend
 from quantkit.kernels.check import fault
 from quantkit.kernels.cpu import CpuBackend
 from quantkit.kernels.reference import ReferenceBackend
+from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.scheme import QuantScheme
 
 BACKENDS: tuple[Backend, ...] = (
     CpuBackend("cpu-exact", exact=True),
     CpuBackend("cpu-fast", exact=False),
+    TritonBackend(),
     ReferenceBackend(),
 )
 """Fastest first."""

@@ -1,0 +1,117 @@
+"""The GPU backend: Triton kernels, for NVIDIA and AMD cards."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import os
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quantkit.kernels.backend import Operations
+from quantkit.kernels.triton_plans import UNIT
+from quantkit.qtensor import QuantTensor
+from quantkit.scheme import QuantScheme
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_GROUPS = (32, 64, 128)
+_OLDEST = {torch.bfloat16: (8, 0), torch.float16: (7, 5), torch.float32: (7, 5)}
+"""NVIDIA's compute capability that Triton needs for activations of a dtype."""
+
+_TRIED = (1, 16, 1024)
+"""Numbers of tokens that take the three paths."""
+
+_ROUNDING = 2**-6
+"""How far a right product may be off, of its size: several times what bfloat16 costs."""
+
+
+class TritonBackend:
+    """Words of codes, multiplied as they are or made floats in registers, whatever the shape does best with."""
+
+    name = "triton"
+
+    def refusal(self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype) -> str | None:
+        if device.type != "cuda" and not _interpreted(device):
+            return "runs on GPUs"
+        if dtype not in _DTYPES:
+            return f"activations are {dtype}"
+        if not (scheme == QuantScheme(8, None) or (scheme.bits == 4 and scheme.group_size in _GROUPS)):
+            return "serves int8 per row, and int4 in groups of 32, 64 or 128"
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed"
+        if device.type == "cuda" and torch.version.hip is None:
+            found = torch.cuda.get_device_capability(device)
+            if found < _OLDEST[dtype]:
+                needed = ".".join(map(str, _OLDEST[dtype]))
+                return f"{dtype} needs compute capability {needed}, this card has {'.'.join(map(str, found))}"
+        return _failure(scheme, device, dtype)
+
+    def prepare(self, weight: QuantTensor) -> dict[str, Tensor]:
+        from quantkit.kernels import triton_int4, triton_int8  # noqa: F401  (registers the operators)
+        from quantkit.kernels.triton_words import pack
+
+        words, scale = pack(weight.codes, weight.scheme.bits), _filled(weight.scale, weight)
+        zero = {} if weight.zero is None else {"zero": _filled(weight.zero, weight)}
+        return {"words": words, "scale": scale, **zero}
+
+    def operations(self) -> Operations | None:
+        return None
+
+    def linear(
+        self, x: Tensor, prepared: dict[str, Tensor], scheme: QuantScheme, rows: int, bias: Tensor | None
+    ) -> Tensor:
+        words, scale = prepared["words"], prepared["scale"]
+        flat = x.reshape(-1, x.shape[-1])
+        if scheme.group_size is None:
+            product = torch.ops.quantkit_triton.int8_linear(flat, words, scale, bias)
+        else:
+            zero = prepared.get("zero")
+            product = torch.ops.quantkit_triton.int4_linear(flat, words, scale, zero, bias, scheme.group_size)
+        return product.view(*x.shape[:-1], rows)  # type: ignore[no-any-return]
+
+
+def _filled(values: Tensor, weight: QuantTensor) -> Tensor:
+    """Scales or zero points [O, G], with zeros for the groups that fill the last unit of words."""
+    size = weight.scheme.group_size
+    missing = 0 if size is None else -weight.shape[1] % UNIT // size
+    return F.pad(values, (0, missing)).contiguous()
+
+
+def _interpreted(device: torch.device) -> bool:
+    """Triton was told to run its kernels on the CPU."""
+    return device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def _failure(scheme: QuantScheme, device: torch.device, dtype: torch.dtype) -> str | None:
+    """What is wrong with the kernels here, found by multiplying a small weight; None if nothing is.
+
+    A setup that miscompiles must not serve, and one that can't compile shall not stop a load.
+    """
+    try:
+        worst = max(_error(scheme, device, dtype, tokens) for tokens in _TRIED)
+    except Exception as error:  # compilers, drivers and launchers fail in types of their own
+        line = next(iter(str(error).strip().splitlines()), "no reason given")
+        return f"its kernels do not run here: {type(error).__name__}: {line[:200]}"
+    return None if worst <= _ROUNDING else f"its kernels multiply wrongly here, by {worst:.0e} of the product"
+
+
+@torch.no_grad()
+def _error(scheme: QuantScheme, device: torch.device, dtype: torch.dtype, tokens: int) -> float:
+    """How far a small product is from what `QuantTensor` defines, of its size; NaN counts as infinite."""
+    backend, generator = TritonBackend(), torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, 256, generator=generator).to(dtype)
+    codes = torch.randint(0, scheme.levels, (72, 256), dtype=torch.uint8, generator=generator)
+    shape = 72, scheme.groups(256)
+    scale = torch.rand(shape, generator=generator) + 0.1
+    zero = None
+    if not scheme.symmetric:
+        zero = torch.randint(0, scheme.levels, shape, dtype=torch.uint8, generator=generator)
+    weight = QuantTensor(codes, scale, zero, scheme)
+    expected = x.double() @ weight.dequantize().double().t()
+    found = backend.linear(x.to(device), backend.prepare(weight.to(device)), scheme, 72, None).cpu().double()
+    error = ((found - expected).norm() / expected.norm()).item()
+    return error if math.isfinite(error) else math.inf

@@ -1,0 +1,178 @@
+"""Triton kernels for weights of 4 bits in groups of 32, 64 or 128, with or without zero points."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import wrap_triton
+
+from quantkit.kernels.triton_plans import Plan, card_of, plan_for
+from quantkit.kernels.triton_words import (
+    MAGIC,
+    columns,
+    dotted,
+    operator,
+    partial_sums,
+    place,
+    raised,
+    share,
+    spread,
+    summed,
+    tokens_of,
+)  # fmt: skip
+
+
+@triton.jit
+def group_of(scale, zero, row, unit, units, GROUP: tl.constexpr, PART: tl.constexpr, SYMMETRIC: tl.constexpr):
+    """Scale and zero point [rows, units], float32, of one group in each unit."""
+    at = row * (units * (128 // GROUP)) + unit * (128 // GROUP) + PART
+    inside = unit < units
+    step = tl.load(scale + at, mask=inside, other=0).to(tl.float32)
+    if SYMMETRIC:
+        return step, tl.full(step.shape, 8.0, tl.float32)
+    return step, tl.load(zero + at, mask=inside, other=0).to(tl.float32)
+
+
+@triton.jit
+def centred(words, centre, magic, PLANE: tl.constexpr):
+    """``(code - zero) * 2**place`` of one plane, exact in float32."""
+    return raised(words, magic, PLANE, 4) - (8388608.0 + centre * 2.0 ** place(PLANE, 4))
+
+
+@triton.jit
+def int4_gemv(
+    x, words, scale, zero, bias, out, m, n, k, units, magic,
+    GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Few tokens: each thread multiplies words of BLOCK_N rows, in float32."""
+    PARTS: tl.constexpr = 128 // GROUP
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    safe = tl.where(row < n, row, 0)[:, None]
+    token = tl.arange(0, BLOCK_M)
+    x += (tl.where(token < m, token, 0) * k)[:, None, None]
+    first, last = share(units, UNITS, SPLIT, 1)
+    sums = tl.zeros((BLOCK_M, BLOCK_N, UNITS * 16), tl.float32)
+    for start in tl.range(first, last, UNITS):
+        unit = (start + tl.arange(0, UNITS))[None, :]
+        word = start * 16 + tl.arange(0, UNITS * 16)
+        tile = tl.load(words + safe * (units * 16) + word[None, :], mask=(word < units * 16)[None, :], other=0)
+        for part in tl.static_range(PARTS):
+            step, centre = group_of(scale, zero, safe, unit, units, GROUP, part, SYMMETRIC)
+            centre = spread(centre, BLOCK_N, UNITS, 4)
+            partial = tl.zeros((BLOCK_M, BLOCK_N, UNITS * 16), tl.float32)
+            for plane in tl.static_range(part * 8 // PARTS, (part + 1) * 8 // PARTS):
+                partial += centred(tile, centre, magic, plane)[None, :, :] * tokens_of(x, word, k, plane, 4)
+            sums += partial * spread(step, BLOCK_N, UNITS, 4)[None, :, :]
+    product = tl.sum(sums, 2)
+    if BIAS:
+        product += tl.trans(tl.load(bias + safe)).to(tl.float32)
+    at = (tl.program_id(1) * m + token)[:, None].to(tl.int64) * n + row[None, :]
+    tl.store(out + at, product.to(out.dtype.element_ty), mask=(token < m)[:, None] & (row < n)[None, :])
+
+
+@triton.jit
+def int4_gemm(
+    x, words, scale, zero, bias, out, m, n, k, units, magic,
+    GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """More tokens: tensor cores, weights made floats of x's dtype in registers; the transposed product."""
+    PARTS: tl.constexpr = 128 // GROUP
+    token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    safe = tl.where(row < n, row, 0)[:, None]
+    x_row = x + (tl.where(token < m, token, 0) * k)[None, :]
+    first, last = share(units, UNITS, SPLIT, 2)
+    product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for start in tl.range(first, last, UNITS):
+        unit = (start + tl.arange(0, UNITS))[None, :]
+        word = start * 16 + tl.arange(0, UNITS * 16)
+        tile = tl.load(words + safe * (units * 16) + word[None, :], mask=(word < units * 16)[None, :], other=0)
+        for part in tl.static_range(PARTS):
+            step, centre = group_of(scale, zero, safe, unit, units, GROUP, part, SYMMETRIC)
+            step, centre = spread(step, BLOCK_N, UNITS, 4), spread(centre, BLOCK_N, UNITS, 4)
+            for plane in tl.static_range(part * 8 // PARTS, (part + 1) * 8 // PARTS):
+                weight = centred(tile, centre, magic, plane) * (step * 0.5 ** place(plane, 4))
+                column = columns(word, plane, 4)[:, None]
+                piece = tl.load(x_row + column, mask=column < k, other=0)
+                product = dotted(weight.to(piece.dtype), piece, product)
+    if BIAS:
+        product += tl.load(bias + safe).to(tl.float32)
+    at = (tl.program_id(2) * m + token)[None, :].to(tl.int64) * n + row[:, None]
+    tl.store(out + at, product.to(out.dtype.element_ty), mask=(token < m)[None, :] & (row < n)[:, None])
+
+
+@triton.jit
+def int4_floats(
+    words, scale, zero, out, n, k, units, magic,
+    GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    """The weight itself [n, k] in the dtype of `out`."""
+    PARTS: tl.constexpr = 128 // GROUP
+    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    safe = tl.where(row < n, row, 0)[:, None]
+    start = tl.program_id(0) * UNITS
+    unit = (start + tl.arange(0, UNITS))[None, :]
+    word = (start * 16 + tl.arange(0, UNITS * 16))[None, :]
+    tile = tl.load(words + safe * (units * 16) + word, mask=word < units * 16, other=0)
+    for part in tl.static_range(PARTS):
+        step, centre = group_of(scale, zero, safe, unit, units, GROUP, part, SYMMETRIC)
+        step, centre = spread(step, BLOCK_N, UNITS, 4), spread(centre, BLOCK_N, UNITS, 4)
+        for plane in tl.static_range(part * 8 // PARTS, (part + 1) * 8 // PARTS):
+            weight = centred(tile, centre, magic, plane) * (step * 0.5 ** place(plane, 4))
+            column = columns(word, plane, 4)
+            mask = (column < k) & (row < n)[:, None]
+            tl.store(out + safe.to(tl.int64) * k + column, weight.to(out.dtype.element_ty), mask=mask)
+
+
+@operator("int4_linear")
+def int4_linear(
+    x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group: int
+) -> Tensor:
+    """``x @ weight.T + bias``, [M, I] to [M, O], by the plan for the shape.
+
+    Args:
+        words: int32 [O, W], from `pack`.
+        scale: [O, G], G for as many columns as there are words for.
+        zero: uint8 [O, G], or None for 8 everywhere.
+        group: columns that share a scale: 32, 64 or 128.
+    """
+    plan = plan_for(f"int4-g{group}", len(x), len(scale), x.shape[1], x.dtype, card_of(x.device))
+    return int4_product(x, words, scale, zero, bias, group, plan)
+
+
+@int4_linear.register_fake
+def _(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group: int) -> Tensor:
+    return x.new_empty(x.shape[0], len(scale))
+
+
+def int4_product(
+    x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group: int, plan: Plan
+) -> Tensor:
+    """As `int4_linear`, by this plan."""
+    (m, k), n, units = x.shape, len(scale), words.shape[1] // 16
+    if m == 0:
+        return x.new_empty(0, n)
+    symmetric = zero is None
+    weight = words, scale, scale if zero is None else zero
+    blocks = triton.cdiv(n, plan.block_n)
+    if plan.path == "matmul":
+        floats = x.new_empty(n, k)
+        wrap_triton(int4_floats)[(triton.cdiv(units, plan.units), blocks)](
+            *weight, floats, n, k, units, MAGIC, group, symmetric,
+            BLOCK_N=plan.block_n, UNITS=plan.units, num_warps=plan.warps, num_stages=plan.stages,
+        )  # fmt: skip
+        return F.linear(x, floats, bias)
+    out = partial_sums(x, n, plan)
+    fused = bias is not None and plan.split == 1
+    arguments = (
+        x.contiguous(), *weight, bias if fused else scale, out, m, n, k, units, MAGIC, group, symmetric, fused,
+    )  # fmt: skip
+    if plan.path == "gemv":
+        wrap_triton(int4_gemv)[(blocks, plan.split)](*arguments, **plan.constants())
+    else:
+        wrap_triton(int4_gemm)[(triton.cdiv(m, plan.block_m), blocks, plan.split)](*arguments, **plan.constants())
+    return summed(out, bias, x.dtype)

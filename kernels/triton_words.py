@@ -1,0 +1,115 @@
+"""The layout that the Triton kernels share: codes in words of 32 bits, in units of 128 columns.
+
+A unit is ``UNIT`` columns of a row. Its words each hold one code of every *plane*, and a plane is a run
+of columns: code p of word i is column ``p * run + i`` of the unit, where run is the number of words in it.
+So a mask takes a plane out of a tile of words, and the activations that belong to it lie side by side.
+
+A code becomes a float without a conversion: its bits, left where they are in the word, are put under the
+exponent of 2**23. That is ``2**23 + code * 2**place``, exactly; the kernels take the offset off and divide the
+power of two out of the scale or the activations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import custom_op, triton_op
+
+from quantkit.kernels.triton_plans import UNIT, Plan
+
+MAGIC = 0x4B000000
+"""The bits of 2**23. Kernels get it as an argument: as a constant it would cost an instruction a code."""
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+"""Triton runs the kernels itself, on the CPU (TRITON_INTERPRET=1)."""
+
+WIDEN = tl.constexpr(INTERPRETED)
+"""Its interpreter takes the bits of bfloat16 for integers in `tl.dot`."""
+
+
+def operator(name: str) -> Any:
+    """Register an operator that the compiler sees through; one that it does not while Triton interprets."""
+    return (custom_op if INTERPRETED else triton_op)(f"quantkit_triton::{name}", mutates_args=())
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Words, int32 [O, ceil(I / UNIT) * UNIT * bits / 32], of codes, uint8 [O, I]; zeros fill the last unit."""
+    planes = 32 // bits
+    units = F.pad(codes, (0, -codes.shape[1] % UNIT)).view(codes.shape[0], -1, planes, UNIT // planes)
+    words = torch.zeros_like(units[:, :, 0], dtype=torch.int32)
+    for plane in range(planes):
+        words |= units[:, :, plane].to(torch.int32) << plane * bits
+    return words.flatten(1)
+
+
+def partial_sums(x: Tensor, rows: int, plan: Plan) -> Tensor:
+    """What the kernels write: products [M, rows], or float32 parts of them [split, M, rows]."""
+    if plan.split == 1:
+        return x.new_empty(x.shape[0], rows)
+    return x.new_empty(plan.split, x.shape[0], rows, dtype=torch.float32)
+
+
+def summed(out: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The products, parts added up in their order; a compiler fuses it with what follows."""
+    if out.dim() == 2:
+        return out
+    product = out.sum(0)
+    return (product if bias is None else product + bias).to(dtype)
+
+
+@triton.constexpr_function
+def place(plane, bits):
+    """The bit at which `raised` takes a plane's codes, in the word or in the shifted word."""
+    return plane * bits if (plane + 1) * bits <= 23 else plane * bits - (12 if bits == 4 else 16)
+
+
+@triton.jit
+def raised(words, magic, PLANE: tl.constexpr, BITS: tl.constexpr):
+    """``2**23 + code * 2**place`` in float32 of one plane of words."""
+    at: tl.constexpr = place(PLANE, BITS)
+    if at != PLANE * BITS:
+        words = words >> (PLANE * BITS - at)
+    return ((words & ((2**BITS - 1) << at)) | magic).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def columns(word, PLANE: tl.constexpr, BITS: tl.constexpr):
+    """Which columns a plane of words, counted along a row, holds."""
+    RUN: tl.constexpr = 4 * BITS
+    return word // RUN * 128 + PLANE * RUN + word % RUN
+
+
+@triton.jit
+def spread(values, ROWS: tl.constexpr, UNITS: tl.constexpr, BITS: tl.constexpr):
+    """Values of each unit [ROWS, UNITS] for each of its words [ROWS, UNITS * run]."""
+    RUN: tl.constexpr = 4 * BITS
+    return tl.reshape(tl.broadcast_to(values[:, :, None], (ROWS, UNITS, RUN)), (ROWS, UNITS * RUN))
+
+
+@triton.jit
+def tokens_of(x, word, k, PLANE: tl.constexpr, BITS: tl.constexpr):
+    """Activations [M, 1, words] over ``2**place`` of a plane's columns, for pointers to tokens [M, 1, 1]."""
+    column = columns(word, PLANE, BITS)[None, None, :]
+    column = tl.max_contiguous(column, (1, 1, 4))  # as many as words in a load: the layouts agree, nothing moves
+    return tl.load(x + column, mask=column < k, other=0).to(tl.float32) * 0.5 ** place(PLANE, BITS)
+
+
+@triton.jit
+def share(units, UNITS: tl.constexpr, SPLIT: tl.constexpr, AXIS: tl.constexpr):
+    """The first unit, and the first no longer, of this program's share of a row."""
+    size = tl.cdiv(tl.cdiv(units, UNITS), SPLIT) * UNITS
+    first = tl.program_id(AXIS) * size
+    return first, tl.minimum(first + size, units)
+
+
+@triton.jit
+def dotted(weight, x, sums):
+    """``sums + weight @ x`` on tensor cores."""
+    if WIDEN:
+        weight, x = weight.to(tl.float32), x.to(tl.float32)
+    return tl.dot(weight, x, sums, input_precision="ieee")
