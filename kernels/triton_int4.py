@@ -64,8 +64,9 @@ def int4_gemv(
             centre = spread(centre, BLOCK_N, UNITS, 4)
             partial = tl.zeros((BLOCK_M, BLOCK_N, UNITS * 16), tl.float32)
             for plane in tl.static_range(part * 8 // PARTS, (part + 1) * 8 // PARTS):
-                partial += centred(tile, centre, magic, plane)[None, :, :] * tokens_of(x, word, k, plane, 4)
-            sums += partial * spread(step, BLOCK_N, UNITS, 4)[None, :, :]
+                weight = centred(tile, centre, magic, plane)[None, :, :]
+                partial = tl.fma(weight, tokens_of(x, word, k, plane, 4), partial)
+            sums = tl.fma(partial, spread(step, BLOCK_N, UNITS, 4)[None, :, :], sums)
     product = tl.sum(sums, 2)
     if BIAS:
         product += tl.trans(tl.load(bias + safe)).to(tl.float32)

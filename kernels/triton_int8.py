@@ -46,7 +46,7 @@ def int8_gemv(
         at = (safe * (units * 32))[:, None] + word[None, :]
         tile = tl.load(words + at, mask=(word < units * 32)[None, :], other=0)
         for plane in tl.static_range(4):
-            sums += centred(tile, magic, plane)[None, :, :] * tokens_of(x, word, k, plane, 8)
+            sums = tl.fma(centred(tile, magic, plane)[None, :, :], tokens_of(x, word, k, plane, 8), sums)
     product = tl.sum(sums, 2) * tl.load(scale + safe).to(tl.float32)[None, :]
     if BIAS:
         product += tl.load(bias + safe).to(tl.float32)[None, :]

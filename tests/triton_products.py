@@ -1,0 +1,217 @@
+"""The Triton kernels against float64: through Triton's interpreter, or on a GPU where there is one.
+
+`test_triton_kernels` runs this file in a process of its own, as Triton is told to interpret before it is
+imported. On a card: ``pytest tests/triton_products.py``.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import quantkit
+from quantkit.data.files import DEMO_MODEL
+from quantkit.errors import UnsupportedError
+from quantkit.kernels import triton_backend, triton_words
+from quantkit.kernels.dispatch import select_backend
+from quantkit.kernels.triton_backend import TritonBackend
+from quantkit.kernels.triton_int4 import int4_product
+from quantkit.kernels.triton_int8 import int8_product
+from quantkit.kernels.triton_plans import Plan
+from quantkit.kernels.triton_words import INTERPRETED
+from quantkit.model.qlinear import QuantLinear
+from quantkit.qtensor import QuantTensor
+from quantkit.scheme import QuantScheme
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+SCHEMES = ("int8", "int4-g32", "int4-g64", "int4-g128", "int4-g32-asym", "int4-g64-asym", "int4-g128-asym")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+PLANS = (
+    (1, Plan("gemv", 1, 16, 1)),
+    (3, Plan("gemv", 4, 8, 2, split=2)),
+    (5, Plan("gemm", 16, 16, 1)),
+    (17, Plan("gemm", 16, 32, 2, split=2)),
+    (9, Plan("matmul", 1, 16, 2)),
+)
+"""Numbers of tokens, and plans that leave tiles half empty for them."""
+
+pytestmark = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def _random(text: str, rows: int, columns: int, scale_dtype: torch.dtype = torch.float16) -> QuantTensor:
+    """Codes over the whole range, scales of many sizes, any zero points."""
+    scheme = QuantScheme.parse(text)
+    shape = rows, scheme.groups(columns)
+    zero = None if scheme.symmetric else torch.randint(0, scheme.levels, shape, dtype=torch.uint8)
+    codes = torch.randint(0, scheme.levels, (rows, columns), dtype=torch.uint8)
+    return QuantTensor(codes, (torch.rand(shape) + 0.01).to(scale_dtype), zero, scheme)
+
+
+def _product(x: Tensor, weight: QuantTensor, bias: Tensor | None, plan: Plan) -> Tensor:
+    prepared = TritonBackend().prepare(weight.to(DEVICE))
+    words, scale = prepared["words"], prepared["scale"]
+    bias = None if bias is None else bias.to(DEVICE)
+    if weight.scheme.bits == 8:
+        return int8_product(x.to(DEVICE), words, scale, bias, plan).cpu()
+    group = weight.scheme.group_size
+    assert group is not None
+    return int4_product(x.to(DEVICE), words, scale, prepared.get("zero"), bias, group, plan).cpu()
+
+
+def _require_right(found: Tensor, x: Tensor, weight: QuantTensor, bias: Tensor | None) -> None:
+    """Each product within the rounding of weights, of the result, and of float32 sums in any order."""
+    wide = weight.dequantize().double()
+    expected = x.double() @ wide.t()
+    terms = x.double().abs() @ wide.abs().t()
+    if bias is not None:
+        expected += bias.double()
+    rounding = torch.finfo(x.dtype).eps
+    bound = (rounding / 2 + torch.finfo(torch.float32).eps * x.shape[1]) * terms + rounding * expected.abs()
+    assert found.dtype == x.dtype
+    assert found.shape == expected.shape
+    assert ((found.double() - expected).abs() <= bound + 1e-30).all()
+
+
+@pytest.mark.parametrize("text", SCHEMES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_path_is_right_for_awkward_shapes(text: str, dtype: torch.dtype) -> None:
+    group = QuantScheme.parse(text).group_size
+    for number, (tokens, plan) in enumerate(PLANS):
+        columns = (1, 200, 129, 513, 256)[number] if group is None else group * (1, 3, 5, 9, 4)[number]
+        weight = _random(text, (19, 1, 33, 40, 17)[number], columns)
+        x = torch.randn(tokens, columns).to(dtype)
+        bias = torch.randn(weight.shape[0]).to(dtype) if number % 2 else None
+        _require_right(_product(x, weight, bias, plan), x, weight, bias)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    text=st.sampled_from(SCHEMES), dtype=st.sampled_from(DTYPES), scale_dtype=st.sampled_from(DTYPES),
+    tokens=st.integers(1, 40), rows=st.integers(1, 70), groups=st.integers(1, 6), ragged=st.integers(0, 127),
+    path=st.sampled_from(["gemv", "gemm", "matmul"]), units=st.sampled_from([1, 2, 4]),
+    split=st.sampled_from([1, 2, 4]), seed=st.integers(0, 2**20),
+)  # fmt: skip
+def test_drawn_shapes_are_right(
+    text: str, dtype: torch.dtype, scale_dtype: torch.dtype, tokens: int, rows: int, groups: int, ragged: int,
+    path: str, units: int, split: int, seed: int,
+) -> None:  # fmt: skip
+    torch.manual_seed(seed)
+    group = QuantScheme.parse(text).group_size
+    weight = _random(text, rows, groups * 32 + ragged if group is None else groups * group, scale_dtype)
+    tokens = min(tokens, 8) if path == "gemv" else tokens
+    plan = Plan(path, 8 if path == "gemv" else 16, 64, units, 1 if path == "matmul" else split)
+    x, bias = torch.randn(tokens, weight.shape[1]).to(dtype), torch.randn(rows).to(dtype)
+    _require_right(_product(x, weight, bias, plan), x, weight, bias)
+
+
+@pytest.mark.parametrize("path", ["gemv", "gemm"])
+@pytest.mark.parametrize("text", ["int8", "int4-g32-asym"])
+def test_split_rows_give_the_same_each_time_and_what_whole_ones_give(path: str, text: str) -> None:
+    weight, x = _random(text, 20, 640), torch.randn(2, 640)
+    whole, split = (Plan(path, 2 if path == "gemv" else 16, 32, 1, parts) for parts in (1, 4))
+    found = _product(x, weight, None, split)
+    assert torch.equal(found, _product(x, weight, None, split))
+    torch.testing.assert_close(found, _product(x, weight, None, whole), rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("path", ["gemv", "gemm"])
+@pytest.mark.parametrize("text", ["int8", "int4-g32"])
+def test_what_is_not_finite_stays_with_its_token(path: str, text: str) -> None:
+    weight, x = _random(text, 20, 160), torch.randn(3, 160)
+    x[1, 40] = torch.nan
+    found = _product(x, weight, None, Plan(path, 4 if path == "gemv" else 16, 32, 1))
+    assert found[1].isnan().all()
+    assert found[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("path", ["gemv", "gemm"])
+def test_sums_are_kept_in_float32(path: str) -> None:
+    weight = QuantTensor(
+        torch.full((1, 4096), 255, dtype=torch.uint8), torch.ones(1, 1), None, QuantScheme.parse("int8")
+    )
+    x = torch.full((1, 4096), 0.125, dtype=torch.bfloat16)
+    x[0, ::2] = -0.125
+    x[0, 0] = 0.25
+    found = _product(x, weight, None, Plan(path, 1 if path == "gemv" else 16, 16, 4))
+    assert found.item() == torch.tensor(0.375 * 127).bfloat16().item()
+
+
+@pytest.mark.parametrize("text", ["int8", "int4-g64"])
+def test_a_layer_takes_views_leading_axes_and_nothing(text: str) -> None:
+    weight = _random(text, 7, 64)
+    layer = QuantLinear(weight, torch.randn(7), DEVICE, torch.float32, "triton")
+    base = torch.randn(64, 128, device=DEVICE)
+    for x in (base[:, :64].t()[:3], base[:6:2, 1:65].unflatten(0, (3, 1)), base[0, ::2]):
+        found = layer(x)
+        assert found.shape == (*x.shape[:-1], 7)
+        torch.testing.assert_close(found, layer(x.contiguous()))
+        wide = weight.dequantize().double().to(DEVICE)
+        expected = x.double() @ wide.t() + layer.bias.double()
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-2)
+    assert layer(base[:0, :64]).shape == (0, 7)
+
+
+def test_the_operators_pass_torchs_own_checks() -> None:
+    ops = torch.ops.quantkit_triton
+    for text in ("int8", "int4-g32-asym"):
+        weight = _random(text, 20, 96).to(DEVICE)
+        prepared = TritonBackend().prepare(weight)
+        x, bias = torch.randn(2, 96, device=DEVICE), torch.randn(20, device=DEVICE)
+        if text == "int8":
+            torch.library.opcheck(ops.int8_linear.default, (x, prepared["words"], prepared["scale"], bias))
+        else:
+            torch.library.opcheck(
+                ops.int4_linear.default, (x, prepared["words"], prepared["scale"], prepared["zero"], None, 32)
+            )
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_layer_compiles_into_one_graph(backend: str) -> None:
+    layer = QuantLinear(_random("int4-g32", 20, 96), None, DEVICE, torch.bfloat16, "triton")
+    compiled = torch.compile(lambda x: torch.relu(layer(x)) + 1, backend=backend, fullgraph=True)
+    x = torch.randn(2, 96, device=DEVICE).bfloat16()
+    with torch.inference_mode():
+        assert torch.equal(compiled(x), torch.relu(layer(x)) + 1)
+
+
+@pytest.mark.parametrize("text", ["int8", "int4-g128"])
+def test_a_model_says_what_the_reference_says(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("model") / text
+    quantkit.quantize(DEMO_MODEL, folder, text, accept_quality_loss=True)
+    said = []
+    for backend in ("triton", "reference"):
+        model, tokenizer = quantkit.load(folder, device=DEVICE, dtype=torch.float32, backend=backend)
+        said.append(list(quantkit.generate(model, tokenizer.encode("The first time"), max_new_tokens=5)))
+    assert said[0] == said[1]
+    assert len(said[0]) == 5
+
+
+def test_kernels_that_multiply_wrongly_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = triton_words.pack
+    monkeypatch.setattr(triton_words, "pack", lambda codes, bits: pack(codes.roll(1, 1), bits))
+    reason = triton_backend._failure.__wrapped__(QuantScheme(8, None), DEVICE, torch.bfloat16)
+    assert reason is not None
+    assert reason.startswith("its kernels multiply wrongly here, by ")
+
+
+def test_kernels_that_do_not_run_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(codes: Tensor, bits: int) -> Tensor:
+        raise RuntimeError("Failed to find C compiler.\nPlease specify")
+
+    monkeypatch.setattr(triton_words, "pack", broken)
+    reason = triton_backend._failure.__wrapped__(QuantScheme(8, None), DEVICE, torch.bfloat16)
+    assert reason == "its kernels do not run here: RuntimeError: Failed to find C compiler."
+
+
+@pytest.mark.parametrize("text", ["int8-asym", "int4", "int4-g96", "int4-g256", "int8-g32"])
+def test_other_schemes_are_refused(text: str) -> None:
+    with pytest.raises(UnsupportedError, match="serves int8 per row, and int4 in groups of 32, 64 or 128"):
+        select_backend(QuantScheme.parse(text), DEVICE, torch.bfloat16, "triton")
+
+
+def test_other_activations_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"activations are torch\.float64"):
+        select_backend(QuantScheme(8, None), DEVICE, torch.float64, "triton")
