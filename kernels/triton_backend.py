@@ -12,9 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.kernels.backend import Operations
-from quantkit.kernels.triton_plans import UNIT
+from quantkit.kernels.build import cache_folder
+from quantkit.kernels.triton_plans import FOUND, TOKENS, UNIT, card_of, measured, save
 from quantkit.qtensor import QuantTensor
 from quantkit.scheme import QuantScheme
+
+TUNE_SETTING = "QUANTKIT_TUNE"
+"""Environment variable: 1 measures plans for shapes that have none when a model is loaded."""
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _GROUPS = (32, 64, 128)
@@ -55,7 +59,10 @@ class TritonBackend:
 
         words, scale = pack(weight.codes, weight.scheme.bits), _filled(weight.scale, weight)
         zero = {} if weight.zero is None else {"zero": _filled(weight.zero, weight)}
-        return {"words": words, "scale": scale, **zero}
+        prepared = {"words": words, "scale": scale, **zero}
+        if os.environ.get(TUNE_SETTING) == "1" and words.is_cuda:
+            _find_plans(prepared, weight)
+        return prepared
 
     def operations(self) -> Operations | None:
         return None
@@ -78,6 +85,17 @@ def _filled(values: Tensor, weight: QuantTensor) -> Tensor:
     size = weight.scheme.group_size
     missing = 0 if size is None else -weight.shape[1] % UNIT // size
     return F.pad(values, (0, missing)).contiguous()
+
+
+def _find_plans(prepared: dict[str, Tensor], weight: QuantTensor) -> None:
+    """Measure plans for a shape that has none on this card, and keep them in the cache folder."""
+    from quantkit.kernels.triton_tune import tune
+
+    rows, columns = weight.shape
+    scheme = "int8" if weight.scheme.group_size is None else f"int4-g{weight.scheme.group_size}"
+    card = card_of(weight.codes.device)
+    if f"{rows}x{columns}" not in measured().get(card.name, {}).get(scheme, {}):
+        save(cache_folder() / FOUND, card, scheme, rows, columns, tune(prepared, scheme, columns, TOKENS))
 
 
 def _interpreted(device: torch.device) -> bool:

@@ -45,7 +45,7 @@ def centred(words, centre, magic, PLANE: tl.constexpr):
 def int4_gemv(
     x, words, scale, zero, bias, out, m, n, k, units, magic,
     GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
     """Few tokens: each thread multiplies words of BLOCK_N rows, in float32."""
     PARTS: tl.constexpr = 128 // GROUP
@@ -53,7 +53,7 @@ def int4_gemv(
     safe = tl.where(row < n, row, 0)[:, None]
     token = tl.arange(0, BLOCK_M)
     x += (tl.where(token < m, token, 0) * k)[:, None, None]
-    first, last = share(units, UNITS, SPLIT, 1)
+    first, last = share(units, UNITS, 1)
     sums = tl.zeros((BLOCK_M, BLOCK_N, UNITS * 16), tl.float32)
     for start in tl.range(first, last, UNITS):
         unit = (start + tl.arange(0, UNITS))[None, :]
@@ -78,7 +78,7 @@ def int4_gemv(
 def int4_gemm(
     x, words, scale, zero, bias, out, m, n, k, units, magic,
     GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
     """More tokens: tensor cores, weights made floats of x's dtype in registers; the transposed product."""
     PARTS: tl.constexpr = 128 // GROUP
@@ -86,7 +86,7 @@ def int4_gemm(
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     safe = tl.where(row < n, row, 0)[:, None]
     x_row = x + (tl.where(token < m, token, 0) * k)[None, :]
-    first, last = share(units, UNITS, SPLIT, 2)
+    first, last = share(units, UNITS, 2)
     product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for start in tl.range(first, last, UNITS):
         unit = (start + tl.arange(0, UNITS))[None, :]

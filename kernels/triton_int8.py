@@ -32,14 +32,14 @@ def centred(words, magic, PLANE: tl.constexpr):
 @triton.jit
 def int8_gemv(
     x, words, scale, bias, out, m, n, k, units, magic,
-    BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr, SPLIT: tl.constexpr,
+    BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
     """Few tokens: each thread multiplies words of BLOCK_N rows, in float32."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     safe = tl.where(row < n, row, 0)
     token = tl.arange(0, BLOCK_M)
     x += (tl.where(token < m, token, 0) * k)[:, None, None]
-    first, last = share(units, UNITS, SPLIT, 1)
+    first, last = share(units, UNITS, 1)
     sums = tl.zeros((BLOCK_M, BLOCK_N, UNITS * 32), tl.float32)
     for start in tl.range(first, last, UNITS):
         word = start * 32 + tl.arange(0, UNITS * 32)
@@ -57,14 +57,14 @@ def int8_gemv(
 @triton.jit
 def int8_gemm(
     x, words, scale, bias, out, m, n, k, units, magic,
-    BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr, SPLIT: tl.constexpr,
+    BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
     """More tokens: tensor cores, codes made floats of x's dtype, which is exact; the transposed product."""
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     safe = tl.where(row < n, row, 0)
     x += (tl.where(token < m, token, 0) * k)[None, :]
-    first, last = share(units, UNITS, SPLIT, 2)
+    first, last = share(units, UNITS, 2)
     product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for start in tl.range(first, last, UNITS):
         word = start * 32 + tl.arange(0, UNITS * 32)

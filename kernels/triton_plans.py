@@ -9,12 +9,17 @@ from __future__ import annotations
 import functools
 import json
 import math
-from dataclasses import dataclass, replace
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from quantkit.kernels.build import cache_folder
 
 UNIT = 128
 """Columns that the kernels' layout keeps together."""
@@ -23,6 +28,10 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 """Numbers of tokens that plans are measured for; a plan serves all up to its number, the last one all beyond."""
 
 STORED = Path(str(files("quantkit.kernels") / "triton_configs.json"))
+"""Plans that ship with the package."""
+
+FOUND = "triton_configs.json"
+"""The file in the cache folder for plans found on this machine; they come first."""
 
 _NEAR = 1.0  # doublings of rows and columns together within which a measured shape stands for another
 _WAVES = 2  # programs a processor that should at least be there
@@ -53,7 +62,7 @@ class Plan:
     def constants(self) -> dict[str, int]:
         """What the kernels of the first two paths are compiled for."""
         return {
-            "BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "UNITS": self.units, "SPLIT": self.split,
+            "BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "UNITS": self.units,
             "num_warps": self.warps, "num_stages": self.stages,
         }  # fmt: skip
 
@@ -105,8 +114,39 @@ def _plan(scheme: str, bucket: int, rows: int, columns: int, wide: bool, card: C
 @functools.cache
 def measured() -> dict[str, Any]:
     """Measured plans as fields, by card, scheme, ``ROWSxCOLUMNS`` and tokens."""
-    found: dict[str, Any] = json.loads(STORED.read_text())
+    plans = _read(STORED)
+    return _merged(plans, _read(cache_folder() / FOUND))
+
+
+def save(path: Path, card: Card, scheme: str, rows: int, columns: int, plans: Mapping[int, Plan]) -> None:
+    """Put plans by number of tokens into a file of measured ones, and use them from now on."""
+    fields = {str(tokens): asdict(plan) for tokens, plan in plans.items()}
+    merged = _merged(_read(path), {card.name: {scheme: {f"{rows}x{columns}": fields}}})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(_line_a_plan(merged))
+    os.replace(partial, path)
+    measured.cache_clear()
+    _plan.cache_clear()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return found
+
+
+def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Nested mappings as one, down to the plans; the second's come first."""
+    whole = dict(first)
+    for key, value in second.items():
+        deeper = "path" not in value and key in whole
+        whole[key] = _merged(whole[key], value) if deeper else value
+    return whole
+
+
+def _line_a_plan(plans: dict[str, Any]) -> str:
+    """JSON with each plan on a line of its own."""
+    return re.sub(r"\{[^{}]*\}", lambda found: " ".join(found[0].split()), json.dumps(plans, indent=1)) + "\n"
 
 
 def rule(bits: int, tokens: int, rows: int, columns: int, wide: bool, card: Card) -> Plan:

@@ -100,9 +100,9 @@ def tokens_of(x, word, k, PLANE: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def share(units, UNITS: tl.constexpr, SPLIT: tl.constexpr, AXIS: tl.constexpr):
+def share(units, UNITS: tl.constexpr, AXIS: tl.constexpr):
     """The first unit, and the first no longer, of this program's share of a row."""
-    size = tl.cdiv(tl.cdiv(units, UNITS), SPLIT) * UNITS
+    size = tl.cdiv(tl.cdiv(units, UNITS), tl.num_programs(AXIS)) * UNITS
     first = tl.program_id(AXIS) * size
     return first, tl.minimum(first + size, units)
 

@@ -41,7 +41,7 @@ NO_TORCH = {"quantkit", "quantkit.errors", "quantkit.config", "quantkit.meta_con
             "quantkit.scheme", "quantkit.naming", "quantkit.manifest", "quantkit.tokenizer"}  # fmt: skip
 
 # Loaded by their backend alone, and only where it may serve.
-NEEDS_TRITON = {f"quantkit.kernels.triton_{part}" for part in ("words", "int4", "int8")}
+NEEDS_TRITON = {f"quantkit.kernels.triton_{part}" for part in ("words", "int4", "int8", "tune")}
 
 
 def _modules() -> dict[str, ast.Module]:

@@ -1,0 +1,204 @@
+"""The Triton backend without a GPU: its kernels through the interpreter and the compiler, plans, refusals."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+
+from quantkit.kernels import triton_plans
+from quantkit.kernels.triton_backend import TritonBackend
+from quantkit.kernels.triton_plans import STORED, TOKENS, Card, Plan, plan_for, rule, save
+from quantkit.qtensor import quantize_rtn
+from quantkit.scheme import QuantScheme
+
+ROOT = Path(__file__).resolve().parent.parent
+CUDA = torch.device("cuda", 0)
+LARGE, SMALL = Card("large", 132, 232448), Card("small", 84, 1 << 16)
+TARGETS = {"cuda": (90, 32, "bf16"), "hip": ("gfx942", 64, "fp16")}
+
+pytest.importorskip("triton")
+
+
+def test_the_products_are_right_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
+    done = subprocess.run(
+        [*command, str(ROOT / "tests" / "triton_products.py")], env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd="/", capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
+
+
+def _compiled(kernel: Any, constants: dict[str, Any], target: str) -> dict[str, Any]:
+    """The stages of a kernel compiled for a card that need not be there."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    arch, lanes, dtype = TARGETS[target]
+    pointers = {"x": dtype, "words": "i32", "scale": "fp16", "zero": "u8", "bias": dtype, "out": dtype}
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+    names = kernel.arg_names
+    types = {
+        name: "constexpr" if name in constants else f"*{pointers[name]}" if name in pointers else "i32"
+        for name in names
+    }
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in names if name not in constants}
+    source = ASTSource(kernel, types, {(names.index(name),): value for name, value in constants.items()}, attrs=aligned)
+    stages: dict[str, Any] = triton.compile(source, target=GPUTarget(target, arch, lanes), options=options).asm
+    return stages
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_kernels_compile_for_cards_that_are_not_here(
+    bits: int, tokens: int, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    from quantkit.kernels import triton_int4, triton_int8
+
+    plan = rule(bits, tokens, 4096, 4096, False, SMALL)
+    grouped = {"GROUP": 64, "SYMMETRIC": False} if bits == 4 else {}
+    kernel = getattr(triton_int4 if bits == 4 else triton_int8, f"int{bits}_{plan.path}")
+    stages = _compiled(kernel, {"BIAS": True, **grouped, **plan.constants()}, target)
+    assert stages["cubin" if target == "cuda" else "hsaco"]
+    if target == "cuda":
+        assert "ld.global.v4" in stages["ptx"] if plan.path == "gemv" else "wgmma" in stages["ptx"]
+
+
+class _Driver:
+    """Says for which card to compile, where there is none."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize("text", ["int8", "int4-g32-asym"])
+def test_a_compiler_sees_the_kernels_and_that_they_only_write_the_product(
+    text: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import triton
+
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    monkeypatch.setattr(triton.runtime.driver, "_active", _Driver())
+    scheme, backend = QuantScheme.parse(text), TritonBackend()
+    prepared = backend.prepare(quantize_rtn(torch.randn(40, 96), scheme, torch.float16))
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return lambda *arguments: [torch.empty(tokens, 40)]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x: backend.linear(x, prepared, scheme, 40, None) + 1,
+        backend=aot_autograd(fw_compiler=keep), fullgraph=True,
+    )  # fmt: skip
+    with torch.no_grad():
+        compiled(torch.randn(tokens, 96, dtype=torch.bfloat16))
+    (kernel,) = (node for node in graphs[0].graph.nodes if "triton_kernel_wrapper" in str(node.target))
+    assert kernel.kwargs["tensors_to_clone"] == ["out"]
+    assert not [node for node in graphs[0].graph.nodes if "quantkit" in str(node.target)]
+
+
+def test_the_rule_gives_plans_that_fit() -> None:
+    shapes = itertools.product((4, 8), TOKENS, (1, 4096, 128256), (1, 4096, 14336), (False, True), (LARGE, SMALL))
+    for bits, tokens, rows, columns, wide, card in shapes:
+        plan = rule(bits, tokens, rows, columns, wide, card)
+        sizes = (plan.block_m, plan.block_n, plan.units, plan.split, plan.warps)
+        assert all(size & (size - 1) == 0 and size > 0 for size in sizes)
+        assert plan.units * (plan.split - 1) < columns / 128  # no program is without columns
+        assert plan.path != "gemm" or not wide
+        if plan.path == "gemv":
+            assert plan.block_m >= tokens
+        if plan.path == "gemm":
+            ahead = plan.stages * plan.units * (128 * plan.block_m * 2 + plan.block_n * 16 * bits)
+            assert ahead <= card.shared or plan.stages == 2
+
+
+def test_the_rule_makes_floats_for_many_tokens_only() -> None:
+    paths = [rule(4, tokens, 4096, 4096, False, LARGE).path for tokens in TOKENS]
+    assert paths == sorted(paths, key=["gemv", "gemm", "matmul"].index)
+    assert set(paths) == {"gemv", "gemm", "matmul"}
+
+
+def test_measured_plans_serve_their_card_and_shapes_near_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
+    mine, other = Plan("gemm", 16, 32, 2, split=4), Plan("gemv", 2, 4, 8)
+    try:
+        save(tmp_path / triton_plans.FOUND, LARGE, "int8", 4096, 4096, {16: mine})
+        save(tmp_path / triton_plans.FOUND, LARGE, "int8", 1024, 1024, {2: other})
+        found = {
+            (rows, tokens, dtype, card.name): plan_for("int8", tokens, rows, 4096, dtype, card)
+            for rows in (4096, 6144, 16384) for tokens in (9, 16, 17)
+            for dtype in (torch.bfloat16, torch.float32) for card in (LARGE, SMALL)
+        }  # fmt: skip
+        assert plan_for("int8", 2, 1024, 1024, torch.float16, LARGE) == other
+    finally:
+        triton_plans.measured.cache_clear()
+        triton_plans._plan.cache_clear()
+    served = {key for key, plan in found.items() if plan == mine}
+    assert served == {(rows, tokens, torch.bfloat16, "large") for rows in (4096, 6144) for tokens in (9, 16)}
+
+
+def test_every_plan_in_the_package_is_one() -> None:
+    for schemes in json.loads(STORED.read_text()).values():
+        for scheme, shapes in schemes.items():
+            assert scheme in ("int8", "int4-g32", "int4-g64", "int4-g128")
+            for plans in shapes.values():
+                assert {int(tokens) for tokens in plans} <= set(TOKENS)
+                assert all(Plan(**fields).path in ("gemv", "gemm", "matmul") for fields in plans.values())
+
+
+def _refusal(dtype: torch.dtype = torch.bfloat16, device: torch.device = CUDA) -> str | None:
+    return TritonBackend().refusal(QuantScheme(8, None), device, dtype)
+
+
+def test_what_is_no_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert _refusal(device=torch.device("cpu")) == "runs on GPUs"
+    assert _refusal(device=torch.device("meta")) == "runs on GPUs"
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "reason"),
+    [
+        ((7, 5), torch.bfloat16, "torch.bfloat16 needs compute capability 8.0, this card has 7.5"),
+        ((7, 0), torch.float16, "torch.float16 needs compute capability 7.5, this card has 7.0"),
+    ],
+)
+def test_old_cards_are_refused(
+    capability: tuple[int, int], dtype: torch.dtype, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert _refusal(dtype) == reason
+
+
+def test_without_triton_there_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert _refusal() == "triton is not installed"
+
+
+@pytest.mark.parametrize("script", ["tune_triton", "measure_gpu"])
+def test_the_scripts_say_what_they_do_without_a_gpu(script: str) -> None:
+    command = [sys.executable, str(ROOT / "scripts" / f"{script}.py"), "--help"]
+    assert "card at hand" in " ".join(
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    )
