@@ -109,7 +109,7 @@ def verify(a: Path, b: Path | None) -> None:
 @click.option(
     "--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Of activations; the model's own by default."
 )
-@click.option("--backend", help="Of quantized layers: cpu-exact, cpu-fast or reference; see docs/kernels.md.")
+@click.option("--backend", help="Of quantized layers: cpu-exact, cpu-fast, triton or reference; see docs/kernels.md.")
 @click.option("--int8-cache", is_flag=True, help="Keep keys and values in 8 bits; see docs/kernels.md for the cost.")
 @click.option("--compile/--eager", "compiled", default=None, help="Through torch.compile; by default on GPUs only.")
 @click.option("--draft", type=click.Path(path_type=Path), help="A smaller model that proposes tokens.")

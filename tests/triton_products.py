@@ -6,6 +6,9 @@ imported. On a card: ``pytest tests/triton_products.py``.
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,13 +18,14 @@ from torch import Tensor
 import quantkit
 from quantkit.data.files import DEMO_MODEL
 from quantkit.errors import UnsupportedError
-from quantkit.kernels import triton_backend, triton_tune, triton_words
+from quantkit.kernels import triton_int4, triton_int8, triton_tune
+from quantkit.kernels.check import fault
 from quantkit.kernels.dispatch import select_backend
 from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.kernels.triton_int4 import int4_product
 from quantkit.kernels.triton_int8 import int8_product
 from quantkit.kernels.triton_plans import Plan
-from quantkit.kernels.triton_words import INTERPRETED
+from quantkit.kernels.triton_words import INTERPRETED, MAGIC
 from quantkit.model.qlinear import QuantLinear
 from quantkit.qtensor import QuantTensor
 from quantkit.scheme import QuantScheme
@@ -189,21 +193,26 @@ def test_a_model_says_what_the_reference_says(text: str, tmp_path_factory: pytes
     assert len(said[0]) == 4
 
 
-def test_kernels_that_multiply_wrongly_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    pack = triton_words.pack
-    monkeypatch.setattr(triton_words, "pack", lambda codes, bits: pack(codes.roll(1, 1), bits))
-    reason = triton_backend._failure.__wrapped__(QuantScheme(8, None), DEVICE, torch.bfloat16)
-    assert reason is not None
-    assert reason.startswith("its kernels multiply wrongly here, by ")
+@pytest.mark.parametrize("path", ["gemv", "gemm", "floats"])
+@pytest.mark.parametrize(("text", "module"), [("int8", triton_int8), ("int4-g32", triton_int4)])
+def test_a_kernel_that_multiplies_wrongly_is_found_out_at_load(
+    text: str, module: ModuleType, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong, wrap = getattr(module, f"{text[:4]}_{path}"), module.wrap_triton
 
+    class Misled:
+        """The kernel, with a bit of its arguments turned."""
 
-def test_kernels_that_do_not_run_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(codes: Tensor, bits: int) -> Tensor:
-        raise RuntimeError("Failed to find C compiler.\nPlease specify")
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *operands, **constants: wrap(wrong)[grid](
+                *(one ^ 1 << 22 if one is MAGIC else one for one in operands), **constants
+            )
 
-    monkeypatch.setattr(triton_words, "pack", broken)
-    reason = triton_backend._failure.__wrapped__(QuantScheme(8, None), DEVICE, torch.bfloat16)
-    assert reason == "its kernels do not run here: RuntimeError: Failed to find C compiler."
+    monkeypatch.setattr(module, "wrap_triton", lambda kernel: Misled() if kernel is wrong else wrap(kernel))
+    fault.cache_clear()
+    with pytest.raises(UnsupportedError, match=r"triton: its products of \d+ tokens are wrong on this machine$"):
+        select_backend(QuantScheme.parse(text), DEVICE, torch.bfloat16, "triton")
+    fault.cache_clear()
 
 
 @pytest.mark.parametrize("text", ["int8-asym", "int4", "int4-g96", "int4-g256", "int8-g32"])
