@@ -164,10 +164,11 @@ def rule(bits: int, tokens: int, rows: int, columns: int, wide: bool, card: Card
         return Plan("matmul", 1, 16, _power_below(min(units, 4)))
     block_m = min(max(tokens, 16), 128)
     block_n = 128 if tokens >= 128 else 64
-    stage = UNIT * block_m * 2 + block_n * 16 * bits  # bytes of activations and words
+    tile = 2 if block_m <= 32 and units > 1 else 1
+    stage = tile * (UNIT * block_m * 2 + block_n * 16 * bits)  # bytes of activations and words
     stages = max(2, min(4, (card.shared - (16 << 10)) // stage))
     warps = 8 if tokens >= 128 else 4
-    return _split(Plan("gemm", block_m, block_n, 1, warps=warps, stages=stages), tokens, rows, units, card)
+    return _split(Plan("gemm", block_m, block_n, tile, warps=warps, stages=stages), tokens, rows, units, card)
 
 
 def _split(plan: Plan, tokens: int, rows: int, units: int, card: Card) -> Plan:

@@ -31,6 +31,8 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 WIDEN = tl.constexpr(INTERPRETED)
 """Its interpreter takes the bits of bfloat16 for integers in `tl.dot`."""
 
+_AT_ONCE = 1 << 25  # codes that are packed
+
 
 def operator(name: str) -> Any:
     """Register an operator that the compiler sees through; one that it does not while Triton interprets."""
@@ -39,6 +41,10 @@ def operator(name: str) -> Any:
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Words, int32 [O, ceil(I / UNIT) * UNIT * bits / 32], of codes, uint8 [O, I]; zeros fill the last unit."""
+    return torch.cat([_packed(rows, bits) for rows in codes.split(max(1, _AT_ONCE // codes.shape[1]))])
+
+
+def _packed(codes: Tensor, bits: int) -> Tensor:
     planes = 32 // bits
     units = F.pad(codes, (0, -codes.shape[1] % UNIT)).view(codes.shape[0], -1, planes, UNIT // planes)
     words = torch.zeros_like(units[:, :, 0], dtype=torch.int32)
