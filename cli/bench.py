@@ -21,13 +21,15 @@ _PATH = click.Path(path_type=Path)
 @click.option("--batch", "batches", default="1,4,8", show_default=True, help="Sequences decoded at once.")
 @click.option("--threads", type=int, help="That compute; torch's own number by default.")
 @click.option("--runs", type=int, default=5, show_default=True, help="Of each measurement, after one to warm up.")
-@click.option("--backend", help="Of quantized layers: cpu-exact, cpu-fast or reference.")
+@click.option("--backend", help="Of quantized layers: cpu-exact, cpu-fast, triton or reference.")
 @click.option("--compile/--eager", "compiled", default=None, help="Through torch.compile; by default on GPUs only.")
+@click.option("--device", help="Where models run: cpu or cuda; a GPU if there is one.")
 @click.option("--json", "data", type=_PATH, help="Write all figures, in JSON.")
 @click.option("--plot", type=_PATH, help="Draw decoding and prefill, as PNG.")
 def bench(
     paths: tuple[Path, ...], synthetic: str | None, quantized: tuple[str, ...], prompt_lengths: str, batches: str,
-    threads: int | None, runs: int, backend: str | None, compiled: bool | None, data: Path | None, plot: Path | None,
+    threads: int | None, runs: int, backend: str | None, compiled: bool | None, device: str | None,
+    data: Path | None, plot: Path | None,
 ) -> None:  # fmt: skip
     """Time the models in PATHS: prefill, decoding, loading, memory.
 
@@ -43,11 +45,11 @@ def bench(
         raise RequestError("--scheme goes with --synthetic", hint="a folder has schemes of its own")
     if threads is not None and threads < 1:
         raise RequestError("threads must be at least 1", found=threads)
-    rest = (_numbers(prompt_lengths), _numbers(batches), threads, runs, backend, compiled)
+    rest = (_numbers(prompt_lengths), _numbers(batches), threads, runs, backend, compiled, device)
     jobs = [Job(path, None, None, *rest) for path in paths]
     if synthetic is not None:
         jobs = [Job(None, synthetic, scheme, *rest) for scheme in quantized or (None,)]
-    with together({"measures": rest}, "cpu") as group, bar("bench", unit="model", show=is_first(group)) as progress:
+    with together({"measures": rest}, device) as group, bar("bench", unit="model", show=is_first(group)) as progress:
         require_outputs(data, plot)
         found = job(jobs, group=group, progress=progress)
         if is_first(group):

@@ -21,6 +21,7 @@ from quantkit.formats.checkpoint import DTYPE_NAMES, Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.memory import resident_bytes
 from quantkit.model.decoder import Decoder
+from quantkit.model.device import usable_device
 from quantkit.model.load import load_model
 from quantkit.parallel.group import Group
 from quantkit.parallel.sharded import shard
@@ -51,21 +52,24 @@ class Bench:
         quantized: whether any layer is.
         backends: of the quantized layers.
         dtype: of the cache, and of activations in prefill.
-        threads: that computed.
+        device: that computed, by its maker's name for a GPU.
+        threads: of the CPU.
         load_seconds: from files to a model ready to run.
         first_token_seconds: from a prompt of `PROMPT` tokens to its first new token, at the first
             attempt, and the median of later ones.
         prefill: by tokens of the prompt.
         decode: by batch size; all sequences' tokens count.
         weight_bytes: read for each step of decoding.
-        bandwidth: bytes a second that the same threads read from memory, measured afterwards.
-        peak_bytes: memory of the process at its peak.
+        bandwidth: bytes a second that the same threads read from memory, or that the GPU copies, read and
+            written together; measured afterwards.
+        peak_bytes: memory at its peak, the process's or what it took up on the GPU.
     """
 
     name: str
     quantized: bool
     backends: list[str]
     dtype: str
+    device: str
     threads: int
     load_seconds: float
     first_token_seconds: tuple[float, float]
@@ -94,6 +98,7 @@ class Job:
     runs: int
     backend: str | None
     compiled: bool | None
+    device: str | None = None
 
     def checkpoint(self) -> Checkpoint:
         """
@@ -175,7 +180,8 @@ def _measure(job: Job, group: Group | None = None) -> Bench:
     if group is not None:
         checkpoint = shard(checkpoint, group)
     started = time.perf_counter()
-    model = load_model(checkpoint, backend=job.backend)
+    device = usable_device(job.device) if group is None else group.device
+    model = load_model(checkpoint, device=device, backend=job.backend)
     load_seconds = time.perf_counter() - started
     firsts = [_seconds(partial(_prefill, model, PROMPT, job.compiled)) for _ in range(1 + job.runs)]
     prefill = {}
@@ -184,11 +190,11 @@ def _measure(job: Job, group: Group | None = None) -> Bench:
     decode = {}
     for batch in job.batches:
         decode[batch] = _rate(batch * NEW, _Decoding(model, batch, job.compiled).run, job.runs)
-    peak = max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, resident_bytes())
+    peak = _peak_bytes(model.device)
     return Bench(
         checkpoint.path.name, bool(schemes(checkpoint)), backend_names(model), DTYPE_NAMES[model.dtype],
-        torch.get_num_threads(), load_seconds, (firsts[0], statistics.median(firsts[1:])), prefill, decode,
-        _weight_bytes(model), _bandwidth(), peak,
+        _device_name(model.device), torch.get_num_threads(), load_seconds, (firsts[0], statistics.median(firsts[1:])),
+        prefill, decode, _weight_bytes(model), _bandwidth(model.device), peak,
     )  # fmt: skip
 
 
@@ -205,7 +211,7 @@ def _seconds(run: Callable[[], object]) -> float:
 
 def _random(model: Decoder, batch: int, length: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(model.config.vocab_size, (batch, length), generator=generator)
+    return torch.randint(model.config.vocab_size, (batch, length), generator=generator).to(model.device)
 
 
 def _prefill(model: Decoder, length: int, compiled: bool | None) -> None:
@@ -222,10 +228,11 @@ class _Decoding:
     def run(self) -> float:
         """Seconds that the new tokens took after the prompt."""
         tokens = self._engine.prefill(self._prompt).argmax(-1, keepdim=True)
+        tokens.tolist()  # all that was asked of a GPU is done
         started = time.perf_counter()
         for _ in range(NEW):
             tokens = self._engine.decode(tokens).argmax(-1, keepdim=True)
-            tokens.tolist()
+        tokens.tolist()
         return time.perf_counter() - started
 
 
@@ -237,7 +244,25 @@ def _weight_bytes(model: Decoder) -> int:
     return sum(tensor.nbytes for tensor in tensors if id(tensor) not in left_out)
 
 
-def _bandwidth() -> float:
-    """Bytes a second read from memory by all threads: the best of several sums over a large tensor."""
-    probe = torch.ones(_PROBE_BYTES // 4)
-    return probe.nbytes / min(_seconds(probe.sum) for _ in range(5))
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, resident_bytes())
+
+
+def _bandwidth(device: torch.device) -> float:
+    """The best of several sums over a large tensor, or on a GPU of copies of one."""
+    probe = torch.ones(_PROBE_BYTES // 4, device=device)
+    if device.type != "cuda":
+        return probe.nbytes / min(_seconds(probe.sum) for _ in range(5))
+    copy = torch.empty_like(probe)
+
+    def copied() -> None:
+        copy.copy_(probe)
+        torch.cuda.synchronize(device)
+
+    return 2 * probe.nbytes / min(_seconds(copied) for _ in range(10))

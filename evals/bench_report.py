@@ -28,7 +28,7 @@ def table(found: Sequence[Bench]) -> list[str]:
     for batch in found[0].decode:
         row(f"decode, batch {batch}, tok/s", [_range(one.decode[batch]) for one in found])
     row("weights read a step, MB", [f"{one.weight_bytes / 1e6:.0f}" for one in found])
-    row("read bandwidth measured, GB/s", [f"{one.bandwidth / 1e9:.1f}" for one in found])
+    row("bandwidth measured, GB/s", [f"{one.bandwidth / 1e9:.1f}" for one in found])
     shares = [one.share_of_bandwidth for one in found]
     row("of that in decoding", ["" if share is None else f"{share:.0%}" for share in shares])
     row("load, s", [f"{one.load_seconds:.2f}" for one in found])
@@ -36,6 +36,7 @@ def table(found: Sequence[Bench]) -> list[str]:
         [f"{one.first_token_seconds[0]:.3f}, {one.first_token_seconds[1]:.3f}" for one in found])  # fmt: skip
     row("peak memory, MB", [f"{one.peak_bytes / 1e6:.0f}" for one in found])
     row("backend", [", ".join(one.backends) or "torch" for one in found])
+    row("device", [one.device for one in found])
     row("threads", [str(one.threads) for one in found])
     return lines
 

@@ -21,7 +21,9 @@ from quantkit.model.load import load_model
 from quantkit.qtensor import QuantTensor
 
 RATE = Rate(10.0, 9.0, 11.0)
-FOUND = Bench("a", True, ["cpu-exact"], "bfloat16", 2, 1.0, (0.2, 0.1), {16: RATE}, {1: RATE}, 10**9, 2e10, 10**9)
+FOUND = Bench(
+    "a", True, ["cpu-exact"], "bfloat16", "cpu", 2, 1.0, (0.2, 0.1), {16: RATE}, {1: RATE}, 10**9, 2e10, 10**9
+)
 
 
 def test_models_are_timed_side_by_side(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
@@ -38,7 +40,7 @@ def test_models_are_timed_side_by_side(demo_model: Path, tmp_path: Path, capfd: 
     assert (second["name"], second["quantized"], second["backends"]) == ("int8", True, ["cpu-exact"])
     assert set(second["prefill"]) == {"8", "16"}
     assert set(second["decode"]) == {"1", "2"}
-    assert second["threads"] == 1
+    assert (second["device"], second["threads"]) == ("cpu", 1)
     for one in (first, second):
         for rate in (*one["prefill"].values(), *one["decode"].values()):
             assert 0 < rate["least"] <= rate["median"] <= rate["most"]
@@ -47,6 +49,12 @@ def test_models_are_timed_side_by_side(demo_model: Path, tmp_path: Path, capfd: 
         assert one["peak_bytes"] > one["weight_bytes"] > 0
     assert second["weight_bytes"] < first["weight_bytes"]
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_device_that_is_not_there_is_refused(demo_model: Path) -> None:
+    job = Job(demo_model, None, None, (4,), (), None, 1, None, None, "no-such-device")
+    with pytest.raises(RequestError, match="the device cannot be used"):
+        bench([job])
 
 
 def test_the_share_of_bandwidth_is_that_of_the_weights_read() -> None:

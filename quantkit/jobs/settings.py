@@ -90,5 +90,5 @@ def gptq_settings(
         raise RequestError("--activation-memory is no amount of memory", found=f"{memory / 1e9:g} GB")
     return GptqSettings(
         calibration, SAMPLES if samples is None else samples, length, SEED if seed is None else seed, thorough,
-        int(memory), usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu")),
+        int(memory), usable_device(device),
     )  # fmt: skip

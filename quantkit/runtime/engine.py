@@ -53,6 +53,9 @@ class Engine:
         if self._compiled:
             length = min(bucket(length, _LEAST_CACHE), context)
         self._cache = KVCache(model.config, batch, length, cache_dtype or model.dtype, model.device)
+        if self._compiled and model.device.type == "cuda":
+            for tensor in (*self._cache.keys, *self._cache.values):  # else recorded steps would copy the cache
+                torch._dynamo.mark_static_address(tensor, guard=False)
         self._position = torch.zeros(1, dtype=torch.long, device=model.device)
         self._used = 0
 
