@@ -177,6 +177,19 @@ def test_products_with_float_rows_are_right(variant: str, dtype: torch.dtype, we
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("variant", HERE)
+def test_half_floats_are_read_and_rounded_as_torch_does(variant: str) -> None:
+    ops = load_kernels(variant)
+    halves = torch.arange(1 << 16).to(torch.uint16).view(torch.float16)
+    found = ops.rows(torch.ones(1, 1), halves.unsqueeze(1))
+    torch.testing.assert_close(found, halves.float().unsqueeze(0), rtol=0, atol=0, equal_nan=True)
+    finite = halves[halves.isfinite()].float().sort().values
+    between = (finite[1:] + finite[:-1]) / 2
+    wide = torch.cat([torch.randint(-(2**31), 2**31, (1 << 16,)).int().view(torch.float32), between])
+    found = ops.rows(torch.ones(1, 1, dtype=torch.float16), wide.unsqueeze(1))
+    torch.testing.assert_close(found, wide.half().unsqueeze(0), rtol=0, atol=0, equal_nan=True)
+
+
 def test_the_operators_pass_torchs_own_checks() -> None:
     ops = load_kernels("native")
     weight = quantize_rtn(torch.randn(20, 64), QuantScheme.parse("int4-g32"), torch.float16)

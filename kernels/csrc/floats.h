@@ -18,11 +18,16 @@ inline float from_bits(uint32_t bits) {
   return value;
 }
 
+inline uint32_t to_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+
 inline float from_bf16(uint16_t bits) { return from_bits(static_cast<uint32_t>(bits) << 16); }
 
 inline uint16_t to_bf16(float value) {  // to the nearest, ties to even
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
+  const uint32_t bits = to_bits(value);
   if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>(bits >> 16 | 64);
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
@@ -30,20 +35,38 @@ inline uint16_t to_bf16(float value) {  // to the nearest, ties to even
 #if defined(__F16C__)
 inline float from_f16(uint16_t half) { return _cvtsh_ss(half); }
 inline uint16_t to_f16(float value) { return _cvtss_sh(value, 0); }
-#elif defined(__FLT16_MANT_DIG__)
+#elif defined(__ARM_FP16_FORMAT_IEEE)
 inline float from_f16(uint16_t half) {
-  _Float16 value;
+  __fp16 value;
   std::memcpy(&value, &half, 2);
-  return static_cast<float>(value);
+  return value;
 }
 inline uint16_t to_f16(float value) {
-  const _Float16 half = static_cast<_Float16>(value);
+  const __fp16 half = value;
   uint16_t bits;
   std::memcpy(&bits, &half, 2);
   return bits;
 }
 #else
-#error "this compiler knows no 16-bit floats"
+inline float from_f16(uint16_t half) {
+  const uint32_t sign = (half & 0x8000u) << 16, rest = half & 0x7fffu;
+  if (rest < 0x400) return from_bits(sign | to_bits(static_cast<float>(rest) * 0x1p-24f));
+  return from_bits(sign | ((rest << 13) + (rest < 0x7c00 ? 112u << 23 : 224u << 23)));  // Inf and NaN stay so
+}
+inline uint16_t to_f16(float value) {  // to the nearest, ties to even
+  const uint32_t sign = to_bits(value) >> 16 & 0x8000, rest = to_bits(value) & 0x7fffffff;
+  uint32_t half;
+  if (rest > 0x7f800000) {
+    half = 0x7e00;
+  } else if (rest >= to_bits(65520.f)) {
+    half = 0x7c00;
+  } else if (rest < to_bits(0x1p-14f)) {
+    half = to_bits(from_bits(rest) + 0.5f) - to_bits(0.5f);  // floats from 0.5 on are 2^-24 apart, as these are
+  } else {
+    half = (rest - (112u << 23) + 0xfff + (rest >> 13 & 1)) >> 13;
+  }
+  return static_cast<uint16_t>(sign | half);
+}
 #endif
 
 inline float load_scale(const uint8_t* scales, FloatType type, int64_t index) {
