@@ -11,9 +11,9 @@ import functools
 import hashlib
 import logging
 import os
+import platform
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from importlib.resources import files
@@ -26,7 +26,7 @@ from torch import Tensor
 from quantkit.errors import RequestError, UnsupportedError
 
 VARIANTS = {
-    "native": ("-march=native",) if sys.platform != "darwin" else ("-mcpu=native",),
+    "native": ("-mcpu=native",) if platform.machine() in ("aarch64", "arm64") else ("-march=native",),
     "avx2": ("-march=x86-64-v3",),
     "portable": ("-DQUANTKIT_PORTABLE",),
 }

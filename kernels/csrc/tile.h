@@ -10,6 +10,8 @@
 #include "tile_avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include "tile_avx2.h"
+#elif defined(__aarch64__) && defined(__ARM_NEON) && !defined(__ARM_BIG_ENDIAN)
+#include "tile_neon.h"
 #else
 #include "tile_portable.h"
 #endif

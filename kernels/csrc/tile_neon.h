@@ -1,0 +1,138 @@
+// ARM NEON, with its dot products where the processor has them: one vector is four columns of 4 rows.
+#pragma once
+
+#include <arm_neon.h>
+
+#include "activations.h"
+#include "layout.h"
+
+namespace quantkit {
+
+#if defined(__ARM_FEATURE_DOTPROD)
+constexpr const char* kInstructions = "neon-dotprod";
+constexpr bool kWide8 = false;
+#else
+constexpr const char* kInstructions = "neon";
+constexpr bool kWide8 = true;  // 8-bit codes take activations as 16-bit integers
+#endif
+constexpr int kTokens = 4;  // that a tile takes at once
+constexpr int kQuarter = 4;
+constexpr int64_t kAhead = 2048;  // bytes
+
+inline float32x4_t load_scales(const uint8_t* head, FloatType type, int64_t place) {
+  if (type == FloatType::f32) return vld1q_f32(reinterpret_cast<const float*>(head) + place);
+  const uint16x4_t half = vld1_u16(reinterpret_cast<const uint16_t*>(head) + place);
+  if (type == FloatType::f16) return vcvt_f32_f16(vreinterpret_f16_u16(half));
+  return vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(half), 16));
+}
+
+inline int32x4_t load_zeros(const uint8_t* from) {
+  uint32_t four;
+  std::memcpy(&four, from, 4);
+  return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four)))));
+}
+
+// Sums over a block for 4 rows.
+#if defined(__ARM_FEATURE_DOTPROD)
+inline int32x4_t dot(const int8x16_t* w, const int8_t* x) {
+  int32x4_t sum = vdupq_n_s32(0);
+  for (int half = 0; half < 2; ++half, w += 4) {
+    const int8x16_t columns = vld1q_s8(x + half * 16);
+    sum = vdotq_laneq_s32(sum, w[0], columns, 0);
+    sum = vdotq_laneq_s32(sum, w[1], columns, 1);
+    sum = vdotq_laneq_s32(sum, w[2], columns, 2);
+    sum = vdotq_laneq_s32(sum, w[3], columns, 3);
+  }
+  return sum;
+}
+#else
+// Of 4-bit codes: below 16 times at most 128 they add up to at most 15360 over the eight steps, so 16
+// bits hold them.
+inline int32x4_t dot(const int8x16_t* w, const int8_t* x) {
+  int16x8_t left = vdupq_n_s16(0), right = left;  // rows 0 1 and 2 3
+  for (int i = 0; i < 8; ++i) {
+    int32_t word;
+    std::memcpy(&word, x + i * 4, 4);
+    const int8x16_t four = vreinterpretq_s8_s32(vdupq_n_s32(word));
+    left = vmlal_s8(left, vget_low_s8(w[i]), vget_low_s8(four));
+    right = vmlal_high_s8(right, w[i], four);
+  }
+  return vpaddq_s32(vpaddlq_s16(left), vpaddlq_s16(right));
+}
+#endif
+
+// The same with activations of 16 bits.
+inline int32x4_t dot(const int8x16_t* w, const int16_t* x) {
+  int32x4_t rows[4] = {};
+  for (int i = 0; i < 8; ++i) {
+    const int16x4_t four = vld1_s16(x + i * 4);
+    const int16x8_t left = vmovl_s8(vget_low_s8(w[i])), right = vmovl_high_s8(w[i]);
+    rows[0] = vmlal_s16(rows[0], vget_low_s16(left), four);
+    rows[1] = vmlal_s16(rows[1], vget_high_s16(left), four);
+    rows[2] = vmlal_s16(rows[2], vget_low_s16(right), four);
+    rows[3] = vmlal_s16(rows[3], vget_high_s16(right), four);
+  }
+  return vpaddq_s32(vpaddq_s32(rows[0], rows[1]), vpaddq_s32(rows[2], rows[3]));
+}
+
+template <int Bits, bool Exact>
+inline int32x4_t dot(const int8x16_t* w, const Activations& x, int64_t from) {
+  if (Bits == 8 && kWide8) return dot(w, x.wide + from);
+  const int32x4_t sum = dot(w, x.high + from);
+  return Exact ? vaddq_s32(dot(w, x.low + from), vshlq_n_s32(sum, 8)) : sum;
+}
+
+// out[t * 16 + r] = row r of the band times token t.
+template <int Bits, bool Exact, int Tokens>
+void tile(const Layout& at, const uint8_t* band, const Activations& x, int64_t token, float* out) {
+  constexpr int kParts = kRows / kQuarter;
+  const uint8x16_t nibble = vdupq_n_u8(15), sign = vdupq_n_u8(128);
+  const int32x4_t less = vdupq_n_s32(Bits == 8 ? 128 : 0);  // codes of 8 bits are made signed
+  int32x4_t zero[kParts];
+  float32x4_t scale[kParts], total[Tokens][kParts];
+  for (int q = 0; q < kParts; ++q) zero[q] = vsubq_s32(less, vdupq_n_s32(at.fixed_zero()));
+  for (int t = 0; t < Tokens; ++t)
+    for (int q = 0; q < kParts; ++q) total[t][q] = vdupq_n_f32(0);
+  const int64_t groups = at.groups(), per_group = at.blocks_per_group();
+  const FloatType type = at.scales;
+  const bool zeros = at.zeros;
+  const int64_t together = at.together(), head_bytes = at.head_bytes();
+  const uint8_t *codes = band, *head = band;
+  for (int64_t g = 0, b = 0; g < groups; ++g) {
+    const int64_t place = g % together * kRows;
+    if (place == 0) {
+      head = codes;
+      codes += head_bytes;
+    }
+    for (int q = 0; q < kParts; ++q) {
+      scale[q] = load_scales(head, type, place + q * kQuarter);
+      if (zeros) zero[q] = vsubq_s32(less, load_zeros(head + kLine + place + q * kQuarter));
+    }
+    for (const int64_t stop = b + per_group; b < stop; ++b, codes += kRows * kColumns * Bits / 8) {
+      if (Tokens > 1)  // the work on a block is long, and the processor looks ahead too little
+        for (int i = 0; i < Bits; ++i) __builtin_prefetch(codes + kAhead + i * 64);
+      for (int q = 0; q < kParts; ++q) {
+        int8x16_t w[8];
+        for (int i = 0; i < Bits; ++i) {
+          const uint8x16_t line = vld1q_u8(codes + i * 64 + q * 16);
+          if (Bits == 4) {
+            w[2 * i] = vreinterpretq_s8_u8(vandq_u8(line, nibble));
+            w[2 * i + 1] = vreinterpretq_s8_u8(vshrq_n_u8(line, 4));
+          } else {
+            w[i] = vreinterpretq_s8_u8(veorq_u8(line, sign));
+          }
+        }
+        for (int t = 0; t < Tokens; ++t) {
+          const int64_t block = (token + t) * x.blocks + b;
+          int32x4_t sum = dot<Bits, Exact>(w, x, block * kColumns);
+          sum = vmlaq_n_s32(sum, zero[q], x.sums[block]);
+          total[t][q] = vfmaq_f32(total[t][q], vcvtq_f32_s32(sum), vmulq_n_f32(scale[q], x.scales[block]));
+        }
+      }
+    }
+  }
+  for (int t = 0; t < Tokens; ++t)
+    for (int q = 0; q < kParts; ++q) vst1q_f32(out + t * kRows + q * kQuarter, total[t][q]);
+}
+
+}  // namespace quantkit
