@@ -81,4 +81,16 @@ inline void pack_band(const Layout& at, int64_t band, const uint8_t* codes, cons
   }
 }
 
+// Where in the line of a head the scales of group g begin. A head that stands before the group's codes
+// becomes `head`, and `codes` goes past it.
+inline int64_t enter_group(int64_t g, int64_t together, int64_t head_bytes, const uint8_t*& codes,
+                           const uint8_t*& head) {
+  const int64_t place = g % together * kRows;
+  if (place == 0) {
+    head = codes;
+    codes += head_bytes;
+  }
+  return place;
+}
+
 }  // namespace quantkit

@@ -98,11 +98,7 @@ void tile(const Layout& at, const uint8_t* band, const Activations& x, int64_t t
   const int64_t together = at.together(), head_bytes = at.head_bytes();
   const uint8_t *codes = band, *head = band;
   for (int64_t g = 0, b = 0; g < groups; ++g) {
-    const int64_t place = g % together * kRows;
-    if (place == 0) {
-      head = codes;
-      codes += head_bytes;
-    }
+    const int64_t place = enter_group(g, together, head_bytes, codes, head);
     for (int h = 0; h < 2; ++h) {
       scale[h] = load_scales(head, type, place + h * kHalf);
       if (!zeros) continue;

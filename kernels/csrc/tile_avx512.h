@@ -49,11 +49,7 @@ void tile(const Layout& at, const uint8_t* band, const Activations& x, int64_t t
   const bool zeros = at.zeros;
   const uint8_t *codes = band, *head = band;
   for (int64_t g = 0, b = 0; g < groups; ++g) {
-    const int64_t place = g % together * kRows;
-    if (place == 0) {
-      head = codes;
-      codes += head_bytes;
-    }
+    const int64_t place = enter_group(g, together, head_bytes, codes, head);
     const __m512 scale = load_scales(head, type, place);
     if (zeros) {
       const __m128i bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(head + kLine + place));

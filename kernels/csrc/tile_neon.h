@@ -99,11 +99,7 @@ void tile(const Layout& at, const uint8_t* band, const Activations& x, int64_t t
   const int64_t together = at.together(), head_bytes = at.head_bytes();
   const uint8_t *codes = band, *head = band;
   for (int64_t g = 0, b = 0; g < groups; ++g) {
-    const int64_t place = g % together * kRows;
-    if (place == 0) {
-      head = codes;
-      codes += head_bytes;
-    }
+    const int64_t place = enter_group(g, together, head_bytes, codes, head);
     for (int q = 0; q < kParts; ++q) {
       scale[q] = load_scales(head, type, place + q * kQuarter);
       if (zeros) zero[q] = vsubq_s32(less, load_zeros(head + kLine + place + q * kQuarter));

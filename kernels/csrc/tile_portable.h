@@ -17,11 +17,7 @@ void tile(const Layout& at, const uint8_t* band, const Activations& x, int64_t t
   float total[Tokens][kRows] = {};
   const uint8_t *codes = band, *head = band;
   for (int64_t g = 0, b = 0; g < at.groups(); ++g) {
-    const int64_t place = g % at.together() * kRows;
-    if (place == 0) {
-      head = codes;
-      codes += at.head_bytes();
-    }
+    const int64_t place = enter_group(g, at.together(), at.head_bytes(), codes, head);
     float scale[kRows];
     for (int r = 0; r < kRows; ++r) scale[r] = load_scale(head, at.scales, place + r);
     for (int64_t stop = b + at.blocks_per_group(); b < stop; ++b, codes += at.block_bytes()) {
