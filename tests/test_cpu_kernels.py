@@ -360,6 +360,13 @@ def test_a_second_process_finds_the_kernels_compiled(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.so")} == made
 
 
+def test_the_program_that_checks_other_processors_fits_the_kernels() -> None:
+    root = Path(__file__).resolve().parent.parent
+    compiler = os.environ.get("CXX", "c++")
+    command = [compiler, "-std=c++20", "-fsyntax-only", f"-I{root / 'kernels' / 'csrc'}", "-DQUANTKIT_PORTABLE"]
+    subprocess.run([*command, str(root / "scripts" / "check_arm.cpp")], check=True)
+
+
 def test_two_processes_at_once_compile_one_library(tmp_path: Path) -> None:
     code = "from quantkit.kernels.build import load_kernels; print(load_kernels('portable').instructions())"
     environment = {**os.environ, "QUANTKIT_CACHE": str(tmp_path)}
