@@ -1,0 +1,83 @@
+"""torch modules as JAX functions. All that quantkit uses of torchax is here, so that it can be exchanged.
+
+Once this is imported, `torch.compile` no longer works in the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_Packet = torch._ops.OpOverloadPacket
+
+
+@contextlib.contextmanager
+def _absent_overloads() -> Iterator[None]:
+    """torchax 0.0.13 names overloads of operators that torch 2.13 no longer has; let them be no one's."""
+    strict = _Packet.__getattr__
+
+    def lenient(packet: Any, name: str) -> Any:
+        try:
+            return strict(packet, name)
+        except AttributeError:
+            if name.startswith("_"):
+                raise
+            return object()
+
+    _Packet.__getattr__ = lenient  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _Packet.__getattr__ = strict  # type: ignore[method-assign]
+
+
+with _absent_overloads():
+    import torchax
+    from torchax import interop
+
+    _environment = torchax.default_env()
+
+
+def apply(function: Callable[..., Any], *tensors: Any) -> Any:
+    """A JAX function of the arrays under tensors, inside of `run`; tensors again."""
+    return interop.call_jax(function, *tensors)
+
+
+def run(module: nn.Module, state: Mapping[str, jax.Array], function: Callable[..., Any], *arrays: Any) -> Any:
+    """Call a function of a torch module, and whatever else, on JAX arrays; under `jax.jit` this traces it.
+
+    Args:
+        state: the module's parameters and buffers, by name.
+        function: called with the arrays as torch tensors; what it gives comes back as arrays.
+    """
+
+    def inside(*tensors: Any) -> Any:
+        with torch.nn.utils.stateless._reparametrize_module(module, interop.torch_view(dict(state))):
+            return function(*tensors)
+
+    return interop.call_torch(inside, *arrays)
+
+
+def attend_by(attention: Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]) -> None:
+    """Let a JAX function be torch's attention.
+
+    Args:
+        attention: of queries [B, H, T, Dh], keys and values [B, K, S, Dh] and a mask [T, S], or None for
+            each position up to its own.
+    """
+
+    def attend(
+        queries: Tensor, keys: Tensor, values: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Any:  # fmt: skip
+        if dropout_p or scale is not None or is_causal == (attn_mask is not None):
+            raise NotImplementedError("attention is causal, or has a mask; nothing else")
+        return apply(attention, queries, keys, values, attn_mask)
+
+    _environment.override_op_definition(F.scaled_dot_product_attention, attend)

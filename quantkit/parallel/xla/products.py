@@ -1,0 +1,91 @@
+"""What one device computes of the model's parts, in JAX; `AXIS` is the devices'.
+
+M rows, I inputs, O outputs, G groups of the weight's columns.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+AXIS = "tp"
+
+_FEW_ROWS = 64  # up to which sums for each group take less memory than the weight as floats
+_EXACT = lax.Precision.HIGHEST  # a TPU would otherwise round float32 to bfloat16
+
+_dot = partial(lax.dot_general, precision=_EXACT, preferred_element_type=jnp.float32)
+
+
+def float_product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """``x @ weight.T`` in float32: [M, I] and [O, I] to [M, O]."""
+    return _dot(x, weight, (((1,), (1,)), ((), ())))
+
+
+def quantized_product(x: jax.Array, codes: jax.Array, scale: jax.Array, zero: jax.Array | None = None) -> jax.Array:
+    """``x @ weight.T`` in float32 for ``weight = scale * (codes - zero)``, the weight never there as floats.
+
+    Args:
+        x: [M, I].
+        codes: [G, O, I / G] int4 or int8.
+        scale: [G, O].
+        zero: [G, O], or None for zeros.
+    """
+    groups = codes.shape[0]
+    grouped = x.reshape(x.shape[0], groups, -1)
+    steps = scale.astype(jnp.float32)
+    if groups > 1 and x.shape[0] > _FEW_ROWS:
+        offset = 0.0 if zero is None else zero.astype(jnp.float32)[..., None]
+        weight = ((codes.astype(jnp.float32) - offset) * steps[..., None]).astype(x.dtype)  # in passing
+        return _dot(grouped, weight, (((1, 2), (0, 2)), ((), ())))
+    sums = _dot(grouped, codes.astype(x.dtype), (((2,), (2,)), ((1,), (0,))))  # [G, M, O]
+    if zero is not None:
+        inputs = grouped.astype(jnp.float32).sum(-1).T  # [G, M]
+        sums = sums - inputs[..., None] * zero.astype(jnp.float32)[:, None]
+    return (sums * steps[:, None]).sum(0)
+
+
+def looked_up(tokens: jax.Array, weight: jax.Array) -> jax.Array:
+    """Rows of an embedding of which each device has some of the vocabulary: [B, T] and [V / N, D] to [B, T, D]."""
+    own = tokens - lax.axis_index(AXIS) * weight.shape[0]
+    here = (own >= 0) & (own < weight.shape[0])
+    rows = jnp.take(weight, jnp.where(here, own, 0), axis=0)
+    return lax.psum(jnp.where(here[..., None], rows, 0), AXIS)
+
+
+def summed(product: jax.Array) -> jax.Array:
+    """What the devices have computed of the same outputs, added up."""
+    return lax.psum(product, AXIS)
+
+
+def gathered(product: jax.Array, size: int) -> jax.Array:
+    """What the devices have computed of different outputs, side by side; the first `size`."""
+    return lax.all_gather(product, AXIS, axis=product.ndim - 1, tiled=True)[..., :size]
+
+
+def attention(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """Grouped-query attention, its softmax in float32.
+
+    Args:
+        queries: [B, H, T, Dh].
+        keys, values: [B, K, S, Dh]; each KV head serves H / K query heads.
+        mask: [T, S], true where a query sees a position; None for each up to its own.
+    """
+    batch, heads, length, size = queries.shape
+    shared, span = keys.shape[1:3]
+    grouped = queries.reshape(batch, shared, heads // shared, length, size)
+    seen = jnp.tril(jnp.ones((length, span), bool)) if mask is None else mask
+    scores = jnp.einsum(
+        "bkgtd,bksd->bkgts", grouped, keys, precision=_EXACT, preferred_element_type=jnp.float32
+    ) / math.sqrt(size)
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(values.dtype)
+    mixed = jnp.einsum("bkgts,bksd->bkgtd", weights, values, precision=_EXACT)
+    return mixed.reshape(batch, heads, length, size).astype(queries.dtype)
+
+
+def stored(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
+    """A cache [B, K, S, Dh] with keys or values [B, K, T, Dh] put at positions [T], one after the other."""
+    return lax.dynamic_update_slice_in_dim(cache, new.astype(cache.dtype), positions[0], axis=2)

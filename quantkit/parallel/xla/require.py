@@ -1,0 +1,45 @@
+"""The packages of this room, which `quantkit[tpu]` brings; this module imports none of them."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+from quantkit.errors import RequestError
+
+VERSIONS = {"jax": "0.10.2", "torchax": "0.0.13"}
+"""What it was made with: torchax fits its own jax and torch only, and says nothing where it does not."""
+
+_HINT = 'pip install "quantkit[tpu]"'
+
+
+def require_packages() -> None:
+    """Refuse to go on without jax and torchax in the versions that were tried.
+
+    Raises:
+        RequestError: naming the package.
+    """
+    for name, version in VERSIONS.items():
+        found = _installed(name)
+        if found is None:
+            raise RequestError(f"{name} is not installed", hint=_HINT)
+        if found != version:
+            raise RequestError(f"this version of {name} does not serve", found=found, expected=version, hint=_HINT)
+
+
+def require_compiler() -> None:
+    """Refuse to go on without libtpu, the compiler for TPUs.
+
+    Raises:
+        RequestError: if it, or a package of `require_packages`, is missing.
+    """
+    require_packages()
+    if _installed("libtpu") is None:
+        hint = f'pip install "jax[tpu]=={VERSIONS["jax"]}"; no TPU is needed'
+        raise RequestError("libtpu is not installed", hint=hint)
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
