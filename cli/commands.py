@@ -12,6 +12,7 @@ import click
 
 from quantkit.cli.processes import is_first, together
 from quantkit.cli.progress import bar
+from quantkit.cli.xla import float_type, generate_on_devices
 from quantkit.errors import RequestError
 
 _WEIGHTS = click.option(
@@ -109,7 +110,13 @@ def verify(a: Path, b: Path | None) -> None:
 @click.option(
     "--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Of activations; the model's own by default."
 )
-@click.option("--backend", help="Of quantized layers: cpu-exact, cpu-fast, triton or reference; see docs/kernels.md.")
+@click.option(
+    "--backend",
+    help="Of quantized layers: cpu-exact, cpu-fast, triton or reference; see docs/kernels.md. "
+    "xla runs the whole model on TPUs; see docs/parallel.md.",
+)
+@click.option("--tp", type=int, help="With xla: devices that share the model; all by default.")
+@click.option("--multi-host", is_flag=True, help="With xla: the devices of all hosts, this command run on each.")
 @click.option("--int8-cache", is_flag=True, help="Keep keys and values in 8 bits; see docs/kernels.md for the cost.")
 @click.option("--compile/--eager", "compiled", default=None, help="Through torch.compile; by default on GPUs only.")
 @click.option("--draft", type=click.Path(path_type=Path), help="A smaller model that proposes tokens.")
@@ -117,26 +124,31 @@ def verify(a: Path, b: Path | None) -> None:
 @_WEIGHTS
 def generate(
     path: Path, prompt: str, max_new_tokens: int, temperature: float, top_p: float, seed: int | None,
-    dtype: str | None, backend: str | None, int8_cache: bool, compiled: bool | None, draft: Path | None,
-    draft_tokens: int | None, weights: str | None,
+    dtype: str | None, backend: str | None, tp: int | None, multi_host: bool, int8_cache: bool,
+    compiled: bool | None, draft: Path | None, draft_tokens: int | None, weights: str | None,
 ) -> None:  # fmt: skip
     """Continue a prompt with the model in PATH; under torchrun all processes share it."""
     import torch
 
-    from quantkit.formats.checkpoint import FLOAT_DTYPES
-    from quantkit.jobs.convert import DTYPES
     from quantkit.jobs.load import load
     from quantkit.runtime.engine import Engine
     from quantkit.runtime.generate import generate as job
     from quantkit.runtime.speculative import DRAFT_TOKENS, speculate
     from quantkit.runtime.stream import text_pieces
 
-    chosen = None if dtype is None else FLOAT_DTYPES[DTYPES[dtype]]
+    chosen = float_type(dtype)
     cache = torch.int8 if int8_cache else None
     sampling: dict[str, Any] = {
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed,
     }  # fmt: skip
     options = click.get_current_context().params.items()
+    if backend == "xla":
+        if int8_cache or compiled is not None or draft is not None or draft_tokens is not None:
+            raise RequestError("--int8-cache, --compile, --eager and --draft do not go with --backend xla")
+        generate_on_devices(path, prompt, sampling, chosen, weights, tp, multi_host)
+        return
+    if tp is not None or multi_host:
+        raise RequestError("--tp and --multi-host go with --backend xla")
     with together({name: value for name, value in options if name not in ("path", "draft")}) as group:
         if not prompt:
             raise RequestError("the prompt is empty")

@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.config import ModelConfig, config_from_hf
+from quantkit.config import ModelConfig, config_from_hf, read_json
 from quantkit.errors import RequestError
-from quantkit.formats.checkpoint import TensorInfo
+from quantkit.formats.checkpoint import Checkpoint, TensorInfo
+from quantkit.formats.compressed_tensors import read_schemes
+from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.hf import weight_kinds
 from quantkit.naming import Entry, entries, linear_columns
 from quantkit.part import Part
 from quantkit.qtensor import QuantTensor
@@ -28,6 +31,7 @@ _SHAPES = {
     "llama-2-7b": (4096, 11008, 32, 32, 32, 32000, 4096),
     "llama-3.1-8b": (4096, 14336, 32, 32, 8, 128256, 8192),
     "llama-2-13b": (5120, 13824, 40, 40, 40, 32000, 4096),
+    "llama-2-70b": (8192, 28672, 80, 64, 8, 32000, 4096),
 }
 _SPREAD = 0.02  # of the weights
 _HEAD = QuantScheme(8, None)
@@ -107,8 +111,36 @@ def synthetic(shape: str, scheme: str | None) -> SyntheticCheckpoint:
         "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": None,
     }  # fmt: skip
     config = config_from_hf(raw, shape)
-    schemes: dict[str, QuantScheme] = {}
-    if scheme is not None:
-        plan = QuantPlan(QuantScheme.parse(scheme), (Override("lm_head", _HEAD),))
-        schemes = plan.assign(linear_columns(config))
-    return SyntheticCheckpoint(Path(shape if scheme is None else f"{shape}-{scheme}"), config, schemes)
+    return SyntheticCheckpoint(Path(shape if scheme is None else f"{shape}-{scheme}"), config, _schemes(config, scheme))
+
+
+def shaped(source: str | Path, scheme: str | None) -> Checkpoint:
+    """A checkpoint whose shapes are looked at: a folder, one with nothing but a ``config.json``, or a named shape.
+
+    Args:
+        scheme: of the linears where there are no weights; see `synthetic`. None is what the config says.
+
+    Raises:
+        RequestError: if there are weights, which have schemes of their own, or for an unknown shape or scheme.
+        QuantkitError: as opening a folder does.
+    """
+    folder = Path(source)
+    if not folder.exists() and str(source) in _SHAPES:
+        return synthetic(str(source), scheme)
+    path = folder / "config.json"
+    if weight_kinds(folder) or not path.is_file():
+        if scheme is not None:
+            raise RequestError("a folder of weights has schemes of its own", path=folder, found=f"scheme {scheme}")
+        return open_checkpoint(folder)
+    raw = read_json(path)
+    config = config_from_hf(raw, path)
+    if (settings := raw.get("quantization_config")) and scheme is None:
+        return SyntheticCheckpoint(folder, config, read_schemes(settings, linear_columns(config), path))
+    return SyntheticCheckpoint(folder, config, _schemes(config, scheme))
+
+
+def _schemes(config: ModelConfig, scheme: str | None) -> dict[str, QuantScheme]:
+    if scheme is None:
+        return {}
+    plan = QuantPlan(QuantScheme.parse(scheme), (Override("lm_head", _HEAD),) if not config.tied_embeddings else ())
+    return plan.assign(linear_columns(config))

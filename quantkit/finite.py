@@ -44,10 +44,13 @@ def finite_logits(logits: Tensor, path: Path | None = None) -> Tensor:
         NonFiniteError: if one is.
     """
     if not all_finite(logits):
-        raise NonFiniteError(
-            "the model's logits are NaN or Inf", path=path, hint="hold it against its source with verify"
-        )
+        raise nonfinite_logits(path)
     return logits
+
+
+def nonfinite_logits(path: Path | None = None) -> NonFiniteError:
+    """The error that `finite_logits` raises."""
+    return NonFiniteError("the model's logits are NaN or Inf", path=path, hint="hold it against its source with verify")
 
 
 def _count_nonfinite(tensor: Tensor) -> int:

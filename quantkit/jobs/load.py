@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,7 +13,12 @@ from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
 from quantkit.parallel.group import Group
 from quantkit.parallel.sharded import shard
+from quantkit.parallel.xla.require import require_packages
+from quantkit.progress import Progress, silent
 from quantkit.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from quantkit.parallel.xla.engine import XlaModel
 
 
 def load(
@@ -42,4 +48,31 @@ def load(
     if tp is not None:
         checkpoint = shard(checkpoint, tp)
     model = load_model(checkpoint, device=device, dtype=dtype, backend=backend)
+    return model, tokenizer or load_tokenizer(path)
+
+
+def load_xla(
+    path: str | Path,
+    *,
+    devices: int | None = None,
+    dtype: torch.dtype | None = None,
+    weights: str | None = None,
+    multi_host: bool = False,
+    progress: Progress = silent,
+) -> tuple[XlaModel, Tokenizer]:
+    """What `load` does, for the devices that JAX finds; the process can't `torch.compile` from then on.
+
+    Args:
+        devices: that share the model; None takes all.
+        multi_host: whether other processes, each with this call, have devices as well.
+
+    Raises:
+        QuantkitError: of the kind that says what is wrong.
+    """
+    require_packages()
+    from quantkit.parallel.xla.engine import model_on_devices
+
+    checkpoint = open_checkpoint(path, weights)
+    tokenizer, _ = checked_tokenizer(checkpoint)
+    model = model_on_devices(checkpoint, devices=devices, dtype=dtype, multi_host=multi_host, progress=progress)
     return model, tokenizer or load_tokenizer(path)

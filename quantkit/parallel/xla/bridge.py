@@ -6,6 +6,7 @@ Once this is imported, `torch.compile` no longer works in the process.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -41,7 +42,12 @@ with _absent_overloads():
     import torchax
     from torchax import interop
 
-    _environment = torchax.default_env()
+
+@functools.cache
+def _environment() -> Any:
+    """torchax's own, made at first use: it starts JAX's devices."""
+    with _absent_overloads():
+        return torchax.default_env()
 
 
 def apply(function: Callable[..., Any], *tensors: Any) -> Any:
@@ -61,6 +67,7 @@ def run(module: nn.Module, state: Mapping[str, jax.Array], function: Callable[..
         with torch.nn.utils.stateless._reparametrize_module(module, interop.torch_view(dict(state))):
             return function(*tensors)
 
+    _environment()
     return interop.call_torch(inside, *arrays)
 
 
@@ -80,4 +87,4 @@ def attend_by(attention: Callable[[jax.Array, jax.Array, jax.Array, jax.Array | 
             raise NotImplementedError("attention is causal, or has a mask; nothing else")
         return apply(attention, queries, keys, values, attn_mask)
 
-    _environment.override_op_definition(F.scaled_dot_product_attention, attend)
+    _environment().override_op_definition(F.scaled_dot_product_attention, attend)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
 from quantkit.parallel.xla import products
-from quantkit.parallel.xla.bridge import apply
+from quantkit.parallel.xla.bridge import apply, attend_by
 from quantkit.parallel.xla.layout import COLUMNS, Layout
 
 Finish = Callable[[jax.Array], jax.Array]
@@ -70,6 +70,7 @@ class ShardedCache(KVCache):
 
 def sharded_decoder(layout: Layout) -> Decoder:
     """The decoder of one device, without weights; it takes the arrays of `Layout.leaves` by their names."""
+    attend_by(products.attention)
     with torch.device("meta"):
         model = Decoder(layout.local)
     for name, module in list(model.named_modules()):

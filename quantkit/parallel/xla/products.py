@@ -15,6 +15,7 @@ from jax import lax
 AXIS = "tp"
 
 _FEW_ROWS = 64  # up to which sums for each group take less memory than the weight as floats
+_BLOCK = 512  # queries of which the weights over all positions are in memory at once
 _EXACT = lax.Precision.HIGHEST  # a TPU would otherwise round float32 to bfloat16
 
 _dot = partial(lax.dot_general, precision=_EXACT, preferred_element_type=jnp.float32)
@@ -74,16 +75,30 @@ def attention(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.
         keys, values: [B, K, S, Dh]; each KV head serves H / K query heads.
         mask: [T, S], true where a query sees a position; None for each up to its own.
     """
+    length, span = queries.shape[2], keys.shape[2]
+    if length <= _BLOCK or length % _BLOCK:
+        return _mixed(queries, keys, values, jnp.tril(jnp.ones((length, span), bool)) if mask is None else mask)
+
+    def block(start: jax.Array) -> jax.Array:
+        some = lax.dynamic_slice_in_dim(queries, start, _BLOCK, axis=2)
+        if mask is None:
+            seen = start + jnp.arange(_BLOCK)[:, None] >= jnp.arange(span)
+        else:
+            seen = lax.dynamic_slice_in_dim(mask, start, _BLOCK)
+        return _mixed(some, keys, values, seen)
+
+    blocks = lax.map(block, jnp.arange(0, length, _BLOCK))  # [T / _BLOCK, B, H, _BLOCK, Dh]
+    return jnp.moveaxis(blocks, 0, 2).reshape(queries.shape)
+
+
+def _mixed(queries: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array) -> jax.Array:
     batch, heads, length, size = queries.shape
-    shared, span = keys.shape[1:3]
+    shared = keys.shape[1]
     grouped = queries.reshape(batch, shared, heads // shared, length, size)
-    seen = jnp.tril(jnp.ones((length, span), bool)) if mask is None else mask
-    scores = jnp.einsum(
-        "bkgtd,bksd->bkgts", grouped, keys, precision=_EXACT, preferred_element_type=jnp.float32
-    ) / math.sqrt(size)
-    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(values.dtype)
+    scores = jnp.einsum("bkgtd,bksd->bkgts", grouped, keys, precision=_EXACT, preferred_element_type=jnp.float32)
+    weights = jax.nn.softmax(jnp.where(seen, scores / math.sqrt(size), -jnp.inf), axis=-1).astype(values.dtype)
     mixed = jnp.einsum("bkgts,bksd->bkgtd", weights, values, precision=_EXACT)
-    return mixed.reshape(batch, heads, length, size).astype(queries.dtype)
+    return mixed.reshape(queries.shape).astype(queries.dtype)
 
 
 def stored(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:

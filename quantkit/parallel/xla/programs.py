@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from quantkit.model.decoder import Decoder
 from quantkit.parallel.xla.bridge import apply, run
 from quantkit.parallel.xla.draw import drawn
+from quantkit.parallel.xla.layout import Layout
 from quantkit.parallel.xla.model import ShardedCache
 from quantkit.parallel.xla.weights import DIVIDED
+from quantkit.runtime.sampling import SamplingParams
 
 CHUNK = 10
 """Tokens that are drawn before the host looks at them."""
@@ -27,11 +30,26 @@ Cache = tuple[list[jax.Array], list[jax.Array]]
 
 
 class Sampling(NamedTuple):
-    """How tokens are drawn, as arrays: the key of this chunk, temperature and top-p."""
+    """How a chunk's tokens are drawn, as arrays.
 
-    key: jax.Array
-    temperature: jax.Array
-    top_p: jax.Array
+    Attributes:
+        key: [2] uint32, of the text.
+        chunk: the chunk's number in it.
+    """
+
+    key: Any
+    chunk: Any
+    temperature: Any
+    top_p: Any
+
+    @classmethod
+    def of(cls, seed: int, chunk: int, params: SamplingParams) -> Sampling:
+        """
+        Args:
+            seed: in 64 bits.
+        """
+        key = np.array(divmod(seed, 1 << 32), np.uint32)
+        return cls(key, np.int32(chunk), np.float32(params.temperature), np.float32(params.top_p))
 
 
 def prefill_program(model: Decoder, mesh: Mesh) -> Any:
@@ -41,11 +59,11 @@ def prefill_program(model: Decoder, mesh: Mesh) -> Any:
     prompt sees it, and what it leaves in the cache is overwritten before a token that would.
     """
 
-    def program(state: Any, cache: Cache, tokens: jax.Array, length: jax.Array) -> tuple[Cache, jax.Array]:
+    def prefill(state: Any, cache: Cache, tokens: jax.Array, length: jax.Array) -> tuple[Cache, jax.Array]:
         positions = jnp.arange(tokens.shape[1])
         return _on_one(model, state, cache, tokens, positions, length - 1, first=True)
 
-    return _everywhere(program, mesh, (DIVIDED, DIVIDED, _WHOLE, _WHOLE), (DIVIDED, _WHOLE), donated=(1,))
+    return _everywhere(prefill, mesh, (DIVIDED, DIVIDED, _WHOLE, _WHOLE), (DIVIDED, _WHOLE), donated=(1,))
 
 
 def chunk_program(model: Decoder, mesh: Mesh, *, greedy: bool) -> Any:
@@ -55,13 +73,12 @@ def chunk_program(model: Decoder, mesh: Mesh, *, greedy: bool) -> Any:
     The first token is drawn from the logits given; position is where it goes. `CHUNK` positions must be left.
     """
 
-    def program(
+    def chunk(
         state: Any, cache: Cache, logits: jax.Array, position: jax.Array, sampling: Sampling
     ) -> tuple[Cache, jax.Array, jax.Array, jax.Array]:
         def step(carry: tuple[Cache, jax.Array], index: jax.Array) -> tuple[Any, Any]:
             cache, logits = carry
-            key = jax.random.fold_in(sampling.key, index)
-            tokens = logits.argmax(-1) if greedy else drawn(logits, key, sampling.temperature, sampling.top_p)
+            tokens = logits.argmax(-1) if greedy else _drawn(logits, sampling, index)
             positions = (position + index)[None]
             following = _on_one(model, state, cache, tokens[:, None], positions, jnp.zeros((), jnp.int32), first=False)
             return following, (tokens, jnp.isfinite(logits).all())
@@ -70,7 +87,18 @@ def chunk_program(model: Decoder, mesh: Mesh, *, greedy: bool) -> Any:
         return cache, logits, tokens, finite
 
     inputs = (DIVIDED, DIVIDED, _WHOLE, _WHOLE, _WHOLE)
-    return _everywhere(program, mesh, inputs, (DIVIDED, _WHOLE, _WHOLE, _WHOLE), donated=(1, 2))
+    return _everywhere(chunk, mesh, inputs, (DIVIDED, _WHOLE, _WHOLE, _WHOLE), donated=(1, 2))
+
+
+def cache_shape(layout: Layout, batch: int, capacity: int) -> tuple[int, ...]:
+    """Of a layer's keys or values over all devices, [N, B, K / N, S, Dh]."""
+    return layout.devices, batch, layout.local.num_kv_heads, capacity, layout.config.head_dim
+
+
+def _drawn(logits: jax.Array, sampling: Sampling, index: jax.Array) -> jax.Array:
+    key = jax.random.wrap_key_data(sampling.key, impl="threefry2x32")
+    key = jax.random.fold_in(jax.random.fold_in(key, sampling.chunk), index)
+    return drawn(logits, key, sampling.temperature, sampling.top_p)
 
 
 def _on_one(
@@ -93,12 +121,17 @@ def _everywhere(
 ) -> Any:
     """Run a program on every device; divided arguments reach it as the device's own part."""
 
+    @wraps(program)
     def one(*arguments: Any) -> Any:
-        own = [jax.tree.map(lambda a: a[0], x) if spec == DIVIDED else x for x, spec in zip(arguments, inputs, strict=True)]
-        results = program(*own)
-        return tuple(
-            jax.tree.map(lambda a: a[None], x) if spec == DIVIDED else x for x, spec in zip(results, outputs, strict=True)
-        )
+        results = program(*_each(lambda array: array[0], arguments, inputs))
+        return _each(lambda array: array[None], results, outputs)
 
     mapped = jax.shard_map(one, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
     return jax.jit(mapped, donate_argnums=donated)
+
+
+def _each(change: Callable[[Any], Any], values: tuple[Any, ...], specs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Change the arrays that are divided."""
+    return tuple(
+        jax.tree.map(change, value) if spec == DIVIDED else value for value, spec in zip(values, specs, strict=True)
+    )
