@@ -21,6 +21,7 @@ ROOMS = (
     ("kernels", "parallel"),
     ("model",),
     ("quality", "runtime", "calibration"),
+    ("parallel.xla",),
     ("jobs",),
     ("evals",),
     ("cli",),
@@ -42,6 +43,10 @@ NO_TORCH = {"quantkit", "quantkit.errors", "quantkit.config", "quantkit.meta_con
 
 # Loaded by their backend alone, and only where it may serve.
 NEEDS_TRITON = {f"quantkit.kernels.triton_{part}" for part in ("words", "int4", "int8", "tune")}
+
+
+XLA = "quantkit.parallel.xla"
+XLA_LIGHT = {XLA, f"{XLA}.require", f"{XLA}.layout"}  # what can be imported where there is no jax
 
 
 def _modules() -> dict[str, ast.Module]:
@@ -68,13 +73,20 @@ def _imports(tree: ast.Module) -> set[str]:
     return names
 
 
+def _room(module: str) -> str:
+    """The room of a module: a folder, or a folder in one that has a rank of its own."""
+    parts = module.split(".")
+    inner = ".".join(parts[1:3])
+    return inner if inner in RANKS else parts[1]
+
+
 def _rooms(names: set[str]) -> set[str]:
-    return {n.split(".")[1] for n in names if n.startswith("quantkit.") and n.split(".")[1] in RANKS}
+    return {_room(n) for n in names if n.startswith("quantkit.") and _room(n) in RANKS}
 
 
 @pytest.mark.parametrize("module", sorted(set(MODULES) - {"quantkit"}))
 def test_imports_point_only_to_rooms_above(module: str) -> None:
-    room = module.split(".")[1]
+    room = _room(module)
     below = {other for other in _rooms(_imports(MODULES[module])) if RANKS[other] > RANKS[room]}
     assert not below
 
@@ -87,7 +99,7 @@ def test_guarded_rooms_import_only_what_they_may(prefix: str) -> None:
 
 
 def test_every_module_belongs_to_a_room() -> None:
-    assert {m.split(".")[1] for m in MODULES if "." in m} == set(RANKS)
+    assert {_room(m) for m in MODULES if "." in m} == set(RANKS)
 
 
 @pytest.mark.parametrize("package", ["click", "tqdm"])
@@ -107,13 +119,23 @@ def test_transformers_is_for_tests_only() -> None:
     assert not [m for m, tree in MODULES.items() if any(n.split(".")[0] == "transformers" for n in _imports(tree))]
 
 
+def test_jax_is_asked_for_in_one_room_and_torchax_in_one_module() -> None:
+    def users(package: str) -> set[str]:
+        return {m for m, tree in MODULES.items() if any(n.split(".")[0] == package for n in _imports(tree))}
+
+    assert users("torchax") == {f"{XLA}.bridge"}
+    assert users("jax")
+    assert all(module.startswith(XLA + ".") and module not in XLA_LIGHT for module in users("jax"))
+
+
 def test_the_light_modules_do_without_torch() -> None:
     for module in NO_TORCH:
         assert not {n for n in _imports(MODULES[module]) if n.split(".")[0] == "torch"}, module
 
 
 def test_importing_everything_touches_no_accelerator_and_no_compiler() -> None:
-    names = sorted(set(MODULES) - {"quantkit.cli.__main__"} - NEEDS_TRITON)
+    needs_jax = {module for module in MODULES if module.startswith(XLA) and module not in XLA_LIGHT}
+    names = sorted(set(MODULES) - {"quantkit.cli.__main__"} - NEEDS_TRITON - needs_jax)
     code = (
         "import importlib, sys\n"
         f"for name in {names}: importlib.import_module(name)\n"

@@ -2,6 +2,9 @@
 
 Rows of q, k, v, gate, up and the head are divided, columns of o and down, the vocabulary of the embedding;
 the rest is whole on every device. Where there are fewer KV heads than devices, several have the same one.
+
+All devices run one program, so their arrays have one shape, padded where need be; the processes of
+`quantkit.parallel.layout` may have shares of different sizes.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ _MOST_PADDING = 1 / 32  # of the feed-forward size; beyond it scales are repeate
 
 
 @dataclass(frozen=True)
-class Part:
+class Share:
     """What each device has of a tensor.
 
     Attributes:
@@ -87,7 +90,7 @@ class Layout:
             config, num_heads=config.num_heads // devices, num_kv_heads=max(1, config.num_kv_heads // devices)
         )
 
-    def part(self, entry: Entry) -> Part:
+    def share(self, entry: Entry) -> Share:
         """What each device has of one tensor of the checkpoint."""
         child = entry.module.rpartition(".")[2]
         size = self.config.head_dim
@@ -97,7 +100,7 @@ class Layout:
             shared = self.config.num_kv_heads
             count = max(1, shared // self.devices)
             starts = tuple(rank * shared // self.devices * size for rank in range(self.devices))
-            return Part(0, starts, count * size)
+            return Share(0, starts, count * size)
         if child in ("embed_tokens", "lm_head"):
             return self._even(0, self.config.vocab_size)
         if child in ("gate_proj", "up_proj"):
@@ -106,7 +109,7 @@ class Layout:
         if child in COLUMNS and entry.name.endswith(".weight"):
             group, width = self._columns(entry.module, entry.shape[1])
             return replace(self._even(1, width), group=group)
-        return Part(None)
+        return Share(None)
 
     def leaves(self, entry: Entry, value: Tensor | QuantTensor, rank: int) -> list[Leaf]:
         """A tensor of the checkpoint as it lies on one device.
@@ -114,29 +117,29 @@ class Layout:
         A quantized weight becomes codes [G, O, I / G] less half their levels, ``scale`` [G, O] and, if it has
         them, ``zero`` [G, O] less the same. Works on the meta device as well.
         """
-        part = self.part(entry)
+        share = self.share(entry)
         if isinstance(value, Tensor):
-            return [Leaf(entry.name, _cut(value, part, part.axis, rank))]
+            return [Leaf(entry.name, _cut(value, share, share.axis, rank))]
         middle = value.scheme.levels // 2
-        codes = _cut(value.codes, part, part.axis, rank).short() - middle
+        codes = _cut(value.codes, share, share.axis, rank).short() - middle
         parameters = {"scale": value.scale}
         if value.zero is not None:
             parameters["zero"] = (value.zero.short() - middle).char()
         for name, each in parameters.items():
-            if part.axis == 0:
-                parameters[name] = _cut(each, part, 0, rank)
-            elif part.axis == 1 and value.scheme.group_size is not None:
-                repeated = each.repeat_interleave(value.scheme.group_size // part.group, dim=1)
-                parameters[name] = _cut(repeated, part, 1, rank, part.group)
+            if share.axis == 0:
+                parameters[name] = _cut(each, share, 0, rank)
+            elif share.axis == 1 and value.scheme.group_size is not None:
+                repeated = each.repeat_interleave(value.scheme.group_size // share.group, dim=1)
+                parameters[name] = _cut(repeated, share, 1, rank, share.group)
         grouped = codes.char().view(codes.shape[0], parameters["scale"].shape[1], -1)
         return [
             Leaf(f"{entry.module}.codes", grouped.transpose(0, 1), nibbles=value.scheme.bits == 4),
             *(Leaf(f"{entry.module}.{name}", each.t()) for name, each in parameters.items()),
         ]
 
-    def _even(self, axis: int, size: int) -> Part:
+    def _even(self, axis: int, size: int) -> Share:
         count = -(-size // self.devices)
-        return Part(axis, tuple(rank * count for rank in range(self.devices)), count)
+        return Share(axis, tuple(rank * count for rank in range(self.devices)), count)
 
     def _columns(self, module: str, columns: int) -> tuple[int, int]:
         """Group size and number of columns, zeros included, that can be divided among the devices.
@@ -154,11 +157,11 @@ class Layout:
         return size, width
 
 
-def _cut(tensor: Tensor, part: Part, axis: int | None, rank: int, unit: int = 1) -> Tensor:
+def _cut(tensor: Tensor, share: Share, axis: int | None, rank: int, unit: int = 1) -> Tensor:
     """One device's part along an axis that counts in units of so many columns."""
     if axis is None:
         return tensor
-    start, count = min(part.starts[rank] // unit, tensor.shape[axis]), part.count // unit
+    start, count = min(share.starts[rank] // unit, tensor.shape[axis]), share.count // unit
     kept = tensor.narrow(axis, start, min(count, tensor.shape[axis] - start))
     missing = count - kept.shape[axis]
     return F.pad(kept, (0, 0) * (kept.dim() - 1 - axis) + (0, missing)) if missing else kept

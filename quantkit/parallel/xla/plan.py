@@ -203,7 +203,8 @@ def _too_much(target: str, found: str, memory: str) -> RequestError:
 
 
 def _bits(array: jax.ShapeDtypeStruct) -> int:
-    return math.prod(array.shape) * (4 if array.dtype == jnp.int4 else 8 * array.dtype.itemsize)
+    bits: int = 4 if array.dtype == jnp.int4 else 8 * array.dtype.itemsize
+    return math.prod(array.shape) * bits
 
 
 def _gib(size: int) -> str:

@@ -1,0 +1,207 @@
+"""The decoder through XLA, over virtual CPU devices: what it computes, exchanges and refuses."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+from command import Capture, run
+
+import quantkit
+from quantkit.parallel.xla import require
+
+ROOT = Path(__file__).resolve().parent.parent
+PROMPT = "My fellow citizens"
+
+
+def _require_torchax() -> None:
+    """Without importing it: it would change torch for the other tests."""
+    if importlib.util.find_spec("torchax") is None:
+        pytest.skip("torchax is not installed")
+
+
+def _virtual(devices: int, cache: Path, **more: str) -> dict[str, str]:
+    """The environment of a process that has so many devices."""
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    return {
+        **os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "QUANTKIT_CACHE": str(cache), "OMP_NUM_THREADS": "1",
+        **more,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All cases in one process; by the folder's name."""
+    _require_torchax()
+    home = tmp_path_factory.mktemp("xla")
+    small = {"num_hidden_layers": 2, "vocab_size": 99, "eos_token_id": None}
+    source = oracle.save(oracle.make("llama", num_key_value_heads=4, **small), home / "float32")
+    for scheme in ("int8", "int4-g32", "int4-g16-asym"):
+        quantkit.quantize(source, home / scheme, scheme, keep=["*.layers.1.mlp.up_proj"], accept_quality_loss=True)
+    oracle.save(oracle.make("qwen2", tie_word_embeddings=True, **small), home / "qwen2")
+    window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    oracle.save(oracle.make("qwen3", **window, **small), home / "qwen3")
+    devices = {"float32": 8, "int8": 8, "int4-g32": 8, "int4-g16-asym": 8, "qwen2": 1, "qwen3": 4}
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests" / "xla_cases.py", *(f"{home / name}:{n}" for name, n in devices.items())],
+        env=_virtual(8, home / "cache"), capture_output=True, text=True, check=False, cwd=home,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+NAMES = ["float32", "int8", "int4-g32", "int4-g16-asym", "qwen2", "qwen3"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_torch(name: str, cases: dict[str, Any]) -> None:
+    case = cases[name]
+    assert case["spread"] > 0.1
+    assert max(case["prompt"], case["chunk"]) < 1e-4
+    assert case["tokens"][0] == case["tokens"][1]
+    assert case["generated"] == [True] * 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_pads_a_prompt_is_never_seen(name: str, cases: dict[str, Any]) -> None:
+    assert cases[name]["padding"] == [True, True]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "qwen2"])
+def test_a_step_exchanges_twice_a_layer_and_twice_more(name: str, cases: dict[str, Any]) -> None:
+    assert cases[name]["collectives"] == {"all-reduce": 2 * 2 + 1, "all-gather": 1}
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("int8", "int8"), ("int4-g32", "int4"), ("int4-g16-asym", "int4")])
+def test_weights_stay_quantized(name: str, dtype: str, cases: dict[str, Any]) -> None:
+    dtypes = cases[name]["dtypes"]
+    linears = [key.removesuffix(".codes") for key in dtypes if key.endswith(".codes")]
+    assert len(linears) == 2 * 7 - 1
+    assert {dtypes[key + ".codes"] for key in linears} == {dtype}
+    assert not [key for key in linears if key + ".weight" in dtypes]
+    assert ("zero" in "".join(dtypes)) == ("asym" in name)
+
+
+def test_memory_is_divided(cases: dict[str, Any]) -> None:
+    held = cases["float32"]["bytes"]
+    hidden, inner, vocabulary, size, layers = 64, 96, 99, 8, 2
+    block = hidden * (2 * 8 * size + 2 * 8 * size) + 3 * hidden * inner  # of KV heads 4 become 8
+    matrices = layers * block + 2 * (vocabulary + 5) * hidden
+    assert len(set(held)) == 1
+    assert held[0] == 4 * (matrices // 8 + (2 * layers + 1) * hidden + size // 2)
+
+
+def test_the_cache_is_donated_and_its_end_is_guarded(cases: dict[str, Any]) -> None:
+    assert cases["float32"]["donated"]
+    assert cases["float32"]["full"].startswith("RequestError: the cache is full (found 27 of 32 positions")
+    assert cases["clamped"] == [4, 4, 2, 2]  # what would happen without the guard: not at the fourth, before it
+
+
+def test_tokens_are_drawn_as_asked(cases: dict[str, Any]) -> None:
+    first, again, other, narrow, greedy = cases["sampling"]
+    assert first == again != other
+    assert narrow == greedy
+    assert cases["drawn"] == pytest.approx([0.375, 0, 0.625, 0], abs=0.03)
+
+
+def test_nan_is_no_token(cases: dict[str, Any]) -> None:
+    assert cases["nan"].startswith("NonFiniteError: the model's logits are NaN or Inf")
+
+
+def test_the_command_continues_as_torch_does_and_compiles_once(demo_model: Path, tmp_path: Path) -> None:
+    _require_torchax()
+    command = [sys.executable, "-m", "quantkit.cli", "generate", str(demo_model), "--prompt", PROMPT, "--dtype", "fp32"]
+    count = ["--max-new-tokens", "25"]
+    eager = subprocess.run([*command, *count], capture_output=True, text=True, check=True).stdout
+    sharded = [*command, *count, "--backend", "xla", "--tp", "4"]
+    found = []
+    for _ in range(2):
+        done = subprocess.run(sharded, env=_virtual(4, tmp_path), capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (0, eager, "")
+        found.append({file.name for file in (tmp_path / "xla").glob("*-cache")})
+    assert found[0] == found[1]
+    assert len([name for name in found[0] if name.startswith(("jit_prefill", "jit_chunk"))]) == 2
+
+
+def test_several_hosts_are_one(demo_model: Path, tmp_path: Path) -> None:
+    _require_torchax()
+    command = [
+        sys.executable, "-m", "quantkit.cli", "generate", str(demo_model), "--prompt", PROMPT, "--max-new-tokens", "15",
+        "--temperature", "0.8", "--backend", "xla", "--multi-host",
+    ]  # fmt: skip
+    place = {"JAX_COORDINATOR_ADDRESS": f"localhost:{_free_port()}", "JAX_NUM_PROCESSES": "2"}
+    hosts = [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=_virtual(2, tmp_path, JAX_PROCESS_ID=str(rank), **place),
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    (first, errors), (second, _) = [host.communicate(timeout=240) for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], errors
+    assert PROMPT in first
+    assert not re.sub(r"\[Gloo\].*\n", "", second)  # the library that joins CPUs speaks up on stdout
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.mark.parametrize(
+    ("installed", "line"),
+    [
+        ({}, 'jax is not installed; pip install "quantkit[tpu]"'),
+        ({"jax": "0.10.2"}, "torchax is not installed"),
+        ({"jax": "0.9.0", "torchax": "0.0.13"}, "this version of jax does not serve (found 0.9.0, expected 0.10.2)"),
+        ({"jax": "0.10.2", "torchax": "0.0.13"}, "libtpu is not installed"),
+    ],
+)
+def test_a_package_that_is_missing_is_named(
+    installed: dict[str, str], line: str, demo_model: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
+) -> None:
+    monkeypatch.setattr(require, "_installed", installed.get)
+    commands = [["plan", demo_model, "--target", "v5e-16"], ["plan", "generate", "llama-2-7b", "--target", "v5e-16"]]
+    if len(installed) < 2 or "0.9.0" in installed.values():
+        commands.append(["generate", demo_model, "--prompt", "x", "--backend", "xla"])
+    for command in commands:
+        code, out, errors = run(capfd, *command)
+        assert (code, out) == (2, "")
+        assert errors.startswith(f"quantkit: error: {line}")
+        assert errors.count("\n") == 1
+
+
+def test_the_extra_brings_the_versions_that_are_asked_for() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras["tpu"] == [f"{name}=={version}" for name, version in require.VERSIONS.items()]
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--tp", "2"], "--tp and --multi-host go with --backend xla"),
+        (["--backend", "xla", "--tp", "3"], "attention heads can't be divided among the devices (found 3 devices"),
+        (["--backend", "xla", "--tp", "8"], "too few devices (found 4 of kind cpu, expected 8)"),
+        (["--backend", "xla", "--tp", "0"], "devices must be at least 1"),
+    ],
+)
+def test_devices_that_do_not_serve_are_refused(options: list[str], line: str, demo_model: Path, tmp_path: Path) -> None:
+    if "xla" in options:
+        _require_torchax()
+    command = [sys.executable, "-m", "quantkit.cli", "generate", str(demo_model), "--prompt", "x", *options]
+    done = subprocess.run(command, env=_virtual(4, tmp_path), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"quantkit: error: {line}")

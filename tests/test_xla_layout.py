@@ -1,0 +1,98 @@
+"""Which device has what: put together again, the parts are the model. No JAX."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.config import ModelConfig
+from quantkit.errors import RequestError
+from quantkit.evals.synthetic import synthetic
+from quantkit.naming import Entry, entries
+from quantkit.parallel.xla.layout import Layout
+from quantkit.qtensor import quantize_rtn
+from quantkit.scheme import QuantScheme
+
+SCHEMES = ["int8", "int4-g32", "int4-g128", "int4-g128-asym", "int8-g64-asym"]
+
+
+def _config(**changes: int) -> ModelConfig:
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32}
+    return replace(synthetic("llama-160m", None).config, **{**sizes, "vocab_size": 99, "num_layers": 1, **changes})
+
+
+def _entry(config: ModelConfig, child: str) -> Entry:
+    return next(entry for entry in entries(config) if entry.name.endswith(child + ".weight"))
+
+
+def _weight(layout: Layout, entry: Entry, value: object, rank: int) -> Tensor:
+    """What a device's leaves mean, [O, I]."""
+    leaves = {leaf.name.rpartition(".")[2]: leaf.value for leaf in layout.leaves(entry, value, rank)}  # type: ignore[arg-type]
+    if "weight" in leaves:
+        return leaves["weight"]
+    zero = leaves["zero"].float().unsqueeze(-1) if "zero" in leaves else 0
+    weight = (leaves["codes"].float() - zero) * leaves["scale"].float().unsqueeze(-1)  # [G, O, I / G]
+    return weight.transpose(0, 1).flatten(1)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+@pytest.mark.parametrize("scheme", [None, *SCHEMES])
+@pytest.mark.parametrize("child", ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj", "lm_head"])
+def test_the_parts_make_up_the_weight(child: str, scheme: str | None, devices: int) -> None:
+    config = _config()
+    entry = _entry(config, child)
+    weight = torch.randn(entry.shape)
+    value, schemes = weight, {}
+    if scheme is not None:
+        schemes = {entry.module: QuantScheme.parse(scheme).fitted(entry.shape[1])}
+        value = quantize_rtn(weight, schemes[entry.module], torch.float16)
+        weight = value.dequantize()
+    layout = Layout(config, schemes, devices)
+    parts = [_weight(layout, entry, value, rank) for rank in range(devices)]
+    assert len({part.shape for part in parts}) == 1
+    if child == "k_proj" and devices == 8:  # each head twice
+        assert all(torch.equal(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True))
+        parts = parts[::2]
+    axis = 1 if child in ("o_proj", "down_proj") else 0
+    whole = torch.cat(parts, dim=axis)
+    assert torch.equal(whole.narrow(axis, 0, weight.shape[axis]), weight)
+    assert not whole.narrow(axis, weight.shape[axis], whole.shape[axis] - weight.shape[axis]).any()
+
+
+@pytest.mark.parametrize(
+    ("devices", "group", "expected"),
+    [(8, 128, (128, 11264)), (16, 128, (64, 11264)), (16, 32, (32, 11264)), (8, 64, (64, 11264)), (4, 64, (64, 11008))],
+)
+def test_groups_that_do_not_divide_are_padded_or_cut(devices: int, group: int, expected: tuple[int, int]) -> None:
+    config = _config(intermediate_size=11008, num_heads=16, num_kv_heads=16)
+    scheme = QuantScheme(4, group)
+    entry = _entry(config, "down_proj")
+    share = Layout(config, {entry.module: scheme}, devices).share(entry)
+    assert (share.group, share.count * devices) == expected
+    assert Layout(config, {entry.module: scheme}, devices).share(_entry(config, "gate_proj")).count == share.count
+
+
+def test_biases_of_sums_are_whole_and_the_others_divided() -> None:
+    config = replace(_config(), qkv_bias=True, output_bias=True, mlp_bias=True)
+    layout = Layout(config, {}, 4)
+    axes = {
+        entry.name.split(".")[-2]: layout.share(entry).axis for entry in entries(config) if entry.name.endswith("bias")
+    }
+    assert axes == {
+        "q_proj": 0,
+        "k_proj": 0,
+        "v_proj": 0,
+        "o_proj": None,
+        "gate_proj": 0,
+        "up_proj": 0,
+        "down_proj": None,
+    }
+
+
+@pytest.mark.parametrize(("heads", "shared", "devices"), [(8, 4, 3), (12, 4, 6), (8, 8, 16), (8, 4, 0)])
+def test_heads_that_can_not_be_divided_are_refused(heads: int, shared: int, devices: int) -> None:
+    with pytest.raises(RequestError, match="can't be divided among the devices"):
+        Layout(_config(num_heads=heads, num_kv_heads=shared), {}, devices)

@@ -1,0 +1,95 @@
+"""`quantkit plan DIR --target SLICE`: what the compiler for the real slice says."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import Capture, run
+
+from quantkit.errors import RequestError
+from quantkit.evals.synthetic import shaped
+from quantkit.formats.checkpoint import schemes
+from quantkit.formats.compressed_tensors import quantization_config
+from quantkit.naming import linear_columns
+from quantkit.scheme import QuantScheme
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024, "intermediate_size": 2048,
+    "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 1024,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16", "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path / "model"
+
+
+def _plan(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    if importlib.util.find_spec("libtpu") is None or importlib.util.find_spec("torchax") is None:
+        pytest.skip("libtpu or torchax is not installed")
+    command = [sys.executable, "-m", "quantkit.cli", "plan", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_slice_is_compiled_for(folder: Path) -> None:
+    done = _plan(folder, "--target", "v5e-4", "--batch", "2", "--scheme", "int4-g128", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["chips"], found["batch"], found["context"]) == (4, 2, 512)
+    step, prompt = found["phases"]
+    for phase in (step, prompt):
+        assert phase["collectives"] == {"all-reduce": 2 * 2 + 1, "all-gather": 1}
+        assert phase["total"] > phase["arguments"] + phase["temporaries"]
+    # Codes of half a byte and scales of two; an int8 head; KV heads 2 become 4; keys and values of 2 x 512 positions.
+    weights = 2 * (2 * 1024 * 1024 + 2 * 1024 * 512 + 3 * 1024 * 2048)
+    held = weights * (1 / 2 + 2 / 128) + 1024 * 1024 * (1 + 2) + 2 * 2 * 4 * 2 * 512 * 128 * 2
+    assert step["arguments"] == pytest.approx(held / 4, rel=0.05)
+
+
+def test_what_does_not_fit_is_an_error(folder: Path) -> None:
+    done = _plan("generate", folder, "--target", "v5e-4", "--batch", "100000")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "the model does not fit v5e-4 (found 48.8" in done.stderr  # 2 layers x 2 x 100000 x 512 x 128 x 2 bytes
+    assert "expected at most 16.00 GiB" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--target", "v5e-5"], "unknown TPU slice (found v5e-5"),
+        (["--target", "v9-8"], "unknown TPU slice (found v9-8"),
+        (["--target", "v5e-16"], "attention heads can't be divided among the devices (found 16 devices"),
+        (["--target", "v5e-8", "--context", "513"], "batch or context can't be (found 1 and 513"),
+    ],
+)
+def test_slices_that_do_not_serve_are_refused(options: list[str], line: str, folder: Path) -> None:
+    done = _plan(folder, *options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"quantkit: error: {line}" in done.stderr
+
+
+def test_a_model_can_be_its_config_alone(folder: Path, demo_model: Path) -> None:
+    assert schemes(shaped(folder, None)) == {}
+    assert set(schemes(shaped(folder, "int4-g64")).values()) == {QuantScheme(4, 64), QuantScheme(8, None)}
+    own = {"model.layers.1.mlp.up_proj": QuantScheme(4, 32)}
+    settings = quantization_config(own, linear_columns(shaped(folder, None).config))
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": settings}))
+    assert schemes(shaped(folder, None)) == own
+    assert shaped("llama-2-70b", "int8").config.num_heads == 64
+    with pytest.raises(RequestError, match="has schemes of its own"):
+        shaped(demo_model, "int8")
+
+
+def test_a_folder_needs_no_name_of_a_command(folder: Path, capfd: Capture) -> None:
+    code, _, errors = run(capfd, "plan", folder)
+    assert code == 2
+    assert "Missing option '--target'" in errors

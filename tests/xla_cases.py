@@ -1,0 +1,156 @@
+"""Runs in a process of its own, over virtual devices: what XLA computes beside what torch does, as JSON.
+
+python xla_cases.py FOLDER:DEVICES ...
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from quantkit.errors import QuantkitError
+from quantkit.formats.detect import open_checkpoint
+from quantkit.model.cache import KVCache
+from quantkit.model.decoder import Decoder
+from quantkit.model.load import load_model
+from quantkit.parallel.xla import products
+from quantkit.parallel.xla.engine import Text, XlaModel, model_on_devices
+from quantkit.parallel.xla.generate import generate
+from quantkit.parallel.xla.plan import collectives
+from quantkit.parallel.xla.programs import CHUNK, Sampling
+from quantkit.runtime.generate import generate as generate_eager
+from quantkit.runtime.sampling import SamplingParams
+
+warnings.simplefilter("error")
+PROMPT = [5, 17, 40, 3, 77, 12, 9]
+PADDED, CAPACITY = 16, 32
+
+
+def main(cases: list[str]) -> dict[str, Any]:
+    found = {}
+    for case in cases:
+        folder, _, devices = case.rpartition(":")
+        checkpoint = open_checkpoint(folder)
+        eager = load_model(checkpoint, dtype=torch.float32, backend="reference")
+        model = model_on_devices(checkpoint, devices=int(devices), dtype=torch.float32)
+        found[checkpoint.path.name] = compared(eager, model)
+    found["sampling"] = sampled(model)
+    found["nan"] = broken(model)
+    found["drawn"] = frequencies()
+    found["clamped"] = beyond()
+    return found
+
+
+def compared(eager: Decoder, model: XlaModel) -> dict[str, Any]:
+    expected, tokens = stepwise(eager)
+    texts = [text(model, filler) for filler in (0, 90)]
+    starts = [np.asarray(one.logits) for one in texts]
+    cache = texts[0]._cache[0][0]
+    drawn = [one.grow(None)[0][:, 0].tolist() for one in texts]
+    ends = [np.asarray(one.logits) for one in texts]
+    program = model.greedy_chunk.lower(
+        model.state, texts[0]._cache, texts[0].logits, np.int32(0), Sampling.of(0, 0, SamplingParams())
+    )
+    texts[0].grow(None)  # to 27 of 32 positions
+    return {
+        "prompt": float(np.abs(starts[0] - expected[0].numpy()).max()),
+        "chunk": float(np.abs(ends[0] - expected[-1].numpy()).max()),
+        "spread": float(expected[0].std()),
+        "tokens": [drawn[0], tokens],
+        "padding": [bool((a == b).all()) for a, b in (starts, ends)],
+        "collectives": collectives(program.compile().as_text()),
+        "dtypes": {name: str(array.dtype) for name, array in model.state.items()},
+        "bytes": held(model),
+        "donated": cache.is_deleted(),
+        "full": error(lambda: texts[0].grow(None)),
+        "generated": [
+            list(generate(model, PROMPT, max_new_tokens=count))
+            == list(generate_eager(eager, PROMPT, max_new_tokens=count))
+            for count in (1, 10, 23)
+        ],
+    }
+
+
+def text(model: XlaModel, filler: int) -> Text:
+    tokens = np.full((1, PADDED), filler)
+    tokens[0, : len(PROMPT)] = PROMPT
+    return Text(model, tokens, len(PROMPT), CAPACITY)
+
+
+@torch.inference_mode()
+def stepwise(model: Decoder) -> tuple[list[torch.Tensor], list[int]]:
+    """Logits of the prompt and of each of a chunk's likeliest tokens, and these tokens."""
+    cache = KVCache(model.config, 1, CAPACITY, torch.float32, "cpu")
+    positions = torch.arange(len(PROMPT))
+    logits = [model.head(model.hidden(torch.tensor([PROMPT]), positions, cache, first=True)[:, -1])]
+    tokens: list[int] = []
+    for index in range(CHUNK):
+        tokens.append(int(logits[-1].argmax()))
+        positions = torch.tensor([len(PROMPT) + index])
+        logits.append(model.head(model.hidden(torch.tensor([tokens[-1:]]), positions, cache)[:, -1]))
+    return logits, tokens
+
+
+def held(model: XlaModel) -> list[int]:
+    """Bytes of weights on each device, int4 as half a byte."""
+    half = {name for name, array in model.state.items() if array.dtype == jax.numpy.int4}
+    return [
+        sum(
+            int(np.prod(shard.data.shape)) * (1 if name in half else 2 * shard.data.dtype.itemsize) // 2
+            for name, array in model.state.items()
+            for shard in array.addressable_shards
+            if shard.device == device
+        )
+        for device in model.mesh.devices.flat
+    ]
+
+
+def sampled(model: XlaModel) -> list[list[int]]:
+    settings = [(0.9, 1.0, 7), (0.9, 1.0, 7), (0.9, 1.0, 8), (0.9, 1e-6, 9), (0.0, 1.0, None)]
+    return [
+        list(generate(model, PROMPT, max_new_tokens=12, temperature=temperature, top_p=top_p, seed=seed))
+        for temperature, top_p, seed in settings
+    ]
+
+
+def broken(model: XlaModel) -> str:
+    state = dict(model.state)
+    state["model.norm.weight"] = state["model.norm.weight"] * np.nan
+    spoiled = XlaModel(model.layout, model.mesh, model.decoder, state, model.dtype)
+    return error(lambda: list(generate(spoiled, PROMPT, max_new_tokens=3)))
+
+
+def beyond() -> list[float]:
+    """A cache of four positions after two were put at its last and the one that is not there."""
+    cache, new = np.full((1, 1, 4, 1), 4.0), np.full((1, 1, 2, 1), 2.0)
+    return (
+        np.asarray(products.stored(jax.numpy.asarray(cache), jax.numpy.asarray(new), np.arange(3, 5))).ravel().tolist()
+    )
+
+
+def frequencies() -> list[float]:
+    """How often each of four tokens of probability 0.5, 0.3, 0.15, 0.05 is drawn from the first 0.7 of them."""
+    from quantkit.parallel.xla.draw import drawn
+
+    logits = 2.0 * np.log(np.array([[0.3, 0.05, 0.5, 0.15]], np.float32))
+    keys = jax.random.split(jax.random.key(0), 4000)
+    tokens = jax.vmap(lambda key: drawn(logits, key, np.float32(2.0), np.float32(0.7)))(keys)
+    return (np.bincount(np.asarray(tokens)[:, 0], minlength=4) / 4000).tolist()
+
+
+def error(call: Any) -> str:
+    try:
+        call()
+    except QuantkitError as problem:
+        return f"{type(problem).__name__}: {problem}"
+    return ""
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1:])))
