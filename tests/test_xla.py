@@ -115,6 +115,24 @@ def test_tokens_are_drawn_as_asked(cases: dict[str, Any]) -> None:
     assert cases["drawn"] == pytest.approx([0.375, 0, 0.625, 0], abs=0.03)
 
 
+def test_it_stops_at_the_end_token(cases: dict[str, Any]) -> None:
+    tokens, stopped, (end,) = cases["end"]
+    assert stopped == tokens[: tokens.index(end)]
+
+
+def test_products_are_those_of_the_weight_as_defined(cases: dict[str, Any]) -> None:
+    assert len(cases["products"]) == 12
+    assert max(cases["products"]) < 1e-3
+
+
+def test_attention_of_many_queries_is_that_of_torch(cases: dict[str, Any]) -> None:
+    assert cases["attention"] < 1e-5
+
+
+def test_buckets_are_few(cases: dict[str, Any]) -> None:
+    assert cases["buckets"] == [32, 32, 64, 512, 1024, 1024, 1536]
+
+
 def test_nan_is_no_token(cases: dict[str, Any]) -> None:
     assert cases["nan"].startswith("NonFiniteError: the model's logits are NaN or Inf")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,12 +17,13 @@ import torch
 
 from quantkit.errors import QuantkitError
 from quantkit.formats.detect import open_checkpoint
+from quantkit.model.attention import among_own
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
 from quantkit.parallel.xla import products
 from quantkit.parallel.xla.engine import Text, XlaModel, model_on_devices
-from quantkit.parallel.xla.generate import generate
+from quantkit.parallel.xla.generate import bucket, generate
 from quantkit.parallel.xla.plan import collectives
 from quantkit.parallel.xla.programs import CHUNK, Sampling
 from quantkit.runtime.generate import generate as generate_eager
@@ -43,7 +45,11 @@ def main(cases: list[str]) -> dict[str, Any]:
     found["sampling"] = sampled(model)
     found["nan"] = broken(model)
     found["drawn"] = frequencies()
+    found["end"] = ended(model)
     found["clamped"] = beyond()
+    found["products"] = product_errors()
+    found["attention"] = attention_error()
+    found["buckets"] = [bucket(length) for length in (1, 32, 33, 500, 513, 1024, 1025)]
     return found
 
 
@@ -119,6 +125,14 @@ def sampled(model: XlaModel) -> list[list[int]]:
     ]
 
 
+def ended(model: XlaModel) -> list[list[int]]:
+    """All of 25 tokens, those with the fifteenth as end token, and the end token."""
+    tokens = list(generate(model, PROMPT, max_new_tokens=25))
+    config = replace(model.config, eos_token_ids=(tokens[14],))
+    ending = replace(model, layout=replace(model.layout, config=config))
+    return [tokens, list(generate(ending, PROMPT, max_new_tokens=25)), [tokens[14]]]
+
+
 def broken(model: XlaModel) -> str:
     state = dict(model.state)
     state["model.norm.weight"] = state["model.norm.weight"] * np.nan
@@ -132,6 +146,37 @@ def beyond() -> list[float]:
     return (
         np.asarray(products.stored(jax.numpy.asarray(cache), jax.numpy.asarray(new), np.arange(3, 5))).ravel().tolist()
     )
+
+
+def product_errors() -> list[float]:
+    """Of few and many rows, per row and in groups, with zero points and without."""
+    draw, errors = np.random.default_rng(0), []
+    for rows in (3, 64, 65):
+        for groups in (1, 4):
+            for zero in (None, draw.integers(-8, 8, (groups, 24)).astype(np.int8)):
+                x = draw.standard_normal((rows, 64)).astype(np.float32)
+                codes = draw.integers(-8, 8, (groups, 24, 64 // groups)).astype(np.int8)
+                scale = draw.uniform(0.5, 1, (groups, 24)).astype(np.float32)
+                weight = (codes - (0.0 if zero is None else zero[..., None])) * scale[..., None]
+                expected = x @ weight.transpose(1, 0, 2).reshape(24, 64).T
+                nibbles = jax.numpy.asarray(codes).astype(jax.numpy.int4)
+                errors.append(float(np.abs(products.quantized_product(x, nibbles, scale, zero) - expected).max()))
+    return errors
+
+
+def attention_error() -> float:
+    """Of more queries than are mixed at once, with a window and without."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(1, 4, 1024, 8), (1, 2, 1024, 8), (1, 2, 1024, 8)]
+    operands = [torch.randn(shape, generator=draw) for shape in shapes]
+    positions, worst = torch.arange(1024), 0.0
+    for window in (None, 100):
+        expected = among_own(positions, [window])(0, *operands)
+        distance = np.arange(1024)[:, None] - np.arange(1024)
+        mask = None if window is None else (distance >= 0) & (distance < window)
+        mixed = products.attention(*(jax.numpy.asarray(one.numpy()) for one in operands), mask)
+        worst = max(worst, float(np.abs(mixed.transpose(0, 2, 1, 3).reshape(expected.shape) - expected.numpy()).max()))
+    return worst
 
 
 def frequencies() -> list[float]:
