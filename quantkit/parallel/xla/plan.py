@@ -25,7 +25,7 @@ from quantkit.parallel.xla.programs import Sampling, cache_shape, chunk_program,
 from quantkit.parallel.xla.weights import abstract, abstract_state, float_dtype
 from quantkit.runtime.sampling import SamplingParams
 
-_MEMORY = {"v5e": 16, "v6e": 32}  # GiB on a chip
+_MEMORY = {"v5e": 15.75, "v6e": 31.25}  # GiB of a chip that the compiler gives out
 _SHAPES = {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}  # by chips
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _COMPILER_ONLY = {
@@ -35,7 +35,7 @@ _COMPILER_ONLY = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
 }
-_REFUSED = re.compile(r"Used (\S+) of (\S+) hbm")
+_REFUSED = "RESOURCE_EXHAUSTED: "  # how the compiler says it
 _GIB = 1 << 30
 
 
@@ -71,7 +71,7 @@ class SlicePlan:
 
     Attributes:
         chips: that the slice has.
-        memory: of a chip, in bytes.
+        memory: of a chip that programs can have, in bytes.
         batch: texts at once.
         context: positions of the cache, and tokens of the prompt.
     """
@@ -165,7 +165,7 @@ def _slice(target: str) -> tuple[str, int, int]:
     if kind not in _MEMORY or not count.isdigit() or int(count) not in _SHAPES:
         expected = f"{' or '.join(_MEMORY)}, a hyphen and {', '.join(map(str, _SHAPES))}"
         raise RequestError("unknown TPU slice", found=target, expected=expected)
-    return kind, _MEMORY[kind] * _GIB, int(count)
+    return kind, int(_MEMORY[kind] * _GIB), int(count)
 
 
 def _mesh(kind: str, chips: int) -> Mesh:
@@ -182,10 +182,10 @@ def _phase(name: str, target: str, lower: Callable[[], Any]) -> Phase:
     try:
         compiled = lower().compile()
     except jax.errors.JaxRuntimeError as error:
-        refused = _REFUSED.search(str(error))
-        if refused is None:
+        reason = str(error).partition(_REFUSED)[2].partition("\n")[0]
+        if not reason:
             raise
-        raise _too_much(target, f"{refused[1]} a chip for {name}", refused[2]) from error
+        raise _too_much(target, f"for {name}: {reason}", None) from error
     memory = compiled.memory_analysis()
     given = memory.output_size_in_bytes - memory.alias_size_in_bytes
     taken = memory.argument_size_in_bytes + memory.temp_size_in_bytes
@@ -195,9 +195,9 @@ def _phase(name: str, target: str, lower: Callable[[], Any]) -> Phase:
     )  # fmt: skip
 
 
-def _too_much(target: str, found: str, memory: str) -> RequestError:
+def _too_much(target: str, found: str, memory: str | None) -> RequestError:
     return RequestError(
-        f"the model does not fit {target}", found=found, expected=f"at most {memory}",
+        f"the model does not fit {target}", found=found, expected=None if memory is None else f"at most {memory}",
         hint="take more chips, fewer bits, a smaller batch or a shorter context",
     )  # fmt: skip
 
