@@ -203,8 +203,8 @@ def _too_much(target: str, found: str, memory: str | None) -> RequestError:
 
 
 def _bits(array: jax.ShapeDtypeStruct) -> int:
-    bits: int = 4 if array.dtype == jnp.int4 else 8 * array.dtype.itemsize
-    return math.prod(array.shape) * bits
+    count: int = math.prod(array.shape)
+    return count * (4 if array.dtype == jnp.int4 else 8 * int(array.dtype.itemsize))
 
 
 def _gib(size: int) -> str:
