@@ -10,8 +10,9 @@ import traceback
 import click
 
 from quantkit.cli.bench import bench
-from quantkit.cli.commands import convert, demo, generate, inspect, verify
+from quantkit.cli.commands import convert, demo, inspect, verify
 from quantkit.cli.eval import evaluate
+from quantkit.cli.generate import generate
 from quantkit.cli.plan import plan
 from quantkit.cli.processes import INTERNAL_ERROR, INTERRUPTED
 from quantkit.cli.quantize import quantize

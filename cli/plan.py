@@ -8,9 +8,9 @@ from typing import Any
 import click
 
 from quantkit.cli.commands import convert as convert_command
+from quantkit.cli.dtypes import float_type
 from quantkit.cli.quantize import job_arguments
 from quantkit.cli.quantize import quantize as quantize_command
-from quantkit.cli.xla import float_type
 
 _JSON = click.Option(["--json", "as_json"], is_flag=True, help="Print JSON.")
 
