@@ -14,22 +14,33 @@ from quantkit.scheme import QuantScheme
 
 
 @dataclass(frozen=True)
+class BlockKernels:
+    """Decoder blocks through kernels.
+
+    Attributes:
+        block: a whole one over a cache, for hidden states of a few tokens, in place.
+        block_input, block_output: the parts before and after attention, for any number.
+    """
+
+    block: Callable[..., None]
+    block_input: Callable[..., Tensor]
+    block_output: Callable[..., None]
+
+
+@dataclass(frozen=True)
 class Operations:
-    """What a backend offers besides, for the rest of a model.
+    """What a backend offers besides, for the rest of a model; None where it offers nothing.
 
     Attributes:
         lookup: attention of a few queries [B, H, T, Dh] over cached keys and values [B, K, S, Dh];
             then the queries' positions [T] and the window. To [B, T, H * Dh].
         linear: ``x @ weight.T`` of a few rows with a weight of floats.
-        block: a whole decoder block over a cache, for hidden states of a few tokens, in place.
-        block_input, block_output: the parts before and after attention, for any number.
+        blocks: whole blocks.
     """
 
-    lookup: Callable[[Tensor, Tensor, Tensor, Tensor, int | None], Tensor]
-    linear: Callable[[Tensor, Tensor], Tensor]
-    block: Callable[..., None]
-    block_input: Callable[..., Tensor]
-    block_output: Callable[..., None]
+    lookup: Callable[[Tensor, Tensor, Tensor, Tensor, int | None], Tensor] | None = None
+    linear: Callable[[Tensor, Tensor], Tensor] | None = None
+    blocks: BlockKernels | None = None
 
 
 class Backend(Protocol):

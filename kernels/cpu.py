@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.errors import UnsupportedError
-from quantkit.kernels.backend import Operations
+from quantkit.kernels.backend import BlockKernels, Operations
 from quantkit.kernels.build import load_kernels
 from quantkit.qtensor import QuantTensor
 from quantkit.scheme import QuantScheme
@@ -76,4 +76,5 @@ class CpuBackend:
             product: Tensor = operators.rows(x, weight) if few else F.linear(x, weight)
             return product
 
-        return Operations(lookup, linear, operators.block, operators.block_input, operators.block_output)
+        blocks = BlockKernels(operators.block, operators.block_input, operators.block_output)
+        return Operations(lookup, linear, blocks)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import logging
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from quantkit.kernels.check import same
-from quantkit.model.attention import Lookup, for_few, masked_lookup, over_cache
+from quantkit.model.attention import FEW, Lookup, for_few, masked_lookup, over_cache
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Blocks, Decoder
 from quantkit.model.fused import fused_blocks
 from quantkit.model.qlinear import QuantLinear
+
+_POSITIONS = 300  # of the cache that attention is tried on: more than kernels take in one go
 
 _log = logging.getLogger(__name__)
 
@@ -22,43 +28,64 @@ def put_operations(model: Decoder) -> None:
     operations = linears[0].backend.operations() if linears else None
     if operations is None:
         return
-    table = torch.randn(33, model.config.hidden_size, generator=_generator()).to(model.dtype)
+    linear, lookup = operations.linear, operations.lookup
     with torch.inference_mode():
-        if not same(operations.linear(table[:1], table[1:]), table[:1].double() @ table[1:].double().t()):
-            return _refuse("products of floats")
-        if not _same_lookup(model, operations.lookup):
-            return _refuse("attention")
-        model.linear = operations.linear
-        model.lookup = for_few(operations.lookup)
+        if linear is not None and not _holds("products of floats", lambda: _same_linear(model, linear)):
+            return
+        dtypes = {model.dtype} if operations.blocks is None else {model.dtype, torch.float32}  # of blocks
+        if lookup is not None and not _holds("attention", lambda: _same_lookup(model, lookup, dtypes)):
+            return
+        if linear is not None:
+            model.linear = linear
+        if lookup is not None:
+            model.lookup = for_few(lookup)
         first = fused_blocks(model, 1)
-        if first is not None and not _same_block(model, first):
-            return _refuse("decoder blocks")
+        if first is not None and not _holds("decoder blocks", lambda: _same_block(model, first)):
+            return
     model.blocks = fused_blocks(model)
 
 
-def _refuse(what: str) -> None:
-    _log.warning("%s by the compiled kernels are wrong on this machine; torch's are used", what)
+def _holds(what: str, same_as_torch: Callable[[], bool]) -> bool:
+    """Whether kernels give what torch does; if not, that is said."""
+    reason = "are wrong on this machine"
+    try:
+        if same_as_torch():
+            return True
+    except Exception as error:  # of a driver or a compiler, which have kinds of their own
+        reason = f"fail on this machine ({' '.join(str(error).split()) or type(error).__name__})"[:300]
+    _log.warning("%s by the compiled kernels %s; torch's are used", what, reason)
+    return False
 
 
-def _same_lookup(model: Decoder, lookup: Lookup) -> bool:
-    config, generator = model.config, _generator()
-    stored = (2, config.num_kv_heads, 9, config.head_dim)
-    keys, values = (torch.randn(stored, generator=generator).to(model.dtype) for _ in range(2))
-    queries = torch.randn(2, config.num_heads, 2, config.head_dim, generator=generator)
-    positions = torch.tensor([4, 5])
-    window = config.windows[0]
-    return same(
-        lookup(queries, keys, values, positions, window), masked_lookup(queries, keys, values, positions, window)
-    )
+def _same_linear(model: Decoder, linear: Callable[[Tensor, Tensor], Tensor]) -> bool:
+    table = _drawn(model, 33, model.config.hidden_size).to(model.dtype)
+    return same(linear(table[:1], table[1:]), table[:1].double() @ table[1:].double().t())
+
+
+def _same_lookup(model: Decoder, lookup: Lookup, dtypes: set[torch.dtype]) -> bool:
+    """Whether attention is the same for queries of these dtypes, over either kind of cache, for one token and for
+    as many as it is used for."""
+    config = dataclasses.replace(model.config, num_layers=1)
+    every = torch.arange(_POSITIONS, device=model.device)
+    rows = 2, config.num_kv_heads, _POSITIONS, config.head_dim
+    for cached in (model.dtype, torch.int8):
+        cache = KVCache(config, 2, _POSITIONS, cached, model.device)
+        keys, values = cache.update(0, every, _drawn(model, *rows), _drawn(model, *rows, seed=1))
+        for dtype, tokens in itertools.product(dtypes, (1, FEW)):
+            queries = _drawn(model, 2, config.num_heads, tokens, config.head_dim, seed=2).to(dtype)
+            given = queries, keys, values, every[-tokens - 3 : -3], config.windows[0]
+            if not same(lookup(*given), masked_lookup(*given)):
+                return False
+    return True
 
 
 def _same_block(model: Decoder, first: Blocks) -> bool:
     """Whether the first block is the same through the kernels, for tokens in one go and for one after them."""
     config = model.config
-    x = torch.randn(1, 4, config.hidden_size, generator=_generator())
-    found, expected = (KVCache(config, 1, 4, torch.float32, "cpu") for _ in range(2))
+    x = _drawn(model, 1, 4, config.hidden_size)
+    found, expected = (KVCache(config, 1, 4, torch.float32, model.device) for _ in range(2))
     for start, stop in ((0, 3), (3, 4)):
-        positions = torch.arange(start, stop)
+        positions = torch.arange(start, stop, device=model.device)
         angles = model.rotary(positions)
         attend = over_cache(expected, positions, config.windows, masked_lookup)
         right = model.model.layers[0](x[:, start:stop], angles, attend)
@@ -70,5 +97,6 @@ def _same_block(model: Decoder, first: Blocks) -> bool:
     return True
 
 
-def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
+def _drawn(model: Decoder, *shape: int, seed: int = 0) -> Tensor:
+    """The same float32 numbers each time, where the model is."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(model.device)

@@ -19,11 +19,12 @@ def fused_blocks(model: Decoder, count: int | None = None) -> Blocks | None:
         assert isinstance(block, Block)
         linears = (block.self_attn.qkv_proj, block.self_attn.o_proj, block.mlp.gate_up_proj, block.mlp.down_proj)
         quantized = [linear for linear in linears if isinstance(linear, QuantLinear)]
-        operations = [linear.backend.operations() for linear in quantized]
-        if len(quantized) < len(linears) or None in operations:
+        offered = [linear.backend.operations() for linear in quantized]
+        kernels = [operations.blocks for operations in offered if operations is not None]
+        if len(kernels) < len(linears) or None in kernels:
             return None
         layers.append(_weights(block, quantized))
-    run, config = operations[0], model.config
+    run, config = kernels[0], model.config
     assert run is not None
     rest = [(config.num_heads, config.num_kv_heads, window or 0, config.norm_eps) for window in config.windows]
 
