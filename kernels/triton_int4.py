@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch.library import wrap_triton
 from quantkit.kernels.triton_plans import Plan, card_of, plan_for
 from quantkit.kernels.triton_words import (
     MAGIC,
+    by_parts,
     columns,
     dotted,
     operator,
@@ -161,12 +161,14 @@ def int4_product(
     weight = words, scale, scale if zero is None else zero
     blocks = triton.cdiv(n, plan.block_n)
     if plan.path == "matmul":
-        floats = x.new_empty(n, k)
-        wrap_triton(int4_floats)[(triton.cdiv(units, plan.units), blocks)](
-            *weight, floats, n, k, units, MAGIC, group, symmetric,
-            BLOCK_N=plan.block_n, UNITS=plan.units, num_warps=plan.warps, num_stages=plan.stages,
-        )  # fmt: skip
-        return F.linear(x, floats, bias)
+
+        def fill(floats: Tensor, part: slice) -> None:
+            wrap_triton(int4_floats)[(triton.cdiv(units, plan.units), triton.cdiv(len(floats), plan.block_n))](
+                *(of_rows[part] for of_rows in weight), floats, len(floats), k, units, MAGIC, group, symmetric,
+                BLOCK_N=plan.block_n, UNITS=plan.units, num_warps=plan.warps, num_stages=plan.stages,
+            )  # fmt: skip
+
+        return by_parts(x, n, bias, fill)
     out = partial_sums(x, n, plan)
     fused = bias is not None and plan.split == 1
     arguments = (

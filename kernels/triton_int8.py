@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch.library import wrap_triton
 from quantkit.kernels.triton_plans import Plan, card_of, plan_for
 from quantkit.kernels.triton_words import (
     MAGIC,
+    by_parts,
     columns,
     dotted,
     operator,
@@ -123,13 +123,15 @@ def int8_product(x: Tensor, words: Tensor, scale: Tensor, bias: Tensor | None, p
     if m == 0:
         return x.new_empty(0, n)
     if plan.path == "matmul":
-        weight = x.new_empty(n, k)
-        grid = (triton.cdiv(units, plan.units), triton.cdiv(n, plan.block_n))
-        wrap_triton(int8_floats)[grid](
-            words, scale, weight, n, k, units, MAGIC,
-            BLOCK_N=plan.block_n, UNITS=plan.units, num_warps=plan.warps, num_stages=plan.stages,
-        )  # fmt: skip
-        return F.linear(x, weight, bias)
+
+        def fill(floats: Tensor, part: slice) -> None:
+            grid = triton.cdiv(units, plan.units), triton.cdiv(len(floats), plan.block_n)
+            wrap_triton(int8_floats)[grid](
+                words[part], scale[part], floats, len(floats), k, units, MAGIC,
+                BLOCK_N=plan.block_n, UNITS=plan.units, num_warps=plan.warps, num_stages=plan.stages,
+            )  # fmt: skip
+
+        return by_parts(x, n, bias, fill)
     out = partial_sums(x, n, plan)
     fused = bias is not None and plan.split == 1
     arguments = (x.contiguous(), words, scale, bias if fused else scale, out, m, n, k, units, MAGIC, fused)

@@ -11,6 +11,7 @@ power of two out of the scale or the activations.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ WIDEN = tl.constexpr(INTERPRETED)
 """Its interpreter takes the bits of bfloat16 for integers in `tl.dot`."""
 
 _AT_ONCE = 1 << 25  # codes that are packed
+_FLOATS = 64 << 20  # bytes of a weight that is made floats in memory, a part of its rows after the other
+_ROWS = 128  # that at least are made so
 
 
 def operator(name: str) -> Any:
@@ -51,6 +54,22 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
     for plane in range(planes):
         words |= units[:, :, plane].to(torch.int32) << plane * bits
     return words.flatten(1)
+
+
+def by_parts(x: Tensor, rows: int, bias: Tensor | None, fill: Callable[[Tensor, slice], None]) -> Tensor:
+    """``x @ weight.T + bias`` through torch's matmul, [M, rows], never with the whole of a large weight as floats.
+
+    Args:
+        fill: writes some rows of the weight [N, I] into a tensor of x's dtype.
+    """
+    size = max(_ROWS, _FLOATS // (x.shape[1] * x.element_size()) // _ROWS * _ROWS)
+    products = []
+    for start in range(0, rows, size):
+        part = slice(start, min(start + size, rows))
+        floats = x.new_empty(part.stop - start, x.shape[1])
+        fill(floats, part)
+        products.append(F.linear(x, floats, None if bias is None else bias[part]))
+    return products[0] if len(products) == 1 else torch.cat(products, 1)
 
 
 def partial_sums(x: Tensor, rows: int, plan: Plan) -> Tensor:

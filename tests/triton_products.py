@@ -14,11 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantkit
 from quantkit.data.files import DEMO_MODEL
 from quantkit.errors import UnsupportedError
-from quantkit.kernels import triton_int4, triton_int8, triton_tune
+from quantkit.kernels import triton_int4, triton_int8, triton_tune, triton_words
 from quantkit.kernels.check import fault
 from quantkit.kernels.dispatch import select_backend
 from quantkit.kernels.triton_backend import TritonBackend
@@ -109,6 +110,30 @@ def test_drawn_shapes_are_right(
     plan = Plan(path, 8 if path == "gemv" else 16, 64, units, 1 if path == "matmul" else split)
     x, bias = torch.randn(tokens, weight.shape[1]).to(dtype), torch.randn(rows).to(dtype)
     _require_right(_product(x, weight, bias, plan), x, weight, bias)
+
+
+class _Largest(TorchDispatchMode):
+    """Keeps the size in bytes of the largest tensor of a dtype that is made."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype, self.bytes = dtype, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and made.dtype == self.dtype:
+            self.bytes = max(self.bytes, made.nbytes)
+        return made
+
+
+@pytest.mark.parametrize("text", ["int8", "int4-g32-asym"])
+def test_a_large_weight_is_made_floats_in_parts(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_words, "_FLOATS", 300 * 96 * 4)
+    weight, x, bias = _random(text, 600, 96), torch.randn(9, 96), torch.randn(600)
+    with _Largest(torch.float32) as largest:
+        found = _product(x, weight, bias, Plan("matmul", 1, 256, 1))
+    assert largest.bytes == 256 * 96 * 4
+    _require_right(found, x, weight, bias)
 
 
 @pytest.mark.parametrize("path", ["gemv", "gemm"])
