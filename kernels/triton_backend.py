@@ -57,8 +57,10 @@ class TritonBackend:
             _find_plans(prepared, weight)
         return prepared
 
-    def operations(self) -> Operations | None:
-        return None
+    def operations(self) -> Operations:
+        from quantkit.kernels import triton_attention  # noqa: F401  (registers the operator)
+
+        return Operations(lookup=torch.ops.quantkit_triton.lookup)
 
     def linear(
         self, x: Tensor, prepared: dict[str, Tensor], scheme: QuantScheme, rows: int, bias: Tensor | None

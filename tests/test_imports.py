@@ -42,7 +42,7 @@ NO_TORCH = {"quantkit", "quantkit.errors", "quantkit.config", "quantkit.meta_con
             "quantkit.scheme", "quantkit.naming", "quantkit.manifest", "quantkit.tokenizer"}  # fmt: skip
 
 # Loaded by their backend alone, and only where it may serve.
-NEEDS_TRITON = {f"quantkit.kernels.triton_{part}" for part in ("words", "int4", "int8", "tune")}
+NEEDS_TRITON = {f"quantkit.kernels.triton_{part}" for part in ("attention", "int4", "int8", "tune", "words")}
 
 
 XLA = "quantkit.parallel.xla"

@@ -8,11 +8,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 from quantkit.kernels import triton_plans
@@ -29,25 +31,27 @@ TARGETS = {"cuda": (90, 32, "bf16"), "hip": ("gfx942", 64, "fp16")}
 pytest.importorskip("triton")
 
 
-def test_the_products_are_right_in_the_interpreter() -> None:
+def test_products_and_attention_are_right_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
+    files = (str(ROOT / "tests" / f"triton_{what}.py") for what in ("products", "lookups"))
     done = subprocess.run(
-        [*command, str(ROOT / "tests" / "triton_products.py")], env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd="/", capture_output=True, text=True,
-    )  # fmt: skip
+        [*command, *files], env={**os.environ, "TRITON_INTERPRET": "1"}, cwd="/", capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout
     assert "skipped" not in done.stdout
 
 
-def _compiled(kernel: Any, constants: dict[str, Any], target: str) -> dict[str, Any]:
-    """The stages of a kernel compiled for a card that need not be there."""
+def _compiled(kernel: Any, constants: dict[str, Any], target: str, cached: str | None = None) -> dict[str, Any]:
+    """The stages of a kernel compiled for a card that need not be there; `cached` is the type of a cache's rows."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     arch, lanes, dtype = TARGETS[target]
     pointers = {"x": dtype, "words": "i32", "scale": "fp16", "zero": "u8", "bias": dtype, "out": dtype}
+    pointers |= {"queries": dtype, "keys": cached or dtype, "values": cached or dtype, "positions": "i64"}
+    pointers |= dict.fromkeys(("mixed", "largest", "total"), "fp32")
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
     names = kernel.arg_names
     types = {
@@ -78,6 +82,26 @@ def test_kernels_compile_for_cards_that_are_not_here(
         assert "ld.global.v4" in stages["ptx"] if plan.path == "gemv" else "wgmma" in stages["ptx"]
 
 
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("cached", [None, "i8"])
+@pytest.mark.parametrize(("rows", "size"), [(4, 128), (64, 80), (16, 256)])
+def test_attention_compiles_for_cards_that_are_not_here(
+    rows: int, size: int, cached: str | None, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    from quantkit.kernels.triton_attention import attend_spans, join_spans, tile_for
+
+    tile = tile_for(rows, size, torch.bfloat16, LARGE if target == "cuda" else SMALL)
+    constants = {"SIZE": size, "TOKENS": 1, "SPANS": 33, "BLOCK_N": tile.block_n, "BLOCK_D": tile.block_d}
+    spans = {"BLOCK_M": tile.block_m, "num_warps": 4, "num_stages": tile.stages}
+    stages = _compiled(attend_spans, constants | spans, target, cached)
+    assert _compiled(join_spans, constants | {"BLOCK_S": 64, "num_warps": 4, "num_stages": 1}, target)
+    if target == "cuda":
+        assert "mma" in stages["ptx"]
+        assert "cp.async" in stages["ptx"]  # tiles of the cache come while others are multiplied
+        assert "st.local" not in stages["ptx"]
+
+
 class _Driver:
     """Says for which card to compile, where there is none."""
 
@@ -87,33 +111,67 @@ class _Driver:
         return GPUTarget("cuda", 90, 32)
 
 
+def _kernels_seen(
+    function: Callable[..., Tensor], operands: tuple[Tensor, ...], monkeypatch: pytest.MonkeyPatch
+) -> list[torch.fx.Node]:
+    """The kernels in what a compiler makes of ``function(*operands) + 1`` for a card that need not be there."""
+    import triton
+
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    monkeypatch.setattr(triton.runtime.driver, "_active", _Driver())
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        (result,) = next(node for node in graph.graph.nodes if node.op == "output").args[0]
+        return lambda *arguments: [torch.empty(result.meta["val"].shape)]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda *given: function(*given) + 1, backend=aot_autograd(fw_compiler=keep), fullgraph=True
+    )
+    with torch.no_grad():
+        compiled(*operands)
+    nodes = list(graphs[0].graph.nodes)
+    assert not [node for node in nodes if "quantkit" in str(node.target)]
+    return [node for node in nodes if "triton_kernel_wrapper" in str(node.target)]
+
+
 @pytest.mark.parametrize("tokens", [1, 16])
 @pytest.mark.parametrize("text", ["int8", "int4-g32-asym"])
 def test_a_compiler_sees_the_kernels_and_that_they_only_write_the_product(
     text: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import triton
-
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-    monkeypatch.setattr(triton.runtime.driver, "_active", _Driver())
     scheme, backend = QuantScheme.parse(text), TritonBackend()
     prepared = backend.prepare(quantize_rtn(torch.randn(40, 96), scheme, torch.float16))
-    graphs: list[torch.fx.GraphModule] = []
-
-    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        graphs.append(graph)
-        return lambda *arguments: [torch.empty(tokens, 40)]
-
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda x: backend.linear(x, prepared, scheme, 40, None) + 1,
-        backend=aot_autograd(fw_compiler=keep), fullgraph=True,
-    )  # fmt: skip
-    with torch.no_grad():
-        compiled(torch.randn(tokens, 96, dtype=torch.bfloat16))
-    (kernel,) = (node for node in graphs[0].graph.nodes if "triton_kernel_wrapper" in str(node.target))
+    x = torch.randn(tokens, 96, dtype=torch.bfloat16)
+    (kernel,) = _kernels_seen(lambda x: backend.linear(x, prepared, scheme, 40, None), (x,), monkeypatch)
     assert kernel.kwargs["tensors_to_clone"] == ["out"]
-    assert not [node for node in graphs[0].graph.nodes if "quantkit" in str(node.target)]
+
+
+@pytest.mark.parametrize("text", ["int8", "int4-g32-asym"])
+def test_a_compiler_sees_a_kernel_for_each_part_of_a_large_weight(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from quantkit.kernels import triton_words
+
+    monkeypatch.setattr(triton_words, "_FLOATS", 1)
+    scheme, backend = QuantScheme.parse(text), TritonBackend()
+    prepared = backend.prepare(quantize_rtn(torch.randn(300, 96), scheme, torch.float16))
+    x, bias = torch.randn(600, 96, dtype=torch.bfloat16), torch.randn(300, dtype=torch.bfloat16)
+    kernels = _kernels_seen(lambda x: backend.linear(x, prepared, scheme, 300, bias), (x,), monkeypatch)
+    assert [kernel.kwargs["tensors_to_clone"] for kernel in kernels] == [["out"]] * 3
+
+
+@pytest.mark.parametrize("cached", [torch.bfloat16, torch.int8], ids=str)
+def test_a_compiler_sees_that_attention_leaves_the_cache_alone(
+    cached: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lookup = TritonBackend().operations().lookup
+    assert lookup is not None
+    cache = torch.zeros(1, 2, 300, 64 + (4 if cached == torch.int8 else 0), dtype=cached)
+    operands = torch.randn(1, 4, 1, 64, dtype=torch.bfloat16), cache, cache.clone(), torch.tensor([7])
+    spans, join = _kernels_seen(lambda *given: lookup(*given, None), operands, monkeypatch)
+    assert sorted(spans.kwargs["tensors_to_clone"]) == ["largest", "mixed", "total"]
+    assert join.kwargs["tensors_to_clone"] == ["out"]
 
 
 def test_the_rule_gives_plans_that_fit() -> None:

@@ -1,0 +1,202 @@
+"""Attention of a few queries over the live part of a static cache, in Triton.
+
+The live part, from the first position that a query sees to the last, is cut into spans. Programs take one each,
+with a softmax of its own, and a second kernel joins them by their maxima and sums (2112.05682), in a fixed order.
+Where the live part ends is read from the positions on the device: the grid depends on shapes alone, so a step can
+be recorded, and programs whose span lies beyond it end at once.
+
+B batch, H heads, K KV heads, T queries, S positions of the cache, Dh head size. The H / K * T queries [rows]
+that share a KV head lie side by side and are handled together, so its keys are read once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import wrap_triton
+
+from quantkit.kernels.triton_plans import Card, card_of
+from quantkit.kernels.triton_words import dotted, operator
+
+_MOST_ROWS = 64  # queries of one program
+_TILE_BYTES = 1 << 14  # of keys that a program holds at a time, and as many of values
+_MOST_SPANS = 64  # that one program can join
+_WAVES = 2  # programs for each processor
+_SCALE_BYTES = 4
+
+
+class Tile(NamedTuple):
+    """What one program holds: queries, positions of the cache, columns of both; and how often, while more comes."""
+
+    block_m: int
+    block_n: int
+    block_d: int
+    stages: int
+
+
+@triton.jit
+def live(positions, tokens, length, window, TOKENS: tl.constexpr, SPANS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The first position that a query sees, the first beyond those seen, and how many make a span."""
+    token = tl.arange(0, TOKENS)
+    position = tl.load(positions + tl.where(token < tokens, token, 0)).to(tl.int32)
+    first = tl.maximum(tl.min(position, 0) + 1 - window, 0)
+    last = tl.minimum(tl.max(position, 0) + 1, length)
+    return first, last, tl.cdiv(tl.cdiv(last - first, BLOCK_N), SPANS) * BLOCK_N
+
+
+@triton.jit
+def cached(stored, at, inside, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr):
+    """Rows [N, BLOCK_D] of a cache as floats; zeros for those that are not inside."""
+    WIDTH: tl.constexpr = SIZE + 4 if stored.dtype.element_ty == tl.int8 else SIZE
+    column = tl.arange(0, BLOCK_D)
+    row = stored + at * WIDTH
+    values = tl.load(row[:, None] + column[None, :], mask=inside[:, None] & (column < SIZE)[None, :], other=0)
+    if stored.dtype.element_ty == tl.int8:
+        step = tl.load((row + SIZE).to(tl.pointer_type(tl.float32), bitcast=True), mask=inside, other=0)
+        values = values.to(tl.float32) * step[:, None]
+    return values.to(DTYPE)
+
+
+@triton.jit
+def attend_spans(
+    queries, keys, values, positions, mixed, largest, total, tokens, rows, length, window,
+    SIZE: tl.constexpr, TOKENS: tl.constexpr, SPANS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One span for up to BLOCK_M queries: values weighted by exponentials, the largest score, the exponentials' sum."""
+    DTYPE: tl.constexpr = queries.dtype.element_ty
+    WIDTH: tl.constexpr = SIZE + 4 if keys.dtype.element_ty == tl.int8 else SIZE
+    SCALE: tl.constexpr = 1.4426950408889634 * SIZE**-0.5  # of exponentials to the base of 2
+    first, last, each = live(positions, tokens, length, window, TOKENS, SPANS, BLOCK_N)
+    start = first + tl.program_id(0) * each
+    if start < last:
+        pair = tl.program_id(2).to(tl.int64)
+        row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+        safe = tl.where(row < rows, row, 0)
+        line = pair * rows + safe
+        column = tl.arange(0, BLOCK_D)[None, :]
+        position = tl.load(positions + safe % tokens).to(tl.int32)[:, None]
+        query = tl.load(queries + line[:, None] * SIZE + column, mask=column < SIZE, other=0)
+        keys += pair * length * WIDTH
+        values += pair * length * WIDTH
+        high = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        sums = tl.zeros((BLOCK_M,), tl.float32)
+        weighted = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        for block in tl.range(start, tl.minimum(start + each, last), BLOCK_N):
+            at = block + tl.arange(0, BLOCK_N)
+            key = cached(keys, at, at < last, SIZE, BLOCK_D, DTYPE)
+            scores = dotted(query, tl.trans(key), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)) * SCALE
+            distance = position - at[None, :]
+            scores = tl.where((distance >= 0) & (distance < window), scores, float("-inf"))
+            higher = tl.maximum(high, tl.max(scores, 1))
+            base = tl.where(higher == float("-inf"), 0.0, higher)  # of a query that has seen nothing yet
+            weights = tl.exp2(scores - base[:, None])
+            before = tl.exp2(high - base)
+            sums = sums * before + tl.sum(weights, 1)
+            value = cached(values, at, at < last, SIZE, BLOCK_D, DTYPE)
+            weighted = dotted(weights.to(DTYPE), value, weighted * before[:, None])
+            high = higher
+        part = line * SPANS + tl.program_id(0)
+        tl.store(largest + part, high, mask=row < rows)
+        tl.store(total + part, sums, mask=row < rows)
+        tl.store(mixed + part[:, None] * SIZE + column, weighted, mask=(row < rows)[:, None] & (column < SIZE))
+
+
+@triton.jit
+def join_spans(
+    positions, mixed, largest, total, out, tokens, heads, length, window,
+    SIZE: tl.constexpr, TOKENS: tl.constexpr, SPANS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The spans of one query as one; to [B, T, H, Dh]."""
+    first, last, each = live(positions, tokens, length, window, TOKENS, SPANS, BLOCK_N)
+    line = tl.program_id(0).to(tl.int64)
+    span = tl.arange(0, BLOCK_S)
+    column = tl.arange(0, BLOCK_D)
+    there = first + span * each < last  # nothing was written for the others
+    part = line * SPANS + span
+    high = tl.load(largest + part, mask=there, other=float("-inf"))
+    highest = tl.max(high, 0)
+    share = tl.exp2(high - tl.where(highest == float("-inf"), 0.0, highest))
+    sums = tl.sum(tl.load(total + part, mask=there, other=0) * share, 0)
+    mask = there[:, None] & (column < SIZE)[None, :]
+    parts = tl.load(mixed + part[:, None] * SIZE + column[None, :], mask=mask, other=0)
+    joined = tl.sum(parts * share[:, None], 0) / sums
+    at = (line // (heads * tokens) * tokens + line % tokens) * heads + line // tokens % heads
+    tl.store(out + at * SIZE + column, joined.to(out.dtype.element_ty), mask=column < SIZE)
+
+
+@operator("lookup")
+def lookup(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None) -> Tensor:
+    """Grouped-query attention; each query sees the cached positions up to its own.
+
+    What lies in the cache before or beyond all that the queries see is never read. Products are of the queries'
+    dtype, sums and the softmax of float32.
+
+    Args:
+        queries: [B, H, T, Dh], for a few T.
+        keys, values: [B, K, S, Dh], or int8 [B, K, S, Dh + 4] with a float32 scale at the end of each row.
+        positions: [T], each below S.
+        window: positions seen, the own included; None for all.
+
+    Returns:
+        [B, T, H * Dh] in the queries' dtype.
+
+    Raises:
+        ValueError: if the scales of int8 rows are not aligned: Dh is no multiple of 4.
+    """
+    return attended(queries, keys, values, positions, window)
+
+
+@lookup.register_fake
+def _(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None) -> Tensor:
+    batch, heads, tokens, size = queries.shape
+    return queries.new_empty(batch, tokens, heads * size)
+
+
+def tile_for(rows: int, size: int, dtype: torch.dtype, card: Card) -> Tile:
+    """The tile for queries [rows, size] of a dtype that share keys."""
+    block_d = max(16, triton.next_power_of_2(size))
+    block_n = _TILE_BYTES // (block_d * dtype.itemsize)
+    stages = min(3, max(1, (card.shared - _TILE_BYTES) // (2 * _TILE_BYTES)))
+    return Tile(min(_MOST_ROWS, max(16, triton.next_power_of_2(rows))), min(128, max(16, block_n)), block_d, stages)
+
+
+def spans_for(pairs: int, rows: int, length: int, tile: Tile, card: Card) -> int:
+    """How many programs share a cache of so many positions: as many as the processors have room for."""
+    wanted = triton.cdiv(_WAVES * card.processors, pairs * triton.cdiv(rows, tile.block_m))
+    return int(min(wanted, triton.cdiv(length, tile.block_n), _MOST_SPANS))
+
+
+def attended(
+    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None, spans: int | None = None
+) -> Tensor:
+    """As `lookup`, with the live part in up to `spans` spans; None is as many as suit the card."""
+    batch, heads, tokens, size = queries.shape
+    shared, length, width = keys.shape[1:]
+    if width != size and size % _SCALE_BYTES:
+        raise ValueError(f"int8 rows of a cache need a head size that is a multiple of {_SCALE_BYTES}, not {size}")
+    pairs, rows, card = batch * shared, heads // shared * tokens, card_of(queries.device)
+    tile = tile_for(rows, size, queries.dtype, card)
+    spans = spans or spans_for(pairs, rows, length, tile, card)
+    mixed = queries.new_empty(pairs * rows, spans, size, dtype=torch.float32)
+    largest, total = mixed.new_empty(pairs * rows, spans), mixed.new_empty(pairs * rows, spans)
+    out = queries.new_empty(batch, tokens, heads * size)
+    seen = length if window is None else window
+    constants = {
+        "SIZE": size, "TOKENS": triton.next_power_of_2(tokens), "SPANS": spans,
+        "BLOCK_N": tile.block_n, "BLOCK_D": tile.block_d,
+    }  # fmt: skip
+    wrap_triton(attend_spans)[(spans, triton.cdiv(rows, tile.block_m), pairs)](
+        queries.contiguous(), keys.contiguous(), values.contiguous(), positions, mixed, largest, total,
+        tokens, rows, length, seen, BLOCK_M=tile.block_m, **constants, num_warps=4, num_stages=tile.stages,
+    )  # fmt: skip
+    wrap_triton(join_spans)[(pairs * rows,)](
+        positions, mixed, largest, total, out, tokens, heads, length, seen,
+        BLOCK_S=triton.next_power_of_2(spans), **constants, num_warps=4, num_stages=1,
+    )  # fmt: skip
+    return out
