@@ -8,7 +8,7 @@ import logging
 import torch
 
 from quantkit.errors import RequestError, UnsupportedError
-from quantkit.kernels.backend import Backend
+from quantkit.kernels.backend import Backend, Operations
 from quantkit.kernels.check import fault
 from quantkit.kernels.cpu import CpuBackend
 from quantkit.kernels.reference import ReferenceBackend
@@ -52,6 +52,16 @@ def select_backend(scheme: QuantScheme, device: torch.device, dtype: torch.dtype
             return backend
         reasons.append(f"{backend.name}: {reason}")
     raise UnsupportedError(f"no backend serves {scheme} on {device} in {dtype}; {'; '.join(reasons)}")
+
+
+def operations_for_floats(device: torch.device, dtype: torch.dtype) -> Operations | None:
+    """What a GPU's backend offers to a model without quantized layers; None on a CPU, whose kernels have to be
+    compiled first."""
+    if device.type == "cpu":
+        return None
+    served = (backend for backend in BACKENDS if backend.refusal(QuantScheme(8, None), device, dtype) is None)
+    backend = next(served, None)
+    return None if backend is None else backend.operations()
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.kernels import dispatch
+from quantkit.kernels.backend import Operations
 from quantkit.kernels.dispatch import BACKENDS, select_backend
 from quantkit.kernels.reference import ReferenceBackend
 from quantkit.model.qlinear import QuantLinear
@@ -203,3 +204,16 @@ def test_a_backend_that_gets_a_small_product_wrong_is_not_used(
     assert select_backend(scheme, CPU, torch.bfloat16).name == "reference"
     with pytest.raises(UnsupportedError, match=f"mistaken: its? {reason}"):
         select_backend(scheme, CPU, torch.bfloat16, "mistaken")
+
+
+def test_a_model_of_floats_takes_a_gpus_operations_and_none_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpus(_Refusing):
+        def operations(self) -> Operations:
+            return offered
+
+    offered, device = Operations(), torch.device("meta")
+    monkeypatch.setattr(dispatch, "BACKENDS", (_Refusing("one", "runs on CPUs"), OnGpus("two", None)))
+    assert dispatch.operations_for_floats(device, torch.bfloat16) is offered
+    assert dispatch.operations_for_floats(CPU, torch.bfloat16) is None
+    monkeypatch.setattr(dispatch, "BACKENDS", (_Refusing("one", "runs on CPUs"), ReferenceBackend()))
+    assert dispatch.operations_for_floats(device, torch.bfloat16) is None

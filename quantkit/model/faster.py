@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels.check import same
+from quantkit.kernels.dispatch import operations_for_floats
 from quantkit.model.attention import FEW, Lookup, for_few, masked_lookup, over_cache
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Blocks, Decoder
@@ -25,7 +26,7 @@ _log = logging.getLogger(__name__)
 def put_operations(model: Decoder) -> None:
     """Attention, products of floats and whole blocks by the backend, each tried against what it replaces."""
     linears = [module for module in model.modules() if isinstance(module, QuantLinear)]
-    operations = linears[0].backend.operations() if linears else None
+    operations = linears[0].backend.operations() if linears else operations_for_floats(model.device, model.dtype)
     if operations is None:
         return
     linear, lookup = operations.linear, operations.lookup
