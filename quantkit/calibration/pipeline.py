@@ -27,6 +27,7 @@ from quantkit.model.attention import among_own
 from quantkit.model.decoder import Block
 from quantkit.model.load import BLOCK_PREFIX, fill
 from quantkit.model.rope import Rotary
+from quantkit.model.unfilled import unfilled
 from quantkit.qtensor import QuantTensor, quantize_rtn, row_chunks
 from quantkit.scheme import QuantScheme
 from quantkit.solver.gptq import Damped, GptqReport, SingularError, compensated, solve
@@ -158,7 +159,7 @@ class BlockQuantizer:
                 already found them; they are then passed through.
         """
         config = self._source.config
-        with torch.device("meta"):
+        with unfilled():
             floats, seen = Block(config, self._layer), Block(config, self._layer)
         results: dict[str, Result] = {}
         for site in self._sites():

@@ -9,15 +9,19 @@ from torch import Tensor, nn
 
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint
 from quantkit.formats.detect import open_checkpoint
+from quantkit.memory import give_back
 from quantkit.model.decoder import Decoder
 from quantkit.model.device import usable_device
 from quantkit.model.faster import put_operations
 from quantkit.model.joint import Place, place
 from quantkit.model.qlinear import QuantLinear
-from quantkit.model.rope import Rotary
 from quantkit.model.shared import connect_blocks, connect_ends
+from quantkit.model.unfilled import unfilled
 from quantkit.parallel.sharded import Sharded
+from quantkit.part import Part
+from quantkit.qtensor import QuantTensor
 
+_AT_ONCE = 1 << 25  # bytes
 BLOCK_PREFIX = "model.layers.{}."
 
 
@@ -42,10 +46,10 @@ def load_model(
     checkpoint = open_checkpoint(source) if isinstance(source, (str, Path)) else source
     device = usable_device(device)
     dtype = dtype or FLOAT_DTYPES[checkpoint.config.dtype]
-    with torch.device("meta"):
+    with unfilled():
         model = Decoder(checkpoint.config)
     fill(model, checkpoint, "", device, dtype, backend)
-    model.rotary = Rotary(checkpoint.config).to(device)
+    model.rotary.to(device)
     if isinstance(checkpoint, Sharded):
         connect_blocks(model, checkpoint, "")
     put_operations(model)
@@ -68,13 +72,18 @@ def fill(
         owner, _, leaf = name[len(prefix) :].rpartition(".")
         if owner in done:
             continue
-        value = checkpoint.load(name)
-        if isinstance(value, Tensor):
-            setattr(module.get_submodule(owner), leaf, _parameter(value, device, dtype))
+        info = checkpoint.info(name)
+        if info.scheme is None:
+            setattr(module.get_submodule(owner), leaf, _copied(checkpoint, name, info.shape, device, dtype))
         else:
+            value = checkpoint.load(name)
+            assert isinstance(value, QuantTensor)
             placed = place(checkpoint, prefix, owner, value)
             _set_quantized(module, placed, QuantLinear(placed.weight, placed.bias, device, dtype, backend))
             done.update(placed.owners)
+            del value, placed
+            give_back()
+        checkpoint.trim()
 
 
 def _set_quantized(module: nn.Module, placed: Place, linear: QuantLinear) -> None:
@@ -86,6 +95,18 @@ def _set_quantized(module: nn.Module, placed: Place, linear: QuantLinear) -> Non
     setattr(module.get_submodule(parent), child, linear)
 
 
-def _parameter(value: Tensor, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
-    """An own copy: views of the file would keep it mapped."""
-    return nn.Parameter(value.to(device=device, dtype=dtype, copy=True), requires_grad=False)
+def _copied(
+    checkpoint: Checkpoint, name: str, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype
+) -> nn.Parameter:
+    """An own copy of a float tensor: views of the file would keep it mapped. A large one some heads' rows at a time."""
+    copy = torch.empty(shape, device=device, dtype=dtype)
+    head = checkpoint.config.head_dim
+    step = max(head, _AT_ONCE // max(1, copy[:1].nbytes) // head * head)
+    for start in range(0, shape[0], step):
+        ranges = ((start, min(start + step, shape[0])),)
+        piece = checkpoint.load(name, Part(0, ranges) if step < shape[0] else None)
+        assert isinstance(piece, Tensor)
+        copy[start : start + step] = piece
+        del piece
+        checkpoint.trim()
+    return nn.Parameter(copy, requires_grad=False)

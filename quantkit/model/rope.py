@@ -55,8 +55,8 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
-    """Angle per position of each pair of dimensions, float32 [dim / 2]."""
-    plain = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    """Angle per position of each pair of dimensions, float32 [dim / 2] on the CPU, wherever modules are made."""
+    plain = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
     if rope.type == "linear":
         return plain / rope.factor
     if rope.type == "llama3":
@@ -87,7 +87,7 @@ def _yarn(rope: RopeConfig, plain: Tensor, dim: int) -> Tensor:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    ramp = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / max(high - low, 0.001)
     keep = 1 - ramp.clamp(0, 1)
     return plain / rope.factor * (1 - keep) + plain * keep
 

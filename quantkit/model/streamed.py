@@ -9,6 +9,7 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.decoder import Block
 from quantkit.model.load import BLOCK_PREFIX, fill
 from quantkit.model.shared import connect_blocks
+from quantkit.model.unfilled import unfilled
 from quantkit.parallel.sharded import Sharded
 from quantkit.qtensor import float_rows, row_chunks
 
@@ -39,7 +40,7 @@ class StreamedLinear(nn.Module):
 
 def streamed_block(checkpoint: Checkpoint, layer: int) -> Block:
     """One decoder layer on the CPU in float32, of which only the norms are in memory."""
-    with torch.device("meta"):
+    with unfilled():
         block = Block(checkpoint.config, layer)
     prefix = BLOCK_PREFIX.format(layer)
     for name, module in list(block.named_modules()):

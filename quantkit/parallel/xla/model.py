@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
+from quantkit.model.unfilled import unfilled
 from quantkit.parallel.xla import products
 from quantkit.parallel.xla.bridge import apply, attend_by
 from quantkit.parallel.xla.layout import COLUMNS, Layout
@@ -71,7 +72,7 @@ class ShardedCache(KVCache):
 def sharded_decoder(layout: Layout) -> Decoder:
     """The decoder of one device, without weights; it takes the arrays of `Layout.leaves` by their names."""
     attend_by(products.attention)
-    with torch.device("meta"):
+    with unfilled():
         model = Decoder(layout.local)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
