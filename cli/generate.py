@@ -132,7 +132,8 @@ def _pieces(asked: Asked, group: Group | None) -> Iterator[str]:
         small, other = load(asked.draft, **how)
         if other.encode(asked.prompt, specials=True) != ids:
             raise RequestError("the draft model reads the prompt as other tokens", path=asked.draft)
-        tokens = speculate(model, small, ids, draft_tokens=asked.draft_tokens or DRAFT_TOKENS, **asked.sampling())
+        proposed = DRAFT_TOKENS if asked.draft_tokens is None else asked.draft_tokens
+        tokens = speculate(model, small, ids, draft_tokens=proposed, **asked.sampling())
     yield asked.prompt
     yield from text_pieces(tokenizer, ids, tokens)
     yield "\n"

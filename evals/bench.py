@@ -17,6 +17,7 @@ from torch import nn
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.evals.models import backend_names
 from quantkit.evals.synthetic import synthetic
+from quantkit.finite import finite_logits
 from quantkit.formats.checkpoint import DTYPE_NAMES, Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.memory import resident_bytes
@@ -122,6 +123,7 @@ def bench(jobs: Sequence[Job], *, group: Group | None = None, progress: Progress
         RequestError: if a prompt, with what is decoded after it, exceeds a model's context, or processes
             are to share several models.
         QuantkitError: if a model cannot be opened or loaded.
+        NonFiniteError: if its logits are NaN or Inf.
     """
     for job in jobs:
         _require_room(job)
@@ -215,7 +217,7 @@ def _random(model: Decoder, batch: int, length: int) -> torch.Tensor:
 
 
 def _prefill(model: Decoder, length: int, compiled: bool | None) -> None:
-    Engine(model, length, compiled=compiled).prefill(_random(model, 1, length)).argmax().item()
+    finite_logits(Engine(model, length, compiled=compiled).prefill(_random(model, 1, length))).argmax().item()
 
 
 class _Decoding:

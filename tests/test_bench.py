@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import command
+import oracle
 import pytest
 import torch
 from command import Capture
@@ -49,6 +50,16 @@ def test_models_are_timed_side_by_side(demo_model: Path, tmp_path: Path, capfd: 
         assert one["peak_bytes"] > one["weight_bytes"] > 0
     assert second["weight_bytes"] < first["weight_bytes"]
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_model_whose_logits_are_not_finite_is_not_timed(tmp_path: Path, capfd: Capture) -> None:
+    model = oracle.make("llama", max_position_embeddings=128)
+    with torch.no_grad():
+        model.model.norm.weight[3] = torch.nan
+    folder = oracle.save(model, tmp_path / "model")
+    code, out, err = command.run(capfd, "bench", folder, "--prompt-lengths", "4", "--batch", "1", "--runs", "1")
+    assert (code, out) == (7, "")
+    assert "logits are NaN or Inf" in err
 
 
 def test_a_device_that_is_not_there_is_refused(demo_model: Path) -> None:

@@ -119,5 +119,6 @@ def test_the_command_takes_a_draft(folders: dict[str, Path], capfd: pytest.Captu
     code, expected, _ = run(capfd, *command)
     assert code == 0
     assert run(capfd, *command, "--draft", folders["int4-g32"], "--draft-tokens", "3")[:2] == (0, expected)
-    for wrong in (["--draft-tokens", "3"], ["--draft", folders["int8"], "--compile"]):
+    no_tokens = ["--draft", folders["int8"], "--draft-tokens", "0"]
+    for wrong in (["--draft-tokens", "3"], no_tokens, ["--draft", folders["int8"], "--compile"]):
         assert run(capfd, *command, *wrong)[0] == 2
