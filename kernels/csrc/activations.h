@@ -11,15 +11,29 @@
 
 namespace quantkit {
 
-// Tokens [M, K] as integers of 16 bits in the exact mode and 8 in the fast one, times a scale.
-// Kernels take them in the form that suits them: as `wide`, or as 256 * high + low, the fast mode
-// as `high` alone. What is not wanted is null.
-struct Activations {
-  int64_t tokens, blocks;
-  int8_t *high, *low;  // [M, blocks * 32]
-  int16_t* wide;       // [M, blocks * 32]
-  float* scales;   // [M, blocks]
-  int32_t* sums;   // [M, blocks], of the integers
+// How 32 integers lie: as bytes; as 16 bits, in turn or with the middle two of each four swapped; or as 32 high
+// bytes and 32 low ones, for 256 * high + low.
+enum class Form { bytes, whole, swapped, halves };
+
+constexpr int width_of(Form form) { return form == Form::bytes ? 1 : 2; }
+
+// What a tile of some tokens takes of 32 columns.
+template <Form Of, int Tokens>
+struct Record {
+  int32_t sums[Tokens];  // of the integers, times `sum_factor`
+  float scales[Tokens];
+  int8_t values[Tokens][kColumns * width_of(Of)];
+
+  const int16_t* whole(int token) const { return reinterpret_cast<const int16_t*>(values[token]); }
+  const int8_t* low(int token) const { return values[token] + kColumns; }
+};
+
+// Where the parts of one token's record go.
+struct Place {
+  Form form;
+  int32_t* sum;
+  float* scale;
+  int8_t* values;
 };
 
 constexpr float kExactMost = 127 * 256;
@@ -28,7 +42,7 @@ constexpr float kLeast = 1e-30f;  // blocks below it count as zeros
 
 // One block of 32 floats. A NaN or Inf makes the scale NaN, so that it reaches every output.
 template <bool Exact>
-inline void quantize_block(const float* x, const Activations& to, int64_t block) {
+inline void quantize_block(const float* x, int32_t sum_factor, const Place& to) {
   constexpr float kMost = Exact ? kExactMost : kFastMost;
   uint32_t largest = 0;
   for (int i = 0; i < kColumns; ++i) {
@@ -39,38 +53,37 @@ inline void quantize_block(const float* x, const Activations& to, int64_t block)
   float most;
   std::memcpy(&most, &largest, 4);
   const bool finite = largest < 0x7f800000u, empty = !finite || most < kLeast;
-  int32_t values[kColumns] = {}, total = 0;
+  int32_t integers[kColumns] = {}, total = 0;
   if (!empty) {
     const float factor = kMost / most;
     for (int i = 0; i < kColumns; ++i) {
-      values[i] = static_cast<int32_t>(__builtin_rintf(x[i] * factor));  // ties to even
-      total += values[i];
+      integers[i] = static_cast<int32_t>(__builtin_rintf(x[i] * factor));  // ties to even
+      total += integers[i];
     }
   }
-  const int64_t start = block * kColumns;
-  if (to.wide) {
-    for (int i = 0; i < kColumns; ++i) to.wide[start + i] = static_cast<int16_t>(values[i]);
-  } else if (Exact) {
-    for (int i = 0; i < kColumns; ++i) {
-      const int32_t upper = (values[i] + 128) >> 8;
-      to.high[start + i] = static_cast<int8_t>(upper);
-      to.low[start + i] = static_cast<int8_t>(values[i] - upper * 256);
-    }
-  } else {
-    for (int i = 0; i < kColumns; ++i) to.high[start + i] = static_cast<int8_t>(values[i]);
+  int16_t* whole = reinterpret_cast<int16_t*>(to.values);
+  switch (to.form) {
+    case Form::bytes:
+      for (int i = 0; i < kColumns; ++i) to.values[i] = static_cast<int8_t>(integers[i]);
+      break;
+    case Form::whole:
+      for (int i = 0; i < kColumns; ++i) whole[i] = static_cast<int16_t>(integers[i]);
+      break;
+    case Form::swapped:
+      for (int i = 0; i < kColumns; i += 4) {
+        const int order[] = {0, 2, 1, 3};
+        for (int j = 0; j < 4; ++j) whole[i + j] = static_cast<int16_t>(integers[i + order[j]]);
+      }
+      break;
+    case Form::halves:
+      for (int i = 0; i < kColumns; ++i) {
+        const int32_t high = (integers[i] + 128) >> 8;
+        to.values[i] = static_cast<int8_t>(high);
+        to.values[kColumns + i] = static_cast<int8_t>(integers[i] - high * 256);
+      }
   }
-  to.scales[block] = finite ? (empty ? 0.f : most / kMost) : std::numeric_limits<float>::quiet_NaN();
-  to.sums[block] = total;
-}
-
-// Consecutive blocks of one token. Columns beyond the last count as zeros.
-template <bool Exact>
-inline void quantize_stretch(const float* x, int64_t count, const Activations& to, int64_t block) {
-  for (; count >= kColumns; count -= kColumns, x += kColumns) quantize_block<Exact>(x, to, block++);
-  if (count == 0) return;
-  float rest[kColumns] = {};
-  std::memcpy(rest, x, count * sizeof(float));
-  quantize_block<Exact>(rest, to, block);
+  *to.scale = finite ? (empty ? 0.f : most / kMost) : std::numeric_limits<float>::quiet_NaN();
+  *to.sum = total * sum_factor;
 }
 
 }  // namespace quantkit

@@ -3,57 +3,29 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <memory>
-#include <utility>
 
-#include "activations.h"
 #include "floats.h"
 #include "layout.h"
 #include "threads.h"
 #include "tile.h"
+#include "workspace.h"
 
 namespace quantkit {
 
 constexpr int64_t kPanel = 64;  // tokens whose activations stay in cache while the bands pass by
 constexpr int64_t kStretch = 256;  // columns made floats at a time, a multiple of 32
 
-// Memory for the activations of one product.
-class Workspace {
- public:
-  Workspace(const Layout& at, int64_t tokens) {
-    const bool wide = at.bits == 8 && kWide8;
-    const int64_t blocks = tokens * at.blocks(), values = blocks * kColumns;
-    const int64_t integers = values * (wide || at.exact ? 2 : 1);
-    memory_.reset(new (std::align_val_t(64)) uint8_t[integers + blocks * 8]);
-    uint8_t* from = memory_.get();
-    int8_t* bytes = reinterpret_cast<int8_t*>(from);
-    x_.tokens = tokens;
-    x_.blocks = at.blocks();
-    x_.wide = wide ? reinterpret_cast<int16_t*>(from) : nullptr;
-    x_.high = wide ? nullptr : bytes;
-    x_.low = at.exact && !wide ? bytes + values : nullptr;
-    x_.scales = reinterpret_cast<float*>(from + integers);
-    x_.sums = reinterpret_cast<int32_t*>(from + integers + blocks * 4);
-  }
-  const Activations& activations() const { return x_; }
-
- private:
-  struct Free {
-    void operator()(uint8_t* memory) const { operator delete[](memory, std::align_val_t(64)); }
-  };
-  std::unique_ptr<uint8_t[], Free> memory_;
-  Activations x_;
-};
-
 template <int Bits, bool Exact, int Tokens>
-void tiles(const Layout& at, const uint8_t* band, const Activations& x, int64_t token, int64_t count, float* out) {
-  for (; count >= Tokens; token += Tokens, count -= Tokens, out += Tokens * kRows)
-    tile<Bits, Exact, Tokens>(at, band, x, token, out);
+void tiles(const Layout& at, const uint8_t* band, const Workspace& x, int64_t token, int64_t count, float* out) {
+  for (; count >= Tokens; token += Tokens, count -= Tokens, out += Tokens * kRows) {
+    using Records = Record<form_for(Bits, Exact, Tokens), Tokens>;
+    tile<Bits, Exact, Tokens>(at, band, reinterpret_cast<const Records*>(x.records(token)), out);
+  }
   if constexpr (Tokens > 1) tiles<Bits, Exact, Tokens / 2>(at, band, x, token, count, out);
 }
 
 // A band times tokens: out[t * 16 + r].
-inline void band_product(const Layout& at, const uint8_t* band, const Activations& x, int64_t token, int64_t count,
+inline void band_product(const Layout& at, const uint8_t* band, const Workspace& x, int64_t token, int64_t count,
                          float* out) {
   if (at.bits == 4 && at.exact) tiles<4, true, kTokens>(at, band, x, token, count, out);
   if (at.bits == 4 && !at.exact) tiles<4, false, kTokens>(at, band, x, token, count, out);
@@ -74,16 +46,14 @@ inline void matmul(const Linear& linear, const void* x, FloatType type, int64_t 
                    bool add = false) {
   const Layout& at = linear.at;
   const Workspace workspace(at, tokens);
-  const Activations& to = workspace.activations();
   if (at.rows * at.columns * tokens < kAlone) threads = 1;
   Pool& pool = Pool::shared();
   pool.share(tokens, 1, threads, [&](int64_t token) {
     float row[kStretch];
     for (int64_t from = 0; from < at.columns; from += kStretch) {
       const int64_t count = std::min(kStretch, at.columns - from);
-      const int64_t block = token * to.blocks + from / kColumns;
       const float* values = load_floats(x, type, token * at.columns + from, count, row);
-      at.exact ? quantize_stretch<true>(values, count, to, block) : quantize_stretch<false>(values, count, to, block);
+      workspace.quantize(values, count, token, from / kColumns);
     }
   });
   const int64_t panels = (tokens + kPanel - 1) / kPanel;
@@ -92,7 +62,7 @@ inline void matmul(const Linear& linear, const void* x, FloatType type, int64_t 
     const int64_t token = panel * kPanel, count = std::min(kPanel, tokens - token);
     const int64_t row = band * kRows, rows = std::min(kRows, at.rows - row);
     alignas(64) float out[kPanel * kRows];
-    band_product(at, linear.bands + band * at.band_bytes(), to, token, count, out);
+    band_product(at, linear.bands + band * at.band_bytes(), workspace, token, count, out);
     float room[kRows] = {};
     const float* offset = linear.bias ? load_floats(linear.bias, type, row, rows, room) : room;
     for (int64_t t = 0; t < count; ++t) {

@@ -1,4 +1,4 @@
-// AVX2: one vector is four columns of 8 rows.
+// AVX2: one vector is four columns of 8 rows, and a band has two of them side by side.
 #pragma once
 
 #include <immintrin.h>
@@ -10,9 +10,14 @@ namespace quantkit {
 
 constexpr const char* kInstructions = "avx2";
 constexpr int kTokens = 4;  // that a tile takes at once
-constexpr bool kWide8 = true;  // 8-bit codes take activations as 16-bit integers
+constexpr bool kSigned8 = false;
 constexpr int kHalf = 8;
 constexpr int64_t kAhead = 2048;  // bytes
+
+constexpr Form form_for(int64_t bits, bool exact, int64_t tokens) {
+  if (bits == 4 && !exact) return Form::bytes;
+  return bits == 4 && tokens == 1 ? Form::halves : Form::swapped;
+}
 
 inline __m256 load_scales(const uint8_t* head, FloatType type, int64_t place) {
   if (type == FloatType::f32) return _mm256_load_ps(reinterpret_cast<const float*>(head) + place);
@@ -23,9 +28,10 @@ inline __m256 load_scales(const uint8_t* head, FloatType type, int64_t place) {
 
 inline __m256i load_vector(const void* from) { return _mm256_load_si256(static_cast<const __m256i*>(from)); }
 
-inline __m256i four_columns(const int8_t* x) {
+// Four bytes, the same in every lane.
+inline __m256i spread(const void* from) {
   int32_t word;
-  std::memcpy(&word, x, 4);
+  std::memcpy(&word, from, 4);
   return _mm256_set1_epi32(word);
 }
 
@@ -33,63 +39,106 @@ inline __m256i four_columns(const int8_t* x) {
 // first and adds them up in a tree, for which there are not registers enough.
 inline void settle(__m256i& sum) { asm("" : "+x"(sum)); }
 
-// Four 16-bit activations, the same in every 64 bits.
-inline __m256i four_columns(const int16_t* x) {
-  int64_t word;
-  std::memcpy(&word, x, 8);
-  return _mm256_set1_epi64x(word);
+// sum += codes x activations, 8 bits each, in 16 bits.
+inline void add_bytes(__m256i& sum, __m256i codes, __m256i x) {
+  sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, x));
+  settle(sum);
 }
 
-// Sums over a block for 8 rows of 4-bit codes. Codes below 16 times 127 add up to at most 30720 over
-// the eight steps, so 16 bits hold them.
-inline __m256i dot4(const __m256i* w, const int8_t* x) {
-  __m256i sum = _mm256_maddubs_epi16(w[0], four_columns(x));
-#pragma GCC unroll 8
-  for (int i = 1; i < 8; ++i) {
-    sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(w[i], four_columns(x + i * 4)));
-    settle(sum);
-  }
-  return sum;
+// sum += codes x activations, 16 bits each, in 32 bits.
+inline void add_words(__m256i& sum, __m256i codes, __m256i x) {
+  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(codes, x));
+  settle(sum);
 }
 
-template <bool Exact>
-inline __m256i dot4(const __m256i* w, const int8_t* high, const int8_t* low) {
-  const __m256i ones = _mm256_set1_epi16(1);
-  if (!Exact) return _mm256_madd_epi16(dot4(w, high), ones);
-  const __m256i upper = _mm256_madd_epi16(dot4(w, high), _mm256_set1_epi16(256));
-  return _mm256_add_epi32(upper, _mm256_madd_epi16(dot4(w, low), ones));
-}
-
-// Sums over a block for 8 rows of 8-bit codes, for each token: products of 16 bits, since eight
-// bits times eight would not fit the 16 that AVX2 adds them up in.
+// Sums over a block, of both halves, for each token.
 template <int Tokens>
-inline void dot8(const uint8_t* codes, const int16_t* x, int64_t stride, __m256i* sums) {
-  const __m256i nothing = _mm256_setzero_si256();
-  __m256i left[Tokens], right[Tokens];
-  for (int t = 0; t < Tokens; ++t) left[t] = right[t] = nothing;
+using Sums = __m256i[Tokens][2];
+
+template <int Tokens>
+inline void clear(Sums<Tokens>& sums) {
+  for (int t = 0; t < Tokens; ++t) sums[t][0] = sums[t][1] = _mm256_setzero_si256();
+}
+
+// Of 4-bit codes with activations of 8 bits. Codes below 16 times 127 add up to at most 30720 over the eight
+// steps, so 16 bits hold them.
+template <int Tokens, class Records>
+inline void dot_bytes(const uint8_t* codes, const Records& x, Sums<Tokens>& sums) {
+  const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+  clear<Tokens>(sums);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const __m256i left = load_vector(codes + i * 64), right = load_vector(codes + i * 64 + 32);
+    const __m256i w[4] = {_mm256_and_si256(left, nibble), _mm256_and_si256(right, nibble),
+                          _mm256_and_si256(_mm256_srli_epi16(left, 4), nibble),
+                          _mm256_and_si256(_mm256_srli_epi16(right, 4), nibble)};
+#pragma GCC unroll 4
+    for (int t = 0; t < Tokens; ++t)
+      for (int n = 0; n < 2; ++n) {
+        const __m256i four = spread(x.values[t] + i * 8 + n * 4);
+        add_bytes(sums[t][0], w[2 * n], four);
+        add_bytes(sums[t][1], w[2 * n + 1], four);
+      }
+  }
+  for (int t = 0; t < Tokens; ++t)
+    for (int h = 0; h < 2; ++h) sums[t][h] = _mm256_madd_epi16(sums[t][h], ones);
+}
+
+// Of 4-bit codes with high and low bytes of one token's activations.
+template <class Records>
+inline void dot_halves(const uint8_t* codes, const Records& x, Sums<1>& sums) {
+  const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1), shift = _mm256_set1_epi16(256);
+  Sums<1> low;
+  clear<1>(sums);
+  clear<1>(low);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i)
+    for (int h = 0; h < 2; ++h) {
+      const __m256i both = load_vector(codes + i * 64 + h * 32);
+      const __m256i first = _mm256_and_si256(both, nibble);
+      const __m256i second = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
+      add_bytes(sums[0][h], first, spread(x.values[0] + i * 8));
+      add_bytes(low[0][h], first, spread(x.low(0) + i * 8));
+      add_bytes(sums[0][h], second, spread(x.values[0] + i * 8 + 4));
+      add_bytes(low[0][h], second, spread(x.low(0) + i * 8 + 4));
+    }
+  for (int h = 0; h < 2; ++h)
+    sums[0][h] = _mm256_add_epi32(_mm256_madd_epi16(sums[0][h], shift), _mm256_madd_epi16(low[0][h], ones));
+}
+
+// Of codes of 4 or 8 bits with activations of 16: of each four columns those in the even places, then the others.
+template <int Bits, int Tokens, class Records>
+inline void dot_words(const uint8_t* codes, const Records& x, Sums<Tokens>& sums) {
+  const __m256i mask = _mm256_set1_epi16(Bits == 8 ? 255 : 15);
+  clear<Tokens>(sums);
   asm volatile("" ::: "memory");  // or the activations of all steps are spread out beforehand
 #pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) {
-    const __m256i bytes = load_vector(codes + i * 64);
-    const __m256i low = _mm256_unpacklo_epi8(bytes, nothing);    // rows 0 1 and 4 5
-    const __m256i high = _mm256_unpackhi_epi8(bytes, nothing);  // rows 2 3 and 6 7
+  for (int i = 0; i < Bits; ++i) {
+    const __m256i left = load_vector(codes + i * 64), right = load_vector(codes + i * 64 + 32);
+    constexpr int kParts = 16 / Bits;
+    const int shifts[] = {0, 8, 4, 12};
 #pragma GCC unroll 4
-    for (int t = 0; t < Tokens; ++t) {
-      const __m256i four = four_columns(x + t * stride + i * 4);
-      left[t] = _mm256_add_epi32(left[t], _mm256_madd_epi16(low, four));
-      right[t] = _mm256_add_epi32(right[t], _mm256_madd_epi16(high, four));
-      settle(left[t]);
-      settle(right[t]);
+    for (int n = 0; n < kParts; ++n) {
+      const int shift = shifts[n];
+      __m256i w[2] = {left, right};
+      for (int h = 0; h < 2; ++h) {
+        if (shift) w[h] = _mm256_srli_epi16(w[h], shift);
+        if (shift + Bits < 16) w[h] = _mm256_and_si256(w[h], mask);
+      }
+#pragma GCC unroll 4
+      for (int t = 0; t < Tokens; ++t) {
+        const __m256i two = spread(x.whole(t) + i * 2 * kParts + n * 2);
+        add_words(sums[t][0], w[0], two);
+        add_words(sums[t][1], w[1], two);
+      }
     }
   }
-  for (int t = 0; t < Tokens; ++t) sums[t] = _mm256_hadd_epi32(left[t], right[t]);
 }
 
 // out[t * 16 + r] = row r of the band times token t.
 template <int Bits, bool Exact, int Tokens>
-void tile(const Layout& at, const uint8_t* band, const Activations& x, int64_t token, float* out) {
-  const __m256i nibble = _mm256_set1_epi8(15);
-  __m256i zero[2] = {_mm256_set1_epi32(-at.fixed_zero()), _mm256_set1_epi32(-at.fixed_zero())};
+void tile(const Layout& at, const uint8_t* band, const Record<form_for(Bits, Exact, Tokens), Tokens>* x, float* out) {
+  __m256i zero[2] = {};
   __m256 scale[2], total[Tokens][2];
   for (int t = 0; t < Tokens; ++t) total[t][0] = total[t][1] = _mm256_setzero_ps();
   const int64_t groups = at.groups(), per_group = at.blocks_per_group();
@@ -97,7 +146,7 @@ void tile(const Layout& at, const uint8_t* band, const Activations& x, int64_t t
   const bool zeros = at.zeros;
   const int64_t together = at.together(), head_bytes = at.head_bytes();
   const uint8_t *codes = band, *head = band;
-  for (int64_t g = 0, b = 0; g < groups; ++g) {
+  for (int64_t g = 0; g < groups; ++g) {
     const int64_t place = enter_group(g, together, head_bytes, codes, head);
     for (int h = 0; h < 2; ++h) {
       scale[h] = load_scales(head, type, place + h * kHalf);
@@ -105,32 +154,21 @@ void tile(const Layout& at, const uint8_t* band, const Activations& x, int64_t t
       const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(head + kLine + place + h * kHalf));
       zero[h] = _mm256_sub_epi32(_mm256_setzero_si256(), _mm256_cvtepu8_epi32(bytes));
     }
-    for (const int64_t stop = b + per_group; b < stop; ++b, codes += kRows * kColumns * Bits / 8) {
-      const int64_t block = token * x.blocks + b;
+    for (int64_t b = 0; b < per_group; ++b, ++x, codes += kRows * kColumns * Bits / 8) {
       if (Tokens > 1)  // the work on a block is long, and the processor looks ahead too little
         for (int i = 0; i < Bits; ++i)
           _mm_prefetch(reinterpret_cast<const char*>(codes + kAhead + i * 64), _MM_HINT_T0);
-      for (int h = 0; h < 2; ++h) {
-        __m256i sums[Tokens];
-        if (Bits == 4) {
-          __m256i w[8];
-          for (int i = 0; i < 4; ++i) {
-            const __m256i both = load_vector(codes + i * 64 + h * 32);
-            w[2 * i] = _mm256_and_si256(both, nibble);
-            w[2 * i + 1] = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
-          }
-          for (int t = 0; t < Tokens; ++t) {
-            const int64_t from = (block + t * x.blocks) * kColumns;
-            sums[t] = dot4<Exact>(w, x.high + from, x.low + from);
-          }
-        } else {
-          dot8<Tokens>(codes + h * 32, x.wide + block * kColumns, x.blocks * kColumns, sums);
-        }
-        for (int t = 0; t < Tokens; ++t) {
-          const int64_t from = block + t * x.blocks;
-          const __m256i offset = _mm256_mullo_epi32(zero[h], _mm256_set1_epi32(x.sums[from]));
-          const __m256 step = _mm256_mul_ps(scale[h], _mm256_set1_ps(x.scales[from]));
-          total[t][h] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_add_epi32(sums[t], offset)), step, total[t][h]);
+      constexpr Form kForm = form_for(Bits, Exact, Tokens);
+      Sums<Tokens> sums;
+      if constexpr (kForm == Form::bytes) dot_bytes<Tokens>(codes, *x, sums);
+      if constexpr (kForm == Form::halves) dot_halves(codes, *x, sums);
+      if constexpr (kForm == Form::swapped) dot_words<Bits, Tokens>(codes, *x, sums);
+      for (int t = 0; t < Tokens; ++t) {
+        const __m256i of_x = _mm256_set1_epi32(x->sums[t]);
+        const __m256 step = _mm256_set1_ps(x->scales[t]);
+        for (int h = 0; h < 2; ++h) {
+          const __m256i sum = _mm256_add_epi32(sums[t][h], zeros ? _mm256_mullo_epi32(zero[h], of_x) : of_x);
+          total[t][h] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), _mm256_mul_ps(scale[h], step), total[t][h]);
         }
       }
     }

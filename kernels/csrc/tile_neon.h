@@ -10,14 +10,20 @@ namespace quantkit {
 
 #if defined(__ARM_FEATURE_DOTPROD)
 constexpr const char* kInstructions = "neon-dotprod";
-constexpr bool kWide8 = false;
+constexpr bool kWhole8 = false;
 #else
 constexpr const char* kInstructions = "neon";
-constexpr bool kWide8 = true;  // 8-bit codes take activations as 16-bit integers
+constexpr bool kWhole8 = true;  // 8-bit codes take activations as 16-bit integers
 #endif
 constexpr int kTokens = 4;  // that a tile takes at once
+constexpr bool kSigned8 = true;  // codes of 8 bits are made signed
 constexpr int kQuarter = 4;
 constexpr int64_t kAhead = 2048;  // bytes
+
+constexpr Form form_for(int64_t bits, bool exact, int64_t) {
+  if (bits == 8 && kWhole8) return Form::whole;
+  return exact ? Form::halves : Form::bytes;
+}
 
 inline float32x4_t load_scales(const uint8_t* head, FloatType type, int64_t place) {
   if (type == FloatType::f32) return vld1q_f32(reinterpret_cast<const float*>(head) + place);
@@ -75,22 +81,21 @@ inline int32x4_t dot(const int8x16_t* w, const int16_t* x) {
   return vpaddq_s32(vpaddq_s32(rows[0], rows[1]), vpaddq_s32(rows[2], rows[3]));
 }
 
-template <int Bits, bool Exact>
-inline int32x4_t dot(const int8x16_t* w, const Activations& x, int64_t from) {
-  if (Bits == 8 && kWide8) return dot(w, x.wide + from);
-  const int32x4_t sum = dot(w, x.high + from);
-  return Exact ? vaddq_s32(dot(w, x.low + from), vshlq_n_s32(sum, 8)) : sum;
+template <Form Of, int Tokens>
+inline int32x4_t dot(const int8x16_t* w, const Record<Of, Tokens>& x, int token) {
+  if constexpr (Of == Form::whole) return dot(w, x.whole(token));
+  const int32x4_t sum = dot(w, x.values[token]);
+  return Of == Form::halves ? vaddq_s32(dot(w, x.low(token)), vshlq_n_s32(sum, 8)) : sum;
 }
 
 // out[t * 16 + r] = row r of the band times token t.
 template <int Bits, bool Exact, int Tokens>
-void tile(const Layout& at, const uint8_t* band, const Activations& x, int64_t token, float* out) {
+void tile(const Layout& at, const uint8_t* band, const Record<form_for(Bits, Exact, Tokens), Tokens>* x, float* out) {
   constexpr int kParts = kRows / kQuarter;
   const uint8x16_t nibble = vdupq_n_u8(15), sign = vdupq_n_u8(128);
-  const int32x4_t less = vdupq_n_s32(Bits == 8 ? 128 : 0);  // codes of 8 bits are made signed
-  int32x4_t zero[kParts];
+  const int32x4_t less = vdupq_n_s32(Bits == 8 ? 128 : 0);
+  int32x4_t zero[kParts] = {};
   float32x4_t scale[kParts], total[Tokens][kParts];
-  for (int q = 0; q < kParts; ++q) zero[q] = vsubq_s32(less, vdupq_n_s32(at.fixed_zero()));
   for (int t = 0; t < Tokens; ++t)
     for (int q = 0; q < kParts; ++q) total[t][q] = vdupq_n_f32(0);
   const int64_t groups = at.groups(), per_group = at.blocks_per_group();
@@ -98,13 +103,13 @@ void tile(const Layout& at, const uint8_t* band, const Activations& x, int64_t t
   const bool zeros = at.zeros;
   const int64_t together = at.together(), head_bytes = at.head_bytes();
   const uint8_t *codes = band, *head = band;
-  for (int64_t g = 0, b = 0; g < groups; ++g) {
+  for (int64_t g = 0; g < groups; ++g) {
     const int64_t place = enter_group(g, together, head_bytes, codes, head);
     for (int q = 0; q < kParts; ++q) {
       scale[q] = load_scales(head, type, place + q * kQuarter);
       if (zeros) zero[q] = vsubq_s32(less, load_zeros(head + kLine + place + q * kQuarter));
     }
-    for (const int64_t stop = b + per_group; b < stop; ++b, codes += kRows * kColumns * Bits / 8) {
+    for (int64_t b = 0; b < per_group; ++b, ++x, codes += kRows * kColumns * Bits / 8) {
       if (Tokens > 1)  // the work on a block is long, and the processor looks ahead too little
         for (int i = 0; i < Bits; ++i) __builtin_prefetch(codes + kAhead + i * 64);
       for (int q = 0; q < kParts; ++q) {
@@ -119,10 +124,9 @@ void tile(const Layout& at, const uint8_t* band, const Activations& x, int64_t t
           }
         }
         for (int t = 0; t < Tokens; ++t) {
-          const int64_t block = (token + t) * x.blocks + b;
-          int32x4_t sum = dot<Bits, Exact>(w, x, block * kColumns);
-          sum = vmlaq_n_s32(sum, zero[q], x.sums[block]);
-          total[t][q] = vfmaq_f32(total[t][q], vcvtq_f32_s32(sum), vmulq_n_f32(scale[q], x.scales[block]));
+          const int32x4_t sum = dot(w, *x, t), of_x = vdupq_n_s32(x->sums[t]);
+          const float32x4_t whole = vcvtq_f32_s32(zeros ? vmlaq_s32(sum, zero[q], of_x) : vaddq_s32(sum, of_x));
+          total[t][q] = vfmaq_f32(total[t][q], whole, vmulq_n_f32(scale[q], x->scales[t]));
         }
       }
     }

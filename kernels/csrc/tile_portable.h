@@ -9,25 +9,24 @@ namespace quantkit {
 
 constexpr const char* kInstructions = "portable";
 constexpr int kTokens = 4;  // that a tile takes at once
-constexpr bool kWide8 = false;
+constexpr bool kSigned8 = false;
+
+constexpr Form form_for(int64_t, bool exact, int64_t) { return exact ? Form::halves : Form::bytes; }
 
 // out[t * 16 + r] = row r of the band times token t.
 template <int Bits, bool Exact, int Tokens>
-void tile(const Layout& at, const uint8_t* band, const Activations& x, int64_t token, float* out) {
+void tile(const Layout& at, const uint8_t* band, const Record<form_for(Bits, Exact, Tokens), Tokens>* x, float* out) {
   float total[Tokens][kRows] = {};
   const uint8_t *codes = band, *head = band;
-  for (int64_t g = 0, b = 0; g < at.groups(); ++g) {
+  for (int64_t g = 0; g < at.groups(); ++g) {
     const int64_t place = enter_group(g, at.together(), at.head_bytes(), codes, head);
     float scale[kRows];
     for (int r = 0; r < kRows; ++r) scale[r] = load_scale(head, at.scales, place + r);
-    for (int64_t stop = b + at.blocks_per_group(); b < stop; ++b, codes += at.block_bytes()) {
+    for (int64_t b = 0; b < at.blocks_per_group(); ++b, ++x, codes += at.block_bytes()) {
       for (int t = 0; t < Tokens; ++t) {
-        const int64_t block = (token + t) * x.blocks + b;
-        const int8_t* high = x.high + block * kColumns;
-        const int8_t* low = x.low + block * kColumns;
+        const int8_t *high = x->values[t], *low = x->low(t);
         for (int r = 0; r < kRows; ++r) {
-          const int32_t zero = at.zeros ? head[kLine + place + r] : at.fixed_zero();
-          int32_t sum = -zero * x.sums[block];
+          int32_t sum = at.zeros ? -head[kLine + place + r] * x->sums[t] : x->sums[t];
           for (int c = 0; c < kColumns; ++c) {
             int32_t code;
             if (Bits == 8) {
@@ -37,7 +36,7 @@ void tile(const Layout& at, const uint8_t* band, const Activations& x, int64_t t
             }
             sum += code * (Exact ? high[c] * 256 + low[c] : high[c]);
           }
-          total[t][r] += static_cast<float>(sum) * (scale[r] * x.scales[block]);
+          total[t][r] += static_cast<float>(sum) * (scale[r] * x->scales[t]);
         }
       }
     }

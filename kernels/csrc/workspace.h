@@ -1,0 +1,81 @@
+// Memory for the activations of one product, in the order in which tiles read them.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <new>
+
+#include "activations.h"
+#include "layout.h"
+#include "tile.h"
+
+namespace quantkit {
+
+// Tokens that one tile takes, the first of them and how many. As many as a tile can take at most stand
+// together from the first token on, and the rest in powers of two.
+struct Together {
+  int64_t first;
+  int64_t count;
+};
+
+inline Together together_with(int64_t token, int64_t tokens) {
+  const int64_t whole = tokens / kTokens * kTokens;
+  if (token < whole) return {token / kTokens * kTokens, kTokens};
+  int64_t first = whole, count = kTokens;
+  for (int64_t rest = tokens - whole;;) {
+    while (count > rest) count /= 2;
+    if (token < first + count) return {first, count};
+    first += count;
+    rest -= count;
+  }
+}
+
+// What the sums of activations are taken times: the zero point that all codes have, below zero.
+inline int32_t sum_factor(const Layout& at) {
+  if (at.zeros) return 1;
+  return at.bits == 8 && kSigned8 ? 0 : -at.fixed_zero();
+}
+
+class Workspace {
+ public:
+  Workspace(const Layout& at, int64_t tokens)
+      : bits_(at.bits), exact_(at.exact), factor_(sum_factor(at)), tokens_(tokens),
+        blocks_(at.blocks()), per_token_(8 + kColumns * width_of(form_for(at.bits, at.exact, 1))),
+        memory_(new (std::align_val_t(kLine)) uint8_t[tokens * blocks_ * per_token_]) {}
+
+  // Take up some of a token's columns, from a block's first on.
+  void quantize(const float* x, int64_t count, int64_t token, int64_t block) const {
+    for (; count >= kColumns; count -= kColumns, x += kColumns) put(x, token, block++);
+    if (count == 0) return;
+    float rest[kColumns] = {};
+    std::memcpy(rest, x, count * sizeof(float));
+    put(rest, token, block);
+  }
+
+  // The records of the tokens that stand together from this one on.
+  const uint8_t* records(int64_t token) const { return memory_.get() + token * blocks_ * per_token_; }
+
+ private:
+  void put(const float* x, int64_t token, int64_t block) const {
+    const auto [first, count] = together_with(token, tokens_);
+    uint8_t* record = memory_.get() + (first * blocks_ + block * count) * per_token_;
+    const int64_t index = token - first;
+    const Form form = form_for(bits_, exact_, count);
+    const Place to{form, reinterpret_cast<int32_t*>(record) + index, reinterpret_cast<float*>(record) + count + index,
+                   reinterpret_cast<int8_t*>(record) + count * 8 + index * kColumns * width_of(form)};
+    exact_ ? quantize_block<true>(x, factor_, to) : quantize_block<false>(x, factor_, to);
+  }
+
+  struct Free {
+    void operator()(uint8_t* memory) const { operator delete[](memory, std::align_val_t(kLine)); }
+  };
+  int64_t bits_;
+  bool exact_;
+  int32_t factor_;
+  int64_t tokens_, blocks_, per_token_;
+  std::unique_ptr<uint8_t[], Free> memory_;
+};
+
+}  // namespace quantkit
