@@ -233,7 +233,9 @@ class _Decoding:
         tokens.tolist()  # all that was asked of a GPU is done
         started = time.perf_counter()
         for _ in range(NEW):
-            tokens = self._engine.decode(tokens).argmax(-1, keepdim=True)
+            logits = self._engine.decode(tokens)
+            with self._engine.model.alone():
+                tokens = logits.argmax(-1, keepdim=True)
         tokens.tolist()
         return time.perf_counter() - started
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,20 +15,6 @@ from quantkit.scheme import QuantScheme
 
 
 @dataclass(frozen=True)
-class BlockKernels:
-    """Decoder blocks through kernels.
-
-    Attributes:
-        block: a whole one over a cache, for hidden states of a few tokens, in place.
-        block_input, block_output: the parts before and after attention, for any number.
-    """
-
-    block: Callable[..., None]
-    block_input: Callable[..., Tensor]
-    block_output: Callable[..., None]
-
-
-@dataclass(frozen=True)
 class Operations:
     """What a backend offers besides, for the rest of a model; None where it offers nothing.
 
@@ -35,12 +22,15 @@ class Operations:
         lookup: attention of a few queries [B, H, T, Dh] over cached keys and values [B, K, S, Dh];
             then the queries' positions [T] and the window. To [B, T, H * Dh].
         linear: ``x @ weight.T`` of a few rows with a weight of floats.
-        blocks: whole blocks.
+        block: a whole block, its hidden states [B, T, D] in place; over a cache or among the tokens given.
+        alone: keeps torch's own operations, while in it, to the calling thread. Threads that torch wakes up look
+            for more work for milliseconds, on processors that the kernels then lack.
     """
 
     lookup: Callable[[Tensor, Tensor, Tensor, Tensor, int | None], Tensor] | None = None
     linear: Callable[[Tensor, Tensor], Tensor] | None = None
-    blocks: BlockKernels | None = None
+    block: Callable[..., None] | None = None
+    alone: Callable[[], AbstractContextManager[None]] | None = None
 
 
 class Backend(Protocol):

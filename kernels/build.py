@@ -90,11 +90,6 @@ def _nothing(*operands: Any) -> None:
     """Works in place."""
 
 
-def _joint_shape(x: Tensor, cosine: Tensor, sine: Tensor, *rest: Any) -> Tensor:
-    heads, shared = rest[-4:-2]
-    return x.new_empty(*x.shape[:-1], (heads + 2 * shared) * cosine.shape[-1])
-
-
 def _rows_shape(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
@@ -106,9 +101,11 @@ def cache_folder() -> Path:
 
 
 _SHAPES: dict[str, Callable[..., Any]] = {
-    "linear": _linear_shape, "attend": _attend_shape, "rows": _rows_shape, "block": _nothing,
-    "block_input": _joint_shape, "block_output": _nothing,
-}  # fmt: skip
+    "linear": _linear_shape,
+    "attend": _attend_shape,
+    "rows": _rows_shape,
+    "block": _nothing,
+}
 """What each operator gives, without running it."""
 
 

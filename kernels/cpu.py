@@ -7,6 +7,8 @@ mode (relative error about 2e-5), of 8 bits in the fast one (about 5e-3).
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.errors import UnsupportedError
-from quantkit.kernels.backend import BlockKernels, Operations
+from quantkit.kernels.backend import Operations
 from quantkit.kernels.build import load_kernels
 from quantkit.qtensor import QuantTensor
 from quantkit.scheme import QuantScheme
@@ -76,5 +78,12 @@ class CpuBackend:
             product: Tensor = operators.rows(x, weight) if few else F.linear(x, weight)
             return product
 
-        blocks = BlockKernels(operators.block, operators.block_input, operators.block_output)
-        return Operations(lookup, linear, blocks)
+        @contextmanager
+        def alone() -> Iterator[None]:
+            before = operators.torch_threads(1)
+            try:
+                yield
+            finally:
+                operators.torch_threads(before)
+
+        return Operations(lookup, linear, operators.block, alone)

@@ -205,8 +205,9 @@ def test_the_operators_pass_torchs_own_checks() -> None:
         torch.library.opcheck(op.default, arguments)
 
 
-@pytest.mark.parametrize("name", ["block", "block_input", "block_output"])
-def test_the_operators_on_blocks_pass_torchs_own_checks(name: str) -> None:
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("cached", [True, False])
+def test_the_operator_on_blocks_passes_torchs_own_checks(own: bool, cached: bool) -> None:
     ops = load_kernels("native")
 
     def packed(rows: int, columns: int) -> Tensor:
@@ -218,12 +219,13 @@ def test_the_operators_on_blocks_pass_torchs_own_checks(name: str) -> None:
                packed(192, 64), torch.randn(192), packed(64, 96), None, 4, 2, 0, 1e-5)  # fmt: skip
     x, angles = torch.randn(2, 3, 64), torch.randn(2, 3, 16)
     cache = torch.zeros(2, 2, 2, 9, 16)
-    before = {
-        "block": (x, *angles, torch.arange(3), cache[0].clone(), cache[1].clone()),
-        "block_input": (x, *angles),
-        "block_output": (x, torch.randn(2, 3, 64)),
-    }[name]
-    torch.library.opcheck(getattr(ops, name).default, (*before, *weights))
+    stored = (cache[0].clone(), cache[1].clone()) if cached else (None, None)
+    arguments = (x, *angles, torch.arange(3), *stored, own, *weights)
+    if own or cached:
+        torch.library.opcheck(ops.block.default, arguments)
+    else:
+        with pytest.raises(RuntimeError, match="unless among their own"):
+            ops.block(*arguments)
 
 
 def test_operands_that_do_not_fit_are_refused() -> None:

@@ -22,14 +22,16 @@ from quantkit.model.qlinear import QuantLinear
 from quantkit.scheme import Override, QuantPlan, QuantScheme
 
 
-def _logits(model: Decoder, tokens: Tensor, steps: list[int], dtype: torch.dtype) -> Tensor:
-    """Logits [B, T, V], so many tokens at a time through the cache."""
+def _logits(model: Decoder, tokens: Tensor, steps: list[int], dtype: torch.dtype, *, first: bool = False) -> Tensor:
+    """Logits [B, T, V], so many tokens at a time through the cache, the first among themselves if `first`."""
     cache = KVCache(model.config, len(tokens), tokens.shape[1] + 3, dtype, "cpu")
     parts, start = [], 0
     with torch.inference_mode():
         for count in steps:
             positions = torch.arange(start, start + count)
-            parts.append(model(tokens[:, start : start + count], positions, cache))
+            own = first and start == 0
+            hidden = model.hidden(tokens[:, start : start + count], positions, cache, first=own)
+            parts.append(model.head(hidden))
             start += count
     return torch.cat(parts, dim=1)
 
@@ -43,10 +45,13 @@ def test_blocks_in_one_call_give_the_modules_logits(case: str, scheme: str, tmp_
     tokens, steps = oracle.random_tokens(40, batch=2), [5, 1, 1, 20, 1, 1, 3, 1, 1, 1, 1, 1, 1, 1, 1]
     model = load_model(tmp_path / "quantized", dtype=torch.float32, backend="cpu-exact")
     assert model.blocks is not None
-    found = _logits(model, tokens, steps, torch.float32)
+    all_found = [_logits(model, tokens, steps, torch.float32, first=first) for first in (True, False)]
+    with torch.inference_mode():
+        all_found.append(model(tokens, torch.arange(40)))
     model.blocks = None
     expected = _logits(model, tokens, steps, torch.float32)
-    assert (found - expected).abs().max() < 1e-3 * expected.std()
+    for found in all_found:
+        assert (found - expected).abs().max() < 1e-3 * expected.std()
     exact = load_model(tmp_path / "quantized", dtype=torch.float32, backend="reference")
     assert exact.blocks is None
     whole = _logits(exact, tokens, [40], torch.float32)
@@ -136,3 +141,17 @@ def test_the_exact_mode_writes_the_references_text(scheme: str, demo_model: Path
         texts.append(list(quantkit.generate(model, ids, max_new_tokens=200)))
     assert texts[0] == texts[1]
     assert len(texts[0]) == 200
+
+
+def test_small_operations_keep_to_the_calling_thread(tmp_path: Path) -> None:
+    folder = oracle.save(oracle.make("llama"), tmp_path / "model")
+    quantkit.quantize(folder, tmp_path / "quantized", "int8", accept_quality_loss=True)
+    model = load_model(tmp_path / "quantized")
+    try:
+        torch.set_num_threads(3)
+        with pytest.raises(KeyError), model.alone():
+            inside = torch.get_num_threads()
+            raise KeyError
+        assert (inside, torch.get_num_threads()) == (1, 3)
+    finally:
+        torch.set_num_threads(1)

@@ -76,12 +76,10 @@ inline void attend_span(const AttentionShape& at, const float* queries, const vo
   }
   for (int64_t g = 0; g < group; ++g) {
     float* weights = scores.data() + g * kSpan;
-    float most = -std::numeric_limits<float>::infinity(), sum = 0;
-    for (int64_t s = 0; s < count; ++s) most = weights[s] <= most ? most : weights[s];
+    const float most = largest(weights, count);
     for (int64_t s = 0; s < count; ++s) weights[s] = exponential(weights[s] - most);
-    for (int64_t s = 0; s < count; ++s) sum += weights[s];
     *partials[g].most = most;
-    *partials[g].sum = sum;
+    *partials[g].sum = total(weights, count);
   }
   for (int64_t tile = 0; tile < count; tile += kTile) {
     const int64_t width = std::min(kTile, count - tile);

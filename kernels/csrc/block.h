@@ -1,4 +1,4 @@
-// A decoder block, whole or the parts before and after attention.
+// A decoder block.
 //
 // The same arithmetic as the decoder's modules, in float32 throughout; one call in the place of
 // some fifty, each of which costs more than its work where tokens are few.
@@ -8,8 +8,10 @@
 #include <cmath>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "attention.h"
+#include "attention_many.h"
 #include "dot.h"
 #include "exponential.h"
 #include "floats.h"
@@ -47,6 +49,9 @@ inline void rotate(float* head, const float* cosine, const float* sine, int64_t 
   }
 }
 
+constexpr int64_t kFewTokens = 16;   // for which attention is cut along the cache, not along the queries
+constexpr int64_t kInnerRows = 512;  // whose inner states of the feed-forward are there at a time
+
 // Floats that are not set to anything yet.
 inline std::unique_ptr<float[]> room_for(int64_t count) { return std::unique_ptr<float[]>(new float[count]); }
 
@@ -77,42 +82,90 @@ inline void run_input(const Block& block, const float* x, const float* cosine, c
   });
 }
 
-// What follows attention: mixed [B, T, H Dh] into the hidden states x [B, T, D], and the feed-forward.
+// What follows attention: mixed [rows, H Dh] into the hidden states x [rows, D], and the feed-forward.
 inline void run_output(const Block& block, float* x, const float* mixed, int64_t rows, int threads) {
-  const int64_t hidden = block.qkv.at.columns, inner = block.down.at.columns;
+  const int64_t hidden = block.qkv.at.columns, inner = block.down.at.columns, most = std::min(rows, kInnerRows);
   matmul(block.out, mixed, FloatType::f32, rows, threads, x, true);
-  const auto normed = room_for(rows * hidden), gates = room_for(rows * 2 * inner);
-  each_row(rows, threads, [&](int64_t r) {
-    rms_norm(x + r * hidden, block.output_norm, hidden, block.eps, normed.get() + r * hidden);
-  });
-  matmul(block.gate_up, normed.get(), FloatType::f32, rows, threads, gates.get());
-  const auto gated = room_for(rows * inner);
-  each_row(rows, threads, [&](int64_t r) {
-    const float *gate = gates.get() + r * 2 * inner, *up = gate + inner;
-    float* to = gated.get() + r * inner;
-    for (int64_t i = 0; i < inner; ++i) to[i] = gate[i] / (1 + exponential(-gate[i])) * up[i];
-  });
-  matmul(block.down, gated.get(), FloatType::f32, rows, threads, x, true);
+  const auto normed = room_for(most * hidden), gates = room_for(most * 2 * inner), gated = room_for(most * inner);
+  for (int64_t count; rows > 0; rows -= count, x += count * hidden) {
+    count = std::min(rows, most);
+    each_row(count, threads, [&](int64_t r) {
+      rms_norm(x + r * hidden, block.output_norm, hidden, block.eps, normed.get() + r * hidden);
+    });
+    matmul(block.gate_up, normed.get(), FloatType::f32, count, threads, gates.get());
+    each_row(count, threads, [&](int64_t r) {
+      const float *gate = gates.get() + r * 2 * inner, *up = gate + inner;
+      float* to = gated.get() + r * inner;
+      for (int64_t i = 0; i < inner; ++i) to[i] = gate[i] / (1 + exponential(-gate[i])) * up[i];
+    });
+    matmul(block.down, gated.get(), FloatType::f32, count, threads, x, true);
+  }
 }
 
-// All of it, for tokens at positions [T] that see what the cache holds up to them. x in place.
+// Keys or values as the cache holds them.
+struct CachedRows {
+  const void* from;
+  CacheType type;
+  int64_t shared, length, size;
+  const float* operator()(int64_t batch, int64_t head, int64_t first, int64_t count, float* room) const {
+    return load_rows(from, type, (batch * shared + head) * length + first, count, size, room);
+  }
+};
+
+// Keys or values of the tokens at hand, among their queries.
+struct OwnRows {
+  const float* from;
+  int64_t tokens, step, size;
+  const float* operator()(int64_t batch, int64_t head, int64_t first, int64_t count, float* room) const {
+    for (int64_t s = 0; s < count; ++s)
+      std::memcpy(room + s * size, from + (batch * tokens + first + s) * step + head * size, size * sizeof(float));
+    return room;
+  }
+};
+
+// What tokens at rising positions see of themselves, or of a cache.
+inline std::vector<Seen> all_seen(const int64_t* positions, int64_t tokens, int64_t window, bool own) {
+  std::vector<Seen> seen(tokens);
+  for (int64_t t = 0; t < tokens; ++t) {
+    const int64_t least = window ? std::max<int64_t>(0, positions[t] + 1 - window) : 0;
+    seen[t] = own ? Seen{std::lower_bound(positions, positions + t, least) - positions, t + 1}
+                  : Seen{least, positions[t] + 1};
+  }
+  return seen;
+}
+
+// All of it, x in place, for tokens at rising positions [T]. Keys and values go into the cache if there is one;
+// tokens see each other if `own`, otherwise what the cache holds up to them.
 inline void run_block(const Block& block, float* x, const float* cosine, const float* sine, const int64_t* positions,
-                      int64_t batch, int64_t tokens, const Cache& cache, int threads) {
+                      int64_t batch, int64_t tokens, const Cache* cache, bool own, int threads) {
   const int64_t rows = batch * tokens, size = block.size, joint = block.qkv.at.rows;
   const int64_t queries = block.heads * size, keys = block.shared * size;
   const auto qkv = room_for(rows * joint), mixed = room_for(rows * queries);
   run_input(block, x, cosine, sine, batch, tokens, threads, qkv.get());
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t k = 0; k < block.shared; ++k) {
-      const int64_t place = (r / tokens * block.shared + k) * cache.length + positions[r % tokens];
-      const float* key = qkv.get() + r * joint + queries + k * size;
-      store_row(key, size, cache.keys, cache.type, place);
-      store_row(key + keys, size, cache.values, cache.type, place);
-    }
+  const float *own_keys = qkv.get() + queries, *own_values = own_keys + keys;
+  if (cache)
+    each_row(rows, threads, [&](int64_t r) {
+      for (int64_t k = 0; k < block.shared; ++k) {
+        const int64_t place = (r / tokens * block.shared + k) * cache->length + positions[r % tokens];
+        store_row(own_keys + r * joint + k * size, size, cache->keys, cache->type, place);
+        store_row(own_values + r * joint + k * size, size, cache->values, cache->type, place);
+      }
+    });
   const float scale = 1 / std::sqrt(static_cast<float>(size));
-  const AttentionShape shape{batch, block.heads, block.shared, tokens, cache.length, size, block.window,
-                             scale, FloatType::f32, cache.type, tokens * joint, size, joint};
-  attention(shape, qkv.get(), cache.keys, cache.values, positions, threads, mixed.get());
+  const AttentionShape shape{batch, block.heads, block.shared, tokens, cache ? cache->length : tokens, size,
+                             block.window, scale, FloatType::f32, cache ? cache->type : CacheType::f32,
+                             tokens * joint, size, joint};
+  const auto seen = all_seen(positions, tokens, block.window, own);
+  if (own) {
+    attention_of_many(shape, qkv.get(), OwnRows{own_keys, tokens, joint, size}, OwnRows{own_values, tokens, joint, size},
+                      seen.data(), threads, mixed.get());
+  } else if (tokens > kFewTokens) {
+    attention_of_many(shape, qkv.get(), CachedRows{cache->keys, cache->type, block.shared, cache->length, size},
+                      CachedRows{cache->values, cache->type, block.shared, cache->length, size}, seen.data(), threads,
+                      mixed.get());
+  } else {
+    attention(shape, qkv.get(), cache->keys, cache->values, positions, threads, mixed.get());
+  }
   run_output(block, x, mixed.get(), rows, threads);
 }
 

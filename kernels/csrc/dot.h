@@ -1,8 +1,9 @@
-// Sums over float32 vectors, in the compiler's own vector types.
+// Sums over float32 vectors and their largest values, in the compiler's own vector types.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 namespace quantkit {
 
@@ -38,6 +39,27 @@ inline float dot(const float* a, const float* b, int64_t count) {
   float rest = 0;
   for (; i < count; ++i) rest += a[i] * b[i];
   return total(sum) + rest;
+}
+
+inline float total(const float* values, int64_t count) {
+  Vector sum = {};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) sum += load(values + i);
+  float rest = 0;
+  for (; i < count; ++i) rest += values[i];
+  return total(sum) + rest;
+}
+
+// The largest; NaN if there is one.
+inline float largest(const float* values, int64_t count) {
+  float most[kLanes];
+  for (float& lane : most) lane = -std::numeric_limits<float>::infinity();
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes)
+    for (int64_t j = 0; j < kLanes; ++j) most[j] = values[i + j] <= most[j] ? most[j] : values[i + j];
+  for (int64_t j = 0; i < count; ++i, ++j) most[j] = values[i] <= most[j] ? most[j] : values[i];
+  for (int64_t j = 1; j < kLanes; ++j) most[0] = most[j] <= most[0] ? most[0] : most[j];
+  return most[0];
 }
 
 }  // namespace quantkit

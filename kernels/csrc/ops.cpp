@@ -3,9 +3,12 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <dlfcn.h>
 #include <sys/mman.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -163,7 +166,7 @@ Block checked_block(const at::Tensor& x, const at::Tensor& input_norm, const at:
                window};
 }
 
-// The arguments that every operator on blocks has.
+// The weights of a block.
 #define QUANTKIT_BLOCK                                                                                                \
   const at::Tensor &input_norm, const at::Tensor &qkv, const Optional &qkv_bias, const Optional &query_norm,          \
       const Optional &key_norm, const at::Tensor &out, const Optional &out_bias, const at::Tensor &output_norm,       \
@@ -174,35 +177,25 @@ Block checked_block(const at::Tensor& x, const at::Tensor& input_norm, const at:
                 gate_up_bias, down, down_bias, heads, shared, window, eps)
 
 void block(const at::Tensor& x, const at::Tensor& cosine, const at::Tensor& sine, const at::Tensor& positions,
-           const at::Tensor& keys, const at::Tensor& values, QUANTKIT_BLOCK) {
+           const Optional& keys, const Optional& values, bool own, QUANTKIT_BLOCK) {
   const Block block = QUANTKIT_CHECKED;
-  check_cache(keys, values);
   const int64_t batch = x.size(0), tokens = x.size(1), angles = tokens * block.size;
-  const Cache cache{keys.data_ptr(), values.data_ptr(), cache_type(keys.scalar_type()), keys.size(2)};
-  TORCH_CHECK(keys.size(0) == batch && keys.size(1) == shared && keys.size(3) == cache_width(cache.type, block.size),
-              "a cache of other shape");
-  const int64_t* places = checked_positions(positions, tokens, cache.length);
+  TORCH_CHECK(keys.has_value() == values.has_value() && (own || keys), "keys and values, unless among their own");
+  Cache cache{};
+  int64_t length = std::numeric_limits<int64_t>::max();
+  if (keys) {
+    check_cache(*keys, *values);
+    cache = {keys->data_ptr(), values->data_ptr(), cache_type(keys->scalar_type()), keys->size(2)};
+    TORCH_CHECK(keys->size(0) == batch && keys->size(1) == shared &&
+                    keys->size(3) == cache_width(cache.type, block.size),
+                "a cache of other shape");
+    length = cache.length;
+  }
+  const int64_t* places = checked_positions(positions, tokens, length);
+  TORCH_CHECK(std::is_sorted(places, places + tokens), "positions must rise");
   if (x.numel() == 0) return;
   run_block(block, x.data_ptr<float>(), floats(cosine, angles, "cosine"), floats(sine, angles, "sine"), places, batch,
-            tokens, cache, at::get_num_threads());
-}
-
-at::Tensor block_input(const at::Tensor& x, const at::Tensor& cosine, const at::Tensor& sine, QUANTKIT_BLOCK) {
-  const Block block = QUANTKIT_CHECKED;
-  const int64_t batch = x.size(0), tokens = x.size(1), angles = tokens * block.size;
-  at::Tensor joint = at::empty({batch, tokens, block.qkv.at.rows}, x.options());
-  if (x.numel() == 0) return joint;
-  run_input(block, x.data_ptr<float>(), floats(cosine, angles, "cosine"), floats(sine, angles, "sine"), batch, tokens,
-            at::get_num_threads(), joint.data_ptr<float>());
-  return joint;
-}
-
-void block_output(const at::Tensor& x, const at::Tensor& mixed, QUANTKIT_BLOCK) {
-  const Block block = QUANTKIT_CHECKED;
-  const int64_t rows = x.size(0) * x.size(1);
-  const float* from = floats(mixed, rows * block.out.at.columns, "mixed");
-  if (x.numel() == 0) return;
-  run_output(block, x.data_ptr<float>(), from, rows, at::get_num_threads());
+            tokens, keys ? &cache : nullptr, own, at::get_num_threads());
 }
 
 #undef QUANTKIT_BLOCK
@@ -221,6 +214,17 @@ at::Tensor rows(const at::Tensor& x, const at::Tensor& weight) {
   return y;
 }
 
+// Threads that torch's own operations take when the calling thread asks for them, from now on; what it was
+// before, or 0 if that cannot be told.
+int64_t torch_threads(int64_t count) {
+  static const auto get = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "omp_get_max_threads"));
+  static const auto set = reinterpret_cast<void (*)(int)>(dlsym(RTLD_DEFAULT, "omp_set_num_threads"));
+  if (!get || !set) return 0;
+  const int before = get();
+  if (count > 0) set(static_cast<int>(count));
+  return before;
+}
+
 std::string instructions() { return kInstructions; }
 
 }  // namespace
@@ -234,11 +238,10 @@ TORCH_LIBRARY(QUANTKIT_LIBRARY, library) {
       "Tensor input_norm, Tensor qkv, Tensor? qkv_bias, Tensor? query_norm, Tensor? key_norm, Tensor out, "
       "Tensor? out_bias, Tensor output_norm, Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias, "
       "int heads, int shared, int window, float eps)";
-  library.def(("block(Tensor(a!) x, Tensor cosine, Tensor sine, Tensor positions, Tensor(b!) keys, Tensor(c!) values, " +
-               weights + " -> ()").c_str());
-  library.def(("block_input(Tensor x, Tensor cosine, Tensor sine, " + weights + " -> Tensor").c_str());
-  library.def(("block_output(Tensor(a!) x, Tensor mixed, " + weights + " -> ()").c_str());
+  library.def(("block(Tensor(a!) x, Tensor cosine, Tensor sine, Tensor positions, Tensor(b!)? keys, Tensor(c!)? values, "
+               "bool own, " + weights + " -> ()").c_str());
   library.def("rows(Tensor x, Tensor weight) -> Tensor");
+  library.def("torch_threads(int count) -> int", &torch_threads);
   library.def("instructions() -> str", &instructions);
 }
 
@@ -247,7 +250,5 @@ TORCH_LIBRARY_IMPL(QUANTKIT_LIBRARY, CPU, library) {
   library.impl("linear", &linear);
   library.impl("attend", &attend);
   library.impl("block", &block);
-  library.impl("block_input", &block_input);
-  library.impl("block_output", &block_output);
   library.impl("rows", &rows);
 }

@@ -8,6 +8,8 @@ their tensors, so a checkpoint's canonical names are its state's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +20,16 @@ from quantkit.model.attention import Attend, Lookup, among_own, among_own_into, 
 from quantkit.model.cache import KVCache
 from quantkit.model.rope import Rotary, rotate
 
-Blocks = Callable[[Tensor, Tensor, tuple[Tensor, Tensor], Attend, KVCache | None], Tensor]
-"""Hidden states [B, T, D] at positions [T], with their angles, to hidden states after all blocks. The
-cache is given where the tokens see what it holds, and how they attend to it is then free."""
+
+class Blocks(Protocol):
+    """All blocks of a decoder."""
+
+    def __call__(
+        self, x: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache | None, *, first: bool
+    ) -> Tensor:
+        """Hidden states [B, T, D] at rising positions [T], with their angles, to hidden states after all blocks;
+        `cache` and `first` as for `Decoder.hidden`."""
+        ...
 
 
 class RMSNorm(nn.Module):
@@ -130,7 +139,8 @@ class Decoder(nn.Module):
     """A causal language model.
 
     `lookup` and `linear` (of the head) are how it attends over a cache and multiplies by floats,
-    `blocks` does all blocks in place of the modules; whoever loads it may put kernels there.
+    `blocks` does all blocks in place of the modules, and what is small beside them, as drawing a token, is
+    best done within `alone()`; whoever loads it may put kernels there.
 
     Positions are tensors and the cache is static, so no step depends on data: the
     whole forward can be compiled.
@@ -147,6 +157,7 @@ class Decoder(nn.Module):
         self.lookup: Lookup = masked_lookup
         self.linear: Callable[[Tensor, Tensor], Tensor] = F.linear
         self.blocks: Blocks | None = None
+        self.alone: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
     def device(self) -> torch.device:
@@ -164,21 +175,23 @@ class Decoder(nn.Module):
                 Without one it sees the given tokens only.
             first: nothing is stored yet that the tokens should see.
         """
-        windows = self.config.windows
-        if cache is None:
-            attend = among_own(positions, windows)
-        elif first:
-            attend = among_own_into(cache, positions, windows)
-        else:
-            attend = over_cache(cache, positions, windows, self.lookup)
         x = self.model.embed_tokens(tokens)
         angles = self.rotary(positions)
         if self.blocks is not None:
-            x = self.blocks(x, positions, angles, attend, None if first else cache)
+            x = self.blocks(x, positions, angles, cache, first=first)
         else:
+            attend = self._attend(positions, cache, first=first)
             for block in self.model.layers:
                 x = block(x, angles, attend)
         return self.model.norm(x)  # type: ignore[no-any-return]
+
+    def _attend(self, positions: Tensor, cache: KVCache | None, *, first: bool) -> Attend:
+        windows = self.config.windows
+        if cache is None:
+            return among_own(positions, windows)
+        if first:
+            return among_own_into(cache, positions, windows)
+        return over_cache(cache, positions, windows, self.lookup)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of hidden states [..., D]."""

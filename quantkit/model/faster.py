@@ -30,10 +30,12 @@ def put_operations(model: Decoder) -> None:
     if operations is None:
         return
     linear, lookup = operations.linear, operations.lookup
+    if operations.alone is not None:
+        model.alone = operations.alone
     with torch.inference_mode():
         if linear is not None and not _holds("products of floats", lambda: _same_linear(model, linear)):
             return
-        dtypes = {model.dtype} if operations.blocks is None else {model.dtype, torch.float32}  # of blocks
+        dtypes = {model.dtype} if operations.block is None else {model.dtype, torch.float32}  # of blocks
         if lookup is not None and not _holds("attention", lambda: _same_lookup(model, lookup, dtypes)):
             return
         if linear is not None:
@@ -81,19 +83,20 @@ def _same_lookup(model: Decoder, lookup: Lookup, dtypes: set[torch.dtype]) -> bo
 
 
 def _same_block(model: Decoder, first: Blocks) -> bool:
-    """Whether the first block is the same through the kernels, for tokens in one go and for one after them."""
+    """Whether the first block is the same through the kernels, for the first tokens, for one after them, and for
+    many."""
     config = model.config
-    x = _drawn(model, 1, 4, config.hidden_size)
-    found, expected = (KVCache(config, 1, 4, torch.float32, model.device) for _ in range(2))
-    for start, stop in ((0, 3), (3, 4)):
+    length = 4 + FEW + 1
+    x = _drawn(model, 1, length, config.hidden_size)
+    found, expected = (KVCache(config, 1, length, torch.float32, model.device) for _ in range(2))
+    for start, stop in ((0, 3), (3, 4), (4, length)):
         positions = torch.arange(start, stop, device=model.device)
         angles = model.rotary(positions)
         attend = over_cache(expected, positions, config.windows, masked_lookup)
         right = model.model.layers[0](x[:, start:stop], angles, attend)
         if not bool(right.isfinite().all()):
             return True  # nothing can be told; whoever asks for logits is told of them
-        attend = over_cache(found, positions, config.windows, masked_lookup)
-        if not same(first(x[:, start:stop].clone(), positions, angles, attend, found), right):
+        if not same(first(x[:, start:stop].clone(), positions, angles, found, first=start == 0), right):
             return False
     return True
 

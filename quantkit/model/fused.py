@@ -1,11 +1,9 @@
-"""Decoder blocks through kernels that do a whole block, or all of it but attention, in one call."""
+"""Decoder blocks through kernels that do a whole block in one call."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
-from quantkit.model.attention import FEW, Attend
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Block, Blocks, Decoder, RMSNorm
 from quantkit.model.qlinear import QuantLinear
@@ -20,7 +18,7 @@ def fused_blocks(model: Decoder, count: int | None = None) -> Blocks | None:
         linears = (block.self_attn.qkv_proj, block.self_attn.o_proj, block.mlp.gate_up_proj, block.mlp.down_proj)
         quantized = [linear for linear in linears if isinstance(linear, QuantLinear)]
         offered = [linear.backend.operations() for linear in quantized]
-        kernels = [operations.blocks for operations in offered if operations is not None]
+        kernels = [operations.block for operations in offered if operations is not None]
         if len(kernels) < len(linears) or None in kernels:
             return None
         layers.append(_weights(block, quantized))
@@ -29,18 +27,12 @@ def fused_blocks(model: Decoder, count: int | None = None) -> Blocks | None:
     rest = [(config.num_heads, config.num_kv_heads, window or 0, config.norm_eps) for window in config.windows]
 
     def blocks(
-        x: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor], attend: Attend, cache: KVCache | None
+        x: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache | None, *, first: bool
     ) -> Tensor:
         x = x.float()
         for layer, weights in enumerate(layers):
-            if cache is not None and x.shape[1] <= FEW:
-                stored = cache.keys[layer], cache.values[layer]
-                run.block(x, *angles, positions, *stored, *weights, *rest[layer])
-                continue
-            joint = run.block_input(x, *angles, *weights, *rest[layer])
-            heads = joint.view(*joint.shape[:2], -1, config.head_dim).transpose(1, 2)  # [B, H + 2 K, T, Dh]
-            parts = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
-            run.block_output(x, attend(layer, *parts).contiguous(), *weights, *rest[layer])
+            stored = (None, None) if cache is None else (cache.keys[layer], cache.values[layer])
+            run(x, *angles, positions, *stored, first or cache is None, *weights, *rest[layer])
         return x
 
     return blocks

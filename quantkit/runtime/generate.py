@@ -61,12 +61,13 @@ def _tokens(engine: Engine, ids: list[int], count: int, params: SamplingParams) 
     drawn: list[torch.Tensor] = []
     extremes: list[torch.Tensor] = []
     for left in range(count, 0, -1):
-        if ahead == 1:
-            finite_logits(logits)
-        else:
-            extremes.append(torch.stack(torch.aminmax(logits)))
-            logits = logits.nan_to_num()  # drawn from, but never given out
-        tokens = sample(logits, params, generator)
+        with engine.model.alone():
+            if ahead == 1:
+                finite_logits(logits)
+            else:
+                extremes.append(torch.stack(torch.aminmax(logits)))
+                logits = logits.nan_to_num()  # drawn from, but never given out
+            tokens = sample(logits, params, generator)
         drawn.append(tokens)
         if len(drawn) == ahead or left == 1:
             if extremes:

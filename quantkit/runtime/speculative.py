@@ -62,14 +62,16 @@ class _Reader:
         self.stored = 0
         self._cache = KVCache(model.config, 1, length, model.dtype, model.device)
 
-    def read(self, text: list[int], last: int) -> Tensor:
-        """Store what is not yet of a text; logits [last, V] of what follows each of its last tokens."""
+    def read(self, text: list[int], last: int, params: SamplingParams) -> Tensor:
+        """Store what is not yet of a text; probabilities [last, V] of what follows each of its last tokens."""
         device = self.model.device
         tokens = torch.tensor([text[self.stored :]], device=device)
         positions = torch.arange(self.stored, len(text), device=device)
         hidden = self.model.hidden(tokens, positions, self._cache, first=self.stored == 0)
         self.stored = len(text)
-        return finite_logits(self.model.head(hidden[0, -last:]))
+        logits = self.model.head(hidden[0, -last:])
+        with self.model.alone():
+            return probabilities(finite_logits(logits), params)
 
 
 @torch.inference_mode()
@@ -81,10 +83,10 @@ def _tokens(
         proposed: list[int] = []
         guesses: list[Tensor] = []
         for _ in range(min(most, length - len(text) - 1)):
-            guess = probabilities(draft.read(text + proposed, 1), params)[0]
+            guess = draft.read(text + proposed, 1, params)[0]
             proposed.append(_draw(guess, generator))
             guesses.append(guess)
-        judged = probabilities(target.read(text + proposed, len(proposed) + 1), params)
+        judged = target.read(text + proposed, len(proposed) + 1, params)
         for token in accepted(judged, guesses, proposed, generator):
             if token in target.model.config.eos_token_ids:
                 return

@@ -1,0 +1,139 @@
+// Attention of many queries, a tile of them at a time against a tile of keys.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "attention.h"
+#include "dot.h"
+#include "exponential.h"
+#include "floats.h"
+#include "threads.h"
+
+namespace quantkit {
+
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kSumRows = 8;  // whose sums stay in registers together, two vectors each
+#else
+constexpr int kSumRows = 4;
+#endif
+constexpr int64_t kSumWidth = 2 * kLanes;
+constexpr int64_t kQueries = 128;  // query heads that one piece of work takes, or those that share keys if more
+
+// Which keys a query sees, by their index.
+struct Seen {
+  int64_t first, stop;
+};
+
+// c += a b, row-major: a [rows, depth], b [depth, columns]; rows and columns in whole multiples of what stays
+// in registers.
+inline void multiply_add(const float* a, int64_t a_step, const float* b, int64_t b_step, int64_t rows, int64_t columns,
+                         int64_t depth, float* c, int64_t c_step) {
+  for (int64_t j = 0; j < columns; j += kSumWidth)
+    for (int64_t i = 0; i < rows; i += kSumRows) {
+      Vector sums[kSumRows][2];
+      for (int r = 0; r < kSumRows; ++r)
+        for (int v = 0; v < 2; ++v) sums[r][v] = load(c + (i + r) * c_step + j + v * kLanes);
+      for (int64_t k = 0; k < depth; ++k) {
+        const Vector of[2] = {load(b + k * b_step + j), load(b + k * b_step + j + kLanes)};
+        for (int r = 0; r < kSumRows; ++r)
+          for (int v = 0; v < 2; ++v) sums[r][v] += a[(i + r) * a_step + k] * of[v];
+      }
+      for (int r = 0; r < kSumRows; ++r)
+        for (int v = 0; v < 2; ++v) store(sums[r][v], c + (i + r) * c_step + j + v * kLanes);
+    }
+}
+
+inline int64_t round_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
+
+// The softmax of some query heads over the keys so far: largest scores, sums of exponentials, and sums of the
+// values weighted by them.
+struct Running {
+  float *most, *sums, *values;
+};
+
+// Take up scores [kTile] of one query: they become weights, and what was summed before is made to fit.
+inline void take_up(float* scores, int64_t first, int64_t stop, int64_t width, int64_t row, const Running& to) {
+  constexpr float kNone = -std::numeric_limits<float>::infinity();
+  std::fill(scores, scores + first, kNone);
+  std::fill(scores + stop, scores + kTile, kNone);
+  const float before = to.most[row], here = largest(scores, kTile), most = here <= before ? before : here;
+  for (int64_t s = 0; s < kTile; ++s) scores[s] = exponential(scores[s] - most);
+  std::fill(scores, scores + first, 0.f);
+  std::fill(scores + stop, scores + kTile, 0.f);
+  if (most != before) {
+    const float factor = to.sums[row] == 0 ? 0 : exponential(before - most);
+    to.sums[row] *= factor;
+    for (int64_t i = 0; i < width; ++i) to.values[row * width + i] *= factor;
+  }
+  to.most[row] = most;
+  to.sums[row] += total(scores, kTile);
+}
+
+// Grouped-query attention of tokens that see `seen` [T] of the keys. `keys` and `values` give rows of a sequence
+// and a head as floats: (batch, head, first, count, room). out [B, T, H, Dh].
+template <class Keys, class Values>
+void attention_of_many(const AttentionShape& at, const void* queries, const Keys& keys, const Values& values,
+                       const Seen* seen, int threads, void* out) {
+  const int64_t group = at.heads / at.shared, size = at.size, width = round_up(size, kSumWidth);
+  const int64_t together = std::max<int64_t>(1, kQueries / group), tiles = (at.tokens + together - 1) / together;
+  Pool::shared().share(at.batch * at.shared * tiles, 1, threads, [&](int64_t index) {
+    const int64_t tile = tiles - 1 - index / (at.batch * at.shared);  // the longest work first
+    const int64_t pair = index % (at.batch * at.shared), batch = pair / at.shared, shared = pair % at.shared;
+    const int64_t token = tile * together, tokens = std::min(together, at.tokens - token);
+    const int64_t rows = tokens * group, padded = round_up(rows, kSumRows);
+    thread_local std::vector<float> scaled, turned, scores, room, most, sums, mixed;
+    scaled.assign(padded * size, 0);
+    turned.resize(size * kTile);
+    scores.resize(padded * kTile);
+    room.assign(kTile * width, 0);
+    most.assign(rows, -std::numeric_limits<float>::infinity());
+    sums.assign(rows, 0);
+    mixed.assign(padded * width, 0);
+    const Running running{most.data(), sums.data(), mixed.data()};
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t head = shared * group + r % group;
+      const int64_t from = batch * at.batch_step + head * at.head_step + (token + r / group) * at.token_step;
+      float* query = scaled.data() + r * size;
+      const float* loaded = load_floats(queries, at.type, from, size, query);
+      for (int64_t i = 0; i < size; ++i) query[i] = loaded[i] * at.scale;
+    }
+    Seen all = seen[token];
+    for (int64_t t = token; t < token + tokens; ++t)
+      all = {std::min(all.first, seen[t].first), std::max(all.stop, seen[t].stop)};
+    for (int64_t start = all.first; start < all.stop; start += kTile) {
+      const int64_t count = std::min(kTile, all.stop - start);
+      const float* key = keys(batch, shared, start, count, room.data());
+      for (int64_t s = 0; s < count; ++s)
+        for (int64_t i = 0; i < size; ++i) turned[i * kTile + s] = key[s * size + i];
+      std::fill(scores.begin(), scores.end(), 0.f);
+      multiply_add(scaled.data(), size, turned.data(), kTile, padded, kTile, size, scores.data(), kTile);
+      for (int64_t r = 0; r < rows; ++r) {
+        const Seen& by = seen[token + r / group];
+        const int64_t first = std::clamp<int64_t>(by.first - start, 0, count);
+        take_up(scores.data() + r * kTile, first, std::clamp<int64_t>(by.stop - start, first, count), width, r, running);
+      }
+      const float* value = values(batch, shared, start, count, room.data());
+      if (width != size) {  // each row on its own width, from the last on
+        if (value != room.data()) std::memcpy(room.data(), value, count * size * sizeof(float));
+        for (int64_t s = count - 1; s >= 0; --s) {
+          std::memmove(room.data() + s * width, room.data() + s * size, size * sizeof(float));
+          std::fill(room.data() + s * width + size, room.data() + (s + 1) * width, 0.f);
+        }
+        value = room.data();
+      }
+      multiply_add(scores.data(), kTile, value, width, padded, width, count, mixed.data(), width);
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      float* row = mixed.data() + r * width;
+      for (int64_t i = 0; i < size; ++i) row[i] /= sums[r];
+      const int64_t place = (batch * at.tokens + token + r / group) * at.heads + shared * group + r % group;
+      store_floats(row, size, out, at.type, place * size);
+    }
+  });
+}
+
+}  // namespace quantkit
