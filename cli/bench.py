@@ -17,6 +17,7 @@ _PATH = click.Path(path_type=Path)
 @click.argument("paths", type=_PATH, nargs=-1)
 @click.option("--synthetic", metavar="SHAPE", help="Random weights of a named shape instead, such as tinyllama-1.1b.")
 @click.option("--scheme", "quantized", multiple=True, help="Of the random weights; repeatable; floats without.")
+@click.option("--head", metavar="SCHEME", help="Of the random weights' output head; int8 by default.")
 @click.option("--prompt-lengths", default="16,128,512", show_default=True, help="Tokens of prefill.")
 @click.option("--batch", "batches", default="1,4,8", show_default=True, help="Sequences decoded at once.")
 @click.option("--threads", type=int, help="That compute; torch's own number by default.")
@@ -27,8 +28,8 @@ _PATH = click.Path(path_type=Path)
 @click.option("--json", "data", type=_PATH, help="Write all figures, in JSON.")
 @click.option("--plot", type=_PATH, help="Draw decoding and prefill, as PNG.")
 def bench(
-    paths: tuple[Path, ...], synthetic: str | None, quantized: tuple[str, ...], prompt_lengths: str, batches: str,
-    threads: int | None, runs: int, backend: str | None, compiled: bool | None, device: str | None,
+    paths: tuple[Path, ...], synthetic: str | None, quantized: tuple[str, ...], head: str | None, prompt_lengths: str,
+    batches: str, threads: int | None, runs: int, backend: str | None, compiled: bool | None, device: str | None,
     data: Path | None, plot: Path | None,
 ) -> None:  # fmt: skip
     """Time the models in PATHS: prefill, decoding, loading, memory.
@@ -43,12 +44,14 @@ def bench(
         raise RequestError("give folders, or --synthetic and a shape")
     if quantized and synthetic is None:
         raise RequestError("--scheme goes with --synthetic", hint="a folder has schemes of its own")
+    if head is not None and not quantized:
+        raise RequestError("--head goes with --scheme")
     if threads is not None and threads < 1:
         raise RequestError("threads must be at least 1", found=threads)
     rest = (_numbers(prompt_lengths), _numbers(batches), threads, runs, backend, compiled, device)
-    jobs = [Job(path, None, None, *rest) for path in paths]
+    jobs = [Job(path, None, None, None, *rest) for path in paths]
     if synthetic is not None:
-        jobs = [Job(None, synthetic, scheme, *rest) for scheme in quantized or (None,)]
+        jobs = [Job(None, synthetic, scheme, head, *rest) for scheme in quantized or (None,)]
     with together({"measures": rest}, device) as group, bar("bench", unit="model", show=is_first(group)) as progress:
         require_outputs(data, plot)
         found = job(jobs, group=group, progress=progress)

@@ -17,6 +17,7 @@ from quantkit.jobs.defaults import ACTIVATION_MEMORY, MOST_LENGTH, SAMPLES, SEED
 @click.command()
 @writing
 @click.option("--scheme", help="int8, int4-g32, int4-g64 or int4-g128; -asym for zero points.")
+@click.option("--head", metavar="SCHEME", help="Of the output head too, which keeps its floats by default.")
 @click.option("--plan", type=click.Path(path_type=Path), help="JSON with a default scheme and overrides.")
 @click.option(
     "--method", type=click.Choice(["rtn", "gptq"]), default="rtn", show_default=True, help="Rounding or GPTQ."
@@ -59,13 +60,17 @@ def job_arguments(options: dict[str, Any]) -> dict[str, Any]:
     """What the command's options are called in `quantkit.quantize`.
 
     Raises:
-        RequestError: unless either a scheme or a plan is given.
+        RequestError: unless either a scheme or a plan is given, or if a head goes with a plan.
     """
-    from quantkit.scheme import QuantPlan
+    from quantkit.scheme import Override, QuantPlan, QuantScheme
 
-    scheme, path = options.pop("scheme"), options.pop("plan")
+    scheme, path, head = options.pop("scheme"), options.pop("plan"), options.pop("head")
     if (scheme is None) == (path is None):
         raise RequestError("give one of --scheme and --plan")
+    if head is not None:
+        if scheme is None:
+            raise RequestError("--head goes with --scheme", hint="a plan names lm_head among its overrides")
+        scheme = QuantPlan(QuantScheme.parse(scheme), (Override("lm_head", QuantScheme.parse(head)),))
     if options["activation_memory"] is not None:
         options["activation_memory"] *= 1e9
     return {**options, "plan": scheme if path is None else QuantPlan.from_json(path)}

@@ -12,27 +12,22 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.evals.models import backend_names
 from quantkit.evals.synthetic import synthetic
-from quantkit.finite import finite_logits
+from quantkit.evals.timing import PROMPT, Decoding, bandwidth, prefill_once, seconds, weight_bytes
 from quantkit.formats.checkpoint import DTYPE_NAMES, Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.memory import resident_bytes
-from quantkit.model.decoder import Decoder
 from quantkit.model.device import usable_device
 from quantkit.model.load import load_model
 from quantkit.parallel.group import Group
 from quantkit.parallel.sharded import shard
 from quantkit.progress import Progress, silent
-from quantkit.runtime.engine import Engine
 
-PROMPT = 16  # tokens before decoding
 NEW = 48  # tokens decoded in a run
 RUNS = 5
-_PROBE_BYTES = 1 << 29
 
 
 @dataclass(frozen=True)
@@ -88,11 +83,12 @@ class Bench:
 
 @dataclass(frozen=True)
 class Job:
-    """What to measure of one model: a folder, or a named shape with a scheme."""
+    """What to measure of one model: a folder, or a named shape with schemes."""
 
     path: Path | None
     shape: str | None
     scheme: str | None
+    head: str | None
     prompts: tuple[int, ...]
     batches: tuple[int, ...]
     threads: int | None
@@ -109,7 +105,7 @@ class Job:
         if self.path is not None:
             return open_checkpoint(self.path)
         assert self.shape is not None
-        return synthetic(self.shape, self.scheme)
+        return synthetic(self.shape, self.scheme, self.head)
 
 
 def bench(jobs: Sequence[Job], *, group: Group | None = None, progress: Progress = silent) -> list[Bench]:
@@ -185,67 +181,24 @@ def _measure(job: Job, group: Group | None = None) -> Bench:
     device = usable_device(job.device) if group is None else group.device
     model = load_model(checkpoint, device=device, backend=job.backend)
     load_seconds = time.perf_counter() - started
-    firsts = [_seconds(partial(_prefill, model, PROMPT, job.compiled)) for _ in range(1 + job.runs)]
+    firsts = [seconds(partial(prefill_once, model, PROMPT, job.compiled)) for _ in range(1 + job.runs)]
     prefill = {}
     for length in job.prompts:
-        prefill[length] = _rate(length, partial(_seconds, partial(_prefill, model, length, job.compiled)), job.runs)
+        prefill[length] = _rate(length, partial(seconds, partial(prefill_once, model, length, job.compiled)), job.runs)
     decode = {}
     for batch in job.batches:
-        decode[batch] = _rate(batch * NEW, _Decoding(model, batch, job.compiled).run, job.runs)
+        decode[batch] = _rate(batch * NEW, Decoding(model, batch, NEW, job.compiled).run, job.runs)
     peak = _peak_bytes(model.device)
     return Bench(
         checkpoint.path.name, bool(schemes(checkpoint)), backend_names(model), DTYPE_NAMES[model.dtype],
         _device_name(model.device), torch.get_num_threads(), load_seconds, (firsts[0], statistics.median(firsts[1:])),
-        prefill, decode, _weight_bytes(model), _bandwidth(model.device), peak,
+        prefill, decode, weight_bytes(model), bandwidth(model.device), peak,
     )  # fmt: skip
 
 
-def _rate(tokens: int, seconds: Callable[[], float], runs: int) -> Rate:
-    rates = [tokens / seconds() for _ in range(1 + runs)][1:]
+def _rate(tokens: int, taken: Callable[[], float], runs: int) -> Rate:
+    rates = [tokens / taken() for _ in range(1 + runs)][1:]
     return Rate(statistics.median(rates), min(rates), max(rates))
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
-
-
-def _random(model: Decoder, batch: int, length: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(model.config.vocab_size, (batch, length), generator=generator).to(model.device)
-
-
-def _prefill(model: Decoder, length: int, compiled: bool | None) -> None:
-    finite_logits(Engine(model, length, compiled=compiled).prefill(_random(model, 1, length))).argmax().item()
-
-
-class _Decoding:
-    """Greedy decoding of several sequences after a prompt."""
-
-    def __init__(self, model: Decoder, batch: int, compiled: bool | None) -> None:
-        self._engine = Engine(model, PROMPT + NEW, batch=batch, compiled=compiled)
-        self._prompt = _random(model, batch, PROMPT)
-
-    def run(self) -> float:
-        """Seconds that the new tokens took after the prompt."""
-        tokens = self._engine.prefill(self._prompt).argmax(-1, keepdim=True)
-        tokens.tolist()  # all that was asked of a GPU is done
-        started = time.perf_counter()
-        for _ in range(NEW):
-            logits = self._engine.decode(tokens)
-            with self._engine.model.alone():
-                tokens = logits.argmax(-1, keepdim=True)
-        tokens.tolist()
-        return time.perf_counter() - started
-
-
-def _weight_bytes(model: Decoder) -> int:
-    """All weights but the embedding, unless it is the head as well."""
-    embedding: nn.Module = model.model.embed_tokens
-    left_out = {id(weight) for weight in embedding.parameters()} if model.lm_head is not None else set()
-    tensors = (*model.parameters(), *model.buffers())
-    return sum(tensor.nbytes for tensor in tensors if id(tensor) not in left_out)
 
 
 def _device_name(device: torch.device) -> str:
@@ -256,17 +209,3 @@ def _peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, resident_bytes())
-
-
-def _bandwidth(device: torch.device) -> float:
-    """The best of several sums over a large tensor, or on a GPU of copies of one."""
-    probe = torch.ones(_PROBE_BYTES // 4, device=device)
-    if device.type != "cuda":
-        return probe.nbytes / min(_seconds(probe.sum) for _ in range(5))
-    copy = torch.empty_like(probe)
-
-    def copied() -> None:
-        copy.copy_(probe)
-        torch.cuda.synchronize(device)
-
-    return 2 * probe.nbytes / min(_seconds(copied) for _ in range(10))

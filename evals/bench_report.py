@@ -9,9 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from quantkit.evals.bench import PROMPT, Bench, Rate
+from quantkit.evals.bench import Bench, Rate
 from quantkit.evals.extras import optional
 from quantkit.evals.outputs import replace, require_writable
+from quantkit.evals.timing import PROMPT
 
 _INCHES, _DOTS_PER_INCH = (9.0, 4.0), 150
 

@@ -91,11 +91,12 @@ class SyntheticCheckpoint:
         return self.schemes.get(entry.module) if entry.row.linear else None
 
 
-def synthetic(shape: str, scheme: str | None) -> SyntheticCheckpoint:
+def synthetic(shape: str, scheme: str | None, head: str | None = None) -> SyntheticCheckpoint:
     """A checkpoint of a named shape.
 
     Args:
-        scheme: of the decoder's linears; the head is then int8. None leaves floats.
+        scheme: of the decoder's linears; None leaves floats.
+        head: the scheme of the head where the linears have one, int8 by default.
 
     Raises:
         RequestError: for an unknown shape or scheme.
@@ -111,7 +112,8 @@ def synthetic(shape: str, scheme: str | None) -> SyntheticCheckpoint:
         "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": None,
     }  # fmt: skip
     config = config_from_hf(raw, shape)
-    return SyntheticCheckpoint(Path(shape if scheme is None else f"{shape}-{scheme}"), config, _schemes(config, scheme))
+    name = "-".join(part for part in (shape, scheme, head and f"head-{head}") if part is not None)
+    return SyntheticCheckpoint(Path(name), config, _schemes(config, scheme, head))
 
 
 def shaped(source: str | Path, scheme: str | None) -> Checkpoint:
@@ -139,8 +141,9 @@ def shaped(source: str | Path, scheme: str | None) -> Checkpoint:
     return SyntheticCheckpoint(folder, config, _schemes(config, scheme))
 
 
-def _schemes(config: ModelConfig, scheme: str | None) -> dict[str, QuantScheme]:
+def _schemes(config: ModelConfig, scheme: str | None, head: str | None = None) -> dict[str, QuantScheme]:
     if scheme is None:
         return {}
-    plan = QuantPlan(QuantScheme.parse(scheme), (Override("lm_head", _HEAD),) if not config.tied_embeddings else ())
+    of_head = Override("lm_head", _HEAD if head is None else QuantScheme.parse(head))
+    plan = QuantPlan(QuantScheme.parse(scheme), () if config.tied_embeddings else (of_head,))
     return plan.assign(linear_columns(config))

@@ -1,17 +1,16 @@
-"""Time llama.cpp on random weights of TinyLlama's shape, to be held against `quantkit bench`.
+"""llama.cpp on random weights of TinyLlama's shape, to be held against ours by `measure_cpu.py`.
 
-    PYTHON scripts/peer_llamacpp.py FOLDER [--threads 2] [--types Q8_0,Q4_0] [--runs 5]
+    PYTHON scripts/peer_llamacpp.py FOLDER --serve Q4_0 [--threads 2]
 
-PYTHON has llama-cpp-python and gguf. The models are made in FOLDER and kept. Prints one line of
-JSON a type: tokens per second of decoding after a prompt of 16, of prefill, and of decoding in batches.
+PYTHON has llama-cpp-python and gguf. The model is made in FOLDER and kept. Says how many bytes of weights it
+reads for a token; then, for each line on standard input that names a measurement, its tokens per second.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import json
-import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -131,28 +130,33 @@ class Session:
         return count / (time.perf_counter() - started)
 
 
+def weight_bytes(path: Path) -> int:
+    """Of what is read for each token: all but the embedding."""
+    tensors = gguf.GGUFReader(path).tensors
+    return sum(int(tensor.n_bytes) for tensor in tensors if tensor.name != "token_embd.weight")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--serve", required=True, choices=TYPES)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--types", default="Q8_0,Q4_0")
-    parser.add_argument("--runs", type=int, default=5)
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)  # to live as long as the library
     llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
-    for kind in options.types.split(","):
-        session = Session(make(options.folder, kind), options.threads)
-        session.prefill(64)
-        measures = {
-            "decode": lambda s=session: s.decoding(48),
-            "decode batch 8": lambda s=session: s.batched(8, 8),
-            "prefill 128": lambda s=session: s.prefill(128),
-            "prefill 512": lambda s=session: s.prefill(512),
-        }
-        found = {name: statistics.median(measure() for _ in range(options.runs)) for name, measure in measures.items()}
-        print(json.dumps({"type": kind, **{name: round(value, 1) for name, value in found.items()}}), flush=True)
+    path = make(options.folder, options.serve)
+    session = Session(path, options.threads)
+    measures = {
+        "decode": lambda: session.decoding(48),
+        "decode batch 8": lambda: session.batched(8, 8),
+        "prefill 128": lambda: session.prefill(128),
+        "prefill 512": lambda: session.prefill(512),
+    }
+    print(weight_bytes(path), flush=True)
+    for line in sys.stdin:
+        print(measures[line.strip()](), flush=True)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def test_a_model_whose_logits_are_not_finite_is_not_timed(tmp_path: Path, capfd:
 
 
 def test_a_device_that_is_not_there_is_refused(demo_model: Path) -> None:
-    job = Job(demo_model, None, None, (4,), (), None, 1, None, None, "no-such-device")
+    job = Job(demo_model, None, None, None, (4,), (), None, 1, None, None, "no-such-device")
     with pytest.raises(RequestError, match="the device cannot be used"):
         bench([job])
 
@@ -81,9 +81,11 @@ def test_a_quantized_model_slower_than_its_floats_is_named() -> None:
     assert slower_than_floats([floats]) == []
 
 
-@pytest.mark.parametrize("scheme", [None, "int8", "int4-g32", "int4-g128-asym"])
-def test_random_weights_make_a_model_of_the_shape(scheme: str | None) -> None:
-    made = synthetic("llama-160m", scheme)
+@pytest.mark.parametrize(
+    ("scheme", "head"), [(None, None), ("int8", None), ("int4-g32", "int4-g64"), ("int4-g128-asym", None)]
+)
+def test_random_weights_make_a_model_of_the_shape(scheme: str | None, head: str | None) -> None:
+    made = synthetic("llama-160m", scheme, head)
     require_complete({name: made.info(name) for name in made.names()}, made.config, made.path)
     first = made.load("model.layers.0.mlp.up_proj.weight")
     again = made.load("model.layers.0.mlp.up_proj.weight")
@@ -96,9 +98,9 @@ def test_random_weights_make_a_model_of_the_shape(scheme: str | None) -> None:
         assert isinstance(again, QuantTensor)
         assert torch.equal(first.codes, again.codes)
         assert first.dequantize().std() == pytest.approx(0.023, rel=0.1)
-        head = made.load("lm_head.weight")
-        assert isinstance(head, QuantTensor)
-        assert str(head.scheme) == "int8"
+        weight = made.load("lm_head.weight")
+        assert isinstance(weight, QuantTensor)
+        assert str(weight.scheme) == (head or "int8")
     small = replace(made.config, num_layers=1)
     model = load_model(replace(made, config=small))
     assert model(torch.tensor([[1, 2, 3]]), torch.arange(3)).isfinite().all()
@@ -110,6 +112,7 @@ def test_random_weights_make_a_model_of_the_shape(scheme: str | None) -> None:
         ([], "give folders, or --synthetic"),
         (["--synthetic", "llama-9t"], "unknown shape"),
         (["--synthetic", "llama-160m", "--scheme", "int5"], "unknown quantization scheme"),
+        (["--synthetic", "llama-160m", "--head", "int8"], "--head goes with --scheme"),
         (["--synthetic", "llama-160m", "--batch", "0"], "at least 1"),
         (["--synthetic", "llama-160m", "--batch", "one"], "separated by commas"),
         (["--synthetic", "llama-160m", "--threads", "0"], "threads"),
@@ -125,6 +128,6 @@ def test_requests_that_make_no_sense_end_before_the_work(arguments: list[str], r
 
 
 def test_what_goes_wrong_in_the_other_process_is_told_as_usual() -> None:
-    job = Job(None, "llama-160m", "int8", (4,), (), None, 1, "cuda-magic", None)
+    job = Job(None, "llama-160m", "int8", None, (4,), (), None, 1, "cuda-magic", None)
     with pytest.raises(RequestError, match="unknown backend"):
         bench([job])

@@ -30,6 +30,8 @@ from quantkit.errors import (
     ResumeError,
     UnsupportedError,
 )
+from quantkit.formats.checkpoint import schemes
+from quantkit.formats.detect import open_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = ("demo", "inspect", "convert", "quantize", "verify", "generate")
@@ -166,6 +168,14 @@ def test_a_command_line_that_cannot_be_parsed_exits_2(arguments: list[str], capf
     assert "Traceback" not in err
 
 
+def test_the_head_is_quantized_where_asked_for(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+    options = "--scheme", "int4-g32", "--head", "int8", "--accept-quality-loss"
+    assert run(capfd, "quantize", demo_model, tmp_path / "out", *options)[0] == 0
+    found = schemes(open_checkpoint(tmp_path / "out"))
+    assert str(found.pop("lm_head")) == "int8"
+    assert {str(scheme) for scheme in found.values()} == {"int4-g32"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -174,6 +184,8 @@ def test_a_command_line_that_cannot_be_parsed_exits_2(arguments: list[str], capf
         ([], ("--scheme", "--plan")),
         (["--scheme", "int8", "--plan", "plan.json"], ("--scheme", "--plan")),
         (["--plan", "nowhere.json"], ("nowhere.json", "cannot read the plan")),
+        (["--scheme", "int4-g32", "--head", "int2"], ("unknown quantization scheme", "int2")),
+        (["--plan", "plan.json", "--head", "int8"], ("--head goes with --scheme", "overrides")),
         (["--scheme", "int8", "--keep", "*.nothing"], ("matches no linear layer", "*.nothing")),
         (["--scheme", "int8", "--keep", "*"], ("nothing would be quantized",)),
     ],
