@@ -57,7 +57,7 @@ inline void matmul(const Linear& linear, const void* x, FloatType type, int64_t 
     }
   });
   const int64_t panels = (tokens + kPanel - 1) / kPanel;
-  pool.share(panels * at.bands(), tokens > 4 ? 1 : 4, threads, [&](int64_t index) {
+  pool.share(panels * at.bands(), 1, threads, [&](int64_t index) {
     const int64_t panel = index / at.bands(), band = index % at.bands();
     const int64_t token = panel * kPanel, count = std::min(kPanel, tokens - token);
     const int64_t row = band * kRows, rows = std::min(kRows, at.rows - row);

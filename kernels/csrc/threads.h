@@ -37,7 +37,8 @@ class Pool {
     return *pool;
   }
 
-  // Call work(i) for all i below count, `chunk` of them at a time, on at most so many threads.
+  // Call work(i) for all i below count, at least `chunk` of them at a time, on at most so many threads. Each takes
+  // half of its share of what is left: long stretches of memory first, and short ones so that all end together.
   template <class Work>
   void share(int64_t count, int64_t chunk, int threads, const Work& work) {
     std::unique_lock<std::mutex> alone(owner_, std::defer_lock);
@@ -77,11 +78,12 @@ class Pool {
   }
 
   void take_part() {
-    for (;;) {
-      const int64_t start = next_.fetch_add(chunk_, std::memory_order_relaxed);
-      if (start >= count_) return;
-      const int64_t stop = std::min(start + chunk_, count_);
+    const int64_t shares = 2 * (helpers_ + 1);
+    for (int64_t start = next_.load(std::memory_order_relaxed); start < count_;) {
+      const int64_t stop = std::min(start + std::max(chunk_, (count_ - start) / shares), count_);
+      if (!next_.compare_exchange_weak(start, stop, std::memory_order_relaxed)) continue;
       for (int64_t i = start; i < stop; ++i) call_(work_, i);
+      start = next_.load(std::memory_order_relaxed);
     }
   }
 
