@@ -1,11 +1,11 @@
-"""Measure generation on this CPU, in turn with llama.cpp: a table in Markdown, and a picture.
+"""Measure generation on this CPU, in turn with llama.cpp: tables in Markdown, and a picture.
 
     python scripts/measure_cpu.py --peer PYTHON --models FOLDER [--rounds 7] [--head SCHEME] [--plot OUT.png]
 
 Random weights in TinyLlama's shape. PYTHON has llama-cpp-python and gguf; its models are made in FOLDER and
-kept. All candidates are loaded, each in a process of its own (12 GB together), and then asked in turn for one
-measurement of a second or so, round after round: what a shared machine gives changes within seconds, and so the
-ratios are medians of those within a round. Figures are medians over the rounds, tokens a second.
+kept. All candidates are loaded, each in a process of its own (12 GB together). In each round each of ours is
+measured right after the llama.cpp type beside it, for a second or so, with the bandwidth of a plain sum before
+and after: what a shared machine gives changes within seconds. Figures are medians over the rounds, tokens a second.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ SHAPE = "tinyllama-1.1b"
 OURS = [(scheme, mode) for scheme in ("int8", "int4-g32", "int4-g128") for mode in ("exact", "fast")]
 PEERS = {"int8": "Q8_0", "int4-g32": "Q4_0", "int4-g128": "Q4_0"}
 MEASURES = ("decode", "decode batch 8", "prefill 128", "prefill 512")
-SHARE = "of the bandwidth"
+QUIET = 0.85  # of the most that memory gave to a plain sum: at least so much when nothing else used it
 
 
 class Candidate:
@@ -85,48 +86,82 @@ def draw(rows: dict[str, dict[str, float]], path: Path) -> None:
     figure.savefig(path)
 
 
-def measure(options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """What each candidate did in each round, by its label and the measure."""
+@dataclass(frozen=True)
+class Pair:
+    """One measurement of ours, of llama.cpp just before, and of the bandwidth around them."""
+
+    ours: float
+    theirs: float
+    bandwidth: float
+
+
+def measure(options: argparse.Namespace) -> tuple[dict[str, Candidate], dict[str, dict[str, list[Pair]]]]:
+    """The candidates by label; and what each of ours did in each round, by the measure."""
     import torch
 
     from quantkit.evals.timing import bandwidth
 
+    read = partial(bandwidth, torch.device("cpu"))
     script = str(Path(__file__).with_name("peer_llamacpp.py"))
     candidates = {
-        f"llama.cpp {kind}": Candidate(options.peer, script, str(options.models), "--serve", kind)
+        kind: Candidate(options.peer, script, str(options.models), "--serve", kind)
         for kind in dict.fromkeys(PEERS.values())
     }
-    for scheme, mode in OURS:
+    labels = {f"{scheme}, {mode}": (scheme, mode) for scheme, mode in OURS}
+    for label, (scheme, mode) in labels.items():
         head = "int8" if scheme == "int8" else options.head or scheme
-        candidates[f"{scheme}, {mode}"] = Candidate(sys.executable, __file__, "--serve", scheme, head, mode)
-    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        candidates[label] = Candidate(sys.executable, __file__, "--serve", scheme, head, mode)
+    found: dict[str, dict[str, list[Pair]]] = defaultdict(lambda: defaultdict(list))
     for name in MEASURES:
-        for number in range(options.rounds + 1):
-            for label, candidate in candidates.items():
-                read = bandwidth(torch.device("cpu")) if name == MEASURES[0] else None
-                rate = candidate(name)
-                if number == 0:  # to warm up
-                    continue
-                found[label][name].append(rate)
-                if read is not None:
-                    found[label][SHARE].append(rate * candidate.weight_bytes / read)
+        for candidate in candidates.values():  # to warm up
+            candidate(name)
+        for _ in range(options.rounds):
+            before = read()
+            for label, (scheme, _) in labels.items():
+                theirs, ours = candidates[PEERS[scheme]](name), candidates[label](name)
+                after = read()
+                found[label][name].append(Pair(ours, theirs, min(before, after)))
+                before = after
         print(f"{name}: {options.rounds} rounds", file=sys.stderr, flush=True)
-    return found
+    return candidates, found
 
 
-def table(found: dict[str, dict[str, list[float]]]) -> list[str]:
-    lines = ["| tok/s | " + " | ".join((*MEASURES, SHARE)) + " |", "|---" + "|---" * (len(MEASURES) + 1) + "|"]
-    for label, row in found.items():
-        peer = found.get(f"llama.cpp {PEERS.get(label.split(',')[0])}")
-        cells = []
-        for name in MEASURES:
-            cell = f"{statistics.median(row[name]):.1f}"
-            if peer is not None:
-                ratio = statistics.median(ours / theirs for ours, theirs in zip(row[name], peer[name], strict=True))
-                cell += f" ({ratio:.2f} x)"
-            cells.append(cell)
-        lines.append(f"| {label} | " + " | ".join((*cells, f"{statistics.median(row[SHARE]):.0%}")) + " |")
+def row(label: str, cells: list[str]) -> str:
+    return f"| {label} | " + " | ".join(cells) + " |"
+
+
+def rates(pairs: list[Pair]) -> str:
+    """The median, and in parentheses that of the ratios."""
+    ours = statistics.median(pair.ours for pair in pairs)
+    return f"{ours:.1f} ({statistics.median(pair.ours / pair.theirs for pair in pairs):.2f} x)"
+
+
+def tables(candidates: dict[str, Candidate], found: dict[str, dict[str, list[Pair]]]) -> list[str]:
+    lines = [row("tok/s", list(MEASURES)), "|---" * (len(MEASURES) + 1) + "|"]
+    for kind, rows in peers(found).items():
+        lines.append(row(f"llama.cpp {kind}", [f"{rows[name]:.1f}" for name in MEASURES]))
+    lines += [row(label, [rates(by[name]) for name in MEASURES]) for label, by in found.items()]
+    decodes = {label: by["decode"] for label, by in found.items()}
+    most = max(pair.bandwidth for pairs in decodes.values() for pair in pairs)
+    for title, wanted in (("at its best", True), ("shared", False)):
+        lines += ["", row(f"decode, memory {title}", ["GB/s", "tok/s", "of the bandwidth", "rounds"]), "|---" * 5 + "|"]
+        for label, pairs in decodes.items():
+            some = [pair for pair in pairs if (pair.bandwidth >= QUIET * most) == wanted]
+            if some:
+                width = statistics.median(pair.bandwidth for pair in some)
+                shares = [pair.ours * candidates[label].weight_bytes / pair.bandwidth for pair in some]
+                cells = [f"{width / 1e9:.1f}", rates(some), f"{statistics.median(shares):.0%}", str(len(some))]
+                lines.append(row(label, cells))
     return lines
+
+
+def peers(found: dict[str, dict[str, list[Pair]]]) -> dict[str, dict[str, float]]:
+    """Medians of what llama.cpp did, by its type and the measure."""
+    rows: dict[str, dict[str, float]] = {}
+    for kind in dict.fromkeys(PEERS.values()):
+        beside = [by for label, by in found.items() if PEERS[label.split(",")[0]] == kind]
+        rows[kind] = {name: statistics.median(pair.theirs for by in beside for pair in by[name]) for name in MEASURES}
+    return rows
 
 
 def main() -> None:
@@ -142,10 +177,13 @@ def main() -> None:
         return serve(*options.serve)
     if options.peer is None or options.models is None:
         parser.error("--peer and --models are needed")
-    found = measure(options)
-    print("\n".join(table(found)))
+    candidates, found = measure(options)
+    print("\n".join(tables(candidates, found)))
     if options.plot:
-        draw({label: {n: statistics.median(v) for n, v in row.items()} for label, row in found.items()}, options.plot)
+        rows = {f"llama.cpp {kind}": figures for kind, figures in peers(found).items()}
+        for label, by in found.items():
+            rows[label] = {name: statistics.median(pair.ours for pair in by[name]) for name in MEASURES}
+        draw(rows, options.plot)
     return None
 
 
