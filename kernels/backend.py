@@ -19,8 +19,9 @@ class Operations:
     """What a backend offers besides, for the rest of a model; None where it offers nothing.
 
     Attributes:
-        lookup: attention of a few queries [B, H, T, Dh] over cached keys and values [B, K, S, Dh];
+        lookup: attention of queries [B, H, T, Dh] over cached keys and values [B, K, S, Dh];
             then the queries' positions [T] and the window. To [B, T, H * Dh].
+        lookup_most: tokens T up to which it does better than torch's attention; None is any number.
         linear: ``x @ weight.T`` of a few rows with a weight of floats.
         block: a whole block, its hidden states [B, T, D] in place; over a cache or among the tokens given.
         alone: keeps torch's own operations, while in it, to the calling thread. Threads that torch wakes up look
@@ -28,6 +29,7 @@ class Operations:
     """
 
     lookup: Callable[[Tensor, Tensor, Tensor, Tensor, int | None], Tensor] | None = None
+    lookup_most: int | None = None
     linear: Callable[[Tensor, Tensor], Tensor] | None = None
     block: Callable[..., None] | None = None
     alone: Callable[[], AbstractContextManager[None]] | None = None

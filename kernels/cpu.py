@@ -86,4 +86,4 @@ class CpuBackend:
             finally:
                 operators.torch_threads(before)
 
-        return Operations(lookup, linear, operators.block, alone)
+        return Operations(lookup, linear=linear, block=operators.block, alone=alone)

@@ -21,6 +21,7 @@ TUNE_SETTING = "QUANTKIT_TUNE"
 _LARGE = 1 << 17  # words of a weight that it is worth to measure for
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _GROUPS = (32, 64, 128)
+_FEW_TOKENS = 16  # whose attention is bound by reading the cache
 _OLDEST = {torch.bfloat16: (8, 0), torch.float16: (7, 5), torch.float32: (7, 5)}
 """NVIDIA's compute capability that Triton needs for activations of a dtype."""
 
@@ -60,7 +61,7 @@ class TritonBackend:
     def operations(self) -> Operations:
         from quantkit.kernels import triton_attention  # noqa: F401  (registers the operator)
 
-        return Operations(lookup=torch.ops.quantkit_triton.lookup)
+        return Operations(torch.ops.quantkit_triton.lookup, _FEW_TOKENS)
 
     def linear(
         self, x: Tensor, prepared: dict[str, Tensor], scheme: QuantScheme, rows: int, bias: Tensor | None

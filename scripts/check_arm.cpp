@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "attention.h"
+#include "attention_many.h"
 #include "matmul.h"
 #include "rows.h"
 
@@ -66,7 +66,7 @@ void attend(int threads) {
   const int64_t cached = at.batch * at.shared * at.length * at.size * width(FloatType(at.cached));
   Bytes queries = operand(mixed), keys = operand(cached), values = operand(cached), positions = operand(at.tokens * 8);
   Bytes out = room(mixed);
-  attention(at, queries.data(), keys.data(), values.data(), as<int64_t>(positions), threads, out.data());
+  attention_over_cache(at, queries.data(), keys.data(), values.data(), as<int64_t>(positions), threads, out.data());
   reply(out, mixed);
 }
 

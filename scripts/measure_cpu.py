@@ -1,6 +1,7 @@
 """Measure generation on this CPU, in turn with llama.cpp: tables in Markdown, and a picture.
 
-    python scripts/measure_cpu.py --peer PYTHON --models FOLDER [--rounds 7] [--head SCHEME] [--plot OUT.png]
+    python scripts/measure_cpu.py --peer PYTHON --models FOLDER [--rounds 7] [--measures decode] [--head SCHEME]
+        [--plot OUT.png]
 
 Random weights in TinyLlama's shape. PYTHON has llama-cpp-python and gguf; its models are made in FOLDER and
 kept. All candidates are loaded, each in a process of its own (12 GB together). In each round each of ours is
@@ -73,7 +74,8 @@ def draw(rows: dict[str, dict[str, float]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.6), dpi=150, layout="constrained")
-    for axes, name in zip(figure.subplots(1, len(MEASURES)), MEASURES, strict=True):
+    measures = list(next(iter(rows.values())))
+    for axes, name in zip(figure.subplots(1, len(measures), squeeze=False)[0], measures, strict=True):
         colors = ["0.6" if label.startswith("llama") else "C0" for label in rows]
         axes.barh(list(rows), [row[name] for row in rows.values()], color=colors)
         axes.set_title(f"{name}, tok/s", fontsize=10)
@@ -81,7 +83,7 @@ def draw(rows: dict[str, dict[str, float]], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="x", alpha=0.3)
         axes.set_axisbelow(True)
-        if name != MEASURES[0]:
+        if name != measures[0]:
             axes.set_yticklabels([])
     figure.savefig(path)
 
@@ -112,7 +114,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Candidate], dict[str
         head = "int8" if scheme == "int8" else options.head or scheme
         candidates[label] = Candidate(sys.executable, __file__, "--serve", scheme, head, mode)
     found: dict[str, dict[str, list[Pair]]] = defaultdict(lambda: defaultdict(list))
-    for name in MEASURES:
+    for name in options.measures:
         for candidate in candidates.values():  # to warm up
             candidate(name)
         for _ in range(options.rounds):
@@ -137,12 +139,13 @@ def rates(pairs: list[Pair]) -> str:
 
 
 def tables(candidates: dict[str, Candidate], found: dict[str, dict[str, list[Pair]]]) -> list[str]:
-    lines = [row("tok/s", list(MEASURES)), "|---" * (len(MEASURES) + 1) + "|"]
+    measures = list(next(iter(found.values())))
+    lines = [row("tok/s", measures), "|---" * (len(measures) + 1) + "|"]
     for kind, rows in peers(found).items():
-        lines.append(row(f"llama.cpp {kind}", [f"{rows[name]:.1f}" for name in MEASURES]))
-    lines += [row(label, [rates(by[name]) for name in MEASURES]) for label, by in found.items()]
-    decodes = {label: by["decode"] for label, by in found.items()}
-    most = max(pair.bandwidth for pairs in decodes.values() for pair in pairs)
+        lines.append(row(f"llama.cpp {kind}", [f"{rows[name]:.1f}" for name in measures]))
+    lines += [row(label, [rates(by[name]) for name in measures]) for label, by in found.items()]
+    decodes = {label: by["decode"] for label, by in found.items() if "decode" in by}
+    most = max((pair.bandwidth for pairs in decodes.values() for pair in pairs), default=0)
     for title, wanted in (("at its best", True), ("shared", False)):
         lines += ["", row(f"decode, memory {title}", ["GB/s", "tok/s", "of the bandwidth", "rounds"]), "|---" * 5 + "|"]
         for label, pairs in decodes.items():
@@ -160,7 +163,7 @@ def peers(found: dict[str, dict[str, list[Pair]]]) -> dict[str, dict[str, float]
     rows: dict[str, dict[str, float]] = {}
     for kind in dict.fromkeys(PEERS.values()):
         beside = [by for label, by in found.items() if PEERS[label.split(",")[0]] == kind]
-        rows[kind] = {name: statistics.median(pair.theirs for by in beside for pair in by[name]) for name in MEASURES}
+        rows[kind] = {name: statistics.median(pair.theirs for by in beside for pair in by[name]) for name in beside[0]}
     return rows
 
 
@@ -170,6 +173,7 @@ def main() -> None:
     parser.add_argument("--peer")
     parser.add_argument("--models", type=Path)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--measures", nargs="*", default=MEASURES, choices=MEASURES)
     parser.add_argument("--head", help="the scheme of the head of int4 models; their own by default")
     parser.add_argument("--plot", type=Path)
     options: Any = parser.parse_args()
@@ -182,7 +186,7 @@ def main() -> None:
     if options.plot:
         rows = {f"llama.cpp {kind}": figures for kind, figures in peers(found).items()}
         for label, by in found.items():
-            rows[label] = {name: statistics.median(pair.ours for pair in by[name]) for name in MEASURES}
+            rows[label] = {name: statistics.median(pair.ours for pair in pairs) for name, pairs in by.items()}
         draw(rows, options.plot)
     return None
 

@@ -129,7 +129,15 @@ def test_the_exact_mode_is_far_closer_than_the_fast_one() -> None:
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(
     ("batch", "heads", "shared", "tokens", "length", "size"),
-    [(1, 4, 4, 1, 7, 32), (1, 8, 2, 1, 600, 64), (2, 8, 8, 3, 300, 80), (3, 6, 1, 5, 777, 128)],
+    [
+        (1, 4, 4, 1, 7, 32),
+        (1, 8, 2, 1, 600, 64),
+        (2, 8, 8, 3, 300, 80),
+        (3, 6, 1, 5, 777, 128),
+        (1, 8, 2, 40, 300, 80),
+        (2, 4, 4, 150, 160, 64),
+        (1, 6, 1, 33, 260, 20),
+    ],
 )
 def test_attention_over_the_cache_equals_softmax(
     variant: str, dtype: torch.dtype, window: int | None, batch: int, heads: int, shared: int, tokens: int,
@@ -150,11 +158,12 @@ def test_attention_over_the_cache_equals_softmax(
 
 
 @pytest.mark.parametrize("variant", HERE)
-def test_attention_hands_on_what_is_not_finite(variant: str) -> None:
-    queries, keys = torch.randn(1, 2, 1, 32), torch.randn(1, 2, 9, 32)
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_attention_hands_on_what_is_not_finite(variant: str, tokens: int) -> None:
+    queries, keys = torch.randn(1, 2, tokens, 32), torch.randn(1, 2, 90, 32)
     values = keys.clone()
     keys[0, 1, 4, 3] = torch.nan
-    found = load_kernels(variant).attend(queries, keys, values, torch.tensor([7]), 0, 1.0)
+    found = load_kernels(variant).attend(queries, keys, values, torch.arange(70 - tokens, 70), 0, 1.0)
     assert found[..., :32].isfinite().all()
     assert found[..., 32:].isnan().all()
 
@@ -247,13 +256,17 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
     ops = load_kernels("native")
     weight = quantize_rtn(torch.randn(500, 256), QuantScheme.parse("int4-g32"), torch.float16)
     packed = ops.pack(weight.codes, weight.scale, None, 4, True)
-    queries, keys = torch.randn(1, 8, 1, 64), torch.randn(1, 2, 900, 64)
+    queries, keys = torch.randn(1, 8, 90, 64), torch.randn(1, 2, 900, 64)
     found = []
     try:
         for threads in (1, 2, 5, 1):
             torch.set_num_threads(threads)
             products = [ops.linear(torch.ones(tokens, 256) / 3, packed, None, 500) for tokens in (1, 3, 130)]
-            found.append([*products, ops.attend(queries, keys, keys, torch.tensor([850]), 0, 0.1)])
+            mixed = [
+                ops.attend(queries[:, :, -count:], keys, keys, torch.arange(850 - count, 850), 0, 0.1)
+                for count in (1, 90)
+            ]
+            found.append([*products, *mixed])
     finally:
         torch.set_num_threads(1)
     for other in found[1:]:

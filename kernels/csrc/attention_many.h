@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "cache.h"
 #include "dot.h"
 #include "exponential.h"
 #include "floats.h"
@@ -21,6 +22,7 @@ constexpr int kSumRows = 8;  // whose sums stay in registers together, two vecto
 constexpr int kSumRows = 4;
 #endif
 constexpr int64_t kSumWidth = 2 * kLanes;
+constexpr int64_t kFewTokens = 16;  // for which attention is cut along the cache, not along the queries
 constexpr int64_t kQueries = 128;  // query heads that one piece of work takes, or those that share keys if more
 
 // Which keys a query sees, by their index.
@@ -134,6 +136,27 @@ void attention_of_many(const AttentionShape& at, const void* queries, const Keys
       store_floats(row, size, out, at.type, place * size);
     }
   });
+}
+
+// Keys or values as the cache holds them.
+struct CachedRows {
+  const void* from;
+  CacheType type;
+  int64_t shared, length, size;
+  const float* operator()(int64_t batch, int64_t head, int64_t first, int64_t count, float* room) const {
+    return load_rows(from, type, (batch * shared + head) * length + first, count, size, room);
+  }
+};
+
+// Grouped-query attention over a cache, of any number of tokens; as `attention`, which does it for a few.
+inline void attention_over_cache(const AttentionShape& at, const void* queries, const void* keys, const void* values,
+                                 const int64_t* positions, int threads, void* out) {
+  if (at.tokens <= kFewTokens) return attention(at, queries, keys, values, positions, threads, out);
+  std::vector<Seen> seen(at.tokens);
+  for (int64_t t = 0; t < at.tokens; ++t)
+    seen[t] = {at.window ? std::max<int64_t>(0, positions[t] + 1 - at.window) : 0, positions[t] + 1};
+  attention_of_many(at, queries, CachedRows{keys, at.cached, at.shared, at.length, at.size},
+                    CachedRows{values, at.cached, at.shared, at.length, at.size}, seen.data(), threads, out);
 }
 
 }  // namespace quantkit

@@ -49,7 +49,6 @@ inline void rotate(float* head, const float* cosine, const float* sine, int64_t 
   }
 }
 
-constexpr int64_t kFewTokens = 16;   // for which attention is cut along the cache, not along the queries
 constexpr int64_t kInnerRows = 512;  // whose inner states of the feed-forward are there at a time
 
 // Floats that are not set to anything yet.
@@ -102,16 +101,6 @@ inline void run_output(const Block& block, float* x, const float* mixed, int64_t
   }
 }
 
-// Keys or values as the cache holds them.
-struct CachedRows {
-  const void* from;
-  CacheType type;
-  int64_t shared, length, size;
-  const float* operator()(int64_t batch, int64_t head, int64_t first, int64_t count, float* room) const {
-    return load_rows(from, type, (batch * shared + head) * length + first, count, size, room);
-  }
-};
-
 // Keys or values of the tokens at hand, among their queries.
 struct OwnRows {
   const float* from;
@@ -123,13 +112,12 @@ struct OwnRows {
   }
 };
 
-// What tokens at rising positions see of themselves, or of a cache.
-inline std::vector<Seen> all_seen(const int64_t* positions, int64_t tokens, int64_t window, bool own) {
+// What tokens at rising positions see of themselves.
+inline std::vector<Seen> own_seen(const int64_t* positions, int64_t tokens, int64_t window) {
   std::vector<Seen> seen(tokens);
   for (int64_t t = 0; t < tokens; ++t) {
-    const int64_t least = window ? std::max<int64_t>(0, positions[t] + 1 - window) : 0;
-    seen[t] = own ? Seen{std::lower_bound(positions, positions + t, least) - positions, t + 1}
-                  : Seen{least, positions[t] + 1};
+    const int64_t least = window ? positions[t] + 1 - window : 0;
+    seen[t] = {std::lower_bound(positions, positions + t, least) - positions, t + 1};
   }
   return seen;
 }
@@ -155,16 +143,12 @@ inline void run_block(const Block& block, float* x, const float* cosine, const f
   const AttentionShape shape{batch, block.heads, block.shared, tokens, cache ? cache->length : tokens, size,
                              block.window, scale, FloatType::f32, cache ? cache->type : CacheType::f32,
                              tokens * joint, size, joint};
-  const auto seen = all_seen(positions, tokens, block.window, own);
   if (own) {
+    const auto seen = own_seen(positions, tokens, block.window);
     attention_of_many(shape, qkv.get(), OwnRows{own_keys, tokens, joint, size}, OwnRows{own_values, tokens, joint, size},
                       seen.data(), threads, mixed.get());
-  } else if (tokens > kFewTokens) {
-    attention_of_many(shape, qkv.get(), CachedRows{cache->keys, cache->type, block.shared, cache->length, size},
-                      CachedRows{cache->values, cache->type, block.shared, cache->length, size}, seen.data(), threads,
-                      mixed.get());
   } else {
-    attention(shape, qkv.get(), cache->keys, cache->values, positions, threads, mixed.get());
+    attention_over_cache(shape, qkv.get(), cache->keys, cache->values, positions, threads, mixed.get());
   }
   run_output(block, x, mixed.get(), rows, threads);
 }

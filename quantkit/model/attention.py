@@ -13,9 +13,6 @@ from torch import Tensor
 
 from quantkit.model.cache import KVCache, cached_floats
 
-FEW = 16
-"""Tokens up to which kernels for a few do better than torch's attention."""
-
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Layer, queries [B, H, T, Dh], keys and values [B, K, T, Dh] to mixed values [B, T, H * Dh]."""
 
@@ -67,11 +64,11 @@ def masked_lookup(queries: Tensor, keys: Tensor, values: Tensor, positions: Tens
     return mixed.transpose(1, 2).flatten(2)
 
 
-def for_few(lookup: Lookup) -> Lookup:
-    """A `Lookup` that is good for a few tokens at a time, with torch's for more."""
+def for_few(lookup: Lookup, most: int) -> Lookup:
+    """A `Lookup` that is good for so many tokens at a time, with torch's for more."""
 
     def chosen(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None) -> Tensor:
-        few = queries.shape[2] <= FEW
+        few = queries.shape[2] <= most
         return (lookup if few else masked_lookup)(queries, keys, values, positions, window)
 
     return chosen

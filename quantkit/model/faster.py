@@ -12,13 +12,14 @@ from torch import Tensor
 
 from quantkit.kernels.check import same
 from quantkit.kernels.dispatch import operations_for_floats
-from quantkit.model.attention import FEW, Lookup, for_few, masked_lookup, over_cache
+from quantkit.model.attention import Lookup, for_few, masked_lookup, over_cache
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Blocks, Decoder
 from quantkit.model.fused import fused_blocks
 from quantkit.model.qlinear import QuantLinear
 
 _POSITIONS = 300  # of the cache that attention is tried on: more than kernels take in one go
+_MANY = 20  # tokens that it is tried with besides one: more than those for a few take
 
 _log = logging.getLogger(__name__)
 
@@ -29,19 +30,19 @@ def put_operations(model: Decoder) -> None:
     operations = linears[0].backend.operations() if linears else operations_for_floats(model.device, model.dtype)
     if operations is None:
         return
-    linear, lookup = operations.linear, operations.lookup
+    linear, lookup, most = operations.linear, operations.lookup, operations.lookup_most
     if operations.alone is not None:
         model.alone = operations.alone
     with torch.inference_mode():
         if linear is not None and not _holds("products of floats", lambda: _same_linear(model, linear)):
             return
         dtypes = {model.dtype} if operations.block is None else {model.dtype, torch.float32}  # of blocks
-        if lookup is not None and not _holds("attention", lambda: _same_lookup(model, lookup, dtypes)):
+        if lookup is not None and not _holds("attention", lambda: _same_lookup(model, lookup, dtypes, most)):
             return
         if linear is not None:
             model.linear = linear
         if lookup is not None:
-            model.lookup = for_few(lookup)
+            model.lookup = lookup if most is None else for_few(lookup, most)
         first = fused_blocks(model, 1)
         if first is not None and not _holds("decoder blocks", lambda: _same_block(model, first)):
             return
@@ -65,16 +66,17 @@ def _same_linear(model: Decoder, linear: Callable[[Tensor, Tensor], Tensor]) -> 
     return same(linear(table[:1], table[1:]), table[:1].double() @ table[1:].double().t())
 
 
-def _same_lookup(model: Decoder, lookup: Lookup, dtypes: set[torch.dtype]) -> bool:
+def _same_lookup(model: Decoder, lookup: Lookup, dtypes: set[torch.dtype], most: int | None) -> bool:
     """Whether attention is the same for queries of these dtypes, over either kind of cache, for one token and for
-    as many as it is used for."""
+    many of those that it is used for."""
+    many = _MANY if most is None else min(most, _MANY)
     config = dataclasses.replace(model.config, num_layers=1)
     every = torch.arange(_POSITIONS, device=model.device)
     rows = 2, config.num_kv_heads, _POSITIONS, config.head_dim
     for cached in (model.dtype, torch.int8):
         cache = KVCache(config, 2, _POSITIONS, cached, model.device)
         keys, values = cache.update(0, every, _drawn(model, *rows), _drawn(model, *rows, seed=1))
-        for dtype, tokens in itertools.product(dtypes, (1, FEW)):
+        for dtype, tokens in itertools.product(dtypes, (1, many)):
             queries = _drawn(model, 2, config.num_heads, tokens, config.head_dim, seed=2).to(dtype)
             given = queries, keys, values, every[-tokens - 3 : -3], config.windows[0]
             if not same(lookup(*given), masked_lookup(*given)):
@@ -86,7 +88,7 @@ def _same_block(model: Decoder, first: Blocks) -> bool:
     """Whether the first block is the same through the kernels, for the first tokens, for one after them, and for
     many."""
     config = model.config
-    length = 4 + FEW + 1
+    length = 4 + _MANY
     x = _drawn(model, 1, length, config.hidden_size)
     found, expected = (KVCache(config, 1, length, torch.float32, model.device) for _ in range(2))
     for start, stop in ((0, 3), (3, 4), (4, length)):
