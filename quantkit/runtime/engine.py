@@ -18,6 +18,7 @@ from quantkit.model.decoder import Decoder
 LEAST_BUCKET = 16
 _LEAST_CACHE = 256
 _GRAPHS = 64  # of one function: buckets of prompts times sizes of caches
+_ALONE: dict[str, str | int | bool | Callable[..., Any]] = {"cpp.threads": 1}  # see `Operations.alone`
 
 
 class Engine:
@@ -37,7 +38,7 @@ class Engine:
             model: from `quantkit.load`.
             length: positions to hold, of prompt and new tokens.
             cache_dtype: of keys and values; None is the activations', int8 takes half of that.
-            compiled: by `torch.compile`; None is so on GPUs, while on a CPU eager steps are as fast.
+            compiled: by `torch.compile`; None is so on GPUs, while on a CPU eager steps are as fast and begin at once.
 
         Raises:
             RequestError: if the length exceeds the model's context.
@@ -116,6 +117,7 @@ def _compile(step: Callable[..., Tensor], device: str) -> Callable[..., Any]:
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
     mode = "reduce-overhead" if device == "cuda" and step is _next else None
+    options = _ALONE if device == "cpu" else None
     return torch._dynamo.config.patch(recompile_limit=_GRAPHS)(  # type: ignore[no-any-return]
-        torch.compile(step, fullgraph=True, dynamic=False, mode=mode)
+        torch.compile(step, fullgraph=True, dynamic=False, mode=mode, options=options)
     )
