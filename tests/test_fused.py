@@ -58,6 +58,18 @@ def test_blocks_in_one_call_give_the_modules_logits(case: str, scheme: str, tmp_
     assert (found - whole).abs().max() < 1e-2 * whole.std()
 
 
+def test_more_rows_than_have_inner_states_at_a_time(tmp_path: Path) -> None:
+    folder = oracle.save(oracle.make("llama"), tmp_path / "model")
+    quantkit.quantize(folder, tmp_path / "quantized", "int8", accept_quality_loss=True)
+    model = load_model(tmp_path / "quantized", dtype=torch.float32, backend="cpu-exact")
+    tokens = oracle.random_tokens(40, batch=15)  # 600 rows, 512 at a time
+    with torch.inference_mode():
+        found = model(tokens, torch.arange(40))
+        model.blocks = None
+        expected = model(tokens, torch.arange(40))
+    assert (found - expected).abs().max() < 1e-3 * expected.std()
+
+
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "avx2"])
 def test_a_bfloat16_model_keeps_its_cache_in_bfloat16(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
