@@ -131,7 +131,8 @@ at::Tensor attend(const at::Tensor& queries, const at::Tensor& keys, const at::T
   const at::Tensor source = queries.contiguous();
   at::Tensor out = at::empty({at.batch, at.tokens, at.heads * at.size}, queries.options());
   if (out.numel() == 0) return out;
-  attention_over_cache(at, source.data_ptr(), keys.data_ptr(), values.data_ptr(), from, at::get_num_threads(), out.data_ptr());
+  attention_over_cache(at, source.data_ptr(), keys.data_ptr(), values.data_ptr(), from, at::get_num_threads(),
+                       out.data_ptr());
   return out;
 }
 

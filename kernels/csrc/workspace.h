@@ -47,19 +47,20 @@ class Workspace {
 
   // Take up some of a token's columns, from a block's first on.
   void quantize(const float* x, int64_t count, int64_t token, int64_t block) const {
-    for (; count >= kColumns; count -= kColumns, x += kColumns) put(x, token, block++);
+    const Together group = together_with(token, tokens_);
+    for (; count >= kColumns; count -= kColumns, x += kColumns) put(x, token, group, block++);
     if (count == 0) return;
     float rest[kColumns] = {};
     std::memcpy(rest, x, count * sizeof(float));
-    put(rest, token, block);
+    put(rest, token, group, block);
   }
 
   // The records of the tokens that stand together from this one on.
   const uint8_t* records(int64_t token) const { return memory_.get() + token * blocks_ * per_token_; }
 
  private:
-  void put(const float* x, int64_t token, int64_t block) const {
-    const auto [first, count] = together_with(token, tokens_);
+  void put(const float* x, int64_t token, const Together& group, int64_t block) const {
+    const auto [first, count] = group;
     uint8_t* record = memory_.get() + (first * blocks_ + block * count) * per_token_;
     const int64_t index = token - first;
     const Form form = form_for(bits_, exact_, count);
