@@ -19,13 +19,17 @@ weights_option = click.option(
 )
 _RESUME = click.option("--resume", is_flag=True, help="Go on with an interrupted run of the same command.")
 _NONFINITE = click.option("--allow-nonfinite", is_flag=True, help="Write NaN, Inf and overflowing floats as they are.")
+_SOURCE_CHECK = click.option(
+    "--source-check/--no-source-check", default=True, show_default=True,
+    help="See first that SRC predicts a text at all, where it has a tokenizer.",
+)  # fmt: skip
 _SRC = click.argument("src", type=click.Path(path_type=Path))
 _DST = click.argument("dst", type=click.Path(path_type=Path))
 
 
 def writing(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options that all commands which write a checkpoint have."""
-    for option in (_NONFINITE, _RESUME, weights_option, _DST, _SRC):
+    for option in (_SOURCE_CHECK, _NONFINITE, _RESUME, weights_option, _DST, _SRC):
         command = option(command)
     return command
 
@@ -60,15 +64,16 @@ def inspect(path: Path, weights: str | None, as_json: bool) -> None:
 @click.option("--mp", type=int, default=1, show_default=True, help="Number of Meta model-parallel shards.")
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Float type; the source's own by default.")
 def convert(
-    src: Path, dst: Path, weights: str | None, resume: bool, allow_nonfinite: bool, to: str, mp: int, dtype: str | None
-) -> None:
+    src: Path, dst: Path, weights: str | None, resume: bool, allow_nonfinite: bool, source_check: bool, to: str,
+    mp: int, dtype: str | None,
+) -> None:  # fmt: skip
     """Write the model in SRC to the new folder DST, in another format, sharding or float type."""
     from quantkit.jobs.convert import convert as job
 
     with bar("convert") as progress:
         notes = job(
             src, dst, to=to, mp=mp, dtype=dtype, weights=weights, resume=resume, allow_nonfinite=allow_nonfinite,
-            progress=progress,
+            source_check=source_check, progress=progress,
         )  # fmt: skip
     done(dst, notes)
 

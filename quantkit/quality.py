@@ -86,17 +86,18 @@ class Hidden(Protocol):
 
 
 @torch.inference_mode()
-def divergence(
+def compare_batches(
     reference: Checkpoint, other: Checkpoint, batches: Sequence[Batch], *, progress: Progress = silent
-) -> list[Divergence]:
-    """Compare two checkpoints' logits on every batch; NaN where logits are not finite."""
+) -> list[Quality]:
+    """Hold one checkpoint against another on every batch, all in one pass; figures are NaN where logits are not
+    finite."""
     first = blockwise_hidden(reference, batches, progress=progress)
     second = blockwise_hidden(other, batches, progress=progress)
     results = []
     for expected, found, batch in zip(first, second, batches, strict=True):
         tally = _Tally()
         tally.add(reference, other, expected, found, Windows.of(batch.tokens).targets, head_logits)
-        results.append(tally.divergence())
+        results.append(tally.quality())
     return results
 
 

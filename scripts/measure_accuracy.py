@@ -28,7 +28,7 @@ from quantkit.calibration.data import load_calibration
 from quantkit.calibration.pipeline import BlockQuantizer
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.blockwise import Batch
-from quantkit.quality import divergence, text_windows
+from quantkit.quality import compare_batches, text_windows
 from quantkit.tokenizer import load_tokenizer
 
 WINDOW, WINDOWS, SAMPLES = 256, 60, 128
@@ -131,8 +131,8 @@ def main() -> None:
             for seed in range(options.seeds):
                 for name, run in {**({} if seed else {"rtn": runs.rtn}), **methods}.items():
                     dst, seconds = run(scheme, seed)
-                    found = divergence(open_checkpoint(source), open_checkpoint(dst), batches)
-                    values = " | ".join(f"{one.kl * 1e4:.2f}" for one in found)
+                    found = compare_batches(open_checkpoint(source), open_checkpoint(dst), batches)
+                    values = " | ".join(f"{one.divergence.kl * 1e4:.2f}" for one in found)
                     print(f"| {scheme} | {name} | {seed} | {seconds} | {values} |", flush=True)
 
 

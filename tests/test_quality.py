@@ -14,7 +14,7 @@ from quantkit import quality
 from quantkit.errors import NonFiniteError, RequestError
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.blockwise import Batch, blockwise_hidden
-from quantkit.quality import NOT_SCORED, Windows, compare, divergence, log_loss, text_windows, token_perplexity
+from quantkit.quality import NOT_SCORED, Windows, compare, compare_batches, log_loss, text_windows, token_perplexity
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def test_divergence_is_that_of_the_definitions(pair: tuple[Any, Any, Path, Path]
     first, second, a, b = pair
     tokens = oracle.random_tokens(50, batch=3)
     p, q = oracle.logits(first, tokens), oracle.logits(second, tokens)
-    found = divergence(open_checkpoint(a), open_checkpoint(b), [Batch.from_start(tokens)])[0]
+    found = compare_batches(open_checkpoint(a), open_checkpoint(b), [Batch.from_start(tokens)])[0].divergence
     expected = torch.nn.functional.kl_div(q.log_softmax(-1), p.log_softmax(-1), log_target=True, reduction="none")
     assert found.tokens == 150
     assert found.kl == pytest.approx(expected.sum(-1).mean().item(), rel=1e-3)
@@ -110,7 +110,7 @@ def test_logits_that_are_not_finite_are_an_error(pair: tuple[Any, Any, Path, Pat
             compare(reference, [other], tokens)
     with pytest.raises(NonFiniteError, match="broken"):
         token_perplexity(bad, tokens)
-    assert math.isnan(divergence(good, bad, [Batch.from_start(tokens)])[0].kl)
+    assert math.isnan(compare_batches(good, bad, [Batch.from_start(tokens)])[0].divergence.kl)
 
 
 def test_vocabularies_of_two_sizes_are_not_compared(pair: tuple[Any, Any, Path, Path], tmp_path: Path) -> None:

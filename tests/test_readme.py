@@ -63,11 +63,12 @@ def test_the_exit_codes_in_the_docs_are_those_of_the_errors() -> None:
     assert {str(k.exit_code): k.__name__ for k in kinds if k is not errors.QuantkitError} == listed
 
 
-def test_the_bounds_in_the_docs_are_those_of_verify() -> None:
-    from quantkit.jobs.verify import BOUNDS
+def test_the_bounds_in_the_docs_are_those_in_force() -> None:
+    from quantkit.jobs.bounds import BOUNDS, TIMES_ROUNDING, Bound
+    from quantkit.jobs.source_check import NOTED_BITS_PER_BYTE
 
-    rows = re.findall(
-        r"^\| (float16|bfloat16|int8|int4) \| (\S+) \| (\S+) \|$", (ROOT / "docs/errors.md").read_text(), re.M
-    )
-    found = {name: (eval(weight.replace("^", "**")), float(kl)) for name, weight, kl in rows}
-    assert found == {name: (bound.weight_error, bound.kl) for name, bound in BOUNDS.items()}
+    page = (ROOT / "docs/errors.md").read_text()
+    rows = re.findall(r"^\| (float16|bfloat16|int8|int4) \| (\S+) \| (\S+) \| (\S+) \|$", page, re.M)
+    assert {name: Bound(*(eval(cell.replace("^", "**")) for cell in cells)) for name, *cells in rows} == BOUNDS
+    assert f"{TIMES_ROUNDING:g} times the error of rounding" in " ".join(page.split())
+    assert f"more than {NOTED_BITS_PER_BYTE:g} bits a byte" in " ".join(page.split())

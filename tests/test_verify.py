@@ -34,7 +34,7 @@ def test_a_conversion_is_the_same_model(source: Path, tmp_path: Path) -> None:
     report = verify(source, tmp_path / "meta")
     assert report.verdict is Verdict.SAME
     assert report.differing == []
-    assert all(probe.largest_logit_difference == 0 for probe in report.probes.values())
+    assert all(probe.divergence.largest_logit_difference == 0 for probe in report.probes.values())
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32", "int4-g32-asym"])
@@ -43,7 +43,7 @@ def test_a_quantized_model_is_within_its_bound(scheme: str, source: Path, tmp_pa
     report = verify(source, tmp_path / "q")
     assert report.verdict is Verdict.WITHIN_BOUND
     assert len(report.differing) == 21
-    assert all(0 < probe.kl <= report.kl_bound for probe in report.probes.values())
+    assert all(probe.within and probe.divergence.kl > 0 for probe in report.probes.values())
 
 
 @pytest.mark.parametrize(("dtype", "verdict"), [("fp32", Verdict.SAME), ("bf16", Verdict.WITHIN_BOUND)])

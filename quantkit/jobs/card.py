@@ -12,7 +12,8 @@ import yaml
 
 from quantkit.config import read_json
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.jobs.gate import WINDOW, Gate
+from quantkit.jobs.gate import Gate
+from quantkit.jobs.windows import WINDOW
 from quantkit.scheme import QuantScheme
 
 NAME = "README.md"

@@ -32,6 +32,7 @@ def convert(
     weights: str | None = None,
     resume: bool = False,
     allow_nonfinite: bool = False,
+    source_check: bool = True,
     progress: Progress = silent,
 ) -> list[str]:
     """Write the model in `src` to the new folder `dst`.
@@ -45,6 +46,7 @@ def convert(
         weights: picks one of several sets of weights in `src`.
         resume: go on with an interrupted run.
         allow_nonfinite: write NaN and Inf, and values that overflow `dtype`, as they are.
+        source_check: see first that the source predicts a packaged text at all, where it has a tokenizer.
         progress: told of every tensor.
 
     Returns:
@@ -54,15 +56,15 @@ def convert(
         QuantkitError: of the kind that says what is wrong; `dst` is then not there.
     """
     source, work, notes = conversion(
-        src, dst, to=to, mp=mp, dtype=dtype, weights=weights, allow_nonfinite=allow_nonfinite
-    )
-    write(work, source, Path(dst), resume=resume, progress=progress)
-    return notes
+        src, dst, to=to, mp=mp, dtype=dtype, weights=weights, allow_nonfinite=allow_nonfinite,
+        source_check=source_check,
+    )  # fmt: skip
+    return notes + write(work, source, Path(dst), resume=resume, progress=progress)
 
 
 def conversion(
     src: str | Path, dst: str | Path, *, to: str, mp: int, dtype: str | None, weights: str | None,
-    allow_nonfinite: bool,
+    allow_nonfinite: bool, source_check: bool,
 ) -> tuple[Checkpoint, Work, list[str]]:  # fmt: skip
     """A conversion before it is carried out: the source, the work, and notes for the user.
 
@@ -113,7 +115,10 @@ def conversion(
         "options": options,
         "schemes": {k: str(v) for k, v in quantized.items()},
     }
-    work = Work("convert", encoder, produce, side_files, lambda folder, records: (details, {}), options)
+    work = Work(
+        "convert", encoder, produce, side_files, lambda folder, records: (details, {}), options,
+        source_check=source_check,
+    )  # fmt: skip
     return source, work, [*source.notes, *notes]
 
 

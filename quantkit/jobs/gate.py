@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from quantkit import manifest
-from quantkit.data.files import gate_texts
 from quantkit.errors import CheckpointError, QualityError
-from quantkit.formats.checkpoint import Checkpoint, parameters, schemes
+from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.folder import checked_tokenizer
+from quantkit.jobs.bounds import BOUNDS, REPEATABLE, coarser, weight_bound
+from quantkit.jobs.windows import WINDOW, measured_windows
 from quantkit.jobs.yardstick import yardstick_of
 from quantkit.progress import Progress, silent
 from quantkit.qtensor import QuantTensor, relative_error
-from quantkit.quality import Quality, compare, text_windows, token_perplexity
+from quantkit.quality import Quality, compare, token_perplexity
 
-WINDOW = 256
-_WINDOWS = 2
-_LARGE_PARAMETERS = 10**9
 _WORST = 3
-_REPEATABLE = 0.005
-
-
-@dataclass(frozen=True)
-class Bound:
-    """The most that a scheme may lose, whatever rounding would: KL in nats per token, perplexity ratio."""
-
-    kl: float
-    perplexity_ratio: float
-
-
-BOUNDS = {8: Bound(0.02, 1.02), 4: Bound(0.25, 1.25)}
-"""By bits; a model of several schemes has the bound of its fewest bits."""
 
 SLACK = 1.01
 FLOOR = 1e-3
@@ -78,11 +60,13 @@ class Gate:
         texts: the measures, with as many digits as the manifest has.
         perplexity_ratio_bound: the most that perplexity may grow by, as a ratio.
         fallbacks: layers that the solver could not solve, with the reason.
+        distorted: layers whose weights changed more than their schemes explain, with the error and its bound.
     """
 
     texts: list[TextResult]
     perplexity_ratio_bound: float
     fallbacks: dict[str, str]
+    distorted: dict[str, tuple[float, float]]
 
     def problem(self) -> tuple[str, str, str] | None:
         """What is wrong, found and expected, if anything is; NaN is beyond every bound."""
@@ -100,6 +84,11 @@ class Gate:
                 )  # fmt: skip
         for layer, reason in self.fallbacks.items():
             return f"layer '{layer}' was rounded to nearest", reason, "a layer that GPTQ can solve"
+        for layer, (error, bound) in self.distorted.items():
+            return (
+                f"the weights of layer '{layer}' changed more than its scheme explains",
+                f"a relative error of {error:.3g}", f"at most {bound:.3g}",
+            )  # fmt: skip
         return None
 
     def to_json(self, *, accepted: bool) -> dict[str, Any]:
@@ -110,6 +99,7 @@ class Gate:
             "window": WINDOW,
             "perplexity_ratio_bound": self.perplexity_ratio_bound,
             "fallbacks": self.fallbacks,
+            **({"distorted": self.distorted} if self.distorted else {}),
             "texts": [asdict(one) for one in self.texts],
         }
 
@@ -126,9 +116,12 @@ class Gate:
                 TextResult(**{field.name: kinds[str(field.type)](one[field.name]) for field in fields(TextResult)})
                 for one in value["texts"]
             ]
-            found = cls(texts, float(value["perplexity_ratio_bound"]), dict(value["fallbacks"]))
+            distorted = {
+                str(layer): (float(error), float(bound)) for layer, (error, bound) in value.get("distorted", {}).items()
+            }
+            found = cls(texts, float(value["perplexity_ratio_bound"]), dict(value["fallbacks"]), distorted)
             sound = bool(texts) and all(one.source_perplexity > 0 for one in texts)
-        except (ArithmeticError, LookupError, TypeError, ValueError):
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             sound = False
         if not sound:
             raise CheckpointError("does not tell what the model lost", path=path, hint="make it again")
@@ -142,7 +135,7 @@ def run_gate(
 
     The mean KL may be no more than that of a yardstick: the source rounded to nearest in
     the same schemes, groups longer than 128 and whole rows of int4 counted as groups of
-    128; nor more than `BOUNDS`.
+    128; nor more than `BOUNDS`, where the fewest bits decide.
 
     Args:
         source: the float model.
@@ -154,9 +147,9 @@ def run_gate(
     """
     assigned = schemes(result)
     yardstick = yardstick_of(source, assigned)
-    bound = BOUNDS[min(scheme.bits for scheme in assigned.values())]
+    bound = coarser(BOUNDS[f"int{scheme.bits}"] for scheme in assigned.values())
     texts = []
-    for name, (digest, windows) in _texts(source).items():
+    for name, (digest, windows) in measured_windows(source).items():
         found, rounded = compare(source, [result, yardstick], windows, progress=progress)
         limit = min(bound.kl, max(FLOOR, SLACK * rounded.divergence.kl))
         texts.append(_text_result(name, digest, found, limit))
@@ -165,7 +158,7 @@ def run_gate(
         for name, record in records.items()
         if record and "fallback" in record
     }
-    return Gate(texts, bound.perplexity_ratio, fallbacks)
+    return Gate(texts, bound.perplexity_ratio, fallbacks, _distorted(source, result, records))
 
 
 def require_passed(gate: Gate, source: Checkpoint, result: Checkpoint, dst: Path) -> None:
@@ -179,9 +172,7 @@ def require_passed(gate: Gate, source: Checkpoint, result: Checkpoint, dst: Path
         return
     errors = []
     for module in schemes(result):
-        quantized, weight = result.load(module + ".weight"), source.load(module + ".weight")
-        assert isinstance(quantized, QuantTensor)
-        assert isinstance(weight, Tensor)
+        quantized, weight = _pair(source, result, module)
         errors.append((relative_error(quantized, weight), module))
     worst = ", ".join(f"{module} ({error:.2g})" for error, module in sorted(errors, reverse=True)[:_WORST])
     raise QualityError(
@@ -204,14 +195,14 @@ def recheck(folder: Path, made: Mapping[str, Any], *, progress: Progress = silen
     quality: Any = made.get("quality")
     recorded = Gate.from_json(quality, folder / manifest.NAME)
     checkpoint = open_checkpoint(folder)
-    texts = _texts(checkpoint)
+    texts = measured_windows(checkpoint)
     lines = []
     for one in recorded.texts:
         if one.text not in texts or texts[one.text][0] != one.sha256:
             lines.append(f"'{one.text}' is not the text it was measured on; not measured again")
             continue
         found = token_perplexity(checkpoint, texts[one.text][1], progress=progress)
-        if not (math.isfinite(found) and math.isclose(found, one.perplexity, rel_tol=_REPEATABLE)):
+        if not (math.isfinite(found) and math.isclose(found, one.perplexity, rel_tol=REPEATABLE)):
             raise QualityError(
                 f"perplexity on '{one.text}' is not what the manifest says", path=folder, found=f"{found:.4g}",
                 expected=f"{one.perplexity:.4g}", hint="make it again",
@@ -230,33 +221,27 @@ def recheck(folder: Path, made: Mapping[str, Any], *, progress: Progress = silen
     return lines
 
 
-def gate_tokens(checkpoint: Checkpoint) -> int:
-    """How many tokens a model is measured on, at most."""
-    return len(gate_texts()) * _count(checkpoint) * min(WINDOW, checkpoint.config.max_context)
+def _distorted(
+    source: Checkpoint, result: Checkpoint, records: Mapping[str, Mapping[str, Any]]
+) -> dict[str, tuple[float, float]]:
+    """The layers whose recorded errors are beyond what `weight_bound` allows, with error and bound."""
+    found = {}
+    for module, scheme in schemes(result).items():
+        error = float((records.get(module + ".weight") or {}).get("relative_error", math.nan))
+        if error <= BOUNDS[f"int{scheme.bits}"].weight_error:
+            continue
+        bound = weight_bound(*_pair(source, result, module), error)
+        if not error <= bound:
+            found[module] = (_rounded(error), _rounded(bound))
+    return found
 
 
-def _count(checkpoint: Checkpoint) -> int:
-    """Windows of each text."""
-    return 1 if parameters(checkpoint) > _LARGE_PARAMETERS else _WINDOWS
-
-
-def _texts(checkpoint: Checkpoint) -> dict[str, tuple[str, Tensor]]:
-    """Hash and windows [W, T] of each text; of random tokens, hashed themselves, where there is no tokenizer."""
-    config = checkpoint.config
-    length = min(WINDOW, config.max_context)
-    count = _count(checkpoint)
-    tokenizer, _ = checked_tokenizer(checkpoint)
-    if tokenizer is None:
-        generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(config.vocab_size, (count, length), generator=generator)
-        return {"random tokens": (hashlib.sha256(tokens.numpy().tobytes()).hexdigest(), tokens)}
-    return {
-        name: (
-            hashlib.sha256(text.encode()).hexdigest(),
-            text_windows(tokenizer.encode(text), tokenizer.bos_id, length)[:count],
-        )
-        for name, text in gate_texts().items()
-    }
+def _pair(source: Checkpoint, result: Checkpoint, module: str) -> tuple[QuantTensor, Tensor]:
+    """The weight of a module as it is now, and as it was."""
+    quantized, weight = result.load(module + ".weight"), source.load(module + ".weight")
+    assert isinstance(quantized, QuantTensor)
+    assert isinstance(weight, Tensor)
+    return quantized, weight
 
 
 def _text_result(name: str, digest: str, found: Quality, limit: float) -> TextResult:

@@ -14,6 +14,7 @@ from quantkit import manifest
 from quantkit.formats.checkpoint import Checkpoint, parameters
 from quantkit.formats.encoders import Encoder, Planned
 from quantkit.formats.writer import CheckpointWriter
+from quantkit.jobs.source_check import SourceCheck, check_source
 from quantkit.progress import Progress
 from quantkit.qtensor import QuantTensor
 from quantkit.version import __version__
@@ -37,6 +38,7 @@ class Work:
         begin: told, before the first tensor, how many an earlier run has left in which folder.
         safe_after: whether a killed run shall be able to go on after a tensor.
         scratch_bytes: space that the job takes on the destination's disk for itself.
+        source_check: whether to see first that the source predicts a text at all.
     """
 
     job: str
@@ -48,10 +50,18 @@ class Work:
     begin: Callable[[int, Path], None] = lambda done, folder: None
     safe_after: Callable[[Planned], bool] = lambda item: False
     scratch_bytes: int = 0
+    source_check: bool = True
 
 
-def write(work: Work, source: Checkpoint, dst: Path, *, resume: bool, progress: Progress) -> None:
-    """Stream planned tensors, one at a time, into a new checkpoint with its manifest."""
+def write(work: Work, source: Checkpoint, dst: Path, *, resume: bool, progress: Progress) -> list[str]:
+    """Stream planned tensors, one at a time, into a new checkpoint with its manifest.
+
+    Returns:
+        Notes for the user.
+
+    Raises:
+        QuantkitError: of the kind that says what is wrong; see also `check_source`.
+    """
     fingerprint = {
         "job": work.job,
         "quantkit": __version__,
@@ -64,6 +74,7 @@ def write(work: Work, source: Checkpoint, dst: Path, *, resume: bool, progress: 
     with CheckpointWriter(dst, work.encoder, fingerprint, needed_bytes=needed, resume=resume) as writer:
         hashes = manifest.SourceHashes(source.files())
         done = sum(_bytes(item) for item in planned[: writer.done])
+        checked = _checked(work, source, progress)
         work.begin(writer.done, writer.path)
         for item in planned[writer.done :]:
             progress(done, total, item.name)
@@ -79,8 +90,21 @@ def write(work: Work, source: Checkpoint, dst: Path, *, resume: bool, progress: 
         details, files = work.describe(writer.path, writer.records)
         for name, content in files.items():
             writer.add_file(name, content)
-        content = manifest.build(work.job, source.format, source_hashes, writer.hashes, details)
+        content = manifest.build(
+            work.job, source.format, source_hashes, writer.hashes,
+            {"source_check": checked.to_json() if isinstance(checked, SourceCheck) else checked, **details},
+        )  # fmt: skip
         writer.commit(manifest.NAME, content)
+    note = checked.note() if isinstance(checked, SourceCheck) else None
+    return [] if note is None else [f"{source.path}: {note}"]
+
+
+def _checked(work: Work, source: Checkpoint, progress: Progress) -> SourceCheck | str:
+    """What the source makes of a text, or why that was not measured."""
+    if not work.source_check:
+        return "skipped as asked"
+    found = check_source(source, allow_nonfinite=work.options["allow_nonfinite"] is True, progress=progress)
+    return found if isinstance(found, SourceCheck) else f"not measured: {found}"
 
 
 def model_summary(source: Checkpoint, dtype: str) -> dict[str, object]:

@@ -16,15 +16,15 @@ from quantkit.calibration.pipeline import Effort, activation_bytes, batch_sample
 from quantkit.config import ModelConfig
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint
 from quantkit.formats.encoders import Encoder, SafetensorsEncoder
-from quantkit.formats.folder import hf_side_files
+from quantkit.formats.folder import checked_tokenizer, hf_side_files
 from quantkit.formats.mapped import MAPPED_BYTES
 from quantkit.formats.sink import IN_FLIGHT_BYTES
 from quantkit.formats.staging import partial_folder, require_absent, require_room_to_build, require_space
 from quantkit.jobs.convert import conversion
-from quantkit.jobs.gate import gate_tokens
 from quantkit.jobs.output import SHARD_BYTES
 from quantkit.jobs.prepare import planned_tensors, prepare, too_few_tokens
 from quantkit.jobs.settings import gptq_settings
+from quantkit.jobs.windows import measured_tokens, window_length
 from quantkit.memory import resident_bytes
 from quantkit.naming import entries, linear_columns
 from quantkit.quality import TOKENS_THROUGH_THE_HEAD
@@ -50,6 +50,7 @@ class Forecast:
         disk_bytes: of the output.
         scratch_bytes: on disk while it runs.
         seconds: roughly, on this machine as busy as it is now.
+        source_check_tokens: of a text, on which the source is tried first; 0 where it is not.
         notes: what the user should know.
     """
 
@@ -60,6 +61,7 @@ class Forecast:
     disk_bytes: int
     scratch_bytes: int
     seconds: float
+    source_check_tokens: int
     notes: list[str]
 
     def to_json(self) -> dict[str, Any]:
@@ -78,12 +80,16 @@ class Forecast:
             out.insert(2, f"GPU memory: {self.device_bytes / 1e9:.2f} GB")
         if self.scratch_bytes:
             out[-2] += f", and {self.scratch_bytes / 1e9:.2f} GB of activations while it runs"
+        if self.source_check_tokens:
+            out.append(
+                f"first: the source is tried on {self.source_check_tokens} tokens of a text; see --no-source-check"
+            )
         return [*out, *(f"note: {note}" for note in self.notes)]
 
 
 def plan_convert(
     src: str | Path, dst: str | Path, *, to: str = "hf", mp: int = 1, dtype: str | None = None,
-    weights: str | None = None, allow_nonfinite: bool = False, resume: bool = False,
+    weights: str | None = None, allow_nonfinite: bool = False, source_check: bool = True, resume: bool = False,
 ) -> Forecast:  # fmt: skip
     """What `convert` with the same arguments would take.
 
@@ -91,13 +97,19 @@ def plan_convert(
         QuantkitError: as `convert` does for what can be told without reading weights.
     """
     source, work, notes = conversion(
-        src, dst, to=to, mp=mp, dtype=dtype, weights=weights, allow_nonfinite=allow_nonfinite
-    )
+        src, dst, to=to, mp=mp, dtype=dtype, weights=weights, allow_nonfinite=allow_nonfinite,
+        source_check=source_check,
+    )  # fmt: skip
     disk = work.encoder.total_bytes() + _side_bytes(work.side_files)
     _require_room(Path(dst), disk, resume)
-    memory = _streaming(source, work.encoder)
-    seconds = 2 * disk / _GUESSED_DISK_RATE
-    return Forecast({"as they are": len(linear_columns(source.config))}, memory, "writing", 0, disk, 0, seconds, notes)
+    phases = {"writing": _streaming(source, work.encoder)}
+    checked = _checked_tokens(source, source_check)
+    if checked:
+        phases["the check of the source"] = _forward(source, checked, models=1)
+    phase = max(phases, key=lambda name: phases[name])
+    seconds = 2 * disk / _GUESSED_DISK_RATE + _forward_flops(source.config, checked) / _flop_rate()
+    layers = {"as they are": len(linear_columns(source.config))}
+    return Forecast(layers, phases[phase], phase, 0, disk, 0, seconds, checked, notes)
 
 
 def plan_quantize(
@@ -105,7 +117,7 @@ def plan_quantize(
     calibration: str | Path | None = None, samples: int | None = None, length: int | None = None,
     seed: int | None = None, thorough: bool = False, activation_memory: float | None = None, device: str | None = None,
     keep: Iterable[str] = (), strict: bool = False, accept_quality_loss: bool = False,
-    weights: str | None = None, resume: bool = False, allow_nonfinite: bool = False,
+    weights: str | None = None, resume: bool = False, allow_nonfinite: bool = False, source_check: bool = True,
 ) -> Forecast:  # fmt: skip
     """What `quantize` with the same arguments would take; calibration text is read and cut as it would be.
 
@@ -122,8 +134,8 @@ def plan_quantize(
     side_files = hf_side_files(source, config, assigned)
     disk = encoder.total_bytes() + _side_bytes(side_files) + _MANIFEST * len(assignment.modules)
     phases = {"writing": _streaming(source, encoder), "the gate": _gate(source)}
-    gate_flops = 3 * 2 * gate_tokens(source) * config.num_layers * _block_weights(config)
-    scratch, on_device, flops = 0, 0, gate_flops
+    checked = _checked_tokens(source, source_check)
+    scratch, on_device, flops = 0, 0, _forward_flops(config, 3 * measured_tokens(source) + checked)
     if settings is not None:
         drawn = settings.draw(tokenizer, source)
         notes += too_few_tokens(drawn, config)
@@ -139,7 +151,7 @@ def plan_quantize(
     kinds = Counter(str(assigned[module]) if module in assigned else "float" for module in assignment.modules)
     phase = max(phases, key=lambda name: phases[name])
     seconds = flops / _flop_rate() + 2 * disk / _GUESSED_DISK_RATE
-    return Forecast(dict(kinds), phases[phase], phase, on_device, disk, scratch, seconds, notes)
+    return Forecast(dict(kinds), phases[phase], phase, on_device, disk, scratch, seconds, checked, notes)
 
 
 def _require_room(dst: Path, needed: int, resume: bool) -> None:
@@ -168,12 +180,22 @@ def _mapped(source: Checkpoint) -> int:
     return min(MAPPED_BYTES, sum(file.stat().st_size for file in source.files()))
 
 
+def _checked_tokens(source: Checkpoint, source_check: bool) -> int:
+    """Tokens on which the source is tried before anything is written."""
+    tokenizer, _ = checked_tokenizer(source)
+    return window_length(source) if source_check and tokenizer is not None else 0
+
+
 def _gate(source: Checkpoint) -> int:
-    """Peak of the gate: a head, three models' hidden states, one batch in a layer, one layer's codes."""
+    """Peak of the gate, which holds the hidden states of three models on one text."""
+    return _forward(source, measured_tokens(source) // 2, models=3)
+
+
+def _forward(source: Checkpoint, tokens: int, *, models: int) -> int:
+    """Peak of a pass through models on disk: a head, hidden states, one batch in a layer, one layer's codes."""
     config = source.config
-    tokens = gate_tokens(source) // 2
     widest = max(math.prod(pair) for pair in _shapes(config))
-    states = 4 * tokens * (6 * config.hidden_size + 4 * config.intermediate_size)
+    states = 4 * tokens * (2 * models * config.hidden_size + 4 * config.intermediate_size)
     logits = 4 * 8 * TOKENS_THROUGH_THE_HEAD * config.vocab_size
     head = config.vocab_size * config.hidden_size * FLOAT_DTYPES[config.dtype].itemsize
     return resident_bytes() + _LIBRARIES + _mapped(source) + head + states + logits + 3 * widest
@@ -201,6 +223,10 @@ def _gptq(config: ModelConfig, tokens: int) -> int:
     solves = [2 * rows * columns + 3 * columns * columns for rows, columns in sites]
     solver = _SOLVER_MATRICES * min(WEIGHTS_AT_ONCE, hidden * max(fused, gated))
     return 4 * max(*passes, max(solves) + solver)
+
+
+def _forward_flops(config: ModelConfig, tokens: int) -> int:
+    return 2 * tokens * config.num_layers * _block_weights(config)
 
 
 def _block_weights(config: ModelConfig) -> int:

@@ -51,6 +51,7 @@ def quantize(
     weights: str | None = None,
     resume: bool = False,
     allow_nonfinite: bool = False,
+    source_check: bool = True,
     progress: Progress = silent,
 ) -> list[str]:
     """Write the model in `src`, quantized, to the new folder `dst`, if it passes the gate.
@@ -76,7 +77,7 @@ def quantize(
         keep: globs of modules that keep their floats.
         strict: refuse a layer whose shape does not fit its scheme.
         accept_quality_loss: keep a result that does not pass the gate; see `run_gate`.
-        weights, resume, allow_nonfinite, progress: as in `convert`.
+        weights, resume, allow_nonfinite, source_check, progress: as in `convert`.
 
     Returns:
         Notes for the user.
@@ -160,9 +161,10 @@ def quantize(
     work = Work(
         "quantize", encoder, produce, hf_side_files(source, source.config, assigned), describe, options,
         begin=begin, scratch_bytes=scratch, safe_after=lambda item: solver is not None and item.name in ends,
+        source_check=source_check,
     )  # fmt: skip
     try:
-        write(work, source, dst, resume=resume, progress=progress)
+        notes += write(work, source, dst, resume=resume, progress=progress)
     finally:
         if solver is not None:
             solver.close()

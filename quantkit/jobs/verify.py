@@ -12,40 +12,24 @@ import torch
 from torch import Tensor
 
 from quantkit import manifest
-from quantkit.config import ModelConfig
+from quantkit.config import read_json
 from quantkit.data.files import excerpt
 from quantkit.errors import CheckpointError
-from quantkit.formats.checkpoint import DTYPE_NAMES, Checkpoint
+from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
+from quantkit.jobs.bounds import BOUNDS, Bound, coarser, exceeds, type_name, weight_bound
 from quantkit.jobs.gate import recheck
+from quantkit.jobs.windows import measured_windows
 from quantkit.model.blockwise import Batch
 from quantkit.naming import entries
 from quantkit.progress import Progress, silent
 from quantkit.qtensor import QuantTensor, float_rows, frobenius, row_chunks
-from quantkit.quality import Divergence, divergence
+from quantkit.quality import Divergence, compare_batches
 
-_TEXT_TOKENS = 128
 _RANDOM_TOKENS = 64
 _WEIGHT_FILES = {".safetensors", ".pth", ".bin", ".gguf"}
 _CONFIGS = {"config.json", "params.json", "model.safetensors.index.json"}
-
-
-@dataclass(frozen=True)
-class Bound:
-    """What a difference may amount to: relative weight error and mean KL per token, in nats."""
-
-    weight_error: float
-    kl: float
-
-
-BOUNDS = {
-    "float16": Bound(2**-10, 1e-3),
-    "bfloat16": Bound(2**-8, 1e-3),
-    "int8": Bound(0.05, 0.01),
-    "int4": Bound(0.5, 0.1),
-}
-"""By the coarser of two tensors' types. A float type's weight bound is its rounding."""
 
 
 class Verdict(Enum):
@@ -78,24 +62,40 @@ class TensorDifference:
 
 
 @dataclass(frozen=True)
+class Probe:
+    """How far the logits are apart on some tokens, and what they may be.
+
+    Attributes:
+        divergence: of the logits.
+        perplexity_ratio: perplexity of the model that was changed over that of its reference; None where the tokens
+            are no text.
+        within: whether that is within the bound; where there is none, whether the figures are numbers.
+    """
+
+    divergence: Divergence
+    perplexity_ratio: float | None
+    within: bool
+
+
+@dataclass(frozen=True)
 class VerifyReport:
     """All that two checkpoints differ in.
 
     Attributes:
         verdict: same, within the scheme's bound, or different.
-        problems: differences no bound allows: of configs, names, shapes, tokenizers.
+        problems: differences no bound allows: of configs, end tokens, names, shapes, tokenizers.
         tensors: how many were compared.
         differing: those that are not bit-equal, worst first.
-        probes: logits on text, on random tokens and on spread-out positions.
-        kl_bound: the bound on each probe's mean KL.
+        probes: logits on the texts of the gate, on random tokens and on spread-out positions.
+        bound: on the probes: on all between float types, on the gate's where a model is quantized.
     """
 
     verdict: Verdict
     problems: list[str]
     tensors: int
     differing: list[TensorDifference]
-    probes: dict[str, Divergence]
-    kl_bound: float
+    probes: dict[str, Probe]
+    bound: Bound
 
     def lines(self) -> list[str]:
         """The report for people."""
@@ -107,11 +107,7 @@ class VerifyReport:
                 f"worst tensor: {worst.name}, relative error {worst.relative_error:.3g}"
                 f" (bound {worst.bound:.3g}), largest difference {worst.largest:.3g}"
             )
-        for name, probe in self.probes.items():
-            out.append(
-                f"logits on {name}: {probe.tokens} tokens, largest difference {probe.largest_logit_difference:.3g},"
-                f" KL {probe.kl:.3g} (bound {self.kl_bound:.3g}), same top token {probe.top1_agreement:.2%}"
-            )
+        out += [self._told(name, probe) for name, probe in self.probes.items()]
         words = {
             Verdict.SAME: "the same model",
             Verdict.WITHIN_BOUND: "within the bound of the scheme",
@@ -119,41 +115,53 @@ class VerifyReport:
         }
         return [*out, f"verdict: {words[self.verdict]}"]
 
+    def _told(self, name: str, probe: Probe) -> str:
+        found, ratio = probe.divergence, probe.perplexity_ratio
+        line = (
+            f"logits on {name}: {found.tokens} tokens, largest difference {found.largest_logit_difference:.3g},"
+            f" KL {found.kl:.3g}, same top token {found.top1_agreement:.2%}"
+        )
+        line += "" if ratio is None else f", perplexity x {ratio:.4g}"
+        if probe.within:
+            return line
+        return f"{line}; beyond the bound, KL {self.bound.kl:.3g} and perplexity x {self.bound.perplexity_ratio:g}"
+
 
 def verify(a: str | Path, b: str | Path, *, progress: Progress = silent) -> VerifyReport:
-    """Compare configs, tokenizers, names, shapes, dequantized tensors and logits.
+    """Compare configs, end tokens, tokenizers, names, shapes, dequantized tensors and logits.
 
-    Logits are computed in float32, one block in memory at a time: on a text, on random
+    Logits are computed in float32, one block in memory at a time: on the texts of the gate, on random
     tokens, and on positions spread up to the end of the context, where a rope scaling
-    that was lost would show.
+    that was lost would show. Of a quantized model and one of floats, the floats are the reference, in whichever
+    order they are given; errors are relative to the reference, and KL is from it.
 
     Args:
-        a: the reference.
-        b: what is held against it.
+        a, b: the folders.
         progress: told of every tensor and layer.
 
     Raises:
         QuantkitError: if either cannot be read.
     """
     reference, other = open_checkpoint(a), open_checkpoint(b)
-    problems = _config_problems(reference.config, other.config)
-    problems += _tokenizer_problems(reference, other)
-    names = [e.name for e in entries(_untied(reference.config))]
+    problems = _config_problems(reference, other)
+    comparable = not problems
+    problems += _token_problems(reference, other)
+    if schemes(reference) and not schemes(other):
+        reference, other = other, reference
+    names = [e.name for e in entries(replace(reference.config, tied_embeddings=False))]
     differing: list[TensorDifference] = []
-    probes: dict[str, Divergence] = {}
-    bound = BOUNDS["float16"].kl
-    if not any(problem.startswith("config") for problem in problems):
+    probes: dict[str, Probe] = {}
+    bound = BOUNDS["float16"]
+    if comparable:
         for index, name in enumerate(names):
             progress(index, len(names), name)
-            difference, kl_bound = _compare(reference, other, name)
-            bound = max(bound, kl_bound)
+            difference, allowed = _compare(reference, other, name)
             if difference is not None:
                 differing.append(difference)
+                bound = coarser((bound, allowed))
         differing.sort(key=lambda difference: -difference.excess)
-        batches = _probes(reference)
-        values = divergence(reference, other, list(batches.values()), progress=progress)
-        probes = dict(zip(batches, values, strict=True))
-    verdict = _judge(problems, differing, probes, bound)
+        probes = _probed(reference, other, bound, progress)
+    verdict = _judge(problems, differing, probes)
     return VerifyReport(verdict, problems, len(names), differing, probes, bound)
 
 
@@ -192,21 +200,46 @@ def verify_files(folder: str | Path, *, progress: Progress = silent) -> list[str
     return lines
 
 
-def _untied(config: ModelConfig) -> ModelConfig:
-    return replace(config, tied_embeddings=False)
+def _config_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
+    """What differs in the architectures; a tied head may be stored apart."""
+    first, second = (replace(one.config, tied_embeddings=False) for one in (a, b))
+    return [f"config differs in {difference}" for difference in first.differences(second)]
 
 
-def _config_problems(a: ModelConfig, b: ModelConfig) -> list[str]:
-    differences = _untied(a).differences(replace(_untied(b), max_context=a.max_context))
-    return [f"config differs in {difference}" for difference in differences]
-
-
-def _tokenizer_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
+def _token_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
+    """Where the two would read a text as other tokens, or end a generation at others."""
+    problems = []
+    for what, (own, others) in {
+        "begin": [{one.config.bos_token_id} - {None} for one in (a, b)],
+        "end": [_end_tokens(one) for one in (a, b)],
+    }.items():
+        agree = own <= others or others <= own if "meta" in (a.format, b.format) else own == others
+        if not agree:
+            problems.append(f"the tokens that {what} a text differ: {_listed(own)} against {_listed(others)}")
     first, second = checked_tokenizer(a)[0], checked_tokenizer(b)[0]
     if first is None or second is None:
-        return []
-    text = excerpt()[:2000]
-    return [] if first.encode(text) == second.encode(text) else ["tokenizers differ on a sample text"]
+        if first is not second:
+            problems.append(f"{(a if first is None else b).path} has no tokenizer")
+    else:
+        text = excerpt()[:2000]
+        if first.encode(text) != second.encode(text):
+            problems.append("tokenizers differ on a sample text")
+    return problems
+
+
+def _listed(tokens: set[int]) -> str:
+    return ", ".join(map(str, sorted(tokens))) or "none"
+
+
+def _end_tokens(checkpoint: Checkpoint) -> set[int]:
+    """The end tokens of the config and, where it says some, of generation_config.json.
+
+    A Meta folder states none: they are those of its tokenizer, which may know more or fewer than a model uses.
+    """
+    found = set(checkpoint.config.eos_token_ids)
+    path = checkpoint.path / "generation_config.json"
+    stated = read_json(path).get("eos_token_id") if path.is_file() else None
+    return found | {token for token in (stated if isinstance(stated, list) else [stated]) if isinstance(token, int)}
 
 
 def _load(checkpoint: Checkpoint, name: str) -> Tensor | QuantTensor:
@@ -215,8 +248,8 @@ def _load(checkpoint: Checkpoint, name: str) -> Tensor | QuantTensor:
     return checkpoint.load(name)
 
 
-def _compare(a: Checkpoint, b: Checkpoint, name: str) -> tuple[TensorDifference | None, float]:
-    """The difference of one tensor, None if bit-equal, and the KL bound its types allow."""
+def _compare(a: Checkpoint, b: Checkpoint, name: str) -> tuple[TensorDifference | None, Bound]:
+    """The difference of one tensor from that of the reference `a`, None if bit-equal, and the bound of its type."""
     first, second = _load(a, name), _load(b, name)
     bound = _bound_between(first, second)
     error = norm = largest = 0.0
@@ -230,17 +263,19 @@ def _compare(a: Checkpoint, b: Checkpoint, name: str) -> tuple[TensorDifference 
         largest = _larger(largest, difference.abs().max().item())
         error = math.hypot(error, frobenius(difference))
     if equal:
-        return None, bound.kl
+        return None, bound
     relative = error / norm if norm else math.inf
-    return TensorDifference(name, relative, largest, bound.weight_error), bound.kl
+    allowed = bound.weight_error
+    if isinstance(second, QuantTensor) and isinstance(first, Tensor) and math.isfinite(relative):
+        allowed = weight_bound(second, first, relative)
+    return TensorDifference(name, relative, largest, allowed), bound
 
 
 def _bound_between(a: Tensor | QuantTensor, b: Tensor | QuantTensor) -> Bound:
-    """That of the coarser type; none at all between equal float types, where nothing is rounded."""
-    names = [f"int{v.scheme.bits}" if isinstance(v, QuantTensor) else DTYPE_NAMES[v.dtype] for v in (a, b)]
-    bounds = [BOUNDS[name] for name in names if name in BOUNDS]
+    """That of the coarser type; no change of weights at all between equal float types, where nothing is rounded."""
+    bounds = [BOUNDS[name] for name in (type_name(a), type_name(b)) if name in BOUNDS]
     if not bounds or (isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype):
-        return Bound(0.0, BOUNDS["float16"].kl)
+        return replace(BOUNDS["float16"], weight_error=0.0)
     return max(bounds, key=lambda bound: bound.weight_error)
 
 
@@ -254,34 +289,47 @@ def _larger(a: float, b: float) -> float:
     return b if math.isnan(b) else max(a, b)
 
 
-def _probes(checkpoint: Checkpoint) -> dict[str, Batch]:
-    """What the logits are compared on; fixed, so that reports can be repeated."""
-    config = checkpoint.config
-    generator = torch.Generator().manual_seed(0)
+def _probed(reference: Checkpoint, other: Checkpoint, bound: Bound, progress: Progress) -> dict[str, Probe]:
+    """Hold the logits against the bound.
 
-    def random(count: int) -> Tensor:
-        return torch.randint(config.vocab_size, (1, count), generator=generator)
-
+    Random tokens and far positions are nothing that a quantized model was made for: there the figures are shown, and
+    only between float types they have a bound.
+    """
+    texts = {name: Batch.from_start(windows) for name, (_, windows) in measured_windows(reference).items()}
+    batches = {**texts, **_other_tokens(reference)}
+    measured = compare_batches(reference, other, list(batches.values()), progress=progress)
+    strict = not (schemes(reference) or schemes(other))
     probes = {}
-    tokenizer, _ = checked_tokenizer(checkpoint)
-    if tokenizer is not None:
-        ids = tokenizer.encode(excerpt())[: min(_TEXT_TOKENS, config.max_context)]
-        probes["text"] = Batch.from_start(torch.tensor([ids]))
-    probes["random tokens"] = Batch.from_start(random(min(_RANDOM_TOKENS, config.max_context)))
-    reach = config.max_context * (max(config.rope.factor, 1.0) if config.rope.type == "dynamic" else 1)
-    count = min(_RANDOM_TOKENS, config.max_context)
-    probes["spread positions"] = Batch(random(count), torch.linspace(0, int(reach) - 1, count).long())
+    for name, found in zip(batches, measured, strict=True):
+        if name in texts:
+            ratio = found.perplexity / found.reference_perplexity
+            probes[name] = Probe(found.divergence, ratio, not exceeds(found, bound))
+        else:
+            kl = found.divergence.kl
+            probes[name] = Probe(found.divergence, None, kl <= bound.kl if strict else math.isfinite(kl))
     return probes
 
 
-def _judge(
-    problems: list[str], differing: list[TensorDifference], probes: dict[str, Divergence], kl_bound: float
-) -> Verdict:
-    logits_equal = all(probe.largest_logit_difference == 0 for probe in probes.values())
+def _other_tokens(checkpoint: Checkpoint) -> dict[str, Batch]:
+    """What the logits are compared on besides texts; fixed, so that reports can be repeated."""
+    config = checkpoint.config
+    generator = torch.Generator().manual_seed(1)
+    count = min(_RANDOM_TOKENS, config.max_context)
+
+    def random() -> Tensor:
+        return torch.randint(config.vocab_size, (1, count), generator=generator)
+
+    reach = config.max_context * (max(config.rope.factor, 1.0) if config.rope.type == "dynamic" else 1)
+    return {
+        "other random tokens": Batch.from_start(random()),
+        "spread positions": Batch(random(), torch.linspace(0, int(reach) - 1, count).long()),
+    }
+
+
+def _judge(problems: list[str], differing: list[TensorDifference], probes: dict[str, Probe]) -> Verdict:
+    logits_equal = all(probe.divergence.largest_logit_difference == 0 for probe in probes.values())
     if not problems and not differing and logits_equal:
         return Verdict.SAME
-    if problems or not all(d.within for d in differing):
-        return Verdict.DIFFERENT
-    if not all(probe.kl <= kl_bound for probe in probes.values()):
+    if problems or not all(d.within for d in differing) or not all(probe.within for probe in probes.values()):
         return Verdict.DIFFERENT
     return Verdict.WITHIN_BOUND

@@ -1,0 +1,156 @@
+"""One table of bounds, one set of windows: what the gate lets through is never called different."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import oracle
+import pytest
+import torch
+from command import Capture, run
+from safetensors.torch import load_file, save_file
+
+import quantkit
+from quantkit.errors import QualityError
+from quantkit.formats.detect import open_checkpoint
+from quantkit.jobs.bounds import BOUNDS, TIMES_ROUNDING, weight_bound
+from quantkit.jobs.gate import run_gate
+from quantkit.jobs.verify import Verdict, verify
+from quantkit.qtensor import quantize_rtn, relative_error
+from quantkit.scheme import QuantScheme
+
+
+@pytest.fixture(scope="module")
+def rough(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model, and itself in an int4 that costs it far more than rounding costs a trained one."""
+    folder = tmp_path_factory.mktemp("rough")
+    model = oracle.make("llama", hidden_size=128, intermediate_size=256)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "proj" in name:
+                parameter.mul_(1.7)
+    source = oracle.save(model, folder / "source")
+    quantkit.quantize(source, folder / "int4", "int4-g128", accept_quality_loss=True)
+    return source, folder / "int4"
+
+
+def _kl(folder: Path) -> float:
+    texts = json.loads((folder / "quantkit.json").read_text())["quality"]["texts"]
+    return max(one["kl"] for one in texts)
+
+
+def test_a_pair_that_just_passes_the_gate_is_within_its_bound(
+    rough: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, result = rough
+    kl = _kl(result)
+    assert kl > 0.11  # beyond what `verify` once allowed int4
+    monkeypatch.setitem(BOUNDS, "int4", replace(BOUNDS["int4"], kl=1.0001 * kl, perplexity_ratio=10.0))
+    quantkit.quantize(source, tmp_path / "out", "int4-g128")
+    for pair in ((source, tmp_path / "out"), (tmp_path / "out", source)):
+        report = verify(*pair)
+        assert report.verdict is Verdict.WITHIN_BOUND
+        assert report.probes["random tokens"].divergence.kl == pytest.approx(kl, rel=1e-4)
+
+
+@pytest.mark.parametrize("figure", ["kl", "perplexity_ratio"])
+def test_what_the_gate_stops_is_different(
+    figure: str, demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantkit.quantize(demo_model, tmp_path / "out", "int4-g64")
+    assert verify(demo_model, tmp_path / "out").verdict is Verdict.WITHIN_BOUND
+    tight = {"kl": 1e-4, "perplexity_ratio": 0.99}[figure]
+    monkeypatch.setitem(BOUNDS, "int4", replace(BOUNDS["int4"], **{figure: tight}))
+    with pytest.raises(QualityError):
+        quantkit.quantize(demo_model, tmp_path / "other", "int4-g64")
+    report = verify(demo_model, tmp_path / "out")
+    assert report.verdict is Verdict.DIFFERENT
+    assert "beyond the bound" in "\n".join(report.lines())
+
+
+def test_verify_measures_on_the_texts_of_the_gate(demo_model: Path, tmp_path: Path) -> None:
+    quantkit.quantize(demo_model, tmp_path / "out", "int8")
+    probes = verify(demo_model, tmp_path / "out").probes
+    for one in json.loads((tmp_path / "out" / "quantkit.json").read_text())["quality"]["texts"]:
+        probe = probes[one["text"]]
+        assert probe.divergence.tokens == one["tokens"]
+        assert probe.divergence.kl == pytest.approx(one["kl"], rel=1e-3)
+        assert probe.perplexity_ratio == pytest.approx(one["perplexity"] / one["source_perplexity"], rel=1e-3)
+
+
+def test_rows_with_outliers_may_lose_what_rounding_loses() -> None:
+    weight = torch.randn(16, 512) * 0.01
+    weight[:, 0] = 1.0
+    quantized = quantize_rtn(weight, QuantScheme.parse("int8"), torch.float16)
+    error = relative_error(quantized, weight)
+    assert error < BOUNDS["int8"].weight_error
+    assert weight_bound(quantized, weight, error) == BOUNDS["int8"].weight_error
+    weight[:, 0] = 0.3
+    quantized = quantize_rtn(weight * 1e-6, QuantScheme.parse("int8"), torch.float16)  # scales that float16 cannot hold
+    error = relative_error(quantized, weight * 1e-6)
+    assert error > BOUNDS["int8"].weight_error
+    assert weight_bound(quantized, weight * 1e-6, error) == pytest.approx(TIMES_ROUNDING * error)
+
+
+def test_a_layer_that_changed_more_than_its_scheme_explains_stops_the_gate(demo_model: Path, tmp_path: Path) -> None:
+    name = "model.layers.2.self_attn.v_proj"
+    quantkit.quantize(demo_model, tmp_path / "out", "int8")
+    source, result = open_checkpoint(demo_model), open_checkpoint(tmp_path / "out")
+    made = json.loads((tmp_path / "out" / "quantkit.json").read_text())["tensors"]
+    records = {f"{module}.weight": facts for module, facts in made.items()}
+    assert run_gate(source, result, records).problem() is None
+    records[f"{name}.weight"]["relative_error"] = 1.4
+    problem = run_gate(source, result, records).problem()
+    assert problem is not None
+    assert name in problem[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"eos_token_id": 7}, "end a text differ: 2 against 7"),
+        ({"bos_token_id": 7}, "begin a text differ: 1 against 7"),
+        ({"max_position_embeddings": 4096}, "max_context: 64 against 4096"),
+    ],
+)
+def test_what_a_config_says_of_texts_is_part_of_a_model(
+    changes: dict[str, int], words: str, tmp_path: Path, capfd: Capture
+) -> None:
+    source = oracle.save(oracle.make("llama"), tmp_path / "a")
+    other = oracle.copy(source, tmp_path / "b")
+    (other / "generation_config.json").unlink()
+    oracle.edit_json(other / "config.json", **changes)
+    code, out, _ = run(capfd, "verify", source, other)
+    assert code == 11
+    assert words in out
+
+
+def test_end_tokens_of_the_generation_settings_count(demo_model: Path, tmp_path: Path) -> None:
+    quantkit.convert(demo_model, tmp_path / "a")
+    other = oracle.copy(tmp_path / "a", tmp_path / "b")
+    oracle.edit_json(other / "generation_config.json", eos_token_id=[2, 9])
+    report = verify(tmp_path / "a", other)
+    assert report.verdict is Verdict.DIFFERENT
+    assert report.problems == ["the tokens that end a text differ: 2 against 2, 9"]
+    assert verify(demo_model, other).verdict is Verdict.SAME  # a Meta folder states no end tokens
+
+
+def test_a_missing_tokenizer_is_a_difference(demo_model: Path, tmp_path: Path) -> None:
+    quantkit.convert(demo_model, tmp_path / "a")
+    other = oracle.copy(tmp_path / "a", tmp_path / "b")
+    for path in other.glob("tokenizer*"):
+        path.unlink()
+    for pair in ((tmp_path / "a", other), (other, tmp_path / "a")):
+        report = verify(*pair)
+        assert report.verdict is Verdict.DIFFERENT
+        assert any("has no tokenizer" in problem for problem in report.problems)
+
+
+def test_a_nan_beyond_the_texts_is_a_difference_of_quantized_models_too(demo_model: Path, tmp_path: Path) -> None:
+    quantkit.quantize(demo_model, tmp_path / "out", "int8")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    tensors["model.embed_tokens.weight"][1900] = torch.nan
+    save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    assert verify(demo_model, tmp_path / "out").verdict is Verdict.DIFFERENT

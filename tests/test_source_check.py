@@ -1,0 +1,162 @@
+"""A source that makes no sense is not copied: its copy would pass every comparison with it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from command import Capture, run
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import quantkit
+from quantkit.data.files import excerpt
+from quantkit.errors import CheckpointError, NonFiniteError
+from quantkit.formats.detect import open_checkpoint
+from quantkit.jobs import source_check
+from quantkit.jobs.plan import plan_convert, plan_quantize
+from quantkit.jobs.source_check import SourceCheck, check_source
+from quantkit.tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model as a Hugging Face folder."""
+    from quantkit.data.files import DEMO_MODEL
+
+    folder = tmp_path_factory.mktemp("models") / "sound"
+    quantkit.convert(DEMO_MODEL, folder)
+    return folder
+
+
+def _damaged(sound: Path, target: Path, damage: Callable[[dict[str, Tensor]], object]) -> Path:
+    oracle.copy(sound, target)
+    tensors = load_file(target / "model.safetensors")
+    damage(tensors)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def _shuffled(tensors: dict[str, Tensor]) -> None:
+    """Every row elsewhere, as if rows were read from wrong offsets."""
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2:
+            tensors[name] = (10 * tensor.float()[torch.randperm(len(tensor), generator=generator)]).to(tensor.dtype)
+
+
+def _zeroed(tensors: dict[str, Tensor]) -> None:
+    tensors["model.embed_tokens.weight"].zero_()
+
+
+def _headless(tensors: dict[str, Tensor]) -> None:
+    tensors["lm_head.weight"].zero_()
+
+
+def _one_row(tensors: dict[str, Tensor]) -> None:
+    tensors["model.embed_tokens.weight"][:] = tensors["model.embed_tokens.weight"][5].clone()
+
+
+@pytest.mark.parametrize("job", ["convert", "quantize"])
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_shuffled, "no better than a uniform guess"),
+        (_zeroed, "do not depend on its input"),
+        (_headless, "do not depend on its input"),
+        (_one_row, "do not depend on its input"),
+    ],
+)
+def test_a_broken_source_is_told_and_nothing_is_written(
+    damage: Callable[[dict[str, Tensor]], object], words: str, job: str, sound: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    source = _damaged(sound, tmp_path / "source", damage)
+    scheme = ["--scheme", "int8"] if job == "quantize" else []
+    code, _, err = run(capfd, job, source, tmp_path / "out", *scheme)
+    assert code == 3
+    assert words in err
+    assert "--no-source-check" in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+@pytest.mark.parametrize("job", ["convert", "quantize"])
+def test_the_manifest_tells_what_was_measured_or_that_it_was_not(
+    job: str, sound: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    scheme = ["--scheme", "int8"] if job == "quantize" else []
+    for name, options in (("checked", []), ("unchecked", ["--no-source-check"])):
+        assert run(capfd, job, sound, tmp_path / name, *scheme, *options)[0] == 0
+    told = json.loads((tmp_path / "checked" / "quantkit.json").read_text())["source_check"]
+    found = check_source(open_checkpoint(sound))
+    assert isinstance(found, SourceCheck)
+    assert told == found.to_json()
+    assert "skipped" in json.loads((tmp_path / "unchecked" / "quantkit.json").read_text())["source_check"]
+
+
+def test_the_figures_are_those_of_transformers(sound: Path) -> None:
+    found = check_source(open_checkpoint(sound))
+    assert isinstance(found, SourceCheck)
+    tokenizer = load_tokenizer(sound)
+    ids = torch.tensor([tokenizer.encode(excerpt())[:256]])
+    logits = oracle.logits(oracle.load(sound), ids)[0, :-1]
+    loss = torch.nn.functional.cross_entropy(logits, ids[0, 1:]).item()
+    assert found.tokens == 255
+    assert found.perplexity == pytest.approx(math.exp(loss), rel=1e-3)
+    written = len(tokenizer.decode(ids[0].tolist()).encode())
+    assert found.bits_per_byte == pytest.approx(255 * loss / math.log(2) / written, rel=1e-3)
+
+
+def test_a_source_that_predicts_poorly_gets_a_note(
+    sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not any("poorly" in note for note in quantkit.convert(sound, tmp_path / "one"))
+    monkeypatch.setattr(source_check, "NOTED_BITS_PER_BYTE", 1.0)
+    assert any("bits a byte" in note for note in quantkit.convert(sound, tmp_path / "two"))
+    assert any("bits a byte" in note for note in quantkit.quantize(sound, tmp_path / "three", "int8"))
+
+
+def test_a_source_without_tokenizer_cannot_be_tried(tmp_path: Path) -> None:
+    source = oracle.save(oracle.make("llama"), tmp_path / "m")
+    quantkit.convert(source, tmp_path / "out")
+    assert "no tokenizer" in json.loads((tmp_path / "out" / "quantkit.json").read_text())["source_check"]
+    assert plan_convert(source, tmp_path / "other").source_check_tokens == 0
+
+
+def test_a_quantized_source_is_tried_too(sound: Path, tmp_path: Path) -> None:
+    quantkit.quantize(sound, tmp_path / "q", "int8")
+    tensors = load_file(tmp_path / "q" / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("weight_packed"):
+            tensors[name] = tensor.flip(0)
+    save_file(tensors, tmp_path / "q" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="uniform guess"):
+        quantkit.convert(tmp_path / "q", tmp_path / "out")
+
+
+def test_what_is_not_finite_is_named(sound: Path, tmp_path: Path) -> None:
+    def damage(tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.1.mlp.down_proj.weight"][0, 0] = math.inf
+
+    source = _damaged(sound, tmp_path / "source", damage)
+    with pytest.raises(NonFiniteError, match=r"model\.layers\.1\.mlp\.down_proj"):
+        quantkit.convert(source, tmp_path / "out")
+    quantkit.convert(source, tmp_path / "out", allow_nonfinite=True)
+    assert "NaN or Inf" in json.loads((tmp_path / "out" / "quantkit.json").read_text())["source_check"]
+
+
+def test_plan_tells_of_the_check(sound: Path, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"source_check": False}
+    for forecast, without in (
+        (plan_convert(sound, tmp_path / "o"), plan_convert(sound, tmp_path / "o", **asked)),
+        (plan_quantize(sound, tmp_path / "o", "int8"), plan_quantize(sound, tmp_path / "o", "int8", **asked)),
+    ):
+        assert forecast.source_check_tokens == 256
+        assert any("256 tokens of a text" in line for line in forecast.lines())
+        assert without.source_check_tokens == 0
+        assert not any("tokens of a text" in line for line in without.lines())
