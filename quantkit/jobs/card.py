@@ -81,16 +81,26 @@ def _certificate(gate: Gate) -> list[str]:
 
 
 def _loading(schemes: Mapping[str, QuantScheme]) -> list[str]:
-    """How to load it, in what can."""
-    lines = ["## Use", "", "```python", "import quantkit", "", 'model, tokenizer = quantkit.load("FOLDER")', "```"]
-    if not all(scheme.symmetric for scheme in schemes.values()):
-        return [*lines, "", "transformers does not load zero points in this format (seen in 5.23)."]
-    return [
-        *lines, "", "With `compressed-tensors` installed:", "", "```python",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer", "",
-        'model = AutoModelForCausalLM.from_pretrained("FOLDER")',
-        'tokenizer = AutoTokenizer.from_pretrained("FOLDER")', "```", "", "```", "vllm serve FOLDER", "```",
-    ]  # fmt: skip
+    """How to load it, in what can; as tried."""
+    lines = ["## Use", "", "```python", "import quantkit", "", 'model, tokenizer = quantkit.load("FOLDER")', "```", ""]
+    if all(scheme.symmetric for scheme in schemes.values()):
+        lines += [
+            "With `compressed-tensors` installed:", "", "```python",
+            "from transformers import AutoModelForCausalLM, AutoTokenizer", "",
+            'model = AutoModelForCausalLM.from_pretrained("FOLDER")',
+            'tokenizer = AutoTokenizer.from_pretrained("FOLDER")', "```",
+        ]  # fmt: skip
+    else:
+        lines += ["transformers does not load zero points in this format (seen in 5.23)."]
+    if any(scheme.bits == 8 for scheme in schemes.values()):
+        return [*lines, "", "vLLM 0.32 on a CPU refuses 8-bit weights (it has no kernel for them)."]
+    lines += ["", "```", "vllm serve FOLDER", "```", "", "Tried with vLLM 0.32 on a CPU with AVX-512."]
+    if all(scheme.symmetric for scheme in schemes.values()):
+        lines[-1] += (
+            " Scales may be negative: leave vLLM's option of 8-bit activations under Marlin off"
+            " (vllm-project/vllm#48905)."
+        )
+    return lines
 
 
 def _front_matter(path: Path) -> dict[str, Any]:
