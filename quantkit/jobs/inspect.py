@@ -135,11 +135,14 @@ def _readers(checkpoint: Checkpoint, infos: dict[str, TensorInfo]) -> str:
     if checkpoint.format == "meta":
         return "quantkit, Meta's reference code"
     found = {info.scheme for info in infos.values() if info.scheme is not None}
+    vllm = ", vLLM" if all(scheme.bits == 4 for scheme in found) else ""
     if not found:
-        return "quantkit, transformers"
+        return f"quantkit, transformers{vllm}"
     if all(scheme.symmetric for scheme in found):
-        return "quantkit, transformers with compressed-tensors"
-    return "quantkit, compressed-tensors' own decompressor; transformers refuses packed zero points (seen in 5.23)"
+        return f"quantkit, transformers with compressed-tensors{vllm}"
+    return (
+        f"quantkit, compressed-tensors' own decompressor{vllm}; transformers refuses packed zero points (seen in 5.23)"
+    )
 
 
 def _si(count: int) -> str:
