@@ -83,7 +83,6 @@ def fill(
             done.update(placed.owners)
             del value, placed
             give_back()
-        checkpoint.trim()
 
 
 def _set_quantized(module: nn.Module, placed: Place, linear: QuantLinear) -> None:
@@ -98,7 +97,7 @@ def _set_quantized(module: nn.Module, placed: Place, linear: QuantLinear) -> Non
 def _copied(
     checkpoint: Checkpoint, name: str, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype
 ) -> nn.Parameter:
-    """An own copy of a float tensor: views of the file would keep it mapped. A large one some heads' rows at a time."""
+    """A float tensor on its device in its dtype; a large one is read some heads' rows at a time."""
     copy = torch.empty(shape, device=device, dtype=dtype)
     head = checkpoint.config.head_dim
     step = max(head, _AT_ONCE // max(1, copy[:1].nbytes) // head * head)
@@ -108,5 +107,4 @@ def _copied(
         assert isinstance(piece, Tensor)
         copy[start : start + step] = piece
         del piece
-        checkpoint.trim()
     return nn.Parameter(copy, requires_grad=False)
