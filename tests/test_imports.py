@@ -39,7 +39,8 @@ ONLY = {
     "quantkit.scheme": {"errors"},
 }
 NO_TORCH = {"quantkit", "quantkit.errors", "quantkit.config", "quantkit.meta_config", "quantkit.rope_config",
-            "quantkit.scheme", "quantkit.naming", "quantkit.manifest", "quantkit.source", "quantkit.tokenizer"}  # fmt: skip
+            "quantkit.scheme", "quantkit.naming", "quantkit.manifest", "quantkit.source",
+            "quantkit.tokenizer"}  # fmt: skip
 
 # Loaded by their backend alone, and only where it may serve.
 NEEDS_TRITON = {f"quantkit.kernels.triton_{part}" for part in ("attention", "int4", "int8", "tune", "words")}

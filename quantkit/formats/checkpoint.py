@@ -71,7 +71,7 @@ class Checkpoint(Protocol):
         ...
 
     def load(self, name: str, part: Part | None = None) -> Tensor | QuantTensor:
-        """One tensor, or a part of it, in canonical layout."""
+        """One tensor, or a part of it, in canonical layout and in memory of its own."""
         ...
 
     def files(self) -> list[SourceFile]:

@@ -27,7 +27,8 @@ _STORAGES = {
     "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
     "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
     "ComplexDoubleStorage": torch.complex128, "ComplexFloatStorage": torch.complex64,
-    "UntypedStorage": torch.uint8,
+    "UntypedStorage": torch.uint8, "QInt8Storage": torch.qint8, "QUInt8Storage": torch.quint8,
+    "QInt32Storage": torch.qint32, "QUInt4x2Storage": torch.quint4x2, "QUInt2x4Storage": torch.quint2x4,
 }  # fmt: skip
 _STORAGE_MODULES = ("torch", "torch.cuda", "torch.storage")
 # What torch builds without running a file's code, and is no plain tensor.
