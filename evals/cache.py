@@ -18,8 +18,9 @@ from torch import Tensor
 from quantkit import manifest
 from quantkit.errors import CheckpointError
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.formats.safetensors_io import StoredTensor, build_header, open_mapped, read_header
+from quantkit.formats.safetensors_io import build_header, open_file
 from quantkit.formats.staging import destination_error
+from quantkit.formats.tensor_file import StoredTensor
 from quantkit.model.blockwise import Batch, blockwise_hidden
 from quantkit.progress import Progress, silent
 from quantkit.version import __version__
@@ -46,7 +47,7 @@ class StateCache:
     def __call__(
         self, checkpoint: Checkpoint, batches: Sequence[Batch], *, progress: Progress = silent
     ) -> list[Tensor]:
-        """Final hidden states [B, T, D] of every batch, float32; views of the file where there is one.
+        """Final hidden states [B, T, D] of every batch, float32; read where they were kept.
 
         Raises:
             DestinationError: if they cannot be kept.
@@ -59,8 +60,8 @@ class StateCache:
             for index, batch in enumerate(batches)
         ]
         if _holds(path, tensors):
-            get = open_mapped(path)
-            return [get(tensor.name) for tensor in tensors]
+            file = open_file(path)
+            return [file.read(tensor.name) for tensor in tensors]
         states = blockwise_hidden(checkpoint, batches, progress=progress)
         self._keep(path, tensors, states)
         return states
@@ -91,6 +92,6 @@ def _key(checkpoint: Checkpoint, batches: Sequence[Batch]) -> str:
 def _holds(path: Path, tensors: Sequence[StoredTensor]) -> bool:
     """Whether a whole file with exactly these tensors is there."""
     try:
-        return path.is_file() and list(read_header(path).values()) == list(tensors)
+        return path.is_file() and list(open_file(path).tensors.values()) == list(tensors)
     except CheckpointError:
         return False

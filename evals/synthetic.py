@@ -21,6 +21,7 @@ from quantkit.naming import Entry, entries, linear_columns
 from quantkit.part import Part
 from quantkit.qtensor import QuantTensor
 from quantkit.scheme import Override, QuantPlan, QuantScheme
+from quantkit.source import SourceFile
 
 # Hidden, feed-forward, layers, heads, KV heads, vocabulary, context.
 _SHAPES = {
@@ -81,10 +82,7 @@ class SyntheticCheckpoint:
         zero = None if scheme.symmetric else torch.full(scale.shape, scheme.levels // 2, dtype=torch.uint8)
         return QuantTensor(codes, scale, zero, scheme)
 
-    def trim(self) -> None:
-        """Nothing is held."""
-
-    def files(self) -> list[Path]:
+    def files(self) -> list[SourceFile]:
         return []
 
     def _scheme(self, entry: Entry) -> QuantScheme | None:

@@ -5,7 +5,6 @@ It holds no time and no path, so equal inputs give an equal file.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import threading
 from collections.abc import Iterable, Mapping
@@ -14,11 +13,11 @@ from typing import Any
 
 from quantkit.config import read_json
 from quantkit.errors import CheckpointError
+from quantkit.source import SourceFile
 from quantkit.version import __version__
 
 NAME = "quantkit.json"
 FORMAT_VERSION = 1
-_PIECE = 1 << 22
 
 
 def build(
@@ -60,28 +59,26 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def file_sha256(path: Path) -> str:
-    """The sha256 of a file, in hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            digest.update(piece)
-    return digest.hexdigest()
+    """The sha256 of a file, in hexadecimal.
+
+    Raises:
+        CheckpointError: if it cannot be read.
+    """
+    return SourceFile(path).sha256()
 
 
-def identity(paths: Iterable[Path]) -> list[list[Any]]:
-    """Name, size and modification time of files: enough to tell that they changed."""
-    stats = [(path.name, path.stat()) for path in paths]
-    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+def identity(files: Iterable[SourceFile]) -> list[list[Any]]:
+    """Name, size and modification time of files when they were opened."""
+    return [list(file.identity) for file in files]
 
 
 class SourceHashes:
     """The sha256 of source files, computed in the background while they are converted."""
 
-    def __init__(self, paths: Iterable[Path]) -> None:
-        self._paths = list(paths)
-        self._before = identity(self._paths)
+    def __init__(self, files: Iterable[SourceFile]) -> None:
+        self._files = list(files)
         self._hashes: dict[str, str] = {}
-        self._failure: OSError | None = None
+        self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._work, name="quantkit-hash", daemon=True)
         self._thread.start()
 
@@ -89,19 +86,18 @@ class SourceHashes:
         """Wait for the hashes.
 
         Raises:
-            CheckpointError: if a file could not be read or changed meanwhile.
+            CheckpointError: if a file could not be read, is damaged, or changed since it was opened.
         """
         self._thread.join()
         if self._failure is not None:
-            raise CheckpointError(f"the source cannot be read: {self._failure}")
-        for path, before, after in zip(self._paths, self._before, identity(self._paths), strict=True):
-            if before != after:
-                raise CheckpointError("the source changed while it was read", path=path)
+            raise self._failure
+        for file in self._files:
+            file.require_unchanged()
         return self._hashes
 
     def _work(self) -> None:
         try:
-            for path in self._paths:
-                self._hashes[path.name] = file_sha256(path)
-        except OSError as error:
+            for file in self._files:
+                self._hashes[file.path.name] = file.sha256()
+        except Exception as error:  # for the thread that waits
             self._failure = error

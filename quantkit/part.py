@@ -27,6 +27,16 @@ class Part:
         """Along its axis."""
         return sum(stop - start for start, stop in self.ranges)
 
+    def rows(self, start: int, stop: int) -> Part:
+        """Some of the rows that this part of rows has, counted from its first."""
+        found, before = [], 0
+        for first, last in self.ranges:
+            low, high = max(first, first + start - before), min(last, first + stop - before)
+            if low < high:
+                found.append((low, high))
+            before += last - first
+        return Part(0, tuple(found))
+
     def of(self, tensor: Tensor) -> Tensor:
         """That part of a tensor; a view where it is one range."""
         pieces = [tensor.narrow(self.axis, start, stop - start) for start, stop in self.ranges]

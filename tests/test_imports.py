@@ -16,7 +16,7 @@ FOLDERS = {"quantkit": "quantkit", "kernels": "quantkit.kernels", "cli": "quantk
 ROOMS = (
     ("errors", "version", "progress", "memory"),
     ("rope_config", "config", "meta_config", "scheme"),
-    ("naming", "qtensor", "part", "finite", "tokenizer", "tokenizer_export", "manifest", "data"),
+    ("naming", "qtensor", "part", "finite", "tokenizer", "tokenizer_export", "manifest", "source", "data"),
     ("formats", "solver"),
     ("kernels", "parallel"),
     ("model",),
@@ -39,7 +39,8 @@ ONLY = {
     "quantkit.scheme": {"errors"},
 }
 NO_TORCH = {"quantkit", "quantkit.errors", "quantkit.config", "quantkit.meta_config", "quantkit.rope_config",
-            "quantkit.scheme", "quantkit.naming", "quantkit.manifest", "quantkit.tokenizer"}  # fmt: skip
+            "quantkit.scheme", "quantkit.naming", "quantkit.manifest", "quantkit.source",
+            "quantkit.tokenizer"}  # fmt: skip
 
 # Loaded by their backend alone, and only where it may serve.
 NEEDS_TRITON = {f"quantkit.kernels.triton_{part}" for part in ("attention", "int4", "int8", "tune", "words")}

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantkit.errors import CheckpointError
-from quantkit.formats.safetensors_io import read_header
+from quantkit.formats.safetensors_io import open_file
 from quantkit.tokenizer import load_tokenizer
 
 State = dict[str, Tensor]
@@ -306,7 +306,7 @@ def test_an_absurd_header_length_is_refused_before_memory_is_taken(length: int, 
     tracemalloc.start()
     try:
         with pytest.raises(CheckpointError, match=f"header of {length} bytes in a file of {300 << 20}"):
-            read_header(path)
+            open_file(path)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()

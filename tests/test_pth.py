@@ -1,13 +1,11 @@
-"""The bytes of weight files: written ones as others read them, mapped ones as they were."""
+"""The bytes of weight files: what we write as others read it, what others write as we read it."""
 
 from __future__ import annotations
 
 import io
 import json
 import struct
-import sys
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,14 +16,13 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quantkit.formats import mapped, pth_io, safetensors_io
+from quantkit.formats import pth_io, safetensors_io
 from quantkit.formats.encoders import tensor_bytes
-from quantkit.formats.mapped import MappedFile
-from quantkit.formats.pth_io import PthEncoder
-from quantkit.formats.safetensors_io import StoredTensor, build_header, read_header
+from quantkit.formats.pth_encoder import PthEncoder
+from quantkit.formats.safetensors_io import build_header
+from quantkit.formats.tensor_file import StoredTensor, TensorFile
 
 Tensors = dict[str, Tensor]
-Writer = Callable[[Tensors, Path], object]
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12).filter(
@@ -63,6 +60,10 @@ def _require_bit_equal(found: Tensors, expected: Tensors) -> None:
         assert _bits(found[name]) == _bits(tensor)
 
 
+def _read(file: TensorFile) -> Tensors:
+    return {name: file.read(name) for name in file.tensors}
+
+
 def _pth_bytes(tensors: Tensors, name: str = "consolidated.00") -> bytes:
     stored = _stored(tensors)
     encoder = PthEncoder(name, stored)
@@ -79,10 +80,6 @@ def _write_pth(tensors: Tensors, path: Path) -> None:
 
 def _write_safetensors(tensors: Tensors, path: Path) -> None:
     path.write_bytes(build_header(_stored(tensors)) + b"".join(map(_bits, tensors.values())))
-
-
-def _write_legacy(tensors: Tensors, path: Path) -> None:
-    torch.save(tensors, path, _use_new_zipfile_serialization=False)
 
 
 @pytest.fixture(scope="module")
@@ -178,12 +175,12 @@ def test_records_past_four_gigabytes_are_found(tmp_path: Path) -> None:
 
 @settings(deadline=None)
 @given(tensors=_tensors(FLOATS))
-def test_mapped_files_of_torch_are_read_bit_equal(scratch: Path, tensors: Tensors) -> None:
+def test_files_of_torch_are_read_bit_equal(scratch: Path, tensors: Tensors) -> None:
     path = scratch / "theirs.pth"
     for zipped in (True, False):
         torch.save(tensors, path, _use_new_zipfile_serialization=zipped)
-        assert pth_io.is_zip(path) == zipped
-        _require_bit_equal(pth_io.load_mapped(path), tensors)
+        assert path.read_bytes().startswith(b"PK") == zipped
+        _require_bit_equal(_read(pth_io.open_file(path)), tensors)
         path.unlink()
 
 
@@ -213,78 +210,13 @@ def test_the_data_after_our_header_is_aligned(tensors: Tensors) -> None:
 def test_our_header_reader_says_what_safetensors_says(scratch: Path, tensors: Tensors) -> None:
     path = scratch / "theirs.safetensors"
     save_file(tensors, path, metadata={"format": "pt", "note": "theirs"})
-    found = read_header(path)
-    with safetensors.safe_open(path, framework="pt") as file:
-        names = set(file.keys())
-        assert found.keys() == names
+    file = safetensors_io.open_file(path)
+    with safetensors.safe_open(path, framework="pt") as theirs:
+        names = set(theirs.keys())
+        assert file.tensors.keys() == names
         for name in names:
-            tensor = file.get_tensor(name)
-            assert found[name] == StoredTensor(name, tensor.dtype, tuple(tensor.shape))
-            assert found[name].nbytes == tensor.nbytes
-    get = safetensors_io.open_mapped(path)
-    _require_bit_equal({name: get(name) for name in tensors}, tensors)
+            tensor = theirs.get_tensor(name)
+            assert file.tensors[name] == StoredTensor(name, tensor.dtype, tuple(tensor.shape))
+            assert file.tensors[name].nbytes == tensor.nbytes
+            _require_bit_equal({name: file.read(name)}, {name: tensor})
     path.unlink()
-
-
-KINDS: dict[str, tuple[Writer, mapped.Opener, bool]] = {
-    "pth": (_write_pth, pth_io.open_mapped, True),
-    "torch-pth": (torch.save, pth_io.open_mapped, True),
-    "legacy-pth": (_write_legacy, pth_io.open_mapped, False),
-    "safetensors": (_write_safetensors, safetensors_io.open_mapped, False),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sharers", [1, 4])
-def test_views_outlive_the_budget(kind: str, sharers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapped, "MAPPED_BYTES", 4000)
-    write, opener, private_map = KINDS[kind]
-    tensors = {f"t{i}": _random_bits((37, 11 + i), FLOATS[i % 3], seed=i) for i in range(40)}
-    write(tensors, tmp_path / "weights")
-    file = MappedFile(tmp_path / "weights", opener, private_map=private_map, sharers=sharers)
-    early = {name: file.tensor(name) for name in tensors}
-    again = {name: file.tensor(name) for name in reversed(tensors)}
-    _require_bit_equal(early, tensors)
-    _require_bit_equal({name: again[name] for name in tensors}, tensors)
-
-
-@pytest.mark.parametrize("kind", ["pth", "torch-pth"])
-def test_views_that_share_one_storage_outlive_the_budget(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mapped, "MAPPED_BYTES", 1000)
-    whole = torch.randn(64, 33)
-    tensors = {"whole": whole, "row": whole[3], "columns": whole[:, 5:9], "turned": whole.T}
-    torch.save(tensors, tmp_path / "weights")
-    file = MappedFile(tmp_path / "weights", pth_io.open_mapped, private_map=True)
-    views = [(name, file.tensor(name)) for _ in range(3) for name in tensors]
-    for name, view in views:
-        assert torch.equal(view, tensors[name])
-
-
-def _resident_bytes(path: Path) -> int:
-    """How much of a file's maps is in this process's memory."""
-    total, ours = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if "-" in line.split()[0]:
-            ours = line.endswith(str(path))
-        elif ours and line.startswith("Rss:"):
-            total += int(line.split()[1]) * 1024
-    return total
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/smaps is Linux's")
-@pytest.mark.parametrize("kind", ["pth", "safetensors"])
-def test_pages_beyond_the_budget_are_given_back(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    megabyte = 1 << 20
-    monkeypatch.setattr(mapped, "MAPPED_BYTES", 2 * megabyte)
-    write, opener, private_map = KINDS[kind]
-    tensors = {f"t{i}": torch.full((megabyte // 4,), float(i)) for i in range(24)}
-    path = tmp_path / "weights"
-    write(tensors, path)
-    file = MappedFile(path, opener, private_map=private_map)
-    highest = 0
-    for name, expected in tensors.items():
-        assert torch.equal(file.tensor(name), expected)
-        highest = max(highest, _resident_bytes(path))
-    assert megabyte <= highest <= 6 * megabyte

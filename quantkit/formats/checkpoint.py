@@ -17,6 +17,7 @@ from quantkit.naming import entries
 from quantkit.part import Part
 from quantkit.qtensor import QuantTensor
 from quantkit.scheme import QuantScheme
+from quantkit.source import SourceFile
 
 FLOAT_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DTYPE_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
@@ -70,15 +71,11 @@ class Checkpoint(Protocol):
         ...
 
     def load(self, name: str, part: Part | None = None) -> Tensor | QuantTensor:
-        """One tensor, or a part of it, in canonical layout. It may view the file: do not write to it."""
+        """One tensor, or a part of it, in canonical layout and in memory of its own."""
         ...
 
-    def trim(self) -> None:
-        """Let go of memory under tensors that are no longer in use, if it is much."""
-        ...
-
-    def files(self) -> list[Path]:
-        """The weight and config files that were read."""
+    def files(self) -> list[SourceFile]:
+        """The weight and config files that were read, as they were when they were opened."""
         ...
 
 

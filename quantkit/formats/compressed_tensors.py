@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.formats.safetensors_io import StoredTensor
+from quantkit.formats.tensor_file import StoredTensor
 from quantkit.part import Part
 from quantkit.qtensor import QuantTensor, pack_int32, unpack_int32
 from quantkit.scheme import QuantScheme
@@ -87,26 +87,29 @@ def encode(value: QuantTensor) -> list[Tensor]:
 
 
 def decode(
-    scheme: QuantScheme, shape: tuple[int, int], get: Callable[[str], Tensor], part: Part | None = None
+    scheme: QuantScheme, shape: tuple[int, int], get: Callable[[str, Part | None], Tensor], part: Part | None = None
 ) -> QuantTensor:
-    """Read a module's tensors back, or only a part of its rows or columns; `get` takes the suffixes above.
+    """Read a module's tensors back, or only a part of its rows or columns.
+
+    Args:
+        get: gives the tensor of a suffix above, or a part of it.
 
     Raises:
         RequestError: see `QuantTensor.columns`.
     """
     rows, columns = shape
-    packed, scale, zero = get(PACKED), get(SCALE), None
+    zero = None
     if not scheme.symmetric:
-        zero = unpack_int32(get(ZERO).t(), scheme.bits, rows).t().contiguous()
-    if part is None:
-        return QuantTensor(unpack_int32(packed, scheme.bits, columns), scale, zero, scheme)
-    if part.axis == 0:
-        packed, scale, zero = part.of(packed), part.of(scale), None if zero is None else part.of(zero)
-        return QuantTensor(unpack_int32(packed, scheme.bits, columns), scale, zero, scheme)
+        zero = unpack_int32(get(ZERO, None).t(), scheme.bits, rows).t().contiguous()
+    if part is None or part.axis == 0:
+        zero = zero if zero is None or part is None else part.of(zero)
+        codes = unpack_int32(get(PACKED, part), scheme.bits, columns)
+        return QuantTensor(codes, get(SCALE, part), zero, scheme)
     (start, stop), per_word = part.ranges[0], 32 // scheme.bits
     unit = scheme.group_size or per_word  # groups are whole words
     first, last = start // unit * unit, min(-(-stop // unit) * unit, columns)
-    words = packed[:, first // per_word : -(-last // per_word)]
+    words = get(PACKED, Part(1, ((first // per_word, -(-last // per_word)),)))
+    scale = get(SCALE, None)
     if scheme.group_size is not None:
         scale = scale[:, first // unit : last // unit]
         zero = None if zero is None else zero[:, first // unit : last // unit]

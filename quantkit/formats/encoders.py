@@ -19,8 +19,9 @@ from quantkit.config import ModelConfig
 from quantkit.errors import RequestError
 from quantkit.formats import compressed_tensors as ct
 from quantkit.formats.meta import to_interleaved
-from quantkit.formats.pth_io import PthEncoder
-from quantkit.formats.safetensors_io import StoredTensor, build_header
+from quantkit.formats.pth_encoder import PthEncoder
+from quantkit.formats.safetensors_io import build_header
+from quantkit.formats.tensor_file import StoredTensor
 from quantkit.naming import Entry, entries
 from quantkit.qtensor import QuantTensor
 from quantkit.scheme import QuantScheme
@@ -116,7 +117,7 @@ class SafetensorsEncoder:
             return tensors[item.name]
         module = item.name.removesuffix("weight")
         rows, columns = item.shape
-        return ct.decode(item.scheme, (rows, columns), lambda suffix: tensors[module + suffix])
+        return ct.decode(item.scheme, (rows, columns), lambda suffix, _: tensors[module + suffix])
 
     def finish(self) -> Iterator[Chunk]:
         return iter(())

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from quantkit.config import config_from_hf, config_to_hf, read_json
@@ -19,12 +18,12 @@ from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats import compressed_tensors as ct
 from quantkit.formats import pth_io, safetensors_io
 from quantkit.formats.checkpoint import TensorInfo, require_complete
-from quantkit.formats.mapped import MappedFile
-from quantkit.formats.safetensors_io import StoredTensor
+from quantkit.formats.tensor_file import StoredTensor, TensorFile, same_tensor
 from quantkit.naming import entries, linear_columns, split_derived
 from quantkit.part import Part
 from quantkit.qtensor import QuantTensor
 from quantkit.scheme import QuantScheme
+from quantkit.source import SourceFile
 
 _STEMS = {"safetensors": "model", "bin": "pytorch_model"}
 _NOT_CARRIED = {"quantization_config", "dtype", "rope_scaling", "_name_or_path", "auto_map"}
@@ -51,12 +50,12 @@ class HFCheckpoint:
         self.notes: list[str] = []
         self._config_path = path / "config.json"
         raw = read_json(self._config_path)
+        self._settings = [SourceFile(self._config_path)]
         self.config = config_from_hf(raw, self._config_path)
         owned = set(config_to_hf(self.config)) | _NOT_CARRIED
         self.extra_config: Mapping[str, Any] = {k: v for k, v in raw.items() if k not in owned}
-        self._index: Path | None = None
         self._stored: dict[str, StoredTensor] = {}
-        self._home: dict[str, MappedFile] = {}
+        self._home: dict[str, TensorFile] = {}
         self._read_headers(kind)
         self._schemes = self._read_schemes(raw)
         self._drop_tied_head()
@@ -70,46 +69,42 @@ class HFCheckpoint:
     def info(self, name: str) -> TensorInfo:
         return self._infos[name]
 
-    def trim(self) -> None:
-        for mapped in set(self._home.values()):
-            mapped.trim()
-
-    def files(self) -> list[Path]:
-        homes = sorted({home.path for home in self._home.values()})
-        index = [] if self._index is None else [self._index]
-        return [*homes, *index, self._config_path]
+    def files(self) -> list[SourceFile]:
+        homes = {home.source for home in self._home.values()}
+        return [*sorted(homes, key=lambda home: home.path), *self._settings]
 
     def load(self, name: str, part: Part | None = None) -> Tensor | QuantTensor:
-        """One tensor, or a part of it; a view of the file unless it is quantized."""
+        """One tensor, or a part of it."""
         info = self._infos[name]
         if info.scheme is None:
-            whole = self._home[name].tensor(name)
-            return whole if part is None else part.of(whole)
+            return self._home[name].read(name, part)
         prefix = name.removesuffix("weight")
         rows, columns = info.shape
-        stored = self._home[prefix + ct.SHAPE].tensor(prefix + ct.SHAPE).tolist()
+        stored = self._home[prefix + ct.SHAPE].read(prefix + ct.SHAPE).tolist()
         if stored != [rows, columns]:
             raise CheckpointError(
                 f"tensor '{prefix}{ct.SHAPE}' disagrees with the config", path=self.path, found=stored,
                 expected=[rows, columns],
             )  # fmt: skip
         return ct.decode(
-            info.scheme, (rows, columns), lambda suffix: self._home[prefix + suffix].tensor(prefix + suffix), part
-        )
+            info.scheme, (rows, columns),
+            lambda suffix, part: self._home[prefix + suffix].read(prefix + suffix, part), part,
+        )  # fmt: skip
 
     def _read_headers(self, kind: str) -> None:
         index = index_path(self.path, kind)
         if index.is_file():
-            self._index = index
             listed = _weight_map(index)
+            self._settings.insert(0, SourceFile(index))
             paths = sorted({self.path / file for file in listed.values()})
         else:
             listed = None
             paths = _unindexed(self.path, kind)
             _require_all_parts(paths)
         for path in paths:
-            mapped = _mapped(path, kind)
-            for name, tensor in _header(path, kind).items():
+            file = safetensors_io.open_file(path) if kind == "safetensors" else pth_io.open_file(path)
+            self.notes += file.notes
+            for name, tensor in file.tensors.items():
                 if listed is not None and listed.get(name) != path.name:
                     if name in listed or not split_derived([name])[1]:
                         raise CheckpointError(
@@ -122,11 +117,11 @@ class HFCheckpoint:
                         f"tensor '{name}' is in two files", path=path, found=f"also in {self._home[name].path.name}"
                     )
                 self._stored[name] = tensor
-                self._home[name] = mapped
-        for name, file in (listed or {}).items():
+                self._home[name] = file
+        for name, home in (listed or {}).items():
             if name not in self._stored:
                 raise CheckpointError(
-                    f"lacks tensor '{name}'", path=self.path / file, expected=f"as {index.name} says",
+                    f"lacks tensor '{name}'", path=self.path / home, expected=f"as {index.name} says",
                     hint="the index is stale or the shard is another model's",
                 )  # fmt: skip
         stray = {p.name for p in _unindexed(self.path, kind)} - {p.name for p in paths}
@@ -152,9 +147,7 @@ class HFCheckpoint:
         self._schemes.pop("lm_head", None)
         if head not in self._stored or embedding not in self._stored:
             return
-        doubled = self._home[head].tensor(head)
-        original = self._home[embedding].tensor(embedding)
-        if doubled.shape != original.shape or not torch.equal(doubled, original):
+        if not same_tensor(self._home[head], head, self._home[embedding], embedding):
             raise CheckpointError(
                 "tie_word_embeddings is true, yet lm_head.weight differs from the embedding", path=self._config_path,
                 hint="set tie_word_embeddings to false if the head was trained apart",
@@ -230,16 +223,3 @@ def _weight_map(index: Path) -> dict[str, str]:
                 f"sends tensor '{name}' outside the folder", path=index, found=repr(file), expected="a plain file name"
             )
     return raw
-
-
-def _header(path: Path, kind: str) -> dict[str, StoredTensor]:
-    if kind == "safetensors":
-        return safetensors_io.read_header(path)
-    tensors = pth_io.load_mapped(path)
-    return {name: StoredTensor(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()}
-
-
-def _mapped(path: Path, kind: str) -> MappedFile:
-    if kind == "safetensors":
-        return MappedFile(path, safetensors_io.open_mapped, private_map=False)
-    return MappedFile(path, pth_io.open_mapped, private_map=pth_io.is_zip(path))

@@ -20,14 +20,14 @@ from quantkit.config import ModelConfig, read_json
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats import pth_io
 from quantkit.formats.checkpoint import DTYPE_NAMES, TensorInfo, raise_unexpected, require_complete
-from quantkit.formats.mapped import MappedFile
+from quantkit.formats.tensor_file import StoredTensor, TensorFile, same_tensor
 from quantkit.meta_config import assumed_rope_factor, config_from_meta
 from quantkit.naming import TABLE, Entry, entries, split_derived
 from quantkit.part import Part
+from quantkit.source import SourceFile
 from quantkit.tokenizer import load_tokenizer
 
 _SHARD = re.compile(r"consolidated\.(\d+)\.pth")
-_TIE_SAMPLE_ROWS = 64
 
 
 def shard_paths(folder: Path) -> list[Path]:
@@ -53,16 +53,13 @@ class MetaCheckpoint:
         self.extra_config: Mapping[str, Any] = {}
         params_path = path / "params.json"
         params = read_json(params_path)
+        self._params = SourceFile(params_path)
         self._paths = _contiguous(shard_paths(path), path)
-        tensors = [pth_io.load_mapped(p) for p in self._paths]
-        self._shapes = [{name: tuple(t.shape) for name, t in shard.items()} for shard in tensors]
-        self._dtypes = {name: t.dtype for name, t in tensors[0].items()}
-        self._weights = self._same_tensors(tensors)
-        del tensors
-        self._shards = [
-            MappedFile(p, pth_io.open_mapped, private_map=pth_io.is_zip(p), sharers=len(self._paths))
-            for p in self._paths
-        ]
+        self._shards = [pth_io.open_file(p) for p in self._paths]
+        self.notes += [note for shard in self._shards for note in shard.notes]
+        self._shapes = {name: tensor.shape for name, tensor in self._shards[0].tensors.items()}
+        self._dtypes = {name: tensor.dtype for name, tensor in self._shards[0].tensors.items()}
+        self._weights = self._same_tensors([shard.tensors for shard in self._shards])
         self.embedding_axis = 1
         self.config = self._read_config(params, params_path)
         self._entries = {entry.name: entry for entry in entries(self.config)}
@@ -84,12 +81,8 @@ class MetaCheckpoint:
         entry = self._entries[name]
         return TensorInfo(entry.shape, self._dtypes[self._meta_name(entry)])
 
-    def trim(self) -> None:
-        for shard in self._shards:
-            shard.trim()
-
-    def files(self) -> list[Path]:
-        return [*self._paths, self.path / "params.json"]
+    def files(self) -> list[SourceFile]:
+        return [*(shard.source for shard in self._shards), self._params]
 
     def load(self, name: str, part: Part | None = None) -> Tensor:
         """One tensor, or a part of it, joined from its shards, in canonical layout; a part of rotary
@@ -99,29 +92,25 @@ class MetaCheckpoint:
             CheckpointError: if copies that must agree among shards do not.
         """
         entry = self._entries[name]
-        pieces = [shard.tensor(self._meta_name(entry)) for shard in self._shards]
-        split = entry.row.split
-        if split == "none":
-            self._require_equal(entry, pieces)
-            return pieces[0] if part is None else part.of(pieces[0])
-        axis = self.embedding_axis if split == "vocabulary" else int(split == "columns")
-        pieces = self._without_replicas(entry, pieces)
-        chosen = list(zip(self._shards[:: len(self._shards) // len(pieces)], pieces, strict=True))
+        stored, axis, copies = self._meta_name(entry), self._axis(entry), self._copies(entry)
+        pieces = [(self._shards[i : i + copies], part) for i in range(0, len(self._shards), copies)]
         if part is not None and part.axis == axis:
-            chosen = _overlaps(chosen, part)
-        elif part is not None:
-            chosen = [(shard, part.of(piece)) for shard, piece in chosen]
-        if len(chosen) == 1 and not entry.row.rotary:
-            return chosen[0][1]
-        shape = list(chosen[0][1].shape)
-        shape[axis] = sum(piece.shape[axis] for _, piece in chosen)
-        joined = torch.empty(shape, dtype=pieces[0].dtype)
+            pieces = _overlaps([holders for holders, _ in pieces], self._shapes[stored][axis], part)
+        sizes = [self._shapes[stored][axis] if p is None or p.axis != axis else p.size for _, p in pieces]
+        shape = list(entry.shape)
+        if part is not None:
+            shape[part.axis] = part.size
+        joined = torch.empty(shape, dtype=self._dtypes[stored])
         start = 0
-        for shard, piece in chosen:
-            target = joined.narrow(axis, start, piece.shape[axis])
-            start += piece.shape[axis]
-            target.copy_(to_rotate_half(piece, self.config.head_dim) if entry.row.rotary else piece)
-            shard.trim()
+        for size, (holders, wanted) in zip(sizes, pieces, strict=True):
+            target = joined.narrow(axis, start, size)
+            start += size
+            if not entry.row.rotary:
+                holders[0].read_into(target, stored, wanted)
+            else:
+                target.copy_(to_rotate_half(holders[0].read(stored, wanted), self.config.head_dim))
+            for other in holders[1:]:
+                self._require_equal(stored, holders[0], other, wanted)
         return joined
 
     def _meta_name(self, entry: Entry) -> str:
@@ -129,7 +118,7 @@ class MetaCheckpoint:
         assert name is not None, entry.name
         return name
 
-    def _same_tensors(self, shards: Sequence[Mapping[str, Tensor]]) -> set[str]:
+    def _same_tensors(self, shards: Sequence[Mapping[str, StoredTensor]]) -> set[str]:
         """The names of the weights; every shard has them, in one shape and float type."""
         first = shards[0]
         for path, shard in zip(self._paths[1:], shards[1:], strict=True):
@@ -193,7 +182,7 @@ class MetaCheckpoint:
         )  # fmt: skip
 
     def _shape(self, name: str, dims: int) -> tuple[int, ...]:
-        shape = self._shapes[0][name]
+        shape = self._shapes[name]
         if len(shape) != dims or 0 in shape:
             raise CheckpointError(f"tensor '{name}' has the wrong shape", path=self._paths[0], found=list(shape))
         return shape
@@ -202,16 +191,25 @@ class MetaCheckpoint:
         """Whether the output projection is absent or the embedding over again."""
         if "output.weight" not in self._weights:
             return True
-        outputs = [shard.tensor("output.weight") for shard in self._shards]
-        embeddings = [shard.tensor("tok_embeddings.weight") for shard in self._shards]
-        if outputs[0].dim() != 2:
+        output, embedding = "output.weight", "tok_embeddings.weight"
+        if self._dtypes[output] != self._dtypes[embedding] or len(self._shapes[output]) != 2:
             return False
-        rows, width = min(_TIE_SAMPLE_ROWS, outputs[0].shape[0]), embeddings[0].shape[1]
-        if not torch.equal(outputs[0][:rows, :width], embeddings[0][:rows]):
+        (rows, columns), (embedding_rows, embedding_columns) = self._shapes[output], self._shapes[embedding]
+        if self.embedding_axis == 0:
+            return (rows, columns) == (embedding_rows, embedding_columns) and all(
+                same_tensor(shard, output, shard, embedding) for shard in self._shards
+            )
+        count = len(self._shards)
+        if (rows * count, columns) != (embedding_rows, embedding_columns * count):
             return False
-        if len(outputs) == 1:
-            return torch.equal(outputs[0], embeddings[0])
-        return torch.equal(torch.cat(outputs, 0), torch.cat(embeddings, self.embedding_axis))
+        for rank, shard in enumerate(self._shards):
+            for part in shard.row_parts(output):
+                (start, stop), first = part.ranges[0], rank * rows
+                same_rows = Part(0, ((first + start, first + stop),))
+                whole_rows = torch.cat([other.read(embedding, same_rows) for other in self._shards], 1)
+                if not torch.equal(shard.read(output, part), whole_rows):
+                    return False
+        return True
 
     def _check(self) -> None:
         """Hold every shard's shapes against the table."""
@@ -228,44 +226,46 @@ class MetaCheckpoint:
         require_complete(found, self.config, self.path)
 
     def _joined_shape(self, entry: Entry, name: str) -> tuple[int, ...]:
-        split = entry.row.split
-        joined = list(self._shapes[0][name])
-        if split != "none" and len(joined) == 2:
-            axis = self.embedding_axis if split == "vocabulary" else int(split == "columns")
+        joined = list(self._shapes[name])
+        if entry.row.split != "none" and len(joined) == 2:
+            axis = self._axis(entry)
             joined[axis] = joined[axis] * len(self._paths) // self._replicas(entry)
         return tuple(joined)
+
+    def _axis(self, entry: Entry) -> int:
+        """The axis that the shards divide, if any."""
+        split = entry.row.split
+        return self.embedding_axis if split == "vocabulary" else int(split == "columns")
+
+    def _copies(self, entry: Entry) -> int:
+        """How many shards, one after the other, hold the same piece."""
+        return len(self._shards) if entry.row.split == "none" else self._replicas(entry)
 
     def _replicas(self, entry: Entry) -> int:
         """How many shards hold each KV head: more than one only where a shard holds just one."""
         if not entry.row.shape.startswith("k"):
             return 1
         shards, heads = len(self._shards), self.config.num_kv_heads
-        one_each = self._shapes[0][self._meta_name(entry)][0] == self.config.head_dim
+        one_each = self._shapes[self._meta_name(entry)][0] == self.config.head_dim
         return shards // heads if one_each and shards > heads and shards % heads == 0 else 1
 
-    def _without_replicas(self, entry: Entry, parts: list[Tensor]) -> list[Tensor]:
-        count = self._replicas(entry)
-        for start in range(0, len(parts), count):
-            self._require_equal(entry, parts[start : start + count])
-        return parts[::count]
-
-    def _require_equal(self, entry: Entry, parts: list[Tensor]) -> None:
-        if not all(torch.equal(part, parts[0]) for part in parts[1:]):
+    def _require_equal(self, name: str, one: TensorFile, other: TensorFile, part: Part | None) -> None:
+        if not torch.equal(one.read(name, part), other.read(name, part)):
             raise CheckpointError(
-                f"tensor '{self._meta_name(entry)}' must be the same in every shard that holds it and is not",
-                path=self.path, hint="the shards are of different models",
+                f"tensor '{name}' must be the same in every shard that holds it and is not", path=self.path,
+                hint="the shards are of different models",
             )  # fmt: skip
 
 
-def _overlaps(pieces: list[tuple[MappedFile, Tensor]], part: Part) -> list[tuple[MappedFile, Tensor]]:
-    """What a part takes of equal pieces of its axis."""
-    size = pieces[0][1].shape[part.axis]
-    found = []
+def _overlaps(
+    pieces: list[list[TensorFile]], size: int, part: Part
+) -> list[tuple[list[TensorFile], Part | None]]:  # fmt: skip
+    """What a part takes of pieces of one size along its axis."""
+    found: list[tuple[list[TensorFile], Part | None]] = []
     for start, stop in part.ranges:
         for index in range(start // size, -(-stop // size)):
-            shard, piece = pieces[index]
             low, high = max(start - index * size, 0), min(stop - index * size, size)
-            found.append((shard, piece.narrow(part.axis, low, high - low)))
+            found.append((pieces[index], Part(part.axis, ((low, high),))))
     return found
 
 

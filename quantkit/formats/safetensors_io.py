@@ -1,4 +1,4 @@
-"""The safetensors file: a strictly checked header, lazy reads, and the header to write.
+"""The safetensors file: a strictly checked header, and the header to write.
 
 Source: the safetensors format description (8-byte length, JSON header, one buffer).
 """
@@ -8,17 +8,16 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from torch import Tensor
 
 from quantkit.errors import CheckpointError
-from quantkit.formats.sniff import require_weights
+from quantkit.formats.sniff import open_weights
+from quantkit.formats.tensor_file import StoredTensor, TensorFile, View, contiguous_strides, sizes, whole_number
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -30,74 +29,93 @@ _MAX_HEADER = 100_000_000
 _ALIGNMENT = 64
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor as a safetensors header lists it."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Read and check a header without touching the data.
+def open_file(path: Path) -> TensorFile:
+    """Open a file after a check of its header; the data is not touched.
 
     Raises:
         CheckpointError: for anything but a well-formed file: stand-ins for weights, an
             absurd header length, invalid JSON, unknown dtypes, overlapping or
             non-contiguous offsets, too few or too many bytes.
     """
-    require_weights(path)
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
-        if not 0 < length <= min(size - 8, _MAX_HEADER):
-            raise CheckpointError(
-                "is not a safetensors file, or is truncated", path=path,
-                found=f"a header of {length} bytes in a file of {size}", expected=f"at most {_MAX_HEADER}",
-                hint="download it again",
-            )  # fmt: skip
-        raw = file.read(length)
+    source = open_weights(path)
+    prefix = source.read(0, min(source.size, 8))
+    length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
+    if not 0 < length <= min(source.size - 8, _MAX_HEADER):
+        raise CheckpointError(
+            "is not a safetensors file, or is truncated", path=path,
+            found=f"a header of {length} bytes in a file of {source.size}", expected=f"at most {_MAX_HEADER}",
+            hint="download it again",
+        )  # fmt: skip
     try:
-        header = json.loads(raw)
-        metadata = header.pop("__metadata__", None) or {}
-        if not all(isinstance(value, str) for value in metadata.values()):
-            raise ValueError("__metadata__ holds other values than strings")
-        listed = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
-        tensors = _checked(listed, path, size - 8 - length)
+        listed = [_Listed.of(name, entry) for name, entry in _entries(source.read(8, length))]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"has an invalid safetensors header: {error!r}", path=path) from error
-    return tensors
-
-
-def _checked(listed: list[tuple[str, Any]], path: Path, available: int) -> dict[str, StoredTensor]:
-    position = 0
-    tensors: dict[str, StoredTensor] = {}
-    for name, entry in listed:
-        if entry["dtype"] not in DTYPES:
-            raise CheckpointError(f"tensor '{name}' has an unknown dtype", path=path, found=entry["dtype"])
-        tensor = StoredTensor(name, DTYPES[entry["dtype"]], tuple(int(n) for n in entry["shape"]))
-        begin, end = entry["data_offsets"]
-        if begin != position:
-            what = "overlaps another" if begin < position else "leaves a hole before it"
-            raise CheckpointError(f"tensor '{name}' {what}", path=path, found=f"offset {begin}", expected=position)
-        if end - begin != tensor.nbytes:
+        raise CheckpointError(f"has an invalid safetensors header: {error!r:.200}", path=path) from error
+    listed.sort(key=lambda item: (item.begin, item.end))
+    _require_gapless(listed, path, source.size - 8 - length)
+    views = {}
+    for item in listed:
+        if item.dtype not in DTYPES:
+            raise CheckpointError(f"tensor '{item.name}' has an unknown dtype", path=path, found=item.dtype[:80])
+        view = View(DTYPES[item.dtype], 8 + length + item.begin, item.shape, contiguous_strides(item.shape))
+        size = math.prod(view.shape) * view.dtype.itemsize
+        if item.end - item.begin != size:
             raise CheckpointError(
-                f"tensor '{name}' has the wrong size", path=path, found=f"{end - begin} bytes", expected=tensor.nbytes
+                f"tensor '{item.name}' has the wrong size", path=path, found=f"{item.end - item.begin} bytes",
+                expected=size,
+            )  # fmt: skip
+        views[item.name] = view
+    return TensorFile(source, views)
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """A tensor as the header has it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @classmethod
+    def of(cls, name: str, entry: Any) -> _Listed:
+        name.encode()  # half of a surrogate pair would not print
+        begin, end = map(whole_number, entry["data_offsets"])
+        return cls(name, str(entry["dtype"]), sizes(entry["shape"]), begin, end)
+
+
+def _entries(raw: bytes) -> list[tuple[str, Any]]:
+    """What the header lists besides its metadata."""
+    header = json.loads(raw.decode(), object_pairs_hook=_distinct)
+    metadata = header.pop("__metadata__", None)
+    if metadata is not None and not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("__metadata__ holds other values than strings")
+    return list(header.items())
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r:.80} comes twice")
+        found[key] = value
+    return found
+
+
+def _require_gapless(listed: Sequence[_Listed], path: Path, available: int) -> None:
+    position = 0
+    for item in listed:
+        if item.begin != position:
+            what = "overlaps another" if item.begin < position else "leaves a hole before it"
+            raise CheckpointError(
+                f"tensor '{item.name}' {what}", path=path, found=f"offset {item.begin}", expected=position
             )
-        tensors[name] = tensor
-        position = end
+        position = item.end
     if position != available:
         what = "is truncated" if position > available else "has bytes after its last tensor"
         raise CheckpointError(
             what, path=path, found=f"{available} bytes of data", expected=position, hint="download it again"
         )
-    return tensors
 
 
 def build_header(tensors: Sequence[StoredTensor]) -> bytes:
@@ -115,14 +133,3 @@ def build_header(tensors: Sequence[StoredTensor]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     return struct.pack("<Q", len(text)) + text
-
-
-def open_mapped(path: Path) -> Callable[[str], Tensor]:
-    """Map a file; the result gives any tensor as a view, read only when touched."""
-    handle: Any = safe_open(path, framework="pt", device="cpu")
-
-    def get(name: str) -> Tensor:
-        tensor: Tensor = handle.get_tensor(name)
-        return tensor
-
-    return get

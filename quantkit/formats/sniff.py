@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from quantkit.errors import CheckpointError
+from quantkit.source import SourceFile
 
 _LFS = b"version https://git-lfs.github.com/spec"
 _HTML = (b"<!doctype html", b"<html", b"<?xml", b"<head")
 
 
-def require_weights(path: Path) -> None:
-    """Check that a file exists and is not a stand-in for weights.
+def open_weights(path: Path) -> SourceFile:
+    """Open a file that is not a stand-in for weights.
 
     Raises:
-        CheckpointError: for a missing or empty file, a git-lfs pointer, an HTML or
-            JSON error page.
+        CheckpointError: for a missing or empty file, one that is no regular file, a git-lfs
+            pointer, an HTML or JSON error page.
     """
-    try:
-        with path.open("rb") as file:
-            head = file.read(512)
-    except FileNotFoundError:
-        raise CheckpointError("the weight file is missing", path=path, hint="download it again") from None
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", path=path) from error
-    size = path.stat().st_size
+    if not os.path.exists(path):
+        raise CheckpointError("the weight file is missing", path=path, hint="download it again")
+    file = SourceFile(path)
+    size = file.size
+    head = file.read(0, min(size, 512))
     if not head:
         raise CheckpointError("the weight file is empty", path=path, found="0 bytes")
     if head.startswith(_LFS):
@@ -42,3 +41,4 @@ def require_weights(path: Path) -> None:
             "is an error message of a server, not weights", path=path, found=f"{size} bytes",
             hint="download it again",
         )  # fmt: skip
+    return file

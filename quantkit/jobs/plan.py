@@ -17,7 +17,6 @@ from quantkit.config import ModelConfig
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint
 from quantkit.formats.encoders import Encoder, SafetensorsEncoder
 from quantkit.formats.folder import checked_tokenizer, hf_side_files
-from quantkit.formats.mapped import MAPPED_BYTES
 from quantkit.formats.sink import IN_FLIGHT_BYTES
 from quantkit.formats.staging import partial_folder, require_absent, require_room_to_build, require_space
 from quantkit.jobs.convert import conversion
@@ -31,7 +30,7 @@ from quantkit.quality import TOKENS_THROUGH_THE_HEAD
 from quantkit.scheme import QuantPlan, QuantScheme
 from quantkit.solver.gptq import WEIGHTS_AT_ONCE
 
-_LIBRARIES = 60 << 20  # what the mathematics libraries and threads set up once work begins
+_LIBRARIES = 40 << 20  # what the mathematics libraries and threads set up once work begins
 _SOLVER_MATRICES = 10  # that the solver holds of the rows it is at
 _MANIFEST = 300  # bytes of quantkit.json for each linear layer
 _OF_ONE_SQUARE = 0.65  # of the products of a symmetric sum, what is computed
@@ -145,7 +144,7 @@ def plan_quantize(
         codes = _block_weights(config)
         if settings.device.type == "cuda":
             on_device, work_bytes = work_bytes, 0
-        phases["calibration"] = resident_bytes() + _LIBRARIES + _mapped(source) + held + codes + work_bytes
+        phases["calibration"] = resident_bytes() + _LIBRARIES + held + codes + work_bytes
         flops += _calibration_flops(config, shape, effort)
     _require_room(Path(dst), disk + scratch, resume)
     kinds = Counter(str(assigned[module]) if module in assigned else "float" for module in assignment.modules)
@@ -171,13 +170,8 @@ def _streaming(source: Checkpoint, encoder: Encoder) -> int:
         name = item.name if item.name in source.names() else "model.embed_tokens.weight"
         count, dtype = math.prod(item.shape), source.info(name).dtype
         copied = item.scheme is None and (item.dtype != dtype or not isinstance(encoder, SafetensorsEncoder))
-        read = max(_mapped(source), count * dtype.itemsize)
-        largest = max(largest, read + copied * count * item.dtype.itemsize)
+        largest = max(largest, count * dtype.itemsize + copied * count * item.dtype.itemsize)
     return resident_bytes() + largest + min(IN_FLIGHT_BYTES, encoder.total_bytes())
-
-
-def _mapped(source: Checkpoint) -> int:
-    return min(MAPPED_BYTES, sum(file.stat().st_size for file in source.files()))
 
 
 def _checked_tokens(source: Checkpoint, source_check: bool) -> int:
@@ -198,7 +192,7 @@ def _forward(source: Checkpoint, tokens: int, *, models: int) -> int:
     states = 4 * tokens * (2 * models * config.hidden_size + 4 * config.intermediate_size)
     logits = 4 * 8 * TOKENS_THROUGH_THE_HEAD * config.vocab_size
     head = config.vocab_size * config.hidden_size * FLOAT_DTYPES[config.dtype].itemsize
-    return resident_bytes() + _LIBRARIES + _mapped(source) + head + states + logits + 3 * widest
+    return resident_bytes() + _LIBRARIES + head + states + logits + 3 * widest
 
 
 def _shapes(config: ModelConfig) -> list[tuple[int, ...]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from torch import Tensor
 
@@ -11,6 +10,7 @@ from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, TensorInfo
 from quantkit.part import Part
 from quantkit.qtensor import QuantTensor, quantize_rtn
 from quantkit.scheme import QuantScheme
+from quantkit.source import SourceFile
 
 _COARSEST = 128
 
@@ -51,13 +51,11 @@ class Rounded:
         scheme = self._assigned.get(name.removesuffix(".weight"))
         if scheme is None:
             return self._source.load(name, part)
-        value = self._source.load(name)
+        by_rows = part is None or part.axis == 0  # whose groups are the same ones
+        value = self._source.load(name, part if by_rows else None)
         if isinstance(value, Tensor):
             value = quantize_rtn(value, scheme, self._scale_dtype)
-        return value if part is None else part.of_weight(value)
+        return value if part is None or by_rows else part.of_weight(value)
 
-    def trim(self) -> None:
-        self._source.trim()
-
-    def files(self) -> list[Path]:
+    def files(self) -> list[SourceFile]:
         return self._source.files()

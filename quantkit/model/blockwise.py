@@ -64,7 +64,6 @@ def head_logits(checkpoint: Checkpoint, hidden: Tensor) -> Tensor:
     for start, stop in row_chunks(rows, columns):
         torch.mm(hidden, float_rows(head, start, stop).t(), out=logits[:, start:stop])
     del head  # the largest tensor there is, and with two models at hand there are two
-    checkpoint.trim()
     return all_logits(logits, checkpoint)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint
+from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, TensorInfo
 from quantkit.formats.detect import open_checkpoint
 from quantkit.memory import give_back
 from quantkit.model.decoder import Decoder
@@ -74,7 +74,7 @@ def fill(
             continue
         info = checkpoint.info(name)
         if info.scheme is None:
-            setattr(module.get_submodule(owner), leaf, _copied(checkpoint, name, info.shape, device, dtype))
+            setattr(module.get_submodule(owner), leaf, _loaded(checkpoint, name, info, device, dtype))
         else:
             value = checkpoint.load(name)
             assert isinstance(value, QuantTensor)
@@ -83,7 +83,6 @@ def fill(
             done.update(placed.owners)
             del value, placed
             give_back()
-        checkpoint.trim()
 
 
 def _set_quantized(module: nn.Module, placed: Place, linear: QuantLinear) -> None:
@@ -95,18 +94,21 @@ def _set_quantized(module: nn.Module, placed: Place, linear: QuantLinear) -> Non
     setattr(module.get_submodule(parent), child, linear)
 
 
-def _copied(
-    checkpoint: Checkpoint, name: str, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype
-) -> nn.Parameter:
-    """An own copy of a float tensor: views of the file would keep it mapped. A large one some heads' rows at a time."""
-    copy = torch.empty(shape, device=device, dtype=dtype)
+def _loaded(
+    checkpoint: Checkpoint, name: str, info: TensorInfo, device: torch.device, dtype: torch.dtype
+) -> nn.Parameter:  # fmt: skip
+    """A float tensor on its device in its dtype; where a large one must be copied, some heads' rows at a time."""
+    if info.dtype == dtype and device.type == "cpu":
+        return nn.Parameter(_floats(checkpoint.load(name)), requires_grad=False)
+    copy = torch.empty(info.shape, device=device, dtype=dtype)
     head = checkpoint.config.head_dim
     step = max(head, _AT_ONCE // max(1, copy[:1].nbytes) // head * head)
-    for start in range(0, shape[0], step):
-        ranges = ((start, min(start + step, shape[0])),)
-        piece = checkpoint.load(name, Part(0, ranges) if step < shape[0] else None)
-        assert isinstance(piece, Tensor)
-        copy[start : start + step] = piece
-        del piece
-        checkpoint.trim()
+    for start in range(0, info.shape[0], step):
+        ranges = ((start, min(start + step, info.shape[0])),)
+        copy[start : start + step] = _floats(checkpoint.load(name, Part(0, ranges) if step < info.shape[0] else None))
     return nn.Parameter(copy, requires_grad=False)
+
+
+def _floats(value: Tensor | QuantTensor) -> Tensor:
+    assert isinstance(value, Tensor)
+    return value

@@ -19,6 +19,7 @@ from quantkit.parallel.group import Group
 from quantkit.parallel.layout import layout
 from quantkit.part import Part
 from quantkit.qtensor import QuantTensor
+from quantkit.source import SourceFile
 from quantkit.version import __version__
 
 _SAMPLE = 1 << 20
@@ -43,7 +44,7 @@ def require_same_checkpoint(checkpoint: Checkpoint, group: Group) -> None:
     """
     facts: dict[str, object] = {"versions of quantkit and torch": f"{__version__} and {torch.__version__}"}
     facts |= {f"config.{key}": value for key, value in vars(checkpoint.config).items()}
-    facts |= {f"contents of {path.name}": _contents(path) for path in checkpoint.files()}
+    facts |= {f"contents of {file.path.name}": _contents(file) for file in checkpoint.files()}
     facts["manifest"] = _manifest(checkpoint.path)
     group.require_same(facts)
 
@@ -83,18 +84,25 @@ class Sharded:
         return TensorInfo(tuple(shape), info.dtype, scheme)
 
     def load(self, name: str, part: Part | None = None) -> Tensor | QuantTensor:
-        own = self._own(name)
-        return own if part is None else part.of_weight(own)
+        own = self._part(name)
+        if part is None or part.axis == 1 or len(part.ranges) > 1 or name.endswith(".bias"):
+            return self._own(name) if part is None else part.of_weight(self._own(name))
+        if own is None or own.axis == 1:
+            rows = self._source.load(name, part)
+            return rows if own is None else own.of_weight(rows)
+        start, stop = part.ranges[0]
+        there = min(stop, own.size)
+        if start >= there:
+            return part.of_weight(self._own(name))
+        rows = self._source.load(name, own.rows(start, there))
+        return rows if there == stop else _filled(rows, stop - there)
 
     @property
     def first_row(self) -> int:
         """The first of this process's rows of the vocabulary."""
         return self._layout.ranges["v"][0][0]
 
-    def trim(self) -> None:
-        self._source.trim()
-
-    def files(self) -> list[Path]:
+    def files(self) -> list[SourceFile]:
         return self._source.files()
 
     def _own(self, name: str) -> Tensor | QuantTensor:
@@ -124,14 +132,12 @@ def _filled(value: Tensor | QuantTensor, rows: int) -> Tensor | QuantTensor:
     return QuantTensor(fill(value.codes), fill(value.scale), zero, value.scheme)
 
 
-def _contents(path: Path) -> str:
+def _contents(file: SourceFile) -> str:
     """Size of a file, and the sha256 of its first and last MiB."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        digest = hashlib.sha256(file.read(_SAMPLE))
-        file.seek(max(size - _SAMPLE, 0))
-        digest.update(file.read(_SAMPLE))
-    return f"{size} bytes, {digest.hexdigest()[:12]}"
+    digest = hashlib.sha256(file.read(0, min(file.size, _SAMPLE)))
+    last = max(file.size - _SAMPLE, 0)
+    digest.update(file.read(last, file.size - last))
+    return f"{file.size} bytes, {digest.hexdigest()[:12]}"
 
 
 def _manifest(folder: Path) -> object:

@@ -48,7 +48,6 @@ def load_state(
         for leaves in zip(*parts.values(), strict=True):
             state[leaves[0].name] = _placed(mesh, dict(zip(ranks, leaves, strict=True)))
         del value, parts
-        checkpoint.trim()
     progress(len(found), len(found), "")
     return {**state, **{leaf.name: _placed(mesh, dict.fromkeys(ranks, leaf)) for leaf in _derived(layout)}}
 
