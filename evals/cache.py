@@ -18,8 +18,8 @@ from torch import Tensor
 from quantkit import manifest
 from quantkit.errors import CheckpointError
 from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.destination import destination_error
 from quantkit.formats.safetensors_io import StoredTensor, build_header, open_mapped, read_header
-from quantkit.formats.staging import destination_error
 from quantkit.model.blockwise import Batch, blockwise_hidden
 from quantkit.progress import Progress, silent
 from quantkit.version import __version__
