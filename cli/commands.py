@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from quantkit.cli.processes import is_first, together
 from quantkit.cli.progress import bar
 
 weights_option = click.option(
@@ -67,10 +68,15 @@ def convert(
     src: Path, dst: Path, weights: str | None, resume: bool, allow_nonfinite: bool, source_check: bool, to: str,
     mp: int, dtype: str | None,
 ) -> None:  # fmt: skip
-    """Write the model in SRC to the new folder DST, in another format, sharding or float type."""
+    """Write the model in SRC to the new folder DST, in another format, sharding or float type.
+
+    Under torchrun it is the first process's work.
+    """
     from quantkit.jobs.convert import convert as job
 
-    with bar("convert") as progress:
+    with together(device="cpu") as group, bar("convert", show=is_first(group)) as progress:
+        if not is_first(group):
+            return
         notes = job(
             src, dst, to=to, mp=mp, dtype=dtype, weights=weights, resume=resume, allow_nonfinite=allow_nonfinite,
             source_check=source_check, progress=progress,

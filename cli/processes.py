@@ -23,7 +23,8 @@ INTERRUPTED = 130
 def together(options: Mapping[str, object] | None = None, device: str | None = None) -> Iterator[Group | None]:
     """Join the other processes for a while; None if there are none.
 
-    An error is told by one process; the others only exit with its code.
+    An error is told by one process; the others only exit with its code. None leaves before the first has
+    done what it does alone, and they exit as it does.
 
     Args:
         options: which all processes must have been given alike.
@@ -43,11 +44,23 @@ def together(options: Mapping[str, object] | None = None, device: str | None = N
             if group is not None:
                 group.require_same({f"option {name}": value for name, value in (options or {}).items()})
             yield group
+            if group is not None:
+                _leave(group)
     except BaseException as error:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's and the launcher's: the second comes too late
-        if group is None or group.is_first_to_fail():
+        told_here = group is None or group.is_first_to_fail()
+        if group is not None and group.first:
+            group.tell_end(exit_code(error))
+        if told_here:
             raise
         raise click.exceptions.Exit(exit_code(error)) from error
+
+
+def _leave(group: Group) -> None:
+    if group.first:
+        group.tell_end(0)
+    elif (code := group.wait_for_end()) != 0:
+        raise click.exceptions.Exit(code)
 
 
 def is_first(group: Group | None) -> bool:

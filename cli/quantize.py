@@ -41,17 +41,19 @@ def quantize(**options: Any) -> None:
     """Quantize the linear layers of the model in SRC into the new folder DST.
 
     The result is held against SRC before it gets its name; one that is too far from it
-    exits with 8. Under torchrun the calibration is shared by all processes.
+    exits with 8. Under torchrun the calibration is shared by all processes; rounding is the first one's work.
     """
     from quantkit.formats.detect import open_checkpoint
     from quantkit.jobs.quantize import quantize as job
     from quantkit.parallel.sharded import require_same_checkpoint
 
     arguments = job_arguments(options)
-    with together({**arguments, "src": None}) as group, bar("quantize", show=is_first(group)) as progress:
-        if group is not None:
+    shared = arguments["method"] == "gptq"
+    device = None if shared and arguments["device"] != "cpu" else "cpu"
+    with together({**arguments, "src": None}, device) as group, bar("quantize", show=is_first(group)) as progress:
+        if shared and group is not None:
             require_same_checkpoint(open_checkpoint(arguments["src"], arguments["weights"]), group)
-        notes = job(**arguments, progress=progress)
+        notes = job(**arguments, progress=progress) if shared or is_first(group) else []
     if is_first(group):
         done(arguments["dst"], notes)
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from quantkit import manifest
 from quantkit.errors import CheckpointError
 from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.destination import destination_error
 from quantkit.formats.safetensors_io import build_header, open_file
-from quantkit.formats.staging import destination_error
 from quantkit.formats.tensor_file import StoredTensor
 from quantkit.model.blockwise import Batch, blockwise_hidden
 from quantkit.progress import Progress, silent

@@ -12,7 +12,7 @@ from quantkit.evals.extras import optional
 from quantkit.evals.plot import picture
 from quantkit.evals.report import markdown
 from quantkit.evals.results import Evaluation
-from quantkit.formats.staging import destination_error
+from quantkit.formats.destination import destination_error
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from quantkit.cli.main import main
 from quantkit.data.files import EXCERPT
 from quantkit.errors import CheckpointError, DestinationError, ResumeError
 from quantkit.formats import sink, writer
+from quantkit.formats.own_folder import OwnFolder
 from quantkit.formats.writer import CheckpointWriter
 
 JOBS: dict[str, Callable[..., Any]] = {
@@ -231,11 +232,15 @@ def test_a_destination_that_appears_meanwhile_is_left_alone(demo_model: Path, tm
 
 
 def test_a_failed_write_is_not_taken_for_a_finished_one(tmp_path: Path) -> None:
-    files = sink.Sink(tmp_path / "missing", {}, {})
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    files = sink.Sink(OwnFolder(folder), {}, {})
+    folder.rmdir()
     files.append("a", b"1")
     with pytest.raises(DestinationError):
         files.sync()
-    files.close()
+    with pytest.raises(DestinationError):
+        files.close()
 
 
 def test_ctrl_c_ends_with_130_and_can_be_resumed(demo_model: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from quantkit.qtensor import QuantTensor, quantize_rtn
 from quantkit.scheme import QuantScheme
 
 _LARGE_BUFFER = 8 << 20
+_BLOCKS = "model.layers."
 
 LayerSolver = Callable[[str, Tensor, QuantScheme, torch.dtype], Result]
 """Tensor name, weight, scheme and dtype of the scales, to codes and what the manifest says of them."""
@@ -53,6 +54,7 @@ class GptqSolver:
         self._memory_bytes = memory_bytes
         self._effort = effort
         self._ranks = Ranks()
+        self._ranks.meet()
         self._done: Collection[str] = ()
         self._written: Written | None = None
         self._states: States | None = None
@@ -79,7 +81,7 @@ class GptqSolver:
 
     def __call__(self, name: str, weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) -> Result:
         """One layer's codes. The first of a block solves the block, and those before it if need be."""
-        if not name.startswith("model.layers."):
+        if not name.startswith(_BLOCKS):
             return solve_rtn(name, weight, scheme, scale_dtype)
         while name not in self._ready:
             self.next_block()
@@ -97,9 +99,17 @@ class GptqSolver:
 
     def follow(self) -> None:
         """Take part in the work of another process, which writes the results."""
-        for _ in range(self._source.config.num_layers):
-            self.next_block()
-        self.finish()
+        try:
+            if not self._wanted() <= set(self._done):
+                for _ in range(self._source.config.num_layers):
+                    self.next_block()
+            self.finish()
+        finally:
+            self.close()
+
+    def _wanted(self) -> set[str]:
+        """The weights of blocks that are to be quantized."""
+        return {f"{module}.weight" for module in self._schemes if module.startswith(_BLOCKS)}
 
     def finish(self) -> None:
         """Remove what lies on disk, in all processes."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_LONGEST_JOB = timedelta(days=365)
 
 
 class Ranks:
@@ -16,6 +19,15 @@ class Ranks:
         together = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if together else 0
         self.size = dist.get_world_size() if together else 1
+        self._patient: dist.ProcessGroup | None = None
+
+    def meet(self) -> None:
+        """Prepare to wait where one process works and the others cannot: all processes call this together.
+
+        Collectives elsewhere give up after a while (30 minutes in gloo, 10 in NCCL), since there all compute.
+        """
+        if self.size > 1:
+            self._patient = dist.new_group(backend="gloo", timeout=_LONGEST_JOB)
 
     def share(self, count: int) -> slice:
         """Which of so many things are this process's."""
@@ -39,13 +51,13 @@ class Ranks:
         return whole
 
     def agree(self, names: Collection[str]) -> frozenset[str]:
-        """What the first process says."""
+        """What the first process says, however long that takes."""
         said = [frozenset(names)]
         if self.size > 1:
-            dist.broadcast_object_list(said)
+            dist.broadcast_object_list(said, group=self._patient)
         return said[0]
 
     def wait(self) -> None:
-        """Until all processes are here."""
+        """Until all processes are here, however long that takes."""
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(self._patient)

@@ -31,6 +31,7 @@ class States:
         self._held: dict[Hashable, Tensor] = {}
         self._files: dict[Hashable, tuple[Path, torch.Size]] = {}
         self._count = 0
+        self._made = False
         shutil.rmtree(folder, ignore_errors=True)
 
     def put(self, key: Hashable, value: Tensor) -> None:
@@ -46,7 +47,9 @@ class States:
         path = self._folder / str(self._count)
         self._count += 1
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            if not self._made:
+                self._folder.mkdir(parents=True)  # not one that is there, which might be a link to elsewhere
+                self._made = True
             _write(path, value)
         except OSError as error:
             raise DestinationError(

@@ -48,6 +48,10 @@ class Encoder(Protocol):
         """Size of all files, or a little more."""
         ...
 
+    def files(self) -> Sequence[str]:
+        """The names of the files that tensors go to."""
+        ...
+
     def encode(self, index: int, value: Tensor | QuantTensor) -> Iterator[Chunk]:
         """What tensor number `index` appends to which file."""
         ...
@@ -92,6 +96,9 @@ class SafetensorsEncoder:
     def total_bytes(self) -> int:
         data = sum(t.nbytes for tensors in self._stored for t in tensors)
         return data + sum(len(self._header(shard)) for shard in range(len(self._names)))
+
+    def files(self) -> Sequence[str]:
+        return self._names
 
     def encode(self, index: int, value: Tensor | QuantTensor) -> Iterator[Chunk]:
         shard = self._shard_of[index]
@@ -166,6 +173,9 @@ class MetaEncoder:
 
     def total_bytes(self) -> int:
         return sum(z.total_bytes for z in self._zips)
+
+    def files(self) -> Sequence[str]:
+        return self._files
 
     def encode(self, index: int, value: Tensor | QuantTensor) -> Iterator[Chunk]:
         assert isinstance(value, Tensor), "Meta's format holds floats only"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,6 +14,7 @@ from quantkit.config import ModelConfig, config_to_hf
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.formats import compressed_tensors as ct
 from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.staging import partial_folder
 from quantkit.meta_config import config_to_meta
 from quantkit.naming import linear_columns
 from quantkit.scheme import QuantScheme
@@ -78,12 +80,12 @@ def checked_tokenizer(source: Checkpoint) -> tuple[Tokenizer | None, list[str]]:
 
 
 def require_new_names(source: Path, dst: Path) -> None:
-    """Refuse a destination that is the source.
+    """Refuse a destination that is the source, or is built where that is.
 
     Raises:
         RequestError: if it is.
     """
-    if dst.resolve() == source.resolve():
+    if os.path.realpath(source) in (os.path.realpath(dst), os.path.realpath(partial_folder(dst))):
         raise RequestError("source and destination are the same folder", found=dst)
 
 

@@ -7,12 +7,12 @@ import hashlib
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
-from quantkit.errors import QuantkitError, ResumeError
-from quantkit.formats.staging import destination_error
+from quantkit.formats.destination import destination_errors
+from quantkit.formats.own_folder import OwnFolder, not_ours
 
 IN_FLIGHT_BYTES = 1 << 26
 """What may be on its way to the disk at a time."""
@@ -27,9 +27,11 @@ class Sink:
 
     ``append`` returns before the data is written; one thread writes and one hashes. At
     most a fixed number of bytes wait at a time, so the producer's memory stays bounded.
+    Whatever goes wrong in a thread is raised by the next call, as it is; what the system
+    refuses as a `DestinationError`.
     """
 
-    def __init__(self, folder: Path, sizes: dict[str, int], hashes: dict[str, str]) -> None:
+    def __init__(self, folder: OwnFolder, sizes: Mapping[str, int], hashes: Mapping[str, str]) -> None:
         """Take up files at the given sizes, dropping anything beyond.
 
         Raises:
@@ -42,20 +44,19 @@ class Sink:
         self._hashes: dict[str, Any] = {}
         self._waiting = 0
         self._changed = threading.Condition()
-        self._failure: QuantkitError | None = None
+        self._failure: BaseException | None = None
+        self._workers: list[_Worker] = []
         try:
             for name, size in sizes.items():
-                self._files[name] = _GrowingFile(folder / name, size)
-                self._hashes[name] = self._files[name].hash()
-        except OSError as error:
-            raise destination_error(error, folder) from error
-        if changed := [name for name, digest in self.hashes().items() if digest != hashes[name]]:
-            self._close_files()
-            raise ResumeError(
-                "is not what the interrupted run left", path=folder / changed[0],
-                hint="remove the partial folder and start anew",
-            )  # fmt: skip
-        self._workers = [_Worker("write", self._write), _Worker("hash", self._hash)]
+                self._files[name] = self._open(name, size)
+                self._hashes[name] = self._files[name].hash(folder.path / name)
+            if changed := [name for name, digest in self.hashes().items() if digest != hashes[name]]:
+                raise not_ours(folder.path / changed[0])
+            for title, step in (("write", self._write), ("hash", self._hash)):
+                self._workers.append(_Worker(title, self._guarded(step)))
+        except BaseException:
+            self.abandon()
+            raise
 
     def append(self, name: str, data: Data) -> None:
         """Queue bytes for the end of a file; they must not change until written.
@@ -84,11 +85,9 @@ class Sink:
             while self._failure is None and self._waiting:
                 self._changed.wait()
             self._raise_failure()
-        try:
-            for file in self._files.values():
+        for name, file in self._files.items():
+            with destination_errors(self._folder.path / name):
                 file.flush()
-        except OSError as error:
-            raise destination_error(error, self._folder) from error
         return dict(self._sizes)
 
     def hashes(self) -> dict[str, str]:
@@ -96,35 +95,54 @@ class Sink:
         return {name: digest.hexdigest() for name, digest in self._hashes.items()}
 
     def close(self) -> dict[str, str]:
-        """Stop the threads and close the files; the sha256 of each, in hexadecimal."""
-        for worker in self._workers:
-            worker.stop()
-        self._close_files()
+        """Stop the threads and close the files; the sha256 of each, in hexadecimal.
+
+        Raises:
+            DestinationError: if a write failed.
+        """
+        self.abandon()
+        self._raise_failure()
         return self.hashes()
 
-    def _close_files(self) -> None:
+    def abandon(self) -> None:
+        """Stop the threads and close the files, whatever has failed."""
+        for worker in self._workers:
+            worker.stop()
         for file in self._files.values():
             file.close()
+
+    def _open(self, name: str, size: int) -> _GrowingFile:
+        with destination_errors(self._folder.path / name):
+            return _GrowingFile(self._folder.open(name, create=not size, buffering=0), size)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
 
+    def _guarded(self, step: Callable[[_Chunk], None]) -> Callable[[_Chunk], None]:
+        """A step whose failure stops the work but never the thread: those who wait for a chunk must be told."""
+
+        def handle(chunk: _Chunk) -> None:
+            try:
+                if self._failure is None:
+                    step(chunk)
+            except BaseException as error:
+                self._failure = error
+            finally:
+                self._finish(chunk)
+
+        return handle
+
     def _write(self, chunk: _Chunk) -> None:
-        try:
-            if self._failure is None:
-                if chunk.name not in self._files:
-                    self._files[chunk.name] = _GrowingFile(self._folder / chunk.name, 0)
-                self._files[chunk.name].write(chunk.data)
-        except OSError as error:
-            self._failure = destination_error(error, self._folder / chunk.name)
-        self._finish(chunk)
+        if chunk.name not in self._files:
+            self._files[chunk.name] = self._open(chunk.name, 0)
+        with destination_errors(self._folder.path / chunk.name):
+            self._files[chunk.name].write(chunk.data)
 
     def _hash(self, chunk: _Chunk) -> None:
         digest = self._hashes.setdefault(chunk.name, hashlib.sha256())
         for piece in _pieces(chunk.data):
             digest.update(piece)
-        self._finish(chunk)
 
     def _finish(self, chunk: _Chunk) -> None:
         with self._changed:
@@ -165,19 +183,28 @@ class _Worker:
 class _GrowingFile:
     """A file written from its end, flushed often so that the page cache stays small."""
 
-    def __init__(self, path: Path, size: int) -> None:
-        self._file: IO[bytes] = path.open("r+b" if size else "wb", buffering=0)
-        if self._file.seek(0, os.SEEK_END) > size:
-            self._file.truncate(size)
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file = file
+        if file.seek(0, os.SEEK_END) > size:
+            file.truncate(size)
         self._position = size
         self._flushed = size
 
-    def hash(self) -> Any:
-        """The sha256 so far."""
-        digest = hashlib.sha256()
-        self._file.seek(0)
-        while piece := self._file.read(_PIECE):
-            digest.update(piece)
+    def hash(self, path: Path) -> Any:
+        """The sha256 so far.
+
+        Raises:
+            DestinationError: if it cannot be read.
+            ResumeError: if the file ends before the size it was taken up with.
+        """
+        digest, length = hashlib.sha256(), 0
+        with destination_errors(path):
+            self._file.seek(0)
+            while piece := self._file.read(_PIECE):
+                digest.update(piece)
+                length += len(piece)
+        if length != self._position:
+            raise not_ours(path)
         return digest
 
     def write(self, data: Data) -> None:

@@ -7,23 +7,33 @@ that a killed run can go on. Only a complete output is renamed to ``DST``.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import DestinationError, ResumeError
+from quantkit.errors import DestinationError, RequestError, ResumeError
+from quantkit.formats.destination import destination_errors, is_there, rename_new
+from quantkit.formats.journal import NAME as JOURNAL
+from quantkit.formats.journal import Journal
+from quantkit.formats.own_folder import OwnFolder, in_the_way, not_ours
 
-_JOURNAL = ".quantkit-journal.jsonl"
+SCRATCH = ".activations"
+"""How the names of folders begin that are of use only to the run that made them."""
+_SUFFIX = ".partial"
 _SPACE_MARGIN = 16 << 20
 
 
 class Staging:
-    """An output folder under construction, locked against a second writer."""
+    """An output folder under construction, locked against a second writer.
+
+    Attributes:
+        dst: the final folder.
+        path, folder: the partial one.
+        entries: what the journal of an interrupted run says after its fingerprint.
+    """
 
     def __init__(self, dst: Path, fingerprint: Mapping[str, Any], needed_bytes: int, *, resume: bool) -> None:
         """Create the partial folder, or take up an interrupted one.
@@ -35,100 +45,133 @@ class Staging:
             resume: go on where an interrupted run stopped, if there is one.
 
         Raises:
+            RequestError: if `dst` is no name for a folder.
             DestinationError: if `dst` exists, cannot be written or has too little space.
             ResumeError: if an interrupted run is there and `resume` is not set, or it
-                had other inputs or options, or is still running.
+                had other inputs or options, or is still running, or what is there is
+                not what an interrupted run leaves.
         """
         self.dst = dst
         self.path = partial_folder(dst)
-        self.entries: list[dict[str, Any]] = []
         require_absent(dst)
-        interrupted = self.path.exists()
         require_room_to_build(self.path, resume=resume)
-        with _destination_errors(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-            written = sum(f.stat().st_size for f in self.path.iterdir() if f.is_file())
-        try:
+        with contextlib.ExitStack() as held:
+            self.folder = self._made_or_taken_up(needed_bytes)
+            held.callback(self.folder.close)
+            self._journal = Journal(self.folder)
+            held.callback(self._journal.close)
+            self._sweep()
+            written = sum(self.folder.size(name) for name in self.folder.names())
             require_space(self.path, needed_bytes - written)
-        except DestinationError:
-            if not interrupted:
-                self.path.rmdir()
-            raise
-        with _destination_errors(self.path):
-            self._journal = (self.path / _JOURNAL).open("a+b")
-        self._lock()
-        self._read_journal(dict(fingerprint))
+            self.entries = self._after(json.loads(json.dumps(fingerprint)))
+            self._held = held.pop_all()
 
     def record(self, entry: Mapping[str, Any]) -> None:
         """Append one line to the journal and wait until it is on disk."""
-        with _destination_errors(self.path):
-            self._journal.write(json.dumps(entry).encode() + b"\n")
-            self._journal.flush()
-            os.fsync(self._journal.fileno())
-        self.entries.append(dict(entry))
+        self._journal.append(entry)
 
-    def write_file(self, name: str, content: bytes | Path) -> None:
-        """Write or copy one small file and wait until it is on disk."""
-        with _destination_errors(self.path), (self.path / name).open("wb") as file:
-            file.write(content if isinstance(content, bytes) else content.read_bytes())
-            file.flush()
-            os.fsync(file.fileno())
-
-    def commit(self) -> None:
+    def commit(self, files: Collection[str]) -> None:
         """Give the finished folder its final name.
 
+        Args:
+            files: what it is to hold.
+
         Raises:
-            DestinationError: if that name has been taken meanwhile.
+            DestinationError: if that name has been taken meanwhile, or the folder holds anything else.
+            ResumeError: if something in it is no plain file.
         """
-        with _destination_errors(self.dst):
-            (self.path / _JOURNAL).unlink()
-            _sync_folder(self.path)
-            if self.dst.exists():
-                raise DestinationError("appeared while writing; nothing is overwritten", path=self.dst)
-            os.rename(self.path, self.dst)
+        self._sweep()
+        self._require_only(files)
+        self.folder.sync()
+        try:
+            with destination_errors(self.dst):
+                rename_new(self.path, self.dst)
+        except DestinationError as error:
+            if not isinstance(error.__cause__, FileExistsError):
+                raise
+            raise DestinationError(
+                "appeared while writing; nothing is overwritten", path=self.dst,
+                hint="move it away and repeat the command with --resume",
+            ) from error  # fmt: skip
+        # The model is there and whole: nothing from here on may fail it. The journal goes last, since without it
+        # a rename that is refused could not be tried again.
+        with contextlib.suppress(OSError, DestinationError):
             _sync_folder(self.dst.parent)
+            self.folder.remove(JOURNAL)
+            self.folder.sync()
         self.close()
 
     def close(self) -> None:
         """Release the lock; the partial folder stays for a later resume."""
-        self._journal.close()
+        self._held.close()
 
     def discard(self) -> None:
         """Remove the partial folder: what failed would fail again."""
+        if self.folder.is_at(self.path):
+            shutil.rmtree(self.path, ignore_errors=True)  # it does not go through links
         self.close()
-        shutil.rmtree(self.path, ignore_errors=True)
 
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._journal.close()
-            raise ResumeError("another quantkit process is writing there", path=self.path) from error
+    def _made_or_taken_up(self, needed_bytes: int) -> OwnFolder:
+        with destination_errors(self.path):
+            if is_there(self.path):
+                return OwnFolder(self.path)
+            require_space(self.path, needed_bytes)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir()
+        return OwnFolder(self.path, made=True)
 
-    def _read_journal(self, fingerprint: dict[str, Any]) -> None:
-        self._journal.seek(0)
-        lines = []
-        end = 0
-        for line in self._journal:
-            if not line.endswith(b"\n"):
-                break  # torn by the interruption
-            lines.append(json.loads(line))
-            end += len(line)
-        self._journal.truncate(end)
-        self._journal.seek(0, os.SEEK_END)
-        if not lines:
+    def _sweep(self) -> None:
+        """Remove what earlier runs, of however many processes, had for themselves."""
+        for name in self.folder.names():
+            if name.startswith(SCRATCH):
+                self.folder.remove(name)
+
+    def _require_only(self, files: Collection[str]) -> None:
+        names = self.folder.names()
+        for name in names:
+            self.folder.size(name)
+        if strange := sorted({*names} - {*files, JOURNAL}):
+            raise DestinationError(
+                "is no part of the output, which is complete", path=self.path / strange[0],
+                hint="move it away and repeat the command with --resume",
+            )  # fmt: skip
+        if gone := sorted({*files} - {*names}):
+            raise DestinationError("has gone since it was written", path=self.path / gone[0])
+        if not self.folder.is_at(self.path):
+            raise DestinationError("was moved or replaced while it was written", path=self.path)
+
+    def _after(self, fingerprint: dict[str, Any]) -> list[dict[str, Any]]:
+        """What the journal says after the fingerprint, which must be this one."""
+        if not self._journal.entries:
             self.record({"fingerprint": fingerprint})
-            self.entries.clear()
-            return
-        before = lines[0]["fingerprint"]
-        if before != json.loads(json.dumps(fingerprint)):
+            return []
+        first, *rest = self._journal.entries
+        before = first.get("fingerprint")
+        if not isinstance(before, dict):
+            raise not_ours(self.path / JOURNAL)
+        if before != fingerprint:
             changed = sorted(k for k in {*before, *fingerprint} if before.get(k) != fingerprint.get(k))
-            self.close()
             raise ResumeError(
                 "the interrupted run had other inputs or options", path=self.path,
                 found=f"changed {', '.join(changed)}", hint="repeat its command, or remove the folder and start anew",
             )  # fmt: skip
-        self.entries = lines[1:]
+        return rest
+
+
+def require_name(dst: Path) -> None:
+    """Refuse a destination that cannot be the name of a new folder.
+
+    Raises:
+        RequestError: if it is empty, or leads to a folder that is always there, or is that of an unfinished output.
+    """
+    if dst.name in ("", "..") or "\0" in dst.name:
+        raise RequestError(
+            "the destination is no name for a new folder", found=repr(str(dst)), hint="name a folder that is not there"
+        )
+    if dst.name.endswith(_SUFFIX):
+        raise RequestError(
+            f"names that end in {_SUFFIX} are for unfinished outputs", found=dst, hint="choose another destination"
+        )
 
 
 def require_absent(dst: Path) -> None:
@@ -137,23 +180,32 @@ def require_absent(dst: Path) -> None:
     Raises:
         DestinationError: if it is.
     """
-    if dst.exists() or dst.is_symlink():
+    with destination_errors(dst):
+        there = is_there(dst)
+    if there:
         raise DestinationError(
             "exists already; nothing is overwritten", path=dst, hint="choose another name or remove it"
         )
 
 
 def require_room_to_build(partial: Path, *, resume: bool) -> None:
-    """Refuse a partial folder that is there, unless an interrupted run left it and is to go on.
+    """Refuse a partial folder that is there, unless an interrupted run of this user left it and is to go on.
 
     Raises:
         ResumeError: if it is.
+        DestinationError: if it cannot be looked into.
     """
-    if partial.is_dir() and any(partial.iterdir()) and not (partial / _JOURNAL).is_file():
-        raise ResumeError(
-            "is in the way, and no interrupted run of quantkit", path=partial, hint="choose another destination"
-        )
-    if partial.exists() and not resume:
+    with destination_errors(partial):
+        if not is_there(partial):
+            return
+    folder = OwnFolder(partial)
+    try:
+        names = [name for name in folder.names() if not name.startswith(SCRATCH)]
+    finally:
+        folder.close()
+    if names and JOURNAL not in names:
+        raise in_the_way(partial)
+    if not resume:
         raise ResumeError(
             "an interrupted run is there", path=partial, hint="add --resume to go on with it, or remove it"
         )
@@ -165,8 +217,8 @@ def require_space(folder: Path, needed_bytes: int) -> None:
     Raises:
         DestinationError: if less is free than needed, with a little to spare.
     """
-    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
-    with _destination_errors(folder):
+    with destination_errors(folder):
+        there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
         free = shutil.disk_usage(there).free
     if free < needed_bytes + _SPACE_MARGIN:
         raise DestinationError(
@@ -176,26 +228,13 @@ def require_space(folder: Path, needed_bytes: int) -> None:
 
 
 def partial_folder(dst: Path) -> Path:
-    """Where an output is built."""
-    return dst.with_name(dst.name + ".partial")
+    """Where an output is built.
 
-
-@contextlib.contextmanager
-def _destination_errors(path: Path) -> Iterator[None]:
-    """Turn the system's refusals into one-line errors."""
-    try:
-        yield
-    except OSError as error:
-        raise destination_error(error, path) from error
-
-
-def destination_error(error: OSError, path: Path) -> DestinationError:
-    """The typed form of a failed write."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DestinationError(
-            "the disk is full", path=path, hint="free some space and repeat the command with --resume"
-        )
-    return DestinationError(f"cannot be written: {error.strerror or error}", path=path)
+    Raises:
+        RequestError: see `require_name`.
+    """
+    require_name(dst)
+    return dst.with_name(dst.name + _SUFFIX)
 
 
 def _sync_folder(path: Path) -> None:

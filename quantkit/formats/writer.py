@@ -10,21 +10,26 @@ from typing import Any
 
 from torch import Tensor
 
-from quantkit.errors import DestinationError, QualityError, QuantkitError
+from quantkit.errors import CheckpointError, DestinationError, QualityError, QuantkitError, ResumeError
 from quantkit.formats.encoders import Encoder
+from quantkit.formats.journal import NAME as JOURNAL
+from quantkit.formats.journal import SafePoint
+from quantkit.formats.own_folder import not_ours
 from quantkit.formats.sink import Sink
 from quantkit.formats.staging import Staging
 from quantkit.qtensor import QuantTensor
 
 _CHECKPOINT_BYTES = 256 << 20
+_KEEPS = (DestinationError, QualityError, ResumeError)
+"""Errors after which another try may go on with what is there."""
 
 
 class CheckpointWriter:
     """Takes the planned tensors in order and, at the end, gives the folder its name.
 
     Use as a context manager. Leaving it by an error of the source removes the partial
-    output, since it would fail again; an interruption, a full disk or a result that is
-    not good enough keeps it for ``resume``.
+    output, since it would fail again; an interruption, a full disk, something strange
+    in the partial folder or a result that is not good enough keeps it for ``resume``.
 
     Attributes:
         path: the folder under construction.
@@ -34,35 +39,40 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, dst: Path, encoder: Encoder, fingerprint: Mapping[str, Any], *, needed_bytes: int, resume: bool
-    ) -> None:
+        self, dst: Path, encoder: Encoder, fingerprint: Mapping[str, Any], side_files: Mapping[str, bytes | Path], *,
+        needed_bytes: int, resume: bool,
+    ) -> None:  # fmt: skip
         """
+        Args:
+            dst: the folder to make.
+            encoder: knows the tensors.
+            fingerprint: inputs and options, JSON; a resumed run must have the same, and copy the same files.
+            side_files: what goes beside the weights: name to content, or to a file to copy.
+            needed_bytes: size of the output.
+            resume: go on where an interrupted run stopped, if there is one.
+
         Raises:
-            DestinationError, ResumeError: see `Staging`.
+            CheckpointError: if a side file cannot be read.
+            RequestError, DestinationError, ResumeError: see `Staging`.
         """
         self._encoder = encoder
-        self._staging = Staging(dst, fingerprint, needed_bytes, resume=resume)
+        self._side_files = side_files
+        copied = {name: value for name, value in side_files.items() if isinstance(value, Path)}
+        self._side_hashes = {name: _sha256(_content(path)) for name, path in copied.items()}
+        beside = {f"file {name}": digest for name, digest in self._side_hashes.items()}
+        self._staging = Staging(dst, {**fingerprint, **beside}, needed_bytes, resume=resume)
         self.path = self._staging.path
-        self.done = 0
         self.records: dict[str, Any] = {}
-        sizes: dict[str, int] = {}
-        hashes: dict[str, str] = {}
-        for entry in self._staging.entries:
-            self.records.update(entry["records"])
-        if self._staging.entries:
-            last = self._staging.entries[-1]
-            self.done = int(last["tensors"])
-            sizes, hashes = last["files"], last["sha256"]
-            encoder.restore(last["state"])
-        self._next = self.done
         self._fresh: dict[str, Any] = {}
         self._since_checkpoint = 0
+        self._file_hashes: dict[str, str] = {}
         try:
-            self._sink = Sink(self._staging.path, sizes, hashes)
-        except QuantkitError:
+            last = self._taken_up()
+            self._sink = Sink(self._staging.folder, last.files, last.sha256)
+        except BaseException:
             self._staging.close()
             raise
-        self._file_hashes: dict[str, str] = {}
+        self.done = self._next = last.tensors
         self._open = True
 
     def put(self, value: Tensor | QuantTensor, record: Any = None) -> None:
@@ -83,34 +93,37 @@ class CheckpointWriter:
     def checkpoint(self) -> None:
         """Make everything so far durable, so that a later run resumes from here."""
         sizes = self._sink.sync()
-        self._staging.record(
-            {
-                "tensors": self._next,
-                "files": sizes,
-                "sha256": self._sink.hashes(),
-                "state": self._encoder.state(),
-                "records": self._fresh,
-            }
-        )
+        point = SafePoint(self._next, sizes, self._sink.hashes(), self._encoder.state(), self._fresh)
+        self._staging.record(point.to_json())
         self.records.update(self._fresh)
         self._fresh = {}
         self._since_checkpoint = 0
 
-    def seal(self, side_files: Mapping[str, bytes | Path]) -> None:
-        """Complete the weights, and write what goes beside them: name to content, or to a file to copy."""
+    def seal(self) -> None:
+        """Complete the weights, and write what goes beside them.
+
+        Raises:
+            CheckpointError: if a side file is not what it was when the writer was made.
+            DestinationError: if the disk is full or a write failed.
+        """
         self.checkpoint()
         for name, data in self._encoder.finish():
             self._sink.append(name, data)
         self._sink.sync()
         self._file_hashes = self._sink.close()
         self._open = False
-        for name, content in {**side_files, **self._encoder.extra_files()}.items():
-            self.add_file(name, content if isinstance(content, bytes) else content.read_bytes())
+        for name, value in self._side_files.items():
+            content = value if isinstance(value, bytes) else _content(value)
+            self.add_file(name, content)
+            if isinstance(value, Path) and self._file_hashes[name] != self._side_hashes[name]:
+                raise CheckpointError("the source changed while it was read", path=value)
+        for name, content in self._encoder.extra_files().items():
+            self.add_file(name, content)
 
     def add_file(self, name: str, content: bytes) -> None:
         """Write one more file beside the sealed weights."""
-        self._staging.write_file(name, content)
-        self._file_hashes[name] = hashlib.sha256(content).hexdigest()
+        self._staging.folder.write(name, content)
+        self._file_hashes[name] = _sha256(content)
 
     @property
     def hashes(self) -> dict[str, str]:
@@ -118,8 +131,8 @@ class CheckpointWriter:
 
     def commit(self, manifest_name: str, manifest: bytes) -> None:
         """Write the manifest and give the folder its final name."""
-        self._staging.write_file(manifest_name, manifest)
-        self._staging.commit()
+        self._staging.folder.write(manifest_name, manifest)
+        self._staging.commit({*self._file_hashes, manifest_name})
 
     def __enter__(self) -> CheckpointWriter:
         return self
@@ -130,9 +143,34 @@ class CheckpointWriter:
         if error is None:
             return
         if self._open:
-            self._sink.close()
+            self._sink.abandon()
             self._open = False
-        if isinstance(error, QuantkitError) and not isinstance(error, (DestinationError, QualityError)):
+        if isinstance(error, QuantkitError) and not isinstance(error, _KEEPS):
             self._staging.discard()
         else:
             self._staging.close()
+
+    def _taken_up(self) -> SafePoint:
+        """Where an interrupted run stopped."""
+        last = SafePoint(0, {}, {}, None, {})
+        names = [item.name for item in self._encoder.planned]
+        try:
+            for entry in self._staging.entries:
+                last = SafePoint.from_json(entry, names, self._encoder.files())
+                self.records.update(last.records)
+            if self._staging.entries:
+                self._encoder.restore(last.state)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise not_ours(self.path / JOURNAL) from error
+        return last
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror or error}", path=path) from error
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

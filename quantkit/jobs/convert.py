@@ -14,6 +14,7 @@ from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.encoders import Encoder, MetaEncoder, Planned, SafetensorsEncoder
 from quantkit.formats.folder import checked_tokenizer, hf_side_files, meta_side_files, require_new_names
+from quantkit.formats.staging import require_name
 from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, write
 from quantkit.naming import entries
 from quantkit.progress import Progress, silent
@@ -77,6 +78,7 @@ def conversion(
         raise RequestError("unknown dtype", found=dtype, expected=", ".join(DTYPES))
     if to == "hf" and mp != 1:
         raise RequestError("--mp goes with --to meta", found=f"--mp {mp}")
+    require_name(Path(dst))
     source = open_checkpoint(src, weights)
     require_new_names(source.path, Path(dst))
     tokenizer, notes = checked_tokenizer(source)

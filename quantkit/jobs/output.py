@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class Work:
         safe_after: whether a killed run shall be able to go on after a tensor.
         scratch_bytes: space that the job takes on the destination's disk for itself.
         source_check: whether to see first that the source predicts a text at all.
+        computed_by: what of the machine decides the weights' bytes; the manifest does not tell it.
     """
 
     job: str
@@ -51,6 +52,7 @@ class Work:
     safe_after: Callable[[Planned], bool] = lambda item: False
     scratch_bytes: int = 0
     source_check: bool = True
+    computed_by: Mapping[str, object] = field(default_factory=dict)
 
 
 def write(work: Work, source: Checkpoint, dst: Path, *, resume: bool, progress: Progress) -> list[str]:
@@ -67,11 +69,14 @@ def write(work: Work, source: Checkpoint, dst: Path, *, resume: bool, progress: 
         "quantkit": __version__,
         "source": manifest.identity(source.files()),
         **{f"option {key}": value for key, value in work.options.items()},
+        **work.computed_by,
     }
     planned = work.encoder.planned
     total = sum(_bytes(item) for item in planned)
     needed = work.encoder.total_bytes() + work.scratch_bytes
-    with CheckpointWriter(dst, work.encoder, fingerprint, needed_bytes=needed, resume=resume) as writer:
+    with CheckpointWriter(
+        dst, work.encoder, fingerprint, work.side_files, needed_bytes=needed, resume=resume
+    ) as writer:
         hashes = manifest.SourceHashes(source.files())
         done = sum(_bytes(item) for item in planned[: writer.done])
         checked = _checked(work, source, progress)
@@ -86,7 +91,7 @@ def write(work: Work, source: Checkpoint, dst: Path, *, resume: bool, progress: 
             done += _bytes(item)
         progress(done, total, "")
         source_hashes = hashes.result()
-        writer.seal(work.side_files)
+        writer.seal()
         details, files = work.describe(writer.path, writer.records)
         for name, content in files.items():
             writer.add_file(name, content)

@@ -12,6 +12,7 @@ from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.encoders import Planned
 from quantkit.formats.folder import checked_tokenizer, require_new_names
+from quantkit.formats.staging import require_name
 from quantkit.jobs.assignment import Assignment
 from quantkit.naming import entries
 from quantkit.scheme import QuantPlan, QuantScheme
@@ -27,6 +28,7 @@ def prepare(
     Raises:
         QuantkitError: as `quantize` does.
     """
+    require_name(dst)
     source = open_checkpoint(src, weights)
     require_new_names(source.path, dst)
     tokenizer, notes = checked_tokenizer(source)

@@ -17,7 +17,7 @@ from quantkit.formats.checkpoint import DTYPE_NAMES, FLOAT_DTYPES
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.encoders import Planned, SafetensorsEncoder
 from quantkit.formats.folder import hf_side_files
-from quantkit.formats.staging import partial_folder
+from quantkit.formats.staging import SCRATCH, partial_folder
 from quantkit.jobs.card import NAME as CARD
 from quantkit.jobs.card import model_card
 from quantkit.jobs.gate import require_passed, run_gate
@@ -28,8 +28,6 @@ from quantkit.naming import entries
 from quantkit.progress import Progress, silent
 from quantkit.qtensor import QuantTensor, relative_error
 from quantkit.scheme import QuantPlan, QuantScheme
-
-SCRATCH = ".activations"
 
 
 def quantize(
@@ -99,7 +97,9 @@ def quantize(
         "allow_nonfinite": allow_nonfinite,
     }
     solver, scratch = None, 0
+    computed_by: dict[str, object] = {}
     if settings is not None:
+        computed_by = {"number of processes": Ranks().size, "kind of device": settings.device.type}
         drawn = settings.draw(tokenizer, source)
         notes += too_few_tokens(drawn, source.config)
         options["calibration"] = drawn.to_json()
@@ -160,8 +160,8 @@ def quantize(
     ends = {entry.layer: entry.name for entry in entries(source.config)}.values()
     work = Work(
         "quantize", encoder, produce, hf_side_files(source, source.config, assigned), describe, options,
-        begin=begin, scratch_bytes=scratch, safe_after=lambda item: solver is not None and item.name in ends,
-        source_check=source_check,
+        begin=begin, scratch_bytes=scratch, computed_by=computed_by,
+        safe_after=lambda item: solver is not None and item.name in ends, source_check=source_check,
     )  # fmt: skip
     try:
         notes += write(work, source, dst, resume=resume, progress=progress)

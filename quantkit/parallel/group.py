@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _LONGEST = 60
+_ENDED, _HEARD = "ended", "heard"
+_POLL_SECONDS = 0.1
+_PATIENCE = 5.0
 T = TypeVar("T")
 
 
@@ -48,6 +53,29 @@ class Group:
             return bool(self.store.add("failed", 1) == 1)
         except RuntimeError:  # the launcher, or the process that keeps the store, has gone
             return self.first
+
+    def tell_end(self, code: int) -> None:
+        """Say that the first process, which this is, is done, and what it exits with."""
+        with contextlib.suppress(RuntimeError):  # nobody is left to be told
+            self.store.set(_ENDED, str(code))
+            patience = _PATIENCE
+            while patience > 0 and self.store.add(_HEARD, 0) < self.size - 1:  # this process may keep the store
+                time.sleep(_POLL_SECONDS)
+                patience -= _POLL_SECONDS
+
+    def wait_for_end(self) -> int:
+        """Wait until the first process is done, however long that takes; what it exits with.
+
+        Raises:
+            GroupError: if it is lost.
+        """
+        try:
+            while not self.store.check([_ENDED]):
+                time.sleep(_POLL_SECONDS)  # a wait in the store would be deaf to Ctrl-C
+            self.store.add(_HEARD, 1)
+            return int(self.store.get(_ENDED))
+        except RuntimeError as error:
+            raise _lost() from error
 
     def agree(self, value: T) -> T:
         """What the first process says."""
@@ -108,10 +136,14 @@ def joined(device: str | None = None) -> Iterator[Group | None]:
         yield Group(rank, size, own, dist.group.WORLD.group_name, store)
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error):  # torch has no error of its own for it
-            raise GroupError("another process was lost", hint="its own message or exit code tells why") from error
+            raise _lost() from error
         raise
     else:
         dist.destroy_process_group()  # not after an error, where NCCL would wait for those that are lost
+
+
+def _lost() -> GroupError:
+    return GroupError("another process was lost", hint="its own message or exit code tells why")
 
 
 def _short(text: str | None) -> str:

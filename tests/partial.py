@@ -1,0 +1,69 @@
+"""Interrupted runs: how tests leave one behind, look at it and change it."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantkit.formats.journal import NAME, Journal
+from quantkit.formats.own_folder import OwnFolder
+
+LONGEST = 60
+Change = Callable[[dict[str, Any]], Any]
+
+
+@contextmanager
+def no_hang() -> Iterator[None]:
+    """What waits for ever fails instead."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"still busy after {LONGEST} seconds")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(LONGEST)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def partial(dst: Path) -> Path:
+    return dst.with_name(dst.name + ".partial")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def interrupted(job: Callable[..., Any], src: Path, dst: Path, share: float = 0.6) -> Path:
+    """Run a job until a share of its bytes is written, and stop it as Ctrl-C does; the partial folder."""
+
+    def progress(done: int, total: int, name: str) -> None:
+        if name and done >= share * total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        job(src, dst, progress=progress)
+    assert not dst.exists()
+    return partial(dst)
+
+
+def rewrite_last(folder: Path, change: Change) -> None:
+    """Change what the journal says last, and seal it as quantkit does."""
+    lines = (folder / NAME).read_bytes().splitlines(keepends=True)
+    entry = json.loads(lines[-1])
+    del entry["check"]
+    (folder / NAME).write_bytes(b"".join(lines[:-1]))
+    changed = change(entry)
+    held = OwnFolder(folder)
+    journal = Journal(held)
+    journal.append(entry if changed is None else changed)
+    journal.close()
+    held.close()

@@ -1,0 +1,117 @@
+"""Several processes, of which the first works and the others wait for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import Capture, run
+from partial import contents, interrupted, partial, rewrite_last
+
+import quantkit
+from quantkit.data.files import EXCERPT
+from quantkit.errors import ResumeError
+
+COMMAND = "from quantkit.cli.main import main; main()"
+GPTQ: dict[str, Any] = {"method": "gptq", "calibration": EXCERPT, "samples": 24, "length": 64}
+
+
+def _processes(code: str, *arguments: str | Path) -> list[subprocess.CompletedProcess[str]]:
+    """Two that run the same, without a launcher: the first keeps what they share."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    children = [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        streams = [child.communicate(timeout=120) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    done = zip(children, streams, strict=True)
+    return [subprocess.CompletedProcess(command, child.returncode, *two) for child, two in done]
+
+
+def _told(all_: list[subprocess.CompletedProcess[str]]) -> list[str]:
+    """What quantkit says on stderr; torch has words of its own there for a lost process."""
+    return [line for one in all_ for line in one.stderr.splitlines() if line.startswith("quantkit:")]
+
+
+@pytest.mark.parametrize("command", ["convert --dtype fp32", "quantize --scheme int8"])
+def test_one_works_and_the_other_exits_as_it_does(
+    command: str, demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    name, *options = command.split()
+    first, second = _processes(COMMAND, name, demo_model, tmp_path / "two", *options)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert first.stdout == f"wrote {tmp_path / 'two'}\n"
+    assert (second.stdout, second.stderr) == ("", "")
+    assert run(capfd, name, demo_model, tmp_path / "one", *options)[0] == 0
+    assert contents(tmp_path / "two") == contents(tmp_path / "one")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
+
+
+def test_an_error_is_told_once_and_is_that_of_both(demo_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    both = _processes(COMMAND, "quantize", demo_model, tmp_path / "out", "--scheme", "int8")
+    assert [one.returncode for one in both] == [5, 5]
+    assert _told(both) == [f"quantkit: error: {tmp_path / 'out'}: exists already; nothing is overwritten;"
+                           " choose another name or remove it"]  # fmt: skip
+
+
+def test_waiting_has_no_limit_of_time() -> None:
+    """Neither for the end of the first, nor where it says what an earlier run has left."""
+    code = (
+        "import time, torch.distributed as dist\n"
+        "from datetime import timedelta\n"
+        "from functools import partial\n"
+        "from quantkit.calibration.ranks import Ranks\n"
+        "from quantkit.cli.processes import together\n"
+        "dist.init_process_group = partial(dist.init_process_group, timeout=timedelta(seconds=3))\n"
+        "with together(device='cpu') as group:\n"
+        "    ranks = Ranks()\n"
+        "    ranks.meet()\n"
+        "    time.sleep(4 * group.first)\n"
+        "    print(sorted(ranks.agree({'a'} if group.first else {'b'})))\n"
+        "    ranks.wait()\n"
+        "    time.sleep(4 * group.first)\n"
+    )
+    both = _processes(code)
+    assert [(one.returncode, one.stdout) for one in both] == [(0, "['a']\n")] * 2, both[1].stderr
+
+
+def test_a_run_of_one_process_is_not_resumed_by_two(demo_model: Path, tmp_path: Path) -> None:
+    dst = tmp_path / "out"
+    interrupted(lambda *a, **b: quantkit.quantize(*a, "int4-g64", **GPTQ, **b), demo_model, dst)
+    before = contents(partial(dst))
+    options = ["--scheme", "int4-g64", "--resume"]
+    options += [f"--{name}={value}" for name, value in GPTQ.items()]
+    both = _processes(COMMAND, "quantize", demo_model, dst, *options)
+    assert both[0].returncode == 6
+    assert both[1].returncode != 0
+    (told,) = _told(both)
+    assert "found changed number of processes" in told
+    assert contents(partial(dst)) == before
+
+
+def test_a_run_on_another_kind_of_device_is_not_resumed(demo_model: Path, tmp_path: Path) -> None:
+    dst = tmp_path / "out"
+    folder = interrupted(lambda *a, **b: quantkit.quantize(*a, "int4-g64", **GPTQ, **b), demo_model, dst, share=0)
+    first = json.loads((folder / ".quantkit-journal.jsonl").read_bytes().splitlines()[0])["fingerprint"]
+    assert first["kind of device"] == "cpu"
+    rewrite_last(folder, lambda entry: entry["fingerprint"].update({"kind of device": "cuda"}))
+    with pytest.raises(ResumeError, match="found changed kind of device"):
+        quantkit.quantize(demo_model, dst, "int4-g64", **GPTQ, resume=True)
