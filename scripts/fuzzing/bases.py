@@ -24,7 +24,7 @@ MTIME_NS = 1_700_000_000 * 10**9
 """Of every source file: a journal remembers it."""
 PARTIAL = "dst.partial"
 
-DIM, FEED_FORWARD, HEADS, KV_HEADS, LAYERS = 32, 64, 4, 2, 2
+DIM, FEED_FORWARD, HEADS, KV_HEADS, LAYERS = 32, 64, 4, 2, 1
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": DIM,
     "intermediate_size": FEED_FORWARD, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,

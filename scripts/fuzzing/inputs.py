@@ -26,7 +26,8 @@ class Input:
 
     Attributes:
         kind: the kind of the mutated file.
-        files: contents by path; a link is ``("link", target)``, ``@`` being itself, a pipe or folder ``("pipe", "")``, ``("folder", "")``.
+        files: contents by path; or ``("link", target)``, where ``@`` is the link itself, ``("pipe", "")``,
+            ``("folder", "")``.
         mutations: what was done, in words.
         job: a whole run, or ``light``.
     """
