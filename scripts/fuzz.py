@@ -9,6 +9,8 @@ folder. Of forty inputs, 39 go through `inspect` and the opener, with every tens
 whole `convert`, `quantize`, `verify` or resumed run. A worker process has a second process watch it: an input
 may take so many seconds and 1 GB.
 
+The sound folders go through the same first, and must pass.
+
 The rule. A command ends in a documented exit code other than 1. If it fails, stderr holds one line of error,
 which names the source or the destination, and DST is not there. If it succeeds, the weights are those that
 torch.load without mmap or safetensors' own reader find in the damaged source: to the bit after an opener or
@@ -63,7 +65,9 @@ def main() -> int:
             numbers = range(options.only, options.only + 1)
             print("\n".join(describe(inputs.make(options.only))))
         started = time.monotonic()
-        outcomes = _run(Workers(inputs, folder, options.processes, options.seconds), numbers)
+        workers = Workers(inputs, folder, options.processes, options.seconds)
+        outcomes = [] if keep else _run(workers, inputs.sound)
+        outcomes += _run(workers, numbers)
         print("\n".join(_report(outcomes, inputs, time.monotonic() - started)))
         if keep:
             print(f"  {outcomes[0]}\n  kept in {folder}/worker-0")
@@ -87,11 +91,12 @@ def _run(workers: Workers, numbers: range) -> list[Outcome]:
 
 def _report(outcomes: list[Outcome], inputs: Inputs, seconds: float) -> list[str]:
     """Counts of exit codes by kind of file and by command, then the findings grouped by what happened."""
-    whole = sum(outcome.job != "light" for outcome in outcomes)
-    lines = [f"{len(outcomes)} inputs, {whole} of them whole runs, in {seconds:.0f} s: {len(outcomes) / seconds:.0f}/s"]
+    mutated = [outcome for outcome in outcomes if outcome.kind != "sound"]
+    whole = sum(outcome.job != "light" for outcome in mutated)
+    lines = [f"{len(mutated)} inputs, {whole} of them whole runs, in {seconds:.0f} s: {len(mutated) / seconds:.0f}/s"]
     for title, key in (("kind of file", lambda o: o.kind), ("command", lambda o: o.job)):
         counts: dict[str, Counter[str]] = {}
-        for outcome in outcomes:
+        for outcome in mutated:
             code = str(next(iter(outcome.codes.values()))) if outcome.codes else "died"
             counts.setdefault(key(outcome), Counter())[code] += 1
         codes = sorted({code for counter in counts.values() for code in counter}, key=lambda c: (len(c), c))

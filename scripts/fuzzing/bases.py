@@ -84,8 +84,10 @@ def write_bases(folder: Path) -> None:
     (tiktoken / "tokenizer.model").write_bytes(_tiktoken(300))
     _meta(tiktoken, shards=1, vocabulary=300 + 256, rows_of_embedding=True)
     torch.serialization.set_crc32_options(False)
-    _meta(_new(folder, "meta-no-crc"), shards=1, vocabulary=96)
-    torch.serialization.set_crc32_options(True)
+    try:
+        _meta(_new(folder, "meta-no-crc"), shards=1, vocabulary=96)
+    finally:
+        torch.serialization.set_crc32_options(True)
 
     hf = _new(folder, "hf")
     _tokenizer_json(hf)

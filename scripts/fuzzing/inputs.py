@@ -41,14 +41,24 @@ class Input:
 
 
 class Inputs:
-    """All inputs of a seed."""
+    """All inputs of a seed. Numbers below 0 are the sound folders, one for each thing that is done with them."""
 
     def __init__(self, seed: int, bases: list[Base]) -> None:
         self._seed = seed
         self._targets = {whole: _by_kind(bases, whole) for whole in (False, True)}
         self._files = [(kind_of(path, data), path, data) for base in bases for path, data in base.files.items()]
 
+        self._sound = [(base, job) for base in bases for job in (*["light"] * base.light, *base.whole)]
+
+    @property
+    def sound(self) -> range:
+        """The numbers of the sound folders."""
+        return range(-len(self._sound), 0)
+
     def make(self, number: int) -> Input:
+        if number < 0:
+            base, job = self._sound[number]
+            return Input(number, base.name, "sound", dict(base.files), [], job)
         rng = Random(f"{self._seed}:{number}")
         whole = number % WHOLE_EVERY == 0
         by_kind = self._targets[whole]

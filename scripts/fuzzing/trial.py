@@ -90,6 +90,8 @@ class Bench:
                         findings.append(f"verify of a finished output exits {codes['verify']}")
             elif os.path.lexists("dst"):
                 findings.append(f"dst exists after exit code {code}")
+        if not trial.mutations and any(codes.values()):
+            findings.append(f"the sound base {trial.base} is refused: {codes}")
         phase(b"looking")
         _join_threads()
         if _listing(Path("src")) != before:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import mmap
@@ -25,6 +26,7 @@ MEMORY = 1 << 30
 """Address space that an input may take above the worker's start."""
 _M_ARENA_MAX = -8
 _PHASE_BYTES = 32
+_LOOK_SECONDS = 0.2
 
 
 class Workers:
@@ -48,16 +50,21 @@ class Workers:
         with selectors.DefaultSelector() as waiting:
             for first in range(min(self._count, len(numbers))):
                 self._start(numbers[first :: self._count], waiting)
+            looked = time.monotonic()
             while self._running:
-                for key, _ in waiting.select(timeout=0.2):
+                for key, _ in waiting.select(timeout=_LOOK_SECONDS):
                     worker = key.data
                     outcomes, alive = worker.receive()
                     yield from outcomes
                     if not alive:
                         waiting.unregister(worker.pipe)
                         yield from self._replace(worker, None, waiting)
+                passed = time.monotonic() - looked
+                if passed < _LOOK_SECONDS:
+                    continue
+                looked += passed
                 for worker in list(self._running):
-                    if time.monotonic() - worker.since > self._seconds:
+                    if worker.taken(passed) > self._seconds:
                         waiting.unregister(worker.pipe)
                         os.kill(worker.process, signal.SIGKILL)
                         yield from self._replace(worker, f"no end after {self._seconds:g} s", waiting)
@@ -97,7 +104,8 @@ class _Worker:
 
     def __init__(self, inputs: Inputs, numbers: range, folder: Path, bases: Path) -> None:
         self.left = numbers
-        self.since = time.monotonic()
+        self._taken = 0.0
+        self._ticks = 0
         self._buffer = b""
         self._phase = mmap.mmap(-1, _PHASE_BYTES)
         self.pipe, writer = os.pipe()
@@ -112,9 +120,24 @@ class _Worker:
         piece = os.read(self.pipe, 1 << 16)
         *lines, self._buffer = (self._buffer + piece).split(b"\n")
         if lines:
-            self.since = time.monotonic()
+            self._taken = 0.0
             self.left = self.left[len(lines) :]
         return [Outcome(**json.loads(line)) for line in lines], bool(piece)
+
+    def taken(self, passed: float) -> float:
+        """Seconds that the input under way has taken so far, of which some have passed since the last call.
+
+        Where a thread could run, but other processes of the machine had the processor, only its own time counts.
+        """
+        process = Path(f"/proc/{self.process}")
+        ticks = sum(map(int, _stat(process)[11:13]))
+        own, self._ticks = (ticks - self._ticks) / os.sysconf("SC_CLK_TCK"), ticks
+        could_run = False
+        for task in process.glob("task/*"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
+                could_run |= _stat(task)[0] == "R"
+        self._taken += min(passed, own) if could_run else passed
+        return self._taken
 
     def phase(self) -> str:
         return self._phase[:].rstrip(b"\0").decode()
@@ -151,6 +174,11 @@ def prepared(folder: Path, bases: Path) -> Bench:
 def describe(trial: Input) -> list[str]:
     """What an input is, for people."""
     return [f"input {trial.number}: base {trial.base}, {trial.job}", *(f"  {what}" for what in trial.mutations)]
+
+
+def _stat(process: Path) -> list[str]:
+    """The fields of a process or thread in Linux's /proc, its state first."""
+    return (process / "stat").read_text().rpartition(")")[2].split()
 
 
 def _write(phase: mmap.mmap, text: bytes) -> None:
