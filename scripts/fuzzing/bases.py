@@ -55,13 +55,14 @@ class Base:
 _FLOAT_JOBS = ("convert-hf", "convert-meta", "quantize-int8", "quantize-int4-g32")
 # What each base goes through as a whole. A random model with a tokenizer would rightly be refused.
 _WHOLE = {
-    "meta-1": (), "meta-2": _FLOAT_JOBS, "meta-tiktoken": (), "meta-no-crc": _FLOAT_JOBS, "hf": (),
-    "hf-sharded": _FLOAT_JOBS, "bin": _FLOAT_JOBS, "bin-sharded": _FLOAT_JOBS, "bin-legacy": _FLOAT_JOBS,
+    "meta-1": (), "meta-2": _FLOAT_JOBS, "meta-own": _FLOAT_JOBS, "meta-tiktoken": (), "meta-no-crc": _FLOAT_JOBS,
+    "hf": (), "hf-sharded": _FLOAT_JOBS, "bin": _FLOAT_JOBS, "bin-sharded": _FLOAT_JOBS, "bin-legacy": _FLOAT_JOBS,
     "int8": ("convert-hf", "verify"), "int4": ("convert-hf", "verify"), "converted": ("verify",),
-    "resume-convert": ("resume-convert-hf",), "resume-quantize": ("resume-quantize-int4-g32",),
+    "resume-hf": ("resume-convert-hf",), "resume-meta": ("resume-convert-meta",),
+    "resume-quantize": ("resume-quantize-int4-g32",),
     "demo-meta": _FLOAT_JOBS, "demo-hf": _FLOAT_JOBS, "demo-int4": ("convert-hf", "verify"),
 }  # fmt: skip
-_NOT_LIGHT = {"converted", "resume-convert", "resume-quantize", "demo-meta", "demo-hf", "demo-int4"}
+_NOT_LIGHT = {"converted", "resume-hf", "resume-meta", "resume-quantize", "demo-meta", "demo-hf", "demo-int4"}
 
 
 def read_bases(folder: Path) -> list[Base]:
@@ -91,29 +92,31 @@ def write_bases(folder: Path) -> None:
 
     hf = _new(folder, "hf")
     _tokenizer_json(hf)
-    _config(hf, vocab_size=300, rope_scaling=LLAMA3_ROPE)
-    save_file(_weights(300), hf / "model.safetensors", metadata={"format": "pt"})
+    _config(hf, vocab_size=300, rope_scaling=LLAMA3_ROPE, torch_dtype="float16")
+    halves = {name: weight.half() for name, weight in _weights(300).items()}
+    save_file(halves, hf / "model.safetensors", metadata={"format": "pt"})
     sharded = _new(folder, "hf-sharded")
     _config(sharded, vocab_size=96)
     _shards(sharded, "model", "safetensors")
     bin_single = _new(folder, "bin")
-    _config(bin_single, vocab_size=96)
-    torch.save(_weights(96), bin_single / "pytorch_model.bin")
+    _config(bin_single, vocab_size=96, torch_dtype="float32")
+    torch.save(_views(), bin_single / "pytorch_model.bin")
     bin_sharded = _new(folder, "bin-sharded")
     _config(bin_sharded, vocab_size=96, tie_word_embeddings=True)
     _shards(bin_sharded, "pytorch_model", "bin", tied=True)
     legacy = _new(folder, "bin-legacy")
-    _config(legacy, vocab_size=96)
-    torch.save(_weights(96), legacy / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    _config(legacy, vocab_size=96, torch_dtype="float32")
+    torch.save(_views(), legacy / "pytorch_model.bin", _use_new_zipfile_serialization=False)
 
     for name, scheme in (("int8", "int8"), ("int4", "int4-g32-asym")):
         quantkit.quantize(sharded, _home(folder, name), scheme, accept_quality_loss=True)
     quantkit.convert(bin_single, _home(folder, "converted"))
+    quantkit.convert(sharded, _home(folder, "meta-own"), to="meta", mp=2)
     shutil.copytree(DEMO_MODEL, _home(folder, "demo-meta"), copy_function=shutil.copyfile)
     quantkit.convert(DEMO_MODEL, _home(folder, "demo-hf"))
     quantkit.quantize(DEMO_MODEL, _home(folder, "demo-int4"), "int4-g32")
-    _interrupted(folder, "resume-convert")
-    _interrupted(folder, "resume-quantize")
+    for name in ("resume-hf", "resume-meta", "resume-quantize"):
+        _interrupted(folder, name)
 
 
 def _home(folder: Path, name: str) -> Path:
@@ -151,6 +154,17 @@ def _weights(vocabulary: int, *, tied: bool = False) -> dict[str, Tensor]:
             found[f"{prefix}{name}.weight"] = _random(rows, columns, generator)
     if not tied:
         found["lm_head.weight"] = _random(vocabulary, DIM, generator)
+    return found
+
+
+def _views() -> dict[str, Tensor]:
+    """A random model in float32, of which some tensors share a storage and one is transposed."""
+    found = {name: weight.float() for name, weight in _weights(96).items()}
+    down = "model.layers.0.mlp.down_proj.weight"
+    found[down] = found[down].T.contiguous().T
+    names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
+    joined = torch.cat([found[name] for name in names])
+    found.update(zip(names, joined.split([len(found[name]) for name in names]), strict=True))
     return found
 
 
@@ -196,6 +210,7 @@ def _meta(folder: Path, *, shards: int, vocabulary: int, rows_of_embedding: bool
                 state[f"{prefix}{name}.weight"] = _random(rows, columns, generator)
             for name in ("attention_norm", "ffn_norm"):
                 state[f"{prefix}{name}.weight"] = torch.ones(DIM, dtype=torch.bfloat16)
+        state["rope.freqs"] = torch.ones(DIM // HEADS // 2)
         state["norm.weight"] = torch.ones(DIM, dtype=torch.bfloat16)
         state["output.weight"] = _random(vocabulary // shards, DIM, generator)
         torch.save(state, folder / f"consolidated.{rank:02d}.pth")
@@ -236,10 +251,11 @@ def _interrupted(folder: Path, name: str) -> None:
     usual = writer._CHECKPOINT_BYTES
     writer._CHECKPOINT_BYTES = 5_000  # the journal of so small a model would have one line
     try:
-        if name == "resume-convert":
-            quantkit.convert(src, dst, progress=stop)
-        else:
+        if name == "resume-quantize":
             quantkit.quantize(src, dst, "int4-g32", progress=stop)
+        else:
+            to, mp = name.removeprefix("resume-"), 1 if name == "resume-hf" else 2
+            quantkit.convert(src, dst, to=to, mp=mp, progress=stop)
     except KeyboardInterrupt:
         return
     finally:

@@ -13,8 +13,8 @@ from fuzzing.zips import mutate_zip
 
 WHOLE_EVERY = 40
 """Of so many inputs one goes through a whole convert, quantize, verify or resumed run."""
-# How often a kind of file is mutated; inspect and the opener hardly look at the last two.
-_WEIGHTS = {"zip": 6.0, "safetensors": 4.0, "config.json": 4.0, "params.json": 3.0, "generation_config.json": 0.3,
+# How often a kind of file is mutated for a light trial, which hardly looks at the last two.
+_WEIGHTS = {"zip": 6, "safetensors": 4, "config.json": 4, "params.json": 3, "generation_config.json": 0.3,
             "quantkit.json": 0.7}  # fmt: skip
 _FILE_LEVEL = ("missing", "empty", "a folder", "a link outside", "a dangling link", "a link to itself", "a pipe",
                "a git-lfs pointer", "an HTML page", "spaces", "another file of the kind")  # fmt: skip
@@ -63,7 +63,7 @@ class Inputs:
         whole = number % WHOLE_EVERY == 0
         by_kind = self._targets[whole]
         kinds = sorted(by_kind)
-        kind = rng.choices(kinds, [_WEIGHTS.get(name, 2.0) for name in kinds])[0]
+        kind = rng.choices(kinds, [1 if whole else _WEIGHTS.get(name, 2) for name in kinds])[0]
         base, path = rng.choice(by_kind[kind])
         others = [data for other, name, data in self._files if other == kind and name != path and len(data) < 1 << 20]
         files: dict[str, bytes | tuple[str, str]] = dict(base.files)
