@@ -6,8 +6,8 @@
 Each input is a sound folder (made on the spot, see `fuzzing.bases`) with one to three mutations of one of its
 files. It depends on the seed and its number alone; ``--only`` repeats one, says what was mutated and keeps its
 folder. Of forty inputs, 39 go through `inspect` and the opener, with every tensor loaded; one goes through a
-whole `convert`, `quantize`, `verify` or resumed run. A worker process has a second process watch it: an input
-may take so many seconds and 1 GB.
+whole `convert`, `quantize`, `verify` or resumed run. Inputs run in forked workers under a watchdog: one may take
+ten seconds and 1 GB, and a worker that dies or hangs is a finding.
 
 The sound folders go through the same first, and must pass.
 
@@ -43,6 +43,9 @@ from fuzzing.inputs import Inputs
 from fuzzing.trial import Outcome
 from fuzzing.workers import Workers, describe
 
+_SHARED = Path("/dev/shm")
+"""Where files need no disk: a whole run waits for it many times."""
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -54,8 +57,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=10, help="That an input may take.")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    shared = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(prefix="fuzz-", dir=shared if shared.is_dir() else None))
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-", dir=_SHARED if _SHARED.is_dir() and _free(_SHARED) else None))
     keep = options.only is not None
     try:
         in_a_child(write_bases, folder / "bases")
@@ -75,6 +77,11 @@ def main() -> int:
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _free(folder: Path) -> bool:
+    """Whether there is room for the bases and the workers' folders."""
+    return shutil.disk_usage(folder).free > 1 << 28
 
 
 def _run(workers: Workers, numbers: range) -> list[Outcome]:

@@ -9,6 +9,7 @@ import mmap
 import os
 import resource
 import selectors
+import shutil
 import signal
 import sys
 import time
@@ -25,6 +26,7 @@ from fuzzing.trial import Bench, Outcome
 MEMORY = 1 << 30
 """Address space that an input may take above the worker's start."""
 _M_ARENA_MAX = -8
+_PR_SET_PDEATHSIG = 1
 _PHASE_BYTES = 32
 _LOOK_SECONDS = 0.2
 
@@ -96,6 +98,7 @@ class Workers:
             finding = f"{problem} while {worker.phase()}"
             yield Outcome(trial.number, trial.kind, trial.job, {}, None, [finding])
             if worker.left[1:]:
+                shutil.rmtree(worker.folder, ignore_errors=True)
                 self._start(worker.left[1:], waiting)
 
 
@@ -104,6 +107,7 @@ class _Worker:
 
     def __init__(self, inputs: Inputs, numbers: range, folder: Path, bases: Path) -> None:
         self.left = numbers
+        self.folder = folder
         self._taken = 0.0
         self._ticks = 0
         self._buffer = b""
@@ -161,8 +165,10 @@ def _work(inputs: Inputs, numbers: range, folder: Path, bases: Path, pipe: int, 
 
 
 def prepared(folder: Path, bases: Path) -> Bench:
-    """A bench in a process whose memory is bounded from now on."""
-    ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)  # the address space of an arena is no memory in use
+    """A bench in a process whose memory is bounded from now on, and which does not outlive its parent."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_ARENA_MAX, 2)  # the address space of an arena is no memory in use
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (pages * mmap.PAGESIZE + MEMORY, hard))
