@@ -17,11 +17,11 @@ torch.load without mmap or safetensors' own reader find in the damaged source: t
 `convert`, within half a step after `quantize`; and `verify DST` agrees. Nothing in a pickle is run, and no file
 outside DST is changed.
 
-Where those readers refuse a source that quantkit took, nobody vouches for its bytes. A whole run also needs
-zipfile's word that the CRC of the pickle and of each record that a tensor uses are right, unless all are 0 (torch's
-CRC switched off); an opener reads headers, and need not know a CRC. Without a voucher the weights must be those of
-the sound folder, to the bit: the damage then lies where it touches no weight, and the case is counted as "readers
-refused, weights intact". If they are not, it is a finding.
+Of a zip, zipfile must say as well that the headers of the pickle and of the tensors' records fit its directory
+and, after a whole run, that their CRC are right, unless all are 0 (torch's CRC switched off); an opener need not
+know a CRC. Where a reader refuses a source that quantkit took, nobody vouches for its bytes. The weights must then
+be those of the sound folder, to the bit: the damage lies where it touches no weight, and the case is counted as
+"readers refused, weights intact". If they are not, it is a finding.
 """
 
 from __future__ import annotations

@@ -6,9 +6,7 @@ folder: any exception is a refusal.
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
 import re
 import warnings
 import zipfile
@@ -27,19 +25,17 @@ _META = {
 }  # fmt: skip
 _COLUMNS = ("attention.wo", "feed_forward.w2")
 _DERIVED = re.compile(r"(.*\.)?(rope\.freqs|freqs_cis|rotary_emb\.\w+)")
-_ITEM_BYTES = {"Double": 8, "Float": 4, "Half": 2, "BFloat16": 2, "Long": 8, "Int": 4, "Short": 2, "Char": 1,
-               "Byte": 1, "Bool": 1}  # fmt: skip
 
 
 class Refused(Exception):
-    """The readers cannot vouch for the bytes of a tensor."""
+    """The folder is no Meta checkpoint that this reading knows."""
 
 
 def read(folder: Path, *, checksums: bool = True) -> dict[str, Tensor]:
     """All tensors of a folder as stored, by Hugging Face's names; Meta's shards joined, rotary rows in order.
 
     Args:
-        checksums: hold the zip records that are used against their CRC.
+        checksums: hold the records of a zip against their CRC.
 
     Raises:
         Exception: of whatever kind, where a reader refuses, a CRC is wrong, or a record is too short.
@@ -155,9 +151,10 @@ def _load(path: Path, checksums: bool) -> dict[str, Tensor]:
 
 
 def _check_records(path: Path, checksums: bool) -> None:
-    """Hold the records that tensors use, and the pickle, against the pickle's sizes and their CRC.
+    """Hold the headers of the pickle and of all data against the zip's directory, and their bytes against their CRC.
 
-    A file whose CRC are all 0 was written with torch's CRC switched off.
+    torch itself holds the records' sizes against the pickle. A file whose CRC are all 0 was written with its CRC
+    switched off.
     """
     try:
         archive = zipfile.ZipFile(path)
@@ -166,36 +163,13 @@ def _check_records(path: Path, checksums: bool) -> None:
             raise
         return  # a feature that zipfile lacks says nothing of the bytes; torch has read them
     with archive:
-        infos = {info.filename: info for info in archive.infolist()}
-        if not checksums or not any(info.CRC for info in infos.values()):
-            for info in infos.values():
-                del info.CRC  # zipfile then checks none
-        pickled = next(name for name in infos if name.endswith("data.pkl") and name.count("/") <= 1)
-        storages = _Storages(io.BytesIO(archive.read(pickled)))
-        storages.load()
-        for key, size in storages.sizes.items():
-            name = f"{pickled.removesuffix('data.pkl')}data/{key}"
-            if len(archive.read(name)) < size:
-                raise Refused(f"record {name} is shorter than {size} bytes")
-
-
-class _Inert(dict[Any, Any]):
-    def __init__(self, *_: Any) -> None: ...
-
-
-class _Storages(pickle.Unpickler):
-    """The bytes of each storage that a pickle refers to; what it names is not imported."""
-
-    def __init__(self, file: Any) -> None:
-        super().__init__(file)
-        self.sizes: dict[str, int] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        return type(name, (_Inert,), {})
-
-    def persistent_load(self, reference: Any) -> None:
-        _, storage, key, _, count = reference
-        self.sizes[key] = max(self.sizes.get(key, 0), _ITEM_BYTES[storage.__name__.removesuffix("Storage")] * count)
+        infos = archive.infolist()
+        known = any(info.CRC for info in infos)
+        for info in infos:
+            if "/data/" in info.filename or info.filename.endswith("data.pkl"):
+                with archive.open(info) as record:
+                    if checksums and known:
+                        record.read()
 
 
 def _joined(folder: Path, checksums: bool) -> dict[str, Tensor]:
