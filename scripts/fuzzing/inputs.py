@@ -26,6 +26,7 @@ class Input:
 
     Attributes:
         kind: the kind of the mutated file.
+        path: the mutated file.
         files: contents by path; or ``("link", target)``, where ``@`` is the link itself, ``("pipe", "")``,
             ``("folder", "")``.
         mutations: what was done, in words.
@@ -35,6 +36,7 @@ class Input:
     number: int
     base: str
     kind: str
+    path: str
     files: dict[str, bytes | tuple[str, str]]
     mutations: list[str]
     job: str
@@ -58,7 +60,7 @@ class Inputs:
     def make(self, number: int) -> Input:
         if number < 0:
             base, job = self._sound[number]
-            return Input(number, base.name, "sound", dict(base.files), [], job)
+            return Input(number, base.name, "sound", "", dict(base.files), [], job)
         rng = Random(f"{self._seed}:{number}")
         whole = number % WHOLE_EVERY == 0
         by_kind = self._targets[whole]
@@ -85,7 +87,7 @@ class Inputs:
             extra = rng.choice(("model.safetensors", "config.json", "quantkit.json", "tokenizer.json", "README.md"))
             files[f"{PARTIAL}/{extra}"] = ("link", "../victim")
             mutations.append(f"{PARTIAL}/{extra}: planted link")
-        return Input(number, base.name, kind, files, mutations, rng.choice(base.whole) if whole else "light")
+        return Input(number, base.name, kind, path, files, mutations, rng.choice(base.whole) if whole else "light")
 
 
 def kind_of(path: str, data: bytes) -> str:

@@ -213,8 +213,9 @@ def _make(trial: Input) -> None:
             os.mkdir("dst.partial")
         if isinstance(content, bytes):
             Path(path).write_bytes(content)
-            if path.startswith("src"):
-                os.utime(path, ns=(MTIME_NS, MTIME_NS))
+            if path.startswith("src"):  # a journal knows the sound ones by size and time
+                time_ns = MTIME_NS + 10**9 * (path == trial.path)
+                os.utime(path, ns=(time_ns, time_ns))
         elif content[0] == "link":
             os.symlink(path.rpartition("/")[2] if content[1] == "@" else content[1], path)
         elif content[0] == "pipe":
