@@ -5,9 +5,9 @@
 
 Each input is a sound folder (made on the spot, see `fuzzing.bases`) with one to three mutations of one of its
 files. It depends on the seed and its number alone; ``--only`` repeats one, says what was mutated and keeps its
-folder. Of forty inputs, 39 go through `inspect` and the opener, with every tensor loaded; one goes through a
-whole `convert`, `quantize`, `verify` or resumed run. Inputs run in forked workers under a watchdog: one may take
-ten seconds and 1 GB, and a worker that dies or hangs is a finding.
+folder. Of forty inputs, 39 go through `inspect` and the opener, with every tensor loaded and a text tokenized; one
+goes through a whole `convert`, `quantize`, `verify` or resumed run. Inputs run in forked workers under a watchdog:
+one may take ten seconds and 1 GB, and a worker that dies or hangs is a finding.
 
 The sound folders go through the same first, and must pass.
 

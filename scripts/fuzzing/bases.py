@@ -56,7 +56,8 @@ _FLOAT_JOBS = ("convert-hf", "convert-meta", "quantize-int8", "quantize-int4-g32
 # What each base goes through as a whole. A random model with a tokenizer would rightly be refused.
 _WHOLE = {
     "meta-1": (), "meta-2": _FLOAT_JOBS, "meta-own": _FLOAT_JOBS, "meta-tiktoken": (), "meta-no-crc": _FLOAT_JOBS,
-    "hf": (), "hf-sharded": _FLOAT_JOBS, "bin": _FLOAT_JOBS, "bin-sharded": _FLOAT_JOBS, "bin-legacy": _FLOAT_JOBS,
+    "hf": (), "hf-sentencepiece": (), "hf-sharded": _FLOAT_JOBS,
+    "bin": _FLOAT_JOBS, "bin-sharded": _FLOAT_JOBS, "bin-legacy": _FLOAT_JOBS,
     "int8": ("convert-hf", "verify"), "int4": ("convert-hf", "verify"), "converted": ("verify",),
     "resume-hf": ("resume-convert-hf",), "resume-meta": ("resume-convert-meta",),
     "resume-quantize": ("resume-quantize-int4-g32",),
@@ -115,6 +116,11 @@ def write_bases(folder: Path) -> None:
     shutil.copytree(DEMO_MODEL, _home(folder, "demo-meta"), copy_function=shutil.copyfile)
     quantkit.convert(DEMO_MODEL, _home(folder, "demo-hf"))
     quantkit.quantize(DEMO_MODEL, _home(folder, "demo-int4"), "int4-g32")
+    pieces = _new(folder, "hf-sentencepiece")
+    _config(pieces, vocab_size=2048)
+    save_file(_weights(2048), pieces / "model.safetensors")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(folder / "demo-hf" / "src" / name, pieces / name)
     for name in ("resume-hf", "resume-meta", "resume-quantize"):
         _interrupted(folder, name)
 

@@ -21,11 +21,13 @@ from fuzzing.inputs import Input
 from quantkit.cli.main import main
 from quantkit.errors import QuantkitError
 from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.folder import checked_tokenizer
 from quantkit.qtensor import QuantTensor
 
 DOCUMENTED = {0, 2, 3, 4, 5, 6, 7, 8, 10, 11}
 ORACLE_PHASE = b"reading"
 _VICTIM = b"not to be touched\n" * 100
+_TEXT = "The quick brown fox, 42 times: déjà vu \U0001f98a\n\tthe end."
 _JOBS = {
     "convert-hf": ["convert", "src", "dst"],
     "convert-meta": ["convert", "src", "dst", "--to", "meta", "--mp", "2"],
@@ -133,7 +135,7 @@ class Bench:
         return code
 
     def _open(self, base: str, findings: list[str], phase: Callable[[bytes], None]) -> tuple[int, str | None]:
-        """Open the source and load all of it; the code of the error, and why the readers refused."""
+        """Open the source, load all of it and tokenize a text; the code of the error, and why the readers refused."""
         phase(b"open")
         loaded: dict[str, Tensor] = {}
         try:
@@ -141,9 +143,12 @@ class Bench:
             for name in checkpoint.names():
                 value = checkpoint.load(name)
                 loaded[name] = value.dequantize() if isinstance(value, QuantTensor) else value
+            tokenizer, _ = checked_tokenizer(checkpoint)
+            if tokenizer is not None:
+                tokenizer.decode(tokenizer.encode(_TEXT))
         except QuantkitError as error:
             return error.exit_code, None
-        except Exception as error:
+        except BaseException as error:  # a panic of a Rust library is no Exception
             findings.append(f"open raises {type(error).__name__}: {' '.join(str(error).split())[:200]}")
             return 1, None
         phase(ORACLE_PHASE)
