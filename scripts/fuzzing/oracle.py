@@ -1,0 +1,198 @@
+"""An independent reading of a checkpoint: torch.load without mmap, safetensors' own reader, zipfile's CRC.
+
+Nothing here imports quantkit. Names are Hugging Face's, rotary rows in its order. A reading may refuse a
+folder: any exception is a refusal.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+_META = {
+    "tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head",
+    "attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj", "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj", "feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj", "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+}  # fmt: skip
+_COLUMNS = ("attention.wo", "feed_forward.w2")
+_DERIVED = re.compile(r"(.*\.)?(rope\.freqs|freqs_cis|rotary_emb\.\w+)")
+
+
+class Refused(Exception):
+    """The folder is no Meta checkpoint that this reading knows."""
+
+
+def read(folder: Path, *, checksums: bool = True) -> dict[str, Tensor]:
+    """All tensors of a folder as stored, by Hugging Face's names; Meta's shards joined, rotary rows in order.
+
+    Args:
+        checksums: hold the records of a zip against their CRC.
+
+    Raises:
+        Exception: of whatever kind, where a reader refuses, a CRC is wrong, or a record is too short.
+    """
+    found: dict[str, Tensor] = {}
+    for stem, kind in (("model", "safetensors"), ("pytorch_model", "bin")):
+        index = folder / f"{stem}.{kind}.index.json"
+        if index.is_file():
+            listed = json.loads(index.read_text())["weight_map"]
+            files = {file: _load(folder / file, checksums) for file in sorted(set(listed.values()))}
+            found = {name: files[file][name] for name, file in listed.items()}
+        else:
+            for path in sorted(folder.glob(f"{stem}*.{kind}")):
+                found.update(_load(path, checksums))
+        if found:
+            break
+    else:
+        found = _joined(folder, checksums)
+    return {name: tensor for name, tensor in found.items() if not _DERIVED.fullmatch(name)}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> str | None:
+    """How two readings differ to the bit, None if they do not; a head that is absent is the embedding."""
+    a, b = _untied(a), _untied(b)
+    if difference := sorted(set(a) ^ set(b)):
+        return f"tensor {difference[0]} is in one only"
+    for name, tensor in a.items():
+        if problem := differs(tensor, b[name]):
+            return f"tensor {name}: {problem}"
+    return None
+
+
+def differs(a: Tensor, b: Tensor) -> str | None:
+    """How two tensors differ to the bit, None if they do not."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"{a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}"
+    if torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)):
+        return None
+    return f"largest difference {(a.double() - b.double()).abs().max().item():.3g}"
+
+
+def dequantized(stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Compressed-tensors layers as floats: (code - zero point) * scale in float32; other tensors as they are."""
+    found = {name: tensor for name, tensor in stored.items() if ".weight_" not in name}
+    for name, packed in stored.items():
+        if name.endswith("_packed"):
+            found[name.removesuffix("_packed")] = _floats(stored, name.removesuffix("_packed"), packed)[0]
+    return found
+
+
+def rounded(stored: dict[str, Tensor], source: dict[str, Tensor]) -> str | None:
+    """Where a quantized model is no rounding of its source, each weight within half a step; None if it is one.
+
+    A symmetric scale is stored in the float type of the weights: what its rounding moves the largest weights
+    by is allowed on top.
+    """
+    source = _untied(source)
+    plain = _untied({name: tensor for name, tensor in stored.items() if ".weight_" not in name})
+    packed = {name.removesuffix("_packed"): t for name, t in stored.items() if name.endswith("_packed")}
+    if difference := sorted((set(plain) | set(packed)) ^ set(source)):
+        return f"tensor {difference[0]} is in one only"
+    for name, tensor in plain.items():
+        if name not in packed and (problem := differs(tensor, source[name])):
+            return f"tensor {name}: {problem}"
+    for name, words in packed.items():
+        values, step = _floats(stored, name, words)
+        weight = source[name].float()
+        if values.shape != weight.shape:
+            return f"tensor {name}: {list(values.shape)} against {list(weight.shape)}"
+        info = torch.finfo(stored[name + "_scale"].dtype)
+        allowed = 0.5 * step.abs() * (1 + 1e-3) + weight.abs() * info.eps + 256 * info.smallest_normal * info.eps
+        excess = (values - weight).abs() - allowed
+        if not bool((excess <= 0).all()):
+            return f"tensor {name}: {excess.max().item():.3g} beyond half a step"
+    return None
+
+
+def _floats(stored: dict[str, Tensor], name: str, packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights [O, I] of one layer, and the step at each of them."""
+    rows, columns = stored[name + "_shape"].tolist()
+    scale = stored[name + "_scale"].float()
+    bits, group = packed.shape[1] * 32 // columns, columns // scale.shape[1]
+    codes = _unpacked(packed, bits)[:, :columns]
+    zero: Tensor | float = float(1 << (bits - 1))
+    if name + "_zero_point" in stored:
+        zero = _unpacked(stored[name + "_zero_point"].T, bits)[:, :rows].T.repeat_interleave(group, 1)
+    step = scale.repeat_interleave(group, 1)
+    return (codes - zero) * step, step
+
+
+def _unpacked(words: Tensor, bits: int) -> Tensor:
+    """Codes [..., N] of int32 words, least significant bits first."""
+    shifts = torch.arange(0, 32, bits)
+    return ((words.unsqueeze(-1).long() >> shifts) & ((1 << bits) - 1)).flatten(-2).float()
+
+
+def _untied(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    if "lm_head.weight" in found or "model.embed_tokens.weight" not in found:
+        return found
+    return {**found, "lm_head.weight": found["model.embed_tokens.weight"]}
+
+
+def _load(path: Path, checksums: bool) -> dict[str, Tensor]:
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        value: Any = torch.load(path, map_location="cpu", mmap=False, weights_only=True)
+    with path.open("rb") as file:
+        if file.read(4) == b"PK\x03\x04":
+            _check_records(path, checksums)
+    return value["model"] if set(value) == {"model"} else value
+
+
+def _check_records(path: Path, checksums: bool) -> None:
+    """Hold the headers of the pickle and of all data against the zip's directory, and their bytes against their CRC.
+
+    torch itself holds the records' sizes against the pickle. A file whose CRC are all 0 was written with its CRC
+    switched off.
+    """
+    try:
+        archive = zipfile.ZipFile(path)
+    except NotImplementedError:
+        if checksums:
+            raise
+        return  # a feature that zipfile lacks says nothing of the bytes; torch has read them
+    with archive:
+        infos = archive.infolist()
+        known = any(info.CRC for info in infos)
+        for info in infos:
+            if "/data/" in info.filename or info.filename.endswith("data.pkl"):
+                with archive.open(info) as record:
+                    if checksums and known:
+                        record.read()
+
+
+def _joined(folder: Path, checksums: bool) -> dict[str, Tensor]:
+    """Meta's shards as one model."""
+    params = json.loads((folder / "params.json").read_text())
+    shards = [_load(path, checksums) for path in sorted(folder.glob("consolidated.*.pth"))]
+    head = params.get("head_dim")
+    head = int(params["dim"]) // int(params["n_heads"]) if head is None else int(head)
+    found = {}
+    for name in shards[0]:
+        if _DERIVED.fullmatch(name):
+            continue
+        match = re.fullmatch(r"(layers\.\d+\.)?(.+)\.weight", name)
+        if match is None or match[2] not in _META:
+            raise Refused(f"no weight of the architecture: {name}")
+        parts = [shard[name] for shard in shards]
+        if parts[0].dim() == 1:
+            whole = parts[0]
+        elif match[2] == "tok_embeddings":
+            whole = torch.cat(parts, 0 if parts[0].shape[1] == int(params["dim"]) else 1)
+        else:
+            whole = torch.cat(parts, 1 if match[2] in _COLUMNS else 0)
+        if match[2] in ("attention.wq", "attention.wk"):
+            whole = whole.view(-1, head // 2, 2, whole.shape[1]).transpose(1, 2).reshape(whole.shape)
+        found[f"{'model.' + match[1] if match[1] else ''}{_META[match[2]]}.weight"] = whole
+    return found

@@ -1,0 +1,104 @@
+"""Damaged checkpoints: refused in one line, or read as torch, safetensors and zipfile read them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from fuzzing import oracle
+from fuzzing.bases import CONFIG, Base
+from fuzzing.inputs import WHOLE_EVERY, Inputs
+from quantkit.qtensor import quantize_rtn
+from quantkit.scheme import QuantScheme
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_no_damaged_input_breaks_the_rule() -> None:
+    """2,000 inputs, fifty of them whole runs; ``--only NUMBER`` repeats one."""
+    command = [sys.executable, str(ROOT / "scripts" / "fuzz.py"), "--inputs", "2000", "--seed", "0"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.startswith("2000 inputs, 50 of them whole runs")
+
+
+def test_an_input_depends_on_its_number_alone() -> None:
+    files = {
+        "src/config.json": json.dumps({**CONFIG, "vocab_size": 8}).encode(),
+        "src/model.safetensors": save({"model.norm.weight": torch.randn(64)}),
+        "dst.partial/.quantkit-journal.jsonl": b'{"fingerprint": {"job": "convert"}}\n{"tensors": 3}\n',
+    }
+    inputs = Inputs(0, [Base("tiny", files, ("convert-hf",))])
+    there = [inputs.make(number) for number in range(400)]
+    back = [inputs.make(number) for number in reversed(range(400))]
+    assert there == back[::-1]
+    assert sum(one.job != "light" for one in there) == 400 / WHOLE_EVERY
+    assert all(one.mutations for one in there)
+    assert sum(one.files != files for one in there) > 360  # the rest swapped bytes with their likes
+    assert {one.kind for one in there} == {"config.json", "safetensors", "journal"}
+    assert len({one.mutations[0] for one in there}) > 300
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    weights = {"model.norm.weight": torch.randn(64), "lm_head.weight": torch.randn(8, 64)}
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    return tmp_path
+
+
+def _rewrite(path: Path, suffix: str, content: bytes) -> None:
+    """Give one record of a zip another content, with the right CRC."""
+    with zipfile.ZipFile(path) as archive:
+        records = {info.filename: archive.read(info) for info in archive.infolist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in records.items():
+            archive.writestr(name, content if name.endswith(suffix) else data)
+
+
+def test_the_independent_reading_refuses_a_short_record(stored: Path) -> None:
+    assert set(oracle.read(stored)) == {"model.norm.weight", "lm_head.weight"}
+    _rewrite(stored / "pytorch_model.bin", "/data/1", bytes(100))
+    with pytest.raises(RuntimeError, match="does not match expected size"):
+        oracle.read(stored)
+
+
+def test_the_independent_reading_knows_a_wrong_crc(stored: Path) -> None:
+    path = stored / "pytorch_model.bin"
+    data = bytearray(path.read_bytes())
+    data[data.index(torch.load(path)["lm_head.weight"].numpy().tobytes()) + 7] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(zipfile.BadZipFile, match="CRC"):
+        oracle.read(stored)
+    oracle.read(stored, checksums=False)
+
+
+def test_one_bit_is_a_difference() -> None:
+    weight = torch.randn(4, 4)
+    other = weight.clone()
+    other.view(torch.uint8)[3, 3] ^= 1
+    assert oracle.same({"a": weight}, {"a": weight.clone()}) is None
+    assert "tensor a" in str(oracle.same({"a": weight}, {"a": other}))
+    assert "in one only" in str(oracle.same({"a": weight}, {}))
+
+
+@pytest.mark.parametrize("text", ["int8", "int8-asym", "int4-g32", "int4-g32-asym"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_rounding_is_within_half_a_step_and_another_weight_is_not(text: str, dtype: torch.dtype) -> None:
+    from quantkit.formats import compressed_tensors as ct
+
+    source = torch.randn(16, 64).to(dtype)
+    value = quantize_rtn(source, QuantScheme.parse(text), dtype)
+    names = [tensor.name for tensor in ct.stored("a.weight", value.shape, dtype, value.scheme)]
+    quantized = dict(zip(names, ct.encode(value), strict=True))
+    assert torch.equal(oracle.dequantized(quantized)["a.weight"], value.dequantize())
+    assert oracle.rounded(quantized, {"a.weight": source}) is None
+    moved = source.clone()
+    moved[3, 5] += 2 * value.scale[3].max()
+    assert "beyond half a step" in str(oracle.rounded(quantized, {"a.weight": moved}))
