@@ -22,7 +22,8 @@ class Operations:
         lookup: attention of queries [B, H, T, Dh] over cached keys and values [B, K, S, Dh];
             then the queries' positions [T] and the window. To [B, T, H * Dh].
         lookup_most: tokens T up to which it does better than torch's attention; None is any number.
-        linear: ``x @ weight.T`` of a few rows with a weight of floats.
+        linear: ``x @ weight.T`` of few rows x with a weight of floats, in the dtype of x, whatever the weight's.
+        linear_most: rows up to which it does better than torch.
         block: a whole block, its hidden states [B, T, D] in place; over a cache or among the tokens given.
         alone: keeps torch's own operations, while in it, to the calling thread. Threads that torch wakes up look
             for more work for milliseconds, on processors that the kernels then lack.
@@ -31,6 +32,7 @@ class Operations:
     lookup: Callable[[Tensor, Tensor, Tensor, Tensor, int | None], Tensor] | None = None
     lookup_most: int | None = None
     linear: Callable[[Tensor, Tensor], Tensor] | None = None
+    linear_most: int = 0
     block: Callable[..., None] | None = None
     alone: Callable[[], AbstractContextManager[None]] | None = None
 

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.errors import UnsupportedError
@@ -62,7 +61,8 @@ class CpuBackend:
     def linear(
         self, x: Tensor, prepared: dict[str, Tensor], scheme: QuantScheme, rows: int, bias: Tensor | None
     ) -> Tensor:
-        product: Tensor = self._operators.linear(x, prepared["packed"], bias, rows)
+        added = None if bias is None else bias.to(x.dtype)
+        product: Tensor = self._operators.linear(x, prepared["packed"], added, rows)
         return product
 
     def operations(self) -> Operations | None:
@@ -74,8 +74,7 @@ class CpuBackend:
             return mixed
 
         def linear(x: Tensor, weight: Tensor) -> Tensor:
-            few = x.numel() <= _FEW_ROWS * x.shape[-1]
-            product: Tensor = operators.rows(x, weight) if few else F.linear(x, weight)
+            product: Tensor = operators.rows(x, weight)
             return product
 
         @contextmanager
@@ -86,4 +85,4 @@ class CpuBackend:
             finally:
                 operators.torch_threads(before)
 
-        return Operations(lookup, linear=linear, block=operators.block, alone=alone)
+        return Operations(lookup, linear=linear, linear_most=_FEW_ROWS, block=operators.block, alone=alone)

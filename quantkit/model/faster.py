@@ -16,6 +16,7 @@ from quantkit.model.attention import Lookup, for_few, masked_lookup, over_cache
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Blocks, Decoder
 from quantkit.model.fused import fused_blocks
+from quantkit.model.product import for_few_rows
 from quantkit.model.qlinear import QuantLinear
 
 _POSITIONS = 300  # of the cache that attention is tried on: more than kernels take in one go
@@ -40,7 +41,7 @@ def put_operations(model: Decoder) -> None:
         if lookup is not None and not _holds("attention", lambda: _same_lookup(model, lookup, dtypes, most)):
             return
         if linear is not None:
-            model.linear = linear
+            model.linear = for_few_rows(linear, operations.linear_most)
         if lookup is not None:
             model.lookup = lookup if most is None else for_few(lookup, most)
         first = fused_blocks(model, 1)
