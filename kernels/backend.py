@@ -13,6 +13,27 @@ from torch import Tensor
 from quantkit.qtensor import QuantTensor
 from quantkit.scheme import QuantScheme
 
+EVEN, EVEN_COLUMNS = 127, 32
+"""See `Rounding`."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What a product of activations x and a row w may be off by, as a share of the norms' product ``|x| |w|``.
+
+    Beyond that it may only be off by what sums in float32 are, and by what becomes of the result.
+
+    Attributes:
+        activations: from rounding activations, except *even* ones, which are taken exactly: of each `EVEN_COLUMNS`
+            columns, integers up to `EVEN`, that among them, times a power of two; or zeros.
+        weights: from rounding weights.
+        result: steps of its dtype that the result may be off by; half of one is rounding to the nearest.
+    """
+
+    activations: float
+    weights: float
+    result: float = 0.5
+
 
 @dataclass(frozen=True)
 class Operations:
@@ -50,6 +71,10 @@ class Backend(Protocol):
 
     def refusal(self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why it can't serve this case; None if it can."""
+        ...
+
+    def rounding(self, dtype: torch.dtype) -> Rounding:
+        """How far its products of activations of `dtype` may be off; they are held to it at load."""
         ...
 
     def prepare(self, weight: QuantTensor) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ mode (relative error about 2e-5), of 8 bits in the fast one (about 5e-3).
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import UnsupportedError
-from quantkit.kernels.backend import Operations
+from quantkit.kernels.backend import Operations, Rounding
 from quantkit.kernels.build import load_kernels
 from quantkit.qtensor import QuantTensor
 from quantkit.scheme import QuantScheme
@@ -25,6 +26,7 @@ VARIANT_SETTING = "QUANTKIT_CPU"
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _COLUMNS = 32  # that share an activation scale
+_EXACT_MOST, _FAST_MOST = 127 * 256, 127  # integers that activations become
 _FEW_ROWS = 8
 
 
@@ -53,6 +55,12 @@ class CpuBackend:
         except UnsupportedError as error:
             return str(error)
         return None
+
+    def rounding(self, dtype: torch.dtype) -> Rounding:
+        # Where m is the largest of 32 activations, each is off by m / (2 most) at most, and their product with w by
+        # m / (2 most) |w|_1. There |w|_1 <= sqrt(32) |w| and m <= |x|; over all columns, Cauchy and Schwarz.
+        most = _EXACT_MOST if self._exact else _FAST_MOST
+        return Rounding(math.sqrt(_COLUMNS) / (2 * most), 0)
 
     def prepare(self, weight: QuantTensor) -> dict[str, Tensor]:
         codes, scale = weight.codes.contiguous(), weight.scale.contiguous()
