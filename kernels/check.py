@@ -7,55 +7,113 @@ wrong must not be found out by what the model says.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit.kernels.backend import Backend
+from quantkit.kernels.backend import EVEN, EVEN_COLUMNS, Backend
 from quantkit.qtensor import QuantTensor
 from quantkit.scheme import QuantScheme
 
-TOLERANCE = 0.03
-"""Of the size of what is right: above any mode's rounding, and below any mistake."""
+_SUMS = torch.finfo(torch.float32).eps  # what a term adds to the rounding of a sum in float32, at most
+_SPAN = 64  # columns that some tokens are confined to where rows have no groups
 
-_ROWS = 37
-_TOKENS = (1, 4, 23, 600)  # for each of which a backend may have kernels: 23 is 16 + 4 + 2 + 1, and 600 ends in 8
+
+@dataclass(frozen=True)
+class _Size:
+    """How large an example is: rows and, about, columns of the weight; numbers of tokens, for each of which a
+    backend may have kernels; and how many activations it has at most, where groups are very large."""
+
+    rows: int
+    columns: int
+    tokens: tuple[int, ...]
+    most: int
+
+
+_SMALL = _Size(37, 128, (1, 4, 23, 600), 1 << 18)  # 23 is 16 + 4 + 2 + 1, and 600 ends in 8
+# Here loops go round, rows are split, and tiles are many.
+_ON_GPUS = _Size(293, 4096, (1, 2, 4, 16, 23, 128, 600), 1 << 22)
 
 
 @functools.cache
-def fault(backend: Backend, scheme: QuantScheme, device: torch.device, dtype: torch.dtype) -> str | None:
-    """What is wrong with a backend's products of activations of `dtype`; None if they are right."""
-    weight = _example(scheme).to(device)
-    columns = weight.shape[1]
-    bias = _wave(_ROWS).to(device, dtype)
+def fault(
+    backend: Backend, scheme: QuantScheme, device: torch.device, dtype: torch.dtype, scale_dtype: torch.dtype
+) -> str | None:
+    """What is wrong with a backend's products of activations of `dtype` with weights whose scales are of
+    `scale_dtype`; None if each is right to what the backend says of its rounding."""
+    size = _ON_GPUS if device.type == "cuda" else _SMALL
+    weight = _example(scheme, size, scale_dtype).to(device)
+    bias = _wave(size.rows).to(device, dtype)
+    wide = weight.dequantize().double()
+    rounding = backend.rounding(dtype)
     try:
         prepared = backend.prepare(weight)
-        for tokens in _TOKENS:
-            x = _wave(tokens * columns).view(tokens, columns).to(device, dtype)
-            found = backend.linear(x, prepared, scheme, _ROWS, bias)
-            if not same(found, x.double() @ weight.dequantize().double().t() + bias.double()):
-                return f"its products of {tokens} tokens are wrong on this machine"
+        for count in size.tokens:
+            tokens = min(count, size.most // wide.shape[1])
+            for even, x in _activations(wide, scheme, tokens):
+                x, added = x.to(dtype), None if even else bias
+                found = backend.linear(x, prepared, scheme, size.rows, added)
+                right = x.double() @ wide.t() + (0 if added is None else added.double())
+                off = rounding.weights + (0 if even else rounding.activations) + _SUMS * wide.shape[1]
+                if not within(found, right, off * _norms(x.double()) @ _norms(wide).t(), rounding.result):
+                    return f"its products of {tokens} tokens are wrong on this machine"
     except Exception as error:  # of a driver or a compiler, which have kinds of their own
         return f"it fails on this machine: {' '.join(str(error).split()) or type(error).__name__}"[:300]
     return None
 
 
-def same(found: Tensor, expected: Tensor) -> bool:
-    """Whether two results are one but for rounding; false if they are not finite."""
-    error = (found.double() - expected.double()).norm()
-    return bool(error <= TOLERANCE * expected.double().norm())
+def within(found: Tensor, right: Tensor, slack: Tensor, steps: float = 0.5) -> bool:
+    """Whether each number is right, but for its slack and so many steps of its dtype; false if one is not finite."""
+    own = torch.finfo(found.dtype)
+    least = own.smallest_normal * own.eps  # a step of the smallest numbers
+    rounding = steps * own.eps * (right.abs() + slack) + least
+    return found.shape == right.shape and bool(((found.double() - right).abs() <= slack + rounding).all())
 
 
-def _example(scheme: QuantScheme) -> QuantTensor:
-    """A weight with every code in it, scales of many sizes and all zero points."""
-    columns = 2 * scheme.group_size if scheme.group_size else 72
+def _example(scheme: QuantScheme, size: _Size, scale_dtype: torch.dtype) -> QuantTensor:
+    """A weight with every code in it, all zero points, and scales of either sign and of many sizes; in an odd number
+    of groups, or in columns that fill no word of kernels."""
+    rows, group = size.rows, scheme.group_size
+    columns = size.columns + 72 if group is None else group * max(3, size.columns // group | 1)
     groups = scheme.groups(columns)
-    codes = (torch.arange(_ROWS * columns) * 37 + 11) % scheme.levels
-    scale = 0.01 + _wave(_ROWS * groups).abs()
+    codes = (torch.arange(rows * columns) * 37 + 11) % scheme.levels
+    wave = _wave(rows * groups).view(rows, groups)
+    scale = torch.where(wave < 0, -1, 1) * 2 ** (-4 - 8 * wave.abs())
     zero = None
     if not scheme.symmetric:
-        zero = ((torch.arange(_ROWS * groups) * 5 + 3) % scheme.levels).to(torch.uint8).view(_ROWS, groups)
-    return QuantTensor(codes.to(torch.uint8).view(_ROWS, columns), scale.view(_ROWS, groups), zero, scheme)
+        zero = ((torch.arange(rows * groups) * 5 + 3) % scheme.levels).to(torch.uint8).view(rows, groups)
+    return QuantTensor(codes.to(torch.uint8).view(rows, columns), scale.to(scale_dtype), zero, scheme)
+
+
+def _activations(wide: Tensor, scheme: QuantScheme, tokens: int) -> Iterator[tuple[bool, Tensor]]:
+    """Even activations [T, I], see `Rounding`, and then others, for weights [O, I].
+
+    The first leans towards all rows and each of the others towards one, every second of them in one group only: so
+    products are as large as they can be, and each row's and each group's mistakes are seen beside what may be
+    rounded.
+    """
+    rows, columns = wide.shape
+    index = torch.arange(tokens, device=wide.device)
+    towards = wide / _norms(wide)
+    towards = torch.where(index.unsqueeze(1) > 0, towards[index % rows], towards.sum(0))
+    span = torch.arange(columns, device=wide.device) // (scheme.group_size or _SPAN)
+    alone = (index // 2 % (span[-1] + 1)).unsqueeze(1)
+    towards = towards.masked_fill((index % 2 == 1).unsqueeze(1) & (span != alone), 0)
+    blocks = F.pad(towards, (0, -columns % EVEN_COLUMNS)).view(tokens, -1, EVEN_COLUMNS)
+    most = blocks.abs().amax(-1, keepdim=True)
+    integers = (blocks / torch.where(most > 0, most, 1) * EVEN).round()
+    powers = (index.unsqueeze(1) + torch.arange(blocks.shape[1], device=wide.device)) % 4
+    even = (integers * 0.5 ** (7 + powers).unsqueeze(-1)).flatten(1)[:, :columns]
+    yield True, even
+    yield False, even * (1 + _wave(even.numel()).to(wide.device).view_as(even) / 8)
+
+
+def _norms(rows: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    return norms
 
 
 def _wave(count: int) -> Tensor:

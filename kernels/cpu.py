@@ -6,17 +6,17 @@ mode (relative error about 2e-5), of 8 bits in the fast one (about 5e-3).
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.errors import UnsupportedError
-from quantkit.kernels.backend import Operations
+from quantkit.kernels.backend import Operations, Rounding
 from quantkit.kernels.build import load_kernels
 from quantkit.qtensor import QuantTensor
 from quantkit.scheme import QuantScheme
@@ -26,6 +26,7 @@ VARIANT_SETTING = "QUANTKIT_CPU"
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _COLUMNS = 32  # that share an activation scale
+_EXACT_MOST, _FAST_MOST = 127 * 256, 127  # integers that activations become
 _FEW_ROWS = 8
 
 
@@ -55,6 +56,12 @@ class CpuBackend:
             return str(error)
         return None
 
+    def rounding(self, dtype: torch.dtype) -> Rounding:
+        # Where m is the largest of 32 activations, each is off by m / (2 most) at most, and their product with w by
+        # m / (2 most) |w|_1. There |w|_1 <= sqrt(32) |w| and m <= |x|; over all columns, Cauchy and Schwarz.
+        most = _EXACT_MOST if self._exact else _FAST_MOST
+        return Rounding(math.sqrt(_COLUMNS) / (2 * most), 0)
+
     def prepare(self, weight: QuantTensor) -> dict[str, Tensor]:
         codes, scale = weight.codes.contiguous(), weight.scale.contiguous()
         return {"packed": self._operators.pack(codes, scale, weight.zero, weight.scheme.bits, self._exact)}
@@ -62,7 +69,8 @@ class CpuBackend:
     def linear(
         self, x: Tensor, prepared: dict[str, Tensor], scheme: QuantScheme, rows: int, bias: Tensor | None
     ) -> Tensor:
-        product: Tensor = self._operators.linear(x, prepared["packed"], bias, rows)
+        added = None if bias is None else bias.to(x.dtype)
+        product: Tensor = self._operators.linear(x, prepared["packed"], added, rows)
         return product
 
     def operations(self) -> Operations | None:
@@ -74,8 +82,7 @@ class CpuBackend:
             return mixed
 
         def linear(x: Tensor, weight: Tensor) -> Tensor:
-            few = x.numel() <= _FEW_ROWS * x.shape[-1]
-            product: Tensor = operators.rows(x, weight) if few else F.linear(x, weight)
+            product: Tensor = operators.rows(x, weight)
             return product
 
         @contextmanager
@@ -86,4 +93,4 @@ class CpuBackend:
             finally:
                 operators.torch_threads(before)
 
-        return Operations(lookup, linear=linear, block=operators.block, alone=alone)
+        return Operations(lookup, linear=linear, linear_most=_FEW_ROWS, block=operators.block, alone=alone)

@@ -28,8 +28,10 @@ LAST_RESORT = "reference"
 _log = logging.getLogger(__name__)
 
 
-def select_backend(scheme: QuantScheme, device: torch.device, dtype: torch.dtype, prefer: str | None = None) -> Backend:
-    """The backend for activations of `dtype` on `device` and weights of `scheme`.
+def select_backend(
+    scheme: QuantScheme, device: torch.device, dtype: torch.dtype, scale_dtype: torch.dtype, prefer: str | None = None
+) -> Backend:
+    """The backend for activations of `dtype` on `device` and weights of `scheme` with scales of `scale_dtype`.
 
     Args:
         prefer: the only backend to consider, by name.
@@ -45,7 +47,7 @@ def select_backend(scheme: QuantScheme, device: torch.device, dtype: torch.dtype
     for backend in candidates:
         reason = backend.refusal(scheme, device, dtype)
         if reason is None and backend.name != LAST_RESORT:
-            reason = fault(backend, scheme, device, dtype)
+            reason = fault(backend, scheme, device, dtype, scale_dtype)
         if reason is None:
             if backend.name == LAST_RESORT and reasons:
                 _tell(f"{scheme} is served by the slow {LAST_RESORT} backend; {'; '.join(reasons)}")

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit.kernels.backend import Operations
+from quantkit.kernels.backend import Operations, Rounding
 from quantkit.qtensor import QuantTensor
 from quantkit.scheme import QuantScheme
 
@@ -18,6 +18,9 @@ class ReferenceBackend:
 
     def refusal(self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype) -> str | None:
         return None if dtype.is_floating_point else f"activations are {dtype}"
+
+    def rounding(self, dtype: torch.dtype) -> Rounding:
+        return Rounding(0, 0)
 
     def prepare(self, weight: QuantTensor) -> dict[str, Tensor]:
         zero = {} if weight.zero is None else {"zero": weight.zero}

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit.kernels.backend import Operations
+from quantkit.kernels.backend import Operations, Rounding
 from quantkit.kernels.build import cache_folder
 from quantkit.kernels.triton_plans import FOUND, TOKENS, UNIT, card_of, measured, save
 from quantkit.qtensor import QuantTensor
@@ -22,6 +22,7 @@ _LARGE = 1 << 17  # words of a weight that it is worth to measure for
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _GROUPS = (32, 64, 128)
 _FEW_TOKENS = 16  # whose attention is bound by reading the cache
+_CUTS = os.environ.get("TRITON_INTERPRET") == "1"  # the interpreter cuts floats off that become bfloat16
 _OLDEST = {torch.bfloat16: (8, 0), torch.float16: (7, 5), torch.float32: (7, 5)}
 """NVIDIA's compute capability that Triton needs for activations of a dtype."""
 
@@ -46,6 +47,14 @@ class TritonBackend:
                 needed = ".".join(map(str, _OLDEST[dtype]))
                 return f"{dtype} needs compute capability {needed}, this card has {'.'.join(map(str, found))}"
         return None
+
+    def rounding(self, dtype: torch.dtype) -> Rounding:
+        # Activations stay as they are. Weights become floats of their dtype, each off by half a step of that at most,
+        # unless the path keeps them exact. Of float32 torch's matmul may make TF32, weights and activations both.
+        if dtype == torch.float32:
+            return Rounding(0, 2**-10)
+        steps = 1.0 if _CUTS and dtype == torch.bfloat16 else 0.5
+        return Rounding(0, steps * torch.finfo(dtype).eps, steps)
 
     def prepare(self, weight: QuantTensor) -> dict[str, Tensor]:
         from quantkit.kernels import triton_int4, triton_int8  # noqa: F401  (registers the operators)

@@ -50,7 +50,7 @@ def interrupted(job: Callable[..., Any], src: Path, dst: Path, share: float = 0.
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        job(src, dst, progress=progress)
+        job(src, dst, source_check=False, progress=progress)
     assert not dst.exists()
     return partial(dst)
 

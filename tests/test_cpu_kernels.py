@@ -308,7 +308,7 @@ def test_a_forked_process_multiplies_without_the_threads_of_its_parent() -> None
 
 
 def test_a_group_size_the_kernels_have_not_is_left_to_the_reference() -> None:
-    chosen = select_backend(QuantScheme.parse("int4-g40"), torch.device("cpu"), torch.float32)
+    chosen = select_backend(QuantScheme.parse("int4-g40"), torch.device("cpu"), torch.float32, torch.bfloat16)
     assert chosen.name == "reference"
 
 
@@ -322,13 +322,13 @@ def test_without_a_compiler_the_reference_serves_and_the_reason_is_told(
     build._loaded.cache_clear()
     try:
         scheme = QuantScheme.parse("int8")
-        assert select_backend(scheme, torch.device("cpu"), torch.float32).name == "reference"
+        assert select_backend(scheme, torch.device("cpu"), torch.float32, torch.bfloat16).name == "reference"
         assert "no C++ compiler" in caplog.text
         before = len(asked)
-        select_backend(scheme, torch.device("cpu"), torch.float32)
+        select_backend(scheme, torch.device("cpu"), torch.float32, torch.bfloat16)
         assert len(asked) == before  # once, not once a layer
         with pytest.raises(UnsupportedError, match="cpu-exact: there is no C"):
-            select_backend(scheme, torch.device("cpu"), torch.float32, "cpu-exact")
+            select_backend(scheme, torch.device("cpu"), torch.float32, torch.bfloat16, "cpu-exact")
     finally:
         build._loaded.cache_clear()
 

@@ -125,13 +125,13 @@ def test_a_layers_state_can_be_handed_to_another() -> None:
 def test_the_reference_backend_serves_every_scheme_and_is_the_last_resort() -> None:
     assert BACKENDS[-1].name == "reference"
     for text, dtype in itertools.product(SCHEMES, DTYPES):
-        assert select_backend(QuantScheme.parse(text), CPU, dtype, "reference").name == "reference"
+        assert select_backend(QuantScheme.parse(text), CPU, dtype, torch.bfloat16, "reference").name == "reference"
     assert len({backend.name for backend in BACKENDS}) == len(BACKENDS)
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
     with pytest.raises(RequestError, match=r"unknown backend \(found cuda-magic, expected .*reference\)"):
-        select_backend(QuantScheme.parse("int8"), CPU, torch.float32, "cuda-magic")
+        select_backend(QuantScheme.parse("int8"), CPU, torch.float32, torch.bfloat16, "cuda-magic")
 
 
 class _Refusing(ReferenceBackend):
@@ -148,22 +148,22 @@ class _Refusing(ReferenceBackend):
 def test_a_refusal_tells_every_backends_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "BACKENDS", (_Refusing("one", "needs a GPU"), _Refusing("two", "needs groups")))
     with pytest.raises(UnsupportedError, match=r"int8 on cpu in torch.bfloat16; one: needs a GPU; two: needs groups"):
-        select_backend(QuantScheme.parse("int8"), CPU, torch.bfloat16)
+        select_backend(QuantScheme.parse("int8"), CPU, torch.bfloat16, torch.bfloat16)
 
 
 def test_the_first_backend_that_can_serve_is_chosen_unless_one_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
     listed = (_Refusing("one", "needs a GPU"), _Refusing("two", None), _Refusing("three", None))
     monkeypatch.setattr(dispatch, "BACKENDS", listed)
     scheme = QuantScheme.parse("int8")
-    assert select_backend(scheme, CPU, torch.float32) is listed[1]
-    assert select_backend(scheme, CPU, torch.float32, "three") is listed[2]
+    assert select_backend(scheme, CPU, torch.float32, torch.bfloat16) is listed[1]
+    assert select_backend(scheme, CPU, torch.float32, torch.bfloat16, "three") is listed[2]
     with pytest.raises(UnsupportedError, match=r"one: needs a GPU$"):
-        select_backend(scheme, CPU, torch.float32, "one")
+        select_backend(scheme, CPU, torch.float32, torch.bfloat16, "one")
 
 
 def test_integer_activations_are_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"reference: activations are torch.int8"):
-        select_backend(QuantScheme.parse("int8"), CPU, torch.int8)
+        select_backend(QuantScheme.parse("int8"), CPU, torch.int8, torch.bfloat16)
 
 
 class _Mistaken(ReferenceBackend):
@@ -201,9 +201,9 @@ def test_a_backend_that_gets_a_small_product_wrong_is_not_used(
 ) -> None:
     monkeypatch.setattr(dispatch, "BACKENDS", (_Mistaken(mistake), ReferenceBackend()))
     scheme = QuantScheme.parse(text)
-    assert select_backend(scheme, CPU, torch.bfloat16).name == "reference"
+    assert select_backend(scheme, CPU, torch.bfloat16, torch.bfloat16).name == "reference"
     with pytest.raises(UnsupportedError, match=f"mistaken: its? {reason}"):
-        select_backend(scheme, CPU, torch.bfloat16, "mistaken")
+        select_backend(scheme, CPU, torch.bfloat16, torch.bfloat16, "mistaken")
 
 
 def test_a_model_of_floats_takes_a_gpus_operations_and_none_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,7 @@ CASES = {
     "int8": Case("float32", 4, {}),
     "int4-g128": Case("float32", 4, {}),
     "bf16": Case("bfloat16", 4, {}),
+    "bf16-int8": Case("bfloat16", 4, {}),
     "odd": Case("float32", 3, {}),
     "small": Case("float32", 1, {2: "aot_eager", 4: "aot_eager"}),
     "small-int8": Case("float32", 1, {2: "aot_eager", 4: "aot_eager"}),
@@ -61,6 +62,7 @@ def folders(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     quantkit.convert(demo_model, base / "bf16")
     for scheme in ("int8", "int4-g128"):
         quantkit.quantize(demo_model, base / scheme, scheme, accept_quality_loss=True)
+    quantkit.quantize(demo_model, base / "bf16-int8", "int8", accept_quality_loss=True)
     oracle.save(oracle.make("llama", **ODD), base / "odd")
     oracle.save(oracle.make("llama", **EVEN), base / "small")
     for scheme in ("int8", "int4-g32-asym"):

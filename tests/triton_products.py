@@ -236,19 +236,39 @@ def test_a_kernel_that_multiplies_wrongly_is_found_out_at_load(
     monkeypatch.setattr(module, "wrap_triton", lambda kernel: Misled() if kernel is wrong else wrap(kernel))
     fault.cache_clear()
     with pytest.raises(UnsupportedError, match=r"triton: its products of \d+ tokens are wrong on this machine$"):
-        select_backend(QuantScheme.parse(text), DEVICE, torch.bfloat16, "triton")
+        select_backend(QuantScheme.parse(text), DEVICE, torch.bfloat16, torch.bfloat16, "triton")
     fault.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_of_scales_is_tried_at_load(dtype: torch.dtype) -> None:
+    scheme, right = QuantScheme.parse("int4-g32-asym"), TritonBackend()
+    for scale_dtype in (torch.float16, torch.bfloat16):
+        assert fault(right, scheme, DEVICE, dtype, scale_dtype) is None
+
+    class Misread(TritonBackend):
+        """Takes one row's scales in bfloat16 for others."""
+
+        def prepare(self, weight: QuantTensor) -> dict[str, Tensor]:
+            prepared = super().prepare(weight)
+            if prepared["scale"].dtype == torch.bfloat16:
+                prepared["scale"][20] *= 1.15
+            return prepared
+
+    found = [fault(Misread(), scheme, DEVICE, dtype, scale_dtype) for scale_dtype in (torch.float16, torch.bfloat16)]
+    assert found[0] is None
+    assert found[1] is not None
 
 
 @pytest.mark.parametrize("text", ["int8-asym", "int4", "int4-g96", "int4-g256", "int8-g32"])
 def test_other_schemes_are_refused(text: str) -> None:
     with pytest.raises(UnsupportedError, match="serves int8 per row, and int4 in groups of 32, 64 or 128"):
-        select_backend(QuantScheme.parse(text), DEVICE, torch.bfloat16, "triton")
+        select_backend(QuantScheme.parse(text), DEVICE, torch.bfloat16, torch.bfloat16, "triton")
 
 
 def test_other_activations_are_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"activations are torch\.float64"):
-        select_backend(QuantScheme(8, None), DEVICE, torch.float64, "triton")
+        select_backend(QuantScheme(8, None), DEVICE, torch.float64, torch.bfloat16, "triton")
 
 
 def test_tuning_takes_the_fastest_candidate_that_multiplies_rightly(monkeypatch: pytest.MonkeyPatch) -> None:

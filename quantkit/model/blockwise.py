@@ -11,11 +11,11 @@ from torch import Tensor
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.attention import among_own
 from quantkit.model.decoder import RMSNorm
+from quantkit.model.product import wide_product
 from quantkit.model.rope import Rotary
 from quantkit.model.shared import all_logits, embedded
 from quantkit.model.streamed import streamed_block
 from quantkit.progress import Progress, silent
-from quantkit.qtensor import float_rows, row_chunks
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,7 @@ def head_logits(checkpoint: Checkpoint, hidden: Tensor) -> Tensor:
     """Logits [N, V] of hidden states [N, D], in float32, the head taken in pieces."""
     tied = checkpoint.config.tied_embeddings
     head = checkpoint.load("model.embed_tokens.weight" if tied else "lm_head.weight")
-    rows, columns = head.shape
-    logits = torch.empty(hidden.shape[0], rows)
-    for start, stop in row_chunks(rows, columns):
-        torch.mm(hidden, float_rows(head, start, stop).t(), out=logits[:, start:stop])
+    logits = wide_product(hidden, head)
     del head  # the largest tensor there is, and with two models at hand there are two
     return all_logits(logits, checkpoint)
 

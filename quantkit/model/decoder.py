@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from quantkit.config import ModelConfig
 from quantkit.model.attention import Attend, Lookup, among_own, among_own_into, masked_lookup, over_cache
 from quantkit.model.cache import KVCache
+from quantkit.model.product import Product, product
 from quantkit.model.rope import Rotary, rotate
 
 
@@ -27,8 +28,8 @@ class Blocks(Protocol):
     def __call__(
         self, x: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache | None, *, first: bool
     ) -> Tensor:
-        """Hidden states [B, T, D] at rising positions [T], with their angles, to hidden states after all blocks;
-        `cache` and `first` as for `Decoder.hidden`."""
+        """Hidden states [B, T, D] at rising positions [T], with their angles, to hidden states after all blocks, which
+        may be float32 where the model is not; `cache` and `first` as for `Decoder.hidden`."""
         ...
 
 
@@ -155,7 +156,7 @@ class Decoder(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rotary = Rotary(config)
         self.lookup: Lookup = masked_lookup
-        self.linear: Callable[[Tensor, Tensor], Tensor] = F.linear
+        self.linear: Product = product
         self.blocks: Blocks | None = None
         self.alone: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -194,7 +195,8 @@ class Decoder(nn.Module):
         return over_cache(cache, positions, windows, self.lookup)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of hidden states [..., D]."""
+        """Logits [..., V] of hidden states [..., D], in their dtype: float32 where kernels do whole blocks, else the
+        model's."""
         if self.lm_head is None:
             return self.linear(hidden, self.model.embed_tokens.weight)
         if isinstance(self.lm_head, nn.Linear):

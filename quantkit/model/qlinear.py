@@ -25,9 +25,9 @@ class QuantLinear(nn.Module):
             RequestError, UnsupportedError: see `select_backend`.
         """
         super().__init__()
-        self.scheme = weight.scheme
+        self.scheme, self.scale_dtype = weight.scheme, weight.scale.dtype
         self.out_features, self.in_features = weight.shape
-        self.backend = select_backend(weight.scheme, device, dtype, backend)
+        self.backend = select_backend(weight.scheme, device, dtype, weight.scale.dtype, backend)
         prepared = self.backend.prepare(weight.to(device))
         self._prepared_names = tuple(prepared)
         for name, tensor in prepared.items():

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.decoder import Block
 from quantkit.model.load import BLOCK_PREFIX, fill
+from quantkit.model.product import wide_product
 from quantkit.model.shared import connect_blocks
 from quantkit.model.unfilled import unfilled
 from quantkit.parallel.sharded import Sharded
-from quantkit.qtensor import float_rows, row_chunks
 
 
 class StreamedLinear(nn.Module):
@@ -26,16 +26,12 @@ class StreamedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] float32 to [..., O] float32."""
         weight = self._checkpoint.load(self._name + ".weight")
-        rows, columns = weight.shape
-        flat = x.reshape(-1, columns)
-        out = torch.empty(flat.shape[0], rows)
-        for start, stop in row_chunks(rows, columns):
-            torch.mm(flat, float_rows(weight, start, stop).t(), out=out[:, start:stop])
+        out = wide_product(x, weight)
         if self._bias:
             bias = self._checkpoint.load(self._name + ".bias")
             assert isinstance(bias, Tensor)
             out += bias
-        return out.view(*x.shape[:-1], rows)
+        return out
 
 
 def streamed_block(checkpoint: Checkpoint, layer: int) -> Block:

@@ -1,0 +1,36 @@
+"""Products with weights of floats that may be of another dtype than what they are multiplied by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from quantkit.qtensor import QuantTensor, float_rows, row_chunks
+
+Product = Callable[[Tensor, Tensor], Tensor]
+"""``x @ weight.T``, [..., I] to [..., O] in the dtype of x, whatever float dtype the weight has."""
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """A `Product` through torch."""
+    return F.linear(x, weight) if x.dtype == weight.dtype else wide_product(x, weight).to(x.dtype)
+
+
+def wide_product(x: Tensor, weight: Tensor | QuantTensor) -> Tensor:
+    """``x @ weight.T`` in float32, [..., I] to [..., O], the weight made float32 some rows at a time."""
+    wide = x.float()
+    out = wide.new_empty(*x.shape[:-1], weight.shape[0])
+    for start, stop in row_chunks(*weight.shape):
+        out[..., start:stop] = F.linear(wide, float_rows(weight, start, stop))
+    return out
+
+
+def for_few_rows(few: Product, most: int) -> Product:
+    """A `Product` that is good for so many rows of x, with torch's for more."""
+
+    def chosen(x: Tensor, weight: Tensor) -> Tensor:
+        return (few if x.numel() <= most * x.shape[-1] else product)(x, weight)
+
+    return chosen

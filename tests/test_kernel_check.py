@@ -1,0 +1,161 @@
+"""What the trial of a backend at load finds out, and that it lets pass what is right."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from test_cpu_kernels import HERE
+from torch import Tensor
+
+from quantkit.kernels import check
+from quantkit.kernels.backend import Backend
+from quantkit.kernels.check import fault, within
+from quantkit.kernels.cpu import CpuBackend
+from quantkit.kernels.dispatch import BACKENDS
+from quantkit.kernels.reference import ReferenceBackend
+from quantkit.qtensor import QuantTensor
+from quantkit.scheme import QuantScheme
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SCHEMES = ("int8", "int8-asym", "int4", "int4-g32-asym", "int4-g64", "int4-g128")
+ROWS = check._SMALL.rows
+
+
+class Wrapped:
+    """A backend that gets something wrong."""
+
+    name = "wrapped"
+
+    def __init__(self, inner: str) -> None:
+        self.inner = next(backend for backend in BACKENDS if backend.name == inner)
+        assert self.inner.refusal(QuantScheme(8, None), CPU, torch.float32) is None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class WrongRow(Wrapped):
+    """One row of products is too large; of so many tokens, or of any number."""
+
+    def __init__(self, inner: str, row: int, share: float, tokens: int | None = None) -> None:
+        super().__init__(inner)
+        self.row, self.share, self.tokens = row, share, tokens
+
+    def linear(self, x: Tensor, *rest: Any) -> Tensor:
+        product: Tensor = self.inner.linear(x, *rest)
+        if self.tokens in (None, len(x)):
+            product[:, self.row] *= 1 + self.share
+        return product
+
+
+class WrongScales(Wrapped):
+    """Scales of one dtype are read wrongly, where `places` is."""
+
+    def __init__(self, inner: str, dtype: torch.dtype, places: tuple[slice, slice], share: float) -> None:
+        super().__init__(inner)
+        self.dtype, self.places, self.share = dtype, places, share
+
+    def prepare(self, weight: QuantTensor) -> dict[str, Tensor]:
+        scale = weight.scale.clone()
+        if scale.dtype == self.dtype:
+            scale[self.places] *= 1 + self.share
+        return self.inner.prepare(QuantTensor(weight.codes, scale, weight.zero, weight.scheme))
+
+
+MODES = ("reference", "cpu-exact", "cpu-fast")
+
+
+@pytest.mark.parametrize("share", [0.15, 0.02])
+@pytest.mark.parametrize("inner", MODES)
+@pytest.mark.parametrize("text", ["int8", "int4-g128-asym"])
+def test_one_wrong_row_is_found_out(text: str, inner: str, share: float) -> None:
+    for row, dtype, scale_dtype in itertools.product((0, 17, ROWS - 1), DTYPES, DTYPES[:2]):
+        wrong = WrongRow(inner, row, share)
+        assert fault(wrong, QuantScheme.parse(text), CPU, dtype, scale_dtype) is not None, (row, dtype)
+
+
+@pytest.mark.parametrize("tokens", check._SMALL.tokens)
+@pytest.mark.parametrize("inner", MODES)
+def test_a_row_that_is_wrong_for_some_number_of_tokens_is_found_out(inner: str, tokens: int) -> None:
+    for row in (0, 17, ROWS - 1):
+        wrong = WrongRow(inner, row, 0.15, tokens)
+        found = fault(wrong, QuantScheme.parse("int4-g32"), CPU, torch.bfloat16, torch.bfloat16)
+        assert found == f"its products of {tokens} tokens are wrong on this machine"
+
+
+@pytest.mark.parametrize("inner", MODES)
+@pytest.mark.parametrize("wrong", DTYPES, ids=str)
+def test_scales_of_one_dtype_that_are_read_wrongly_are_found_out(wrong: torch.dtype, inner: str) -> None:
+    scheme = QuantScheme.parse("int4-g32")
+    for places in ((slice(5, 6), slice(None)), (slice(None), slice(4, None)), (slice(36, None), slice(1, 2))):
+        backend = WrongScales(inner, wrong, places, -0.15)
+        for scale_dtype in DTYPES:
+            found = fault(backend, scheme, CPU, torch.bfloat16, scale_dtype)
+            assert (found is not None) == (scale_dtype == wrong), places
+
+
+@pytest.mark.parametrize("inner", MODES)
+def test_zero_points_and_negative_scales_that_are_lost_are_found_out(inner: str) -> None:
+    class Positive(Wrapped):
+        def prepare(self, weight: QuantTensor) -> dict[str, Tensor]:
+            return self.inner.prepare(QuantTensor(weight.codes, weight.scale.abs(), weight.zero, weight.scheme))
+
+    class Centred(Wrapped):
+        def prepare(self, weight: QuantTensor) -> dict[str, Tensor]:
+            zero = torch.full_like(weight.zero, 8)
+            return self.inner.prepare(QuantTensor(weight.codes, weight.scale, zero, weight.scheme))
+
+    for kind in (Positive, Centred):
+        assert fault(kind(inner), QuantScheme.parse("int4-g64-asym"), CPU, torch.bfloat16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
+def test_what_is_right_passes(variant: str, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUANTKIT_CPU", variant)
+    _require_no_fault(CpuBackend(variant, exact=exact))
+
+
+def test_the_reference_passes() -> None:
+    _require_no_fault(ReferenceBackend())
+
+
+def _require_no_fault(backend: Backend) -> None:
+    for text, dtype, scale_dtype in itertools.product(SCHEMES, DTYPES, DTYPES):
+        scheme = QuantScheme.parse(text)
+        assert backend.refusal(scheme, CPU, dtype) is None
+        assert fault(backend, scheme, CPU, dtype, scale_dtype) is None, (text, dtype, scale_dtype)
+
+
+@pytest.mark.parametrize("text", [*SCHEMES, "int4-g4096"])
+@pytest.mark.parametrize("size", [check._SMALL, check._ON_GPUS], ids=["small", "gpu"])
+def test_the_example_has_what_real_weights_have(text: str, size: check._Size) -> None:
+    scheme = QuantScheme.parse(text)
+    weight = check._example(scheme, size, torch.bfloat16)
+    rows, columns = weight.shape
+    assert set(weight.codes.unique().tolist()) == set(range(scheme.levels))
+    assert weight.scale.dtype == torch.bfloat16
+    assert (weight.scale > 0).any()
+    assert (weight.scale < 0).any()
+    assert weight.scale.abs().max() > 100 * weight.scale.abs().min() > 0
+    assert rows % 16
+    assert columns >= size.columns
+    assert weight.scale.shape[1] % 2 == 1
+    assert columns % 32 if scheme.group_size is None else weight.scale.shape[1] > 1
+    if weight.zero is not None:
+        assert weight.zero.unique().numel() > 10
+    if size is check._ON_GPUS:
+        assert {2, 16, 128} <= set(size.tokens)
+        assert columns % 128 or (scheme.group_size or 0) % 128 == 0
+
+
+def test_a_number_that_is_not_finite_is_not_within_anything() -> None:
+    right = torch.ones(1, 2, dtype=torch.float64)
+    assert within(torch.ones(1, 2), right, 0 * right)
+    assert not within(torch.ones(1, 1), right, right)
+    for wrong in (torch.nan, torch.inf):
+        assert not within(torch.tensor([[1.0, wrong]]), right, 100 * right)
