@@ -26,6 +26,15 @@ def read_json(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"cannot be read: {error}", path=path) from error
+    return parsed(text, path)
+
+
+def parsed(text: str, path: str | Path) -> dict[str, Any]:
+    """The JSON object that is the content of a file.
+
+    Raises:
+        CheckpointError: if it is empty, not JSON, too deep, or not an object.
+    """
     if not text.strip():
         raise CheckpointError("the file is empty", path=path, expected="a JSON object")
     try:
@@ -137,6 +146,13 @@ class Settings:
             self.wrong_type(key, "a list of texts")
         return value
 
+    def objects(self, key: str) -> list[Settings]:
+        """A list of objects; empty where there is none."""
+        value = self.values.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+            self.wrong_type(key, "a list of objects")
+        return [Settings(one, self.path, f"{self._full(key)}[{index}]") for index, one in enumerate(value)]
+
     def ids(self, key: str) -> tuple[int, ...]:
         """Token ids: one, a list of them, or none."""
         value = self.values.get(key)
@@ -150,7 +166,7 @@ class Settings:
         value = self.need(key)
         if not isinstance(value, dict):
             self.wrong_type(key, "an object")
-        return Settings(value, self.path, f"{self._name}.{key}" if self._name else key)
+        return Settings(value, self.path, self._full(key))
 
     def wrong_type(self, key: str, expected: str) -> NoReturn:
         raise CheckpointError(
