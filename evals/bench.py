@@ -127,7 +127,7 @@ def bench(jobs: Sequence[Job], *, group: Group | None = None, progress: Progress
         NonFiniteError: if its logits are NaN or Inf.
     """
     for job in jobs:
-        _require_room(job)
+        require_room(job)
     if group is not None:
         if len(jobs) > 1:
             raise RequestError("several processes measure one model at a time", found=len(jobs))
@@ -151,7 +151,13 @@ def slower_than_floats(found: Sequence[Bench]) -> list[str]:
     ]
 
 
-def _require_room(job: Job) -> None:
+def require_room(job: Job) -> None:
+    """Check what is asked for, before anything is loaded.
+
+    Raises:
+        RequestError: for numbers that are out of range, or more tokens than the context or the memory hold.
+        QuantkitError: if the model cannot be opened.
+    """
     least = min((*job.prompts, *job.batches, job.runs), default=0)
     if least < 1 or not (job.prompts or job.batches):
         raise RequestError("prompt lengths, batches and runs must be at least 1", found=shown(least))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -120,7 +120,8 @@ class TiktokenTokenizer:
                 name="llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=self._specials
             )
         self.vocab_size: int = len(ranks) + len(self._specials)
-        self.bos_id: int = self._specials["<|begin_of_text|>"]
+        self._bos = self._specials["<|begin_of_text|>"]
+        self.bos_id: int | None = self._bos
         ends = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
         self.eos_ids: tuple[int, ...] = tuple(self._specials[name] for name in ends)
 
@@ -129,7 +130,7 @@ class TiktokenTokenizer:
         allowed: Any = "all" if specials else set()
         with contained(self._path, _NO_TEXT):
             ids = self._encoding.encode(text, allowed_special=allowed, disallowed_special=())
-        return [self.bos_id, *ids]
+        return [self._bos, *ids]
 
     def decode(self, ids: Sequence[int]) -> str:
         specials = set(self._specials.values())
@@ -161,8 +162,8 @@ class JsonTokenizer:
             if not vocabulary:
                 raise CheckpointError("has no vocabulary", path=path)
             self.vocab_size: int = max(vocabulary.values()) + 1
-            self.bos_id: int | None = vocabulary.get(_content(settings, "bos_token"))
-            eos = vocabulary.get(_content(settings, "eos_token"))
+            self.bos_id: int | None = _named(settings, "bos_token", vocabulary)
+            eos = _named(settings, "eos_token", vocabulary)
             self.eos_ids: tuple[int, ...] = () if eos is None else (eos,)
             self.byte_level: bool = "<0x00>" not in vocabulary
             self._add_bos = settings.flag("add_bos_token", False) and self.bos_id is not None
@@ -254,13 +255,13 @@ def llama3_specials(first: int) -> dict[str, int]:
     return {name: first + i for i, name in enumerate(names)}
 
 
-def _content(settings: Settings, key: str) -> str | None:
-    """The spelling of a token, which stands by itself or in an object with how it is taken from a text."""
+def _named(settings: Settings, key: str, vocabulary: Mapping[str, int]) -> int | None:
+    """The id of a token whose spelling stands by itself or in an object with how it is taken from a text."""
     if not settings.has(key):
         return None
     if isinstance(settings.values[key], dict):
         settings, key = settings.inside(key), "content"
-    return settings.text(key)
+    return vocabulary.get(settings.text(key))
 
 
 def _try_out(tokenizer: Tokenizer, path: Path) -> None:
@@ -276,7 +277,8 @@ def _try_out(tokenizer: Tokenizer, path: Path) -> None:
                 if error.__cause__ is None or is_panic(error.__cause__):
                     raise
     last = tokenizer.vocab_size
-    for ids in ([], range(min(last, _TRIED_TOKENS)), range(max(last - _TRIED_TOKENS, 0), last)):
+    tried: list[Sequence[int]] = [[], range(min(last, _TRIED_TOKENS)), range(max(last - _TRIED_TOKENS, 0), last)]
+    for ids in tried:
         tokenizer.decode(ids)
         for one in ids:
             tokenizer.decode([one])

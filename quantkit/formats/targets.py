@@ -16,11 +16,11 @@ from quantkit.json_values import shown
 BY_NAME, BY_PATTERN, BY_CLASS, NO_MATCH = range(4)
 """How closely a target names a module."""
 
-_SECONDS = 2.0
+_SECONDS = 0.5
 _LONGEST_PATTERN = 1000
 # `regex` writes repetitions out, which names of modules need no more of.
 _MOST_REPEATED = 1000
-_COUNTS = re.compile(r"\{\d*,?(\d*)\}|\{(\d+)\}")
+_COUNTS = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 _PATTERN = "re:"
 
 
@@ -81,8 +81,8 @@ class Targets:
 def _compiled(pattern: str, deadline: Deadline) -> Any:
     deadline.left()
     repeated = 1
-    for most, exactly in _COUNTS.findall(pattern):
-        repeated *= int((most or exactly or "1")[:9])
+    for least, most in _COUNTS.findall(pattern):
+        repeated *= max(1, *(int(count[:9] or 1) for count in (least, most)))
     if len(pattern) > _LONGEST_PATTERN or repeated > _MOST_REPEATED:
         raise CheckpointError(
             "a pattern of quantization_config is too large", path=deadline.path, found=shown(pattern),
