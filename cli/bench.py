@@ -9,6 +9,7 @@ import click
 from quantkit.cli.processes import is_first, together
 from quantkit.cli.progress import bar
 from quantkit.errors import RequestError
+from quantkit.json_values import shown
 
 _PATH = click.Path(path_type=Path)
 
@@ -46,8 +47,6 @@ def bench(
         raise RequestError("--scheme goes with --synthetic", hint="a folder has schemes of its own")
     if head is not None and not quantized:
         raise RequestError("--head goes with --scheme")
-    if threads is not None and threads < 1:
-        raise RequestError("threads must be at least 1", found=threads)
     rest = (_numbers(prompt_lengths), _numbers(batches), threads, runs, backend, compiled, device)
     jobs = [Job(path, None, None, None, *rest) for path in paths]
     if synthetic is not None:
@@ -64,6 +63,6 @@ def bench(
 
 def _numbers(text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
+        return tuple(int(part) for part in text.split(","))
     except ValueError as error:
-        raise RequestError("expected numbers separated by commas", found=text) from error
+        raise RequestError("expected numbers separated by commas", found=shown(text)) from error

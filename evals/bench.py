@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -19,7 +21,8 @@ from quantkit.evals.synthetic import synthetic
 from quantkit.evals.timing import PROMPT, Decoding, bandwidth, prefill_once, seconds, weight_bytes
 from quantkit.formats.checkpoint import DTYPE_NAMES, Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
-from quantkit.memory import resident_bytes
+from quantkit.json_values import shown
+from quantkit.memory import enough_memory, resident_bytes, total_bytes
 from quantkit.model.device import usable_device
 from quantkit.model.load import load_model
 from quantkit.parallel.group import Group
@@ -28,6 +31,8 @@ from quantkit.progress import Progress, silent
 
 NEW = 48  # tokens decoded in a run
 RUNS = 5
+_MOST_RUNS = 10_000
+_MOST_THREADS = 256
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,7 @@ def bench(jobs: Sequence[Job], *, group: Group | None = None, progress: Progress
         NonFiniteError: if its logits are NaN or Inf.
     """
     for job in jobs:
-        _require_room(job)
+        require_room(job)
     if group is not None:
         if len(jobs) > 1:
             raise RequestError("several processes measure one model at a time", found=len(jobs))
@@ -130,11 +135,7 @@ def bench(jobs: Sequence[Job], *, group: Group | None = None, progress: Progress
     found = []
     for index, job in enumerate(jobs):
         progress(index, len(jobs), str(job.path or job.shape))
-        with multiprocessing.get_context("spawn").Pool(1) as process:
-            result = process.apply(_measured, (job,))
-        if isinstance(result, QuantkitError):
-            raise result
-        found.append(result)
+        found.append(_measured_apart(job))
     progress(len(jobs), len(jobs), "")
     return found
 
@@ -150,30 +151,82 @@ def slower_than_floats(found: Sequence[Bench]) -> list[str]:
     ]
 
 
-def _require_room(job: Job) -> None:
+def require_room(job: Job) -> None:
+    """Check what is asked for, before anything is loaded.
+
+    Raises:
+        RequestError: for numbers that are out of range, or more tokens than the context or the memory hold.
+        QuantkitError: if the model cannot be opened.
+    """
     least = min((*job.prompts, *job.batches, job.runs), default=0)
     if least < 1 or not (job.prompts or job.batches):
-        raise RequestError("prompt lengths, batches and runs must be at least 1", found=least)
+        raise RequestError("prompt lengths, batches and runs must be at least 1", found=shown(least))
+    most = max(_MOST_THREADS, os.cpu_count() or 1)
+    for what, number, limit in (("runs", job.runs, _MOST_RUNS), ("threads", job.threads, most)):
+        if number is not None and not 1 <= number <= limit:
+            raise RequestError(f"{what} are out of range", found=shown(number), expected=f"1 to {limit}")
     config = job.checkpoint().config
-    needed = max(*job.prompts, PROMPT + NEW)
+    needed = max((*job.prompts, PROMPT + NEW))
     if needed > config.max_context:
         raise RequestError(
-            "the model's context is too short", path=job.path, found=config.max_context, expected=f"at least {needed}"
-        )
+            "the model's context is too short", path=job.path, found=config.max_context,
+            expected=f"at least {shown(needed)}",
+        )  # fmt: skip
+    positions = max((*job.prompts, *(batch * (PROMPT + NEW) for batch in job.batches)))
+    cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * positions  # at a byte each
+    if cache > (memory := total_bytes()):
+        raise RequestError(
+            "keys and values of so many tokens do not fit in memory", path=job.path,
+            found=f"{shown(positions)} tokens", expected=f"at most {memory * positions // cache}",
+        )  # fmt: skip
 
 
-def _measured(job: Job) -> Bench | QuantkitError:
-    """What the process does; errors come back as values, since they do not pickle as exceptions."""
+def _measured_apart(job: Job) -> Bench:
+    """
+    Raises:
+        RequestError: if the process is ended from outside, as by a system that runs out of memory.
+        QuantkitError: as `_measure` does.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_tell, args=(job, sender), daemon=True)
+    process.start()
+    sender.close()  # so that the process's end is the end of what can be received
     try:
-        return _measure(job)
+        result: Bench | Exception = receiver.recv()
+    except EOFError as error:
+        raise RequestError(
+            "the process that measures was ended", path=job.path, found=job.shape,
+            hint="it may have run out of memory; ask for fewer tokens",
+        ) from error  # fmt: skip
+    finally:
+        process.terminate()
+        process.join()
+        receiver.close()
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _tell(job: Job, sender: Connection) -> None:
+    """What the process does; errors come as values."""
+    try:
+        sender.send(_measure(job))
     except QuantkitError as error:
-        return error
+        sender.send(error)
+    except Exception as error:  # of any kind, which might not go through a pipe
+        sender.send(RuntimeError(f"{type(error).__name__}: {error}"))
 
 
 @torch.inference_mode()
 def _measure(job: Job, group: Group | None = None) -> Bench:
     if job.threads is not None:
         torch.set_num_threads(job.threads)
+    with enough_memory(job.path):
+        return _measure_model(job, group)
+
+
+def _measure_model(job: Job, group: Group | None) -> Bench:
     checkpoint = job.checkpoint()
     if group is not None:
         checkpoint = shard(checkpoint, group)

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.config import ModelConfig, config_from_hf, read_json
+from quantkit.config import ModelConfig, config_from_hf
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, TensorInfo
-from quantkit.formats.compressed_tensors import read_schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.hf import weight_kinds
+from quantkit.formats.quantized_modules import read_schemes
+from quantkit.json_values import Settings, read_settings
 from quantkit.naming import Entry, entries, linear_columns
 from quantkit.part import Part
 from quantkit.qtensor import QuantTensor
@@ -132,10 +133,12 @@ def shaped(source: str | Path, scheme: str | None) -> Checkpoint:
         if scheme is not None:
             raise RequestError("a folder of weights has schemes of its own", path=folder, found=f"scheme {scheme}")
         return open_checkpoint(folder)
-    raw = read_json(path)
+    raw = read_settings(path)
     config = config_from_hf(raw, path)
-    if (settings := raw.get("quantization_config")) and scheme is None:
-        return SyntheticCheckpoint(folder, config, read_schemes(settings, linear_columns(config), path))
+    settings = Settings(raw, path)
+    if settings.has("quantization_config") and scheme is None:
+        quantized = read_schemes(settings.inside("quantization_config").values, linear_columns(config), path)
+        return SyntheticCheckpoint(folder, config, quantized)
     return SyntheticCheckpoint(folder, config, _schemes(config, scheme))
 
 

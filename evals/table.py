@@ -9,6 +9,7 @@ from pathlib import Path
 from quantkit import quality
 from quantkit.errors import CheckpointError
 from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.folder import checked_tokenizer
 from quantkit.jobs.inspect import inspect
 from quantkit.progress import Progress, silent
 from quantkit.tokenizer import load_tokenizer
@@ -44,7 +45,7 @@ def compare(
         NonFiniteError: if a model's logits are NaN or Inf.
     """
     reference = open_checkpoint(source)
-    tokenizer = load_tokenizer(source)
+    tokenizer = checked_tokenizer(reference)[0] or load_tokenizer(source)
     windows = quality.text_windows(tokenizer.encode(text), tokenizer.bos_id, window)
     if windows.shape[0] == 0 or windows.shape[1] < 2:
         raise CheckpointError("the text is too short to measure on", path=source)

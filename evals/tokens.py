@@ -7,6 +7,7 @@ from pathlib import Path
 
 from quantkit.errors import CheckpointError
 from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.folder import checked_tokenizer
 from quantkit.tokenizer import Tokenizer, load_tokenizer
 from quantkit.tokenizer_export import export_json
 
@@ -18,9 +19,9 @@ def measuring_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     them for the tokens, and so must what is measured beside it; sentencepiece cannot.
 
     Raises:
-        CheckpointError: if there is none, or it is damaged.
+        CheckpointError: if there is none, it is damaged, or it knows more tokens than the embedding.
     """
-    tokenizer = load_tokenizer(checkpoint.path)
+    tokenizer = checked_tokenizer(checkpoint)[0] or load_tokenizer(checkpoint.path)
     if tokenizer.kind != "sentencepiece":
         return tokenizer
     with tempfile.TemporaryDirectory(prefix="quantkit-tokenizer-") as scratch:

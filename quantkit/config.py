@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.json_values import Settings, shown
 from quantkit.rope_config import RopeConfig
 
 HF_ARCHITECTURES = {
@@ -19,7 +17,16 @@ HF_ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 
+# What a config may say at most, far beyond what is published: things are made for each layer before all tensors
+# are held against the config, and `plan DIR --target` reads configs that have none.
+MOST_LAYERS = 1024
+MOST_HEADS = 2**16
+MOST_WIDTH = 2**24
+MOST_CONTEXT = 2**31 - 1
+LEAST_EPS, MOST_EPS = 1e-30, 1.0
+
 _DEFAULT_WINDOW = 4096  # of transformers, where the key is absent; null means none
+_WINDOW_LAYERS = 28  # likewise
 
 
 @dataclass(frozen=True)
@@ -56,32 +63,24 @@ class ModelConfig:
         """Return self.
 
         Raises:
-            CheckpointError: if sizes are not positive or heads do not divide.
+            CheckpointError: if heads do not divide, or a token that the config names is not in the vocabulary.
         """
-        for key in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "max_context",
-        ):
-            if getattr(self, key) <= 0:
-                raise CheckpointError(f"{key} must be positive", path=str(path), found=getattr(self, key))
-        numbers = {"norm_eps": self.norm_eps, "rope theta": self.rope.theta, "rope factor": self.rope.factor}
-        for key, number in numbers.items():
-            if not 0 < number < math.inf:
-                raise CheckpointError(f"{key} must be positive and finite", path=str(path), found=number)
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
                 "attention heads are no multiple of the KV heads",
                 path=str(path),
                 found=f"{self.num_heads} and {self.num_kv_heads}",
             )
-        if self.head_dim % 2:
+        if self.head_dim % 2 or not self.head_dim:
             raise CheckpointError("head_dim must be even for rotary embedding", path=str(path), found=self.head_dim)
+        if self.rope.type == "dynamic" and self.head_dim == 2:
+            raise CheckpointError("head_dim must be above 2 for dynamic rope scaling", path=str(path), found=2)
+        for token in (self.bos_token_id, *self.eos_token_ids):
+            if token is not None and token >= self.vocab_size:
+                raise CheckpointError(
+                    "the first or an end token is not in the vocabulary", path=str(path), found=token,
+                    expected=f"at most {self.vocab_size - 1}",
+                )  # fmt: skip
         return self
 
     def with_dtype(self, dtype: str) -> ModelConfig:
@@ -98,86 +97,55 @@ class ModelConfig:
         ]
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        CheckpointError: if the file is missing, empty, not JSON, or not an object.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise CheckpointError("the file is missing", path=path) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"cannot be read: {error}", path=path) from error
-    if not text.strip():
-        raise CheckpointError("the file is empty", path=path, expected="a JSON object")
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"is not valid JSON: {error}", path=path) from error
-    if not isinstance(value, dict):
-        raise CheckpointError("does not hold a JSON object", path=path, found=type(value).__name__)
-    return value
-
-
 def config_from_hf(raw: Mapping[str, Any], path: object) -> ModelConfig:
     """Read a Hugging Face ``config.json``.
 
     Raises:
-        CheckpointError: if a key is missing or of the wrong type.
+        CheckpointError: if a key is missing, or its value of the wrong type or out of range.
         UnsupportedError: for an architecture, activation or setting quantkit does not know.
     """
-    where = str(path)
-
-    def need(key: str) -> Any:
-        if raw.get(key) is None:
-            hint = None
-            if key == "model_type" and "dim" in raw:
-                hint = "this looks like Meta's params.json"
-            raise CheckpointError(f"lacks the key '{key}'", path=where, hint=hint)
-        return raw[key]
-
-    kind = need("model_type")
+    settings = Settings(raw, path)
+    kind = settings.text("model_type", hint="this looks like Meta's params.json" if "dim" in raw else None)
     if kind not in HF_ARCHITECTURES:
         raise UnsupportedError(
-            "architecture is not supported", path=where, found=kind, expected=", ".join(HF_ARCHITECTURES)
+            "architecture is not supported", path=settings.path, found=kind, expected=", ".join(HF_ARCHITECTURES)
         )
-    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise UnsupportedError("activation is not supported", path=where, found=raw["hidden_act"], expected="silu")
-    try:
-        heads = int(need("num_attention_heads"))
-        hidden = int(need("hidden_size"))
-        layers = int(need("num_hidden_layers"))
-        kv_heads = raw.get("num_key_value_heads")
-        if "num_key_value_heads" not in raw and kind != "llama":
-            need("num_key_value_heads")
-        head_dim = need("head_dim") if kind == "qwen3" else raw.get("head_dim")
-        attention_bias = bool(raw.get("attention_bias", False))
-        return ModelConfig(
-            architecture=kind,
-            vocab_size=int(need("vocab_size")),
-            hidden_size=hidden,
-            intermediate_size=int(need("intermediate_size")),
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=heads if kv_heads is None else int(kv_heads),
-            head_dim=hidden // heads if head_dim is None else int(head_dim),
-            norm_eps=float(need("rms_norm_eps")),
-            rope=RopeConfig.from_hf(raw, path),
-            max_context=int(need("max_position_embeddings")),
-            tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            qkv_bias=kind == "qwen2" or (kind in ("llama", "qwen3") and attention_bias),
-            output_bias=kind in ("llama", "qwen3") and attention_bias,
-            mlp_bias=kind == "llama" and bool(raw.get("mlp_bias", False)),
-            qk_norm=kind == "qwen3",
-            windows=_windows(kind, raw, layers, where),
-            dtype=_dtype(raw, where),
-            bos_token_id=_first(raw.get("bos_token_id")),
-            eos_token_ids=_ids(raw.get("eos_token_id")),
-        ).validated(path)
-    except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise CheckpointError(f"holds a value of the wrong type: {error}", path=where) from error
+    if "hidden_act" in raw and settings.text("hidden_act") not in ("silu", "swish"):
+        raise UnsupportedError(
+            "activation is not supported", path=settings.path, found=raw["hidden_act"], expected="silu"
+        )
+    heads = settings.whole("num_attention_heads", 1, MOST_HEADS)
+    hidden = settings.whole("hidden_size", 1, MOST_WIDTH)
+    layers = settings.whole("num_hidden_layers", 1, MOST_LAYERS)
+    if "num_key_value_heads" not in raw and kind != "llama":
+        settings.need("num_key_value_heads")
+    own_kv_heads = settings.has("num_key_value_heads")
+    own_head_dim = settings.has("head_dim") or kind == "qwen3"
+    attention_bias = settings.flag("attention_bias", False)
+    ends = settings.ids("eos_token_id")
+    starts = settings.ids("bos_token_id")
+    return ModelConfig(
+        architecture=kind,
+        vocab_size=settings.whole("vocab_size", 1, MOST_WIDTH),
+        hidden_size=hidden,
+        intermediate_size=settings.whole("intermediate_size", 1, MOST_WIDTH),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=settings.whole("num_key_value_heads", 1, MOST_HEADS) if own_kv_heads else heads,
+        head_dim=settings.whole("head_dim", 1, MOST_HEADS) if own_head_dim else hidden // heads,
+        norm_eps=settings.number("rms_norm_eps", LEAST_EPS, MOST_EPS),
+        rope=RopeConfig.from_hf(raw, path),
+        max_context=settings.whole("max_position_embeddings", 1, MOST_CONTEXT),
+        tied_embeddings=settings.flag("tie_word_embeddings", False),
+        qkv_bias=kind == "qwen2" or (kind in ("llama", "qwen3") and attention_bias),
+        output_bias=kind in ("llama", "qwen3") and attention_bias,
+        mlp_bias=kind == "llama" and settings.flag("mlp_bias", False),
+        qk_norm=kind == "qwen3",
+        windows=_windows(kind, settings, layers),
+        dtype=_dtype(settings),
+        bos_token_id=starts[0] if starts else None,
+        eos_token_ids=ends,
+    ).validated(path)
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -212,24 +180,39 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     return raw
 
 
-def _windows(kind: str, raw: Mapping[str, Any], layers: int, where: str) -> tuple[int | None, ...]:
-    window = raw.get("sliding_window", _DEFAULT_WINDOW)
-    if kind == "llama" or window is None:
-        return (None,) * layers
-    window = int(window)
+def _windows(kind: str, settings: Settings, layers: int) -> tuple[int | None, ...]:
+    everywhere = (None,) * layers
+    if kind == "llama":
+        return everywhere
+    types = _layer_types(settings, layers)
+    window = _DEFAULT_WINDOW
+    if "sliding_window" in settings.values:
+        if not settings.has("sliding_window"):
+            return everywhere
+        window = settings.whole("sliding_window", 1, MOST_CONTEXT)
     if kind == "mistral":
-        if "full_attention" in (raw.get("layer_types") or ()):
-            raise UnsupportedError("mixed attention layers in a Mistral model are not supported", path=where)
+        if "full_attention" in types:
+            raise UnsupportedError("mixed attention layers in a Mistral model are not supported", path=settings.path)
         return (window,) * layers
-    if not raw.get("use_sliding_window", False):
-        return (None,) * layers
-    types = raw.get("layer_types")
-    if types is None:
-        first = int(raw.get("max_window_layers", 28))
-        return tuple(window if layer >= first else None for layer in range(layers))
-    if len(types) != layers or set(types) - {"full_attention", "sliding_attention"}:
-        raise CheckpointError("layer_types does not fit the layers", path=where, found=types)
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    if not settings.flag("use_sliding_window", False):
+        return everywhere
+    if types:
+        return tuple(window if kind == "sliding_attention" else None for kind in types)
+    key = "max_window_layers"
+    first = settings.whole(key, 0, MOST_CONTEXT) if settings.has(key) else _WINDOW_LAYERS
+    return tuple(window if layer >= first else None for layer in range(layers))
+
+
+def _layer_types(settings: Settings, layers: int) -> list[str]:
+    """The kind of attention of each layer; empty where the file does not say it."""
+    key = "layer_types"
+    types = settings.texts(key) if settings.has(key) else []
+    if settings.has(key) and (len(types) != layers or set(types) - {"full_attention", "sliding_attention"}):
+        raise CheckpointError(
+            "layer_types does not fit the layers", path=settings.path, found=shown(types),
+            expected=f"full_attention or sliding_attention for each of {layers}",
+        )  # fmt: skip
+    return types
 
 
 def _hf_windows(windows: tuple[int | None, ...]) -> dict[str, Any]:
@@ -243,23 +226,12 @@ def _hf_windows(windows: tuple[int | None, ...]) -> dict[str, Any]:
     }
 
 
-def _dtype(raw: Mapping[str, Any], where: str) -> str:
-    value = raw.get("dtype") or raw.get("torch_dtype") or "float32"
-    value = str(value).removeprefix("torch.")
+def _dtype(settings: Settings) -> str:
+    key = "dtype" if settings.has("dtype") else "torch_dtype"
+    value = settings.text(key).removeprefix("torch.") if settings.has(key) else "float32"
     if value not in ("float32", "float16", "bfloat16"):
-        raise UnsupportedError("dtype is not supported", path=where, found=value)
+        raise UnsupportedError("dtype is not supported", path=settings.path, found=value)
     return value
-
-
-def _ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(int(v) for v in value) if isinstance(value, list) else (int(value),)
-
-
-def _first(value: Any) -> int | None:
-    ids = _ids(value)
-    return ids[0] if ids else None
 
 
 def _collapse(ids: tuple[int, ...]) -> int | list[int] | None:

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.config import read_json
 from quantkit.errors import CheckpointError
+from quantkit.json_values import read_json
 from quantkit.source import SourceFile
 from quantkit.version import __version__
 

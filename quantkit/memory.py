@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from quantkit.errors import RequestError
+
+_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "Storage size calculation overflowed")
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
@@ -15,6 +22,26 @@ def resident_bytes() -> int:
     if status.exists():
         return int(status.read_text().split()[1]) * resource.getpagesize()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def total_bytes() -> int:
+    """The machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextmanager
+def enough_memory(path: Path | None) -> Iterator[None]:
+    """Running out of memory within, which torch tells in several ways, is a request for too much.
+
+    Raises:
+        RequestError: for it.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(sign in str(error) for sign in _OUT_OF_MEMORY):
+            raise
+        raise RequestError("does not fit in memory", path=path, hint="ask for fewer tokens or texts at once") from error
 
 
 def give_back() -> None:

@@ -6,9 +6,18 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from quantkit.config import ModelConfig
+from quantkit.config import (
+    LEAST_EPS,
+    MOST_CONTEXT,
+    MOST_EPS,
+    MOST_HEADS,
+    MOST_LAYERS,
+    MOST_WIDTH,
+    ModelConfig,
+)
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.rope_config import RopeConfig
+from quantkit.json_values import Settings, shown
+from quantkit.rope_config import LEAST_THETA, MOST_THETA, SCALE, RopeConfig
 
 _KNOWN = {
     "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size",
@@ -39,7 +48,8 @@ def config_from_meta(
         CheckpointError: if a key is missing or contradicts the tensors.
         UnsupportedError: for keys whose meaning quantkit does not know.
     """
-    where = str(path)
+    settings = Settings(params, path)
+    where = settings.path
     if "hidden_size" in params or "model_type" in params:
         raise CheckpointError(
             "holds Hugging Face keys", path=where, found="'hidden_size'", expected="Meta's 'dim'",
@@ -51,44 +61,40 @@ def config_from_meta(
     if "moe" in params or "vision_chunk_size" in params:
         raise UnsupportedError("mixture-of-experts and vision models are not supported", path=where)
     if unknown := sorted(set(params) - _KNOWN - {"quantization_args", "lora_args"}):
-        raise UnsupportedError("unknown keys", path=where, found=unknown)
-    for key in ("dim", "n_layers", "n_heads", "norm_eps"):
-        if params.get(key) is None:
-            raise CheckpointError(f"lacks the key '{key}'", path=where)
-    try:
-        stated = int(params.get("vocab_size", -1))
-        if stated not in (-1, vocab_size):
-            raise CheckpointError(
-                "vocab_size disagrees with the embedding", path=where, found=stated, expected=vocab_size
-            )
-        heads, dim = int(params["n_heads"]), int(params["dim"])
-        kv_heads = params.get("n_kv_heads")
-        head_dim = params.get("head_dim")
-        rope = _rope(params, dim)
-        return ModelConfig(
-            architecture="llama",
-            vocab_size=vocab_size,
-            hidden_size=dim,
-            intermediate_size=intermediate_size,
-            num_layers=int(params["n_layers"]),
-            num_heads=heads,
-            num_kv_heads=heads if kv_heads is None else int(kv_heads),
-            head_dim=dim // heads if head_dim is None else int(head_dim),
-            norm_eps=float(params["norm_eps"]),
-            rope=rope,
-            max_context=_context(params, rope),
-            tied_embeddings=tied_embeddings,
-            qkv_bias=False,
-            output_bias=False,
-            mlp_bias=False,
-            qk_norm=False,
-            windows=(None,) * int(params["n_layers"]),
-            dtype=dtype,
-            bos_token_id=None,
-            eos_token_ids=(),
-        ).validated(path)
-    except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise CheckpointError(f"holds a value of the wrong type: {error}", path=where) from error
+        raise UnsupportedError("unknown keys", path=where, found=shown(unknown))
+    stated = settings.whole("vocab_size", -1, MOST_WIDTH) if settings.has("vocab_size") else -1
+    if stated not in (-1, vocab_size):
+        raise CheckpointError("vocab_size disagrees with the embedding", path=where, found=stated, expected=vocab_size)
+    heads, dim = settings.whole("n_heads", 1, MOST_HEADS), settings.whole("dim", 1, MOST_WIDTH)
+    layers = settings.whole("n_layers", 1, MOST_LAYERS)
+    norm_eps = settings.number("norm_eps", LEAST_EPS, MOST_EPS)
+    rope = _rope(settings, dim)
+    return ModelConfig(
+        architecture="llama",
+        vocab_size=vocab_size,
+        hidden_size=dim,
+        intermediate_size=intermediate_size,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=settings.whole("n_kv_heads", 1, MOST_HEADS) if settings.has("n_kv_heads") else heads,
+        head_dim=settings.whole("head_dim", 1, MOST_HEADS) if settings.has("head_dim") else dim // heads,
+        norm_eps=norm_eps,
+        rope=rope,
+        max_context=(
+            settings.whole("max_seq_len", 1, MOST_CONTEXT)
+            if settings.has("max_seq_len")
+            else _family_context(rope, norm_eps)
+        ),
+        tied_embeddings=tied_embeddings,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        windows=(None,) * layers,
+        dtype=dtype,
+        bos_token_id=None,
+        eos_token_ids=(),
+    ).validated(path)
 
 
 def config_to_meta(config: ModelConfig) -> dict[str, Any]:
@@ -123,26 +129,27 @@ def config_to_meta(config: ModelConfig) -> dict[str, Any]:
     if config.rope.type == "llama3":
         params["use_scaled_rope"] = True
         params["rope_scaling_factor"] = config.rope.factor
-    if _context(params, config.rope) != config.max_context:
+    if _family_context(config.rope, config.norm_eps) != config.max_context:
         params["max_seq_len"] = config.max_context  # only where needed: Meta's own code passes it apart
     return params
 
 
-def assumed_rope_factor(params: Mapping[str, Any]) -> float | None:
+def assumed_rope_factor(params: Mapping[str, Any], config: ModelConfig) -> float | None:
     """The Llama 3 rope factor that had to be assumed, or None if the file says it."""
-    if not params.get("use_scaled_rope") or params.get("rope_scaling_factor") is not None:
-        return None
-    return 8.0 if int(params["dim"]) >= _LLAMA_31_MIN_WIDTH else 32.0
+    said = config.rope.type != "llama3" or params.get("rope_scaling_factor") is not None
+    return None if said else config.rope.factor
 
 
-def _rope(params: Mapping[str, Any], dim: int) -> RopeConfig:
-    theta = float(params.get("rope_theta") or 10000.0)
-    if not params.get("use_scaled_rope"):
+def _rope(settings: Settings, dim: int) -> RopeConfig:
+    theta = settings.number("rope_theta", LEAST_THETA, MOST_THETA) if settings.has("rope_theta") else 10000.0
+    if not settings.flag("use_scaled_rope", False):
         return RopeConfig(theta=theta)
+    assumed = 8.0 if dim >= _LLAMA_31_MIN_WIDTH else 32.0
+    key = "rope_scaling_factor"
     return RopeConfig(
         theta=theta,
         type="llama3",
-        factor=float(assumed_rope_factor(params) or params["rope_scaling_factor"]),
+        factor=settings.number(key, *SCALE) if settings.has(key) else assumed,
         low_freq_factor=1.0,
         high_freq_factor=4.0,
         original_context=_SCALED_ROPE_ORIGINAL_CONTEXT,
@@ -158,17 +165,15 @@ def _meta_can_say(rope: RopeConfig) -> bool:
     )
 
 
-def _context(params: Mapping[str, Any], rope: RopeConfig) -> int:
+def _family_context(rope: RopeConfig, norm_eps: float) -> int:
     """Trained context in tokens; params.json rarely says it, so the family decides."""
-    if params.get("max_seq_len"):
-        return int(params["max_seq_len"])
     if rope.type == "llama3":
         return 131072
     if rope.theta == 500000.0:
         return 8192
     if rope.theta == 1000000.0:
         return 16384
-    return 2048 if float(params["norm_eps"]) == 1e-6 else 4096
+    return 2048 if norm_eps == 1e-6 else 4096
 
 
 def _ffn_hidden(dim: int, multiple_of: int, multiplier: float | None) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.json_values import Settings, shown
 
 _REQUIRED = {
     "default": (),
@@ -22,8 +23,19 @@ _OPTIONAL = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     "llama3": (),
 }
+_BETA_FAST, _BETA_SLOW = 32.0, 1.0  # YaRN's own, where a config says nothing
 # Present in published files, without effect on the arithmetic.
 _IGNORED = {"rope_type", "type", "rope_theta", "finetuned", "original_max_position_embeddings"}
+# What numbers may be: far beyond what is published, and within what float32 computes without loss of sense.
+MOST_THETA = 1e15
+LEAST_THETA = 1.001  # of 1 all dimensions turn alike
+SCALE = (1e-3, 1e6)
+_TURNS = (1e-3, 1e6)
+_BOUNDS = {
+    "factor": SCALE, "low_freq_factor": _TURNS, "high_freq_factor": _TURNS, "beta_fast": _TURNS, "beta_slow": _TURNS,
+    "attention_factor": (1e-3, 1e3), "mscale": (0.0, 1e3), "mscale_all_dim": (0.0, 1e3),
+}  # fmt: skip
+_MOST_CONTEXT = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -56,29 +68,46 @@ class RopeConfig:
             UnsupportedError: for a rope type or setting that quantkit does not compute.
             CheckpointError: if a setting that the type needs is missing.
         """
-        settings = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
-        kind = settings.get("rope_type", settings.get("type", "default"))
-        where = str(path)
+        whole = Settings(raw, path)
+        given = [whole.inside(key) for key in ("rope_scaling", "rope_parameters") if whole.has(key)]
+        inner = next((one for one in given if one.values), Settings({}, path))
+        stated, where = inner.values, whole.path
+        spelled = next((name for name in ("rope_type", "type") if name in stated), None)
+        kind = "default" if spelled is None else inner.text(spelled)
         if kind not in _REQUIRED:
             raise UnsupportedError("rope type is not supported", path=where, found=kind, expected=", ".join(_REQUIRED))
-        partial = settings.pop("partial_rotary_factor", raw.get("partial_rotary_factor"))
-        if partial not in (None, 1.0):
-            raise UnsupportedError("partial rotary embedding is not supported", path=where, found=partial)
-        known = set(_REQUIRED[kind]) | set(_OPTIONAL[kind])
-        if unknown := sorted(set(settings) - known - _IGNORED):
-            raise UnsupportedError(f"unknown setting of {kind} rope scaling", path=where, found=unknown)
-        for key in _REQUIRED[kind]:
-            if settings.get(key) is None:
-                raise CheckpointError(f"rope scaling lacks the key '{key}'", path=where)
-        theta = settings.get("rope_theta", raw.get("rope_theta"))
-        values = {key: float(settings[key]) for key in known - {"truncate"} if settings.get(key) is not None}
-        return cls(
-            theta=10000.0 if theta is None else float(theta),
+        key = "partial_rotary_factor"
+        partial = inner if key in stated else whole
+        if partial.has(key) and partial.number(key, 0, 1) != 1:
+            raise UnsupportedError("partial rotary embedding is not supported", path=where, found=partial.values[key])
+        known = {*_REQUIRED[kind], *_OPTIONAL[kind]}
+        if unknown := sorted(set(stated) - known - _IGNORED - {key}):
+            raise UnsupportedError(f"unknown setting of {kind} rope scaling", path=where, found=shown(unknown))
+        for name in _REQUIRED[kind]:
+            if not inner.has(name):
+                raise CheckpointError(f"rope scaling lacks the key '{name}'", path=where)
+        base = inner if "rope_theta" in stated else whole
+        rope = cls(
+            theta=base.number("rope_theta", LEAST_THETA, MOST_THETA) if base.has("rope_theta") else 10000.0,
             type=kind,
-            original_context=_original_context(kind, settings, raw),
-            truncate=bool(settings.get("truncate", True)),
-            **values,
+            original_context=_original_context(kind, inner, whole),
+            truncate=inner.flag("truncate", "truncate" not in stated),  # null is false, as in transformers
+            **{name: inner.number(name, *_BOUNDS[name]) for name in known - {"truncate"} if inner.has(name)},
         )
+        rope._require_order(where)
+        return rope
+
+    def _require_order(self, where: str) -> None:
+        """The frequencies between which the scaling blends, in the order that its formula takes for granted."""
+        for low, high, names in (
+            (self.low_freq_factor, self.high_freq_factor, "low_freq_factor and high_freq_factor"),
+            (self.beta_slow or _BETA_SLOW, self.beta_fast or _BETA_FAST, "beta_slow and beta_fast"),
+        ):
+            if low is not None and high is not None and low >= high:
+                raise CheckpointError(
+                    f"{names} of rope scaling are in the wrong order", path=where, found=f"{low:g} and {high:g}",
+                    expected="the first below the second",
+                )  # fmt: skip
 
     def to_hf(self) -> dict[str, Any]:
         """The keys both older (``rope_theta``, ``rope_scaling``) and newer readers look for."""
@@ -96,14 +125,11 @@ class RopeConfig:
         }
 
 
-def _original_context(kind: str, settings: Mapping[str, Any], raw: Mapping[str, Any]) -> int | None:
+def _original_context(kind: str, inner: Settings, whole: Settings) -> int | None:
     if kind not in ("llama3", "yarn"):
         return None
-    for value in (
-        raw.get("original_max_position_embeddings"),
-        settings.get("original_max_position_embeddings"),
-        raw.get("max_position_embeddings"),
-    ):
-        if value is not None:
-            return int(value)
+    key = "original_max_position_embeddings"
+    for settings, name in ((whole, key), (inner, key), (whole, "max_position_embeddings")):
+        if settings.has(name):
+            return settings.whole(name, 1, _MOST_CONTEXT)
     return None

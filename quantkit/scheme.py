@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -11,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import RequestError
+from quantkit.errors import QuantkitError, RequestError
+from quantkit.json_values import Settings, parsed, shown
 
 FALLBACK_GROUP_SIZES = (128, 64, 32)
 """Group sizes tried, largest first, when the requested one does not divide a row."""
 
-_SPELLING = re.compile(r"int(?P<bits>[48])(?:-g(?P<group>\d+))?(?P<asym>-asym)?")
+_SPELLING = re.compile(r"int(?P<bits>[48])(?:-g(?P<group>[0-9]{1,9}))?(?P<asym>-asym)?")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class QuantScheme:
         if match is None:
             raise RequestError(
                 "unknown quantization scheme",
-                found=repr(text),
+                found=shown(text),
                 expected="int8, int4-g32, int4-g64 or int4-g128, with -asym for zero points",
             )
         group = match["group"]
@@ -150,21 +150,20 @@ class QuantPlan:
             RequestError: if the file is missing, is no such JSON, or names unknown keys.
         """
         try:
-            raw = json.loads(Path(path).read_text(encoding="utf-8"))
+            text = Path(path).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise RequestError(f"cannot read the plan: {error}", path=path) from error
         try:
-            if set(raw) - {"default", "overrides"}:
-                raise KeyError(f"unknown keys {sorted(set(raw) - {'default', 'overrides'})}")
-            return cls(QuantScheme.parse(raw["default"]), tuple(map(_override, raw.get("overrides", []))))
-        except RequestError as error:
-            raise RequestError(error.problem, path=path, found=error.found, expected=error.expected) from error
-        except (KeyError, TypeError, AttributeError) as error:
+            settings = Settings(parsed(text, path), path)
+            _require_keys(settings, {"default"}, {"overrides"})
+            overrides = tuple(map(_override, settings.objects("overrides")))
+            return cls(QuantScheme.parse(settings.text("default")), overrides)
+        except QuantkitError as error:
+            expected = '{"default": SCHEME, "overrides": [{"pattern": GLOB, "scheme": SCHEME or "keep"}]}'
             raise RequestError(
-                f"is not a quantization plan: {error}",
-                path=path,
-                expected='{"default": SCHEME, "overrides": [{"pattern": GLOB, "scheme": SCHEME or "keep"}]}',
-            ) from error
+                f"is not a quantization plan: {error.problem}", path=path, found=error.found,
+                expected=error.expected or expected,
+            ) from error  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
         """The JSON form that `from_json` reads."""
@@ -199,14 +198,20 @@ class QuantPlan:
             if not any(override.matches(module) for module in columns):
                 raise RequestError(
                     "pattern matches no linear layer",
-                    found=repr(override.pattern),
+                    found=shown(override.pattern),
                     expected="a glob such as 'model.layers.0.*' or '*.down_proj'",
                 )
         requested = {module: self.requested(module) for module in columns}
         return {m: s.fitted(columns[m]) for m, s in requested.items() if s is not None}
 
 
-def _override(entry: Mapping[str, Any]) -> Override:
-    if set(entry) != {"pattern", "scheme"} or not isinstance(entry["pattern"], str):
-        raise TypeError(f"not an override: {entry}")
-    return Override(entry["pattern"], None if entry["scheme"] == "keep" else QuantScheme.parse(entry["scheme"]))
+def _override(entry: Settings) -> Override:
+    _require_keys(entry, {"pattern", "scheme"}, set())
+    pattern, scheme = entry.text("pattern"), entry.text("scheme")
+    return Override(pattern, None if scheme == "keep" else QuantScheme.parse(scheme))
+
+
+def _require_keys(settings: Settings, needed: set[str], optional: set[str]) -> None:
+    keys = set(settings.values)
+    if needed - keys or keys - needed - optional:
+        raise RequestError("unknown or missing keys", found=shown(sorted(keys)))

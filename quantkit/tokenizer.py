@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from quantkit.config import read_json
-from quantkit.errors import CheckpointError
+from quantkit.contained import contained, is_panic, quiet_on_failure
+from quantkit.errors import CheckpointError, RequestError
+from quantkit.json_values import Settings, read_json, require_plain_file
 
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -25,6 +26,14 @@ _LLAMA3_NAMED = (
     "<|eom_id|>", "<|eot_id|>", "<|python_tag|>",
 )  # fmt: skip
 _LLAMA3_SPECIALS = 256
+
+LONGEST_TOKEN = 4096  # bytes or letters; the longest published have some hundred
+_MOST_TOKENS = 2**22
+# What a damaged tokenizer is tried on: each makes some part of it work.
+_TRIALS = ("", "The quick <s> fox,  1234 jumps\n", " \t\u2581", "Größe, 日本語 🚀 e\u0301\x00")
+_TRIED_TOKENS = 256
+_NO_TEXT = "cannot tokenize this text"
+_NO_TOKENS = "cannot decode these tokens"
 
 
 class Tokenizer(Protocol):
@@ -60,22 +69,33 @@ class SentencePieceTokenizer:
     byte_level = False
 
     def __init__(self, path: Path) -> None:
+        """
+        Raises:
+            CheckpointError: if the file is damaged.
+        """
         from sentencepiece import SentencePieceProcessor
 
-        try:
+        self._path = path
+        require_plain_file(path)
+        with quiet_on_failure(), contained(path, "is not a sentencepiece model"):
             self._model: Any = SentencePieceProcessor(model_file=str(path))
-        except (RuntimeError, OSError) as error:
-            raise CheckpointError("is not a sentencepiece model", path=path) from error
-        self.vocab_size: int = self._model.get_piece_size()
-        self.bos_id: int | None = self._model.bos_id() if self._model.bos_id() >= 0 else None
-        self.eos_ids: tuple[int, ...] = (self._model.eos_id(),) if self._model.eos_id() >= 0 else ()
+            self.vocab_size: int = self._model.get_piece_size()
+            for index in range(self.vocab_size):
+                _require_length(len(self._model.id_to_piece(index)), path)
+            self.bos_id: int | None = self._model.bos_id() if self._model.bos_id() >= 0 else None
+            self.eos_ids: tuple[int, ...] = (self._model.eos_id(),) if self._model.eos_id() >= 0 else ()
+            _try_out(self, path)
 
     def encode(self, text: str, *, specials: bool = False) -> list[int]:
-        ids: list[int] = self._model.encode(text)
+        _require_unicode(text)
+        with contained(self._path, _NO_TEXT):
+            ids: list[int] = self._model.encode(text)
+        _require_known(ids, self.vocab_size, self._path)
         return ids if self.bos_id is None else [self.bos_id, *ids]
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._model.decode([i for i in ids if i < self.vocab_size])
+        with contained(self._path, _NO_TOKENS):
+            text: str = self._model.decode([i for i in ids if i < self.vocab_size])
         return text
 
 
@@ -86,26 +106,36 @@ class TiktokenTokenizer:
     byte_level = True
 
     def __init__(self, path: Path) -> None:
+        """
+        Raises:
+            CheckpointError: if the file is damaged.
+        """
         import tiktoken
 
+        self._path = path
         ranks = read_tiktoken(path)
         self._specials = llama3_specials(len(ranks))
-        self._encoding = tiktoken.Encoding(
-            name="llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=self._specials
-        )
+        with quiet_on_failure(), contained(path, "is not a tiktoken vocabulary"):
+            self._encoding = tiktoken.Encoding(
+                name="llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=self._specials
+            )
         self.vocab_size: int = len(ranks) + len(self._specials)
-        self.bos_id: int | None = self._specials["<|begin_of_text|>"]
+        self._bos = self._specials["<|begin_of_text|>"]
+        self.bos_id: int | None = self._bos
         ends = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
         self.eos_ids: tuple[int, ...] = tuple(self._specials[name] for name in ends)
 
     def encode(self, text: str, *, specials: bool = False) -> list[int]:
-        assert self.bos_id is not None
+        _require_unicode(text)
         allowed: Any = "all" if specials else set()
-        return [self.bos_id, *self._encoding.encode(text, allowed_special=allowed, disallowed_special=())]
+        with contained(self._path, _NO_TEXT):
+            ids = self._encoding.encode(text, allowed_special=allowed, disallowed_special=())
+        return [self._bos, *ids]
 
     def decode(self, ids: Sequence[int]) -> str:
         specials = set(self._specials.values())
-        return self._encoding.decode([i for i in ids if i not in specials and i < self.vocab_size])
+        with contained(self._path, _NO_TOKENS):
+            return self._encoding.decode([i for i in ids if i not in specials and i < self.vocab_size])
 
 
 class JsonTokenizer:
@@ -114,33 +144,44 @@ class JsonTokenizer:
     kind = "tokenizer.json"
 
     def __init__(self, path: Path) -> None:
+        """
+        Raises:
+            CheckpointError: if the file is damaged, or ``tokenizer_config.json`` beside it is.
+        """
         from tokenizers import Tokenizer as Engine
 
-        try:
-            self._engine: Any = Engine.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(f"is not a tokenizer: {error}", path=path) from error
-        self._engine.no_truncation()  # of whoever saved it; a text is taken whole
-        self._engine.no_padding()
+        self._path = path
+        require_plain_file(path)
         settings_path = path.with_name("tokenizer_config.json")
-        settings = read_json(settings_path) if settings_path.exists() else {}
-        vocabulary = self._engine.get_vocab(with_added_tokens=True)
-        self.vocab_size: int = max(vocabulary.values()) + 1
-        self.bos_id: int | None = vocabulary.get(_content(settings.get("bos_token")))
-        eos = vocabulary.get(_content(settings.get("eos_token")))
-        self.eos_ids: tuple[int, ...] = () if eos is None else (eos,)
-        self.byte_level: bool = "<0x00>" not in vocabulary
-        self._add_bos = bool(settings.get("add_bos_token", False)) and self.bos_id is not None
+        settings = Settings(read_json(settings_path) if settings_path.exists() else {}, settings_path)
+        with quiet_on_failure(), contained(path, "is not a tokenizer"):
+            self._engine: Any = Engine.from_file(str(path))
+            self._engine.no_truncation()  # of whoever saved it; a text is taken whole
+            self._engine.no_padding()
+            vocabulary: dict[str, int] = self._engine.get_vocab(with_added_tokens=True)
+            if not vocabulary:
+                raise CheckpointError("has no vocabulary", path=path)
+            self.vocab_size: int = max(vocabulary.values()) + 1
+            self.bos_id: int | None = _named(settings, "bos_token", vocabulary)
+            eos = _named(settings, "eos_token", vocabulary)
+            self.eos_ids: tuple[int, ...] = () if eos is None else (eos,)
+            self.byte_level: bool = "<0x00>" not in vocabulary
+            self._add_bos = settings.flag("add_bos_token", False) and self.bos_id is not None
+            _try_out(self, path)
 
     def encode(self, text: str, *, specials: bool = False) -> list[int]:
-        self._engine.encode_special_tokens = not specials
-        ids: list[int] = self._engine.encode(text).ids
+        _require_unicode(text)
+        with contained(self._path, _NO_TEXT):
+            self._engine.encode_special_tokens = not specials
+            ids: list[int] = self._engine.encode(text).ids
+        _require_known(ids, self.vocab_size, self._path)
         if self._add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._engine.decode(list(ids), skip_special_tokens=True)
+        with contained(self._path, _NO_TOKENS):
+            text: str = self._engine.decode(list(ids), skip_special_tokens=True)
         return text
 
 
@@ -162,8 +203,12 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def is_tiktoken(path: Path) -> bool:
-    """Whether a file holds lines of base64 token and rank."""
-    with path.open("rb") as file:
+    """Whether a file holds lines of base64 token and rank.
+
+    Raises:
+        CheckpointError: if it cannot be read.
+    """
+    with contained(path, "cannot be read"), path.open("rb") as file:
         parts = file.read(4096).split(b"\n", 1)[0].split()
     if len(parts) != 2 or not parts[1].isdigit():
         return False
@@ -180,15 +225,22 @@ def read_tiktoken(path: Path) -> dict[bytes, int]:
     Raises:
         CheckpointError: if a line is not base64 and a number, or ranks have gaps.
     """
+    require_plain_file(path)
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    with contained(path, "cannot be read"):
+        lines = path.read_bytes().splitlines()
+    if len(lines) > _MOST_TOKENS:
+        raise CheckpointError("holds too many tokens", path=path, found=len(lines), expected=f"at most {_MOST_TOKENS}")
+    for number, line in enumerate(lines, 1):
         if not line:
             continue
         try:
             token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
+            decoded = base64.b64decode(token, validate=True)
+            ranks[decoded] = int(rank)
         except ValueError as error:
             raise CheckpointError(f"line {number} is not 'base64 rank'", path=path) from error
+        _require_length(len(decoded), path)
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise CheckpointError("has gaps or doubles in its ranks", path=path)
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
@@ -203,5 +255,59 @@ def llama3_specials(first: int) -> dict[str, int]:
     return {name: first + i for i, name in enumerate(names)}
 
 
-def _content(token: Any) -> Any:
-    return token.get("content") if isinstance(token, dict) else token
+def _named(settings: Settings, key: str, vocabulary: Mapping[str, int]) -> int | None:
+    """The id of a token whose spelling stands by itself or in an object with how it is taken from a text."""
+    if not settings.has(key):
+        return None
+    if isinstance(settings.values[key], dict):
+        settings, key = settings.inside(key), "content"
+    return vocabulary.get(settings.text(key))
+
+
+def _try_out(tokenizer: Tokenizer, path: Path) -> None:
+    """Put a tokenizer that was just read to use: its library panics on some damage only then.
+
+    That it does not know the letters of a text is no damage.
+    """
+    for text in _TRIALS:
+        for specials in (True, False):
+            try:
+                tokenizer.encode(text, specials=specials)
+            except CheckpointError as error:
+                if error.__cause__ is None or is_panic(error.__cause__):
+                    raise
+    last = tokenizer.vocab_size
+    tried: list[Sequence[int]] = [[], range(min(last, _TRIED_TOKENS)), range(max(last - _TRIED_TOKENS, 0), last)]
+    for ids in tried:
+        tokenizer.decode(ids)
+        for one in ids:
+            tokenizer.decode([one])
+
+
+def _require_unicode(text: str) -> None:
+    """
+    Raises:
+        RequestError: for the halves of characters that Python puts for bytes which are no UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError("the text is not valid Unicode", found=f"{text[error.start]!r}") from error
+
+
+def _require_known(ids: Sequence[int], vocab_size: int, path: Path) -> None:
+    """
+    Raises:
+        CheckpointError: for an id that is not in the vocabulary: the model would have no row for it.
+    """
+    if ids and max(ids) >= vocab_size:
+        raise CheckpointError(
+            "gives tokens outside its own vocabulary", path=path, found=max(ids), expected=f"below {vocab_size}"
+        )
+
+
+def _require_length(length: int, path: Path) -> None:
+    if length > LONGEST_TOKEN:
+        raise CheckpointError(
+            "holds a token that is too long", path=path, found=length, expected=f"at most {LONGEST_TOKEN}"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +15,11 @@ from command import Capture
 
 import quantkit
 from quantkit.errors import RequestError
-from quantkit.evals.bench import Bench, Job, Rate, bench, slower_than_floats
+from quantkit.evals.bench import Bench, Job, Rate, bench, require_room, slower_than_floats
 from quantkit.evals.bench_report import table
 from quantkit.evals.synthetic import synthetic
 from quantkit.formats.checkpoint import require_complete
+from quantkit.memory import enough_memory
 from quantkit.model.load import load_model
 from quantkit.qtensor import QuantTensor
 
@@ -115,7 +117,19 @@ def test_random_weights_make_a_model_of_the_shape(scheme: str | None, head: str 
         (["--synthetic", "llama-160m", "--head", "int8"], "--head goes with --scheme"),
         (["--synthetic", "llama-160m", "--batch", "0"], "at least 1"),
         (["--synthetic", "llama-160m", "--batch", "one"], "separated by commas"),
+        (["--synthetic", "llama-160m", "--batch", ""], "separated by commas"),
+        (["--synthetic", "llama-160m", "--prompt-lengths", ""], "separated by commas"),
+        (["--synthetic", "llama-160m", "--prompt-lengths", "16,,8"], "separated by commas"),
+        (["--synthetic", "llama-160m", "--prompt-lengths", "9" * 5000], "separated by commas"),
+        (["--synthetic", "llama-160m", "--prompt-lengths", "-1"], "at least 1"),
+        (["--synthetic", "llama-160m", "--prompt-lengths", "9" * 80], "context is too short"),
+        (["--synthetic", "llama-160m", "--batch", "9" * 80], "do not fit in memory"),
+        (["--synthetic", "llama-160m", "--batch", "1000000000"], "do not fit in memory"),
+        (["--synthetic", "llama-160m", "--runs", "0"], "at least 1"),
+        (["--synthetic", "llama-160m", "--runs", "9" * 30], "runs are out of range"),
         (["--synthetic", "llama-160m", "--threads", "0"], "threads"),
+        (["--synthetic", "llama-160m", "--threads", "-1"], "threads"),
+        (["--synthetic", "llama-160m", "--threads", "9999999999"], "threads"),
         (["--synthetic", "llama-160m", "--prompt-lengths", "100000"], "context is too short"),
         (["--synthetic", "llama-160m", "--json", "/nowhere/at/all.json"], "cannot be written there"),
     ],
@@ -131,3 +145,29 @@ def test_what_goes_wrong_in_the_other_process_is_told_as_usual() -> None:
     job = Job(None, "llama-160m", "int8", None, (4,), (), None, 1, "cuda-magic", None)
     with pytest.raises(RequestError, match="unknown backend"):
         bench([job])
+
+
+def test_one_kind_of_measurement_is_enough() -> None:
+    for prompts, batches in (((), (1,)), ((4,), ())):
+        require_room(Job(None, "llama-160m", None, None, prompts, batches, None, 1, None, None))
+
+
+def test_a_process_that_dies_does_not_hang_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quantkit.evals.bench._tell", os.kill)
+    monkeypatch.setattr(Job, "checkpoint", lambda job: synthetic("llama-160m", None))
+    pretended = Job(None, "llama-160m", None, None, (4,), (), None, 1, None, None)
+    with pytest.raises(RequestError, match="the process that measures was ended"):
+        bench([pretended])
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")]
+)
+def test_running_out_of_memory_is_a_request_for_too_much(error: Exception, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="does not fit in memory"), enough_memory(tmp_path):
+        raise error
+
+
+def test_other_errors_are_not_taken_for_memory(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="shape"), enough_memory(tmp_path):
+        raise RuntimeError("shape mismatch")

@@ -14,7 +14,7 @@ FOLDERS = {"quantkit": "quantkit", "kernels": "quantkit.kernels", "cli": "quantk
 
 # Each room may import itself and the rooms above it.
 ROOMS = (
-    ("errors", "version", "progress", "memory"),
+    ("errors", "version", "progress", "memory", "json_values", "contained"),
     ("rope_config", "config", "meta_config", "scheme"),
     ("naming", "qtensor", "part", "finite", "tokenizer", "tokenizer_export", "manifest", "source", "data"),
     ("formats", "solver"),
@@ -35,11 +35,14 @@ ONLY = {
     "quantkit.model.attention": {"model"},
     "quantkit.model.cache": {"config"},
     "quantkit.model.rope": {"config", "rope_config"},
-    "quantkit.config": {"errors", "rope_config"},
-    "quantkit.scheme": {"errors"},
+    "quantkit.config": {"errors", "json_values", "rope_config"},
+    "quantkit.json_values": {"errors"},
+    "quantkit.contained": {"errors"},
+    "quantkit.scheme": {"errors", "json_values"},
 }
 NO_TORCH = {"quantkit", "quantkit.errors", "quantkit.config", "quantkit.meta_config", "quantkit.rope_config",
-            "quantkit.scheme", "quantkit.naming", "quantkit.manifest", "quantkit.source",
+            "quantkit.scheme", "quantkit.json_values", "quantkit.contained", "quantkit.naming", "quantkit.manifest",
+            "quantkit.source",
             "quantkit.tokenizer"}  # fmt: skip
 
 # Loaded by their backend alone, and only where it may serve.

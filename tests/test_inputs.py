@@ -604,7 +604,7 @@ def test_a_stray_file_beside_an_index_is_ignored_and_named(sharded: Path, model:
         ('{"dim": 128, "n_layers": 4, "n_heads": 4}', ("lacks the key 'norm_eps'",)),
         ('{"dim": 256, "n_layers": 4, "n_heads": 4, "norm_eps": 1e-5}', ("dim disagrees", "found 256", "expected 128")),
         ('{"dim": 128, "n_layers": "four", "n_heads": 4, "norm_eps": 1e-5}', ("wrong type", "four")),
-        ('{"dim": 128, "n_layers": 4, "n_heads": 0, "norm_eps": 1e-5}', ("division",)),
+        ('{"dim": 128, "n_layers": 4, "n_heads": 0, "norm_eps": 1e-5}', ("'n_heads' is out of range", "found 0")),
     ],
     ids=["empty", "invalid", "list", "renamed", "no-heads", "no-eps", "dim", "type", "zero"],
 )  # fmt: skip
@@ -656,9 +656,9 @@ def test_a_params_json_renamed_to_config_json_is_recognized(hf: Path, meta: Path
     ("changes", "words"),
     [
         ({"hidden_size": "wide"}, ("wrong type", "wide")),
-        ({"num_attention_heads": 0}, ("num_heads must be positive", "found 0")),
+        ({"num_attention_heads": 0}, ("'num_attention_heads' is out of range", "found 0")),
         ({"num_attention_heads": 7}, ("no multiple of the KV heads", "found 7 and 2")),
-        ({"num_hidden_layers": -1}, ("num_layers must be positive", "found -1")),
+        ({"num_hidden_layers": -1}, ("'num_hidden_layers' is out of range", "found -1")),
         ({"rope_parameters": "linear"}, ("wrong type",)),
         ({"rope_parameters": {"rope_type": "linear", "factor": "four"}}, ("wrong type", "four")),
         ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, ("config.json",)),

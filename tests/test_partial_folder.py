@@ -117,7 +117,7 @@ def test_what_is_planted_while_a_run_goes_on_is_refused(
             plant(partial(dst) / "tokenizer.model", victim)
 
     with pytest.raises(ResumeError, match=NOT_OURS):
-        quantkit.convert(demo_model, dst, resume=True, progress=progress)
+        quantkit.convert(demo_model, dst, resume=True, source_check=False, progress=progress)
     assert contents(victim.parent) == {"victim": SECRET}
     assert (partial(dst) / JOURNAL).is_file()  # the finished part is not lost
 
@@ -256,7 +256,7 @@ def test_only_what_is_listed_is_shipped(demo_model: Path, tmp_path: Path) -> Non
         (partial(dst) / "notes.txt").write_text("mine")
 
     with pytest.raises(DestinationError, match=r"notes\.txt: is no part of the output.*--resume"):
-        quantkit.convert(demo_model, dst, progress=progress)
+        quantkit.convert(demo_model, dst, source_check=False, progress=progress)
     assert not dst.exists()
     (partial(dst) / "notes.txt").rename(tmp_path / "notes.txt")
     quantkit.convert(demo_model, dst, resume=True)
@@ -269,7 +269,7 @@ def test_a_file_that_is_gone_is_noticed(demo_model: Path, dst: Path) -> None:
             path.unlink()
 
     with pytest.raises(DestinationError, match="model-00001"):
-        quantkit.convert(demo_model, dst, resume=True, progress=progress)
+        quantkit.convert(demo_model, dst, resume=True, source_check=False, progress=progress)
     assert not dst.exists()
 
 
@@ -280,7 +280,7 @@ def test_another_folder_of_the_same_name_is_not_taken_for_the_output(demo_model:
             partial(dst).mkdir()
 
     with pytest.raises(DestinationError, match="moved or replaced"):
-        quantkit.convert(demo_model, dst, resume=True, progress=progress)
+        quantkit.convert(demo_model, dst, resume=True, source_check=False, progress=progress)
     assert not dst.exists()
     assert list(partial(dst).iterdir()) == []
 
@@ -308,7 +308,7 @@ def test_a_failed_run_removes_no_more_than_its_own_folder(demo_model: Path, tmp_
             os.utime(source / "consolidated.00.pth", (1, 1))
 
     with pytest.raises(quantkit.errors.CheckpointError):
-        quantkit.convert(source, dst, progress=progress)
+        quantkit.convert(source, dst, source_check=False, progress=progress)
     assert contents(victim.parent) == {"victim": SECRET}
 
 
@@ -332,7 +332,7 @@ def test_an_output_that_found_its_name_taken_is_finished_later(
             dst.symlink_to(tmp_path / "nowhere")
 
     with pytest.raises(DestinationError, match=r"appeared while writing.*--resume"):
-        quantkit.convert(demo_model, dst, progress=progress)
+        quantkit.convert(demo_model, dst, source_check=False, progress=progress)
     assert (partial(dst) / JOURNAL).is_file()
     code, _, err = run(capfd, "convert", demo_model, dst, "--resume")
     assert (code, "exists already" in err) == (5, True)

@@ -9,7 +9,6 @@ Source: the compressed-tensors package's pack-quantized compressor.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -17,14 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.tensor_file import StoredTensor
 from quantkit.part import Part
 from quantkit.qtensor import QuantTensor, pack_int32, unpack_int32
 from quantkit.scheme import QuantScheme
 
 PACKED, SCALE, SHAPE, ZERO = "weight_packed", "weight_scale", "weight_shape", "weight_zero_point"
-_NO_MATCH = 3
 
 
 def quantization_config(schemes: Mapping[str, QuantScheme], linears: Iterable[str]) -> dict[str, Any]:
@@ -115,68 +112,3 @@ def decode(
         zero = None if zero is None else zero[:, first // unit : last // unit]
     codes = unpack_int32(words, scheme.bits, last - first)
     return QuantTensor(codes, scale, zero, scheme).columns(start - first, stop - first)
-
-
-def read_schemes(raw: Mapping[str, Any], modules: Iterable[str], path: object) -> dict[str, QuantScheme]:
-    """The scheme of every module in `modules` that the config quantizes.
-
-    Raises:
-        UnsupportedError: for another method or format, quantized activations or KV cache,
-            and other than integer weights of 4 or 8 bits, grouped or per channel.
-        CheckpointError: if the config lacks a key or matches a module twice over.
-    """
-    where = str(path)
-    method = raw.get("quant_method")
-    if method != "compressed-tensors":
-        named = f"{method} {raw.get('bits', '')}".strip() if method else "an unnamed scheme"
-        raise UnsupportedError(
-            "the source is quantized already in a scheme quantkit does not read", path=where, found=named,
-            expected="compressed-tensors pack-quantized", hint="start from the float model",
-        )  # fmt: skip
-    if raw.get("kv_cache_scheme"):
-        raise UnsupportedError("a quantized KV cache is not supported", path=where)
-    try:
-        groups = [
-            (group["targets"], _scheme(group, group.get("format") or raw.get("format"), where))
-            for group in raw["config_groups"].values()
-        ]
-        ignored = list(raw.get("ignore") or [])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"quantization_config is incomplete: {error!r}", path=where) from error
-    found: dict[str, QuantScheme] = {}
-    for module in modules:
-        if any(_rank(module, target) < _NO_MATCH for target in ignored):
-            continue
-        ranked = [(_rank(module, target), scheme) for targets, scheme in groups for target in targets]
-        closest = min((rank for rank, _ in ranked), default=_NO_MATCH)
-        if closest < _NO_MATCH:
-            found[module] = next(scheme for rank, scheme in ranked if rank == closest)
-    return found
-
-
-def _scheme(group: Mapping[str, Any], layout: str | None, where: str) -> QuantScheme:
-    weights = group["weights"]
-    if layout != "pack-quantized":
-        raise UnsupportedError("this compressed-tensors format is not read", path=where, found=layout,
-                               expected="pack-quantized")  # fmt: skip
-    if group.get("input_activations") or group.get("output_activations"):
-        raise UnsupportedError("quantized activations are not supported", path=where)
-    if weights.get("actorder") == "group":
-        raise UnsupportedError("act-order with a group index per column is not supported", path=where)
-    strategy, bits, kind = weights["strategy"], weights["num_bits"], weights.get("type", "int")
-    if kind != "int" or bits not in (4, 8) or strategy not in ("group", "channel") or weights.get("dynamic"):
-        raise UnsupportedError(
-            "this compressed-tensors scheme is not read", path=where, found=f"{kind}{bits} per {strategy}",
-            expected="int4 or int8, per group or channel",
-        )  # fmt: skip
-    group_size = weights["group_size"] if strategy == "group" else None
-    return QuantScheme(bits, group_size, bool(weights.get("symmetric", True)))
-
-
-def _rank(module: str, target: str) -> int:
-    """How closely a target names a module: 0 by name, 1 by pattern, 2 by class."""
-    if target.startswith("re:"):
-        return 1 if re.match(target[3:], module) else _NO_MATCH
-    if target == module:
-        return 0
-    return 2 if target == "Linear" else _NO_MATCH

@@ -13,12 +13,14 @@ from typing import Any
 
 from torch import Tensor
 
-from quantkit.config import config_from_hf, config_to_hf, read_json
+from quantkit.config import config_from_hf, config_to_hf
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats import compressed_tensors as ct
 from quantkit.formats import pth_io, safetensors_io
 from quantkit.formats.checkpoint import TensorInfo, require_complete
+from quantkit.formats.quantized_modules import read_schemes
 from quantkit.formats.tensor_file import StoredTensor, TensorFile, same_tensor
+from quantkit.json_values import read_json, read_settings, shown
 from quantkit.naming import entries, linear_columns, split_derived
 from quantkit.part import Part
 from quantkit.qtensor import QuantTensor
@@ -49,7 +51,7 @@ class HFCheckpoint:
         self.path = path
         self.notes: list[str] = []
         self._config_path = path / "config.json"
-        raw = read_json(self._config_path)
+        raw = read_settings(self._config_path)
         self._settings = [SourceFile(self._config_path)]
         self.config = config_from_hf(raw, self._config_path)
         owned = set(config_to_hf(self.config)) | _NOT_CARRIED
@@ -136,8 +138,8 @@ class HFCheckpoint:
         if settings is None:
             return {}
         if not isinstance(settings, dict):
-            raise CheckpointError("quantization_config is no object", path=self._config_path, found=repr(settings))
-        return ct.read_schemes(settings, linear_columns(self.config), self._config_path)
+            raise CheckpointError("quantization_config is no object", path=self._config_path, found=shown(settings))
+        return read_schemes(settings, linear_columns(self.config), self._config_path)
 
     def _drop_tied_head(self) -> None:
         """A tied model may store its head once more; it must then be the embedding."""

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.config import ModelConfig, read_json
+from quantkit.config import MOST_HEADS, MOST_WIDTH, ModelConfig
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats import pth_io
 from quantkit.formats.checkpoint import DTYPE_NAMES, TensorInfo, raise_unexpected, require_complete
 from quantkit.formats.tensor_file import StoredTensor, TensorFile, same_tensor
+from quantkit.json_values import Settings, read_settings
 from quantkit.meta_config import assumed_rope_factor, config_from_meta
 from quantkit.naming import TABLE, Entry, entries, split_derived
 from quantkit.part import Part
@@ -52,7 +53,7 @@ class MetaCheckpoint:
         self.notes: list[str] = []
         self.extra_config: Mapping[str, Any] = {}
         params_path = path / "params.json"
-        params = read_json(params_path)
+        params = read_settings(params_path)
         self._params = SourceFile(params_path)
         self._paths = _contiguous(shard_paths(path), path)
         self._shards = [pth_io.open_file(p) for p in self._paths]
@@ -64,7 +65,7 @@ class MetaCheckpoint:
         self.config = self._read_config(params, params_path)
         self._entries = {entry.name: entry for entry in entries(self.config)}
         self._check()
-        if (factor := assumed_rope_factor(params)) is not None:
+        if (factor := assumed_rope_factor(params, self.config)) is not None:
             self.notes.append(
                 f"{params_path}: does not say rope_scaling_factor; {factor:g} is assumed, as in Llama "
                 f"{'3.1' if factor == 8 else '3.2'}"
@@ -154,10 +155,11 @@ class MetaCheckpoint:
         dtype = self._dtypes["layers.0.attention.wq.weight"]
         if dtype not in DTYPE_NAMES:
             raise UnsupportedError("weights are not stored as floats", path=self._paths[0], found=dtype)
-        if isinstance(params.get("dim"), int) and params["dim"] != dim:
+        settings, stated = Settings(params, params_path), dim
+        if settings.has("dim") and settings.whole("dim", 1, MOST_WIDTH) != dim:
             raise CheckpointError("dim disagrees with the weights", path=params_path, found=params["dim"], expected=dim)
-        heads, head_dim = params.get("n_heads"), params.get("head_dim")
-        stated = heads * head_dim if isinstance(heads, int) and isinstance(head_dim, int) else dim
+        if settings.has("n_heads") and settings.has("head_dim"):
+            stated = settings.whole("n_heads", 1, MOST_HEADS) * settings.whole("head_dim", 1, MOST_HEADS)
         if query_rows * count != stated:
             self._wrong_count(stated // query_rows)
         if width == dim:

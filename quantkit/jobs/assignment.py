@@ -50,13 +50,15 @@ class Assignment:
         misfits = {module: scheme for module, scheme in asked.items() if scheme and scheme != schemes[module]}
         return cls(plan, tuple(columns), schemes, misfits)
 
-    @property
-    def misfit(self) -> str | None:
-        """One line on layers whose shape did not allow their scheme."""
-        if not self.misfits:
-            return None
-        first, asked = next(iter(self.misfits.items()))
-        return f"{asked} does not divide the rows of {len(self.misfits)} layers, {first} first"
+    def misfit_lines(self) -> list[str]:
+        """One line for each scheme that did not fit and the one used instead, on the layers that it concerns."""
+        layers: dict[tuple[QuantScheme, QuantScheme], list[str]] = {}
+        for module, asked in self.misfits.items():
+            layers.setdefault((asked, self.schemes[module]), []).append(module)
+        return [
+            f"{asked} does not divide the rows of {_layers(modules)}; {used} is used there"
+            for (asked, used), modules in layers.items()
+        ]
 
     def describe(self, records: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
         """What the manifest says of every linear layer; `records` hold what was found for each weight."""
@@ -69,3 +71,7 @@ class Assignment:
         if module in self.misfits:
             facts["reason"] = f"{self.misfits[module]} does not divide the row"
         return facts
+
+
+def _layers(modules: list[str]) -> str:
+    return modules[0] if len(modules) == 1 else f"{len(modules)} layers, {modules[0]} first"

@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
-from quantkit.config import read_json
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.jobs.gate import Gate
 from quantkit.jobs.windows import WINDOW
+from quantkit.json_values import read_json
 from quantkit.scheme import QuantScheme
 
 NAME = "README.md"
@@ -108,6 +108,6 @@ def _front_matter(path: Path) -> dict[str, Any]:
     try:
         found = re.match(r"---\n(.*?)\n---\n", path.read_text(encoding="utf-8"), re.DOTALL)
         head = None if found is None else yaml.safe_load(found[1])
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):  # ValueError: a date that is none
         return {}
     return head if isinstance(head, dict) else {}

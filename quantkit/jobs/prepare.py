@@ -39,10 +39,13 @@ def prepare(
         )  # fmt: skip
     assignment = Assignment.of(_as_plan(plan).keeping(keep), source.config)
     assigned = assignment.schemes
-    if assignment.misfit and strict:
-        raise RequestError(assignment.misfit, path=source.path, hint="choose another group size, or leave --strict out")
-    if assignment.misfit:
-        notes.append(f"{source.path}: {assignment.misfit}; {assigned[next(iter(assignment.misfits))]} is used there")
+    misfits = assignment.misfit_lines()
+    if misfits and strict:
+        raise RequestError(
+            f"schemes do not fit: {'; '.join(misfits)} without --strict", path=source.path,
+            hint="choose another group size, or leave --strict out",
+        )  # fmt: skip
+    notes += [f"{source.path}: {line}" for line in misfits]
     if not all(scheme.symmetric for scheme in assigned.values()):
         notes.append(f"{dst}: transformers does not load zero points in this format (seen in 5.23); quantkit does")
     return source, assignment, tokenizer, notes

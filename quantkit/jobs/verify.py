@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from quantkit import manifest
-from quantkit.config import read_json
 from quantkit.data.files import excerpt
 from quantkit.errors import CheckpointError
 from quantkit.formats.checkpoint import Checkpoint, schemes
@@ -21,6 +20,7 @@ from quantkit.formats.folder import checked_tokenizer
 from quantkit.jobs.bounds import BOUNDS, Bound, coarser, exceeds, type_name, weight_bound
 from quantkit.jobs.gate import recheck
 from quantkit.jobs.windows import measured_windows
+from quantkit.json_values import read_json
 from quantkit.model.blockwise import Batch
 from quantkit.naming import entries
 from quantkit.progress import Progress, silent

@@ -86,8 +86,8 @@ def _yarn(rope: RopeConfig, plain: Tensor, dim: int) -> Tensor:
     low, high = dimension(rope.beta_fast or 32), dimension(rope.beta_slow or 1)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
-    ramp = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / max(high - low, 0.001)
+    low, high = max(low, 0), min(high, dim - 1)  # of an odd config the first may be the larger, as in transformers
+    ramp = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low or 0.001)
     keep = 1 - ramp.clamp(0, 1)
     return plain / rope.factor * (1 - keep) + plain * keep
 

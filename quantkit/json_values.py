@@ -1,0 +1,209 @@
+"""JSON from files, read strictly: a value is of the kind and in the range asked for, or the file is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from quantkit.errors import CheckpointError
+
+MOST_BYTES = 64 * 2**20  # the largest tokenizers published take some 30 MB, the largest indices 10
+_DEEPEST = 64  # lists and objects in one another
+_SHOWN = 60
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        CheckpointError: if the file is missing, empty, not JSON, too large or too deep, or not an object.
+    """
+    try:
+        require_plain_file(path)
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"cannot be read: {error}", path=path) from error
+    return parsed(text, path)
+
+
+def parsed(text: str, path: str | Path) -> dict[str, Any]:
+    """The JSON object that is the content of a file.
+
+    Raises:
+        CheckpointError: if it is empty, not JSON, too deep, or not an object.
+    """
+    if not text.strip():
+        raise CheckpointError("the file is empty", path=path, expected="a JSON object")
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"is not valid JSON: {error}", path=path) from error
+    if not isinstance(value, dict):
+        raise CheckpointError("does not hold a JSON object", path=path, found=type(value).__name__)
+    if _depth(value) > _DEEPEST:
+        raise CheckpointError("holds lists or objects in one another", path=path, expected=f"at most {_DEEPEST} deep")
+    return value
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read a JSON object all of whose numbers are finite: a model's config, parts of which are handed on.
+
+    Raises:
+        CheckpointError: as `read_json` does; and for NaN and Infinity, which JSON does not know, and numbers
+            that are infinite as floats.
+    """
+    value = read_json(path)
+    for key, one in value.items():
+        if any(isinstance(inner, float) and not math.isfinite(inner) for inner in _within(one)):
+            raise CheckpointError(
+                f"'{key}' holds a number that is not finite", path=path, found=shown(one), expected="JSON's numbers"
+            )
+    return value
+
+
+def require_plain_file(path: Path) -> None:
+    """Check that a small file is one, before it is opened: a pipe would never end.
+
+    Raises:
+        CheckpointError: if it is missing, no regular file, or too large.
+        OSError: if it cannot be looked at.
+    """
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        raise CheckpointError("the file is missing", path=path) from None
+    if not path.is_file():
+        raise CheckpointError("is no regular file", path=path)
+    if size > MOST_BYTES:
+        raise CheckpointError("is too large", path=path, found=f"{size} bytes", expected=f"at most {MOST_BYTES}")
+
+
+class Settings:
+    """An object of a JSON file, asked key by key for values of one kind; null is as good as absent.
+
+    Every method raises `CheckpointError`, with the file and the key, for a value of another kind or range.
+    """
+
+    def __init__(self, values: Mapping[str, Any], path: object, name: str = "") -> None:
+        """
+        Args:
+            name: the object's own key, where it is not the whole file.
+        """
+        self.values = values
+        self.path = str(path)
+        self._name = name
+
+    def has(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def need(self, key: str, hint: str | None = None) -> Any:
+        """Whatever the key holds; it must be there."""
+        if not self.has(key):
+            within = f"{self._name} " if self._name else ""
+            raise CheckpointError(f"{within}lacks the key '{key}'", path=self.path, hint=hint)
+        return self.values[key]
+
+    def whole(self, key: str, least: int, most: int) -> int:
+        """A whole number; none that is spelled as a float, a text or a truth value."""
+        value = self.need(key)
+        if type(value) is not int:
+            self.wrong_type(key, f"a whole number from {least} to {most}")
+        if not least <= value <= most:
+            self._out_of_range(key, f"a whole number from {least} to {most}")
+        return value
+
+    def number(self, key: str, least: float, most: float) -> float:
+        """A number, spelled with a point or without."""
+        value = self.need(key)
+        if type(value) not in (int, float):
+            self.wrong_type(key, f"a number from {least:g} to {most:g}")
+        if not least <= value <= most:  # NaN is not
+            self._out_of_range(key, f"a number from {least:g} to {most:g}")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false; `default` where nothing is said."""
+        if not self.has(key):
+            return default
+        value = self.values[key]
+        if not isinstance(value, bool):
+            self.wrong_type(key, "true or false")
+        return value
+
+    def text(self, key: str, hint: str | None = None) -> str:
+        value = self.need(key, hint)
+        if not isinstance(value, str):
+            self.wrong_type(key, "a text")
+        return value
+
+    def texts(self, key: str) -> list[str]:
+        """A list of texts."""
+        value = self.need(key)
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            self.wrong_type(key, "a list of texts")
+        return value
+
+    def objects(self, key: str) -> list[Settings]:
+        """A list of objects; empty where there is none."""
+        value = self.values.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+            self.wrong_type(key, "a list of objects")
+        return [Settings(one, self.path, f"{self._full(key)}[{index}]") for index, one in enumerate(value)]
+
+    def ids(self, key: str) -> tuple[int, ...]:
+        """Token ids: one, a list of them, or none."""
+        value = self.values.get(key)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(type(one) is int and one >= 0 for one in ids):
+            self.wrong_type(key, "a token id, or a list of them")
+        return tuple(ids)
+
+    def inside(self, key: str) -> Settings:
+        """An object within this one."""
+        value = self.need(key)
+        if not isinstance(value, dict):
+            self.wrong_type(key, "an object")
+        return Settings(value, self.path, self._full(key))
+
+    def wrong_type(self, key: str, expected: str) -> NoReturn:
+        raise CheckpointError(
+            f"holds a value of the wrong type for '{self._full(key)}'", path=self.path,
+            found=shown(self.values[key]), expected=expected,
+        )  # fmt: skip
+
+    def _out_of_range(self, key: str, expected: str) -> NoReturn:
+        raise CheckpointError(
+            f"'{self._full(key)}' is out of range", path=self.path, found=shown(self.values[key]), expected=expected
+        )
+
+    def _full(self, key: str) -> str:
+        return f"{self._name}.{key}" if self._name else key
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it: spelled as in Python, and short."""
+    if isinstance(value, int) and abs(value) >= 10**_SHOWN:
+        return "a huge number"  # which Python may refuse to spell
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + " ..."
+
+
+def _within(value: object) -> list[object]:
+    """A value and, for lists and objects, all that they hold."""
+    found = [value]
+    for one in found:
+        if isinstance(one, dict | list):
+            found.extend(one.values() if isinstance(one, dict) else one)
+    return found
+
+
+def _depth(value: object) -> int:
+    """How many lists and objects lie in one another."""
+    depth, level = 0, [value]
+    while level := [one for one in level if isinstance(one, dict | list)]:
+        depth += 1
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+    return depth

@@ -1,0 +1,67 @@
+"""What is said of layers whose rows a scheme does not divide."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import oracle
+import pytest
+from command import Capture, run
+from test_config import _keys
+
+from quantkit.config import config_from_hf
+from quantkit.jobs.assignment import Assignment
+from quantkit.scheme import QuantPlan, QuantScheme
+
+
+def _lines(scheme: str, **sizes: int) -> list[str]:
+    config = config_from_hf(_keys("llama", **sizes), "config.json")
+    return Assignment.of(QuantPlan(QuantScheme.parse(scheme)), config).misfit_lines()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "sizes", "expected"),
+    [
+        ("int4-g32", {}, []),
+        ("int8", {"intermediate_size": 72}, []),
+        (
+            "int4-g64",
+            {"intermediate_size": 72},
+            ["int4-g64 does not divide the rows of 3 layers, model.layers.0.mlp.down_proj first; int8 is used there"],
+        ),
+        (
+            "int4-g128",
+            {"intermediate_size": 96},
+            [
+                "int4-g128 does not divide the rows of 18 layers, model.layers.0.self_attn.q_proj first; "
+                "int4-g64 is used there",
+                "int4-g128 does not divide the rows of 3 layers, model.layers.0.mlp.down_proj first; "
+                "int4-g32 is used there",
+            ],
+        ),
+        (
+            "int4-g128",
+            {"intermediate_size": 72, "num_hidden_layers": 1},
+            [
+                "int4-g128 does not divide the rows of 6 layers, model.layers.0.self_attn.q_proj first; "
+                "int4-g64 is used there",
+                "int4-g128 does not divide the rows of model.layers.0.mlp.down_proj; int8 is used there",
+            ],
+        ),
+    ],
+)
+def test_each_replacement_is_told_with_its_layers(scheme: str, sizes: dict[str, int], expected: list[str]) -> None:
+    assert _lines(scheme, **sizes) == expected
+
+
+def test_the_notes_of_quantize_name_every_replacement(tmp_path: Path, capfd: Capture) -> None:
+    source = oracle.save(oracle.make("llama", intermediate_size=72), tmp_path / "hf")
+    arguments = ("quantize", source, tmp_path / "out", "--scheme", "int4-g128")
+    code, _, err = run(capfd, *arguments, "--accept-quality-loss")
+    assert code == 0, err
+    assert "int4-g64 is used there\n" in err
+    assert "model.layers.0.mlp.down_proj first; int8 is used there\n" in err
+    code, _, err = run(capfd, *arguments[:2], tmp_path / "strict", *arguments[3:], "--strict")
+    assert code == 2
+    assert "int4-g64" in err
+    assert "int8" in err

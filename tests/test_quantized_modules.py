@@ -1,0 +1,182 @@
+"""Which modules a `quantization_config` quantizes, held against compressed-tensors' own matching; and its faults."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+from command import Capture, run
+from compressed_tensors.utils import match_name
+
+import quantkit
+from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.formats.quantized_modules import read_schemes
+
+MODULES = [f"model.layers.{i}.self_attn.{name}_proj" for i in range(12) for name in "qkvo"] + ["lm_head"]
+WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False}
+Change = Callable[[dict[str, Any]], object]
+
+
+def _config(**groups: tuple[list[Any], dict[str, Any]]) -> dict[str, Any]:
+    """A config of groups: targets, and what differs from `WEIGHTS`."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            name: {"targets": targets, "weights": {**WEIGHTS, **changes}} for name, (targets, changes) in groups.items()
+        },
+        "ignore": ["lm_head"],
+    }
+
+
+def _read(raw: dict[str, Any]) -> dict[str, str]:
+    return {module: str(scheme) for module, scheme in read_schemes(raw, MODULES, "x/config.json").items()}
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [".*q_proj", r"re:^model\.layers\.[0-9]{1,2}\.self_attn\.[qk]_proj$", "re:.*layers.1.*", "re:layers", "re:model",
+     "re:.*(v|o)_proj$", "re:(?i).*V_PROJ", "re:.*", "re:", "q_proj", "model.layers.1.self_attn.q_proj"],
+)  # fmt: skip
+def test_patterns_match_what_they_match_for_compressed_tensors(pattern: str) -> None:
+    found = _read(_config(one=([pattern], {})))
+    assert set(found) == {module for module in MODULES[:-1] if match_name(module, pattern)}
+
+
+def test_a_name_is_closer_than_a_pattern_and_that_than_a_class() -> None:
+    found = _read(
+        _config(
+            a=(["Linear"], {}),
+            b=(["re:.*q_proj"], {"group_size": 64}),
+            c=(["model.layers.3.self_attn.q_proj"], {"num_bits": 8}),
+        )
+    )
+    assert found["model.layers.3.self_attn.q_proj"] == "int8-g32"
+    assert found["model.layers.4.self_attn.q_proj"] == "int4-g64"
+    assert found["model.layers.3.self_attn.k_proj"] == "int4-g32"
+    assert "lm_head" not in found
+
+
+@pytest.mark.parametrize(
+    ("targets", "others", "module"),
+    [
+        (["Linear"], ["Linear"], "model.layers.0.self_attn.q_proj"),
+        (["re:.*q_proj"], ["re:.*layers.2.*"], "model.layers.2.self_attn.q_proj"),
+        (["model.layers.5.self_attn.k_proj"], ["model.layers.5.self_attn.k_proj"], "model.layers.5.self_attn.k_proj"),
+    ],
+)
+def test_two_groups_that_contradict_each_other_are_refused_by_name(
+    targets: list[str], others: list[str], module: str
+) -> None:
+    with pytest.raises(CheckpointError, match=r"two schemes \(found int4-g32 in 'one' and int8-g32 in 'two'") as found:
+        _read(_config(one=(targets, {}), two=(others, {"num_bits": 8})))
+    assert f"'{module}'" in str(found.value)
+    assert _read(_config(one=(targets, {}), two=(others, {}))) == _read(_config(one=([*targets, *others], {})))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r"re:(\w|\.|.)*(\w|\.|.)*[XY]", "re:(.*?)*(?:x|y)(?<=z)", "re:(?:(?:a{999}){999}){999}",
+     "re:" + "(?:" * 90 + "a" + "{1,9})" * 90, "re:.{99999999999999999999}"],
+    ids=range(5),
+)  # fmt: skip
+@pytest.mark.parametrize("place", ["targets", "ignore"])
+def test_a_pattern_that_takes_for_ever_is_given_up(pattern: str, place: str) -> None:
+    raw = _config(one=(["Linear"], {}))
+    if place == "targets":
+        raw["config_groups"]["one"]["targets"] = [pattern] * 50
+    else:
+        raw["ignore"] = [pattern] * 50
+    started = time.monotonic()
+    with pytest.raises(CheckpointError, match=r"^x/config\.json: .*pattern"):
+        _read(raw)
+    assert time.monotonic() - started < 6
+
+
+@pytest.mark.parametrize("pattern", ["re:(a|.)*(a|.)*X", "re:(.*)*(.*)*(.*)*$X", "re:" + "(.*.*)*" * 20 + "X"])
+def test_a_pattern_that_only_pythons_own_matching_never_ends_is_matched(pattern: str) -> None:
+    started = time.monotonic()
+    assert _read(_config(one=([pattern], {}))) == {}
+    assert time.monotonic() - started < 1
+
+
+@pytest.mark.parametrize("pattern", ["re:(", "re:[", "re:*", "re:(?R)", r"re:\p{L}", "re:(?P<a>.)(?P<a>.)",
+                                     "re:" + "(" * 900 + ")" * 900, "re:" + "a" * 5000])  # fmt: skip
+def test_an_invalid_pattern_is_named(pattern: str) -> None:
+    with pytest.raises(CheckpointError, match=r"^x/config\.json: a pattern of quantization_config is"):
+        _read(_config(one=([pattern], {})))
+
+
+def test_many_names_take_no_time() -> None:
+    raw = _config(one=(["Linear"], {}))
+    raw["ignore"] = [f"model.layers.{index}" for index in range(200_000)]
+    started = time.monotonic()
+    assert len(_read(raw)) == len(MODULES)
+    assert time.monotonic() - started < 2
+
+
+WRONG: dict[str, Change] = {
+    "targets null": lambda raw: raw["config_groups"]["one"].update(targets=None),
+    "targets of numbers": lambda raw: raw["config_groups"]["one"].update(targets=[5]),
+    "targets a text": lambda raw: raw["config_groups"]["one"].update(targets="Linear"),
+    "group no object": lambda raw: raw["config_groups"].update(one=[]),
+    "groups a list": lambda raw: raw.update(config_groups=[WEIGHTS]),
+    "groups null": lambda raw: raw.update(config_groups=None),
+    "too many groups": lambda raw: raw.update(config_groups={str(i): raw["config_groups"]["one"] for i in range(999)}),
+    "ignore a number": lambda raw: raw.update(ignore=5),
+    "ignore of null": lambda raw: raw.update(ignore=[None]),
+    "format a list": lambda raw: raw.update(format=["pack-quantized"]),
+    "method a list": lambda raw: raw.update(quant_method=["compressed-tensors"]),
+    "weights null": lambda raw: raw["config_groups"]["one"].update(weights=None),
+    **{
+        f"{key} {value!r}": lambda raw, key=key, value=value: raw["config_groups"]["one"]["weights"].update(  # type: ignore[misc]
+            {key: value}
+        )
+        for key, value in [
+            ("group_size", -1), ("group_size", 0), ("group_size", 32.0), ("group_size", "32"), ("group_size", True),
+            ("group_size", None), ("group_size", 10**30), ("num_bits", 4.0), ("num_bits", "4"), ("num_bits", None),
+            ("num_bits", True), ("num_bits", [4]), ("symmetric", "true"), ("symmetric", 1), ("type", ["int"]),
+            ("strategy", 7), ("strategy", None),
+        ]
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_value_of_the_wrong_kind_names_its_file(case: str) -> None:
+    raw = copy.deepcopy(_config(one=(["Linear"], {})))
+    WRONG[case](raw)
+    with pytest.raises(CheckpointError, match=r"^x/config\.json: .*(quantization_config|pattern)"):
+        _read(raw)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_bits": 3}, {"type": "float"}, {"strategy": "block"}, {"dynamic": True}, {"dynamic": "local"},
+     {"group_size": 20}, {"actorder": "group"}, {"actorder": "dynamic"}, {"actorder": True}, {"actorder": ["group"]}],
+)  # fmt: skip
+def test_another_scheme_is_not_supported(changes: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match=r"^x/config\.json: "):
+        _read(_config(one=(["Linear"], changes)))
+
+
+@pytest.mark.parametrize("key", ["kv_cache_scheme", "transform_config"])
+def test_what_changes_the_arithmetic_besides_is_not_supported(key: str) -> None:
+    with pytest.raises(UnsupportedError, match="not supported"):
+        _read({**_config(one=(["Linear"], {})), key: {"config_groups": {"a": 1}}})
+
+
+def test_the_command_tells_of_a_contradiction_in_one_line(tmp_path: Path, capfd: Capture) -> None:
+    source = oracle.save(oracle.make("llama"), tmp_path / "hf")
+    quantkit.quantize(source, tmp_path / "int4", "int4-g32", accept_quality_loss=True)
+    groups = _config(one=(["Linear"], {}), two=(["Linear"], {"num_bits": 8}))
+    oracle.edit_json(tmp_path / "int4" / "config.json", quantization_config=groups)
+    code, out, err = run(capfd, "inspect", tmp_path / "int4")
+    assert (code, out) == (3, "")
+    assert err.startswith(f"quantkit: error: {tmp_path / 'int4' / 'config.json'}: ")
+    assert err.count("\n") == 1
