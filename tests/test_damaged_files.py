@@ -302,8 +302,9 @@ def test_an_error_of_any_kind_in_the_hashing_thread_is_told(tmp_path: Path, monk
 def test_a_pipe_in_place_of_weights_is_refused_at_once(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / name)
     open_file = safetensors_io.open_file if name.endswith("safetensors") else pth_io.open_file
-    with pytest.raises(CheckpointError, match=f"{name}: is no regular file"):
-        open_file(tmp_path / name)
+    for opening in (open_file, open_checkpoint):
+        with pytest.raises(CheckpointError, match=f"{name}: is no regular file"):
+            opening(tmp_path / name)
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="this system does not list a process's files")

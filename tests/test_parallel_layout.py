@@ -20,6 +20,7 @@ from quantkit.naming import linear_columns
 from quantkit.parallel.group import Group
 from quantkit.parallel.layout import layout
 from quantkit.parallel.sharded import Sharded
+from quantkit.part import Part
 from quantkit.qtensor import QuantTensor
 from quantkit.scheme import QuantPlan, QuantScheme
 
@@ -120,6 +121,9 @@ def test_the_slices_are_the_checkpoint(scheme: str | None, size: int, tmp_path: 
             info = shard.info(name)
             assert tuple(part.shape) == info.shape
             assert (part.scheme if isinstance(part, QuantTensor) else None) == info.scheme
+            last = part.shape[0]
+            for rows in (Part(0, ((0, 5),)), Part(0, ((7, last),)), Part(0, ((last - 1, last),))):
+                assert torch.equal(_dense(shard.load(name, rows)), _dense(rows.of_weight(part))), (name, rows)
         dense = [_dense(part) for part in parts]
         if "k_proj" in name or "v_proj" in name:  # two KV heads
             dense = dense[:: size // 2]

@@ -8,6 +8,7 @@ from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.hf import HFCheckpoint, index_path, weight_kinds
 from quantkit.formats.meta import MetaCheckpoint, shard_paths
+from quantkit.source import SourceFile
 
 WEIGHTS = ("meta", "safetensors", "bin")
 
@@ -64,9 +65,8 @@ def _present(folder: Path) -> list[str]:
 
 
 def _not_a_folder(path: Path) -> Exception:
-    with path.open("rb") as file:
-        magic = file.read(4)
-    if magic == b"GGUF":
+    file = SourceFile(path)
+    if file.read(0, min(file.size, 4)) == b"GGUF":
         return UnsupportedError("GGUF files are not read", path=path, expected="a Meta or Hugging Face folder")
     return CheckpointError("is a file", path=path, expected="the folder that holds it with its config and tokenizer")
 

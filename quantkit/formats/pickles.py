@@ -227,21 +227,25 @@ def _ordered(*arguments: Any) -> dict[Any, Any]:
     return {}
 
 
-def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> Reference | Other:
-    """torch's ``_rebuild_tensor`` and ``_v2``, whose rest is: requires_grad, hooks, metadata."""
-    if rest[2:] not in ((), (None,), ({},)):
+def _tensor(storage: Any, offset: Any, shape: Any, stride: Any) -> Reference:
+    return _view(storage, storage.dtype, offset, shape, stride)
+
+
+def _tensor_v2(
+    storage: Any, offset: Any, shape: Any, stride: Any, requires_grad: Any, hooks: Any, metadata: Any = None
+) -> Reference | Other:  # fmt: skip
+    if metadata:
         return Other("a conjugate or negated view")
     return _view(storage, storage.dtype, offset, shape, stride)
 
 
 def _tensor_v3(
-    storage: Any, offset: Any, shape: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, *rest: Any
-) -> Reference | Other:
-    if rest not in ((), (None,), ({},)):
-        return Other("a conjugate or negated view")
+    storage: Any, offset: Any, shape: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any,
+    metadata: Any = None,
+) -> Reference | Other:  # fmt: skip
     if not isinstance(dtype, torch.dtype):
         raise TypeError("a tensor's type is none")
-    return _view(storage, dtype, offset, shape, stride)
+    return Other("a conjugate or negated view") if metadata else _view(storage, dtype, offset, shape, stride)
 
 
 def _view(storage: Any, dtype: torch.dtype, offset: Any, shape: Any, stride: Any) -> Reference:
@@ -272,7 +276,7 @@ _FUNCTIONS = {name: _other(name) for name in _OTHERS} | {
     for name, call in (
         ("collections.OrderedDict", _ordered),
         ("torch._utils._rebuild_tensor", _tensor),
-        ("torch._utils._rebuild_tensor_v2", _tensor),
+        ("torch._utils._rebuild_tensor_v2", _tensor_v2),
         ("torch._utils._rebuild_tensor_v3", _tensor_v3),
         ("torch._utils._rebuild_parameter", _parameter),
         ("torch._utils._rebuild_parameter_with_state", _parameter),
