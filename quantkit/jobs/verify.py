@@ -209,10 +209,8 @@ def _config_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
 def _token_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
     """Where the two would read a text as other tokens, or end a generation at others."""
     problems = []
-    for what, (own, others) in {
-        "begin": [{one.config.bos_token_id} - {None} for one in (a, b)],
-        "end": [_end_tokens(one) for one in (a, b)],
-    }.items():
+    for what, tokens in (("begin", _begin_tokens), ("end", _end_tokens)):
+        own, others = tokens(a), tokens(b)
         agree = own <= others or others <= own if "meta" in (a.format, b.format) else own == others
         if not agree:
             problems.append(f"the tokens that {what} a text differ: {_listed(own)} against {_listed(others)}")
@@ -229,6 +227,11 @@ def _token_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
 
 def _listed(tokens: set[int]) -> str:
     return ", ".join(map(str, sorted(tokens))) or "none"
+
+
+def _begin_tokens(checkpoint: Checkpoint) -> set[int]:
+    token = checkpoint.config.bos_token_id
+    return set() if token is None else {token}
 
 
 def _end_tokens(checkpoint: Checkpoint) -> set[int]:
