@@ -51,6 +51,8 @@ def together(options: Mapping[str, object] | None = None, device: str | None = N
         told_here = group is None or group.is_first_to_fail()
         if group is not None and group.first:
             group.tell_end(exit_code(error))
+        elif group is not None and not told_here:
+            group.let_the_first_speak()
         if told_here:
             raise
         raise click.exceptions.Exit(exit_code(error)) from error
@@ -59,7 +61,7 @@ def together(options: Mapping[str, object] | None = None, device: str | None = N
 def _leave(group: Group) -> None:
     if group.first:
         group.tell_end(0)
-    elif (code := group.wait_for_end()) != 0:
+    elif code := group.wait_for_end():
         raise click.exceptions.Exit(code)
 
 

@@ -79,8 +79,10 @@ def _require_right(found: Tensor, queries: Tensor, keys: Tensor, values: Tensor,
     wide = [_rounded(cached_floats(stored, torch.float32), queries.dtype).double() for stored in (keys, values)]
     expected = masked_lookup(queries.double(), *wide, *where)
     terms = masked_lookup(queries.double(), wide[0], wide[1].abs(), *where)
+    largest = queries.double().norm(dim=-1).max() * wide[0].nan_to_num(0, 0, 0).norm(dim=-1).max()  # of a sum
+    scores = 4 * largest * queries.shape[-1] ** -0.5 * torch.finfo(torch.float32).eps  # by which weights' exponents err
     rounding = torch.finfo(queries.dtype).eps
-    bound = (2 * rounding + 200 * torch.finfo(torch.float32).eps) * terms
+    bound = (2 * rounding + 200 * torch.finfo(torch.float32).eps + scores) * terms
     assert found.dtype == queries.dtype
     assert found.shape == expected.shape
     assert ((found.double() - expected).abs() <= bound).all()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import io
 import struct
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from quantkit.source import SourceFile
 _MAGIC, _VERSION = 0x1950A86A20F9469CFC6C, 1001  # of files before the zip
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _TAIL_BYTES = 22
+_NOTE_BYTES = 4096
 _FULL = 0xFFFFFFFF
 _TAR = (257, b"ustar")
 
@@ -60,16 +60,8 @@ def _open_zip(source: SourceFile) -> TensorFile:
         )  # fmt: skip
     records = ZipRecords(source)
     top = next(iter(records.names()), "").partition("/")[0]
-    pickled = records.stored(f"{top}/data.pkl")
-    if pickled.size > MAX_BYTES:
-        raise _too_long(path, pickled.size)
-    raw = source.read(pickled.start, pickled.size)
-    if records.checksums is not None and zlib.crc32(raw) != pickled.crc:
-        raise CheckpointError(f"record '{pickled.name}' is damaged", path=path, hint="download it again")
-    byteorder = f"{top}/byteorder"
-    if byteorder in records.names():
-        record = records.stored(byteorder)
-        _require_little_endian(source.read(record.start, min(record.size, 16)) == b"little", path)
+    raw = records.read(f"{top}/data.pkl", MAX_BYTES)
+    _check_notes(records, top, path)
     unpickler = Unpickler(io.BytesIO(raw), path)
     tensors = _named_tensors(unpickler.load(), path)
     starts = {}
@@ -84,6 +76,19 @@ def _open_zip(source: SourceFile) -> TensorFile:
     source.checksums = records.checksums or ()
     unchecked = f"{path}: was written without checksums, so damage to its weights cannot be told"
     return TensorFile(source, _views(tensors, starts), () if records.checksums is not None else (unchecked,))
+
+
+def _check_notes(records: ZipRecords, top: str, path: Path) -> None:
+    """What the small records beside the pickle say of how the file was written."""
+    found = {
+        name: records.read(f"{top}/{name}", _NOTE_BYTES)
+        for name in ("byteorder", ".storage_alignment", ".format_version", "version")
+        if f"{top}/{name}" in records.names()
+    }
+    _require_little_endian(found.pop("byteorder", b"little") == b"little", path)
+    for name, value in found.items():
+        if not value.strip().isdigit():
+            raise CheckpointError(f"record '{top}/{name}' is damaged", path=path, found=repr(value[:40]))
 
 
 def _open_legacy(source: SourceFile) -> TensorFile:
@@ -148,12 +153,6 @@ def _views(tensors: Mapping[str, Reference], starts: Mapping[str, int]) -> dict[
         name: View(t.dtype, starts[t.storage.key] + t.offset * t.dtype.itemsize, t.shape, t.stride)
         for name, t in tensors.items()
     }
-
-
-def _too_long(path: Path, size: int) -> CheckpointError:
-    return CheckpointError(
-        "its pickle is too long for one of tensors", path=path, found=f"{size} bytes", expected=f"at most {MAX_BYTES}"
-    )
 
 
 def _expected_size(source: SourceFile) -> int:

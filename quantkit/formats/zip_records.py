@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 import zipfile
+import zlib
 from dataclasses import dataclass
 
 from quantkit.errors import CheckpointError, UnsupportedError
@@ -16,7 +17,8 @@ from quantkit.source import Checksum, SourceFile
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _LOCAL_SIGNATURE = 0x04034B50
 _FULL = 0xFFFFFFFF
-_ENCRYPTED, _SIZES_FOLLOW, _UTF8 = 0x1, 0x8, 0x800
+_SIZES_FOLLOW, _UTF8 = 0x8, 0x800
+_ALTERED = 0x2061  # encrypted in one of three ways, or a patch of another record
 _DAMAGE = (
     zipfile.BadZipFile, NotImplementedError, struct.error, ValueError, IndexError, KeyError, OverflowError, EOFError,
     MemoryError, OSError,
@@ -62,7 +64,7 @@ class ZipRecords:
         """
         Raises:
             CheckpointError: if the directory cannot be read, disagrees with the records, or names one twice.
-            UnsupportedError: if a record is encrypted.
+            UnsupportedError: if a record is encrypted or a patch.
         """
         self._file = file
         try:
@@ -101,6 +103,24 @@ class ZipRecords:
             )  # fmt: skip
         return record
 
+    def read(self, name: str, limit: int) -> bytes:
+        """A record's bytes, held against its checksum.
+
+        Raises:
+            CheckpointError: if it is missing, longer than a limit, or damaged.
+            UnsupportedError: see `stored`.
+        """
+        record = self.stored(name)
+        if record.size > limit:
+            raise CheckpointError(
+                f"record '{name}' is too long", path=self._file.path, found=f"{record.size} bytes",
+                expected=f"at most {limit}",
+            )  # fmt: skip
+        raw = self._file.read(record.start, record.size)
+        if self.checksums is not None and zlib.crc32(raw) != record.crc:
+            raise CheckpointError(f"record '{name}' is damaged", path=self._file.path, hint="download it again")
+        return raw
+
     def _located(self, info: zipfile.ZipInfo, first: int, directory: int) -> Record:
         name, start = info.filename, info.header_offset
         if not first <= start <= directory - _LOCAL.size:
@@ -113,8 +133,8 @@ class ZipRecords:
         head = self._file.read(start + _LOCAL.size, name_length + extra_length)
         if head[:name_length] != info.orig_filename.encode("utf-8" if info.flag_bits & _UTF8 else "cp437"):
             raise self._contradiction(name, "has another name than in the directory")
-        if (flags | info.flag_bits) & _ENCRYPTED:
-            raise UnsupportedError(f"record '{name}' is encrypted", path=self._file.path)
+        if (flags | info.flag_bits) & _ALTERED:
+            raise UnsupportedError(f"record '{name}' is encrypted or a patch", path=self._file.path)
         if data + info.compress_size > directory:
             raise self._contradiction(name, "reaches past the directory")
         size, packed = _wide(size, packed, head[name_length:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -63,19 +64,27 @@ class Group:
                 time.sleep(_POLL_SECONDS)
                 patience -= _POLL_SECONDS
 
-    def wait_for_end(self) -> int:
-        """Wait until the first process is done, however long that takes; what it exits with.
+    def wait_for_end(self, patience: float = math.inf) -> int | None:
+        """Wait until the first process is done, by default however long that takes; what it exits with, if it is.
 
         Raises:
             GroupError: if it is lost.
         """
         try:
             while not self.store.check([_ENDED]):
+                if patience <= 0:
+                    return None
                 time.sleep(_POLL_SECONDS)  # a wait in the store would be deaf to Ctrl-C
+                patience -= _POLL_SECONDS
             self.store.add(_HEARD, 1)
             return int(self.store.get(_ENDED))
         except RuntimeError as error:
             raise _lost() from error
+
+    def let_the_first_speak(self) -> None:
+        """Wait a little for the first process to end: a launcher stops all others once one has failed."""
+        with contextlib.suppress(GroupError):
+            self.wait_for_end(_PATIENCE)
 
     def agree(self, value: T) -> T:
         """What the first process says."""
