@@ -89,11 +89,19 @@ class SourceHashes:
             CheckpointError: if a file could not be read, is damaged, or changed since it was opened.
         """
         self._thread.join()
-        if self._failure is not None:
-            raise self._failure
+        self.require_sound()
         for file in self._files:
             file.require_unchanged()
         return self._hashes
+
+    def require_sound(self) -> None:
+        """Go on only if nothing is wrong so far.
+
+        Raises:
+            CheckpointError: if a file could not be read or is damaged.
+        """
+        if self._failure is not None:
+            raise self._failure
 
     def _work(self) -> None:
         try:

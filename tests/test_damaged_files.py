@@ -409,3 +409,39 @@ def test_a_tar_archive_is_refused_by_name(tmp_path: Path) -> None:
         archive.addfile(tarfile.TarInfo("storages"), io.BytesIO())
     with pytest.raises(UnsupportedError, match="is a tar archive"):
         pth_io.open_file(tmp_path / "a.pth")
+
+
+def test_damage_ends_a_job_before_its_end(pickled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _flip(pickled / "pytorch_model.bin", "data/1")
+    seen: list[str] = []
+
+    class Finished(manifest.SourceHashes):
+        def __init__(self, files: Any) -> None:
+            super().__init__(files)
+            self._thread.join()
+
+    monkeypatch.setattr(manifest, "SourceHashes", Finished)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        convert(pickled, tmp_path / "out", progress=lambda done, total, name: seen.append(name))
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize(("written", "instead"), [(b"norm.weight", b"norn.weight"), (b"F32", b"F99")])
+def test_what_is_written_is_opened_before_it_gets_its_name(
+    written: bytes, instead: bytes, pickled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = safetensors_io.build_header
+    broken = "quantkit.formats.encoders.build_header"
+    monkeypatch.setattr(broken, lambda tensors: built(tensors).replace(written, instead))
+    with pytest.raises(CheckpointError):
+        convert(pickled, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_safetensors_library_has_a_say(pickled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    convert(pickled, tmp_path / "out")
+    file = tmp_path / "out" / "model.safetensors"
+    safetensors_io.require_readable(file)
+    monkeypatch.setattr(safetensors_io, "sizes", lambda value: (1, *value))
+    with pytest.raises(RuntimeError, match="reads"):
+        safetensors_io.require_readable(file)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from quantkit.errors import CheckpointError
 from quantkit.formats.sniff import open_weights
@@ -65,6 +66,19 @@ def open_file(path: Path) -> TensorFile:
             )  # fmt: skip
         views[item.name] = view
     return TensorFile(source, views)
+
+
+def require_readable(path: Path) -> None:
+    """Hold a file that was just written against the safetensors library, which others read it with.
+
+    Raises:
+        RuntimeError: if it finds other tensors than `open_file`: a mistake of quantkit.
+    """
+    handle: Any
+    with safe_open(path, framework="pt") as handle:
+        theirs = {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
+    if theirs != {name: tensor.shape for name, tensor in open_file(path).tensors.items()}:
+        raise RuntimeError(f"the safetensors library reads {path} otherwise than it was written")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from quantkit import manifest
 from quantkit.formats.checkpoint import Checkpoint, parameters
+from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.encoders import Encoder, Planned
+from quantkit.formats.safetensors_io import require_readable
 from quantkit.formats.writer import CheckpointWriter
 from quantkit.jobs.source_check import SourceCheck, check_source
 from quantkit.progress import Progress
@@ -83,6 +85,7 @@ def write(work: Work, source: Checkpoint, dst: Path, *, resume: bool, progress: 
         work.begin(writer.done, writer.path)
         for item in planned[writer.done :]:
             progress(done, total, item.name)
+            hashes.require_sound()
             value, record = work.produce(item)
             writer.put(value, record)
             del value
@@ -92,6 +95,7 @@ def write(work: Work, source: Checkpoint, dst: Path, *, resume: bool, progress: 
         progress(done, total, "")
         source_hashes = hashes.result()
         writer.seal()
+        _require_readable(writer.path)
         details, files = work.describe(writer.path, writer.records)
         for name, content in files.items():
             writer.add_file(name, content)
@@ -110,6 +114,17 @@ def _checked(work: Work, source: Checkpoint, progress: Progress) -> SourceCheck 
         return "skipped as asked"
     found = check_source(source, allow_nonfinite=work.options["allow_nonfinite"] is True, progress=progress)
     return found if isinstance(found, SourceCheck) else f"not measured: {found}"
+
+
+def _require_readable(folder: Path) -> None:
+    """Open what was written, by our reader and by the safetensors library; headers only.
+
+    Raises:
+        CheckpointError, RuntimeError: if either finds another model than the config calls for: a mistake of quantkit.
+    """
+    open_checkpoint(folder)
+    for path in sorted(folder.glob("*.safetensors")):
+        require_readable(path)
 
 
 def model_summary(source: Checkpoint, dtype: str) -> dict[str, object]:
