@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -18,8 +19,17 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-# On matrices as small as these, threads cost more than they bring.
+# On matrices as small as these, threads cost more than they bring; also in the processes that tests start.
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
+
+LONGEST = ("parallel", "xla", "triton_kernels", "resume", "readme", "cpu_kernels", "first_process", "plan", "fuzz")
+"""Files that begin first: where files run side by side, none of these is then left to run alone at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ from quantkit.runtime.engine import Engine
 from quantkit.runtime.speculative import speculate
 
 PROMPT = [1, 7, 30, 4, 55, 18, 9, 77]
-NEW = 24
+NEW = 6
 COLLECTIVES = torch.ops._c10d_functional
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from command import Capture, run
 from partial import contents, interrupted, partial, rewrite_last
@@ -22,29 +20,6 @@ COMMAND = "from quantkit.cli.main import main; main()"
 GPTQ: dict[str, Any] = {"method": "gptq", "calibration": EXCERPT, "samples": 24, "length": 64}
 
 
-def _processes(code: str, *arguments: str | Path) -> list[subprocess.CompletedProcess[str]]:
-    """Two that run the same, without a launcher: the first keeps what they share."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    children = [
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        streams = [child.communicate(timeout=120) for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    done = zip(children, streams, strict=True)
-    return [subprocess.CompletedProcess(command, child.returncode, *two) for child, two in done]
-
-
 def _told(all_: list[subprocess.CompletedProcess[str]]) -> list[str]:
     """What quantkit says on stderr; torch has words of its own there for a lost process."""
     return [line for one in all_ for line in one.stderr.splitlines() if line.startswith("quantkit:")]
@@ -55,7 +30,7 @@ def test_one_works_and_the_other_exits_as_it_does(
     command: str, demo_model: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     name, *options = command.split()
-    first, second = _processes(COMMAND, name, demo_model, tmp_path / "two", *options)
+    first, second = forked.group(2, COMMAND, name, demo_model, tmp_path / "two", *options)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert first.stdout == f"wrote {tmp_path / 'two'}\n"
     assert (second.stdout, second.stderr) == ("", "")
@@ -66,7 +41,7 @@ def test_one_works_and_the_other_exits_as_it_does(
 
 def test_an_error_is_told_once_and_is_that_of_both(demo_model: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    both = _processes(COMMAND, "quantize", demo_model, tmp_path / "out", "--scheme", "int8")
+    both = forked.group(2, COMMAND, "quantize", demo_model, tmp_path / "out", "--scheme", "int8")
     assert [one.returncode for one in both] == [5, 5]
     assert _told(both) == [f"quantkit: error: {tmp_path / 'out'}: exists already; nothing is overwritten;"
                            " choose another name or remove it"]  # fmt: skip
@@ -89,7 +64,7 @@ def test_waiting_has_no_limit_of_time() -> None:
         "    ranks.wait()\n"
         "    time.sleep(4 * group.first)\n"
     )
-    both = _processes(code)
+    both = forked.group(2, code)
     assert [(one.returncode, one.stdout) for one in both] == [(0, "['a']\n")] * 2, both[1].stderr
 
 
@@ -99,7 +74,7 @@ def test_a_run_of_one_process_is_not_resumed_by_two(demo_model: Path, tmp_path: 
     before = contents(partial(dst))
     options = ["--scheme", "int4-g64", "--resume"]
     options += [f"--{name}={value}" for name, value in GPTQ.items()]
-    both = _processes(COMMAND, "quantize", demo_model, dst, *options)
+    both = forked.group(2, COMMAND, "quantize", demo_model, dst, *options)
     assert both[0].returncode == 6
     assert both[1].returncode != 0
     (told,) = _told(both)

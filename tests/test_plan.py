@@ -26,29 +26,30 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-PEAK = r"""
-import re, sys
+MEASURED = r"""
+import os, re, sys
 from pathlib import Path
 from quantkit.cli.main import main
-try:
-    main(sys.argv[1:])
-except SystemExit as stop:
-    assert not stop.code
+
+def done(*arguments):
+    try:
+        main(arguments)
+    except SystemExit as stop:
+        assert not stop.code
+
+done("plan", *sys.argv[2:], "--json")
+assert not os.listdir(sys.argv[1])
+done(*sys.argv[2:])
 print(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 """  # of the process itself: what the system reports to its parent begins with the parent's own
 
 
-def _peak(*arguments: str | Path) -> int:
-    """Peak memory of one command, in bytes."""
-    command = [sys.executable, "-c", PEAK, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return 1024 * int(done.stdout.split()[-1])
-
-
-def _plan(*arguments: str | Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "quantkit.cli", "plan", *map(str, arguments), "--json"]
-    found: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
-    return found
+def _measured(empty: Path, *arguments: str | Path) -> tuple[dict[str, Any], int]:
+    """What is planned for one command, and its peak memory in bytes; planning leaves a folder empty."""
+    command = [sys.executable, "-c", MEASURED, str(empty), *map(str, arguments)]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    forecast, _ = json.JSONDecoder().raw_decode(out)
+    return forecast, 1024 * int(out.split()[-1])
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="this system does not tell a process's peak")
@@ -64,9 +65,8 @@ def test_memory_and_disk_are_within_a_fifth_of_what_happens(
         "rtn": ["quantize", demo_model, dst, "--scheme", "int4-g64"],
         "gptq": ["quantize", demo_model, dst, "--scheme", "int4-g64", "--calibration", text, *GPTQ],
     }[kind]
-    forecast = _plan(*arguments)
-    assert not list(tmp_path.iterdir())
-    assert forecast["memory_bytes"] == pytest.approx(_peak(*arguments), rel=0.2)
+    forecast, peak = _measured(tmp_path, *arguments)
+    assert forecast["memory_bytes"] == pytest.approx(peak, rel=0.2)
     assert forecast["disk_bytes"] == pytest.approx(sum(file.stat().st_size for file in dst.iterdir()), rel=0.2)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 
 import quantkit
@@ -75,24 +77,41 @@ def _partial(dst: Path) -> Path:
     return dst.with_name(dst.name + ".partial")
 
 
+def _killed(job: str, src: Path, dst: Path, moment: float) -> None:
+    """Run a job in another process until a share of its bytes is written."""
+    assert forked.python(CHILD + CALLS[job], src, dst, str(moment)).returncode == -signal.SIGKILL
+
+
+@pytest.fixture(scope="module")
+def whole_contents(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, bytes]]:
+    """What a job makes that nothing stops."""
+    folder = tmp_path_factory.mktemp("whole")
+
+    @functools.cache
+    def contents(job: str) -> dict[str, bytes]:
+        JOBS[job](demo_model, folder / job)
+        return _contents(folder / job)
+
+    return contents
+
+
 @pytest.mark.parametrize("moment", [0.0, 0.35, 0.75])
 @pytest.mark.parametrize("job", JOBS)
-def test_a_killed_run_resumes_to_the_same_bytes(job: str, moment: float, demo_model: Path, tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    JOBS[job](demo_model, whole)
-    arguments = [sys.executable, "-c", CHILD + CALLS[job], str(demo_model), str(killed), str(moment)]
-    assert subprocess.run(arguments, check=False).returncode == -signal.SIGKILL
+def test_a_killed_run_resumes_to_the_same_bytes(
+    job: str, moment: float, demo_model: Path, tmp_path: Path, whole_contents: Callable[[str], dict[str, bytes]]
+) -> None:
+    killed = tmp_path / "killed"
+    _killed(job, demo_model, killed, moment)
     assert not killed.exists()
     assert _partial(killed).is_dir()
     JOBS[job](demo_model, killed, resume=True)
-    assert _contents(killed) == _contents(whole)
+    assert _contents(killed) == whole_contents(job)
     assert not _partial(killed).exists()
 
 
 def test_a_resumed_run_does_not_do_again_what_is_on_disk(demo_model: Path, tmp_path: Path) -> None:
     dst = tmp_path / "out"
-    arguments = [sys.executable, "-c", CHILD + CALLS["quantize"], str(demo_model), str(dst), "0.6"]
-    subprocess.run(arguments, check=False)
+    _killed("quantize", demo_model, dst, 0.6)
     names: list[str] = []
     quantkit.quantize(demo_model, dst, "int4-g32", resume=True, progress=lambda done, total, name: names.append(name))
     assert "model.embed_tokens.weight" not in names
@@ -102,8 +121,7 @@ def test_a_resumed_run_does_not_do_again_what_is_on_disk(demo_model: Path, tmp_p
 def test_bytes_after_the_last_safe_point_are_not_trusted(demo_model: Path, tmp_path: Path) -> None:
     whole, dst = tmp_path / "whole", tmp_path / "out"
     quantkit.convert(demo_model, whole)
-    arguments = [sys.executable, "-c", CHILD + CALLS["convert-hf"], str(demo_model), str(dst), "0.6"]
-    subprocess.run(arguments, check=False)
+    _killed("convert-hf", demo_model, dst, 0.6)
     newest = sorted(_partial(dst).glob("*.safetensors"))[-1]
     with newest.open("ab") as file:
         file.write(b"torn" * 1000)
@@ -116,8 +134,7 @@ def test_bytes_after_the_last_safe_point_are_not_trusted(demo_model: Path, tmp_p
 @pytest.mark.parametrize("damage", ["shorter", "changed"])
 def test_a_partial_file_that_was_tampered_with_is_refused(damage: str, demo_model: Path, tmp_path: Path) -> None:
     dst = tmp_path / "out"
-    arguments = [sys.executable, "-c", CHILD + CALLS["convert-hf"], str(demo_model), str(dst), "0.6"]
-    subprocess.run(arguments, check=False)
+    _killed("convert-hf", demo_model, dst, 0.6)
     oldest = sorted(_partial(dst).glob("*.safetensors"))[0]
     content = oldest.read_bytes()
     oldest.write_bytes(content[:-1000] if damage == "shorter" else content[:-1] + bytes([content[-1] ^ 1]))
@@ -173,10 +190,11 @@ def test_a_second_writer_is_locked_out(demo_model: Path, tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("job", JOBS)
 def test_a_disk_that_fills_up_leaves_a_resumable_run(
-    job: str, demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole, dst = tmp_path / "whole", tmp_path / "out"
-    JOBS[job](demo_model, whole)
+    job: str, demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    whole_contents: Callable[[str], dict[str, bytes]],
+) -> None:  # fmt: skip
+    dst = tmp_path / "out"
+    expected = whole_contents(job)
     real = sink._GrowingFile.write
     written = 0
 
@@ -193,7 +211,7 @@ def test_a_disk_that_fills_up_leaves_a_resumable_run(
     assert not dst.exists()
     monkeypatch.setattr(sink._GrowingFile, "write", real)
     JOBS[job](demo_model, dst, resume=True)
-    assert _contents(dst) == _contents(whole)
+    assert _contents(dst) == expected
 
 
 def test_too_little_space_is_told_before_any_work(

@@ -137,12 +137,14 @@ def test_nan_is_no_token(cases: dict[str, Any]) -> None:
     assert cases["nan"].startswith("NonFiniteError: the model's logits are NaN or Inf")
 
 
-def test_the_command_continues_as_torch_does_and_compiles_once(demo_model: Path, tmp_path: Path) -> None:
+def test_the_command_continues_as_torch_does_and_compiles_once(
+    demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
     _require_torchax()
-    command = [sys.executable, "-m", "quantkit.cli", "generate", str(demo_model), "--prompt", PROMPT, "--dtype", "fp32"]
-    count = ["--max-new-tokens", "25"]
-    eager = subprocess.run([*command, *count], capture_output=True, text=True, check=True).stdout
-    sharded = [*command, *count, "--backend", "xla", "--tp", "4"]
+    command = ["generate", str(demo_model), "--prompt", PROMPT, "--dtype", "fp32", "--max-new-tokens", "25"]
+    code, eager, _ = run(capfd, *command)
+    assert code == 0
+    sharded = [sys.executable, "-m", "quantkit.cli", *command, "--backend", "xla", "--tp", "4"]
     found = []
     for _ in range(2):
         done = subprocess.run(sharded, env=_virtual(4, tmp_path), capture_output=True, text=True, check=False)
@@ -207,19 +209,32 @@ def test_the_extra_brings_the_versions_that_are_asked_for() -> None:
     assert extras["tpu"] == [f"{name}=={version}" for name, version in require.VERSIONS.items()]
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (["--tp", "2"], "--tp and --multi-host go with --backend xla"),
-        (["--backend", "xla", "--tp", "3"], "attention heads can't be divided among the devices (found 3 devices"),
-        (["--backend", "xla", "--tp", "8"], "too few devices (found 4 of kind cpu, expected 8)"),
-        (["--backend", "xla", "--tp", "0"], "devices must be at least 1"),
-    ],
-)
-def test_devices_that_do_not_serve_are_refused(options: list[str], line: str, demo_model: Path, tmp_path: Path) -> None:
-    if "xla" in options:
-        _require_torchax()
-    command = [sys.executable, "-m", "quantkit.cli", "generate", str(demo_model), "--prompt", "x", *options]
+def test_devices_without_xla_are_refused(demo_model: Path, capfd: Capture) -> None:
+    code, out, errors = run(capfd, "generate", demo_model, "--prompt", "x", "--tp", "2")
+    assert (code, out) == (2, "")
+    assert errors.startswith("quantkit: error: --tp and --multi-host go with --backend xla")
+
+
+REFUSED = {
+    "3": "attention heads can't be divided among the devices (found 3 devices",
+    "8": "too few devices (found 4 of kind cpu, expected 8)",
+    "0": "devices must be at least 1",
+}
+IN_TURN = """
+import sys
+from quantkit.cli.main import main
+for count in sys.argv[2:]:
+    try:
+        main(["generate", sys.argv[1], "--prompt", "x", "--backend", "xla", "--tp", count])
+    except SystemExit as stop:
+        print(stop.code)
+"""
+
+
+def test_devices_that_do_not_serve_are_refused(demo_model: Path, tmp_path: Path) -> None:
+    _require_torchax()
+    command = [sys.executable, "-c", IN_TURN, str(demo_model), *REFUSED]
     done = subprocess.run(command, env=_virtual(4, tmp_path), capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"quantkit: error: {line}")
+    assert (done.returncode, done.stdout.split()) == (0, ["2"] * 3), done.stderr
+    for told, line in zip(done.stderr.splitlines(), REFUSED.values(), strict=True):
+        assert told.startswith(f"quantkit: error: {line}")

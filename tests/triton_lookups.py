@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton_quick import quicken
 
 import quantkit
 from quantkit.data.files import DEMO_MODEL
@@ -28,6 +29,7 @@ from quantkit.model.load import load_model
 from quantkit.model.product import product
 from quantkit.runtime.engine import Engine
 
+quicken()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 CASES = {
     "one token": (64, 4, 2, [150], None, 2),
