@@ -46,7 +46,9 @@ def read(folder: Path) -> dict[str, Any]:
         CheckpointError: if it is missing, is no manifest, or of a newer format.
     """
     value = read_json(folder / NAME)
-    if not isinstance(value.get("format_version"), int) or not isinstance(value.get("files"), dict):
+    files = value.get("files")
+    listed = isinstance(files, dict) and all(isinstance(digest, str) for digest in files.values())
+    if not isinstance(value.get("format_version"), int) or not listed:
         raise CheckpointError("is not a quantkit manifest", path=folder / NAME)
     if value["format_version"] > FORMAT_VERSION:
         raise CheckpointError(
@@ -68,8 +70,8 @@ def file_sha256(path: Path) -> str:
 
 
 def identity(files: Iterable[SourceFile]) -> list[list[Any]]:
-    """Name, size and modification time of files when they were opened."""
-    return [list(file.identity) for file in files]
+    """What tells files from others, see `SourceFile.identity`."""
+    return [list(file.identity()) for file in files]
 
 
 class SourceHashes:

@@ -199,6 +199,15 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     path = folder / "tokenizer.model"
     if not path.is_file():
         raise CheckpointError("has no tokenizer", path=folder, expected="tokenizer.json or tokenizer.model")
+    return original_tokenizer(path)
+
+
+def original_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a ``tokenizer.model``, whose content tells its kind.
+
+    Raises:
+        CheckpointError: if it is damaged.
+    """
     return TiktokenTokenizer(path) if is_tiktoken(path) else SentencePieceTokenizer(path)
 
 

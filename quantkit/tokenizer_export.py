@@ -21,15 +21,7 @@ from quantkit.tokenizer import (
     llama3_specials,
     read_tiktoken,
 )
-
-_SAMPLES = (
-    "The quick brown fox, 1234567 jumps over $5.00 -- isn't it?",
-    "  two leading spaces,\ttabs\tand\n\nnew lines  \n trailing ",
-    "Größe, naïve café, Москва, 日本語のテキスト, عربى, 👩‍🚀🚀",
-    "def f(x):\n    return {'a': x ** 2}  # comment\n",
-    "<s> <unk> </s> <|begin_of_text|> <0x41>",
-    "e\u0301 \u00e9 \ufb01 \u2167 \u00a0 \u200b \x00 \x7f",
-)
+from quantkit.tokenizer_compare import first_difference
 
 
 def export_json(path: Path, scratch: Path) -> dict[str, bytes] | None:
@@ -58,13 +50,8 @@ def export_json(path: Path, scratch: Path) -> dict[str, bytes] | None:
     for name, content in files.items():
         (scratch / name).write_bytes(content)
     written = JsonTokenizer(scratch / "tokenizer.json")
-    return files if _same(original, written, pieces) else None
-
-
-def _same(original: Tokenizer, written: Tokenizer, pieces: list[str]) -> bool:
-    """Whether both tokenize alike, each piece of the vocabulary and the samples."""
     plain = [piece.replace("\u2581", " ") for piece in pieces]
-    return all(original.encode(text) == written.encode(text) for text in (*_SAMPLES, *plain))
+    return files if first_difference(original, written, plain) is None else None
 
 
 def _from_tiktoken(path: Path) -> tuple[Any, dict[str, Any]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import oracle
 import pytest
@@ -13,7 +15,7 @@ from command import Capture, run
 from safetensors.torch import load_file, save_file
 
 import quantkit
-from quantkit.errors import QualityError
+from quantkit.errors import CheckpointError, QualityError
 from quantkit.formats.detect import open_checkpoint
 from quantkit.jobs.bounds import BOUNDS, TIMES_ROUNDING, weight_bound
 from quantkit.jobs.gate import run_gate
@@ -146,6 +148,36 @@ def test_a_missing_tokenizer_is_a_difference(demo_model: Path, tmp_path: Path) -
         report = verify(*pair)
         assert report.verdict is Verdict.DIFFERENT
         assert any("has no tokenizer" in problem for problem in report.problems)
+
+
+def _retokenized(folder: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    edit(content)
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return folder
+
+
+def _swap(content: dict[str, Any]) -> None:
+    """Two rare tokens of the vocabulary change places."""
+    vocabulary = content["model"]["vocab"]
+    rare = sorted(vocabulary, key=vocabulary.__getitem__)[-2:]
+    vocabulary[rare[0]], vocabulary[rare[1]] = vocabulary[rare[1]], vocabulary[rare[0]]
+
+
+def test_every_token_is_compared(demo_model: Path, tmp_path: Path) -> None:
+    quantkit.convert(demo_model, tmp_path / "a")
+    other = _retokenized(oracle.copy(tmp_path / "a", tmp_path / "b"), _swap)
+    report = verify(tmp_path / "a", other)
+    assert report.verdict is Verdict.DIFFERENT
+    assert "tokenizers differ on" in report.problems[0]
+
+
+def test_two_tokenizers_that_disagree_do_not_become_one_of_meta(demo_model: Path, tmp_path: Path) -> None:
+    quantkit.convert(demo_model, tmp_path / "a")
+    quantkit.convert(tmp_path / "a", tmp_path / "sound", to="meta")
+    _retokenized(tmp_path / "a", _swap)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model is another tokenizer than tokenizer\.json"):
+        quantkit.convert(tmp_path / "a", tmp_path / "meta", to="meta")
 
 
 def test_a_nan_beyond_the_texts_is_a_difference_of_quantized_models_too(demo_model: Path, tmp_path: Path) -> None:

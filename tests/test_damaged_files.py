@@ -177,6 +177,37 @@ def test_a_file_of_a_big_endian_machine_is_refused(tmp_path: Path) -> None:
         pth_io.open_file(path)
 
 
+@pytest.mark.parametrize("name", ["elsewhere/version", "b.pth/version"])
+def test_a_record_outside_the_files_folder_is_refused(name: str, tmp_path: Path) -> None:
+    path = _saved(tmp_path / "a.pth")
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_STORED) as archive:
+        archive.writestr(name, b"3")
+    with pytest.raises(CheckpointError, match="is not in the folder 'a'"):
+        pth_io.open_file(path)
+
+
+@pytest.mark.parametrize(("offset", "value"), [(32, 9), (34, 1)], ids=["comment", "disk"])
+def test_an_entry_of_the_directory_that_torch_does_not_write_is_refused(
+    offset: int, value: int, tmp_path: Path
+) -> None:
+    path = _saved(tmp_path / "a.pth")
+    with zipfile.ZipFile(path) as archive:
+        start = archive.start_dir
+    raw = bytearray(path.read_bytes())
+    position = [i for i in range(start, len(raw)) if raw[i : i + 4] == b"PK\x01\x02"][-1]
+    struct.pack_into("<H", raw, position + offset, value)
+    path.write_bytes(raw)
+    with pytest.raises(CheckpointError, match=r"a\.pth"):
+        pth_io.open_file(path)
+
+
+def test_small_records_are_held_against_their_checksums_when_a_file_is_opened(tmp_path: Path) -> None:
+    path = _saved(tmp_path / "a.pth")
+    _flip(path, "serialization_id")
+    with pytest.raises(CheckpointError, match="serialization_id' is damaged"):
+        pth_io.open_file(path)
+
+
 # Checksums
 
 

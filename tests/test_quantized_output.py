@@ -164,11 +164,10 @@ def test_compressed_tensors_decompresses_to_our_values(scheme: str, dtype: torch
 def test_what_is_read_back_is_what_round_to_nearest_gave(scheme: str, tmp_path: Path) -> None:
     source = _source(tmp_path / "float", dtype=torch.bfloat16)
     quantkit.quantize(source, tmp_path / "out", scheme)
-    floats = open_checkpoint(source)
+    floats = load_file(source / "model.safetensors")
     for layer in range(LAYERS):
         for name in ("self_attn.q_proj", "mlp.down_proj"):
-            weight = floats.load(f"model.layers.{layer}.{name}.weight")
-            assert isinstance(weight, Tensor)
+            weight = floats[f"model.layers.{layer}.{name}.weight"]
             expected = quantize_rtn(weight, QuantScheme.parse(scheme), torch.bfloat16)
             found = _module(tmp_path / "out", f"model.layers.{layer}.{name}")
             assert torch.equal(found.codes, expected.codes)
@@ -378,14 +377,13 @@ def test_the_manifest_tells_hashes_schemes_and_errors(tmp_path: Path) -> None:
     assert manifest["model"]["parameters"] == sum(
         p.numel() for p in oracle.make("llama", num_hidden_layers=LAYERS).parameters()
     )
-    floats = open_checkpoint(source)
+    floats = load_file(source / "model.safetensors")
     assert len(manifest["tensors"]) == LAYERS * len(LINEARS) + 1
     for module, entry in manifest["tensors"].items():
         if module == "model.layers.0.mlp.up_proj":
             assert entry == {"scheme": None, "reason": "kept as float by the plan"}
             continue
-        weight = floats.load(f"{module}.weight")
-        assert isinstance(weight, Tensor)
+        weight = floats[f"{module}.weight"]
         quantized = _module(out, module)
         assert entry["scheme"] == str(quantized.scheme)
         assert entry["solver"] == "round-to-nearest"

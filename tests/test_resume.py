@@ -118,6 +118,22 @@ def test_a_resumed_run_does_not_do_again_what_is_on_disk(demo_model: Path, tmp_p
     assert "lm_head.weight" in names
 
 
+def test_another_source_of_the_same_names_sizes_and_times_is_told(demo_model: Path, tmp_path: Path) -> None:
+    source, dst = tmp_path / "source", tmp_path / "out"
+    quantkit.convert(demo_model, source)
+    arguments = [sys.executable, "-c", CHILD + CALLS["convert-hf"], str(source), str(dst), "0.6"]
+    subprocess.run(arguments, check=False)
+    weights = sorted(source.glob("*.safetensors"))[0]
+    times = weights.stat()
+    raw = bytearray(weights.read_bytes())
+    data = 8 + int.from_bytes(raw[:8], "little")
+    raw[data + 1 :: 2] = bytes(byte ^ 0x80 for byte in raw[data + 1 :: 2])  # the signs of bfloat16
+    weights.write_bytes(raw)
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(ResumeError, match="changed source"):
+        quantkit.convert(source, dst, resume=True)
+
+
 def test_bytes_after_the_last_safe_point_are_not_trusted(demo_model: Path, tmp_path: Path) -> None:
     whole, dst = tmp_path / "whole", tmp_path / "out"
     quantkit.convert(demo_model, whole)

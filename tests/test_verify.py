@@ -117,8 +117,14 @@ def test_files_are_held_against_the_manifest(demo_model: Path, tmp_path: Path) -
         verify_files(tmp_path / "q")
 
 
-@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "params.json"])
-def test_a_file_of_weights_that_the_manifest_does_not_list_is_refused(
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model-00001-of-00002.safetensors", "model.safetensors.index.json", "pytorch_model.bin.index.json",
+        "params.json", "added_tokens.json", "vocab.json", "chat_template.jinja",
+    ],
+)  # fmt: skip
+def test_a_file_with_a_say_that_the_manifest_does_not_list_is_refused(
     name: str, demo_model: Path, tmp_path: Path
 ) -> None:
     quantkit.quantize(demo_model, tmp_path / "q", "int8")
@@ -134,6 +140,14 @@ def test_a_manifest_that_lists_nothing_is_refused(demo_model: Path, tmp_path: Pa
     oracle.edit_json(tmp_path / "q" / "quantkit.json", files={})
     with pytest.raises(CheckpointError, match="the manifest does not list this file"):
         verify_files(tmp_path / "q")
+
+
+def test_a_manifest_whose_files_have_no_hashes_is_refused(demo_model: Path, tmp_path: Path) -> None:
+    quantkit.quantize(demo_model, tmp_path / "q", "int8")
+    for digest in (None, 1, {"a": 1}):
+        oracle.edit_json(tmp_path / "q" / "quantkit.json", files={"README.md": digest})
+        with pytest.raises(CheckpointError, match="is not a quantkit manifest"):
+            verify_files(tmp_path / "q")
 
 
 def test_inspect_counts_what_is_there(source: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.config import ModelConfig, config_to_hf
+from quantkit.data.files import gate_texts
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.formats import compressed_tensors as ct
 from quantkit.formats.checkpoint import Checkpoint
@@ -18,13 +19,16 @@ from quantkit.formats.staging import partial_folder
 from quantkit.meta_config import config_to_meta
 from quantkit.naming import linear_columns
 from quantkit.scheme import QuantScheme
-from quantkit.tokenizer import Tokenizer, load_tokenizer
+from quantkit.tokenizer import Tokenizer, load_tokenizer, original_tokenizer
+from quantkit.tokenizer_compare import first_difference, vocabulary_texts
 from quantkit.tokenizer_export import export_json
 
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
+READ_NAMES = {"config.json", "params.json", "generation_config.json", *_TOKENIZER_FILES}
+"""Files beside the weights that decide what a model is or says."""
 _OTHER_FILES = ("generation_config.json", "LICENSE", "LICENSE.txt", "LICENSE.md", "USE_POLICY.md", "NOTICE")
 
 
@@ -47,13 +51,17 @@ def hf_side_files(
 
 
 def meta_side_files(source: Checkpoint, config: ModelConfig) -> dict[str, bytes | Path]:
-    """The small files of a Meta folder for a model that came from `source`."""
+    """The small files of a Meta folder for a model that came from `source`.
+
+    Raises:
+        CheckpointError: if it has a tokenizer.model, which Meta's code reads, that is another tokenizer than the one
+            it is read with.
+    """
     files: dict[str, bytes | Path] = {"params.json": _json(config_to_meta(config))}
-    names = (
-        ("tokenizer.model",)
-        if (source.path / "tokenizer.model").is_file()
-        else ("tokenizer.json", "tokenizer_config.json")
-    )
+    original = source.path / "tokenizer.model"
+    names = ("tokenizer.model",) if original.is_file() else ("tokenizer.json", "tokenizer_config.json")
+    if original.is_file() and (source.path / "tokenizer.json").is_file():
+        _require_same_tokens(source.path, original)
     files.update(_present(source.path, names + _OTHER_FILES[1:]))
     return files
 
@@ -77,6 +85,16 @@ def checked_tokenizer(source: Checkpoint) -> tuple[Tokenizer | None, list[str]]:
     if tokenizer.vocab_size < rows:
         return tokenizer, [f"{source.path}: the tokenizer has {tokenizer.vocab_size} tokens, the embedding {rows} rows"]
     return tokenizer, []
+
+
+def _require_same_tokens(folder: Path, path: Path) -> None:
+    used, original = load_tokenizer(folder), original_tokenizer(path)
+    text = first_difference(original, used, (*gate_texts().values(), *vocabulary_texts(original)))
+    if text is not None:
+        raise CheckpointError(
+            "tokenizer.model is another tokenizer than tokenizer.json", path=path,
+            found=f"other tokens for {text[:40]!r}", hint="remove the one that is not the model's",
+        )  # fmt: skip
 
 
 def require_new_names(source: Path, dst: Path) -> None:

@@ -79,16 +79,20 @@ def _open_zip(source: SourceFile) -> TensorFile:
 
 
 def _check_notes(records: ZipRecords, top: str, path: Path) -> None:
-    """What the small records beside the pickle say of how the file was written."""
-    found = {
-        name: records.read(f"{top}/{name}", _NOTE_BYTES)
-        for name in ("byteorder", ".storage_alignment", ".format_version", "version")
-        if f"{top}/{name}" in records.names()
-    }
-    _require_little_endian(found.pop("byteorder", b"little") == b"little", path)
-    for name, value in found.items():
-        if not value.strip().isdigit():
-            raise CheckpointError(f"record '{top}/{name}' is damaged", path=path, found=repr(value[:40]))
+    """The small records beside the pickle and the storages, of which some say how the file was written."""
+    found = {}
+    for name in records.names():
+        folder, _, rest = name.partition("/")
+        if folder != top or not rest:
+            raise CheckpointError(f"record '{name}' is not in the folder '{top}'", path=path, hint="download it again")
+        if rest != "data.pkl" and not rest.startswith("data/"):
+            found[rest] = records.read(name, _NOTE_BYTES)
+    _require_little_endian(found.get("byteorder", b"little") == b"little", path)
+    if not {"version", ".data/version"} & set(found):
+        raise CheckpointError(f"record '{top}/version' is missing", path=path, hint="download it again")
+    for rest in {".storage_alignment", ".format_version", "version"} & set(found):
+        if not found[rest].strip().isdigit():
+            raise CheckpointError(f"record '{top}/{rest}' is damaged", path=path, found=repr(found[rest][:40]))
 
 
 def _open_legacy(source: SourceFile) -> TensorFile:

@@ -16,6 +16,8 @@ from quantkit.source import Checksum, SourceFile
 
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _LOCAL_SIGNATURE = 0x04034B50
+_CENTRAL = struct.Struct("<I24xHHHH10x")  # of an entry of the directory: its lengths, and the disk it is on
+_CENTRAL_SIGNATURE = 0x02014B50
 _FULL = 0xFFFFFFFF
 _SIZES_FOLLOW, _UTF8 = 0x8, 0x800
 _ALTERED = 0x2061  # encrypted in one of three ways, or a patch of another record
@@ -72,6 +74,7 @@ class ZipRecords:
                 listed, directory = archive.infolist(), archive.start_dir
         except _DAMAGE as error:
             raise damaged(file.path, error) from error
+        self._require_plain(listed, directory)
         self._records: dict[str, Record] = {}
         position = 0
         for info in sorted(listed, key=lambda info: info.header_offset):
@@ -81,6 +84,17 @@ class ZipRecords:
             self._records[record.name] = record
             position = record.start + info.compress_size
         self.checksums = self._checksums()
+
+    def _require_plain(self, listed: list[zipfile.ZipInfo], directory: int) -> None:
+        """Refuse entries with comments or on other disks: torch writes none, and readers differ in what they make of
+        them."""
+        position = directory
+        for info in listed:
+            fields = _CENTRAL.unpack(self._file.read(position, _CENTRAL.size))
+            signature, name_length, extra_length, comment_length, disk = fields
+            if (signature, comment_length, disk) != (_CENTRAL_SIGNATURE, 0, 0):
+                raise self._contradiction(info.filename, "has an entry in the directory that torch does not write")
+            position += _CENTRAL.size + name_length + extra_length
 
     def names(self) -> list[str]:
         """In the order in which they lie in the file."""

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from quantkit import manifest
-from quantkit.data.files import excerpt
+from quantkit.data.files import gate_texts
 from quantkit.errors import CheckpointError
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.folder import checked_tokenizer
+from quantkit.formats.folder import READ_NAMES, checked_tokenizer
 from quantkit.jobs.bounds import BOUNDS, Bound, coarser, exceeds, type_name, weight_bound
 from quantkit.jobs.gate import recheck
 from quantkit.jobs.windows import measured_windows
@@ -26,10 +26,10 @@ from quantkit.naming import entries
 from quantkit.progress import Progress, silent
 from quantkit.qtensor import QuantTensor, float_rows, frobenius, row_chunks
 from quantkit.quality import Divergence, compare_batches
+from quantkit.tokenizer_compare import first_difference, vocabulary_texts
 
 _RANDOM_TOKENS = 64
 _WEIGHT_FILES = {".safetensors", ".pth", ".bin", ".gguf"}
-_CONFIGS = {"config.json", "params.json", "model.safetensors.index.json"}
 
 
 class Verdict(Enum):
@@ -172,15 +172,15 @@ def verify_files(folder: str | Path, *, progress: Progress = silent) -> list[str
         What was found, for people.
 
     Raises:
-        CheckpointError: if there is no manifest, a file is missing or changed, or one of weights or of the
-            config was added; see also `recheck`.
+        CheckpointError: if there is no manifest, a file is missing or changed, or one of weights,
+            of the config or of the tokenizer was added; see also `recheck`.
         QualityError: see `recheck`.
     """
     folder = Path(folder)
     made = manifest.read(folder)
     listed = made["files"]
     for path in sorted(folder.iterdir()):
-        if path.name not in listed and (path.suffix in _WEIGHT_FILES or path.name in _CONFIGS):
+        if path.name not in listed and (path.suffix in _WEIGHT_FILES or _decides(path.name)):
             raise CheckpointError(
                 "the manifest does not list this file", path=path, hint="what is read must be what was written"
             )
@@ -198,6 +198,11 @@ def verify_files(folder: str | Path, *, progress: Progress = silent) -> list[str
     if made.get("job") == "quantize" or "quality" in made:
         lines += recheck(folder, made, progress=progress)
     return lines
+
+
+def _decides(name: str) -> bool:
+    """Whether a file beside the weights has a say in what is loaded."""
+    return name in READ_NAMES or name.endswith(".index.json")
 
 
 def _config_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
@@ -219,9 +224,9 @@ def _token_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
         if first is not second:
             problems.append(f"{(a if first is None else b).path} has no tokenizer")
     else:
-        text = excerpt()[:2000]
-        if first.encode(text) != second.encode(text):
-            problems.append("tokenizers differ on a sample text")
+        text = first_difference(first, second, (*gate_texts().values(), *vocabulary_texts(first)))
+        if text is not None:
+            problems.append(f"tokenizers differ on {text[:40]!r}")
     return problems
 
 
