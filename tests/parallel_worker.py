@@ -108,8 +108,8 @@ def _compiled(model: Decoder, backend: str) -> dict[str, Any]:
 def _speculated(model: Decoder, draft: Path, group: Group) -> list[list[int]]:
     """Greedy tokens with a draft model, and drawn ones without a seed."""
     small = opened(draft, model.dtype, group)
-    options = ({}, {"temperature": 1.5})
-    return [list(speculate(model, small, PROMPT, max_new_tokens=NEW, **one)) for one in options]
+    greedy_text = speculate(model, small, PROMPT, max_new_tokens=NEW)
+    return [list(greedy_text), list(speculate(model, small, PROMPT, max_new_tokens=4 * NEW, temperature=1.5))]
 
 
 def _findings(case: dict[str, Any], group: Group, out: Path) -> dict[str, Any]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from command import Capture, run
 from partial import Change, contents, interrupted, no_hang, partial, rewrite_last
@@ -358,8 +357,7 @@ def test_a_run_killed_after_the_rename_leaves_a_whole_model(demo_model: Path, tm
         "os.unlink = stop\n"
         "quantkit.convert(sys.argv[1], sys.argv[2])\n"
     )
-    done = subprocess.run([sys.executable, "-c", killed, str(demo_model), str(dst)], check=False)
-    assert done.returncode == -signal.SIGKILL
+    assert forked.python(killed, demo_model, dst).returncode == -signal.SIGKILL
     found = contents(dst)
     del found[JOURNAL]
     assert found == contents(whole)
