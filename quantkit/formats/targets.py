@@ -16,7 +16,7 @@ from quantkit.json_values import shown
 BY_NAME, BY_PATTERN, BY_CLASS, NO_MATCH = range(4)
 """How closely a target names a module."""
 
-_SECONDS = 0.5
+_SECONDS = 2.0
 _LONGEST_PATTERN = 1000
 # `regex` writes repetitions out, which names of modules need no more of.
 _MOST_REPEATED = 1000
