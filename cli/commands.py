@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from quantkit.cli.output import say
 from quantkit.cli.processes import is_first, together
 from quantkit.cli.progress import bar
 
@@ -100,11 +101,11 @@ def verify(a: Path, b: Path | None) -> None:
     if b is None:
         with bar("verify", unit="step") as progress:
             lines = verify_files(a, progress=progress)
-        click.echo("\n".join(lines))
+        say(lines)
         return
     with bar("verify", unit="step") as progress:
         report = job(a, b, progress=progress)
-    click.echo("\n".join(report.lines()))
+    say(report.lines())
     sys.exit(report.verdict.value)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import traceback
 
@@ -13,10 +12,11 @@ from quantkit.cli.bench import bench
 from quantkit.cli.commands import convert, demo, inspect, verify
 from quantkit.cli.eval import evaluate
 from quantkit.cli.generate import generate
+from quantkit.cli.output import drop_output
 from quantkit.cli.plan import plan
 from quantkit.cli.processes import INTERNAL_ERROR, INTERRUPTED
 from quantkit.cli.quantize import quantize
-from quantkit.errors import QuantkitError
+from quantkit.errors import DestinationError, QuantkitError
 from quantkit.version import __version__
 
 
@@ -62,8 +62,15 @@ def main(arguments: list[str] | None = None) -> None:
         click.echo(f"quantkit: error: {error}", err=True)
         code = error.exit_code
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         code = 0
+    except OSError as error:
+        if debug:
+            raise
+        if error.filename is None:  # it is of the output
+            drop_output()
+        click.echo(f"quantkit: error: {error.filename or 'the output'}: {error.strerror or error}", err=True)
+        code = DestinationError.exit_code
     except Exception as error:
         if debug:
             raise

@@ -221,6 +221,26 @@ def test_a_reader_that_closes_the_pipe_is_no_error(demo_model: Path, tmp_path: P
     assert (found.returncode, found.stderr) == (0, b"")
 
 
+def test_a_verdict_is_told_by_the_exit_code_whoever_reads(demo_model: Path, tmp_path: Path) -> None:
+    quantkit.convert(demo_model, tmp_path / "bf16")
+    oracle.edit_json(tmp_path / "bf16" / "config.json", rms_norm_eps=1e-3)
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "quantkit.cli", "verify", str(demo_model), str(tmp_path / "bf16")]
+    found = subprocess.run(command, cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE, timeout=120, check=False)
+    os.close(writing)
+    assert (found.returncode, found.stderr) == (11, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full device")
+def test_an_output_that_cannot_be_written_is_an_error_of_one_line(demo_model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "quantkit.cli", "inspect", str(demo_model)]
+    with open("/dev/full", "w") as full:
+        found = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, timeout=120, check=False)
+    assert found.returncode == 5
+    assert found.stderr == b"quantkit: error: the output: No space left on device\n"
+
+
 # Streams
 
 
