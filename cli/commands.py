@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from quantkit.cli.output import say
+from quantkit.cli.output import mention, say
 from quantkit.cli.processes import is_first, together
 from quantkit.cli.progress import bar
 
@@ -112,4 +112,4 @@ def verify(a: Path, b: Path | None) -> None:
 def done(dst: Path, notes: Iterable[str]) -> None:
     for note in notes:
         click.echo(f"quantkit: note: {note}", err=True)
-    click.echo(f"wrote {dst}")
+    mention(f"wrote {dst}")

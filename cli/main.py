@@ -12,7 +12,7 @@ from quantkit.cli.bench import bench
 from quantkit.cli.commands import convert, demo, inspect, verify
 from quantkit.cli.eval import evaluate
 from quantkit.cli.generate import generate
-from quantkit.cli.output import drop_output
+from quantkit.cli.output import drop_output, open_missing_streams
 from quantkit.cli.plan import plan
 from quantkit.cli.processes import INTERNAL_ERROR, INTERRUPTED
 from quantkit.cli.quantize import quantize
@@ -40,6 +40,7 @@ for command in (demo, inspect, plan, convert, quantize, verify, evaluate, genera
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code."""
+    open_missing_streams()
     logging.getLogger("torch").setLevel(logging.ERROR)
     _show_log()
     arguments = sys.argv[1:] if arguments is None else arguments

@@ -18,6 +18,29 @@ def say(lines: Iterable[str]) -> None:
         drop_output()
 
 
+def mention(line: str) -> None:
+    """Print a line that nothing depends on: what it tells of has been done, whether or not it can be printed."""
+    try:
+        click.echo(line)
+        sys.stdout.flush()
+    except OSError:
+        drop_output()
+
+
+def open_missing_streams() -> None:
+    """Let standard streams that were closed when the process began lead nowhere: files opened later would get their
+    numbers, and what is meant for the terminal."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # it takes the lowest number that is free
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+
+
 def drop_output() -> None:
     """Let standard output lead nowhere from now on, so that what is left of it does no harm."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

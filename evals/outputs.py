@@ -13,6 +13,7 @@ from quantkit.evals.plot import picture
 from quantkit.evals.report import markdown
 from quantkit.evals.results import Evaluation
 from quantkit.formats.destination import destination_error
+from quantkit.formats.folder import is_model_folder
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,16 @@ class Outputs:
 
 
 def require_writable(*paths: Path | None) -> None:
-    """
+    """Check where reports are to go; an earlier one is replaced, a file of a model never.
+
     Raises:
-        DestinationError: if the folder of one is not there or cannot be written in.
+        DestinationError: if the folder of one is not there or cannot be written in, or the file is of a model.
     """
     for path in paths:
+        if path is not None and path.exists() and is_model_folder(path.parent):
+            raise DestinationError(
+                "is a file in a model's folder; nothing is overwritten there", path=path, hint="choose another name"
+            )
         if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
             raise DestinationError("cannot be written there", path=path, expected="a folder that can be written in")
 

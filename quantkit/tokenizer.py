@@ -39,14 +39,16 @@ _NO_TOKENS = "cannot decode these tokens"
 class Tokenizer(Protocol):
     """Text to token ids and back.
 
-    ``eos_ids`` end a generation. ``byte_level`` is true for the vocabularies of bytes
-    (GPT-2's kind, tiktoken) and false for sentencepiece's.
+    ``eos_ids`` end a generation. ``special_tokens`` are those that no plain text holds, by their spellings; None where
+    they have none (sentencepiece). ``byte_level`` is true for the vocabularies of bytes (GPT-2's kind, tiktoken) and
+    false for sentencepiece's.
     """
 
     kind: str
     vocab_size: int
     bos_id: int | None
     eos_ids: tuple[int, ...]
+    special_tokens: dict[str, int] | None
     byte_level: bool
 
     def encode(self, text: str, *, specials: bool = False) -> list[int]:
@@ -67,6 +69,7 @@ class SentencePieceTokenizer:
 
     kind = "sentencepiece"
     byte_level = False
+    special_tokens: dict[str, int] | None = None
 
     def __init__(self, path: Path) -> None:
         """
@@ -115,6 +118,7 @@ class TiktokenTokenizer:
         self._path = path
         ranks = read_tiktoken(path)
         self._specials = llama3_specials(len(ranks))
+        self.special_tokens: dict[str, int] | None = self._specials
         with quiet_on_failure(), contained(path, "is not a tiktoken vocabulary"):
             self._encoding = tiktoken.Encoding(
                 name="llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=self._specials
@@ -162,6 +166,8 @@ class JsonTokenizer:
             if not vocabulary:
                 raise CheckpointError("has no vocabulary", path=path)
             self.vocab_size: int = max(vocabulary.values()) + 1
+            added = self._engine.get_added_tokens_decoder().items()
+            self.special_tokens: dict[str, int] | None = {str(token): number for number, token in added}
             self.bos_id: int | None = _named(settings, "bos_token", vocabulary)
             eos = _named(settings, "eos_token", vocabulary)
             self.eos_ids: tuple[int, ...] = () if eos is None else (eos,)

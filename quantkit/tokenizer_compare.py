@@ -19,7 +19,11 @@ _NO_TEXT = "\ufffd"  # stands for bytes that are no text by themselves
 
 
 def first_difference(first: Tokenizer, second: Tokenizer, texts: Iterable[str]) -> str | None:
-    """The first of some texts, and of built-in samples before them, that two tokenizers read differently, if any."""
+    """The first of some texts, and of built-in samples before them, that two tokenizers read differently, if any; or
+    a special token that they number differently."""
+    own, others = first.special_tokens, second.special_tokens
+    if own is not None and others is not None and own != others:
+        return min(spelling for spelling, _ in own.items() ^ others.items())
     return next((text for text in (*_SAMPLES, *texts) if first.encode(text) != second.encode(text)), None)
 
 

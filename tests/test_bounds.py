@@ -82,18 +82,40 @@ def test_verify_measures_on_the_texts_of_the_gate(demo_model: Path, tmp_path: Pa
         assert probe.perplexity_ratio == pytest.approx(one["perplexity"] / one["source_perplexity"], rel=1e-3)
 
 
-def test_rows_with_outliers_may_lose_what_rounding_loses() -> None:
+@pytest.mark.parametrize("scheme", ["int8", "int4-g32", "int4-g128-asym"])
+def test_a_weight_may_lose_three_times_what_rounding_loses(scheme: str) -> None:
     weight = torch.randn(16, 512) * 0.01
-    weight[:, 0] = 1.0
-    quantized = quantize_rtn(weight, QuantScheme.parse("int8"), torch.float16)
+    weight[:, 0] = 0.3  # outliers, which make rounding lose more
+    quantized = quantize_rtn(weight, QuantScheme.parse(scheme), torch.float16)
     error = relative_error(quantized, weight)
-    assert error < BOUNDS["int8"].weight_error
-    assert weight_bound(quantized, weight, error) == BOUNDS["int8"].weight_error
-    weight[:, 0] = 0.3
-    quantized = quantize_rtn(weight * 1e-6, QuantScheme.parse("int8"), torch.float16)  # scales that float16 cannot hold
-    error = relative_error(quantized, weight * 1e-6)
-    assert error > BOUNDS["int8"].weight_error
-    assert weight_bound(quantized, weight * 1e-6, error) == pytest.approx(TIMES_ROUNDING * error)
+    assert weight_bound(quantized, weight) == pytest.approx(max(2**-8, TIMES_ROUNDING * error))
+    assert TIMES_ROUNDING / 2 * error < weight_bound(quantized, quantized) < 2 * TIMES_ROUNDING * error
+
+
+def test_swapped_scales_are_a_difference(demo_model: Path, tmp_path: Path) -> None:
+    quantkit.quantize(demo_model, tmp_path / "q", "int4-g32")
+    other = oracle.copy(tmp_path / "q", tmp_path / "swapped")
+    tensors = load_file(other / "model.safetensors")
+    for layer in range(4):
+        gate, up = (f"model.layers.{layer}.mlp.{name}_proj.weight_scale" for name in ("gate", "up"))
+        tensors[gate], tensors[up] = tensors[up], tensors[gate]
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    for first in (demo_model, tmp_path / "q"):
+        assert verify(first, other).verdict is Verdict.DIFFERENT
+
+
+@pytest.mark.parametrize(("dtype", "wider"), [("bf16", "fp32"), ("fp32", "bf16")])
+def test_between_float_types_every_element_counts(dtype: str, wider: str, demo_model: Path, tmp_path: Path) -> None:
+    quantkit.convert(demo_model, tmp_path / "a", dtype=dtype)
+    quantkit.convert(demo_model, tmp_path / "b", dtype=wider)
+    for pair in ((tmp_path / "a", tmp_path / "b"), (tmp_path / "b", tmp_path / "a")):
+        assert verify(*pair).verdict in (Verdict.SAME, Verdict.WITHIN_BOUND)
+    tensors = load_file(tmp_path / "b" / "model.safetensors")
+    tensors["lm_head.weight"][1900, 3] += 2**-6 * tensors["lm_head.weight"][1900, 3]
+    save_file(tensors, tmp_path / "b" / "model.safetensors", metadata={"format": "pt"})
+    report = verify(tmp_path / "a", tmp_path / "b")
+    assert report.verdict is Verdict.DIFFERENT
+    assert [one.name for one in report.differing] == ["lm_head.weight"]
 
 
 def test_a_layer_that_changed_more_than_its_scheme_explains_stops_the_gate(demo_model: Path, tmp_path: Path) -> None:
@@ -103,7 +125,7 @@ def test_a_layer_that_changed_more_than_its_scheme_explains_stops_the_gate(demo_
     made = json.loads((tmp_path / "out" / "quantkit.json").read_text())["tensors"]
     records = {f"{module}.weight": facts for module, facts in made.items()}
     assert run_gate(source, result, records).problem() is None
-    records[f"{name}.weight"]["relative_error"] = 1.4
+    records[f"{name}.weight"] |= {"relative_error": 1.4, "solver": "gptq"}
     problem = run_gate(source, result, records).problem()
     assert problem is not None
     assert name in problem[0]
@@ -170,6 +192,13 @@ def test_every_token_is_compared(demo_model: Path, tmp_path: Path) -> None:
     report = verify(tmp_path / "a", other)
     assert report.verdict is Verdict.DIFFERENT
     assert "tokenizers differ on" in report.problems[0]
+
+
+def test_special_tokens_are_compared(demo_model: Path, tmp_path: Path) -> None:
+    quantkit.convert(demo_model, tmp_path / "a")
+    other = oracle.copy(tmp_path / "a", tmp_path / "b")
+    _retokenized(other, lambda content: content["added_tokens"].pop())
+    assert verify(tmp_path / "a", other).verdict is Verdict.DIFFERENT
 
 
 def test_two_tokenizers_that_disagree_do_not_become_one_of_meta(demo_model: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration.data import Calibration
-from quantkit.calibration.pipeline import BlockQuantizer, Effort, Result
+from quantkit.calibration.pipeline import ROUNDING, BlockQuantizer, Effort, Result
 from quantkit.calibration.ranks import Ranks
 from quantkit.calibration.states import States
 from quantkit.formats.checkpoint import Checkpoint
@@ -30,7 +30,7 @@ Written = Callable[[str], QuantTensor]
 
 def solve_rtn(name: str, weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) -> Result:
     """Round to nearest."""
-    return quantize_rtn(weight, scheme, scale_dtype), {"solver": "round-to-nearest"}
+    return quantize_rtn(weight, scheme, scale_dtype), {"solver": ROUNDING}
 
 
 class GptqSolver:

@@ -36,6 +36,9 @@ _TOKENS_AT_ONCE = 2048
 _BATCH_VALUES = 1 << 22  # of the feed-forward's inner states
 _LEAST_BATCHES = 4
 
+ROUNDING = "round-to-nearest"
+"""What the manifest calls the solver that only rounds."""
+
 Result = tuple[QuantTensor, dict[str, object]]
 """Codes, and what the manifest says of how they were found."""
 
@@ -326,7 +329,7 @@ class BlockQuantizer:
     def _rounded(self, name: str, weight: Tensor, reason: str) -> Result:
         """What a layer falls back to."""
         quantized = quantize_rtn(weight, self._schemes[name], self._scale_dtype).to("cpu")
-        return quantized, {"solver": "round-to-nearest", "fallback": reason}
+        return quantized, {"solver": ROUNDING, "fallback": reason}
 
     def _take(self, stream: str, index: int) -> Tensor:
         return self._states.take((stream, index)).to(self._device)

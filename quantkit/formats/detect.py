@@ -11,14 +11,15 @@ from quantkit.formats.meta import MetaCheckpoint, shard_paths
 from quantkit.source import SourceFile
 
 WEIGHTS = ("meta", "safetensors", "bin")
+_SPELLED = {"meta": "consolidated.*.pth", "safetensors": "safetensors", "bin": "pytorch_model*.bin"}
 
 
 def open_checkpoint(path: str | Path, weights: str | None = None) -> Checkpoint:
     """Open the checkpoint in a folder; headers only.
 
-    Where a folder holds several sets of weights, a Hugging Face index decides, and
-    safetensors win over ``.bin``; a Meta set beside an unindexed Hugging Face set is
-    ambiguous.
+    Where a folder holds several sets of weights, safetensors win over ``.bin``, and a
+    Hugging Face set with an index over a Meta set, with a note of what is ignored; a Meta
+    set beside an unindexed Hugging Face set is ambiguous.
 
     Args:
         path: a Meta or Hugging Face folder.
@@ -38,11 +39,10 @@ def open_checkpoint(path: str | Path, weights: str | None = None) -> Checkpoint:
     kind = _choose(folder) if weights is None else weights
     if kind not in _present(folder):
         raise CheckpointError(f"has no {kind} weights", path=folder, found=", ".join(_present(folder)) or "none")
-    if kind == "meta":
-        return MetaCheckpoint(folder)
-    checkpoint = HFCheckpoint(folder, kind)
-    if weights is None and kind == "safetensors" and "bin" in weight_kinds(folder):
-        checkpoint.notes.append(f"{folder}: pytorch_model*.bin beside safetensors; ignored")
+    checkpoint = MetaCheckpoint(folder) if kind == "meta" else HFCheckpoint(folder, kind)
+    if weights is None:
+        ignored = [_SPELLED[other] for other in _present(folder) if other != kind]
+        checkpoint.notes += [f"{folder}: {files} beside {_SPELLED[kind]}; ignored" for files in ignored]
     return checkpoint
 
 
@@ -50,6 +50,8 @@ def _choose(folder: Path) -> str:
     kinds = _present(folder)
     if not kinds:
         raise _no_weights(folder)
+    if "safetensors" in kinds and "bin" in kinds:
+        kinds.remove("bin")  # as transformers chooses, whichever has an index
     indexed = [kind for kind in kinds if kind != "meta" and index_path(folder, kind).is_file()]
     if "meta" in kinds and len(kinds) > 1 and not indexed:
         raise CheckpointError(

@@ -97,6 +97,11 @@ def _require_same_tokens(folder: Path, path: Path) -> None:
         )  # fmt: skip
 
 
+def is_model_folder(folder: Path) -> bool:
+    """Whether a folder holds a model's config."""
+    return any((folder / name).is_file() for name in ("config.json", "params.json"))
+
+
 def require_new_names(source: Path, dst: Path) -> None:
     """Refuse a destination that is the source, or is built where that is.
 

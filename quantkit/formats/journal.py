@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 from quantkit.errors import ResumeError
 from quantkit.formats.destination import destination_errors
@@ -65,10 +65,8 @@ class Journal:
             self._file.close()
 
     def _lock(self, folder: OwnFolder) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ResumeError("another quantkit process is writing there", path=folder.path) from error
+        if not _locked(self._file):
+            raise being_written(folder)
 
     def _read(self) -> int:
         """Take up what the lines say; how many bytes they are."""
@@ -87,6 +85,30 @@ class Journal:
         if len(line) == _LONGEST_LINE:
             raise not_ours(self._path)
         return end
+
+
+def require_idle(folder: OwnFolder) -> None:
+    """Refuse a folder whose journal another process holds.
+
+    Raises:
+        ResumeError: if one does.
+    """
+    with folder.open(NAME, create=False) as file:
+        if not _locked(file):
+            raise being_written(folder)
+
+
+def being_written(folder: OwnFolder) -> ResumeError:
+    return ResumeError("another quantkit process is writing there", path=folder.path, hint="wait until it is done")
+
+
+def _locked(file: BinaryIO) -> bool:
+    """Lock a file, unless another process has."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

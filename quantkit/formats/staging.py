@@ -17,7 +17,7 @@ from typing import Any
 from quantkit.errors import DestinationError, RequestError, ResumeError
 from quantkit.formats.destination import destination_errors, is_there, rename_new
 from quantkit.formats.journal import NAME as JOURNAL
-from quantkit.formats.journal import Journal
+from quantkit.formats.journal import Journal, require_idle
 from quantkit.formats.own_folder import OwnFolder, in_the_way, not_ours
 
 SCRATCH = ".activations"
@@ -192,7 +192,7 @@ def require_room_to_build(partial: Path, *, resume: bool) -> None:
     """Refuse a partial folder that is there, unless an interrupted run of this user left it and is to go on.
 
     Raises:
-        ResumeError: if it is.
+        ResumeError: if it is, or another process is writing there.
         DestinationError: if it cannot be looked into.
     """
     with destination_errors(partial):
@@ -201,10 +201,12 @@ def require_room_to_build(partial: Path, *, resume: bool) -> None:
     folder = OwnFolder(partial)
     try:
         names = [name for name in folder.names() if not name.startswith(SCRATCH)]
+        if names and JOURNAL not in names:
+            raise in_the_way(partial)
+        if names:
+            require_idle(folder)
     finally:
         folder.close()
-    if names and JOURNAL not in names:
-        raise in_the_way(partial)
     if not resume:
         raise ResumeError(
             "an interrupted run is there", path=partial, hint="add --resume to go on with it, or remove it"

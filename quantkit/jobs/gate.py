@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from quantkit import manifest
+from quantkit.calibration.pipeline import ROUNDING
 from quantkit.errors import CheckpointError, QualityError
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
@@ -226,11 +227,11 @@ def _distorted(
 ) -> dict[str, tuple[float, float]]:
     """The layers whose recorded errors are beyond what `weight_bound` allows, with error and bound."""
     found = {}
-    for module, scheme in schemes(result).items():
-        error = float((records.get(module + ".weight") or {}).get("relative_error", math.nan))
-        if error <= BOUNDS[f"int{scheme.bits}"].weight_error:
-            continue
-        bound = weight_bound(*_pair(source, result, module), error)
+    for module in schemes(result):
+        record = records.get(module + ".weight") or {}
+        if record.get("solver") == ROUNDING:
+            continue  # its error is that of rounding
+        error, bound = float(record.get("relative_error", math.nan)), weight_bound(*_pair(source, result, module))
         if not error <= bound:
             found[module] = (_rounded(error), _rounded(bound))
     return found

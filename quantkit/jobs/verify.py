@@ -17,7 +17,7 @@ from quantkit.errors import CheckpointError
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import READ_NAMES, checked_tokenizer
-from quantkit.jobs.bounds import BOUNDS, Bound, coarser, exceeds, type_name, weight_bound
+from quantkit.jobs.bounds import BOUNDS, Bound, coarser, exceeds, same_but_rounded, type_name, weight_bound
 from quantkit.jobs.gate import recheck
 from quantkit.jobs.windows import measured_windows
 from quantkit.json_values import read_json
@@ -273,18 +273,21 @@ def _compare(a: Checkpoint, b: Checkpoint, name: str) -> tuple[TensorDifference 
     if equal:
         return None, bound
     relative = error / norm if norm else math.inf
-    allowed = bound.weight_error
-    if isinstance(second, QuantTensor) and isinstance(first, Tensor) and math.isfinite(relative):
-        allowed = weight_bound(second, first, relative)
-    return TensorDifference(name, relative, largest, allowed), bound
+    return TensorDifference(name, relative, largest, _allowed(first, second, relative)), bound
+
+
+def _allowed(a: Tensor | QuantTensor, b: Tensor | QuantTensor, error: float) -> float:
+    """What the relative error of a tensor may be, against its reference `a`."""
+    if isinstance(b, QuantTensor):
+        return weight_bound(b, a)
+    if isinstance(a, QuantTensor):
+        return weight_bound(a, b)
+    return error if a.dtype != b.dtype and same_but_rounded(a, b) else 0.0
 
 
 def _bound_between(a: Tensor | QuantTensor, b: Tensor | QuantTensor) -> Bound:
-    """That of the coarser type; no change of weights at all between equal float types, where nothing is rounded."""
-    bounds = [BOUNDS[name] for name in (type_name(a), type_name(b)) if name in BOUNDS]
-    if not bounds or (isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype):
-        return replace(BOUNDS["float16"], weight_error=0.0)
-    return max(bounds, key=lambda bound: bound.weight_error)
+    """That of the coarser type."""
+    return coarser((BOUNDS["float16"], *(BOUNDS[name] for name in (type_name(a), type_name(b)) if name in BOUNDS)))
 
 
 def _float_pieces(a: Tensor | QuantTensor, b: Tensor | QuantTensor) -> Iterator[tuple[Tensor, Tensor]]:
