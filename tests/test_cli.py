@@ -32,6 +32,7 @@ from quantkit.errors import (
 )
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.detect import open_checkpoint
+from quantkit.jobs.verify import Verdict
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = ("demo", "inspect", "convert", "quantize", "verify", "generate")
@@ -239,6 +240,21 @@ def test_an_output_that_cannot_be_written_is_an_error_of_one_line(demo_model: Pa
         found = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, timeout=120, check=False)
     assert found.returncode == 5
     assert found.stderr == b"quantkit: error: the output: No space left on device\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full device")
+def test_what_is_done_is_done_though_nobody_can_be_told(demo_model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "quantkit.cli", "convert", str(demo_model), str(tmp_path / "out")]
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=120, check=False).returncode == 0
+    assert (tmp_path / "out" / "quantkit.json").is_file()
+
+
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_a_closed_stream_is_no_obstacle(closed: str, demo_model: Path, tmp_path: Path) -> None:
+    command = f"{sys.executable} -m quantkit.cli convert {demo_model} {tmp_path / 'out'} {closed}"
+    assert subprocess.run(["sh", "-c", command], timeout=120, check=False).returncode == 0
+    assert quantkit.verify(demo_model, tmp_path / "out").verdict is Verdict.SAME
 
 
 # Streams

@@ -92,3 +92,16 @@ def test_local_data_are_asked_for_a_task(demo_model: Path, tmp_path: Path, capfd
     head, _, row = out.splitlines()
     assert head.split("|")[-2].strip() == "winogrande acc"
     assert float(row.split("|")[-2]) in (0.0, 0.3333, 0.6667, 1.0)
+
+
+@pytest.mark.parametrize("command", ["eval", "bench"])
+def test_a_report_never_replaces_a_file_of_a_model(
+    command: str, demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    assert run(capfd, "convert", demo_model, tmp_path / "m")[0] == 0
+    config = tmp_path / "m" / "config.json"
+    before = config.read_bytes()
+    code, _, err = run(capfd, command, tmp_path / "m", "--json", config)
+    assert code == 5
+    assert "is a file in a model's folder" in err
+    assert config.read_bytes() == before

@@ -568,8 +568,22 @@ def test_the_flag_picks_between_two_sets(kind: str, factor: int, both: Path, mod
 def test_an_index_decides_between_two_sets(both: Path, sharded: Path, model: Any, capfd: Capture) -> None:
     for name in ("consolidated.00.pth", "params.json"):
         shutil.copy(both / name, sharded / name)
-    dst, _ = accepted(capfd, sharded)
+    dst, notes = accepted(capfd, sharded)
+    assert "consolidated.*.pth beside safetensors; ignored" in notes
     assert torch.equal(weights_of(dst)[HEAD], model.state_dict()[HEAD])
+
+
+def test_safetensors_win_over_an_indexed_bin_as_in_transformers(
+    hf: Path, pickled: Path, model: Any, capfd: Capture
+) -> None:
+    state = torch.load(pickled / "pytorch_model.bin", weights_only=True)
+    name = "pytorch_model-00001-of-00001.bin"
+    torch.save({**state, HEAD: 2 * state[HEAD]}, hf / name)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(state, name)}
+    (hf / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    dst, notes = accepted(capfd, hf)
+    assert "pytorch_model*.bin beside safetensors; ignored" in notes
+    assert torch.equal(weights_of(dst)[HEAD], oracle.load(hf).state_dict()[HEAD])
 
 
 def test_safetensors_win_over_bin_and_say_so(hf: Path, pickled: Path, model: Any, capfd: Capture) -> None:

@@ -196,12 +196,15 @@ def test_resume_refuses_a_changed_source(demo_model: Path, tmp_path: Path, monke
         quantkit.convert(source, tmp_path / "out", resume=True)
 
 
-def test_a_second_writer_is_locked_out(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_second_writer_is_locked_out(
+    resume: bool, demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _interrupt(monkeypatch, demo_model, tmp_path / "out")
     with (_partial(tmp_path / "out") / ".quantkit-journal.jsonl").open("ab") as journal:
         fcntl.flock(journal, fcntl.LOCK_EX)
         with pytest.raises(ResumeError, match="another quantkit process"):
-            quantkit.convert(demo_model, tmp_path / "out", resume=True)
+            quantkit.convert(demo_model, tmp_path / "out", resume=resume)
 
 
 @pytest.mark.parametrize("job", JOBS)
