@@ -70,6 +70,14 @@ class Staging:
         """Append one line to the journal and wait until it is on disk."""
         self._journal.append(entry)
 
+    def require_in_place(self) -> None:
+        """
+        Raises:
+            DestinationError: if the folder is no longer what its path leads to.
+        """
+        if not self.folder.is_at(self.path):
+            raise DestinationError("was moved or replaced while it was written", path=self.path)
+
     def commit(self, files: Collection[str]) -> None:
         """Give the finished folder its final name.
 
@@ -137,8 +145,7 @@ class Staging:
             )  # fmt: skip
         if gone := sorted({*files} - {*names}):
             raise DestinationError("has gone since it was written", path=self.path / gone[0])
-        if not self.folder.is_at(self.path):
-            raise DestinationError("was moved or replaced while it was written", path=self.path)
+        self.require_in_place()
 
     def _after(self, fingerprint: dict[str, Any]) -> list[dict[str, Any]]:
         """What the journal says after the fingerprint, which must be this one."""

@@ -120,6 +120,13 @@ class CheckpointWriter:
         for name, content in self._encoder.extra_files().items():
             self.add_file(name, content)
 
+    def require_in_place(self) -> None:
+        """
+        Raises:
+            DestinationError: if `path` no longer leads to the folder that is written.
+        """
+        self._staging.require_in_place()
+
     def add_file(self, name: str, content: bytes) -> None:
         """Write one more file beside the sealed weights."""
         self._staging.folder.write(name, content)

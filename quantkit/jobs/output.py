@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quantkit import manifest
+from quantkit.errors import CheckpointError, DestinationError
 from quantkit.formats.checkpoint import Checkpoint, parameters
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.encoders import Encoder, Planned
@@ -95,6 +96,7 @@ def write(work: Work, source: Checkpoint, dst: Path, *, resume: bool, progress: 
         progress(done, total, "")
         source_hashes = hashes.result()
         writer.seal()
+        writer.require_in_place()
         _require_readable(writer.path)
         details, files = work.describe(writer.path, writer.records)
         for name, content in files.items():
@@ -120,11 +122,17 @@ def _require_readable(folder: Path) -> None:
     """Open what was written, by our reader and by the safetensors library; headers only.
 
     Raises:
-        CheckpointError, RuntimeError: if either finds another model than the config calls for: a mistake of quantkit.
+        DestinationError: if ours finds another model than the config calls for: somebody changed the files.
+        RuntimeError: if the library finds other tensors than ours.
     """
-    open_checkpoint(folder)
-    for path in sorted(folder.glob("*.safetensors")):
-        require_readable(path)
+    try:
+        open_checkpoint(folder)
+        for path in sorted(folder.glob("*.safetensors")):
+            require_readable(path)
+    except CheckpointError as error:
+        raise DestinationError(
+            f"cannot be read back: {error.problem}", path=error.path, found=error.found, expected=error.expected
+        ) from error
 
 
 def model_summary(source: Checkpoint, dtype: str) -> dict[str, object]:
