@@ -186,7 +186,7 @@ def test_a_record_outside_the_files_folder_is_refused(name: str, tmp_path: Path)
         pth_io.open_file(path)
 
 
-@pytest.mark.parametrize(("offset", "value"), [(32, 9), (34, 1)], ids=["comment", "disk"])
+@pytest.mark.parametrize(("offset", "value"), [(32, 9), (34, 1), (38, 0x10)], ids=["comment", "disk", "folder"])
 def test_an_entry_of_the_directory_that_torch_does_not_write_is_refused(
     offset: int, value: int, tmp_path: Path
 ) -> None:
@@ -198,6 +198,34 @@ def test_an_entry_of_the_directory_that_torch_does_not_write_is_refused(
     struct.pack_into("<H", raw, position + offset, value)
     path.write_bytes(raw)
     with pytest.raises(CheckpointError, match=r"a\.pth"):
+        pth_io.open_file(path)
+
+
+@pytest.mark.parametrize(
+    ("signature", "offset", "value"),
+    [
+        (b"PK\x05\x06", 20, 9),
+        (b"PK\x05\x06", 4, 1),
+        (b"PK\x06\x06", 16, 1),
+        (b"PK\x06\x06", 20, 1),
+        (b"PK\x06\x07", 16, 2),
+    ],
+)
+def test_a_directory_of_several_disks_or_with_a_comment_is_refused(
+    signature: bytes, offset: int, value: int, tmp_path: Path
+) -> None:
+    path = _saved(tmp_path / "a.pth")
+    raw = bytearray(path.read_bytes())
+    struct.pack_into("<H", raw, raw.rindex(signature) + offset, value)
+    path.write_bytes(raw)
+    with pytest.raises(CheckpointError, match=r"a\.pth"):
+        pth_io.open_file(path)
+
+
+def test_bytes_after_the_directory_are_refused(tmp_path: Path) -> None:
+    path = _saved(tmp_path / "a.pth")
+    path.write_bytes(path.read_bytes() + b"more")
+    with pytest.raises(CheckpointError, match="a zip directory that torch does not write"):
         pth_io.open_file(path)
 
 

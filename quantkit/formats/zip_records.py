@@ -18,6 +18,11 @@ _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _LOCAL_SIGNATURE = 0x04034B50
 _CENTRAL = struct.Struct("<I24xHHHH10x")  # of an entry of the directory: its lengths, and the disk it is on
 _CENTRAL_SIGNATURE = 0x02014B50
+_IS_FOLDER = 0x10  # to readers that go by it, which then read nothing
+# What follows the directory: the disks it is on, its entries (here, in all), its length and where it begins.
+_TAIL, _TAIL_SIGNATURE = struct.Struct("<IHHHHIIH"), 0x06054B50
+_LOCATOR, _LOCATOR_SIGNATURE = struct.Struct("<4xIQI"), b"PK\x06\x07"
+_WIDE_TAIL = struct.Struct("<16xIIQQQQ")
 _FULL = 0xFFFFFFFF
 _SIZES_FOLLOW, _UTF8 = 0x8, 0x800
 _ALTERED = 0x2061  # encrypted in one of three ways, or a patch of another record
@@ -86,15 +91,36 @@ class ZipRecords:
         self.checksums = self._checksums()
 
     def _require_plain(self, listed: list[zipfile.ZipInfo], directory: int) -> None:
-        """Refuse entries with comments or on other disks: torch writes none, and readers differ in what they make of
-        them."""
+        """Refuse a directory with comments, of several disks, or that does not end the file: torch writes none, and
+        readers differ in what they make of it."""
+        if not self._ends_file(listed, directory):
+            raise CheckpointError(
+                "has a zip directory that torch does not write", path=self._file.path, hint="download it again"
+            )
         position = directory
         for info in listed:
             fields = _CENTRAL.unpack(self._file.read(position, _CENTRAL.size))
             signature, name_length, extra_length, comment_length, disk = fields
-            if (signature, comment_length, disk) != (_CENTRAL_SIGNATURE, 0, 0):
+            if (signature, comment_length, disk) != (_CENTRAL_SIGNATURE, 0, 0) or info.external_attr & _IS_FOLDER:
                 raise self._contradiction(info.filename, "has an entry in the directory that torch does not write")
             position += _CENTRAL.size + name_length + extra_length
+
+    def _ends_file(self, listed: list[zipfile.ZipInfo], directory: int) -> bool:
+        """Whether what follows the directory says where it lies, on one disk, and is all that follows."""
+        end = self._file.size - _TAIL.size
+        signature, *disks, here, in_all, length, start, comment = _TAIL.unpack(self._file.read(end, _TAIL.size))
+        if (signature, comment, *disks) != (_TAIL_SIGNATURE, 0, 0, 0):
+            return False
+        count, locator = len(listed), end - _LOCATOR.size
+        wide = self._file.read(locator, _LOCATOR.size) if locator >= 0 else b""
+        if wide[:4] == _LOCATOR_SIGNATURE:
+            disk, end, disks_in_all = _LOCATOR.unpack(wide)
+            if disk or disks_in_all != 1 or not 0 <= end <= locator - _WIDE_TAIL.size:
+                return False
+            *disks, here, in_all, length, start = _WIDE_TAIL.unpack(self._file.read(end, _WIDE_TAIL.size))
+            if any(disks):
+                return False
+        return (here, in_all, start, start + length) == (count, count, directory, end)
 
     def names(self) -> list[str]:
         """In the order in which they lie in the file."""
