@@ -16,7 +16,7 @@ from quantkit.cli.progress import bar
 from quantkit.errors import RequestError
 
 if TYPE_CHECKING:
-    from quantkit.parallel.group import Group
+    from quantkit.distributed.group import Group
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def _on_devices(asked: Asked) -> Iterator[str]:
             asked.path, devices=asked.tp, dtype=float_type(asked.dtype), weights=asked.weights,
             multi_host=asked.multi_host, progress=progress,
         )  # fmt: skip
-    from quantkit.parallel.xla.generate import generate as job
+    from quantkit.xla.generate import generate as job
 
     ids = tokenizer.encode(asked.prompt, specials=True)
     tokens = job(model, ids, **asked.sampling())

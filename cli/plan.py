@@ -51,25 +51,25 @@ def generate(
     minutes. A model that does not fit is an error.
     """
     from quantkit.evals.synthetic import shaped
-    from quantkit.parallel.xla.require import require_compiler
+    from quantkit.xla.require import require_compiler
 
     checkpoint = shaped(model, scheme)
     require_compiler()
-    from quantkit.parallel.xla.plan import plan_slice
+    from quantkit.xla.estimate import estimate_slice
 
-    _print(plan_slice(checkpoint, target, batch=batch, context=context, dtype=float_type(dtype)), as_json)
+    _print(estimate_slice(checkpoint, target, batch=batch, context=context, dtype=float_type(dtype)), as_json)
 
 
 def _convert(as_json: bool, **options: Any) -> None:
-    from quantkit.jobs.plan import plan_convert
+    from quantkit.jobs.estimate import estimate_convert
 
-    _print(plan_convert(**options), as_json)
+    _print(estimate_convert(**options), as_json)
 
 
 def _quantize(as_json: bool, **options: Any) -> None:
-    from quantkit.jobs.plan import plan_quantize
+    from quantkit.jobs.estimate import estimate_quantize
 
-    _print(plan_quantize(**job_arguments(options)), as_json)
+    _print(estimate_quantize(**job_arguments(options)), as_json)
 
 
 def _print(forecast: Any, as_json: bool) -> None:

@@ -13,7 +13,7 @@ import click
 from quantkit.errors import QuantkitError
 
 if TYPE_CHECKING:
-    from quantkit.parallel.group import Group
+    from quantkit.distributed.group import Group
 
 INTERNAL_ERROR = 1
 INTERRUPTED = 130
@@ -36,7 +36,7 @@ def together(options: Mapping[str, object] | None = None, device: str | None = N
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield None
         return
-    from quantkit.parallel.group import joined
+    from quantkit.distributed.group import joined
 
     group = None
     try:

@@ -43,9 +43,9 @@ def quantize(**options: Any) -> None:
     The result is held against SRC before it gets its name; one that is too far from it
     exits with 8. Under torchrun the calibration is shared by all processes; rounding is the first one's work.
     """
+    from quantkit.distributed.sharded import require_same_checkpoint
     from quantkit.formats.detect import open_checkpoint
     from quantkit.jobs.quantize import quantize as job
-    from quantkit.parallel.sharded import require_same_checkpoint
 
     arguments = job_arguments(options)
     shared = arguments["method"] == "gptq"
@@ -64,7 +64,7 @@ def job_arguments(options: dict[str, Any]) -> dict[str, Any]:
     Raises:
         RequestError: unless either a scheme or a plan is given, or if a head goes with a plan.
     """
-    from quantkit.scheme import Override, QuantPlan, QuantScheme
+    from quantkit.tensors.scheme import Override, QuantScheme, Recipe
 
     scheme, path, head = options.pop("scheme"), options.pop("plan"), options.pop("head")
     if (scheme is None) == (path is None):
@@ -72,7 +72,7 @@ def job_arguments(options: dict[str, Any]) -> dict[str, Any]:
     if head is not None:
         if scheme is None:
             raise RequestError("--head goes with --scheme", hint="a plan names lm_head among its overrides")
-        scheme = QuantPlan(QuantScheme.parse(scheme), (Override("lm_head", QuantScheme.parse(head)),))
+        scheme = Recipe(QuantScheme.parse(scheme), (Override("lm_head", QuantScheme.parse(head)),))
     if options["activation_memory"] is not None:
         options["activation_memory"] *= 1e9
-    return {**options, "plan": scheme if path is None else QuantPlan.from_json(path)}
+    return {**options, "plan": scheme if path is None else Recipe.from_json(path)}

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from quantkit.distributed.group import Group
+from quantkit.distributed.sharded import shard
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.evals.models import backend_names
 from quantkit.evals.synthetic import synthetic
@@ -25,8 +27,6 @@ from quantkit.json_values import shown
 from quantkit.memory import enough_memory, resident_bytes, total_bytes
 from quantkit.model.device import usable_device
 from quantkit.model.load import load_model
-from quantkit.parallel.group import Group
-from quantkit.parallel.sharded import shard
 from quantkit.progress import Progress, silent
 
 NEW = 48  # tokens decoded in a run

@@ -15,19 +15,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit import manifest
 from quantkit.errors import CheckpointError
+from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.destination import destination_error
 from quantkit.formats.safetensors_io import build_header, open_file
 from quantkit.formats.tensor_file import StoredTensor
-from quantkit.model.blockwise import Batch, blockwise_hidden
+from quantkit.model.layerwise import Batch, layerwise_hidden
 from quantkit.progress import Progress, silent
 from quantkit.version import __version__
 
 
 class StateCache:
-    """`blockwise_hidden` with a memory: one file per checkpoint and tokens, in a folder.
+    """`layerwise_hidden` with a memory: one file per checkpoint and tokens, in a folder.
 
     A file is found only by what its states follow from: the checkpoint's files (path, name,
     size, time), the tokens and their positions, and the versions of quantkit and torch.
@@ -62,7 +62,7 @@ class StateCache:
         if _holds(path, tensors):
             file = open_file(path)
             return [file.read(tensor.name) for tensor in tensors]
-        states = blockwise_hidden(checkpoint, batches, progress=progress)
+        states = layerwise_hidden(checkpoint, batches, progress=progress)
         self._keep(path, tensors, states)
         return states
 

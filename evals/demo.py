@@ -14,8 +14,8 @@ from quantkit.jobs.convert import convert
 from quantkit.jobs.inspect import inspect
 from quantkit.jobs.load import load
 from quantkit.jobs.quantize import quantize
-from quantkit.jobs.verify import Verdict, verify
 from quantkit.progress import Progress, silent
+from quantkit.quality.verify import Verdict, verify
 from quantkit.runtime.generate import generate
 
 SCHEMES = ("int8", "int4-g32", "int4-g64", "int4-g128")

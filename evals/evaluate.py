@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quantkit import manifest
 from quantkit.data.files import EXCERPT, excerpt
+from quantkit.distributed.group import Group
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.evals.cache import StateCache
 from quantkit.evals.harness import as_lm
@@ -21,11 +21,11 @@ from quantkit.evals.speed import Speed, decoding_speed
 from quantkit.evals.tasks import TaskScore, open_tasks, run_tasks
 from quantkit.evals.texts import Text, read_text
 from quantkit.evals.tokens import prefix_token, token_ids
+from quantkit.formats import manifest
 from quantkit.jobs.inspect import inspect
-from quantkit.model.blockwise import blockwise_hidden
-from quantkit.parallel.group import Group
+from quantkit.model.layerwise import layerwise_hidden
 from quantkit.progress import Progress, silent
-from quantkit.quality import Divergence, Hidden, compare, token_perplexity
+from quantkit.quality.measures import Divergence, Hidden, compare, token_perplexity
 
 
 def evaluate(
@@ -75,7 +75,7 @@ def evaluate(
         group.require_same({f"text {text.name}": text.sha256 for text in chosen})
     length = fixed_window(models, window)
     read = [streams(models, text, length, alike=against is not None) for text in chosen]
-    hidden = blockwise_hidden if cache_logits is None else StateCache(cache_logits)
+    hidden = layerwise_hidden if cache_logits is None else StateCache(cache_logits)
     loaded: contextlib.AbstractContextManager[list[Any]] = (
         open_tasks(tasks, task_data) if tasks else contextlib.nullcontext([])
     )

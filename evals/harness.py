@@ -14,13 +14,13 @@ from quantkit.evals.extras import optional
 from quantkit.evals.models import backend_names
 from quantkit.evals.rolling import rolling
 from quantkit.evals.tokens import prefix_token, token_ids
-from quantkit.finite import finite_logits
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.load import load_model
 from quantkit.progress import Progress, silent
-from quantkit.quality import NOT_SCORED
+from quantkit.quality.measures import NOT_SCORED
 from quantkit.runtime.generate import generate
-from quantkit.tokenizer import Tokenizer
+from quantkit.tensors.finite import finite_logits
+from quantkit.text.tokenizer import Tokenizer
 
 _TOKENS_AT_ONCE = 2048
 _POSITIONS_AT_ONCE = 128

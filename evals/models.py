@@ -8,6 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from quantkit.distributed.group import Group
+from quantkit.distributed.sharded import shard
 from quantkit.errors import RequestError
 from quantkit.evals.texts import Text
 from quantkit.evals.tokens import measuring_tokenizer, token_ids
@@ -15,10 +17,8 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.decoder import Decoder
 from quantkit.model.qlinear import QuantLinear
-from quantkit.parallel.group import Group
-from quantkit.parallel.sharded import shard
-from quantkit.quality import text_windows
-from quantkit.tokenizer import Tokenizer
+from quantkit.quality.measures import text_windows
+from quantkit.text.tokenizer import Tokenizer
 
 FIXED_WINDOW = 2048
 """Longest window of token perplexity and divergence by default, as papers on GPTQ have it."""

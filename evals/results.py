@@ -10,7 +10,7 @@ from typing import Any
 from quantkit.evals.rolling import DocumentScore
 from quantkit.evals.speed import Speed
 from quantkit.evals.tasks import TaskScore
-from quantkit.quality import Divergence
+from quantkit.quality.measures import Divergence
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from quantkit.evals.texts import Text
 from quantkit.evals.tokens import prefix_token, token_ids
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.progress import Progress, silent
-from quantkit.quality import NOT_SCORED, Windows, log_loss, perplexity
-from quantkit.tokenizer import Tokenizer
+from quantkit.quality.measures import NOT_SCORED, Windows, log_loss, perplexity
+from quantkit.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

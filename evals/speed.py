@@ -13,7 +13,7 @@ from quantkit.evals.tokens import token_ids
 from quantkit.formats.checkpoint import DTYPE_NAMES, Checkpoint
 from quantkit.model.load import load_model
 from quantkit.runtime.generate import generate
-from quantkit.tokenizer import Tokenizer
+from quantkit.text.tokenizer import Tokenizer
 
 PROMPT_TOKENS = 16
 NEW_TOKENS = 32

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.config import ModelConfig, config_from_hf
+from quantkit.architectures.config import ModelConfig, config_from_hf
+from quantkit.architectures.naming import Entry, entries, linear_columns
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, TensorInfo
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.hf import weight_kinds
 from quantkit.formats.quantized_modules import read_schemes
+from quantkit.formats.source import SourceFile
 from quantkit.json_values import Settings, read_settings
-from quantkit.naming import Entry, entries, linear_columns
-from quantkit.part import Part
-from quantkit.qtensor import QuantTensor
-from quantkit.scheme import Override, QuantPlan, QuantScheme
-from quantkit.source import SourceFile
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.scheme import Override, QuantScheme, Recipe
+from quantkit.tensors.tensor_slice import TensorSlice
 
 # Hidden, feed-forward, layers, heads, KV heads, vocabulary, context.
 _SHAPES = {
@@ -66,7 +66,7 @@ class SyntheticCheckpoint:
         entry = self._entries[name]
         return TensorInfo(entry.shape, torch.bfloat16, self._scheme(entry))
 
-    def load(self, name: str, part: Part | None = None) -> Tensor | QuantTensor:
+    def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
         whole = self._whole(name)
         return whole if part is None else part.of_weight(whole)
 
@@ -146,5 +146,5 @@ def _schemes(config: ModelConfig, scheme: str | None, head: str | None = None) -
     if scheme is None:
         return {}
     of_head = Override("lm_head", _HEAD if head is None else QuantScheme.parse(head))
-    plan = QuantPlan(QuantScheme.parse(scheme), () if config.tied_embeddings else (of_head,))
+    plan = Recipe(QuantScheme.parse(scheme), () if config.tied_embeddings else (of_head,))
     return plan.assign(linear_columns(config))

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantkit import quality
 from quantkit.errors import CheckpointError
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.jobs.inspect import inspect
 from quantkit.progress import Progress, silent
-from quantkit.tokenizer import load_tokenizer
+from quantkit.quality import measures
+from quantkit.text.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ def compare(
     """
     reference = open_checkpoint(source)
     tokenizer = checked_tokenizer(reference)[0] or load_tokenizer(source)
-    windows = quality.text_windows(tokenizer.encode(text), tokenizer.bos_id, window)
+    windows = measures.text_windows(tokenizer.encode(text), tokenizer.bos_id, window)
     if windows.shape[0] == 0 or windows.shape[1] < 2:
         raise CheckpointError("the text is too short to measure on", path=source)
     others = [open_checkpoint(path) for path in checkpoints]
-    found = quality.compare(reference, others, windows, progress=progress)
+    found = measures.compare(reference, others, windows, progress=progress)
     rows = [_row(source, found[0].reference_perplexity, 0.0, 0.0)]
     for path, one in zip(checkpoints, found, strict=True):
         rows.append(_row(path, one.perplexity, one.divergence.kl, one.divergence.largest_logit_difference))

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from quantkit.finite import finite_logits
 from quantkit.model.decoder import Decoder
 from quantkit.runtime.engine import Engine
+from quantkit.tensors.finite import finite_logits
 
 PROMPT = 16  # tokens before decoding
 _PROBE_BYTES = 1 << 29

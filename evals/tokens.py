@@ -8,8 +8,8 @@ from pathlib import Path
 from quantkit.errors import CheckpointError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.folder import checked_tokenizer
-from quantkit.tokenizer import Tokenizer, load_tokenizer
-from quantkit.tokenizer_export import export_json
+from quantkit.text.export import export_json
+from quantkit.text.tokenizer import Tokenizer, load_tokenizer
 
 
 def measuring_tokenizer(checkpoint: Checkpoint) -> Tokenizer:

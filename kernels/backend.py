@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quantkit.qtensor import QuantTensor
-from quantkit.scheme import QuantScheme
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.scheme import QuantScheme
 
 EVEN, EVEN_COLUMNS = 127, 32
 """See `Rounding`."""

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.kernels.backend import EVEN, EVEN_COLUMNS, Backend
-from quantkit.qtensor import QuantTensor
-from quantkit.scheme import QuantScheme
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.scheme import QuantScheme
 
 _SUMS = torch.finfo(torch.float32).eps  # what a term adds to the rounding of a sum in float32, at most
 _SPAN = 64  # columns that some tokens are confined to where rows have no groups

@@ -18,8 +18,8 @@ from torch import Tensor
 from quantkit.errors import UnsupportedError
 from quantkit.kernels.backend import Operations, Rounding
 from quantkit.kernels.build import load_kernels
-from quantkit.qtensor import QuantTensor
-from quantkit.scheme import QuantScheme
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.scheme import QuantScheme
 
 VARIANT_SETTING = "QUANTKIT_CPU"
 """Environment variable that chooses the instruction set: native, avx2 or portable."""

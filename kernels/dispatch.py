@@ -13,7 +13,7 @@ from quantkit.kernels.check import fault
 from quantkit.kernels.cpu import CpuBackend
 from quantkit.kernels.reference import ReferenceBackend
 from quantkit.kernels.triton_backend import TritonBackend
-from quantkit.scheme import QuantScheme
+from quantkit.tensors.scheme import QuantScheme
 
 BACKENDS: tuple[Backend, ...] = (
     CpuBackend("cpu-exact", exact=True),

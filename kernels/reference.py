@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.kernels.backend import Operations, Rounding
-from quantkit.qtensor import QuantTensor
-from quantkit.scheme import QuantScheme
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.scheme import QuantScheme
 
 
 class ReferenceBackend:

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from quantkit.kernels.triton_plans import Card, card_of
+from quantkit.kernels.triton_tiles import Card, card_of
 from quantkit.kernels.triton_words import dotted, operator
 
 _MOST_ROWS = 64  # queries of one program

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from quantkit.kernels.backend import Operations, Rounding
 from quantkit.kernels.build import cache_folder
-from quantkit.kernels.triton_plans import FOUND, TOKENS, UNIT, card_of, measured, save
-from quantkit.qtensor import QuantTensor
-from quantkit.scheme import QuantScheme
+from quantkit.kernels.triton_tiles import FOUND, TOKENS, UNIT, card_of, measured, save
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.scheme import QuantScheme
 
 TUNE_SETTING = "QUANTKIT_TUNE"
 """Environment variable: 1 measures plans for shapes that have none when a model is loaded."""

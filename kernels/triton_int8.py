@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from quantkit.kernels.triton_plans import Plan, card_of, plan_for
+from quantkit.kernels.triton_tiles import Plan, card_of, plan_for
 from quantkit.kernels.triton_words import (
     MAGIC,
     by_parts,

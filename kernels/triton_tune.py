@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantkit.kernels.triton_int4 import int4_product
 from quantkit.kernels.triton_int8 import int8_product
-from quantkit.kernels.triton_plans import UNIT, Plan, card_of, rule
+from quantkit.kernels.triton_tiles import UNIT, Plan, card_of, rule
 from quantkit.kernels.triton_timing import copies_beyond_cache, seconds_each
 
 _log = logging.getLogger(__name__)

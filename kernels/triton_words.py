@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op, triton_op
 
-from quantkit.kernels.triton_plans import UNIT, Plan
+from quantkit.kernels.triton_tiles import UNIT, Plan
 
 MAGIC = 0x4B000000
 """The bits of 2**23. Kernels get it as an argument: as a constant it would cost an instruction a code."""

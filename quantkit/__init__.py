@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from quantkit.jobs.inspect import inspect
     from quantkit.jobs.load import load
     from quantkit.jobs.quantize import quantize
-    from quantkit.jobs.verify import verify
+    from quantkit.quality.verify import verify
     from quantkit.runtime.generate import generate
 
 _HOMES = {
@@ -23,7 +23,7 @@ _HOMES = {
     "load": "quantkit.jobs.load",
     "open_checkpoint": "quantkit.formats.detect",
     "quantize": "quantkit.jobs.quantize",
-    "verify": "quantkit.jobs.verify",
+    "verify": "quantkit.quality.verify",
 }
 
 __all__ = ["__version__", "convert", "generate", "inspect", "load", "open_checkpoint", "quantize", "verify"]

@@ -27,9 +27,9 @@ import quantkit
 from quantkit.calibration.data import load_calibration
 from quantkit.calibration.pipeline import BlockQuantizer
 from quantkit.formats.detect import open_checkpoint
-from quantkit.model.blockwise import Batch
-from quantkit.quality import compare_batches, text_windows
-from quantkit.tokenizer import load_tokenizer
+from quantkit.model.layerwise import Batch
+from quantkit.quality.measures import compare_batches, text_windows
+from quantkit.text.tokenizer import load_tokenizer
 
 WINDOW, WINDOWS, SAMPLES = 256, 60, 128
 PEER = Path(__file__).with_name("peer_llmcompressor.py")

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 import quantkit
 from quantkit.calibration.data import load_calibration
-from quantkit.tokenizer import load_tokenizer
+from quantkit.text.tokenizer import load_tokenizer
 
 SAMPLES, LENGTH, SCHEME = 128, 256, "int4-g128"
 PEER = Path(__file__).with_name("peer_llmcompressor.py")

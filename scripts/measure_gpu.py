@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tune_triton import SHAPES
 
-from quantkit.kernels.triton_plans import TOKENS
+from quantkit.kernels.triton_tiles import TOKENS
 from quantkit.kernels.triton_timing import copies_beyond_cache, seconds_each
-from quantkit.qtensor import quantize_rtn
-from quantkit.scheme import QuantScheme
+from quantkit.tensors.qtensor import quantize_rtn
+from quantkit.tensors.scheme import QuantScheme
 
 Linear = Callable[[Tensor], Tensor]
 """One product; a maker gives the bytes of its weight and as many as the cache takes, with own operands."""

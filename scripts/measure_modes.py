@@ -20,8 +20,8 @@ from torch import Tensor
 import quantkit
 from quantkit.model.cache import KVCache
 from quantkit.model.load import load_model
-from quantkit.quality import text_windows
-from quantkit.tokenizer import load_tokenizer
+from quantkit.quality.measures import text_windows
+from quantkit.text.tokenizer import load_tokenizer
 
 WINDOW, WINDOWS = 256, 60
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import logging
 
-from quantkit.kernels.triton_plans import STORED, TOKENS, card_of, save
-from quantkit.scheme import QuantScheme
+from quantkit.kernels.triton_tiles import STORED, TOKENS, card_of, save
+from quantkit.tensors.scheme import QuantScheme
 
 SHAPES = {
     "llama-2-7b": ((12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008), (32000, 4096)),
@@ -35,7 +35,7 @@ def main() -> None:
 
     from quantkit.kernels.triton_backend import TritonBackend
     from quantkit.kernels.triton_tune import tune
-    from quantkit.qtensor import QuantTensor
+    from quantkit.tensors.qtensor import QuantTensor
 
     device = torch.device("cuda")
     for text in options.schemes.split(","):

@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantkit
+from quantkit.distributed.group import Group, joined
+from quantkit.distributed.sharded import shard
 from quantkit.evals.models import backend_names
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
-from quantkit.parallel.group import Group, joined
-from quantkit.parallel.sharded import shard
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.speculative import speculate
 

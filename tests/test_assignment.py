@@ -9,14 +9,14 @@ import pytest
 from command import Capture, run
 from test_config import _keys
 
-from quantkit.config import config_from_hf
-from quantkit.jobs.assignment import Assignment
-from quantkit.scheme import QuantPlan, QuantScheme
+from quantkit.architectures.config import config_from_hf
+from quantkit.jobs.scheme_map import SchemeMap
+from quantkit.tensors.scheme import QuantScheme, Recipe
 
 
 def _lines(scheme: str, **sizes: int) -> list[str]:
     config = config_from_hf(_keys("llama", **sizes), "config.json")
-    return Assignment.of(QuantPlan(QuantScheme.parse(scheme)), config).misfit_lines()
+    return SchemeMap.of(Recipe(QuantScheme.parse(scheme)), config).misfit_lines()
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from quantkit.evals.synthetic import synthetic
 from quantkit.formats.checkpoint import require_complete
 from quantkit.memory import enough_memory
 from quantkit.model.load import load_model
-from quantkit.qtensor import QuantTensor
+from quantkit.tensors.qtensor import QuantTensor
 
 RATE = Rate(10.0, 9.0, 11.0)
 FOUND = Bench(

@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 import quantkit
 from quantkit.errors import CheckpointError, QualityError
 from quantkit.formats.detect import open_checkpoint
-from quantkit.jobs.bounds import BOUNDS, TIMES_ROUNDING, weight_bound
-from quantkit.jobs.gate import run_gate
-from quantkit.jobs.verify import Verdict, verify
-from quantkit.qtensor import quantize_rtn, relative_error
-from quantkit.scheme import QuantScheme
+from quantkit.quality.bounds import BOUNDS, TIMES_ROUNDING, weight_bound
+from quantkit.quality.gate import run_gate
+from quantkit.quality.verify import Verdict, verify
+from quantkit.tensors.qtensor import quantize_rtn, relative_error
+from quantkit.tensors.scheme import QuantScheme
 
 
 @pytest.fixture(scope="module")

@@ -20,10 +20,10 @@ from quantkit.data.files import excerpt
 from quantkit.errors import DestinationError, NonFiniteError, RequestError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
-from quantkit.model.blockwise import Batch
+from quantkit.model.layerwise import Batch
 from quantkit.model.load import load_model
-from quantkit.quality import compare_batches, text_windows
-from quantkit.tokenizer import Tokenizer, load_tokenizer
+from quantkit.quality.measures import compare_batches, text_windows
+from quantkit.text.tokenizer import Tokenizer, load_tokenizer
 
 SPLIT = 11000  # characters to calibrate on; the rest is to measure on
 

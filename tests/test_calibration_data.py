@@ -17,7 +17,7 @@ from quantkit.calibration import data
 from quantkit.calibration.data import load_calibration
 from quantkit.data.files import DEMO_MODEL, excerpt
 from quantkit.errors import RequestError
-from quantkit.tokenizer import Tokenizer, load_tokenizer
+from quantkit.text.tokenizer import Tokenizer, load_tokenizer
 
 DOCUMENTS = [part for part in excerpt().split("\n") if part]
 TEXT = "\n\n".join(DOCUMENTS)
@@ -186,7 +186,7 @@ def test_a_large_text_takes_little_memory(tmp_path: Path) -> None:
         "import re\n"
         "from pathlib import Path\n"
         "from quantkit.calibration.data import load_calibration\n"
-        "from quantkit.tokenizer import load_tokenizer\n"
+        "from quantkit.text.tokenizer import load_tokenizer\n"
         f"tokenizer = load_tokenizer({str(DEMO_MODEL)!r})\n"
         "def peak(): return int(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])\n"
         "before = peak()\n"
@@ -261,7 +261,7 @@ def test_local_text_needs_none_of_the_hubs_libraries(text: Path) -> None:
     code = (
         "import sys\n"
         "from quantkit.calibration.data import load_calibration\n"
-        "from quantkit.tokenizer import load_tokenizer\n"
+        "from quantkit.text.tokenizer import load_tokenizer\n"
         f"load_calibration({str(text)!r}, load_tokenizer({str(DEMO_MODEL)!r}), samples=1, length=9, seed=0)\n"
         "assert not {'datasets', 'huggingface_hub', 'pyarrow', 'pandas'} & set(sys.modules)\n"
     )

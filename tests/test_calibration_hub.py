@@ -22,7 +22,7 @@ from quantkit.calibration.data import load_calibration
 from quantkit.calibration.hub import HubId, hub_id
 from quantkit.data.files import DEMO_MODEL
 from quantkit.errors import RequestError
-from quantkit.tokenizer import load_tokenizer
+from quantkit.text.tokenizer import load_tokenizer
 
 # Draws from each of the arguments, and prints what came out and what of the libraries' settings is not as before.
 SCRIPT = f"""
@@ -30,7 +30,7 @@ import json, logging, sys, time, warnings
 import datasets, huggingface_hub.utils
 from quantkit.calibration.data import load_calibration
 from quantkit.errors import RequestError
-from quantkit.tokenizer import load_tokenizer
+from quantkit.text.tokenizer import load_tokenizer
 
 def settings():
     return [

@@ -32,7 +32,7 @@ from quantkit.errors import (
 )
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.detect import open_checkpoint
-from quantkit.jobs.verify import Verdict
+from quantkit.quality.verify import Verdict
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = ("demo", "inspect", "convert", "quantize", "verify", "generate")

@@ -16,12 +16,12 @@ from command import Capture, run
 from test_config import ROPES, _keys, _transformers_config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from quantkit.config import config_from_hf
+from quantkit.architectures.config import config_from_hf
+from quantkit.architectures.meta_params import config_from_meta
+from quantkit.architectures.naming import entries
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.json_values import read_json, read_settings
-from quantkit.meta_config import config_from_meta
 from quantkit.model.rope import Rotary
-from quantkit.naming import entries
 
 COUNTS = [
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",

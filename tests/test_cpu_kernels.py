@@ -20,8 +20,8 @@ from quantkit.errors import RequestError, UnsupportedError
 from quantkit.kernels import build
 from quantkit.kernels.build import VARIANTS, load_kernels
 from quantkit.kernels.dispatch import select_backend
-from quantkit.qtensor import QuantTensor, quantize_rtn
-from quantkit.scheme import QuantScheme
+from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
+from quantkit.tensors.scheme import QuantScheme
 
 
 def _has_avx2() -> bool:

@@ -20,9 +20,8 @@ from command import Capture, run
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quantkit import manifest, source
 from quantkit.errors import CheckpointError, DestinationError, UnsupportedError
-from quantkit.formats import pth_io, safetensors_io
+from quantkit.formats import manifest, pth_io, safetensors_io, source
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.tensor_file import TensorFile
 from quantkit.jobs.convert import convert

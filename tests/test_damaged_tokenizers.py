@@ -15,9 +15,9 @@ from command import Capture, run
 from tokenizers import Tokenizer as Engine
 from tokenizers import decoders, models
 
-from quantkit.contained import contained, quiet_on_failure
 from quantkit.errors import CheckpointError, RequestError
-from quantkit.tokenizer import JsonTokenizer, TiktokenTokenizer, load_tokenizer
+from quantkit.text.contained import contained, quiet_on_failure
+from quantkit.text.tokenizer import JsonTokenizer, TiktokenTokenizer, load_tokenizer
 
 Raw = dict[str, Any]
 TEXT = "a b, 123 é"

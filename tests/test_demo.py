@@ -8,7 +8,7 @@ import pytest
 
 from quantkit.errors import DestinationError
 from quantkit.evals.demo import SCHEMES, run_demo
-from quantkit.jobs.verify import Verdict
+from quantkit.quality.verify import Verdict
 
 
 def test_the_demo_measures_every_checkpoint(tmp_path: Path) -> None:

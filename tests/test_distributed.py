@@ -13,15 +13,15 @@ import pytest
 import torch
 
 import quantkit
+from quantkit.calibration.activation_store import ActivationStore
+from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.calibration.pipeline import STANDARD, BlockQuantizer
 from quantkit.calibration.ranks import Ranks
-from quantkit.calibration.states import States
-from quantkit.calibration.statistics import InputStatistics
 from quantkit.data.files import excerpt
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.detect import open_checkpoint
-from quantkit.qtensor import QuantTensor
-from quantkit.scheme import QuantScheme
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.scheme import QuantScheme
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_the_hessian_is_that_of_all_samples(demo_model: Path, tmp_path: Path, mo
 
     monkeypatch.setattr(pipeline.InputStatistics, "finish", watched)
     for part in (tokens, tokens[:2], tokens[2:]):
-        states = States(tmp_path / "states", 10**9)
+        states = ActivationStore(tmp_path / "states", 10**9)
         scheme = {"model.layers.0.mlp.down_proj": QuantScheme.parse("int8")}
         BlockQuantizer(source, part, scheme, torch.float32, states, torch.device("cpu"), STANDARD).next_block()
     whole, first, second = seen
@@ -119,7 +119,7 @@ def test_all_processes_add_up_the_same_whatever_they_saw(elsewhere: bool) -> Non
 
     inputs = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
     for paired in (0, 20, 32):
-        statistics = InputStatistics(8, 8, torch.device("cpu"))
+        statistics = HessianAccumulator(8, 8, torch.device("cpu"))
         if paired:
             statistics.add_pair(inputs[:paired], inputs[:paired])
         assert statistics.hessian is None  # held only once it is needed

@@ -14,7 +14,7 @@ from torch import Tensor
 import quantkit
 from quantkit.errors import NonFiniteError, RequestError
 from quantkit.kernels.build import VARIANTS, load_kernels
-from quantkit.model.attention import masked_lookup
+from quantkit.model.attention import masked_attention
 from quantkit.model.cache import KVCache, cached_floats
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
@@ -153,7 +153,7 @@ def test_the_kernels_attend_over_int8_as_torch_does(variant: str, size: int) -> 
     values = cache.roll(7, 2).contiguous()
     queries, positions = torch.randn(2, 6, 3, size), torch.tensor([3, 280, 299])
     found = load_kernels(variant).attend(queries, cache, values, positions, 0, size**-0.5)
-    torch.testing.assert_close(found, masked_lookup(queries, cache, values, positions, None), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, masked_attention(queries, cache, values, positions, None), rtol=1e-4, atol=1e-4)
     with pytest.raises(RuntimeError, match="do not go with keys"):
         load_kernels(variant).attend(queries, cache[..., :-4].contiguous(), values, positions, 0, 1.0)
 

@@ -13,7 +13,7 @@ from quantkit.errors import DestinationError
 from quantkit.evals import cache
 from quantkit.evals.cache import StateCache
 from quantkit.formats.detect import open_checkpoint
-from quantkit.model.blockwise import Batch, blockwise_hidden
+from quantkit.model.layerwise import Batch, layerwise_hidden
 
 
 @pytest.fixture
@@ -28,9 +28,9 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def run(*arguments: object, **options: object) -> list[torch.Tensor]:
         counted.append(1)
-        return blockwise_hidden(*arguments, **options)  # type: ignore[arg-type]
+        return layerwise_hidden(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(cache, "blockwise_hidden", run)
+    monkeypatch.setattr(cache, "layerwise_hidden", run)
     return counted
 
 
@@ -38,7 +38,7 @@ BATCHES = [Batch.from_start(oracle.random_tokens(20, batch=2)), Batch.from_start
 
 
 def test_states_are_computed_once_and_are_the_same(source: Path, tmp_path: Path, runs: list[int]) -> None:
-    expected = blockwise_hidden(open_checkpoint(source), BATCHES)
+    expected = layerwise_hidden(open_checkpoint(source), BATCHES)
     for _ in range(3):
         found = StateCache(tmp_path / "cache")(open_checkpoint(source), BATCHES)
         assert [state.dtype for state in found] == [torch.float32] * 2

@@ -23,9 +23,9 @@ from quantkit.evals.report import markdown, tables
 from quantkit.evals.results import Evaluation
 from quantkit.evals.rolling import DocumentScore
 from quantkit.formats.detect import open_checkpoint
-from quantkit.manifest import file_sha256
-from quantkit.quality import compare, text_windows, token_perplexity
-from quantkit.tokenizer import load_tokenizer
+from quantkit.formats.manifest import file_sha256
+from quantkit.quality.measures import compare, text_windows, token_perplexity
+from quantkit.text.tokenizer import load_tokenizer
 
 WINDOW = 128
 

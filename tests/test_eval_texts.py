@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from quantkit.errors import RequestError
 from quantkit.evals.rolling import rolling
 from quantkit.evals.texts import articles, detokenize, read_text
-from quantkit.quality import NOT_SCORED
+from quantkit.quality.measures import NOT_SCORED
 
 WIKI = " \n = First = \n \n A well @-@ known text . \n \n = = Part = = \n \n More .\n = Second one = \n \n The end . \n"
 PIECES = [

@@ -19,7 +19,7 @@ from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
 from quantkit.model.qlinear import QuantLinear
-from quantkit.scheme import Override, QuantPlan, QuantScheme
+from quantkit.tensors.scheme import Override, QuantScheme, Recipe
 
 
 def _logits(model: Decoder, tokens: Tensor, steps: list[int], dtype: torch.dtype, *, first: bool = False) -> Tensor:
@@ -88,7 +88,7 @@ def test_a_bfloat16_model_keeps_its_cache_in_bfloat16(
 
 def test_layers_that_are_not_quantized_alike_stay_apart(tmp_path: Path) -> None:
     folder = oracle.save(oracle.make("llama"), tmp_path / "model")
-    plan = QuantPlan(
+    plan = Recipe(
         QuantScheme.parse("int8"),
         (Override("*.1.self_attn.k_proj", QuantScheme.parse("int4-g32")), Override("*.2.mlp.up_proj", None)),
     )

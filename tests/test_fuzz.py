@@ -15,8 +15,8 @@ from safetensors.torch import save
 from fuzzing import oracle
 from fuzzing.bases import CONFIG, Base
 from fuzzing.inputs import WHOLE_EVERY, Inputs
-from quantkit.qtensor import quantize_rtn
-from quantkit.scheme import QuantScheme
+from quantkit.tensors.qtensor import quantize_rtn
+from quantkit.tensors.scheme import QuantScheme
 
 ROOT = Path(__file__).resolve().parent.parent
 

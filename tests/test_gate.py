@@ -22,13 +22,13 @@ from quantkit.calibration import pipeline
 from quantkit.data.files import excerpt, gate_texts
 from quantkit.errors import CheckpointError, NonFiniteError, QualityError
 from quantkit.formats.detect import open_checkpoint
-from quantkit.jobs import gate
-from quantkit.jobs.bounds import BOUNDS
-from quantkit.jobs.verify import verify_files
-from quantkit.qtensor import QuantTensor
-from quantkit.quality import compare, text_windows
+from quantkit.quality import gate
+from quantkit.quality.bounds import BOUNDS
+from quantkit.quality.measures import compare, text_windows
+from quantkit.quality.verify import verify_files
 from quantkit.solver.gptq import SingularError
-from quantkit.tokenizer import load_tokenizer
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.text.tokenizer import load_tokenizer
 
 CALIBRATION = {"method": "gptq", "samples": 48, "length": 128}
 
@@ -156,8 +156,8 @@ def test_the_figures_are_those_measured_apart(demo_model: Path, tmp_path: Path) 
 
 
 def test_the_yardstick_of_long_groups_is_groups_of_128(demo_model: Path) -> None:
-    from quantkit.jobs.yardstick import yardstick_of
-    from quantkit.scheme import QuantScheme
+    from quantkit.quality.baseline import rtn_baseline
+    from quantkit.tensors.scheme import QuantScheme
 
     down = "model.layers.0.mlp.down_proj"
     source = open_checkpoint(demo_model)
@@ -167,7 +167,7 @@ def test_the_yardstick_of_long_groups_is_groups_of_128(demo_model: Path) -> None
         ("int4-g64", "int4-g64"),
         ("int8", "int8"),
     ):
-        rounded = yardstick_of(source, {down: QuantScheme.parse(given)})
+        rounded = rtn_baseline(source, {down: QuantScheme.parse(given)})
         assert str(rounded.info(down + ".weight").scheme) == expected
         value = rounded.load(down + ".weight")
         assert isinstance(value, QuantTensor)

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import NonFiniteError
-from quantkit.qtensor import quantize_rtn
-from quantkit.scheme import QuantScheme
 from quantkit.solver import gptq as gptq_module
 from quantkit.solver import grid as grid_module
 from quantkit.solver.gptq import (
@@ -26,6 +24,8 @@ from quantkit.solver.gptq import (
     solve_codes,
 )
 from quantkit.solver.grid import search_scales
+from quantkit.tensors.qtensor import quantize_rtn
+from quantkit.tensors.scheme import QuantScheme
 
 ROWS, COLUMNS, GROUP = 12, 96, 32
 SCHEMES = ["int4-g32", "int4-g32-asym", "int4", "int8"]

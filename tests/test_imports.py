@@ -14,25 +14,13 @@ FOLDERS = {"quantkit": "quantkit", "kernels": "quantkit.kernels", "cli": "quantk
 
 # Each room may import itself and the rooms above it.
 ROOMS = (
-    ("errors", "version", "progress", "memory", "json_values", "contained"),
-    ("rope_config", "config", "meta_config", "scheme"),
-    (
-        "naming",
-        "qtensor",
-        "part",
-        "finite",
-        "tokenizer",
-        "tokenizer_compare",
-        "tokenizer_export",
-        "manifest",
-        "source",
-        "data",
-    ),
+    ("errors", "version", "progress", "memory", "json_values"),
+    ("data", "architectures", "tensors", "text"),
     ("formats", "solver"),
-    ("kernels", "parallel"),
+    ("kernels", "distributed"),
     ("model",),
     ("quality", "runtime", "calibration"),
-    ("parallel.xla",),
+    ("xla",),
     ("jobs",),
     ("evals",),
     ("cli",),
@@ -40,27 +28,27 @@ ROOMS = (
 RANKS = {name: rank for rank, names in enumerate(ROOMS) for name in names}
 # Rooms and files that may import less than their rank allows.
 ONLY = {
-    "quantkit.kernels": {"errors", "scheme", "qtensor", "kernels"},
-    "quantkit.solver": {"errors", "scheme", "qtensor", "solver"},
-    "quantkit.model.decoder": {"config", "rope_config", "model"},
+    "quantkit.architectures": {"errors", "json_values", "architectures"},
+    "quantkit.tensors": {"errors", "json_values", "tensors"},
+    "quantkit.text": {"errors", "json_values", "text"},
+    "quantkit.kernels": {"errors", "tensors", "kernels"},
+    "quantkit.solver": {"errors", "tensors", "solver"},
+    "quantkit.model.decoder": {"architectures", "model"},
     "quantkit.model.attention": {"model"},
-    "quantkit.model.cache": {"config"},
-    "quantkit.model.rope": {"config", "rope_config"},
-    "quantkit.config": {"errors", "json_values", "rope_config"},
+    "quantkit.model.cache": {"architectures"},
+    "quantkit.model.rope": {"architectures"},
     "quantkit.json_values": {"errors"},
-    "quantkit.contained": {"errors"},
-    "quantkit.scheme": {"errors", "json_values"},
 }
-NO_TORCH = {"quantkit", "quantkit.errors", "quantkit.config", "quantkit.meta_config", "quantkit.rope_config",
-            "quantkit.scheme", "quantkit.json_values", "quantkit.contained", "quantkit.naming", "quantkit.manifest",
-            "quantkit.source",
-            "quantkit.tokenizer"}  # fmt: skip
+NO_TORCH = {
+    "quantkit", "quantkit.errors", "quantkit.json_values", "quantkit.architectures", "quantkit.tensors.scheme",
+    "quantkit.text.contained", "quantkit.text.tokenizer", "quantkit.formats.manifest", "quantkit.formats.source",
+}  # fmt: skip
 
 # Loaded by their backend alone, and only where it may serve.
 NEEDS_TRITON = {f"quantkit.kernels.triton_{part}" for part in ("attention", "int4", "int8", "tune", "words")}
 
 
-XLA = "quantkit.parallel.xla"
+XLA = "quantkit.xla"
 XLA_LIGHT = {XLA, f"{XLA}.require", f"{XLA}.layout"}  # what can be imported where there is no jax
 
 
@@ -144,7 +132,7 @@ def test_jax_is_asked_for_in_one_room_and_torchax_in_one_module() -> None:
 
 
 def test_the_light_modules_do_without_torch() -> None:
-    for module in NO_TORCH:
+    for module in {m for m in MODULES if m in NO_TORCH or m.startswith("quantkit.architectures.")}:
         assert not {n for n in _imports(MODULES[module]) if n.split(".")[0] == "torch"}, module
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError
 from quantkit.formats.safetensors_io import open_file
-from quantkit.tokenizer import load_tokenizer
+from quantkit.text.tokenizer import load_tokenizer
 
 State = dict[str, Tensor]
 Header = dict[str, Any]

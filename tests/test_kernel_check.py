@@ -16,8 +16,8 @@ from quantkit.kernels.check import fault, within
 from quantkit.kernels.cpu import CpuBackend
 from quantkit.kernels.dispatch import BACKENDS
 from quantkit.kernels.reference import ReferenceBackend
-from quantkit.qtensor import QuantTensor
-from quantkit.scheme import QuantScheme
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.scheme import QuantScheme
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

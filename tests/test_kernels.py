@@ -15,8 +15,8 @@ from quantkit.kernels.backend import Operations
 from quantkit.kernels.dispatch import BACKENDS, select_backend
 from quantkit.kernels.reference import ReferenceBackend
 from quantkit.model.qlinear import QuantLinear
-from quantkit.qtensor import QuantTensor, quantize_rtn
-from quantkit.scheme import QuantScheme
+from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
+from quantkit.tensors.scheme import QuantScheme
 
 CPU = torch.device("cpu")
 SCHEMES = ["int8", "int8-asym", "int4-g32", "int4-g64", "int4-g128", "int4-g32-asym", "int4-g128-asym"]

@@ -13,7 +13,7 @@ import quantkit
 from quantkit.model import load
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
-from quantkit.model.unfilled import unfilled
+from quantkit.model.meta_init import meta_init
 
 
 def test_loading_and_generating_leave_torchs_compiler_alone(demo_model: Path, tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_large_tensors_are_copied_in_parts(demo_model: Path, monkeypatch: pytest
 
 def test_unfilled_modules_have_no_memory_but_right_angles(demo_model: Path) -> None:
     config = load_model(demo_model).config
-    with unfilled():
+    with meta_init():
         model = Decoder(config)
     assert all(parameter.is_meta for parameter in model.parameters())
     assert torch.equal(model.rotary(torch.arange(3))[0], load_model(demo_model).rotary(torch.arange(3))[0])

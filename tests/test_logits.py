@@ -23,7 +23,7 @@ from quantkit.runtime import engine as engine_module
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate import generate
 from quantkit.runtime.speculative import speculate
-from quantkit.scheme import Override, QuantPlan, QuantScheme
+from quantkit.tensors.scheme import Override, QuantScheme, Recipe
 
 COUNTS = (1, 8, 9, 16, 33)  # few rows, and more than the kernels for few take
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -48,7 +48,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name in MODELS:
         head, _, scheme = name.rpartition("-int")
         own = None if head in ("float", "tied") else QuantScheme.parse(head)
-        plan = QuantPlan(QuantScheme.parse(f"int{scheme}"), () if own is None else (Override("lm_head", own),))
+        plan = Recipe(QuantScheme.parse(f"int{scheme}"), () if own is None else (Override("lm_head", own),))
         quantkit.quantize(base / str(head == "tied"), base / name, plan, accept_quality_loss=True)
     return {folder.name: folder for folder in base.iterdir()}
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import quantkit
-from quantkit.config import ModelConfig, config_from_hf
+from quantkit.architectures.config import ModelConfig, config_from_hf
+from quantkit.architectures.meta_params import config_from_meta, config_to_meta
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.formats.detect import open_checkpoint
-from quantkit.jobs.verify import Verdict
-from quantkit.meta_config import config_from_meta, config_to_meta
 from quantkit.model.load import load_model
+from quantkit.quality.verify import Verdict
 
 Tensors = dict[str, Tensor]
 

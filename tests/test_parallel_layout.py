@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 import quantkit
-from quantkit.config import ModelConfig, config_from_hf
+from quantkit.architectures.config import ModelConfig, config_from_hf
+from quantkit.architectures.naming import linear_columns
+from quantkit.distributed.group import Group
+from quantkit.distributed.sharded import Sharded
+from quantkit.distributed.split import layout
 from quantkit.errors import RequestError
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.cache import KVCache
-from quantkit.naming import linear_columns
-from quantkit.parallel.group import Group
-from quantkit.parallel.layout import layout
-from quantkit.parallel.sharded import Sharded
-from quantkit.part import Part
-from quantkit.qtensor import QuantTensor
-from quantkit.scheme import QuantPlan, QuantScheme
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.scheme import QuantScheme, Recipe
+from quantkit.tensors.tensor_slice import TensorSlice
 
 
 def _config(**changes: Any) -> ModelConfig:
@@ -34,7 +34,7 @@ LLAMA_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_head
 
 
 def _schemes(config: ModelConfig, scheme: str) -> dict[str, QuantScheme]:
-    return QuantPlan(QuantScheme.parse(scheme)).assign(linear_columns(config))
+    return Recipe(QuantScheme.parse(scheme)).assign(linear_columns(config))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_the_slices_are_the_checkpoint(scheme: str | None, size: int, tmp_path: 
             assert tuple(part.shape) == info.shape
             assert (part.scheme if isinstance(part, QuantTensor) else None) == info.scheme
             last = part.shape[0]
-            for rows in (Part(0, ((0, 5),)), Part(0, ((7, last),)), Part(0, ((last - 1, last),))):
+            for rows in (TensorSlice(0, ((0, 5),)), TensorSlice(0, ((7, last),)), TensorSlice(0, ((last - 1, last),))):
                 assert torch.equal(_dense(shard.load(name, rows)), _dense(rows.of_weight(part))), (name, rows)
         dense = [_dense(part) for part in parts]
         if "k_proj" in name or "v_proj" in name:  # two KV heads

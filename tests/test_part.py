@@ -14,9 +14,9 @@ from quantkit.errors import RequestError
 from quantkit.formats import compressed_tensors
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
-from quantkit.part import Part
-from quantkit.qtensor import QuantTensor, quantize_rtn
-from quantkit.scheme import QuantScheme
+from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
+from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.tensor_slice import TensorSlice
 
 SCHEMES = ["int8", "int4-g32", "int4-g32-asym"]
 # Whole heads of 8; the second in the middle of a shard, the last in two pieces and in another order.
@@ -33,7 +33,7 @@ def _require_parts(checkpoint: Checkpoint, modules: list[str]) -> None:
         whole = _dense(checkpoint.load(f"{module}.weight"))
         for axis, cases in enumerate((ROWS, COLUMNS)):
             for ranges in cases:
-                part = Part(axis, ranges)
+                part = TensorSlice(axis, ranges)
                 found = _dense(checkpoint.load(f"{module}.weight", part))
                 assert torch.equal(found, part.of(whole)), (module, axis, ranges)
                 assert found.shape[axis] == part.size
@@ -60,7 +60,7 @@ def test_of_meta_shards(mp: int, kv_heads: int, tmp_path: Path) -> None:
     modules = [*MODULES, "model.embed_tokens", "lm_head"]
     _require_parts(checkpoint, [*modules, "model.layers.1.self_attn.k_proj"] if kv_heads == 8 else modules)
     shared = checkpoint.load("model.layers.0.self_attn.k_proj.weight")
-    part = Part(0, ((8, 16),))
+    part = TensorSlice(0, ((8, 16),))
     assert torch.equal(_dense(checkpoint.load("model.layers.0.self_attn.k_proj.weight", part)), _dense(shared)[8:16])
 
 
@@ -76,7 +76,7 @@ def test_only_the_part_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(compressed_tensors, "unpack_int32", watched)
     checkpoint = open_checkpoint(tmp_path / "int4")
-    for part, elements in ((Part(0, ((8, 16),)), 8 * 96), (Part(1, ((32, 64),)), 64 * 32)):
+    for part, elements in ((TensorSlice(0, ((8, 16),)), 8 * 96), (TensorSlice(1, ((32, 64),)), 64 * 32)):
         checkpoint.load("model.layers.0.mlp.down_proj.weight", part)
         assert decoded.pop() == elements
 

@@ -14,7 +14,7 @@ from command import Capture, run
 
 from quantkit.cli.main import quantkit
 from quantkit.data.files import excerpt
-from quantkit.jobs.plan import plan_convert, plan_quantize
+from quantkit.jobs.estimate import estimate_convert, estimate_quantize
 
 GPTQ = ["--method", "gptq", "--samples", "60", "--length", "256"]
 
@@ -72,8 +72,8 @@ def test_memory_and_disk_are_within_a_fifth_of_what_happens(
 
 def test_activations_beyond_the_budget_are_on_disk(demo_model: Path, text: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"method": "gptq", "calibration": text, "samples": 60, "length": 256}
-    inside = plan_quantize(demo_model, tmp_path / "out", "int4-g64", **settings)
-    beyond = plan_quantize(demo_model, tmp_path / "out", "int4-g64", activation_memory=10**6, **settings)
+    inside = estimate_quantize(demo_model, tmp_path / "out", "int4-g64", **settings)
+    beyond = estimate_quantize(demo_model, tmp_path / "out", "int4-g64", activation_memory=10**6, **settings)
     tokens = 60 * 256
     assert inside.scratch_bytes == 0
     assert beyond.scratch_bytes == pytest.approx(4 * tokens * (128 + 128 / 4 + 384) - 10**6, rel=0.1)
@@ -82,7 +82,7 @@ def test_activations_beyond_the_budget_are_on_disk(demo_model: Path, text: Path,
 
 
 def test_layers_are_counted_by_what_becomes_of_them(demo_model: Path, tmp_path: Path) -> None:
-    forecast = plan_quantize(demo_model, tmp_path / "out", "int4-g64", keep=["*.layers.0.*"])
+    forecast = estimate_quantize(demo_model, tmp_path / "out", "int4-g64", keep=["*.layers.0.*"])
     assert forecast.layers == {"int4-g64": 21, "float": 8}
     assert "21 x int4-g64" in forecast.lines()[0]
 
@@ -126,6 +126,6 @@ def test_a_full_disk_is_said(demo_model: Path, tmp_path: Path, monkeypatch: pyte
 
 
 def test_planning_leaves_nothing(demo_model: Path, tmp_path: Path) -> None:
-    forecast = plan_convert(demo_model, tmp_path / "deep" / "out")
+    forecast = estimate_convert(demo_model, tmp_path / "deep" / "out")
     assert forecast.seconds > 0
     assert not list(tmp_path.iterdir())

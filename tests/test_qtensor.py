@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quantkit import qtensor
 from quantkit.errors import RequestError
-from quantkit.qtensor import QuantTensor, pack_int32, quantize_rtn, relative_error, unpack_int32
-from quantkit.scheme import QuantScheme
+from quantkit.tensors import qtensor
+from quantkit.tensors.qtensor import QuantTensor, pack_int32, quantize_rtn, relative_error, unpack_int32
+from quantkit.tensors.scheme import QuantScheme
 
 SCHEMES = ["int8", "int8-asym", "int8-g32", "int4", "int4-g32", "int4-g64", "int4-g32-asym", "int4-g64-asym"]
 SCALE_DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -10,11 +10,19 @@ import oracle
 import pytest
 import torch
 
-from quantkit import quality
 from quantkit.errors import NonFiniteError, RequestError
 from quantkit.formats.detect import open_checkpoint
-from quantkit.model.blockwise import Batch, blockwise_hidden
-from quantkit.quality import NOT_SCORED, Windows, compare, compare_batches, log_loss, text_windows, token_perplexity
+from quantkit.model.layerwise import Batch, layerwise_hidden
+from quantkit.quality import measures
+from quantkit.quality.measures import (
+    NOT_SCORED,
+    Windows,
+    compare,
+    compare_batches,
+    log_loss,
+    text_windows,
+    token_perplexity,
+)
 
 
 @pytest.fixture(scope="module")
@@ -73,13 +81,13 @@ def test_no_more_hidden_states_are_held_than_the_budget_allows(
     sizes = []
 
     def counted(*arguments: Any, **options: Any) -> list[torch.Tensor]:
-        states = blockwise_hidden(*arguments, **options)
+        states = layerwise_hidden(*arguments, **options)
         sizes.append(sum(state.nbytes for state in states))
         return states
 
     window = 20 * oracle.SIZES["hidden_size"] * 4
-    monkeypatch.setattr(quality, "STATES_BYTES", 3 * window)
-    monkeypatch.setattr(quality, "_TOKENS_THROUGH_A_BLOCK", 40)
+    monkeypatch.setattr(measures, "STATES_BYTES", 3 * window)
+    monkeypatch.setattr(measures, "_TOKENS_THROUGH_A_BLOCK", 40)
     parts = compare(reference, [other], tokens, reference_hidden=counted)[0]
     assert sizes == [2 * window, 2 * window, 3 * window]  # in batches of two windows
     assert parts.divergence.kl == pytest.approx(whole.divergence.kl, rel=1e-5)
@@ -120,8 +128,8 @@ def test_vocabularies_of_two_sizes_are_not_compared(pair: tuple[Any, Any, Path, 
 
 
 def test_a_perplexity_beyond_a_float_is_infinite() -> None:
-    assert quality.perplexity(1e6, 10) == math.inf
-    assert quality.perplexity(20.0, 10) == pytest.approx(math.e**2)
+    assert measures.perplexity(1e6, 10) == math.inf
+    assert measures.perplexity(20.0, 10) == pytest.approx(math.e**2)
 
 
 def test_perplexity_is_the_exponent_of_the_mean_loss(pair: tuple[Any, Any, Path, Path]) -> None:

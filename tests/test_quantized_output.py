@@ -21,8 +21,8 @@ from quantkit.errors import CheckpointError, NonFiniteError, RequestError, Unsup
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
-from quantkit.qtensor import QuantTensor, quantize_rtn
-from quantkit.scheme import Override, QuantPlan, QuantScheme
+from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
+from quantkit.tensors.scheme import Override, QuantScheme, Recipe
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -42,9 +42,9 @@ def _source(folder: Path, case: str = "llama", dtype: torch.dtype = torch.float3
     return oracle.save(oracle.make(kind, **{"num_hidden_layers": LAYERS, **settings, **changes}).to(dtype), folder)
 
 
-def _plan(default: str, *overrides: tuple[str, str | None]) -> QuantPlan:
+def _plan(default: str, *overrides: tuple[str, str | None]) -> Recipe:
     parsed = (Override(p, None if s is None else QuantScheme.parse(s)) for p, s in overrides)
-    return QuantPlan(QuantScheme.parse(default), tuple(parsed))
+    return Recipe(QuantScheme.parse(default), tuple(parsed))
 
 
 def _ours(folder: Path, tokens: Tensor) -> Tensor:
@@ -500,7 +500,7 @@ def test_scales_that_overflow_their_dtype_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_plans_that_cannot_be_are_refused_before_anything_is_written(
-    plan: QuantPlan, message: str, tmp_path: Path
+    plan: Recipe, message: str, tmp_path: Path
 ) -> None:
     source = _source(tmp_path / "float", "llama-tied")
     with pytest.raises(RequestError, match=message):

@@ -64,8 +64,8 @@ def test_the_exit_codes_in_the_docs_are_those_of_the_errors() -> None:
 
 
 def test_the_bounds_in_the_docs_are_those_in_force() -> None:
-    from quantkit.jobs.bounds import BOUNDS, TIMES_ROUNDING, Bound
-    from quantkit.jobs.source_check import NOTED_BITS_PER_BYTE
+    from quantkit.quality.bounds import BOUNDS, TIMES_ROUNDING, Bound
+    from quantkit.quality.source_check import NOTED_BITS_PER_BYTE
 
     page = (ROOT / "docs/errors.md").read_text()
     rows = re.findall(r"^\| (float16|bfloat16|int8|int4) \| (\S+) \| (\S+) \|$", page, re.M)

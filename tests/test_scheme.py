@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantkit.errors import RequestError
-from quantkit.scheme import Override, QuantPlan, QuantScheme
+from quantkit.tensors.scheme import Override, QuantScheme, Recipe
 
 COLUMNS = {
     "model.layers.0.self_attn.q_proj": 128,
@@ -23,9 +23,9 @@ COLUMNS = {
 }
 
 
-def _plan(default: str, *overrides: tuple[str, str | None]) -> QuantPlan:
+def _plan(default: str, *overrides: tuple[str, str | None]) -> Recipe:
     parsed = (Override(p, None if s is None else QuantScheme.parse(s)) for p, s in overrides)
-    return QuantPlan(QuantScheme.parse(default), tuple(parsed))
+    return Recipe(QuantScheme.parse(default), tuple(parsed))
 
 
 @settings(deadline=None, derandomize=True)
@@ -157,13 +157,13 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     plan = _plan("int4-g128-asym", ("*.down_proj", "int8"), ("lm_head", None))
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan.to_json()))
-    assert QuantPlan.from_json(path) == plan
+    assert Recipe.from_json(path) == plan
 
 
 def test_a_plan_file_needs_no_overrides(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text('{"default": "int8"}')
-    assert QuantPlan.from_json(str(path)) == QuantPlan(QuantScheme(8, None))
+    assert Recipe.from_json(str(path)) == Recipe(QuantScheme(8, None))
 
 
 BAD_PLANS: dict[str, Any] = {
@@ -195,16 +195,16 @@ def test_errors_in_a_plan_file_name_the_file(case: str, tmp_path: Path) -> None:
     content = BAD_PLANS[case]
     path.write_text(content if case == "no json" else json.dumps(content))
     with pytest.raises(RequestError) as caught:
-        QuantPlan.from_json(path)
+        Recipe.from_json(path)
     assert str(path) in str(caught.value)
 
 
 def test_a_missing_plan_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"absent.json: cannot read the plan"):
-        QuantPlan.from_json(tmp_path / "absent.json")
+        Recipe.from_json(tmp_path / "absent.json")
 
 
 def test_a_plan_file_of_other_bytes_is_named(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(RequestError, match=r"plan.json: cannot read the plan"):
-        QuantPlan.from_json(tmp_path / "plan.json")
+        Recipe.from_json(tmp_path / "plan.json")

@@ -19,10 +19,10 @@ import quantkit
 from quantkit.data.files import excerpt
 from quantkit.errors import CheckpointError, NonFiniteError
 from quantkit.formats.detect import open_checkpoint
-from quantkit.jobs import source_check
-from quantkit.jobs.plan import plan_convert, plan_quantize
-from quantkit.jobs.source_check import SourceCheck, check_source
-from quantkit.tokenizer import load_tokenizer
+from quantkit.jobs.estimate import estimate_convert, estimate_quantize
+from quantkit.quality import source_check
+from quantkit.quality.source_check import SourceCheck, check_source
+from quantkit.text.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def test_a_source_without_tokenizer_cannot_be_tried(tmp_path: Path) -> None:
     source = oracle.save(oracle.make("llama"), tmp_path / "m")
     quantkit.convert(source, tmp_path / "out")
     assert "no tokenizer" in json.loads((tmp_path / "out" / "quantkit.json").read_text())["source_check"]
-    assert plan_convert(source, tmp_path / "other").source_check_tokens == 0
+    assert estimate_convert(source, tmp_path / "other").source_check_tokens == 0
 
 
 def test_a_quantized_source_is_tried_too(sound: Path, tmp_path: Path) -> None:
@@ -153,8 +153,8 @@ def test_what_is_not_finite_is_named(sound: Path, tmp_path: Path) -> None:
 def test_plan_tells_of_the_check(sound: Path, tmp_path: Path) -> None:
     asked: dict[str, Any] = {"source_check": False}
     for forecast, without in (
-        (plan_convert(sound, tmp_path / "o"), plan_convert(sound, tmp_path / "o", **asked)),
-        (plan_quantize(sound, tmp_path / "o", "int8"), plan_quantize(sound, tmp_path / "o", "int8", **asked)),
+        (estimate_convert(sound, tmp_path / "o"), estimate_convert(sound, tmp_path / "o", **asked)),
+        (estimate_quantize(sound, tmp_path / "o", "int8"), estimate_quantize(sound, tmp_path / "o", "int8", **asked)),
     ):
         assert forecast.source_check_tokens == 256
         assert any("256 tokens of a text" in line for line in forecast.lines())

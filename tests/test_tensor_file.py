@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quantkit import source
-from quantkit.formats import pth_io, safetensors_io, tensor_file
+from quantkit.formats import pth_io, safetensors_io, source, tensor_file
 from quantkit.formats.tensor_file import TensorFile, same_tensor
-from quantkit.part import Part
+from quantkit.tensors.tensor_slice import TensorSlice
 
 WHOLE = torch.randn(64, 33)
 VIEWS: dict[str, Tensor] = {
@@ -35,12 +34,12 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> TensorFile:
 
 
 @st.composite
-def _parts(draw: st.DrawFn) -> tuple[str, Part]:
+def _parts(draw: st.DrawFn) -> tuple[str, TensorSlice]:
     name = draw(st.sampled_from(sorted(VIEWS)))
     axis = draw(st.integers(0, min(VIEWS[name].dim(), 2) - 1))
     size = VIEWS[name].shape[axis]
     pairs = st.tuples(st.integers(0, size - 1), st.integers(1, size)).filter(lambda pair: pair[0] < pair[1])
-    return name, Part(axis, tuple(draw(st.lists(pairs, min_size=1, max_size=1 if axis else 3))))
+    return name, TensorSlice(axis, tuple(draw(st.lists(pairs, min_size=1, max_size=1 if axis else 3))))
 
 
 @pytest.mark.parametrize("buffer", [4, 64, 1000, 1 << 23])
@@ -54,7 +53,7 @@ def test_a_view_is_read_whole(name: str, buffer: int, file: TensorFile, monkeypa
 
 @settings(deadline=None)
 @given(wanted=_parts(), buffer=st.sampled_from([4, 100, 1 << 23]))
-def test_a_part_is_read_as_torch_cuts_it(wanted: tuple[str, Part], buffer: int, file: TensorFile) -> None:
+def test_a_part_is_read_as_torch_cuts_it(wanted: tuple[str, TensorSlice], buffer: int, file: TensorFile) -> None:
     name, part = wanted
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensor_file, "_BUFFER", buffer)
@@ -81,7 +80,7 @@ def test_some_rows_read_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return counts[-1]
 
     monkeypatch.setattr(source.os, "preadv", counting)
-    assert file.read("a", Part(0, ((390, 400), (3, 5)))).tolist()[-1][-1] == 49
+    assert file.read("a", TensorSlice(0, ((390, 400), (3, 5)))).tolist()[-1][-1] == 49
     assert sum(counts) == 12 * 10 * 4
 
 
@@ -106,7 +105,7 @@ def test_columns_of_a_large_tensor_take_little_memory(tmp_path: Path, monkeypatc
     monkeypatch.setattr(tensor_file, "_BUFFER", 100_000)
     monkeypatch.setattr(torch, "empty", recording)
     tracemalloc.start()
-    file.read("a", Part(1, ((10, 20),)))
+    file.read("a", TensorSlice(1, ((10, 20),)))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert max(sizes) <= 100_000
@@ -125,7 +124,7 @@ def test_equal_tensors_are_told_from_others(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_rows_of_a_part_are_counted_from_its_first() -> None:
-    part, tensor = Part(0, ((4, 9), (20, 22), (4, 6))), torch.arange(30)
+    part, tensor = TensorSlice(0, ((4, 9), (20, 22), (4, 6))), torch.arange(30)
     rows = part.of(tensor)
     for start in range(9):
         for stop in range(start + 1, 10):

@@ -17,8 +17,8 @@ import quantkit
 from quantkit.data.files import excerpt
 from quantkit.errors import CheckpointError
 from quantkit.runtime.stream import text_pieces
-from quantkit.tokenizer import JsonTokenizer, SentencePieceTokenizer, TiktokenTokenizer, Tokenizer, load_tokenizer
-from quantkit.tokenizer_export import export_json
+from quantkit.text.export import export_json
+from quantkit.text.tokenizer import JsonTokenizer, SentencePieceTokenizer, TiktokenTokenizer, Tokenizer, load_tokenizer
 
 KINDS = ["sentencepiece", "sentencepiece-json", "tiktoken", "tiktoken-json"]
 PLAIN = [

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
-from quantkit.kernels import triton_plans
+from quantkit.kernels import triton_tiles
 from quantkit.kernels.triton_backend import TritonBackend
-from quantkit.kernels.triton_plans import STORED, TOKENS, Card, Plan, plan_for, rule, save
-from quantkit.qtensor import quantize_rtn
-from quantkit.scheme import QuantScheme
+from quantkit.kernels.triton_tiles import STORED, TOKENS, Card, Plan, plan_for, rule, save
+from quantkit.tensors.qtensor import quantize_rtn
+from quantkit.tensors.scheme import QuantScheme
 
 ROOT = Path(__file__).resolve().parent.parent
 CUDA = torch.device("cuda", 0)
@@ -201,8 +201,8 @@ def test_measured_plans_serve_their_card_and_shapes_near_theirs(
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
     mine, other = Plan("gemm", 16, 32, 2, split=4), Plan("gemv", 2, 4, 8)
     try:
-        save(tmp_path / triton_plans.FOUND, LARGE, "int8", 4096, 4096, {16: mine})
-        save(tmp_path / triton_plans.FOUND, LARGE, "int8", 1024, 1024, {2: other})
+        save(tmp_path / triton_tiles.FOUND, LARGE, "int8", 4096, 4096, {16: mine})
+        save(tmp_path / triton_tiles.FOUND, LARGE, "int8", 1024, 1024, {2: other})
         found = {
             (rows, tokens, dtype, card.name): plan_for("int8", tokens, rows, 4096, dtype, card)
             for rows in (4096, 6144, 16384) for tokens in (9, 16, 17)
@@ -210,8 +210,8 @@ def test_measured_plans_serve_their_card_and_shapes_near_theirs(
         }  # fmt: skip
         assert plan_for("int8", 2, 1024, 1024, torch.float16, LARGE) == other
     finally:
-        triton_plans.measured.cache_clear()
-        triton_plans._plan.cache_clear()
+        triton_tiles.measured.cache_clear()
+        triton_tiles._plan.cache_clear()
     served = {key for key, plan in found.items() if plan == mine}
     assert served == {(rows, tokens, torch.bfloat16, "large") for rows in (4096, 6144) for tokens in (9, 16)}
 

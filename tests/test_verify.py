@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit.errors import CheckpointError
-from quantkit.jobs.verify import Verdict, verify, verify_files
+from quantkit.quality.verify import Verdict, verify, verify_files
 
 
 @pytest.fixture(scope="module")

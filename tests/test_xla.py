@@ -18,7 +18,7 @@ import pytest
 from command import Capture, run
 
 import quantkit
-from quantkit.parallel.xla import require
+from quantkit.xla import require
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "My fellow citizens"

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.config import ModelConfig
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.naming import Entry, entries
 from quantkit.errors import RequestError
 from quantkit.evals.synthetic import synthetic
-from quantkit.naming import Entry, entries
-from quantkit.parallel.xla.layout import Layout
-from quantkit.qtensor import quantize_rtn
-from quantkit.scheme import QuantScheme
+from quantkit.tensors.qtensor import quantize_rtn
+from quantkit.tensors.scheme import QuantScheme
+from quantkit.xla.split import Layout
 
 SCHEMES = ["int8", "int4-g32", "int4-g128", "int4-g128-asym", "int8-g64-asym"]
 

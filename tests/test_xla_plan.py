@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from command import Capture, run
 
+from quantkit.architectures.naming import linear_columns
 from quantkit.errors import RequestError
 from quantkit.evals.synthetic import shaped
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.compressed_tensors import quantization_config
-from quantkit.naming import linear_columns
-from quantkit.scheme import QuantScheme
+from quantkit.tensors.scheme import QuantScheme
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024, "intermediate_size": 2048,

@@ -21,9 +21,9 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.kernels.backend import Operations
 from quantkit.kernels.triton_attention import attended, spans_for, tile_for
 from quantkit.kernels.triton_backend import TritonBackend
-from quantkit.kernels.triton_plans import Card
+from quantkit.kernels.triton_tiles import Card
 from quantkit.kernels.triton_words import INTERPRETED
-from quantkit.model.attention import masked_lookup
+from quantkit.model.attention import masked_attention
 from quantkit.model.cache import KVCache, cached_floats
 from quantkit.model.load import load_model
 from quantkit.model.product import product
@@ -79,8 +79,8 @@ def _rounded(rows: Tensor, dtype: torch.dtype) -> Tensor:
 def _require_right(found: Tensor, queries: Tensor, keys: Tensor, values: Tensor, *where: Any) -> None:
     """Each mixed value within the rounding of weights and of the result, and of scores in float32."""
     wide = [_rounded(cached_floats(stored, torch.float32), queries.dtype).double() for stored in (keys, values)]
-    expected = masked_lookup(queries.double(), *wide, *where)
-    terms = masked_lookup(queries.double(), wide[0], wide[1].abs(), *where)
+    expected = masked_attention(queries.double(), *wide, *where)
+    terms = masked_attention(queries.double(), wide[0], wide[1].abs(), *where)
     largest = queries.double().norm(dim=-1).max() * wide[0].nan_to_num(0, 0, 0).norm(dim=-1).max()  # of a sum
     scores = 4 * largest * queries.shape[-1] ** -0.5 * torch.finfo(torch.float32).eps  # by which weights' exponents err
     rounding = torch.finfo(queries.dtype).eps
@@ -189,7 +189,7 @@ def test_a_model_attends_through_it_and_does_all_else_as_before(quantized: Path)
     model, reference = (
         load_model(quantized, device=DEVICE, dtype=torch.float32, backend=name) for name in ("triton", "reference")
     )
-    assert model.lookup is not masked_lookup
+    assert model.lookup is not masked_attention
     assert model.linear is product
     assert model.blocks is None
     logits = []
@@ -208,11 +208,11 @@ def test_attention_that_is_wrong_is_found_out_at_load(
     def lookup(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None) -> Tensor:
         if mistake == "failing":
             raise RuntimeError("out of\nresource")
-        return masked_lookup(queries, keys, values, positions + (keys.dtype == torch.int8), window)
+        return masked_attention(queries, keys, values, positions + (keys.dtype == torch.int8), window)
 
     monkeypatch.setattr(TritonBackend, "operations", lambda self: Operations(lookup=lookup))
     with caplog.at_level(logging.WARNING):
         model = load_model(quantized, device=DEVICE, dtype=torch.float32, backend="triton")
-    assert model.lookup is masked_lookup
+    assert model.lookup is masked_attention
     said = "fail on this machine (out of resource)" if mistake == "failing" else "are wrong on this machine"
     assert caplog.messages == [f"attention by the compiled kernels {said}; torch's are used"]

@@ -26,11 +26,11 @@ from quantkit.kernels.dispatch import select_backend
 from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.kernels.triton_int4 import int4_product
 from quantkit.kernels.triton_int8 import int8_product
-from quantkit.kernels.triton_plans import Plan
+from quantkit.kernels.triton_tiles import Plan
 from quantkit.kernels.triton_words import INTERPRETED, MAGIC
 from quantkit.model.qlinear import QuantLinear
-from quantkit.qtensor import QuantTensor
-from quantkit.scheme import QuantScheme
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.scheme import QuantScheme
 
 quicken()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

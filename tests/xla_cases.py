@@ -17,17 +17,17 @@ import torch
 
 from quantkit.errors import QuantkitError
 from quantkit.formats.detect import open_checkpoint
-from quantkit.model.attention import among_own
+from quantkit.model.attention import causal_attention
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
-from quantkit.parallel.xla import products
-from quantkit.parallel.xla.engine import Text, XlaModel, model_on_devices
-from quantkit.parallel.xla.generate import bucket, generate
-from quantkit.parallel.xla.plan import collectives
-from quantkit.parallel.xla.programs import CHUNK, Sampling
 from quantkit.runtime.generate import generate as generate_eager
 from quantkit.runtime.sampling import SamplingParams
+from quantkit.xla import products
+from quantkit.xla.engine import Text, XlaModel, model_on_devices
+from quantkit.xla.estimate import collectives
+from quantkit.xla.generate import bucket, generate
+from quantkit.xla.programs import CHUNK, Sampling
 
 warnings.simplefilter("error")
 PROMPT = [5, 17, 40, 3, 77, 12, 9]
@@ -171,7 +171,7 @@ def attention_error() -> float:
     operands = [torch.randn(shape, generator=draw) for shape in shapes]
     positions, worst = torch.arange(1024), 0.0
     for window in (None, 100):
-        expected = among_own(positions, [window])(0, *operands)
+        expected = causal_attention(positions, [window])(0, *operands)
         distance = np.arange(1024)[:, None] - np.arange(1024)
         mask = None if window is None else (distance >= 0) & (distance < window)
         mixed = products.attention(*(jax.numpy.asarray(one.numpy()) for one in operands), mask)
@@ -181,7 +181,7 @@ def attention_error() -> float:
 
 def frequencies() -> list[float]:
     """How often each of four tokens of probability 0.5, 0.3, 0.15, 0.05 is drawn from the first 0.7 of them."""
-    from quantkit.parallel.xla.draw import drawn
+    from quantkit.xla.draw import drawn
 
     logits = 2.0 * np.log(np.array([[0.3, 0.05, 0.5, 0.15]], np.float32))
     keys = jax.random.split(jax.random.key(0), 4000)

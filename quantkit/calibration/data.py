@@ -13,7 +13,7 @@ from quantkit.calibration.files import file_text
 from quantkit.calibration.hub import hub_id, hub_text
 from quantkit.errors import RequestError
 from quantkit.runtime.sampling import require_seed
-from quantkit.tokenizer import Tokenizer
+from quantkit.text.tokenizer import Tokenizer
 
 # What is read of a text: four times the samples in English, and never less than 4 MiB.
 _BYTES_PER_TOKEN = 16

@@ -8,15 +8,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.pipeline import ROUNDING, BlockQuantizer, Effort, Result
 from quantkit.calibration.ranks import Ranks
-from quantkit.calibration.states import States
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.memory import give_back, keep_out_of_heap
 from quantkit.model.load import BLOCK_PREFIX
-from quantkit.qtensor import QuantTensor, quantize_rtn
-from quantkit.scheme import QuantScheme
+from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
+from quantkit.tensors.scheme import QuantScheme
 
 _LARGE_BUFFER = 8 << 20
 _BLOCKS = "model.layers."
@@ -57,7 +57,7 @@ class GptqSolver:
         self._ranks.meet()
         self._done: Collection[str] = ()
         self._written: Written | None = None
-        self._states: States | None = None
+        self._states: ActivationStore | None = None
         self._blocks: BlockQuantizer | None = None
         self._ready: dict[str, Result] = {}
         self._layer = 0
@@ -73,7 +73,7 @@ class GptqSolver:
         keep_out_of_heap(_LARGE_BUFFER)
         self._done = self._ranks.agree(done)
         self._written = written
-        self._states = States(scratch.with_name(f"{scratch.name}-{self._ranks.rank}"), self._memory_bytes)
+        self._states = ActivationStore(scratch.with_name(f"{scratch.name}-{self._ranks.rank}"), self._memory_bytes)
         self._blocks = BlockQuantizer(
             self._source, self._calibration.tokens, self._schemes, self._scale_dtype, self._states, self._device,
             self._effort,

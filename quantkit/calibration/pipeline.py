@@ -4,7 +4,7 @@ Two streams run through the model side by side: one through the quantized layers
 for some of the samples, through the float ones. A layer's Hessian is that of the
 quantized stream; how far the two have drifted apart goes into its target. Within a block
 the order is q, k, v; o; gate, up; down. Only the layers at work are in memory, in
-float32; the streams lie in `States`.
+float32; the streams lie in `ActivationStore`.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from quantkit.architectures.config import ModelConfig
+from quantkit.calibration.activation_store import ActivationStore
+from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.calibration.ranks import Ranks
-from quantkit.calibration.states import States
-from quantkit.calibration.statistics import InputStatistics
-from quantkit.config import ModelConfig
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.memory import give_back
-from quantkit.model.attention import among_own
+from quantkit.model.attention import causal_attention
 from quantkit.model.decoder import Block
 from quantkit.model.load import BLOCK_PREFIX, fill
+from quantkit.model.meta_init import meta_init
 from quantkit.model.rope import Rotary
-from quantkit.model.unfilled import unfilled
-from quantkit.qtensor import QuantTensor, quantize_rtn, row_chunks
-from quantkit.scheme import QuantScheme
 from quantkit.solver.gptq import Damped, GptqReport, SingularError, compensated, solve
+from quantkit.tensors.qtensor import QuantTensor, quantize_rtn, row_chunks
+from quantkit.tensors.scheme import QuantScheme
 
 _TOKENS_AT_ONCE = 2048
 _BATCH_VALUES = 1 << 22  # of the feed-forward's inner states
@@ -119,7 +119,7 @@ class BlockQuantizer:
 
     def __init__(
         self, source: Checkpoint, tokens: Tensor, schemes: Mapping[str, QuantScheme], scale_dtype: torch.dtype,
-        states: States, device: torch.device, effort: Effort,
+        states: ActivationStore, device: torch.device, effort: Effort,
     ) -> None:  # fmt: skip
         """Embed the samples.
 
@@ -149,7 +149,7 @@ class BlockQuantizer:
                 states.put((stream, index), nn.functional.embedding(part, embedding).float())
         self._positions = torch.arange(tokens.shape[1], device=device)
         self._angles = Rotary(source.config).to(device)(self._positions)
-        self._attend = among_own(self._positions, source.config.windows)
+        self._attend = causal_attention(self._positions, source.config.windows)
         self._layer = 0
         self._pending: nn.Module | None = None
 
@@ -162,7 +162,7 @@ class BlockQuantizer:
                 already found them; they are then passed through.
         """
         config = self._source.config
-        with unfilled():
+        with meta_init():
             floats, seen = Block(config, self._layer), Block(config, self._layer)
         results: dict[str, Result] = {}
         for site in self._sites():
@@ -227,14 +227,14 @@ class BlockQuantizer:
         names = {BLOCK_PREFIX.format(self._layer) + module: module for module in site.modules}
         return {name: module for name, module in names.items() if name in self._schemes}
 
-    def _run(self, site: Site, floats: Block, seen: Block, *, gather: bool) -> InputStatistics | None:
+    def _run(self, site: Site, floats: Block, seen: Block, *, gather: bool) -> HessianAccumulator | None:
         """Take both streams through a site; what its inputs were like, if asked for."""
         first = floats.get_submodule(site.modules[0])
         assert isinstance(first, nn.Linear)
         statistics = None
         if gather:
             drift_width = first.out_features if site.writes else first.in_features
-            statistics = InputStatistics(first.in_features, drift_width, self._device)
+            statistics = HessianAccumulator(first.in_features, drift_width, self._device)
         for index in range(self._batches):
             x = self._take("seen", index)
             if self._pending is not None:
@@ -260,7 +260,7 @@ class BlockQuantizer:
         return statistics
 
     def _solve(
-        self, site: Site, wanted: Mapping[str, str], floats: Block, statistics: InputStatistics
+        self, site: Site, wanted: Mapping[str, str], floats: Block, statistics: HessianAccumulator
     ) -> dict[str, Result]:
         """Quantize the modules of a site, those of one scheme together."""
         by_scheme: dict[QuantScheme, list[str]] = defaultdict(list)
@@ -284,7 +284,7 @@ class BlockQuantizer:
         return results
 
     def _solve_stacked(
-        self, weights: Mapping[QuantScheme, Tensor], statistics: InputStatistics, *, outputs: bool
+        self, weights: Mapping[QuantScheme, Tensor], statistics: HessianAccumulator, *, outputs: bool
     ) -> dict[QuantScheme, tuple[QuantTensor, GptqReport]]:
         """GPTQ on all rows [O, I] of each scheme; of several processes each solves its share of them.
 

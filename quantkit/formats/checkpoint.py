@@ -11,13 +11,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from quantkit.config import ModelConfig
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.naming import entries
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.naming import entries
-from quantkit.part import Part
-from quantkit.qtensor import QuantTensor
-from quantkit.scheme import QuantScheme
-from quantkit.source import SourceFile
+from quantkit.formats.source import SourceFile
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.tensor_slice import TensorSlice
 
 FLOAT_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DTYPE_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
@@ -70,7 +70,7 @@ class Checkpoint(Protocol):
         """Shape, dtype and scheme, from headers alone."""
         ...
 
-    def load(self, name: str, part: Part | None = None) -> Tensor | QuantTensor:
+    def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
         """One tensor, or a part of it, in canonical layout and in memory of its own."""
         ...
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from quantkit.formats.tensor_file import StoredTensor
-from quantkit.part import Part
-from quantkit.qtensor import QuantTensor, pack_int32, unpack_int32
-from quantkit.scheme import QuantScheme
+from quantkit.tensors.qtensor import QuantTensor, pack_int32, unpack_int32
+from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.tensor_slice import TensorSlice
 
 PACKED, SCALE, SHAPE, ZERO = "weight_packed", "weight_scale", "weight_shape", "weight_zero_point"
 
@@ -84,7 +84,10 @@ def encode(value: QuantTensor) -> list[Tensor]:
 
 
 def decode(
-    scheme: QuantScheme, shape: tuple[int, int], get: Callable[[str, Part | None], Tensor], part: Part | None = None
+    scheme: QuantScheme,
+    shape: tuple[int, int],
+    get: Callable[[str, TensorSlice | None], Tensor],
+    part: TensorSlice | None = None,
 ) -> QuantTensor:
     """Read a module's tensors back, or only a part of its rows or columns.
 
@@ -105,7 +108,7 @@ def decode(
     (start, stop), per_word = part.ranges[0], 32 // scheme.bits
     unit = scheme.group_size or per_word  # groups are whole words
     first, last = start // unit * unit, min(-(-stop // unit) * unit, columns)
-    words = get(PACKED, Part(1, ((first // per_word, -(-last // per_word)),)))
+    words = get(PACKED, TensorSlice(1, ((first // per_word, -(-last // per_word)),)))
     scale = get(SCALE, None)
     if scheme.group_size is not None:
         scale = scale[:, first // unit : last // unit]

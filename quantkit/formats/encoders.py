@@ -15,16 +15,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from quantkit.config import ModelConfig
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.naming import Entry, entries
 from quantkit.errors import RequestError
 from quantkit.formats import compressed_tensors as ct
 from quantkit.formats.meta import to_interleaved
 from quantkit.formats.pth_encoder import PthEncoder
 from quantkit.formats.safetensors_io import build_header
 from quantkit.formats.tensor_file import StoredTensor
-from quantkit.naming import Entry, entries
-from quantkit.qtensor import QuantTensor
-from quantkit.scheme import QuantScheme
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.scheme import QuantScheme
 
 Chunk = tuple[str, bytes | memoryview]
 

@@ -10,18 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quantkit.config import ModelConfig, config_to_hf
+from quantkit.architectures.config import ModelConfig, config_to_hf
+from quantkit.architectures.meta_params import config_to_meta
+from quantkit.architectures.naming import linear_columns
 from quantkit.data.files import gate_texts
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.formats import compressed_tensors as ct
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.staging import partial_folder
-from quantkit.meta_config import config_to_meta
-from quantkit.naming import linear_columns
-from quantkit.scheme import QuantScheme
-from quantkit.tokenizer import Tokenizer, load_tokenizer, original_tokenizer
-from quantkit.tokenizer_compare import first_difference, vocabulary_texts
-from quantkit.tokenizer_export import export_json
+from quantkit.tensors.scheme import QuantScheme
+from quantkit.text.compare import first_difference, vocabulary_texts
+from quantkit.text.export import export_json
+from quantkit.text.tokenizer import Tokenizer, load_tokenizer, original_tokenizer
 
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",

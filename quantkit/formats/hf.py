@@ -13,19 +13,19 @@ from typing import Any
 
 from torch import Tensor
 
-from quantkit.config import config_from_hf, config_to_hf
+from quantkit.architectures.config import config_from_hf, config_to_hf
+from quantkit.architectures.naming import entries, linear_columns, split_derived
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats import compressed_tensors as ct
 from quantkit.formats import pth_io, safetensors_io
 from quantkit.formats.checkpoint import TensorInfo, require_complete
 from quantkit.formats.quantized_modules import read_schemes
+from quantkit.formats.source import SourceFile
 from quantkit.formats.tensor_file import StoredTensor, TensorFile, same_tensor
 from quantkit.json_values import read_json, read_settings, shown
-from quantkit.naming import entries, linear_columns, split_derived
-from quantkit.part import Part
-from quantkit.qtensor import QuantTensor
-from quantkit.scheme import QuantScheme
-from quantkit.source import SourceFile
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.tensor_slice import TensorSlice
 
 _STEMS = {"safetensors": "model", "bin": "pytorch_model"}
 _NOT_CARRIED = {"quantization_config", "dtype", "rope_scaling", "_name_or_path", "auto_map"}
@@ -75,7 +75,7 @@ class HFCheckpoint:
         homes = {home.source for home in self._home.values()}
         return [*sorted(homes, key=lambda home: home.path), *self._settings]
 
-    def load(self, name: str, part: Part | None = None) -> Tensor | QuantTensor:
+    def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
         """One tensor, or a part of it."""
         info = self._infos[name]
         if info.scheme is None:

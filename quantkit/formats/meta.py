@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.config import MOST_HEADS, MOST_WIDTH, ModelConfig
+from quantkit.architectures.config import MOST_HEADS, MOST_WIDTH, ModelConfig
+from quantkit.architectures.meta_params import assumed_rope_factor, config_from_meta
+from quantkit.architectures.naming import TABLE, Entry, entries, split_derived
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats import pth_io
 from quantkit.formats.checkpoint import DTYPE_NAMES, TensorInfo, raise_unexpected, require_complete
+from quantkit.formats.source import SourceFile
 from quantkit.formats.tensor_file import StoredTensor, TensorFile, same_tensor
 from quantkit.json_values import Settings, read_settings
-from quantkit.meta_config import assumed_rope_factor, config_from_meta
-from quantkit.naming import TABLE, Entry, entries, split_derived
-from quantkit.part import Part
-from quantkit.source import SourceFile
-from quantkit.tokenizer import load_tokenizer
+from quantkit.tensors.tensor_slice import TensorSlice
+from quantkit.text.tokenizer import load_tokenizer
 
 _SHARD = re.compile(r"consolidated\.(\d+)\.pth")
 
@@ -85,7 +85,7 @@ class MetaCheckpoint:
     def files(self) -> list[SourceFile]:
         return [*(shard.source for shard in self._shards), self._params]
 
-    def load(self, name: str, part: Part | None = None) -> Tensor:
+    def load(self, name: str, part: TensorSlice | None = None) -> Tensor:
         """One tensor, or a part of it, joined from its shards, in canonical layout; a part of rotary
         rows is of whole heads.
 
@@ -207,7 +207,7 @@ class MetaCheckpoint:
         for rank, shard in enumerate(self._shards):
             for part in shard.row_parts(output):
                 (start, stop), first = part.ranges[0], rank * rows
-                same_rows = Part(0, ((first + start, first + stop),))
+                same_rows = TensorSlice(0, ((first + start, first + stop),))
                 whole_rows = torch.cat([other.read(embedding, same_rows) for other in self._shards], 1)
                 if not torch.equal(shard.read(output, part), whole_rows):
                     return False
@@ -251,7 +251,7 @@ class MetaCheckpoint:
         one_each = self._shapes[self._meta_name(entry)][0] == self.config.head_dim
         return shards // heads if one_each and shards > heads and shards % heads == 0 else 1
 
-    def _require_equal(self, name: str, one: TensorFile, other: TensorFile, part: Part | None) -> None:
+    def _require_equal(self, name: str, one: TensorFile, other: TensorFile, part: TensorSlice | None) -> None:
         if not torch.equal(one.read(name, part), other.read(name, part)):
             raise CheckpointError(
                 f"tensor '{name}' must be the same in every shard that holds it and is not", path=self.path,
@@ -260,14 +260,14 @@ class MetaCheckpoint:
 
 
 def _overlaps(
-    pieces: list[list[TensorFile]], size: int, part: Part
-) -> list[tuple[list[TensorFile], Part | None]]:  # fmt: skip
+    pieces: list[list[TensorFile]], size: int, part: TensorSlice
+) -> list[tuple[list[TensorFile], TensorSlice | None]]:  # fmt: skip
     """What a part takes of pieces of one size along its axis."""
-    found: list[tuple[list[TensorFile], Part | None]] = []
+    found: list[tuple[list[TensorFile], TensorSlice | None]] = []
     for start, stop in part.ranges:
         for index in range(start // size, -(-stop // size)):
             low, high = max(start - index * size, 0), min(stop - index * size, size)
-            found.append((pieces[index], Part(part.axis, ((low, high),))))
+            found.append((pieces[index], TensorSlice(part.axis, ((low, high),))))
     return found
 
 

@@ -18,10 +18,10 @@ from typing import Any
 
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.pickles import MAX_BYTES, Other, Reference, Unpickler, damaged
-from quantkit.formats.sniff import open_weights
+from quantkit.formats.placeholder import open_weights
+from quantkit.formats.source import SourceFile
 from quantkit.formats.tensor_file import TensorFile, View
 from quantkit.formats.zip_records import ZipRecords, has_directory
-from quantkit.source import SourceFile
 
 _MAGIC, _VERSION = 0x1950A86A20F9469CFC6C, 1001  # of files before the zip
 _LOCAL = struct.Struct("<IHHHHHIIIHH")

@@ -9,7 +9,7 @@ from typing import Any
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.targets import NO_MATCH, Deadline, Targets
 from quantkit.json_values import Settings, shown
-from quantkit.scheme import QuantScheme
+from quantkit.tensors.scheme import QuantScheme
 
 _KEY = "quantization_config"
 _MOST_GROUPS = 64

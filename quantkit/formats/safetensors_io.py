@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 
 from quantkit.errors import CheckpointError
-from quantkit.formats.sniff import open_weights
+from quantkit.formats.placeholder import open_weights
 from quantkit.formats.tensor_file import StoredTensor, TensorFile, View, contiguous_strides, sizes, whole_number
 
 DTYPES = {

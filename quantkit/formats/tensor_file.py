@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError
-from quantkit.part import Part
-from quantkit.source import SourceFile
+from quantkit.formats.source import SourceFile
+from quantkit.tensors.tensor_slice import TensorSlice
 
 _BUFFER = 1 << 23  # bytes that are read at a time where they are not all wanted
 _MAX_DIMS = 64  # of torch
@@ -51,7 +51,7 @@ class View:
         shape = (*self.shape[:axis], length, *self.shape[axis + 1 :])
         return replace(self, start=self.start + start * self.stride[axis] * self.dtype.itemsize, shape=shape)
 
-    def of(self, part: Part | None) -> list[View]:
+    def of(self, part: TensorSlice | None) -> list[View]:
         """A part, range by range."""
         if part is None:
             return [self]
@@ -89,7 +89,7 @@ class TensorFile:
     def path(self) -> Path:
         return self.source.path
 
-    def read(self, name: str, part: Part | None = None) -> Tensor:
+    def read(self, name: str, part: TensorSlice | None = None) -> Tensor:
         """A tensor, or a part of it.
 
         Raises:
@@ -103,7 +103,7 @@ class TensorFile:
         self.read_into(target, name, part)
         return target
 
-    def read_into(self, target: Tensor, name: str, part: Part | None = None) -> None:
+    def read_into(self, target: Tensor, name: str, part: TensorSlice | None = None) -> None:
         """Fill a tensor of the right shape and dtype, contiguous or not.
 
         Raises:
@@ -117,12 +117,12 @@ class TensorFile:
                 self._fill(target.narrow(part.axis, start, view.shape[part.axis]), view)
                 start += view.shape[part.axis]
 
-    def row_parts(self, name: str) -> Iterator[Part]:
+    def row_parts(self, name: str) -> Iterator[TensorSlice]:
         """A tensor's rows, a few megabytes at a time."""
         rows, *rest = self.tensors[name].shape
         step = max(1, _BUFFER // max(1, math.prod(rest) * self.tensors[name].dtype.itemsize))
         for start in range(0, rows, step):
-            yield Part(0, ((start, min(start + step, rows)),))
+            yield TensorSlice(0, ((start, min(start + step, rows)),))
 
     def _fill(self, target: Tensor, view: View) -> None:
         if target.numel() == 0:

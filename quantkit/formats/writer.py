@@ -17,7 +17,7 @@ from quantkit.formats.journal import SafePoint
 from quantkit.formats.own_folder import not_ours
 from quantkit.formats.sink import Sink
 from quantkit.formats.staging import Staging
-from quantkit.qtensor import QuantTensor
+from quantkit.tensors.qtensor import QuantTensor
 
 _CHECKPOINT_BYTES = 256 << 20
 _KEEPS = (DestinationError, QualityError, ResumeError)

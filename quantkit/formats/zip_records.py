@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.pickles import damaged
-from quantkit.source import Checksum, SourceFile
+from quantkit.formats.source import Checksum, SourceFile
 
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _LOCAL_SIGNATURE = 0x04034B50

@@ -11,10 +11,10 @@ from typing import Any
 import yaml
 
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.jobs.gate import Gate
-from quantkit.jobs.windows import WINDOW
 from quantkit.json_values import read_json
-from quantkit.scheme import QuantScheme
+from quantkit.quality.gate import Gate
+from quantkit.quality.windows import WINDOW
+from quantkit.tensors.scheme import QuantScheme
 
 NAME = "README.md"
 _CARRIED = ("license", "license_name", "license_link", "language", "datasets")

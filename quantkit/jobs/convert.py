@@ -8,17 +8,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quantkit.architectures.naming import entries
 from quantkit.errors import RequestError, UnsupportedError
-from quantkit.finite import checked_cast
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.encoders import Encoder, MetaEncoder, Planned, SafetensorsEncoder
 from quantkit.formats.folder import checked_tokenizer, hf_side_files, meta_side_files, require_new_names
 from quantkit.formats.staging import require_name
 from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, write
-from quantkit.naming import entries
 from quantkit.progress import Progress, silent
-from quantkit.qtensor import QuantTensor
+from quantkit.tensors.finite import checked_cast
+from quantkit.tensors.qtensor import QuantTensor
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from quantkit import manifest
 from quantkit.errors import CheckpointError
+from quantkit.formats import manifest
 from quantkit.formats.checkpoint import DTYPE_NAMES, Checkpoint, TensorInfo, parameters
 from quantkit.formats.compressed_tensors import stored
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
-from quantkit.tokenizer import Tokenizer
+from quantkit.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

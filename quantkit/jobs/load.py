@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from quantkit.distributed.group import Group
+from quantkit.distributed.sharded import shard
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
-from quantkit.parallel.group import Group
-from quantkit.parallel.sharded import shard
-from quantkit.parallel.xla.require import require_packages
 from quantkit.progress import Progress, silent
-from quantkit.tokenizer import Tokenizer, load_tokenizer
+from quantkit.text.tokenizer import Tokenizer, load_tokenizer
+from quantkit.xla.require import require_packages
 
 if TYPE_CHECKING:
-    from quantkit.parallel.xla.engine import XlaModel
+    from quantkit.xla.engine import XlaModel
 
 
 def load(
@@ -70,7 +70,7 @@ def load_xla(
         QuantkitError: of the kind that says what is wrong.
     """
     require_packages()
-    from quantkit.parallel.xla.engine import model_on_devices
+    from quantkit.xla.engine import model_on_devices
 
     checkpoint = open_checkpoint(path, weights)
     tokenizer, _ = checked_tokenizer(checkpoint)

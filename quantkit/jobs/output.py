@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit import manifest
 from quantkit.errors import CheckpointError, DestinationError
+from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, parameters
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.encoders import Encoder, Planned
 from quantkit.formats.safetensors_io import require_readable
 from quantkit.formats.writer import CheckpointWriter
-from quantkit.jobs.source_check import SourceCheck, check_source
 from quantkit.progress import Progress
-from quantkit.qtensor import QuantTensor
+from quantkit.quality.source_check import SourceCheck, check_source
+from quantkit.tensors.qtensor import QuantTensor
 from quantkit.version import __version__
 
 SHARD_BYTES = 2 << 30

@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.naming import entries
 from quantkit.calibration.data import Calibration
-from quantkit.config import ModelConfig
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.encoders import Planned
 from quantkit.formats.folder import checked_tokenizer, require_new_names
 from quantkit.formats.staging import require_name
-from quantkit.jobs.assignment import Assignment
-from quantkit.naming import entries
-from quantkit.scheme import QuantPlan, QuantScheme
-from quantkit.tokenizer import Tokenizer
+from quantkit.jobs.scheme_map import SchemeMap
+from quantkit.tensors.scheme import QuantScheme, Recipe
+from quantkit.text.tokenizer import Tokenizer
 
 
 def prepare(
-    src: str | Path, dst: Path, plan: str | QuantScheme | QuantPlan, *, keep: Iterable[str], strict: bool,
+    src: str | Path, dst: Path, plan: str | QuantScheme | Recipe, *, keep: Iterable[str], strict: bool,
     weights: str | None,
-) -> tuple[Checkpoint, Assignment, Tokenizer | None, list[str]]:  # fmt: skip
+) -> tuple[Checkpoint, SchemeMap, Tokenizer | None, list[str]]:  # fmt: skip
     """Open a source of floats and assign the schemes; with notes for the user.
 
     Raises:
@@ -37,7 +37,7 @@ def prepare(
             "the source is quantized already", path=source.path, found=str(next(iter(already.values()))),
             hint="start from the float model",
         )  # fmt: skip
-    assignment = Assignment.of(_as_plan(plan).keeping(keep), source.config)
+    assignment = SchemeMap.of(_as_plan(plan).keeping(keep), source.config)
     assigned = assignment.schemes
     misfits = assignment.misfit_lines()
     if misfits and strict:
@@ -62,10 +62,10 @@ def planned_tensors(source: Checkpoint, assigned: Mapping[str, QuantScheme]) -> 
     ]
 
 
-def _as_plan(plan: str | QuantScheme | QuantPlan) -> QuantPlan:
-    if isinstance(plan, QuantPlan):
+def _as_plan(plan: str | QuantScheme | Recipe) -> Recipe:
+    if isinstance(plan, Recipe):
         return plan
-    return QuantPlan(QuantScheme.parse(plan) if isinstance(plan, str) else plan)
+    return Recipe(QuantScheme.parse(plan) if isinstance(plan, str) else plan)
 
 
 def too_few_tokens(drawn: Calibration, config: ModelConfig) -> list[str]:

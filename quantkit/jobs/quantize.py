@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
+from quantkit.architectures.naming import entries
 from quantkit.calibration.layers import GptqSolver, LayerSolver, solve_rtn
 from quantkit.calibration.pipeline import activation_bytes
 from quantkit.calibration.ranks import Ranks
 from quantkit.errors import NonFiniteError
-from quantkit.finite import all_finite, checked_cast
 from quantkit.formats.checkpoint import DTYPE_NAMES, FLOAT_DTYPES
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.encoders import Planned, SafetensorsEncoder
@@ -20,20 +20,20 @@ from quantkit.formats.folder import hf_side_files
 from quantkit.formats.staging import SCRATCH, partial_folder
 from quantkit.jobs.card import NAME as CARD
 from quantkit.jobs.card import model_card
-from quantkit.jobs.gate import require_passed, run_gate
 from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, write
 from quantkit.jobs.prepare import planned_tensors, prepare, too_few_tokens
 from quantkit.jobs.settings import gptq_settings
-from quantkit.naming import entries
 from quantkit.progress import Progress, silent
-from quantkit.qtensor import QuantTensor, relative_error
-from quantkit.scheme import QuantPlan, QuantScheme
+from quantkit.quality.gate import require_passed, run_gate
+from quantkit.tensors.finite import all_finite, checked_cast
+from quantkit.tensors.qtensor import QuantTensor, relative_error
+from quantkit.tensors.scheme import QuantScheme, Recipe
 
 
 def quantize(
     src: str | Path,
     dst: str | Path,
-    plan: str | QuantScheme | QuantPlan,
+    plan: str | QuantScheme | Recipe,
     *,
     method: str = "rtn",
     calibration: str | Path | None = None,

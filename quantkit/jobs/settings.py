@@ -14,7 +14,7 @@ from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.jobs.defaults import ACTIVATION_MEMORY, MOST_LENGTH, SAMPLES, SEED
 from quantkit.model.device import usable_device
-from quantkit.tokenizer import Tokenizer
+from quantkit.text.tokenizer import Tokenizer
 
 METHODS = ("rtn", "gptq")
 

@@ -16,12 +16,12 @@ from quantkit.model.cache import KVCache, cached_floats
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Layer, queries [B, H, T, Dh], keys and values [B, K, T, Dh] to mixed values [B, T, H * Dh]."""
 
-Lookup = Callable[[Tensor, Tensor, Tensor, Tensor, int | None], Tensor]
+CachedAttention = Callable[[Tensor, Tensor, Tensor, Tensor, int | None], Tensor]
 """Queries [B, H, T, Dh], cached keys and values [B, K, S, Dh] as stored, the queries' positions [T] and
 the window to mixed values [B, T, H * Dh]; each query sees the positions up to its own."""
 
 
-def among_own(positions: Tensor, windows: Sequence[int | None]) -> Attend:
+def causal_attention(positions: Tensor, windows: Sequence[int | None]) -> Attend:
     """Each of the tokens at rising positions [T] sees itself and those before it."""
     masks = {window: _own_mask(positions, window) for window in set(windows)}
 
@@ -35,9 +35,9 @@ def among_own(positions: Tensor, windows: Sequence[int | None]) -> Attend:
     return attend
 
 
-def among_own_into(cache: KVCache, positions: Tensor, windows: Sequence[int | None]) -> Attend:
-    """As `among_own`, for the first tokens there are; keys and values go into the cache."""
-    own = among_own(positions, windows)
+def causal_attention_into(cache: KVCache, positions: Tensor, windows: Sequence[int | None]) -> Attend:
+    """As `causal_attention`, for the first tokens there are; keys and values go into the cache."""
+    own = causal_attention(positions, windows)
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         cache.update(layer, positions, keys, values)
@@ -46,7 +46,9 @@ def among_own_into(cache: KVCache, positions: Tensor, windows: Sequence[int | No
     return attend
 
 
-def over_cache(cache: KVCache, positions: Tensor, windows: Sequence[int | None], lookup: Lookup) -> Attend:
+def cached_attention(
+    cache: KVCache, positions: Tensor, windows: Sequence[int | None], lookup: CachedAttention
+) -> Attend:
     """Each token sees all that the cache holds up to it."""
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -56,20 +58,20 @@ def over_cache(cache: KVCache, positions: Tensor, windows: Sequence[int | None],
     return attend
 
 
-def masked_lookup(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None) -> Tensor:
-    """A `Lookup` through torch, over the whole cache."""
+def masked_attention(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None) -> Tensor:
+    """A `CachedAttention` through torch, over the whole cache."""
     mask = _causal_mask(positions, torch.arange(keys.shape[2], device=positions.device), window)
     keys, values = cached_floats(keys, queries.dtype), cached_floats(values, queries.dtype)
     mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
     return mixed.transpose(1, 2).flatten(2)
 
 
-def for_few(lookup: Lookup, most: int) -> Lookup:
-    """A `Lookup` that is good for so many tokens at a time, with torch's for more."""
+def for_few(lookup: CachedAttention, most: int) -> CachedAttention:
+    """A `CachedAttention` that is good for so many tokens at a time, with torch's for more."""
 
     def chosen(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None) -> Tensor:
         few = queries.shape[2] <= most
-        return (lookup if few else masked_lookup)(queries, keys, values, positions, window)
+        return (lookup if few else masked_attention)(queries, keys, values, positions, window)
 
     return chosen
 

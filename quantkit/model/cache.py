@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantkit.config import ModelConfig
+from quantkit.architectures.config import ModelConfig
 
 _MOST = 127
 _SCALE_BYTES = 4

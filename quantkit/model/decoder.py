@@ -15,8 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quantkit.config import ModelConfig
-from quantkit.model.attention import Attend, Lookup, among_own, among_own_into, masked_lookup, over_cache
+from quantkit.architectures.config import ModelConfig
+from quantkit.model.attention import (
+    Attend,
+    CachedAttention,
+    cached_attention,
+    causal_attention,
+    causal_attention_into,
+    masked_attention,
+)
 from quantkit.model.cache import KVCache
 from quantkit.model.product import Product, product
 from quantkit.model.rope import Rotary, rotate
@@ -155,7 +162,7 @@ class Decoder(nn.Module):
         if not config.tied_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rotary = Rotary(config)
-        self.lookup: Lookup = masked_lookup
+        self.lookup: CachedAttention = masked_attention
         self.linear: Product = product
         self.blocks: Blocks | None = None
         self.alone: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -189,10 +196,10 @@ class Decoder(nn.Module):
     def _attend(self, positions: Tensor, cache: KVCache | None, *, first: bool) -> Attend:
         windows = self.config.windows
         if cache is None:
-            return among_own(positions, windows)
+            return causal_attention(positions, windows)
         if first:
-            return among_own_into(cache, positions, windows)
-        return over_cache(cache, positions, windows, self.lookup)
+            return causal_attention_into(cache, positions, windows)
+        return cached_attention(cache, positions, windows, self.lookup)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of hidden states [..., D], in their dtype: float32 where kernels do whole blocks, else the

@@ -7,19 +7,19 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from quantkit.distributed.sharded import Sharded
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, TensorInfo
 from quantkit.formats.detect import open_checkpoint
 from quantkit.memory import give_back
 from quantkit.model.decoder import Decoder
 from quantkit.model.device import usable_device
-from quantkit.model.faster import put_operations
-from quantkit.model.joint import Place, place
+from quantkit.model.fused_projections import Place, place
+from quantkit.model.install_kernels import install_kernels
+from quantkit.model.meta_init import meta_init
 from quantkit.model.qlinear import QuantLinear
-from quantkit.model.shared import connect_blocks, connect_ends
-from quantkit.model.unfilled import unfilled
-from quantkit.parallel.sharded import Sharded
-from quantkit.part import Part
-from quantkit.qtensor import QuantTensor
+from quantkit.model.tensor_parallel import connect_blocks, connect_ends
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.tensor_slice import TensorSlice
 
 _AT_ONCE = 1 << 25  # bytes
 BLOCK_PREFIX = "model.layers.{}."
@@ -46,13 +46,13 @@ def load_model(
     checkpoint = open_checkpoint(source) if isinstance(source, (str, Path)) else source
     device = usable_device(device)
     dtype = dtype or FLOAT_DTYPES[checkpoint.config.dtype]
-    with unfilled():
+    with meta_init():
         model = Decoder(checkpoint.config)
     fill(model, checkpoint, "", device, dtype, backend)
     model.rotary.to(device)
     if isinstance(checkpoint, Sharded):
         connect_blocks(model, checkpoint, "")
-    put_operations(model)
+    install_kernels(model)
     if isinstance(checkpoint, Sharded):
         connect_ends(model, checkpoint)
     return model.eval()
@@ -105,7 +105,9 @@ def _loaded(
     step = max(head, _AT_ONCE // max(1, copy[:1].nbytes) // head * head)
     for start in range(0, info.shape[0], step):
         ranges = ((start, min(start + step, info.shape[0])),)
-        copy[start : start + step] = _floats(checkpoint.load(name, Part(0, ranges) if step < info.shape[0] else None))
+        copy[start : start + step] = _floats(
+            checkpoint.load(name, TensorSlice(0, ranges) if step < info.shape[0] else None)
+        )
     return nn.Parameter(copy, requires_grad=False)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit.qtensor import QuantTensor, float_rows, row_chunks
+from quantkit.tensors.qtensor import QuantTensor, float_rows, row_chunks
 
 Product = Callable[[Tensor, Tensor], Tensor]
 """``x @ weight.T``, [..., I] to [..., O] in the dtype of x, whatever float dtype the weight has."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.kernels.dispatch import select_backend
-from quantkit.qtensor import QuantTensor
+from quantkit.tensors.qtensor import QuantTensor
 
 
 class QuantLinear(nn.Module):

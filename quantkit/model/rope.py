@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from quantkit.config import ModelConfig
-from quantkit.rope_config import RopeConfig
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.rope import RopeConfig
 
 
 class Rotary(nn.Module):

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from quantkit.errors import RequestError
-from quantkit.finite import finite_logits
 from quantkit.model.decoder import Decoder
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.request import checked_length
 from quantkit.runtime.sampling import SamplingParams, agreed, sample
+from quantkit.tensors.finite import finite_logits
 
 
 def generate(

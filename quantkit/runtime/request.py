@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quantkit.config import ModelConfig
+from quantkit.architectures.config import ModelConfig
 from quantkit.errors import RequestError
 
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quantkit.distributed.collectives import group_of
 from quantkit.errors import RequestError
-from quantkit.parallel.collectives import group_of
 
 _LEAST_TEMPERATURE = 1e-6  # below this, float32 leaves nothing but the likeliest tokens
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import RequestError
-from quantkit.finite import finite_logits
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
 from quantkit.runtime.request import checked_length
 from quantkit.runtime.sampling import SamplingParams, agreed, probabilities
+from quantkit.tensors.finite import finite_logits
 
 DRAFT_TOKENS = 4
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from quantkit.tokenizer import Tokenizer
+from quantkit.text.tokenizer import Tokenizer
 
 _UNFINISHED = "\ufffd"
 _WINDOW = 16

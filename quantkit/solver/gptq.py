@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import NonFiniteError
-from quantkit.qtensor import QuantTensor
-from quantkit.scheme import QuantScheme
 from quantkit.solver.grid import search_scales
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.scheme import QuantScheme
 
 DAMPING = 0.01
 _MOST_DAMPING = 1.0

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from quantkit.scheme import QuantScheme
+from quantkit.tensors.scheme import QuantScheme
 
 _COARSE = tuple(1.05 - 0.05 * step for step in range(14))  # 1 is among them
 _FINE = (-0.025, -0.0125, 0.0125, 0.025)

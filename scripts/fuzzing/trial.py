@@ -22,7 +22,7 @@ from quantkit.cli.main import main
 from quantkit.errors import QuantkitError
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
-from quantkit.qtensor import QuantTensor
+from quantkit.tensors.qtensor import QuantTensor
 
 DOCUMENTED = {0, 2, 3, 4, 5, 6, 7, 8, 10, 11}
 ORACLE_PHASE = b"reading"

@@ -1,0 +1,197 @@
+"""Meta's ``params.json``: read into a `ModelConfig`, and written from one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from quantkit.architectures.config import (
+    LEAST_EPS,
+    MOST_CONTEXT,
+    MOST_EPS,
+    MOST_HEADS,
+    MOST_LAYERS,
+    MOST_WIDTH,
+    ModelConfig,
+)
+from quantkit.architectures.rope import LEAST_THETA, MOST_THETA, SCALE, RopeConfig
+from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.json_values import Settings, shown
+
+_KNOWN = {
+    "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size",
+    "multiple_of", "ffn_dim_multiplier", "norm_eps", "rope_theta", "use_scaled_rope",
+    "rope_scaling_factor", "max_seq_len", "max_batch_size", "model_parallel_size",
+}  # fmt: skip
+# Llama 3.1 stretches by 8; Llama 3.2's text models (1B and 3B) by 32. Their params.json
+# says neither, and width tells them apart: 3.1 starts at 4096.
+_LLAMA_31_MIN_WIDTH = 4096
+_SCALED_ROPE_ORIGINAL_CONTEXT = 8192
+
+
+def config_from_meta(
+    params: Mapping[str, Any],
+    path: object,
+    *,
+    vocab_size: int,
+    intermediate_size: int,
+    tied_embeddings: bool,
+    dtype: str,
+) -> ModelConfig:
+    """Read Meta's params.json; vocabulary and feed-forward width come from the tensors.
+
+    ``vocab_size`` in the file may be -1 (Llama 2), and the feed-forward width is
+    there only as a formula, so both are taken from the shapes.
+
+    Raises:
+        CheckpointError: if a key is missing or contradicts the tensors.
+        UnsupportedError: for keys whose meaning quantkit does not know.
+    """
+    settings = Settings(params, path)
+    where = settings.path
+    if "hidden_size" in params or "model_type" in params:
+        raise CheckpointError(
+            "holds Hugging Face keys", path=where, found="'hidden_size'", expected="Meta's 'dim'",
+            hint="a config.json renamed to params.json? rename it back",
+        )  # fmt: skip
+    for key in ("quantization_args", "lora_args"):
+        if params.get(key):
+            raise UnsupportedError(f"the checkpoint is quantized already ({key})", path=where)
+    if "moe" in params or "vision_chunk_size" in params:
+        raise UnsupportedError("mixture-of-experts and vision models are not supported", path=where)
+    if unknown := sorted(set(params) - _KNOWN - {"quantization_args", "lora_args"}):
+        raise UnsupportedError("unknown keys", path=where, found=shown(unknown))
+    stated = settings.whole("vocab_size", -1, MOST_WIDTH) if settings.has("vocab_size") else -1
+    if stated not in (-1, vocab_size):
+        raise CheckpointError("vocab_size disagrees with the embedding", path=where, found=stated, expected=vocab_size)
+    heads, dim = settings.whole("n_heads", 1, MOST_HEADS), settings.whole("dim", 1, MOST_WIDTH)
+    layers = settings.whole("n_layers", 1, MOST_LAYERS)
+    norm_eps = settings.number("norm_eps", LEAST_EPS, MOST_EPS)
+    rope = _rope(settings, dim)
+    return ModelConfig(
+        architecture="llama",
+        vocab_size=vocab_size,
+        hidden_size=dim,
+        intermediate_size=intermediate_size,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=settings.whole("n_kv_heads", 1, MOST_HEADS) if settings.has("n_kv_heads") else heads,
+        head_dim=settings.whole("head_dim", 1, MOST_HEADS) if settings.has("head_dim") else dim // heads,
+        norm_eps=norm_eps,
+        rope=rope,
+        max_context=(
+            settings.whole("max_seq_len", 1, MOST_CONTEXT)
+            if settings.has("max_seq_len")
+            else _family_context(rope, norm_eps)
+        ),
+        tied_embeddings=tied_embeddings,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        windows=(None,) * layers,
+        dtype=dtype,
+        bos_token_id=None,
+        eos_token_ids=(),
+    ).validated(path)
+
+
+def config_to_meta(config: ModelConfig) -> dict[str, Any]:
+    """Meta's params.json for a model that the Meta format can hold.
+
+    Raises:
+        UnsupportedError: if the model has biases, q/k norms, sliding windows, a head
+            size or a rope scaling that Meta's format has no words for.
+    """
+    reasons = {
+        "attention or MLP biases": config.qkv_bias or config.output_bias or config.mlp_bias,
+        "q/k norms": config.qk_norm,
+        "sliding-window attention": any(w is not None for w in config.windows),
+        "a head size other than dim / n_heads": config.head_dim * config.num_heads != config.hidden_size,
+        f"{config.rope.type} rope scaling": not _meta_can_say(config.rope),
+    }
+    if lost := [name for name, present in reasons.items() if present]:
+        raise UnsupportedError(f"Meta's format cannot hold {', '.join(lost)}", hint="convert to 'hf' instead")
+    multiple_of, multiplier = _ffn_formula(config.hidden_size, config.intermediate_size)
+    params: dict[str, Any] = {
+        "dim": config.hidden_size,
+        "n_layers": config.num_layers,
+        "n_heads": config.num_heads,
+        "n_kv_heads": config.num_kv_heads,
+        "vocab_size": config.vocab_size,
+        "multiple_of": multiple_of,
+        "norm_eps": config.norm_eps,
+        "rope_theta": config.rope.theta,
+    }
+    if multiplier is not None:
+        params["ffn_dim_multiplier"] = multiplier
+    if config.rope.type == "llama3":
+        params["use_scaled_rope"] = True
+        params["rope_scaling_factor"] = config.rope.factor
+    if _family_context(config.rope, config.norm_eps) != config.max_context:
+        params["max_seq_len"] = config.max_context  # only where needed: Meta's own code passes it apart
+    return params
+
+
+def assumed_rope_factor(params: Mapping[str, Any], config: ModelConfig) -> float | None:
+    """The Llama 3 rope factor that had to be assumed, or None if the file says it."""
+    said = config.rope.type != "llama3" or params.get("rope_scaling_factor") is not None
+    return None if said else config.rope.factor
+
+
+def _rope(settings: Settings, dim: int) -> RopeConfig:
+    theta = settings.number("rope_theta", LEAST_THETA, MOST_THETA) if settings.has("rope_theta") else 10000.0
+    if not settings.flag("use_scaled_rope", False):
+        return RopeConfig(theta=theta)
+    assumed = 8.0 if dim >= _LLAMA_31_MIN_WIDTH else 32.0
+    key = "rope_scaling_factor"
+    return RopeConfig(
+        theta=theta,
+        type="llama3",
+        factor=settings.number(key, *SCALE) if settings.has(key) else assumed,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_context=_SCALED_ROPE_ORIGINAL_CONTEXT,
+    )
+
+
+def _meta_can_say(rope: RopeConfig) -> bool:
+    if rope.type == "default":
+        return True
+    return rope.type == "llama3" and (
+        (rope.low_freq_factor, rope.high_freq_factor, rope.original_context)
+        == (1.0, 4.0, _SCALED_ROPE_ORIGINAL_CONTEXT)
+    )
+
+
+def _family_context(rope: RopeConfig, norm_eps: float) -> int:
+    """Trained context in tokens; params.json rarely says it, so the family decides."""
+    if rope.type == "llama3":
+        return 131072
+    if rope.theta == 500000.0:
+        return 8192
+    if rope.theta == 1000000.0:
+        return 16384
+    return 2048 if norm_eps == 1e-6 else 4096
+
+
+def _ffn_hidden(dim: int, multiple_of: int, multiplier: float | None) -> int:
+    hidden = int(2 * (4 * dim) / 3)
+    if multiplier is not None:
+        hidden = int(multiplier * hidden)
+    return multiple_of * math.ceil(hidden / multiple_of)
+
+
+def _ffn_formula(dim: int, hidden: int) -> tuple[int, float | None]:
+    """``multiple_of`` and ``ffn_dim_multiplier`` with which Meta's formula gives `hidden`."""
+    powers = [1 << p for p in range(12, -1, -1)]
+    for multiple_of in (256, *powers):
+        if _ffn_hidden(dim, multiple_of, None) == hidden:
+            return multiple_of, None
+    for multiple_of in (256, *powers):
+        for tenths in range(1, 100):
+            if _ffn_hidden(dim, multiple_of, tenths / 10) == hidden:
+                return multiple_of, tenths / 10
+    # A multiplier half a unit above the target survives the truncation to int.
+    return 1, (hidden + 0.5) / int(2 * (4 * dim) / 3)

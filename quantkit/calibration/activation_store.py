@@ -1,0 +1,80 @@
+"""Calibration activations: in memory up to a budget, beyond it in files."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Hashable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quantkit.errors import DestinationError
+
+
+class ActivationStore:
+    """float32 tensors by key; what exceeds the budget lies in a folder of its own.
+
+    The folder is made when first needed and is gone after `close`.
+    """
+
+    def __init__(self, folder: Path, memory_bytes: int) -> None:
+        """
+        Args:
+            folder: where the files go; leftovers of a killed run there are removed.
+            memory_bytes: how much may be held in memory; each of several processes has this for
+                itself, for its share of the samples.
+        """
+        self._folder = folder
+        self._free = memory_bytes
+        self._held: dict[Hashable, Tensor] = {}
+        self._files: dict[Hashable, tuple[Path, torch.Size]] = {}
+        self._count = 0
+        self._made = False
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def put(self, key: Hashable, value: Tensor) -> None:
+        """Keep a tensor under a key that is not in use.
+
+        Raises:
+            DestinationError: if it does not fit in memory and cannot be written.
+        """
+        if value.nbytes <= self._free:
+            self._free -= value.nbytes
+            self._held[key] = value
+            return
+        path = self._folder / str(self._count)
+        self._count += 1
+        try:
+            if not self._made:
+                self._folder.mkdir(parents=True)  # not one that is there, which might be a link to elsewhere
+                self._made = True
+            _write(path, value)
+        except OSError as error:
+            raise DestinationError(
+                f"calibration activations cannot be written: {error.strerror or error}", path=self._folder,
+                hint="free some space, or give more --activation-memory, and repeat the command with --resume",
+            ) from error  # fmt: skip
+        self._files[key] = path, value.shape
+
+    def take(self, key: Hashable) -> Tensor:
+        """Give back a tensor and forget it."""
+        if key in self._held:
+            value = self._held.pop(key)
+            self._free += value.nbytes
+            return value
+        path, shape = self._files.pop(key)
+        value = torch.from_numpy(np.fromfile(path, dtype=np.float32)).view(shape)
+        path.unlink()
+        return value
+
+    def close(self) -> None:
+        """Forget everything and remove the folder."""
+        self._held.clear()
+        self._files.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _write(path: Path, value: Tensor) -> None:
+    value.contiguous().numpy().tofile(path)

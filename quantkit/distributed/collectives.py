@@ -1,0 +1,80 @@
+"""Where the processes of a group meet: traceable collectives, and the modules that call them.
+
+The operators beneath `torch.distributed._functional_collectives` are called: its functions change their
+names from one torch to the next.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quantkit.distributed.group import Group
+
+
+def summed(x: Tensor, group: Group) -> Tensor:
+    """The sum of all processes' tensors, with equal bits on all of them."""
+    operators = torch.ops._c10d_functional
+    total: Tensor = operators.wait_tensor(operators.all_reduce(x.contiguous(), "sum", group.name))
+    return total
+
+
+def gathered(x: Tensor, group: Group, width: int) -> Tensor:
+    """All processes' tensors [..., W] side by side, and of that the first columns: [..., width]."""
+    operators = torch.ops._c10d_functional
+    flat = x.reshape(-1, x.shape[-1])
+    stacked = operators.wait_tensor(operators.all_gather_into_tensor(flat.contiguous(), group.size, group.name))
+    joined: Tensor = stacked.view(group.size, *x.shape).movedim(0, -2).flatten(-2)
+    return joined[..., :width]
+
+
+def looked_up(tokens: Tensor, rows: Tensor, first_row: int, group: Group) -> Tensor:
+    """Embeddings [..., D] of tokens [...], of which this process has the rows from `first_row` on."""
+    own = tokens - first_row
+    elsewhere = (own < 0) | (own >= rows.shape[0])
+    found = F.embedding(own.masked_fill(elsewhere, 0), rows)
+    return summed(found.masked_fill(elsewhere.unsqueeze(-1), 0), group)
+
+
+class RowParallelLinear(nn.Module):
+    """A linear that has some of the inputs: what it and its counterparts give is added up."""
+
+    def __init__(self, own: nn.Module, group: Group) -> None:
+        super().__init__()
+        self.own = own
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        return summed(self.own(x), self.group)
+
+
+class ColumnParallelLinear(nn.Module):
+    """A linear that has some of the outputs, the last perhaps for filling up: all of them, [..., width]."""
+
+    def __init__(self, own: nn.Module, group: Group, width: int) -> None:
+        super().__init__()
+        self.own = own
+        self.group = group
+        self.width = width
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gathered(self.own(x), self.group, self.width)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """An embedding of which each process has some rows, `weight` [R, D] from `first_row` on."""
+
+    def __init__(self, weight: Tensor, first_row: int, group: Group) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.first_row = first_row
+        self.group = group
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return looked_up(tokens, self.weight, self.first_row, self.group)
+
+
+def group_of(model: nn.Module) -> Group | None:
+    """The group that shares a model; None where it is whole."""
+    return next((module.group for module in model.modules() if isinstance(module, VocabParallelEmbedding)), None)

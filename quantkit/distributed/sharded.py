@@ -1,0 +1,148 @@
+"""One process's slices of a checkpoint, as a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quantkit.architectures.naming import entries
+from quantkit.distributed.group import Group
+from quantkit.distributed.split import layout
+from quantkit.errors import CheckpointError
+from quantkit.formats import manifest
+from quantkit.formats.checkpoint import Checkpoint, TensorInfo, schemes
+from quantkit.formats.source import SourceFile
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.tensor_slice import TensorSlice
+from quantkit.version import __version__
+
+_SAMPLE = 1 << 20
+
+
+def shard(checkpoint: Checkpoint, group: Group) -> Sharded:
+    """This process's slices of a checkpoint that all processes of the group have.
+
+    Raises:
+        GroupError: if they have different ones; on all of them.
+        RequestError: if so many processes cannot share the model.
+    """
+    require_same_checkpoint(checkpoint, group)
+    return Sharded(checkpoint, group)
+
+
+def require_same_checkpoint(checkpoint: Checkpoint, group: Group) -> None:
+    """Go on only if all processes of the group have the same config, files and versions of the software.
+
+    Raises:
+        GroupError: on all of them, naming what differs.
+    """
+    facts: dict[str, object] = {"versions of quantkit and torch": f"{__version__} and {torch.__version__}"}
+    facts |= {f"config.{key}": value for key, value in vars(checkpoint.config).items()}
+    facts |= {f"contents of {file.path.name}": _contents(file) for file in checkpoint.files()}
+    facts["manifest"] = _manifest(checkpoint.path)
+    group.require_same(facts)
+
+
+class Sharded:
+    """A view of a checkpoint with one process's slices; of the file it reads only these.
+
+    The bias of a linear whose results are added up over the processes is the first's; the others see zeros.
+    ``config`` says what this process holds, but for the vocabulary, whose size is the model's.
+    """
+
+    def __init__(self, source: Checkpoint, group: Group) -> None:
+        """
+        Raises:
+            RequestError: if so many processes cannot share the model.
+        """
+        self._source = source
+        self.group = group
+        self._layout = layout(source.config, schemes(source), group.rank, group.size)
+        self._entries = {entry.name: entry for entry in entries(source.config)}
+        self.config = self._layout.config
+        self.path, self.format = source.path, source.format
+        self.extra_config: Mapping[str, Any] = source.extra_config
+        self.notes = source.notes
+
+    def names(self) -> list[str]:
+        return self._source.names()
+
+    def info(self, name: str) -> TensorInfo:
+        info, part = self._source.info(name), self._part(name)
+        if part is None:
+            return info
+        shape, scheme = list(info.shape), info.scheme
+        shape[part.axis] = max(part.size, self._rows(name))
+        if scheme is not None and part.axis == 1:
+            scheme = scheme.cut(*part.ranges[0])
+        return TensorInfo(tuple(shape), info.dtype, scheme)
+
+    def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
+        own = self._part(name)
+        if part is None or part.axis == 1 or len(part.ranges) > 1 or name.endswith(".bias"):
+            return self._own(name) if part is None else part.of_weight(self._own(name))
+        if own is None or own.axis == 1:
+            rows = self._source.load(name, part)
+            return rows if own is None else own.of_weight(rows)
+        start, stop = part.ranges[0]
+        there = min(stop, own.size)
+        if start >= there:
+            return part.of_weight(self._own(name))
+        rows = self._source.load(name, own.rows(start, there))
+        return rows if there == stop else _filled(rows, stop - there)
+
+    @property
+    def first_row(self) -> int:
+        """The first of this process's rows of the vocabulary."""
+        return self._layout.ranges["v"][0][0]
+
+    def files(self) -> list[SourceFile]:
+        return self._source.files()
+
+    def _own(self, name: str) -> Tensor | QuantTensor:
+        value = self._source.load(name, self._part(name))
+        if isinstance(value, Tensor) and name.endswith(".bias") and self._part(name) is None and not self.group.first:
+            return torch.zeros_like(value)
+        missing = self._rows(name) - value.shape[0]
+        return _filled(value, missing) if missing > 0 else value
+
+    def _part(self, name: str) -> TensorSlice | None:
+        return self._layout.part(self._entries[name])
+
+    def _rows(self, name: str) -> int:
+        """How many rows every process has of a tensor that goes by the vocabulary; 0 for others."""
+        return self._layout.vocabulary if self._entries[name].row.shape[0] == "v" else 0
+
+
+def _filled(value: Tensor | QuantTensor, rows: int) -> Tensor | QuantTensor:
+    """A weight with rows of zeros below."""
+
+    def fill(tensor: Tensor) -> Tensor:
+        return F.pad(tensor, (0, 0, 0, rows))
+
+    if isinstance(value, Tensor):
+        return fill(value)
+    zero = None if value.zero is None else fill(value.zero)
+    return QuantTensor(fill(value.codes), fill(value.scale), zero, value.scheme)
+
+
+def _contents(file: SourceFile) -> str:
+    """Size of a file, and the sha256 of its first and last MiB."""
+    digest = hashlib.sha256(file.read(0, min(file.size, _SAMPLE)))
+    last = max(file.size - _SAMPLE, 0)
+    digest.update(file.read(last, file.size - last))
+    return f"{file.size} bytes, {digest.hexdigest()[:12]}"
+
+
+def _manifest(folder: Path) -> object:
+    """The sha256 of all files as quantkit's manifest has them; None where there is none."""
+    try:
+        return manifest.read(folder)["files"]
+    except CheckpointError:
+        return None

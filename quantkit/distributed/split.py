@@ -1,0 +1,125 @@
+"""Which part of every tensor is one process's, by the naming table's shapes.
+
+Queries go by whole heads, evenly; keys and values by the heads that the queries need, so that a KV head
+lies on several processes where there are fewer of them than processes. The feed-forward width goes by
+whole groups of the down projections' schemes, as evenly as they go; where the fullest would get over
+an eighth more than its share, groups are halved, down to 32, and both halves keep the scale. The
+vocabulary goes by equal numbers of rows, the last process's filled up with zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.naming import Entry, entries
+from quantkit.errors import RequestError
+from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.tensor_slice import TensorSlice
+
+_CUT = "qkfv"  # sizes in the table that are shared out
+_LEAST_GROUP = 32  # that the CPU kernels take
+_UNEVEN = 1.125
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One process's share of a model.
+
+    Attributes:
+        config: the model's, with this process's heads, KV heads and feed-forward width.
+        ranges: of each size that is shared out, by its symbol in the naming table.
+        vocabulary: rows of the embedding and the head on every process, zeros among them.
+    """
+
+    config: ModelConfig
+    ranges: Mapping[str, tuple[tuple[int, int], ...]]
+    vocabulary: int
+
+    def part(self, entry: Entry) -> TensorSlice | None:
+        """The part of a tensor; None where it is whole on every process."""
+        for axis, symbol in enumerate(entry.row.shape):
+            if symbol in _CUT:
+                return TensorSlice(axis, self.ranges[symbol])
+        return None
+
+
+def layout(config: ModelConfig, schemes: Mapping[str, QuantScheme], rank: int, size: int) -> Layout:
+    """The share of process `rank` of `size`.
+
+    Args:
+        schemes: of the quantized modules.
+
+    Raises:
+        RequestError: if so many processes cannot share the model.
+    """
+    heads, width = config.num_heads // size, config.head_dim
+    if config.num_heads % size:
+        divisors = [n for n in range(1, config.num_heads + 1) if config.num_heads % n == 0]
+        raise RequestError(
+            "the processes do not divide the attention heads", found=f"{size} processes, {config.num_heads} heads",
+            expected=f"one of {', '.join(map(str, divisors))}",
+        )  # fmt: skip
+    shared = _kv_heads(range(rank * heads, (rank + 1) * heads), config.num_heads // config.num_kv_heads)
+    inner = _inner_range(config, schemes, rank, size)
+    rows = -(-config.vocab_size // size)
+    last = min((rank + 1) * rows, config.vocab_size)
+    if (size - 1) * rows >= config.vocab_size:
+        raise RequestError("there are too many processes for the vocabulary", found=size, expected=config.vocab_size)
+    own = replace(config, num_heads=heads, num_kv_heads=len(shared), intermediate_size=inner[1] - inner[0])
+    ranges = {
+        "q": ((rank * heads * width, (rank + 1) * heads * width),),
+        "k": _merged([(head * width, (head + 1) * width) for head in shared]),
+        "f": (inner,),
+        "v": ((rank * rows, last),),
+    }
+    return Layout(own, ranges, rows)
+
+
+def row_parallel_modules(config: ModelConfig) -> list[str]:
+    """The linears whose inputs are shared out, so that their results must be added up."""
+    return [entry.module for entry in entries(config) if entry.row.linear and entry.row.split == "columns"]
+
+
+def _kv_heads(queries: range, per_head: int) -> list[int]:
+    """The KV heads of some queries: each once if all serve equally many, else one for each query."""
+    counts = Counter(query // per_head for query in queries)
+    if len(set(counts.values())) == 1:
+        return list(counts)
+    return [query // per_head for query in queries]
+
+
+def _inner_range(config: ModelConfig, schemes: Mapping[str, QuantScheme], rank: int, size: int) -> tuple[int, int]:
+    """The range of the feed-forward width."""
+    width = config.intermediate_size
+    downs = [entry.module for entry in entries(config) if entry.row.linear and entry.row.shape == "df"]
+    sizes = [schemes[module].group_size for module in downs if module in schemes]
+    unit = math.lcm(*(group for group in sizes if group is not None))
+
+    def uneven(unit: int) -> bool:
+        units = width // unit
+        return -(-units // size) * size > _UNEVEN * units
+
+    while unit % (2 * _LEAST_GROUP) == 0 and uneven(unit):
+        unit //= 2
+    units = width // unit
+    if units < size:
+        raise RequestError(
+            "there are too many processes for the feed-forward width", found=size,
+            expected=f"at most {units}: {width} in groups of {unit}",
+        )  # fmt: skip
+    return rank * units // size * unit, (rank + 1) * units // size * unit
+
+
+def _merged(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The same indices in as few ranges as go."""
+    merged = ranges[:1]
+    for start, stop in ranges[1:]:
+        if start == merged[-1][1]:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return tuple(merged)

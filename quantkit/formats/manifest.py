@@ -1,0 +1,113 @@
+"""``quantkit.json``: what was made, from what, and the sha256 of every file.
+
+It holds no time and no path, so equal inputs give an equal file.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import CheckpointError
+from quantkit.formats.source import SourceFile
+from quantkit.json_values import read_json
+from quantkit.version import __version__
+
+NAME = "quantkit.json"
+FORMAT_VERSION = 1
+
+
+def build(
+    job: str,
+    source_format: str,
+    source_hashes: Mapping[str, str],
+    file_hashes: Mapping[str, str],
+    details: Mapping[str, Any],
+) -> bytes:
+    """The manifest's bytes."""
+    value = {
+        "format_version": FORMAT_VERSION,
+        "quantkit_version": __version__,
+        "job": job,
+        "source": {"format": source_format, "sha256": dict(source_hashes)},
+        **details,
+        "files": dict(file_hashes),
+    }
+    return json.dumps(value, indent=2).encode() + b"\n"
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The manifest of a folder.
+
+    Raises:
+        CheckpointError: if it is missing, is no manifest, or of a newer format.
+    """
+    value = read_json(folder / NAME)
+    files = value.get("files")
+    listed = isinstance(files, dict) and all(isinstance(digest, str) for digest in files.values())
+    if not isinstance(value.get("format_version"), int) or not listed:
+        raise CheckpointError("is not a quantkit manifest", path=folder / NAME)
+    if value["format_version"] > FORMAT_VERSION:
+        raise CheckpointError(
+            "was written by a newer quantkit",
+            path=folder / NAME,
+            found=value["format_version"],
+            expected=FORMAT_VERSION,
+        )
+    return value
+
+
+def file_sha256(path: Path) -> str:
+    """The sha256 of a file, in hexadecimal.
+
+    Raises:
+        CheckpointError: if it cannot be read.
+    """
+    return SourceFile(path).sha256()
+
+
+def identity(files: Iterable[SourceFile]) -> list[list[Any]]:
+    """What tells files from others, see `SourceFile.identity`."""
+    return [list(file.identity()) for file in files]
+
+
+class SourceHashes:
+    """The sha256 of source files, computed in the background while they are converted."""
+
+    def __init__(self, files: Iterable[SourceFile]) -> None:
+        self._files = list(files)
+        self._hashes: dict[str, str] = {}
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._work, name="quantkit-hash", daemon=True)
+        self._thread.start()
+
+    def result(self) -> dict[str, str]:
+        """Wait for the hashes.
+
+        Raises:
+            CheckpointError: if a file could not be read, is damaged, or changed since it was opened.
+        """
+        self._thread.join()
+        self.require_sound()
+        for file in self._files:
+            file.require_unchanged()
+        return self._hashes
+
+    def require_sound(self) -> None:
+        """Go on only if nothing is wrong so far.
+
+        Raises:
+            CheckpointError: if a file could not be read or is damaged.
+        """
+        if self._failure is not None:
+            raise self._failure
+
+    def _work(self) -> None:
+        try:
+            for file in self._files:
+                self._hashes[file.path.name] = file.sha256()
+        except Exception as error:  # for the thread that waits
+            self._failure = error

@@ -1,0 +1,253 @@
+"""What a conversion or a quantization will take, before it is begun: checks, memory, disk and time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.naming import entries, linear_columns
+from quantkit.calibration.pipeline import Effort, activation_bytes, batch_samples, followed_share
+from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint
+from quantkit.formats.encoders import Encoder, SafetensorsEncoder
+from quantkit.formats.folder import checked_tokenizer, hf_side_files
+from quantkit.formats.sink import IN_FLIGHT_BYTES
+from quantkit.formats.staging import partial_folder, require_absent, require_room_to_build, require_space
+from quantkit.jobs.convert import conversion
+from quantkit.jobs.output import SHARD_BYTES
+from quantkit.jobs.prepare import planned_tensors, prepare, too_few_tokens
+from quantkit.jobs.settings import gptq_settings
+from quantkit.memory import resident_bytes
+from quantkit.quality.measures import TOKENS_THROUGH_THE_HEAD
+from quantkit.quality.windows import measured_tokens, window_length
+from quantkit.solver.gptq import WEIGHTS_AT_ONCE
+from quantkit.tensors.scheme import QuantScheme, Recipe
+
+_LIBRARIES = 40 << 20  # what the mathematics libraries and threads set up once work begins
+_SOLVER_MATRICES = 10  # that the solver holds of the rows it is at
+_MANIFEST = 300  # bytes of quantkit.json for each linear layer
+_OF_ONE_SQUARE = 0.65  # of the products of a symmetric sum, what is computed
+_GUESSED_DISK_RATE = 5e8  # bytes a second through reading, hashing and writing; not measured here
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a command will take.
+
+    Attributes:
+        layers: number of linear layers by what becomes of them.
+        memory_bytes: peak of the process, in the phase named.
+        phase: of the peak.
+        device_bytes: peak on the GPU, if one computes.
+        disk_bytes: of the output.
+        scratch_bytes: on disk while it runs.
+        seconds: roughly, on this machine as busy as it is now.
+        source_check_tokens: of a text, on which the source is tried first; 0 where it is not.
+        notes: what the user should know.
+    """
+
+    layers: dict[str, int]
+    memory_bytes: int
+    phase: str
+    device_bytes: int
+    disk_bytes: int
+    scratch_bytes: int
+    seconds: float
+    source_check_tokens: int
+    notes: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """The report for people."""
+        kinds = ", ".join(f"{count} x {kind}" for kind, count in self.layers.items())
+        out = [
+            f"linear layers: {kinds}",
+            f"memory: {self.memory_bytes / 1e9:.2f} GB, in {self.phase}",
+            f"disk: {self.disk_bytes / 1e9:.2f} GB",
+            f"time: about {_duration(self.seconds)} on this machine",
+        ]
+        if self.device_bytes:
+            out.insert(2, f"GPU memory: {self.device_bytes / 1e9:.2f} GB")
+        if self.scratch_bytes:
+            out[-2] += f", and {self.scratch_bytes / 1e9:.2f} GB of activations while it runs"
+        if self.source_check_tokens:
+            out.append(
+                f"first: the source is tried on {self.source_check_tokens} tokens of a text; see --no-source-check"
+            )
+        return [*out, *(f"note: {note}" for note in self.notes)]
+
+
+def estimate_convert(
+    src: str | Path, dst: str | Path, *, to: str = "hf", mp: int = 1, dtype: str | None = None,
+    weights: str | None = None, allow_nonfinite: bool = False, source_check: bool = True, resume: bool = False,
+) -> Estimate:  # fmt: skip
+    """What `convert` with the same arguments would take.
+
+    Raises:
+        QuantkitError: as `convert` does for what can be told without reading weights.
+    """
+    source, work, notes = conversion(
+        src, dst, to=to, mp=mp, dtype=dtype, weights=weights, allow_nonfinite=allow_nonfinite,
+        source_check=source_check,
+    )  # fmt: skip
+    disk = work.encoder.total_bytes() + _side_bytes(work.side_files)
+    _require_room(Path(dst), disk, resume)
+    phases = {"writing": _streaming(source, work.encoder)}
+    checked = _checked_tokens(source, source_check)
+    if checked:
+        phases["the check of the source"] = _forward(source, checked, models=1)
+    phase = max(phases, key=lambda name: phases[name])
+    seconds = 2 * disk / _GUESSED_DISK_RATE + _forward_flops(source.config, checked) / _flop_rate()
+    layers = {"as they are": len(linear_columns(source.config))}
+    return Estimate(layers, phases[phase], phase, 0, disk, 0, seconds, checked, notes)
+
+
+def estimate_quantize(
+    src: str | Path, dst: str | Path, plan: str | QuantScheme | Recipe, *, method: str = "rtn",
+    calibration: str | Path | None = None, samples: int | None = None, length: int | None = None,
+    seed: int | None = None, thorough: bool = False, activation_memory: float | None = None, device: str | None = None,
+    keep: Iterable[str] = (), strict: bool = False, accept_quality_loss: bool = False,
+    weights: str | None = None, resume: bool = False, allow_nonfinite: bool = False, source_check: bool = True,
+) -> Estimate:  # fmt: skip
+    """What `quantize` with the same arguments would take; calibration text is read and cut as it would be.
+
+    Raises:
+        QuantkitError: as `quantize` does for what can be told without reading weights.
+    """
+    settings = gptq_settings(
+        method, calibration, samples=samples, length=length, seed=seed, thorough=thorough,
+        activation_memory=activation_memory, device=device,
+    )  # fmt: skip
+    source, assignment, tokenizer, notes = prepare(src, Path(dst), plan, keep=keep, strict=strict, weights=weights)
+    assigned, config = assignment.schemes, source.config
+    encoder = SafetensorsEncoder(planned_tensors(source, assigned), SHARD_BYTES)
+    side_files = hf_side_files(source, config, assigned)
+    disk = encoder.total_bytes() + _side_bytes(side_files) + _MANIFEST * len(assignment.modules)
+    phases = {"writing": _streaming(source, encoder), "the gate": _gate(source)}
+    checked = _checked_tokens(source, source_check)
+    scratch, on_device, flops = 0, 0, _forward_flops(config, 3 * measured_tokens(source) + checked)
+    if settings is not None:
+        drawn = settings.draw(tokenizer, source)
+        notes += too_few_tokens(drawn, config)
+        effort, shape = settings.effort, drawn.tokens.shape
+        held, scratch = activation_bytes(config, shape, effort, settings.memory_bytes)
+        work_bytes = _gptq(config, batch_samples(config, shape[1]) * shape[1])
+        codes = _block_weights(config)
+        if settings.device.type == "cuda":
+            on_device, work_bytes = work_bytes, 0
+        phases["calibration"] = resident_bytes() + _LIBRARIES + held + codes + work_bytes
+        flops += _calibration_flops(config, shape, effort)
+    _require_room(Path(dst), disk + scratch, resume)
+    kinds = Counter(str(assigned[module]) if module in assigned else "float" for module in assignment.modules)
+    phase = max(phases, key=lambda name: phases[name])
+    seconds = flops / _flop_rate() + 2 * disk / _GUESSED_DISK_RATE
+    return Estimate(dict(kinds), phases[phase], phase, on_device, disk, scratch, seconds, checked, notes)
+
+
+def _require_room(dst: Path, needed: int, resume: bool) -> None:
+    require_absent(dst)
+    require_room_to_build(partial_folder(dst), resume=resume)
+    require_space(dst, needed)
+
+
+def _side_bytes(files: Mapping[str, bytes | Path]) -> int:
+    return sum(len(content) if isinstance(content, bytes) else content.stat().st_size for content in files.values())
+
+
+def _streaming(source: Checkpoint, encoder: Encoder) -> int:
+    """Peak of a stream of tensors: the largest as it is read, cast or split, and what is under way."""
+    largest = 0
+    for item in encoder.planned:
+        name = item.name if item.name in source.names() else "model.embed_tokens.weight"
+        count, dtype = math.prod(item.shape), source.info(name).dtype
+        copied = item.scheme is None and (item.dtype != dtype or not isinstance(encoder, SafetensorsEncoder))
+        largest = max(largest, count * dtype.itemsize + copied * count * item.dtype.itemsize)
+    return resident_bytes() + largest + min(IN_FLIGHT_BYTES, encoder.total_bytes())
+
+
+def _checked_tokens(source: Checkpoint, source_check: bool) -> int:
+    """Tokens on which the source is tried before anything is written."""
+    tokenizer, _ = checked_tokenizer(source)
+    return window_length(source) if source_check and tokenizer is not None else 0
+
+
+def _gate(source: Checkpoint) -> int:
+    """Peak of the gate, which holds the hidden states of three models on one text."""
+    return _forward(source, measured_tokens(source) // 2, models=3)
+
+
+def _forward(source: Checkpoint, tokens: int, *, models: int) -> int:
+    """Peak of a pass through models on disk: a head, hidden states, one batch in a layer, one layer's codes."""
+    config = source.config
+    widest = max(math.prod(pair) for pair in _shapes(config))
+    states = 4 * tokens * (2 * models * config.hidden_size + 4 * config.intermediate_size)
+    logits = 4 * 8 * TOKENS_THROUGH_THE_HEAD * config.vocab_size
+    head = config.vocab_size * config.hidden_size * FLOAT_DTYPES[config.dtype].itemsize
+    return resident_bytes() + _LIBRARIES + head + states + logits + 3 * widest
+
+
+def _shapes(config: ModelConfig) -> list[tuple[int, ...]]:
+    """[O, I] of the linears of a block, in order."""
+    return [entry.shape for entry in entries(config) if entry.row.linear and entry.layer == 0]
+
+
+def _sites(config: ModelConfig) -> list[tuple[int, int]]:
+    """[O, I] of the linears of a block, those that share their inputs together."""
+    (query, hidden), (key, _), (value, _), _, (gate, _), (up, _), (_, inner) = _shapes(config)
+    return [(query + key + value, hidden), (hidden, query), (gate + up, hidden), (hidden, inner)]
+
+
+def _gptq(config: ModelConfig, tokens: int) -> int:
+    """Peak of weights, sums and temporaries over the sites of a block, for so many tokens at a time."""
+    (fused, hidden), (_, query), (gated, _), (_, inner) = sites = _sites(config)
+    batch = tokens * 6 * max(inner, query)
+    passes = (
+        2 * hidden * (fused + query) + 2 * query * query + batch,
+        2 * hidden * gated + 2 * hidden * inner + 2 * inner * inner + batch,
+    )
+    solves = [2 * rows * columns + 3 * columns * columns for rows, columns in sites]
+    solver = _SOLVER_MATRICES * min(WEIGHTS_AT_ONCE, hidden * max(fused, gated))
+    return 4 * max(*passes, max(solves) + solver)
+
+
+def _forward_flops(config: ModelConfig, tokens: int) -> int:
+    return 2 * tokens * config.num_layers * _block_weights(config)
+
+
+def _block_weights(config: ModelConfig) -> int:
+    """Parameters of the linears of a block."""
+    return sum(math.prod(shape) for shape in _shapes(config))
+
+
+def _calibration_flops(config: ModelConfig, shape: Sequence[int], effort: Effort) -> int:
+    tokens, followed, sites = math.prod(shape), followed_share(config, shape, effort), _sites(config)
+    forward = 2 * tokens * (1 + followed) * _block_weights(config)
+    squares = 2 * tokens * (_OF_ONE_SQUARE + followed) * sum(columns**2 for _, columns in sites)
+    solving = sum(6 * 2 * rows * columns**2 + 4 * columns**3 for rows, columns in sites)
+    return int(config.num_layers * (forward + squares + solving))
+
+
+def _flop_rate() -> float:
+    """Floating-point operations a second of a matrix product here and now."""
+    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    best = math.inf
+    for _ in range(6):
+        started = time.perf_counter()
+        torch.mm(a, b)
+        best = min(best, time.perf_counter() - started)
+    return 2 * 1024**3 / best
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(seconds, 1):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

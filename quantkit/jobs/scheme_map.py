@@ -1,0 +1,77 @@
+"""Which scheme each linear layer of a model gets, and where its shape did not allow the one asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.naming import linear_columns
+from quantkit.errors import RequestError
+from quantkit.tensors.scheme import QuantScheme, Recipe
+
+
+@dataclass(frozen=True)
+class SchemeMap:
+    """A plan applied to a model.
+
+    Attributes:
+        plan: the plan.
+        modules: every linear module, in layer order.
+        schemes: the scheme of each that gets one.
+        misfits: what was asked for, for those whose rows it does not divide.
+    """
+
+    plan: Recipe
+    modules: tuple[str, ...]
+    schemes: dict[str, QuantScheme]
+    misfits: dict[str, QuantScheme]
+
+    @classmethod
+    def of(cls, plan: Recipe, config: ModelConfig) -> SchemeMap:
+        """Apply a plan.
+
+        Raises:
+            RequestError: if nothing would be quantized, a pattern matches nothing, or an
+                override wants what cannot be.
+        """
+        for override in plan.overrides:
+            if override.scheme is None:
+                continue
+            if override.matches("model.embed_tokens"):
+                raise RequestError("the embedding cannot be quantized in this format", found=repr(override.pattern))
+            if config.tied_embeddings and override.matches("lm_head"):
+                raise RequestError("lm_head is tied to the embedding and keeps its floats", found=override.pattern)
+        columns = linear_columns(config)
+        schemes = plan.assign(columns)
+        if not schemes:
+            raise RequestError("the plan keeps every layer; nothing would be quantized")
+        asked = {module: plan.requested(module) for module in schemes}
+        misfits = {module: scheme for module, scheme in asked.items() if scheme and scheme != schemes[module]}
+        return cls(plan, tuple(columns), schemes, misfits)
+
+    def misfit_lines(self) -> list[str]:
+        """One line for each scheme that did not fit and the one used instead, on the layers that it concerns."""
+        layers: dict[tuple[QuantScheme, QuantScheme], list[str]] = {}
+        for module, asked in self.misfits.items():
+            layers.setdefault((asked, self.schemes[module]), []).append(module)
+        return [
+            f"{asked} does not divide the rows of {_layers(modules)}; {used} is used there"
+            for (asked, used), modules in layers.items()
+        ]
+
+    def describe(self, records: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
+        """What the manifest says of every linear layer; `records` hold what was found for each weight."""
+        return {module: self._describe(module, records.get(module + ".weight", {})) for module in self.modules}
+
+    def _describe(self, module: str, record: Mapping[str, object]) -> dict[str, object]:
+        if module not in self.schemes:
+            return {"scheme": None, "reason": "kept as float by the plan"}
+        facts: dict[str, object] = {"scheme": str(self.schemes[module]), **record}
+        if module in self.misfits:
+            facts["reason"] = f"{self.misfits[module]} does not divide the row"
+        return facts
+
+
+def _layers(modules: list[str]) -> str:
+    return modules[0] if len(modules) == 1 else f"{len(modules)} layers, {modules[0]} first"

@@ -1,1 +1,0 @@
-"""Models on more than one device."""

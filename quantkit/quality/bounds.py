@@ -1,0 +1,104 @@
+"""The one table of bounds: what a change of type may cost, for the gate and for `verify` alike.
+
+What the gate lets through, `verify` never calls different: both hold a model against its source on the
+windows of `windows.py`, with the figures here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.formats.checkpoint import DTYPE_NAMES
+from quantkit.quality.measures import Quality
+from quantkit.tensors.qtensor import QuantTensor, frobenius, quantize_rtn, relative_error, row_chunks
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The most that a type may cost.
+
+    Attributes:
+        kl: mean KL(source || result) per token, in nats.
+        perplexity_ratio: perplexity over that of the source.
+    """
+
+    kl: float
+    perplexity_ratio: float
+
+
+BOUNDS = {
+    "float16": Bound(1e-3, 1.01),
+    "bfloat16": Bound(1e-3, 1.01),
+    "int8": Bound(0.02, 1.02),
+    "int4": Bound(0.25, 1.25),
+}
+"""By type; a pair of models has the bound of the coarsest tensor in which they differ."""
+
+TIMES_ROUNDING = 3.0
+"""How many times the error of rounding it to nearest a quantized weight may have (Frobenius norms)."""
+
+_LEAST_ERROR = 2.0**-8
+"""That a quantized weight may always have: its scales are rounded too."""
+
+REPEATABLE = 0.005
+"""By how much a figure may change, relatively, when it is measured again on another machine."""
+
+
+def type_name(value: Tensor | QuantTensor) -> str:
+    """A tensor's type as the table has it: ``float16``, ``int4``, ..."""
+    return f"int{value.scheme.bits}" if isinstance(value, QuantTensor) else DTYPE_NAMES[value.dtype]
+
+
+def coarser(bounds: Iterable[Bound]) -> Bound:
+    """The bound that allows most."""
+    return max(bounds, key=lambda bound: bound.kl)
+
+
+def weight_bound(quantized: QuantTensor, weight: Tensor | QuantTensor) -> float:
+    """What the error of a quantized weight [O, I], relative to its reference, may be.
+
+    Of a reference in floats it is so many times what rounding to nearest makes of it in the same scheme: rows with
+    outliers, or too small for their scales' type, lose more by any method. Two quantized weights are each about as far
+    from what they were made of as their steps say.
+    """
+    if isinstance(weight, QuantTensor):
+        error = max(_step_error(quantized), _step_error(weight))
+    else:
+        error = relative_error(quantize_rtn(weight, quantized.scheme, quantized.scale.dtype), weight)
+    return max(_LEAST_ERROR, TIMES_ROUNDING * error)
+
+
+def _step_error(value: QuantTensor) -> float:
+    """The relative error of a weight whose values were spread evenly between its steps."""
+    rows, columns = value.shape
+    squares = value.scale.double().square().sum().item() * (columns // value.scale.shape[1]) / 12
+    norm = 0.0
+    for start, stop in row_chunks(rows, columns):
+        norm = math.hypot(norm, frobenius(value.rows(start, stop).dequantize()))
+    return math.sqrt(squares) / norm if norm else 0.0
+
+
+def same_but_rounded(a: Tensor, b: Tensor) -> bool:
+    """Whether one of two tensors of floats is the other in its own, coarser or finer, type; each element of it."""
+    return any(
+        all(
+            torch.equal(first[start:stop].to(second.dtype), second[start:stop])
+            for start, stop in row_chunks(len(first), math.prod(first.shape[1:]))
+        )
+        for first, second in ((a, b), (b, a))
+    )
+
+
+def exceeds(found: Quality, bound: Bound) -> bool:
+    """Whether a model lost more on one text than it may; so it does where a figure is no number.
+
+    The comparison leaves room for figures that are measured again.
+    """
+    room = 1 + REPEATABLE
+    ratio = found.perplexity / found.reference_perplexity
+    return not (found.divergence.kl <= room * bound.kl and ratio <= room * bound.perplexity_ratio)

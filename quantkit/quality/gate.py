@@ -1,0 +1,257 @@
+"""The gate: a quantized model is held against its source before it gets its name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from quantkit.calibration.pipeline import ROUNDING
+from quantkit.errors import CheckpointError, QualityError
+from quantkit.formats import manifest
+from quantkit.formats.checkpoint import Checkpoint, schemes
+from quantkit.formats.detect import open_checkpoint
+from quantkit.progress import Progress, silent
+from quantkit.quality.baseline import rtn_baseline
+from quantkit.quality.bounds import BOUNDS, REPEATABLE, coarser, weight_bound
+from quantkit.quality.measures import Quality, compare, token_perplexity
+from quantkit.quality.windows import WINDOW, measured_windows
+from quantkit.tensors.qtensor import QuantTensor, relative_error
+
+_WORST = 3
+
+SLACK = 1.01
+FLOOR = 1e-3
+"""A KL below this is never held against rounding."""
+
+
+@dataclass(frozen=True)
+class TextResult:
+    """What the result lost on one text.
+
+    Attributes:
+        text, sha256: its name and hash; of random tokens, that of the tokens.
+        tokens: positions compared.
+        kl, kl_p99: KL(source || result) per token in nats, mean and 99th percentile.
+        kl_bound: the most the mean may be.
+        top1_agreement: share of positions with the same likeliest token.
+        source_perplexity, perplexity: per token.
+    """
+
+    text: str
+    sha256: str
+    tokens: int
+    kl: float
+    kl_p99: float
+    kl_bound: float
+    top1_agreement: float
+    source_perplexity: float
+    perplexity: float
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What the gate found.
+
+    Attributes:
+        texts: the measures, with as many digits as the manifest has.
+        perplexity_ratio_bound: the most that perplexity may grow by, as a ratio.
+        fallbacks: layers that the solver could not solve, with the reason.
+        distorted: layers whose weights changed more than their schemes explain, with the error and its bound.
+    """
+
+    texts: list[TextResult]
+    perplexity_ratio_bound: float
+    fallbacks: dict[str, str]
+    distorted: dict[str, tuple[float, float]]
+
+    def problem(self) -> tuple[str, str, str] | None:
+        """What is wrong, found and expected, if anything is; NaN is beyond every bound."""
+        for one in self.texts:
+            if not one.kl <= one.kl_bound:
+                return (
+                    "the result is too far from its source", f"a mean KL of {one.kl:.3g} on '{one.text}'",
+                    f"at most {one.kl_bound:.3g}",
+                )  # fmt: skip
+            ratio = one.perplexity / one.source_perplexity
+            if not ratio <= self.perplexity_ratio_bound:
+                return (
+                    "the result predicts worse than its source", f"{ratio:.3g} times the perplexity on '{one.text}'",
+                    f"at most {self.perplexity_ratio_bound:g} times",
+                )  # fmt: skip
+        for layer, reason in self.fallbacks.items():
+            return f"layer '{layer}' was rounded to nearest", reason, "a layer that GPTQ can solve"
+        for layer, (error, bound) in self.distorted.items():
+            return (
+                f"the weights of layer '{layer}' changed more than its scheme explains",
+                f"a relative error of {error:.3g}", f"at most {bound:.3g}",
+            )  # fmt: skip
+        return None
+
+    def to_json(self, *, accepted: bool) -> dict[str, Any]:
+        """The manifest's form."""
+        return {
+            "passed": self.problem() is None,
+            "accepted": accepted,
+            "window": WINDOW,
+            "perplexity_ratio_bound": self.perplexity_ratio_bound,
+            "fallbacks": self.fallbacks,
+            **({"distorted": self.distorted} if self.distorted else {}),
+            "texts": [asdict(one) for one in self.texts],
+        }
+
+    @classmethod
+    def from_json(cls, value: Any, path: Path) -> Gate:
+        """What `to_json` gave, read from the manifest at a path.
+
+        Raises:
+            CheckpointError: if it is of another form, or tells of no text.
+        """
+        kinds = {"str": str, "int": int, "float": float}
+        try:
+            texts = [
+                TextResult(**{field.name: kinds[str(field.type)](one[field.name]) for field in fields(TextResult)})
+                for one in value["texts"]
+            ]
+            distorted = {
+                str(layer): (float(error), float(bound)) for layer, (error, bound) in value.get("distorted", {}).items()
+            }
+            found = cls(texts, float(value["perplexity_ratio_bound"]), dict(value["fallbacks"]), distorted)
+            sound = bool(texts) and all(one.source_perplexity > 0 for one in texts)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            sound = False
+        if not sound:
+            raise CheckpointError("does not tell what the model lost", path=path, hint="make it again")
+        return found
+
+
+def run_gate(
+    source: Checkpoint, result: Checkpoint, records: Mapping[str, Mapping[str, Any]], *, progress: Progress = silent
+) -> Gate:
+    """Measure a quantized model against its source on texts that are not for calibration.
+
+    The mean KL may be no more than that of a yardstick: the source rounded to nearest in
+    the same schemes, groups longer than 128 and whole rows of int4 counted as groups of
+    128; nor more than `BOUNDS`, where the fewest bits decide.
+
+    Args:
+        source: the float model.
+        result: what was made of it.
+        records: what the manifest says of tensors, by name.
+
+    Raises:
+        NonFiniteError: if a model's logits are NaN or Inf.
+    """
+    assigned = schemes(result)
+    yardstick = rtn_baseline(source, assigned)
+    bound = coarser(BOUNDS[f"int{scheme.bits}"] for scheme in assigned.values())
+    texts = []
+    for name, (digest, windows) in measured_windows(source).items():
+        found, rounded = compare(source, [result, yardstick], windows, progress=progress)
+        limit = min(bound.kl, max(FLOOR, SLACK * rounded.divergence.kl))
+        texts.append(_text_result(name, digest, found, limit))
+    fallbacks = {
+        name.removesuffix(".weight"): str(record["fallback"])
+        for name, record in records.items()
+        if record and "fallback" in record
+    }
+    return Gate(texts, bound.perplexity_ratio, fallbacks, _distorted(source, result, records))
+
+
+def require_passed(gate: Gate, source: Checkpoint, result: Checkpoint, dst: Path) -> None:
+    """Let a model through.
+
+    Raises:
+        QualityError: if it did not pass, naming the layers whose weights changed most.
+    """
+    problem = gate.problem()
+    if problem is None:
+        return
+    errors = []
+    for module in schemes(result):
+        quantized, weight = _pair(source, result, module)
+        errors.append((relative_error(quantized, weight), module))
+    worst = ", ".join(f"{module} ({error:.2g})" for error, module in sorted(errors, reverse=True)[:_WORST])
+    raise QualityError(
+        problem[0], path=dst, found=problem[1], expected=problem[2],
+        hint=f"largest weight errors: {worst}; choose a finer scheme or GPTQ with more text, or keep it with"
+        " --accept-quality-loss (and --resume)",
+    )  # fmt: skip
+
+
+def recheck(folder: Path, made: Mapping[str, Any], *, progress: Progress = silent) -> list[str]:
+    """Hold a quantized folder against the figures in its manifest; lines for people.
+
+    The source is not needed: the model's own perplexities are measured again.
+
+    Raises:
+        CheckpointError: if the manifest does not tell of a gate.
+        QualityError: if a perplexity is another than the manifest's, or the model did not
+            pass its gate when it was made.
+    """
+    quality: Any = made.get("quality")
+    recorded = Gate.from_json(quality, folder / manifest.NAME)
+    checkpoint = open_checkpoint(folder)
+    texts = measured_windows(checkpoint)
+    lines = []
+    for one in recorded.texts:
+        if one.text not in texts or texts[one.text][0] != one.sha256:
+            lines.append(f"'{one.text}' is not the text it was measured on; not measured again")
+            continue
+        found = token_perplexity(checkpoint, texts[one.text][1], progress=progress)
+        if not (math.isfinite(found) and math.isclose(found, one.perplexity, rel_tol=REPEATABLE)):
+            raise QualityError(
+                f"perplexity on '{one.text}' is not what the manifest says", path=folder, found=f"{found:.4g}",
+                expected=f"{one.perplexity:.4g}", hint="make it again",
+            )  # fmt: skip
+        lines.append(
+            f"'{one.text}': perplexity {found:.4g} as recorded (source {one.source_perplexity:.4g}),"
+            f" KL {one.kl:.3g} (bound {one.kl_bound:.3g})"
+        )
+    what, measured, allowed = recorded.problem() or ("", None, None)
+    if what or quality.get("passed") is not True:
+        raise QualityError(
+            "did not pass its gate when it was made" + (f": {what}" if what else ""), path=folder,
+            found=measured, expected=allowed,
+            hint="it was kept with --accept-quality-loss" if quality.get("accepted") else "make it again",
+        )  # fmt: skip
+    return lines
+
+
+def _distorted(
+    source: Checkpoint, result: Checkpoint, records: Mapping[str, Mapping[str, Any]]
+) -> dict[str, tuple[float, float]]:
+    """The layers whose recorded errors are beyond what `weight_bound` allows, with error and bound."""
+    found = {}
+    for module in schemes(result):
+        record = records.get(module + ".weight") or {}
+        if record.get("solver") == ROUNDING:
+            continue  # its error is that of rounding
+        error, bound = float(record.get("relative_error", math.nan)), weight_bound(*_pair(source, result, module))
+        if not error <= bound:
+            found[module] = (_rounded(error), _rounded(bound))
+    return found
+
+
+def _pair(source: Checkpoint, result: Checkpoint, module: str) -> tuple[QuantTensor, Tensor]:
+    """The weight of a module as it is now, and as it was."""
+    quantized, weight = result.load(module + ".weight"), source.load(module + ".weight")
+    assert isinstance(quantized, QuantTensor)
+    assert isinstance(weight, Tensor)
+    return quantized, weight
+
+
+def _text_result(name: str, digest: str, found: Quality, limit: float) -> TextResult:
+    measured = found.divergence
+    return TextResult(
+        name, digest, measured.tokens, *map(_rounded, (measured.kl, measured.kl_p99, limit, measured.top1_agreement,
+        found.reference_perplexity, found.perplexity)),
+    )  # fmt: skip
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.5g}")

@@ -1,0 +1,143 @@
+"""Does a source predict a text at all? A gate between a broken source and its broken copy sees nothing wrong."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quantkit.data.files import excerpt
+from quantkit.errors import CheckpointError, NonFiniteError
+from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.folder import checked_tokenizer
+from quantkit.model.layerwise import Batch, head_logits, layerwise_hidden
+from quantkit.progress import Progress, silent
+from quantkit.quality.measures import TOKENS_THROUGH_THE_HEAD, text_windows
+from quantkit.quality.windows import window_length
+from quantkit.tensors.finite import all_finite, checked_cast, nonfinite_logits
+from quantkit.tensors.qtensor import QuantTensor
+
+NOTED_BITS_PER_BYTE = 3.0
+"""Above this a model predicts plain English so badly that its user should know."""
+
+_LETTERS = 8192  # enough for a window of any tokenizer
+_FLAT = 1e-3  # of the logits' range
+_SKIP = "--no-source-check goes on without this check"
+
+
+@dataclass(frozen=True)
+class SourceCheck:
+    """What a source makes of one window of a packaged text.
+
+    Attributes:
+        text: its name.
+        tokens: predicted.
+        perplexity: per token.
+        bits_per_byte: of the text predicted, as UTF-8.
+    """
+
+    text: str
+    tokens: int
+    perplexity: float
+    bits_per_byte: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The manifest's form."""
+        return asdict(self)
+
+    def note(self) -> str | None:
+        """What a user should know, if anything."""
+        if self.bits_per_byte <= NOTED_BITS_PER_BYTE:
+            return None
+        return (
+            f"the source predicts plain English poorly: {self.bits_per_byte:.2g} bits a byte,"
+            f" perplexity {self.perplexity:.4g}"
+        )
+
+
+@torch.inference_mode()
+def check_source(
+    source: Checkpoint, *, allow_nonfinite: bool = False, progress: Progress = silent
+) -> SourceCheck | str:
+    """Run a source, one block in memory at a time, over one window of a packaged text.
+
+    Args:
+        allow_nonfinite: logits that are NaN or Inf are no error.
+
+    Returns:
+        What was measured, or why nothing could be.
+
+    Raises:
+        CheckpointError: if its perplexity is no better than a uniform guess, or its logits do not depend on the input.
+        NonFiniteError: if its logits are NaN or Inf, naming the first tensor that is.
+    """
+    tokenizer, _ = checked_tokenizer(source)
+    if tokenizer is None:
+        return "the source has no tokenizer"
+    ids = tokenizer.encode(excerpt()[:_LETTERS])
+    window = text_windows(ids, tokenizer.bos_id, window_length(source))[:1]
+    if window.numel() < 2:
+        return "the tokenizer makes no tokens of a plain text"
+    (hidden,) = layerwise_hidden(source, [Batch.from_start(window)], progress=progress)
+    found = _loss(source, hidden[0], window[0])
+    if not math.isfinite(found):
+        if allow_nonfinite:
+            return "the source's logits are NaN or Inf"
+        raise _nonfinite(source)
+    written = len(tokenizer.decode(window[0].tolist()).encode())
+    if tokenizer.bos_id is None:
+        written -= len(tokenizer.decode(window[0, :1].tolist()).encode())
+    count = len(window[0]) - 1
+    loss = found / count
+    guess = min(tokenizer.vocab_size, source.config.vocab_size)
+    perplexity = math.exp(min(loss, 700))
+    if not loss < math.log(guess):
+        raise CheckpointError(
+            "the source predicts a plain English text no better than a uniform guess", path=source.path,
+            found=f"perplexity {perplexity:.4g}", expected=f"less than its {guess} tokens",
+            hint=f"weights or tokenizer are damaged or another model's; {_SKIP}",
+        )  # fmt: skip
+    bits = found / math.log(2) / max(written, 1)
+    return SourceCheck("speech", count, float(f"{perplexity:.5g}"), float(f"{bits:.4g}"))
+
+
+def _loss(source: Checkpoint, hidden: Tensor, window: Tensor) -> float:
+    """Minus the log probability, in nats, of the tokens of a window [T] after the first, of its hidden states [T, D];
+    NaN if a logit is NaN or Inf.
+
+    Raises:
+        CheckpointError: if the logits are the same at every position.
+    """
+    loss = 0.0
+    low = high = torch.empty(0)
+    for start in range(0, len(window), TOKENS_THROUGH_THE_HEAD):
+        logits = head_logits(source, hidden[start : start + TOKENS_THROUGH_THE_HEAD])
+        if not all_finite(logits):
+            return math.nan
+        targets = window[start + 1 : start + 1 + len(logits)]
+        loss += F.cross_entropy(logits[: len(targets)], targets, reduction="sum").item()
+        low = torch.minimum(low, logits.amin(0)) if start else logits.amin(0)
+        high = torch.maximum(high, logits.amax(0)) if start else logits.amax(0)
+    if (high - low).max() <= _FLAT * (high.max() - low.min()):
+        raise CheckpointError(
+            "the source's logits do not depend on its input", path=source.path,
+            found="the same prediction after every token of a text",
+            hint=f"weights are missing, zero or all equal; {_SKIP}",
+        )  # fmt: skip
+    return loss
+
+
+def _nonfinite(source: Checkpoint) -> NonFiniteError:
+    """The error that names the first tensor with NaN or Inf, or the logits where all tensors are sound."""
+    for name in source.names():
+        value = source.load(name)
+        try:
+            floats = value.scale if isinstance(value, QuantTensor) else value
+            checked_cast(floats, floats.dtype, name, source.path, allow_nonfinite=False)
+        except NonFiniteError as error:
+            return error
+    return nonfinite_logits(source.path)

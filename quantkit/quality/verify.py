@@ -1,0 +1,346 @@
+"""Prove that two checkpoints are the same model, or say how far apart they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantkit.architectures.naming import entries
+from quantkit.data.files import gate_texts
+from quantkit.errors import CheckpointError
+from quantkit.formats import manifest
+from quantkit.formats.checkpoint import Checkpoint, schemes
+from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.folder import READ_NAMES, checked_tokenizer
+from quantkit.json_values import read_json
+from quantkit.model.layerwise import Batch
+from quantkit.progress import Progress, silent
+from quantkit.quality.bounds import BOUNDS, Bound, coarser, exceeds, same_but_rounded, type_name, weight_bound
+from quantkit.quality.gate import recheck
+from quantkit.quality.measures import Divergence, compare_batches
+from quantkit.quality.windows import measured_windows
+from quantkit.tensors.qtensor import QuantTensor, float_rows, frobenius, row_chunks
+from quantkit.text.compare import first_difference, vocabulary_texts
+
+_RANDOM_TOKENS = 64
+_WEIGHT_FILES = {".safetensors", ".pth", ".bin", ".gguf"}
+
+
+class Verdict(Enum):
+    """What `verify` found; the value is the command's exit code."""
+
+    SAME = 0
+    WITHIN_BOUND = 10
+    DIFFERENT = 11
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """How far one tensor is from its counterpart: Frobenius norms, and the largest element."""
+
+    name: str
+    relative_error: float
+    largest: float
+    bound: float
+
+    @property
+    def within(self) -> bool:
+        return self.relative_error <= self.bound
+
+    @property
+    def excess(self) -> float:
+        """The error in units of its bound; infinite where none is allowed, or it is NaN."""
+        if math.isnan(self.relative_error) or not self.bound:
+            return math.inf
+        return self.relative_error / self.bound
+
+
+@dataclass(frozen=True)
+class Probe:
+    """How far the logits are apart on some tokens, and what they may be.
+
+    Attributes:
+        divergence: of the logits.
+        perplexity_ratio: perplexity of the model that was changed over that of its reference; None where the tokens
+            are no text.
+        within: whether that is within the bound; where there is none, whether the figures are numbers.
+    """
+
+    divergence: Divergence
+    perplexity_ratio: float | None
+    within: bool
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """All that two checkpoints differ in.
+
+    Attributes:
+        verdict: same, within the scheme's bound, or different.
+        problems: differences no bound allows: of configs, end tokens, names, shapes, tokenizers.
+        tensors: how many were compared.
+        differing: those that are not bit-equal, worst first.
+        probes: logits on the texts of the gate, on random tokens and on spread-out positions.
+        bound: on the probes: on all between float types, on the gate's where a model is quantized.
+    """
+
+    verdict: Verdict
+    problems: list[str]
+    tensors: int
+    differing: list[TensorDifference]
+    probes: dict[str, Probe]
+    bound: Bound
+
+    def lines(self) -> list[str]:
+        """The report for people."""
+        out = [f"problem: {problem}" for problem in self.problems]
+        out.append(f"tensors: {self.tensors - len(self.differing)} of {self.tensors} bit-equal")
+        if self.differing:
+            worst = self.differing[0]
+            out.append(
+                f"worst tensor: {worst.name}, relative error {worst.relative_error:.3g}"
+                f" (bound {worst.bound:.3g}), largest difference {worst.largest:.3g}"
+            )
+        out += [self._told(name, probe) for name, probe in self.probes.items()]
+        words = {
+            Verdict.SAME: "the same model",
+            Verdict.WITHIN_BOUND: "within the bound of the scheme",
+            Verdict.DIFFERENT: "DIFFERENT",
+        }
+        return [*out, f"verdict: {words[self.verdict]}"]
+
+    def _told(self, name: str, probe: Probe) -> str:
+        found, ratio = probe.divergence, probe.perplexity_ratio
+        line = (
+            f"logits on {name}: {found.tokens} tokens, largest difference {found.largest_logit_difference:.3g},"
+            f" KL {found.kl:.3g}, same top token {found.top1_agreement:.2%}"
+        )
+        line += "" if ratio is None else f", perplexity x {ratio:.4g}"
+        if probe.within:
+            return line
+        return f"{line}; beyond the bound, KL {self.bound.kl:.3g} and perplexity x {self.bound.perplexity_ratio:g}"
+
+
+def verify(a: str | Path, b: str | Path, *, progress: Progress = silent) -> VerifyReport:
+    """Compare configs, end tokens, tokenizers, names, shapes, dequantized tensors and logits.
+
+    Logits are computed in float32, one block in memory at a time: on the texts of the gate, on random
+    tokens, and on positions spread up to the end of the context, where a rope scaling
+    that was lost would show. Of a quantized model and one of floats, the floats are the reference, in whichever
+    order they are given; errors are relative to the reference, and KL is from it.
+
+    Args:
+        a, b: the folders.
+        progress: told of every tensor and layer.
+
+    Raises:
+        QuantkitError: if either cannot be read.
+    """
+    reference, other = open_checkpoint(a), open_checkpoint(b)
+    problems = _config_problems(reference, other)
+    comparable = not problems
+    problems += _token_problems(reference, other)
+    if schemes(reference) and not schemes(other):
+        reference, other = other, reference
+    names = [e.name for e in entries(replace(reference.config, tied_embeddings=False))]
+    differing: list[TensorDifference] = []
+    probes: dict[str, Probe] = {}
+    bound = BOUNDS["float16"]
+    if comparable:
+        for index, name in enumerate(names):
+            progress(index, len(names), name)
+            difference, allowed = _compare(reference, other, name)
+            if difference is not None:
+                differing.append(difference)
+                bound = coarser((bound, allowed))
+        differing.sort(key=lambda difference: -difference.excess)
+        probes = _probed(reference, other, bound, progress)
+    verdict = _judge(problems, differing, probes)
+    return VerifyReport(verdict, problems, len(names), differing, probes, bound)
+
+
+def verify_files(folder: str | Path, *, progress: Progress = silent) -> list[str]:
+    """Hold a folder against its manifest: the sha256 of its files and, if it was quantized, its quality.
+
+    Returns:
+        What was found, for people.
+
+    Raises:
+        CheckpointError: if there is no manifest, a file is missing or changed, or one of weights,
+            of the config or of the tokenizer was added; see also `recheck`.
+        QualityError: see `recheck`.
+    """
+    folder = Path(folder)
+    made = manifest.read(folder)
+    listed = made["files"]
+    for path in sorted(folder.iterdir()):
+        if path.name not in listed and (path.suffix in _WEIGHT_FILES or _decides(path.name)):
+            raise CheckpointError(
+                "the manifest does not list this file", path=path, hint="what is read must be what was written"
+            )
+    for name, expected in listed.items():
+        path = folder / name
+        if Path(name).name != name or not path.is_file():
+            raise CheckpointError("a file of the manifest is missing", path=path)
+        found = manifest.file_sha256(path)
+        if found != expected:
+            raise CheckpointError(
+                "the file is not what quantkit wrote", path=path, found=f"sha256 {found[:12]}", expected=expected[:12],
+                hint="copy or make it again",
+            )  # fmt: skip
+    lines = [f"{folder}: all {len(listed)} files are as quantkit wrote them"]
+    if made.get("job") == "quantize" or "quality" in made:
+        lines += recheck(folder, made, progress=progress)
+    return lines
+
+
+def _decides(name: str) -> bool:
+    """Whether a file beside the weights has a say in what is loaded."""
+    return name in READ_NAMES or name.endswith(".index.json")
+
+
+def _config_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
+    """What differs in the architectures; a tied head may be stored apart."""
+    first, second = (replace(one.config, tied_embeddings=False) for one in (a, b))
+    return [f"config differs in {difference}" for difference in first.differences(second)]
+
+
+def _token_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
+    """Where the two would read a text as other tokens, or end a generation at others."""
+    problems = []
+    for what, tokens in (("begin", _begin_tokens), ("end", _end_tokens)):
+        own, others = tokens(a), tokens(b)
+        agree = own <= others or others <= own if "meta" in (a.format, b.format) else own == others
+        if not agree:
+            problems.append(f"the tokens that {what} a text differ: {_listed(own)} against {_listed(others)}")
+    first, second = checked_tokenizer(a)[0], checked_tokenizer(b)[0]
+    if first is None or second is None:
+        if first is not second:
+            problems.append(f"{(a if first is None else b).path} has no tokenizer")
+    else:
+        text = first_difference(first, second, (*gate_texts().values(), *vocabulary_texts(first)))
+        if text is not None:
+            problems.append(f"tokenizers differ on {text[:40]!r}")
+    return problems
+
+
+def _listed(tokens: set[int]) -> str:
+    return ", ".join(map(str, sorted(tokens))) or "none"
+
+
+def _begin_tokens(checkpoint: Checkpoint) -> set[int]:
+    token = checkpoint.config.bos_token_id
+    return set() if token is None else {token}
+
+
+def _end_tokens(checkpoint: Checkpoint) -> set[int]:
+    """The end tokens of the config and, where it says some, of generation_config.json.
+
+    A Meta folder states none: they are those of its tokenizer, which may know more or fewer than a model uses.
+    """
+    found = set(checkpoint.config.eos_token_ids)
+    path = checkpoint.path / "generation_config.json"
+    stated = read_json(path).get("eos_token_id") if path.is_file() else None
+    return found | {token for token in (stated if isinstance(stated, list) else [stated]) if isinstance(token, int)}
+
+
+def _load(checkpoint: Checkpoint, name: str) -> Tensor | QuantTensor:
+    if name == "lm_head.weight" and checkpoint.config.tied_embeddings:
+        name = "model.embed_tokens.weight"
+    return checkpoint.load(name)
+
+
+def _compare(a: Checkpoint, b: Checkpoint, name: str) -> tuple[TensorDifference | None, Bound]:
+    """The difference of one tensor from that of the reference `a`, None if bit-equal, and the bound of its type."""
+    first, second = _load(a, name), _load(b, name)
+    bound = _bound_between(first, second)
+    error = norm = largest = 0.0
+    equal = True
+    for x, y in _float_pieces(first, second):
+        norm = math.hypot(norm, frobenius(x))
+        if torch.equal(x, y):
+            continue
+        equal = False
+        difference = y - x
+        largest = _larger(largest, difference.abs().max().item())
+        error = math.hypot(error, frobenius(difference))
+    if equal:
+        return None, bound
+    relative = error / norm if norm else math.inf
+    return TensorDifference(name, relative, largest, _allowed(first, second, relative)), bound
+
+
+def _allowed(a: Tensor | QuantTensor, b: Tensor | QuantTensor, error: float) -> float:
+    """What the relative error of a tensor may be, against its reference `a`."""
+    if isinstance(b, QuantTensor):
+        return weight_bound(b, a)
+    if isinstance(a, QuantTensor):
+        return weight_bound(a, b)
+    return error if a.dtype != b.dtype and same_but_rounded(a, b) else 0.0
+
+
+def _bound_between(a: Tensor | QuantTensor, b: Tensor | QuantTensor) -> Bound:
+    """That of the coarser type."""
+    return coarser((BOUNDS["float16"], *(BOUNDS[name] for name in (type_name(a), type_name(b)) if name in BOUNDS)))
+
+
+def _float_pieces(a: Tensor | QuantTensor, b: Tensor | QuantTensor) -> Iterator[tuple[Tensor, Tensor]]:
+    rows, columns = a.shape[0], math.prod(a.shape[1:])
+    for start, stop in row_chunks(rows, columns):
+        yield float_rows(a, start, stop), float_rows(b, start, stop)
+
+
+def _larger(a: float, b: float) -> float:
+    return b if math.isnan(b) else max(a, b)
+
+
+def _probed(reference: Checkpoint, other: Checkpoint, bound: Bound, progress: Progress) -> dict[str, Probe]:
+    """Hold the logits against the bound.
+
+    Random tokens and far positions are nothing that a quantized model was made for: there the figures are shown, and
+    only between float types they have a bound.
+    """
+    texts = {name: Batch.from_start(windows) for name, (_, windows) in measured_windows(reference).items()}
+    batches = {**texts, **_other_tokens(reference)}
+    measured = compare_batches(reference, other, list(batches.values()), progress=progress)
+    strict = not (schemes(reference) or schemes(other))
+    probes = {}
+    for name, found in zip(batches, measured, strict=True):
+        if name in texts:
+            ratio = found.perplexity / found.reference_perplexity
+            probes[name] = Probe(found.divergence, ratio, not exceeds(found, bound))
+        else:
+            kl = found.divergence.kl
+            probes[name] = Probe(found.divergence, None, kl <= bound.kl if strict else math.isfinite(kl))
+    return probes
+
+
+def _other_tokens(checkpoint: Checkpoint) -> dict[str, Batch]:
+    """What the logits are compared on besides texts; fixed, so that reports can be repeated."""
+    config = checkpoint.config
+    generator = torch.Generator().manual_seed(1)
+    count = min(_RANDOM_TOKENS, config.max_context)
+
+    def random() -> Tensor:
+        return torch.randint(config.vocab_size, (1, count), generator=generator)
+
+    reach = config.max_context * (max(config.rope.factor, 1.0) if config.rope.type == "dynamic" else 1)
+    return {
+        "other random tokens": Batch.from_start(random()),
+        "spread positions": Batch(random(), torch.linspace(0, int(reach) - 1, count).long()),
+    }
+
+
+def _judge(problems: list[str], differing: list[TensorDifference], probes: dict[str, Probe]) -> Verdict:
+    logits_equal = all(probe.divergence.largest_logit_difference == 0 for probe in probes.values())
+    if not problems and not differing and logits_equal:
+        return Verdict.SAME
+    if problems or not all(d.within for d in differing) or not all(probe.within for probe in probes.values()):
+        return Verdict.DIFFERENT
+    return Verdict.WITHIN_BOUND

@@ -1,0 +1,59 @@
+"""Refuse NaN and Inf before they reach a file or a figure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import NonFiniteError
+from quantkit.tensors.qtensor import row_chunks
+
+
+def checked_cast(tensor: Tensor, dtype: torch.dtype, name: str, path: Path, allow_nonfinite: bool) -> Tensor:
+    """The tensor in another float type, unless values would be, or are, NaN or Inf.
+
+    Raises:
+        NonFiniteError: naming the tensor and the count.
+    """
+    result = tensor if tensor.dtype == dtype else tensor.to(dtype)
+    if allow_nonfinite or all_finite(result):
+        return result
+    before, after = _count_nonfinite(tensor), _count_nonfinite(result)
+    what = f"{before} values that are NaN or Inf" if before else f"{after} values that overflow {dtype}"
+    raise NonFiniteError(
+        f"tensor '{name}' holds {what}", path=path, found=f"{after} of {result.numel()}",
+        hint="use the source's own dtype or repair it; --allow-nonfinite writes it all the same",
+    )  # fmt: skip
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether no value is NaN or Inf; one pass, no temporaries."""
+    low, high = torch.aminmax(tensor)
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def finite_logits(logits: Tensor, path: Path | None = None) -> Tensor:
+    """A model's logits, unless one is NaN or Inf.
+
+    Args:
+        path: the model's, where it is known.
+
+    Raises:
+        NonFiniteError: if one is.
+    """
+    if not all_finite(logits):
+        raise nonfinite_logits(path)
+    return logits
+
+
+def nonfinite_logits(path: Path | None = None) -> NonFiniteError:
+    """The error that `finite_logits` raises."""
+    return NonFiniteError("the model's logits are NaN or Inf", path=path, hint="hold it against its source with verify")
+
+
+def _count_nonfinite(tensor: Tensor) -> int:
+    matrix = tensor.reshape(tensor.shape[0], -1)
+    chunks = row_chunks(matrix.shape[0], matrix.shape[1])
+    return sum(int((~torch.isfinite(matrix[a:b])).sum()) for a, b in chunks)

@@ -1,0 +1,202 @@
+"""`QuantTensor`, the definition of truth for quantized weights, and its arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.tensors.scheme import QuantScheme
+
+_CHUNK_ELEMENTS = 1 << 20
+_SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class QuantTensor:
+    """A weight matrix as integer codes: ``w[o, i] = scale[o, g] * (codes[o, i] - zero[o, g])``.
+
+    Attributes:
+        codes: [O, I] uint8, each below ``2 ** bits``.
+        scale: [O, G] float16, bfloat16 or float32, as the file stores it.
+        zero: [O, G] uint8, or None for a symmetric scheme, whose zero point is
+            ``2 ** (bits - 1)`` everywhere.
+        scheme: bits, group size and symmetry; G is ``scheme.groups(I)``.
+
+    Raises:
+        ValueError: if a shape or dtype contradicts the scheme.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    scheme: QuantScheme
+
+    def __post_init__(self) -> None:
+        if self.codes.dtype != torch.uint8 or self.codes.dim() != 2:
+            raise ValueError(f"codes must be uint8 [O, I], found {self.codes.dtype} {tuple(self.codes.shape)}")
+        if self.scale.dtype not in _SCALE_DTYPES:
+            raise ValueError(f"scale must be float16, bfloat16 or float32, found {self.scale.dtype}")
+        expected = (self.codes.shape[0], self.scheme.groups(self.codes.shape[1]))
+        if tuple(self.scale.shape) != expected:
+            raise ValueError(f"scale must be {expected}, found {tuple(self.scale.shape)}")
+        if (self.zero is None) != self.scheme.symmetric:
+            raise ValueError("a zero point goes with an asymmetric scheme, and only with one")
+        if self.zero is not None and (tuple(self.zero.shape) != expected or self.zero.dtype != torch.uint8):
+            raise ValueError(f"zero must be uint8 {expected}, found {self.zero.dtype} {tuple(self.zero.shape)}")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def rows(self, start: int, stop: int) -> QuantTensor:
+        """Some output rows, as views."""
+        zero = None if self.zero is None else self.zero[start:stop]
+        return QuantTensor(self.codes[start:stop], self.scale[start:stop], zero, self.scheme)
+
+    def columns(self, start: int, stop: int) -> QuantTensor:
+        """Some inputs; where a cut goes through a group, in smaller groups whose scales repeat.
+
+        Raises:
+            RequestError: see `QuantScheme.cut`.
+        """
+        scheme = self.scheme.cut(start, stop)
+        codes = self.codes[:, start:stop]
+        if self.scheme.group_size is None or scheme.group_size is None:
+            return QuantTensor(codes, self.scale, self.zero, scheme)
+        groups = torch.arange(start, stop, scheme.group_size, device=codes.device) // self.scheme.group_size
+        zero = None if self.zero is None else self.zero[:, groups]
+        return QuantTensor(codes, self.scale[:, groups], zero, scheme)
+
+    def to(self, device: torch.device | str) -> QuantTensor:
+        """The same codes on another device."""
+        zero = None if self.zero is None else self.zero.to(device)
+        return QuantTensor(self.codes.to(device), self.scale.to(device), zero, self.scheme)
+
+    def dequantize(self) -> Tensor:
+        """The weights [O, I] in float32. This product, rounded once, is the truth."""
+        rows, columns = self.shape
+        groups = self.scale.shape[1]
+        zero = self.scheme.levels // 2 if self.zero is None else self.zero.float().unsqueeze(-1)
+        values = self.codes.view(rows, groups, -1).float().sub_(zero)
+        return values.mul_(self.scale.float().unsqueeze(-1)).view(rows, columns)
+
+
+def quantize_rtn(weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) -> QuantTensor:
+    """Round each weight to the nearest code, all arithmetic in float32.
+
+    Symmetric scales spread the largest magnitude of a group over ``(levels - 1) / 2``
+    steps; asymmetric ones spread its range, zero included, over ``levels - 1`` steps.
+    Codes are computed against the scale as stored. Where storing rounds it down, the
+    largest weights lie beyond the last code and are clipped to it.
+
+    Args:
+        weight: [O, I], any float dtype, finite.
+        scheme: the group size must divide I.
+        scale_dtype: dtype the scales are stored in.
+    """
+    rows, columns = weight.shape
+    groups = scheme.groups(columns)
+    codes = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
+    scale = torch.empty(rows, groups, dtype=scale_dtype, device=weight.device)
+    zero = None
+    if not scheme.symmetric:
+        zero = torch.empty(rows, groups, dtype=torch.uint8, device=weight.device)
+    for start, stop in row_chunks(rows, columns):
+        grouped = weight[start:stop].float().view(stop - start, groups, -1)
+        step = _steps(grouped, scheme, scale_dtype)
+        scale[start:stop] = step
+        wide = scale[start:stop].float().unsqueeze(-1)
+        if zero is None:
+            offset: Tensor | int = scheme.levels // 2
+        else:
+            low = grouped.amin(-1).clamp(max=0).unsqueeze(-1)
+            offset = (-low / wide).round().clamp(0, scheme.levels - 1)
+            zero[start:stop] = offset.squeeze(-1).to(torch.uint8)
+        grid = (grouped / wide).round_().add_(offset).clamp_(0, scheme.levels - 1)
+        codes[start:stop] = grid.view(stop - start, columns).to(torch.uint8)
+    return QuantTensor(codes, scale, zero, scheme)
+
+
+def stacked(parts: Sequence[QuantTensor]) -> QuantTensor | None:
+    """One weight with the rows of all, in order; None where they differ in scheme or dtype of the scales."""
+    if len({(part.scheme, part.scale.dtype) for part in parts}) != 1:
+        return None
+    zeros = [part.zero for part in parts if part.zero is not None]
+    return QuantTensor(
+        torch.cat([part.codes for part in parts]),
+        torch.cat([part.scale for part in parts]),
+        torch.cat(zeros) if zeros else None,
+        parts[0].scheme,
+    )
+
+
+def relative_error(quantized: QuantTensor, weight: Tensor) -> float:
+    """Frobenius norm of the weight error over that of the weight; 0 for all zeros."""
+    error = norm = 0.0
+    for start, stop in row_chunks(*quantized.shape):
+        reference = weight[start:stop].float()
+        error = math.hypot(error, frobenius(quantized.rows(start, stop).dequantize() - reference))
+        norm = math.hypot(norm, frobenius(reference))
+    return error / norm if norm else 0.0
+
+
+def frobenius(matrix: Tensor) -> float:
+    """The Frobenius norm, accumulated in float64."""
+    norm: Tensor = torch.linalg.vector_norm(matrix, dtype=torch.float64)
+    return norm.item()
+
+
+def float_rows(value: Tensor | QuantTensor, start: int, stop: int) -> Tensor:
+    """Some rows of a weight in float32, dequantized where it is quantized."""
+    if isinstance(value, QuantTensor):
+        return value.rows(start, stop).dequantize()
+    return value[start:stop].float()
+
+
+def row_chunks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    """Row ranges of a few million elements, so that float32 temporaries stay small."""
+    step = max(1, _CHUNK_ELEMENTS // max(1, columns))
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)
+
+
+def pack_int32(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes along the last axis into int32 words, least significant bits first.
+
+    Args:
+        codes: [..., N] uint8 below ``2 ** bits``; bits 4 or 8.
+
+    Returns:
+        [..., ceil(N * bits / 32)] int32; the last word is padded with zero bits.
+    """
+    per_word = 32 // bits
+    padding = -codes.shape[-1] % per_word
+    if padding:
+        codes = torch.nn.functional.pad(codes, (0, padding))
+    if bits == 4:
+        codes = codes[..., 0::2] | (codes[..., 1::2] << 4)
+    aligned = codes.clone(memory_format=torch.contiguous_format)  # views of words need aligned bytes
+    return aligned.view(-1).view(torch.int32).view(*codes.shape[:-1], -1)
+
+
+def unpack_int32(words: Tensor, bits: int, count: int) -> Tensor:
+    """Undo `pack_int32`: [..., W] int32 to [..., count] uint8."""
+    aligned = words.clone(memory_format=torch.contiguous_format)
+    data = aligned.view(-1).view(torch.uint8).view(*words.shape[:-1], -1)
+    if bits == 4:
+        data = torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2)
+    return data[..., :count].contiguous()
+
+
+def _steps(grouped: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) -> Tensor:
+    """Scales [O, G] in the stored dtype; 1 where a group is all zeros or too small to scale."""
+    if scheme.symmetric:
+        step = grouped.abs().amax(-1) / ((scheme.levels - 1) / 2)
+    else:
+        step = (grouped.amax(-1).clamp(min=0) - grouped.amin(-1).clamp(max=0)) / (scheme.levels - 1)
+    stored = step.to(scale_dtype)
+    return torch.where(stored > 0, stored, torch.ones_like(stored))

@@ -1,0 +1,1 @@
+"""Tokenizers: loading, comparing, exporting."""

@@ -1,0 +1,147 @@
+"""Write a ``tokenizer.json`` for tokenizers that came as sentencepiece or tiktoken files.
+
+transformers reads it without further packages. What is written is first held against
+the original on every piece of the vocabulary and on sample texts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quantkit.text.compare import first_difference
+from quantkit.text.tokenizer import (
+    LLAMA3_PATTERN,
+    JsonTokenizer,
+    SentencePieceTokenizer,
+    TiktokenTokenizer,
+    Tokenizer,
+    is_tiktoken,
+    llama3_specials,
+    read_tiktoken,
+)
+
+
+def export_json(path: Path, scratch: Path) -> dict[str, bytes] | None:
+    """``tokenizer.json`` and ``tokenizer_config.json`` for a ``tokenizer.model``.
+
+    Args:
+        path: a sentencepiece or tiktoken file.
+        scratch: an empty folder to try the result in.
+
+    Returns:
+        File names with contents; None where the result would not tokenize alike.
+    """
+    original: Tokenizer
+    if is_tiktoken(path):
+        original = TiktokenTokenizer(path)
+        engine, settings = _from_tiktoken(path)
+        pieces = [token.decode("utf-8", "ignore") for token in read_tiktoken(path)]
+    else:
+        original = SentencePieceTokenizer(path)
+        engine, settings = _from_sentencepiece(path)
+        pieces = list(engine.get_vocab())
+    files = {
+        "tokenizer.json": engine.to_str().encode(),
+        "tokenizer_config.json": json.dumps(settings, indent=2).encode() + b"\n",
+    }
+    for name, content in files.items():
+        (scratch / name).write_bytes(content)
+    written = JsonTokenizer(scratch / "tokenizer.json")
+    plain = [piece.replace("\u2581", " ") for piece in pieces]
+    return files if first_difference(original, written, plain) is None else None
+
+
+def _from_tiktoken(path: Path) -> tuple[Any, dict[str, Any]]:
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    ranks = read_tiktoken(path)
+    spelled = {_spell(token): rank for token, rank in ranks.items()}
+    engine = Tokenizer(models.BPE(vocab=spelled, merges=_merges(spelled, spelled), ignore_merges=True))
+    engine.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(LLAMA3_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    engine.decoder = decoders.ByteLevel()
+    specials = llama3_specials(len(ranks))
+    engine.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in specials])
+    return engine, _settings(engine, "<|begin_of_text|>", "<|end_of_text|>", specials)
+
+
+def _from_sentencepiece(path: Path) -> tuple[Any, dict[str, Any]]:
+    from sentencepiece import SentencePieceProcessor
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+    model: Any = SentencePieceProcessor(model_file=str(path))
+    count: int = model.get_piece_size()
+    vocabulary = {model.id_to_piece(i): i for i in range(count)}
+    apart = [i for i in range(count) if model.is_control(i) or model.is_unknown(i)]
+    order = {
+        model.id_to_piece(i): -model.get_score(i)
+        for i in range(count)
+        if not (model.is_control(i) or model.is_unknown(i) or model.is_byte(i) or model.is_unused(i))
+    }
+    unknown = model.id_to_piece(model.unk_id())
+    engine = Tokenizer(
+        models.BPE(
+            vocab=vocabulary, merges=_merges(order, vocabulary), unk_token=unknown, fuse_unk=True, byte_fallback=True
+        )
+    )
+    engine.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    engine.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    engine.add_special_tokens([AddedToken(model.id_to_piece(i), special=True, normalized=False) for i in apart])
+    bos = model.id_to_piece(model.bos_id()) if model.bos_id() >= 0 else None
+    eos = model.id_to_piece(model.eos_id()) if model.eos_id() >= 0 else None
+    settings = _settings(engine, bos, eos, vocabulary)
+    settings["unk_token"] = unknown
+    return engine, settings
+
+
+def _settings(engine: Any, bos: str | None, eos: str | None, ids: Mapping[str, int]) -> dict[str, Any]:
+    """What transformers needs beside the engine; the BOS goes into the engine itself."""
+    from tokenizers import processors
+
+    if bos is not None:
+        engine.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, ids[bos])]
+        )
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    settings.update({k: v for k, v in (("bos_token", bos), ("eos_token", eos)) if v is not None})
+    return settings
+
+
+def _merges(order: Mapping[str, float], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    """The pairs that build each piece, best pieces first.
+
+    Every split into two known pieces is listed: byte-pair encoding takes whichever it
+    reaches first.
+    """
+    merges: list[tuple[str, str]] = []
+    for piece in sorted(order, key=lambda p: order[p]):
+        splits = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
+        known = [(vocabulary[a], vocabulary[b], a, b) for a, b in splits if a in vocabulary and b in vocabulary]
+        merges += [(a, b) for _, _, a, b in sorted(known)]
+    return merges
+
+
+def _byte_letters() -> dict[int, str]:
+    """GPT-2's printable letter for every byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {**{b: chr(b) for b in printable}, **{b: chr(256 + i) for i, b in enumerate(others)}}
+
+
+_LETTERS = _byte_letters()
+
+
+def _spell(token: bytes) -> str:
+    return "".join(_LETTERS[byte] for byte in token)

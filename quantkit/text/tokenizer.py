@@ -1,0 +1,328 @@
+"""Tokenizers behind one protocol: sentencepiece, tiktoken and ``tokenizer.json``.
+
+The kind is told by a file's content: Llama 3 ships a tiktoken file under the name
+``tokenizer.model`` that Llama 2 uses for sentencepiece.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from quantkit.errors import CheckpointError, RequestError
+from quantkit.json_values import Settings, read_json, require_plain_file
+from quantkit.text.contained import contained, is_panic, quiet_on_failure
+
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3_NAMED = (
+    "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>",
+    "<|finetune_right_pad_id|>", "<|reserved_special_token_2|>", "<|start_header_id|>", "<|end_header_id|>",
+    "<|eom_id|>", "<|eot_id|>", "<|python_tag|>",
+)  # fmt: skip
+_LLAMA3_SPECIALS = 256
+
+LONGEST_TOKEN = 4096  # bytes or letters; the longest published have some hundred
+_MOST_TOKENS = 2**22
+# What a damaged tokenizer is tried on: each makes some part of it work.
+_TRIALS = ("", "The quick <s> fox,  1234 jumps\n", " \t\u2581", "Größe, 日本語 🚀 e\u0301\x00")
+_TRIED_TOKENS = 256
+_NO_TEXT = "cannot tokenize this text"
+_NO_TOKENS = "cannot decode these tokens"
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back.
+
+    ``eos_ids`` end a generation. ``special_tokens`` are those that no plain text holds, by their spellings; None where
+    they have none (sentencepiece). ``byte_level`` is true for the vocabularies of bytes (GPT-2's kind, tiktoken) and
+    false for sentencepiece's.
+    """
+
+    kind: str
+    vocab_size: int
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+    special_tokens: dict[str, int] | None
+    byte_level: bool
+
+    def encode(self, text: str, *, specials: bool = False) -> list[int]:
+        """Token ids as the model expects a text to begin, BOS included where it has one.
+
+        Spellings of special tokens are plain text, unless `specials` is set and the
+        vocabulary has such spellings (tiktoken and tokenizer.json).
+        """
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens left out."""
+        ...
+
+
+class SentencePieceTokenizer:
+    """A sentencepiece model (Llama 1 and 2, CodeLlama, Mistral)."""
+
+    kind = "sentencepiece"
+    byte_level = False
+    special_tokens: dict[str, int] | None = None
+
+    def __init__(self, path: Path) -> None:
+        """
+        Raises:
+            CheckpointError: if the file is damaged.
+        """
+        from sentencepiece import SentencePieceProcessor
+
+        self._path = path
+        require_plain_file(path)
+        with quiet_on_failure(), contained(path, "is not a sentencepiece model"):
+            self._model: Any = SentencePieceProcessor(model_file=str(path))
+            self.vocab_size: int = self._model.get_piece_size()
+            for index in range(self.vocab_size):
+                _require_length(len(self._model.id_to_piece(index)), path)
+            self.bos_id: int | None = self._model.bos_id() if self._model.bos_id() >= 0 else None
+            self.eos_ids: tuple[int, ...] = (self._model.eos_id(),) if self._model.eos_id() >= 0 else ()
+            _try_out(self, path)
+
+    def encode(self, text: str, *, specials: bool = False) -> list[int]:
+        _require_unicode(text)
+        with contained(self._path, _NO_TEXT):
+            ids: list[int] = self._model.encode(text)
+        _require_known(ids, self.vocab_size, self._path)
+        return ids if self.bos_id is None else [self.bos_id, *ids]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        with contained(self._path, _NO_TOKENS):
+            text: str = self._model.decode([i for i in ids if i < self.vocab_size])
+        return text
+
+
+class TiktokenTokenizer:
+    """Llama 3's byte-pair ranks, with its 256 special tokens after them."""
+
+    kind = "tiktoken"
+    byte_level = True
+
+    def __init__(self, path: Path) -> None:
+        """
+        Raises:
+            CheckpointError: if the file is damaged.
+        """
+        import tiktoken
+
+        self._path = path
+        ranks = read_tiktoken(path)
+        self._specials = llama3_specials(len(ranks))
+        self.special_tokens: dict[str, int] | None = self._specials
+        with quiet_on_failure(), contained(path, "is not a tiktoken vocabulary"):
+            self._encoding = tiktoken.Encoding(
+                name="llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=self._specials
+            )
+        self.vocab_size: int = len(ranks) + len(self._specials)
+        self._bos = self._specials["<|begin_of_text|>"]
+        self.bos_id: int | None = self._bos
+        ends = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
+        self.eos_ids: tuple[int, ...] = tuple(self._specials[name] for name in ends)
+
+    def encode(self, text: str, *, specials: bool = False) -> list[int]:
+        _require_unicode(text)
+        allowed: Any = "all" if specials else set()
+        with contained(self._path, _NO_TEXT):
+            ids = self._encoding.encode(text, allowed_special=allowed, disallowed_special=())
+        return [self._bos, *ids]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        specials = set(self._specials.values())
+        with contained(self._path, _NO_TOKENS):
+            return self._encoding.decode([i for i in ids if i not in specials and i < self.vocab_size])
+
+
+class JsonTokenizer:
+    """A ``tokenizer.json`` of the Hugging Face tokenizers library."""
+
+    kind = "tokenizer.json"
+
+    def __init__(self, path: Path) -> None:
+        """
+        Raises:
+            CheckpointError: if the file is damaged, or ``tokenizer_config.json`` beside it is.
+        """
+        from tokenizers import Tokenizer as Engine
+
+        self._path = path
+        require_plain_file(path)
+        settings_path = path.with_name("tokenizer_config.json")
+        settings = Settings(read_json(settings_path) if settings_path.exists() else {}, settings_path)
+        with quiet_on_failure(), contained(path, "is not a tokenizer"):
+            self._engine: Any = Engine.from_file(str(path))
+            self._engine.no_truncation()  # of whoever saved it; a text is taken whole
+            self._engine.no_padding()
+            vocabulary: dict[str, int] = self._engine.get_vocab(with_added_tokens=True)
+            if not vocabulary:
+                raise CheckpointError("has no vocabulary", path=path)
+            self.vocab_size: int = max(vocabulary.values()) + 1
+            added = self._engine.get_added_tokens_decoder().items()
+            self.special_tokens: dict[str, int] | None = {str(token): number for number, token in added}
+            self.bos_id: int | None = _named(settings, "bos_token", vocabulary)
+            eos = _named(settings, "eos_token", vocabulary)
+            self.eos_ids: tuple[int, ...] = () if eos is None else (eos,)
+            self.byte_level: bool = "<0x00>" not in vocabulary
+            self._add_bos = settings.flag("add_bos_token", False) and self.bos_id is not None
+            _try_out(self, path)
+
+    def encode(self, text: str, *, specials: bool = False) -> list[int]:
+        _require_unicode(text)
+        with contained(self._path, _NO_TEXT):
+            self._engine.encode_special_tokens = not specials
+            ids: list[int] = self._engine.encode(text).ids
+        _require_known(ids, self.vocab_size, self._path)
+        if self._add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            return [self.bos_id, *ids]
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        with contained(self._path, _NO_TOKENS):
+            text: str = self._engine.decode(list(ids), skip_special_tokens=True)
+        return text
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer of a checkpoint folder.
+
+    ``tokenizer.json`` wins over ``tokenizer.model``, as in transformers.
+
+    Raises:
+        CheckpointError: if there is none, or the file is of no known kind.
+    """
+    folder = Path(folder)
+    if (folder / "tokenizer.json").is_file():
+        return JsonTokenizer(folder / "tokenizer.json")
+    path = folder / "tokenizer.model"
+    if not path.is_file():
+        raise CheckpointError("has no tokenizer", path=folder, expected="tokenizer.json or tokenizer.model")
+    return original_tokenizer(path)
+
+
+def original_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a ``tokenizer.model``, whose content tells its kind.
+
+    Raises:
+        CheckpointError: if it is damaged.
+    """
+    return TiktokenTokenizer(path) if is_tiktoken(path) else SentencePieceTokenizer(path)
+
+
+def is_tiktoken(path: Path) -> bool:
+    """Whether a file holds lines of base64 token and rank.
+
+    Raises:
+        CheckpointError: if it cannot be read.
+    """
+    with contained(path, "cannot be read"), path.open("rb") as file:
+        parts = file.read(4096).split(b"\n", 1)[0].split()
+    if len(parts) != 2 or not parts[1].isdigit():
+        return False
+    try:
+        base64.b64decode(parts[0], validate=True)
+    except binascii.Error:
+        return False
+    return True
+
+
+def read_tiktoken(path: Path) -> dict[bytes, int]:
+    """Byte sequences and their ranks.
+
+    Raises:
+        CheckpointError: if a line is not base64 and a number, or ranks have gaps.
+    """
+    require_plain_file(path)
+    ranks: dict[bytes, int] = {}
+    with contained(path, "cannot be read"):
+        lines = path.read_bytes().splitlines()
+    if len(lines) > _MOST_TOKENS:
+        raise CheckpointError("holds too many tokens", path=path, found=len(lines), expected=f"at most {_MOST_TOKENS}")
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            token, rank = line.split()
+            decoded = base64.b64decode(token, validate=True)
+            ranks[decoded] = int(rank)
+        except ValueError as error:
+            raise CheckpointError(f"line {number} is not 'base64 rank'", path=path) from error
+        _require_length(len(decoded), path)
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise CheckpointError("has gaps or doubles in its ranks", path=path)
+    if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+        raise CheckpointError(f"lacks the single byte {missing[0]:#04x}", path=path, expected="all 256")
+    return ranks
+
+
+def llama3_specials(first: int) -> dict[str, int]:
+    """Llama 3's special tokens, numbered from the end of the vocabulary."""
+    filler = _LLAMA3_SPECIALS - len(_LLAMA3_NAMED)
+    names = [*_LLAMA3_NAMED, *(f"<|reserved_special_token_{i}|>" for i in range(3, 3 + filler))]
+    return {name: first + i for i, name in enumerate(names)}
+
+
+def _named(settings: Settings, key: str, vocabulary: Mapping[str, int]) -> int | None:
+    """The id of a token whose spelling stands by itself or in an object with how it is taken from a text."""
+    if not settings.has(key):
+        return None
+    if isinstance(settings.values[key], dict):
+        settings, key = settings.inside(key), "content"
+    return vocabulary.get(settings.text(key))
+
+
+def _try_out(tokenizer: Tokenizer, path: Path) -> None:
+    """Put a tokenizer that was just read to use: its library panics on some damage only then.
+
+    That it does not know the letters of a text is no damage.
+    """
+    for text in _TRIALS:
+        for specials in (True, False):
+            try:
+                tokenizer.encode(text, specials=specials)
+            except CheckpointError as error:
+                if error.__cause__ is None or is_panic(error.__cause__):
+                    raise
+    last = tokenizer.vocab_size
+    tried: list[Sequence[int]] = [[], range(min(last, _TRIED_TOKENS)), range(max(last - _TRIED_TOKENS, 0), last)]
+    for ids in tried:
+        tokenizer.decode(ids)
+        for one in ids:
+            tokenizer.decode([one])
+
+
+def _require_unicode(text: str) -> None:
+    """
+    Raises:
+        RequestError: for the halves of characters that Python puts for bytes which are no UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError("the text is not valid Unicode", found=f"{text[error.start]!r}") from error
+
+
+def _require_known(ids: Sequence[int], vocab_size: int, path: Path) -> None:
+    """
+    Raises:
+        CheckpointError: for an id that is not in the vocabulary: the model would have no row for it.
+    """
+    if ids and max(ids) >= vocab_size:
+        raise CheckpointError(
+            "gives tokens outside its own vocabulary", path=path, found=max(ids), expected=f"below {vocab_size}"
+        )
+
+
+def _require_length(length: int, path: Path) -> None:
+    if length > LONGEST_TOKEN:
+        raise CheckpointError(
+            "holds a token that is too long", path=path, found=length, expected=f"at most {LONGEST_TOKEN}"
+        )

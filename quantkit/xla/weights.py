@@ -1,0 +1,122 @@
+"""A checkpoint's tensors as arrays over a mesh of devices.
+
+Each array is [N, ...], of which each of the N devices has one; what every device needs is there N times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import torch
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from torch import Tensor
+
+from quantkit.architectures.naming import entries
+from quantkit.formats.checkpoint import Checkpoint, TensorInfo
+from quantkit.model.rope import inverse_frequencies
+from quantkit.progress import Progress, silent
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.xla.products import AXIS
+from quantkit.xla.split import Layout, Leaf
+
+DIVIDED = PartitionSpec(AXIS)
+_DTYPES = {
+    torch.float32: jnp.float32, torch.bfloat16: jnp.bfloat16, torch.float16: jnp.float16, torch.int8: jnp.int8,
+}  # fmt: skip
+
+
+def load_state(
+    checkpoint: Checkpoint, layout: Layout, mesh: Mesh, dtype: torch.dtype, *, progress: Progress = silent
+) -> dict[str, jax.Array]:
+    """Read a checkpoint, each tensor once, and give every device of this process its parts.
+
+    Args:
+        dtype: of tensors that are not quantized.
+    """
+    state: dict[str, jax.Array] = {}
+    ranks = [rank for rank, device in enumerate(mesh.devices.flat) if device.process_index == jax.process_index()]
+    found = entries(layout.config)
+    for index, entry in enumerate(found):
+        progress(index, len(found), entry.name)
+        value = _cast(checkpoint.load(entry.name), dtype)
+        parts = {rank: layout.leaves(entry, value, rank) for rank in ranks}
+        for leaves in zip(*parts.values(), strict=True):
+            state[leaves[0].name] = _placed(mesh, dict(zip(ranks, leaves, strict=True)))
+        del value, parts
+    progress(len(found), len(found), "")
+    return {**state, **{leaf.name: _placed(mesh, dict.fromkeys(ranks, leaf)) for leaf in _derived(layout)}}
+
+
+def abstract_state(
+    infos: Mapping[str, TensorInfo], layout: Layout, mesh: Mesh, dtype: torch.dtype
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """What `load_state` gives, without a weight.
+
+    Args:
+        infos: of every tensor.
+    """
+    leaves = list(_derived(layout))
+    for entry in entries(layout.config):
+        leaves += layout.leaves(entry, _cast(_imagined(infos[entry.name]), dtype), 0)
+    return {leaf.name: abstract(mesh, (len(mesh.devices.flat), *leaf.value.shape), _dtype(leaf)) for leaf in leaves}
+
+
+def abstract(mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = DIVIDED) -> jax.ShapeDtypeStruct:
+    """An array over a mesh that is not there."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+
+def zeros(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Zeros [N, ...] over a mesh."""
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=NamedSharding(mesh, DIVIDED))()
+
+
+def float_dtype(dtype: torch.dtype) -> Any:
+    """A torch float type in JAX."""
+    return _DTYPES[dtype]
+
+
+def _derived(layout: Layout) -> list[Leaf]:
+    """What the model has besides the checkpoint's tensors."""
+    return [Leaf("rotary.inverse_frequencies", inverse_frequencies(layout.config.rope, layout.config.head_dim))]
+
+
+def _cast(value: Tensor | QuantTensor, dtype: torch.dtype) -> Tensor | QuantTensor:
+    return value.to(dtype) if isinstance(value, Tensor) else value
+
+
+def _imagined(info: TensorInfo) -> Tensor | QuantTensor:
+    scheme = info.scheme
+    if scheme is None:
+        return torch.empty(info.shape, dtype=info.dtype, device="meta")
+    codes = torch.empty(info.shape, dtype=torch.uint8, device="meta")
+    scale = torch.empty(info.shape[0], scheme.groups(info.shape[1]), dtype=info.dtype, device="meta")
+    return QuantTensor(codes, scale, None if scheme.symmetric else scale.to(torch.uint8), scheme)
+
+
+def _dtype(leaf: Leaf) -> Any:
+    return jnp.int4 if leaf.nibbles else _DTYPES[leaf.value.dtype]
+
+
+def _placed(mesh: Mesh, leaves: Mapping[int, Leaf]) -> jax.Array:
+    """An array of which each rank here has a leaf of its own."""
+    first = next(iter(leaves.values()))
+    shape = (len(mesh.devices.flat), *first.value.shape)
+
+    def shard(index: tuple[slice, ...]) -> np.ndarray[Any, Any]:
+        return _numpy(leaves[index[0].start or 0])[None]
+
+    return jax.make_array_from_callback(shape, NamedSharding(mesh, DIVIDED), shard)
+
+
+def _numpy(leaf: Leaf) -> np.ndarray[Any, Any]:
+    value = leaf.value.contiguous()
+    if value.dtype == torch.bfloat16:
+        return value.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    array = value.numpy()
+    return array.astype(ml_dtypes.int4) if leaf.nibbles else array
