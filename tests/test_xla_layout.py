@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.config import LayerConfig, ModelConfig
 from quantkit.architectures.topology import Parameter, parameters
 from quantkit.errors import RequestError
 from quantkit.evals.synthetic import synthetic
@@ -21,7 +21,8 @@ SCHEMES = ["int8", "int4-g32", "int4-g128", "int4-g128-asym", "int8-g64-asym"]
 
 def _config(**changes: int) -> ModelConfig:
     sizes = {"hidden_size": 256, "intermediate_size": 704, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32}
-    return replace(synthetic("llama-160m", None).config, **{**sizes, "vocab_size": 99, "num_layers": 1, **changes})
+    config = replace(synthetic("llama-160m", None).config, layers=(LayerConfig(),))
+    return replace(config, **{**sizes, "vocab_size": 99, **changes})
 
 
 def _entry(config: ModelConfig, child: str) -> Parameter:
