@@ -84,7 +84,9 @@ def test_groups_are_halved_where_whole_ones_go_too_unevenly() -> None:
     for size, group in ((1, 128), (2, 64), (4, 32)):  # of three groups one process would have two
         found = [layout(config, schemes, rank, size) for rank in range(size)]
         assert {one.config.intermediate_size for one in found} == {384 // size}
-        assert {schemes["model.layers.0.mlp.down_proj"].cut(*one.ranges["intermediate"][0]).group_size for one in found} == {group}
+        assert {
+            schemes["model.layers.0.mlp.down_proj"].cut(*one.ranges["intermediate"][0]).group_size for one in found
+        } == {group}
 
 
 def test_too_many_processes_are_refused() -> None:
