@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.architectures.naming import entries
-from quantkit.distributed.group import Group
+from quantkit.distributed.group import ProcessGroup
 from quantkit.distributed.split import layout
 from quantkit.errors import CheckpointError
 from quantkit.formats import manifest
@@ -25,7 +25,7 @@ from quantkit.version import __version__
 _SAMPLE = 1 << 20
 
 
-def shard(checkpoint: Checkpoint, group: Group) -> Sharded:
+def shard(checkpoint: Checkpoint, group: ProcessGroup) -> Sharded:
     """This process's slices of a checkpoint that all processes of the group have.
 
     Raises:
@@ -36,7 +36,7 @@ def shard(checkpoint: Checkpoint, group: Group) -> Sharded:
     return Sharded(checkpoint, group)
 
 
-def require_same_checkpoint(checkpoint: Checkpoint, group: Group) -> None:
+def require_same_checkpoint(checkpoint: Checkpoint, group: ProcessGroup) -> None:
     """Go on only if all processes of the group have the same config, files and versions of the software.
 
     Raises:
@@ -56,7 +56,7 @@ class Sharded:
     ``config`` says what this process holds, but for the vocabulary, whose size is the model's.
     """
 
-    def __init__(self, source: Checkpoint, group: Group) -> None:
+    def __init__(self, source: Checkpoint, group: ProcessGroup) -> None:
         """
         Raises:
             RequestError: if so many processes cannot share the model.
