@@ -16,9 +16,10 @@ from quantkit.distributed.group import ProcessGroup
 from quantkit.distributed.split import layout
 from quantkit.errors import CheckpointError
 from quantkit.formats import manifest
-from quantkit.formats.checkpoint import Checkpoint, TensorInfo, schemes
+from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.source import SourceFile
 from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.version import __version__
 
@@ -73,7 +74,7 @@ class Sharded:
     def names(self) -> list[str]:
         return self._source.names()
 
-    def info(self, name: str) -> TensorInfo:
+    def info(self, name: str) -> TensorSpec:
         info, part = self._source.info(name), self._part(name)
         if part is None:
             return info
@@ -81,7 +82,7 @@ class Sharded:
         shape[part.axis] = max(part.size, self._rows(name))
         if scheme is not None and part.axis == 1:
             scheme = scheme.cut(*part.ranges[0])
-        return TensorInfo(tuple(shape), info.dtype, scheme)
+        return TensorSpec(name, tuple(shape), info.dtype, scheme)
 
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
         own = self._part(name)
