@@ -43,7 +43,7 @@ def quantize(**options: Any) -> None:
     The result is held against SRC before it gets its name; one that is too far from it
     exits with 8. Under torchrun the calibration is shared by all processes; rounding is the first one's work.
     """
-    from quantkit.distributed.sharded import require_same_checkpoint
+    from quantkit.distributed.shard import require_same_checkpoint
     from quantkit.formats.detect import open_checkpoint
     from quantkit.jobs.quantize import quantize as job
 

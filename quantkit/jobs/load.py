@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from quantkit.distributed.group import SINGLE, ProcessGroup
-from quantkit.distributed.sharded import shard
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.model.decoder import Decoder
@@ -45,9 +44,7 @@ def load(
     """
     checkpoint = open_checkpoint(path, weights)
     tokenizer, _ = checked_tokenizer(checkpoint)
-    if tp.size > 1:
-        checkpoint = shard(checkpoint, tp)
-    model = load_model(checkpoint, device=device, dtype=dtype, backend=backend)
+    model = load_model(checkpoint, device=device, dtype=dtype, backend=backend, group=tp)
     return model, tokenizer or load_tokenizer(path)
 
 
