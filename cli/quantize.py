@@ -75,4 +75,4 @@ def job_arguments(options: dict[str, Any]) -> dict[str, Any]:
         scheme = Recipe(QuantScheme.parse(scheme), (Override("lm_head", QuantScheme.parse(head)),))
     if options["activation_memory"] is not None:
         options["activation_memory"] *= 1e9
-    return {**options, "plan": scheme if path is None else Recipe.from_json(path)}
+    return {**options, "scheme": scheme if path is None else Recipe.from_json(path)}

@@ -44,19 +44,19 @@ class HessianAccumulator:
         del self.hessian, self.paired, self.drift
         return given
 
-    def finish(self, ranks: Ranks) -> None:
+    def finish(self, group: Ranks) -> None:
         """Add up what all processes gathered."""
         unpaired = torch.tensor([float(self.hessian is not None)], device=self.paired.device)
-        ranks.add_up_(unpaired)
+        group.sum_(unpaired)
         if unpaired.any():
             self.hessian = self.paired.clone() if self.hessian is None else self.hessian.add_(self.paired)
-            self._gather(self.hessian, ranks)
-        self._gather(self.paired, ranks)
-        ranks.add_up_(self.drift)
+            self._gather(self.hessian, group)
+        self._gather(self.paired, group)
+        group.sum_(self.drift)
 
     @staticmethod
-    def _gather(sums: Tensor, ranks: Ranks) -> None:
-        ranks.add_up_(sums)
+    def _gather(sums: Tensor, group: Ranks) -> None:
+        group.sum_(sums)
         _fill_lower(sums)
 
 

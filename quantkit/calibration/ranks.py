@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 _LONGEST_JOB = timedelta(days=365)
+T = TypeVar("T")
 
 
 class Ranks:
@@ -33,7 +34,7 @@ class Ranks:
         """Which of so many things are this process's."""
         return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
-    def add_up_(self, value: Tensor) -> None:
+    def sum_(self, value: Tensor) -> None:
         """Replace a tensor by its sum over all processes."""
         if self.size > 1:
             dist.all_reduce(value)
@@ -50,9 +51,9 @@ class Ranks:
             whole[part] = rows
         return whole
 
-    def agree(self, names: Collection[str]) -> frozenset[str]:
+    def agree(self, value: T) -> T:
         """What the first process says, however long that takes."""
-        said = [frozenset(names)]
+        said = [value]
         if self.size > 1:
             dist.broadcast_object_list(said, group=self._patient)
         return said[0]
