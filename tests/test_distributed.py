@@ -101,7 +101,7 @@ def test_the_hessian_is_that_of_all_samples(demo_model: Path, tmp_path: Path, mo
     for part in (tokens, tokens[:2], tokens[2:]):
         states = ActivationStore(tmp_path / "states", 10**9)
         scheme = {"model.layers.0.mlp.down_proj": QuantScheme.parse("int8")}
-        BlockQuantizer(source, part, scheme, torch.float32, states, torch.device("cpu"), STANDARD).next_block()
+        BlockQuantizer(source, part, scheme, torch.float32, states, torch.device("cpu"), STANDARD, Ranks()).next_block()
     whole, first, second = seen
     torch.testing.assert_close(first + second, whole, rtol=1e-4, atol=1e-2)
     assert torch.equal(whole, whole.t())
@@ -112,7 +112,7 @@ def test_all_processes_add_up_the_same_whatever_they_saw(elsewhere: bool) -> Non
     class Counted(Ranks):
         calls = 0
 
-        def add_up_(self, value: torch.Tensor) -> None:
+        def sum_(self, value: torch.Tensor) -> None:
             self.calls += 1
             if value.numel() == 1:  # how many have seen unpaired inputs
                 value += elsewhere
