@@ -14,7 +14,7 @@ from quantkit.errors import RequestError
 from quantkit.evals.synthetic import synthetic
 from quantkit.tensors.qtensor import quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
-from quantkit.xla.split import Layout
+from quantkit.xla.split import DeviceSplit
 
 SCHEMES = ["int8", "int4-g32", "int4-g128", "int4-g128-asym", "int8-g64-asym"]
 
@@ -28,9 +28,9 @@ def _entry(config: ModelConfig, child: str) -> Entry:
     return next(entry for entry in entries(config) if entry.name.endswith(child + ".weight"))
 
 
-def _weight(layout: Layout, entry: Entry, value: object, rank: int) -> Tensor:
+def _weight(split: DeviceSplit, entry: Entry, value: object, rank: int) -> Tensor:
     """What a device's leaves mean, [O, I]."""
-    leaves = {leaf.name.rpartition(".")[2]: leaf.value for leaf in layout.leaves(entry, value, rank)}  # type: ignore[arg-type]
+    leaves = {leaf.name.rpartition(".")[2]: leaf.value for leaf in split.leaves(entry, value, rank)}  # type: ignore[arg-type]
     if "weight" in leaves:
         return leaves["weight"]
     zero = leaves["zero"].float().unsqueeze(-1) if "zero" in leaves else 0
@@ -50,8 +50,8 @@ def test_the_parts_make_up_the_weight(child: str, scheme: str | None, devices: i
         schemes = {entry.module: QuantScheme.parse(scheme).fitted(entry.shape[1])}
         value = quantize_rtn(weight, schemes[entry.module], torch.float16)
         weight = value.dequantize()
-    layout = Layout(config, schemes, devices)
-    parts = [_weight(layout, entry, value, rank) for rank in range(devices)]
+    split = DeviceSplit(config, schemes, devices)
+    parts = [_weight(split, entry, value, rank) for rank in range(devices)]
     assert len({part.shape for part in parts}) == 1
     if child == "k_proj" and devices == 8:  # each head twice
         assert all(torch.equal(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True))
@@ -70,16 +70,17 @@ def test_groups_that_do_not_divide_are_padded_or_cut(devices: int, group: int, e
     config = _config(intermediate_size=11008, num_heads=16, num_kv_heads=16)
     scheme = QuantScheme(4, group)
     entry = _entry(config, "down_proj")
-    share = Layout(config, {entry.module: scheme}, devices).share(entry)
-    assert (share.group, share.count * devices) == expected
-    assert Layout(config, {entry.module: scheme}, devices).share(_entry(config, "gate_proj")).count == share.count
+    split = DeviceSplit(config, {entry.module: scheme}, devices)
+    shards = split.shards(entry)
+    assert (shards.group, shards.count * devices) == expected
+    assert split.shards(_entry(config, "gate_proj")).count == shards.count
 
 
 def test_biases_of_sums_are_whole_and_the_others_divided() -> None:
     config = replace(_config(), qkv_bias=True, output_bias=True, mlp_bias=True)
-    layout = Layout(config, {}, 4)
+    split = DeviceSplit(config, {}, 4)
     axes = {
-        entry.name.split(".")[-2]: layout.share(entry).axis for entry in entries(config) if entry.name.endswith("bias")
+        entry.name.split(".")[-2]: split.shards(entry).axis for entry in entries(config) if entry.name.endswith("bias")
     }
     assert axes == {
         "q_proj": 0,
@@ -92,7 +93,7 @@ def test_biases_of_sums_are_whole_and_the_others_divided() -> None:
     }
 
 
-@pytest.mark.parametrize(("heads", "shared", "devices"), [(8, 4, 3), (12, 4, 6), (8, 8, 16), (8, 4, 0)])
-def test_heads_that_can_not_be_divided_are_refused(heads: int, shared: int, devices: int) -> None:
+@pytest.mark.parametrize(("heads", "kv_heads", "devices"), [(8, 4, 3), (12, 4, 6), (8, 8, 16), (8, 4, 0)])
+def test_heads_that_can_not_be_divided_are_refused(heads: int, kv_heads: int, devices: int) -> None:
     with pytest.raises(RequestError, match="can't be divided among the devices"):
-        Layout(_config(num_heads=heads, num_kv_heads=shared), {}, devices)
+        DeviceSplit(_config(num_heads=heads, num_kv_heads=kv_heads), {}, devices)
