@@ -53,7 +53,7 @@ def quantize(**options: Any) -> None:
     with together({**arguments, "src": None}, device) as group, bar("quantize", show=group.first) as progress:
         if shared and group.size > 1:
             require_same_checkpoint(open_checkpoint(arguments["src"], arguments["weights"]), group)
-        notes = job(**arguments, progress=progress) if shared or group.first else []
+        notes = job(**arguments, group=group, progress=progress) if shared or group.first else []
     if group.first:
         done(arguments["dst"], notes)
 

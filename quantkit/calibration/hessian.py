@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantkit.calibration.ranks import Ranks
+from quantkit.distributed.group import ProcessGroup
 
 _STRIPS = 4
 
@@ -44,7 +44,7 @@ class HessianAccumulator:
         del self.hessian, self.paired, self.drift
         return given
 
-    def finish(self, group: Ranks) -> None:
+    def finish(self, group: ProcessGroup) -> None:
         """Add up what all processes gathered."""
         unpaired = torch.tensor([float(self.hessian is not None)], device=self.paired.device)
         group.sum_(unpaired)
@@ -55,7 +55,7 @@ class HessianAccumulator:
         group.sum_(self.drift)
 
     @staticmethod
-    def _gather(sums: Tensor, group: Ranks) -> None:
+    def _gather(sums: Tensor, group: ProcessGroup) -> None:
         group.sum_(sums)
         _fill_lower(sums)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from quantkit.architectures.config import ModelConfig
 from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.hessian import HessianAccumulator
-from quantkit.calibration.ranks import Ranks
+from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.memory import give_back
@@ -116,7 +116,7 @@ class BlockQuantizer:
 
     def __init__(
         self, source: Checkpoint, tokens: Tensor, schemes: Mapping[str, QuantScheme], scale_dtype: torch.dtype,
-        states: ActivationStore, device: torch.device, effort: Effort, group: Ranks,
+        states: ActivationStore, device: torch.device, effort: Effort, group: ProcessGroup,
     ) -> None:  # fmt: skip
         """Embed the samples.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.pipeline import BlockQuantizer, Effort, Result
-from quantkit.calibration.ranks import Ranks
+from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import DTYPE_NAMES, FLOAT_DTYPES, Checkpoint
 from quantkit.formats.staging import SCRATCH
@@ -89,7 +89,7 @@ class GptqQuantizer:
 
     def __init__(
         self, source: Checkpoint, calibration: Calibration, schemes: Mapping[str, QuantScheme], *,
-        device: torch.device, memory_bytes: int, effort: Effort, allow_nonfinite: bool, group: Ranks,
+        device: torch.device, memory_bytes: int, effort: Effort, allow_nonfinite: bool, group: ProcessGroup,
     ) -> None:  # fmt: skip
         """
         Args:

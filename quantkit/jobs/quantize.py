@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from quantkit.calibration.quantizers import GptqQuantizer, Quantizer, RtnQuantizer
-from quantkit.calibration.ranks import Ranks
+from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.encoders import SafetensorsEncoder
 from quantkit.formats.folder import hf_side_files
 from quantkit.formats.staging import partial_folder
@@ -41,6 +41,7 @@ def quantize(
     resume: bool = False,
     allow_nonfinite: bool = False,
     source_check: bool = True,
+    group: ProcessGroup = SINGLE,
     progress: Progress = silent,
 ) -> list[str]:
     """Write the model in `src`, quantized, to the new folder `dst`, if it passes the gate.
@@ -66,6 +67,7 @@ def quantize(
         keep: globs of modules that keep their floats.
         strict: refuse a layer whose shape does not fit its scheme.
         accept_quality_loss: keep a result that does not pass the gate; see `run_gate`.
+        group: the processes that share the calibration; each calls this alike, and the first one writes.
         weights, resume, allow_nonfinite, source_check, progress: as in `convert`.
 
     Returns:
@@ -78,7 +80,7 @@ def quantize(
         method, calibration, samples=samples, length=length, seed=seed, thorough=thorough,
         activation_memory=activation_memory, device=device,
     )  # fmt: skip
-    dst, group = Path(dst), Ranks()
+    dst = Path(dst)
     source, scheme_map, tokenizer, notes = prepare(src, dst, scheme, keep=keep, strict=strict, weights=weights)
     schemes = scheme_map.schemes
     options: dict[str, object] = {
@@ -93,14 +95,13 @@ def quantize(
         options |= {"calibration": drawn.to_json(), "thorough": settings.thorough}
         computed_by = {"number of processes": group.size, "kind of device": settings.device.type}
         scratch = settings.scratch_bytes(source, drawn)
-        group.meet()
         quantizer = GptqQuantizer(
             source, drawn, schemes, device=settings.device, memory_bytes=settings.memory_bytes,
             effort=settings.effort, allow_nonfinite=allow_nonfinite, group=group,
         )  # fmt: skip
     blocks = tensor_blocks(source, schemes)
     encoder = SafetensorsEncoder([spec for block in blocks for spec in block.tensors], SHARD_BYTES)
-    if group.rank:
+    if not group.first:
         with quantizer.running(blocks, Written(encoder, partial_folder(dst))):
             for block in blocks:
                 quantizer.solve(block)  # the first process writes it
