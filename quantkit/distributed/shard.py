@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit.architectures.naming import entries
+from quantkit.architectures.topology import parameters
 from quantkit.distributed.group import ProcessGroup
 from quantkit.distributed.split import Split, split_model
 from quantkit.errors import CheckpointError
@@ -63,7 +63,7 @@ class CheckpointShard:
     def __init__(self, source: Checkpoint, split: Split) -> None:
         self._source = source
         self._split = split
-        self._entries = {entry.name: entry for entry in entries(source.config)}
+        self._parameters = {parameter.name: parameter for parameter in parameters(source.config)}
         self.config = split.config
         self.path, self.format = source.path, source.format
         self.extra_config: Mapping[str, Any] = source.extra_config
@@ -107,11 +107,11 @@ class CheckpointShard:
         return _filled(value, missing) if missing > 0 else value
 
     def _slice(self, name: str) -> TensorSlice | None:
-        return self._split.tensor_slice(self._entries[name])
+        return self._split.tensor_slice(self._parameters[name])
 
     def _rows(self, name: str) -> int:
         """How many rows every process has of a vocabulary-parallel tensor, padding included; 0 for others."""
-        return self._split.vocab_rows if self._entries[name].row.shape[0] == "v" else 0
+        return self._split.vocab_rows if self._parameters[name].dims[0] == "vocab" else 0
 
 
 def _filled(value: Tensor | QuantTensor, rows: int) -> Tensor | QuantTensor:

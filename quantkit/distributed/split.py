@@ -15,12 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.naming import Entry, entries
+from quantkit.architectures.topology import Parameter, parameters
 from quantkit.errors import RequestError
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.tensor_slice import TensorSlice
 
-_CUT = "qkfv"  # sizes in the table that are split
 _LEAST_GROUP = 32  # that the CPU kernels take
 _UNEVEN = 1.125
 
@@ -32,7 +31,7 @@ class Split:
     Attributes:
         rank: of the process.
         config: the model's, with this process's heads, KV heads and feed-forward width.
-        ranges: this process's part of each size that is split, by its symbol in the naming table.
+        ranges: this process's part of each size that is split, by its name in the topology.
         vocab_rows: rows of the embedding and the head on every process, padding included.
     """
 
@@ -44,14 +43,12 @@ class Split:
     @property
     def vocab_start(self) -> int:
         """The first of this process's rows of the vocabulary."""
-        return self.ranges["v"][0][0]
+        return self.ranges["vocab"][0][0]
 
-    def tensor_slice(self, entry: Entry) -> TensorSlice | None:
+    def tensor_slice(self, parameter: Parameter) -> TensorSlice | None:
         """This process's slice of a tensor; None where it is replicated on every process."""
-        for axis, symbol in enumerate(entry.row.shape):
-            if symbol in _CUT:
-                return TensorSlice(axis, self.ranges[symbol])
-        return None
+        axis = parameter.split_axis
+        return None if axis is None else TensorSlice(axis, self.ranges[parameter.dims[axis]])
 
 
 def split_model(config: ModelConfig, schemes: Mapping[str, QuantScheme], rank: int, size: int) -> Split:
@@ -78,17 +75,12 @@ def split_model(config: ModelConfig, schemes: Mapping[str, QuantScheme], rank: i
         raise RequestError("there are too many processes for the vocabulary", found=size, expected=config.vocab_size)
     own = replace(config, num_heads=heads, num_kv_heads=len(kv_heads), intermediate_size=inner[1] - inner[0])
     ranges = {
-        "q": ((rank * heads * width, (rank + 1) * heads * width),),
-        "k": _merged([(head * width, (head + 1) * width) for head in kv_heads]),
-        "f": (inner,),
-        "v": ((rank * rows, last),),
+        "query": ((rank * heads * width, (rank + 1) * heads * width),),
+        "kv": _merged([(head * width, (head + 1) * width) for head in kv_heads]),
+        "intermediate": (inner,),
+        "vocab": ((rank * rows, last),),
     }
     return Split(rank, own, ranges, rows)
-
-
-def row_parallel_modules(config: ModelConfig) -> list[str]:
-    """The row-parallel linears: each process has some of their inputs, and the results are added up."""
-    return [entry.module for entry in entries(config) if entry.row.linear and entry.row.split == "columns"]
 
 
 def _kv_heads(queries: range, per_head: int) -> list[int]:
@@ -102,7 +94,7 @@ def _kv_heads(queries: range, per_head: int) -> list[int]:
 def _inner_range(config: ModelConfig, schemes: Mapping[str, QuantScheme], rank: int, size: int) -> tuple[int, int]:
     """The range of the feed-forward width."""
     width = config.intermediate_size
-    downs = [entry.module for entry in entries(config) if entry.row.linear and entry.row.shape == "df"]
+    downs = [p.module for p in parameters(config) if p.is_linear_weight and p.dims == ("hidden", "intermediate")]
     sizes = [schemes[module].group_size for module in downs if module in schemes]
     unit = math.lcm(*(group for group in sizes if group is not None))
 

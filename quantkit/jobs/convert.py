@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.architectures.naming import entries
+from quantkit.architectures.topology import parameters
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
@@ -125,9 +125,9 @@ def _value(source: Checkpoint, spec: TensorSpec, allow_nonfinite: bool) -> Tenso
 def _specs(source: Checkpoint, dtype: torch.dtype | None, *, with_head: bool) -> list[TensorSpec]:
     config = replace(source.config, tied_embeddings=source.config.tied_embeddings and not with_head)
     specs = []
-    for entry in entries(config):
-        info = source.info(_stored_name(source, entry.name))
-        specs.append(TensorSpec(entry.name, entry.shape, dtype or info.dtype, info.scheme))
+    for parameter in parameters(config):
+        info = source.info(_stored_name(source, parameter.name))
+        specs.append(TensorSpec(parameter.name, parameter.shape, dtype or info.dtype, info.scheme))
     return specs
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.naming import Entry, entries
+from quantkit.architectures.topology import Parameter, parameters
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.quantizers import TensorBlock
 from quantkit.errors import RequestError, UnsupportedError
@@ -60,12 +60,13 @@ def tensor_blocks(source: Checkpoint, schemes: Mapping[str, QuantScheme]) -> lis
     """
     scale_dtype = FLOAT_DTYPES[source.config.dtype]
 
-    def spec(entry: Entry) -> TensorSpec:
-        if entry.row.linear and entry.module in schemes and entry.name.endswith(".weight"):
-            return TensorSpec(entry.name, entry.shape, scale_dtype, schemes[entry.module])
-        return TensorSpec(entry.name, entry.shape, source.info(entry.name).dtype)
+    def spec(parameter: Parameter) -> TensorSpec:
+        name, shape = parameter.name, parameter.shape
+        if parameter.is_linear_weight and parameter.module in schemes:
+            return TensorSpec(name, shape, scale_dtype, schemes[parameter.module])
+        return TensorSpec(name, shape, source.info(name).dtype)
 
-    by_layer = itertools.groupby(entries(source.config), key=lambda entry: entry.layer)
+    by_layer = itertools.groupby(parameters(source.config), key=lambda parameter: parameter.layer)
     return [TensorBlock(layer, tuple(map(spec, block))) for layer, block in by_layer]
 
 

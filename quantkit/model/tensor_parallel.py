@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quantkit.architectures.topology import row_parallel_modules
 from quantkit.distributed.collectives import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -18,7 +19,7 @@ from quantkit.distributed.collectives import (
 )
 from quantkit.distributed.group import ProcessGroup
 from quantkit.distributed.shard import CheckpointShard
-from quantkit.distributed.split import row_parallel_modules, split_model
+from quantkit.distributed.split import split_model
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.model.decoder import Decoder
 

@@ -10,12 +10,13 @@ import jax
 import torch
 from torch import Tensor, nn
 
+from quantkit.architectures.topology import HEAD, Linear, parameters
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
 from quantkit.model.meta_init import meta_init
 from quantkit.xla import products
 from quantkit.xla.bridge import apply, attend_by
-from quantkit.xla.split import COLUMNS, DeviceSplit
+from quantkit.xla.split import DeviceSplit
 
 Finish = Callable[[jax.Array], jax.Array]
 """Makes the whole of a product that a device has computed its part of."""
@@ -74,15 +75,16 @@ def sharded_decoder(split: DeviceSplit) -> Decoder:
     attend_by(products.attention)
     with meta_init():
         model = Decoder(split.local)
+    linears = {parameter.module: parameter.linear for parameter in parameters(split.config)}
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
             scheme = split.schemes.get(name)
             weight = ["weight"] if scheme is None else ["codes", "scale"] if scheme.symmetric else [*_QUANTIZED]
             parent, _, child = name.rpartition(".")
-            finish = _finish(child, split.config.vocab_size)
+            finish = _finish(linears[name], split.config.vocab_size)
             setattr(model.get_submodule(parent), child, ShardedLinear(weight, module.bias is not None, finish))
     model.model.embed_tokens = ShardedEmbedding()  # type: ignore[assignment]
-    head = partial(_linear, _finish("lm_head", split.config.vocab_size))
+    head = partial(_linear, _finish(HEAD, split.config.vocab_size))
     model.linear = lambda x, weight: apply(head, x, None, weight)  # of a head tied to the embedding
     return model.eval()
 
@@ -90,10 +92,12 @@ def sharded_decoder(split: DeviceSplit) -> Decoder:
 _QUANTIZED = ("codes", "scale", "zero")
 
 
-def _finish(child: str, vocabulary: int) -> Finish:
-    if child in COLUMNS:
+def _finish(linear: Linear | None, vocabulary: int) -> Finish:
+    if linear is not None and linear.parallel == "row":
         return products.all_reduce
-    return partial(products.all_gather, size=vocabulary) if child == "lm_head" else lambda product: product
+    if linear is not None and linear.dims[0] == "vocab":
+        return partial(products.all_gather, size=vocabulary)
+    return lambda product: product
 
 
 def _linear(finish: Finish, x: jax.Array, bias: jax.Array | None, *weight: Any) -> jax.Array:

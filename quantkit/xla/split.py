@@ -11,18 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.naming import Entry
+from quantkit.architectures.topology import Parameter, parameters
 from quantkit.errors import RequestError
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
-
-COLUMNS = ("o_proj", "down_proj")
-"""Linears of which columns are divided, so that their products are to be added up."""
 
 _MAX_PADDING = 1 / 32  # of the feed-forward size; beyond it scales are repeated for smaller groups
 
@@ -90,69 +88,70 @@ class DeviceSplit:
             config, num_heads=config.num_heads // devices, num_kv_heads=max(1, config.num_kv_heads // devices)
         )
 
-    def shards(self, entry: Entry) -> Shards:
+    def shards(self, parameter: Parameter) -> Shards:
         """What each device has of one tensor of the checkpoint."""
-        child = entry.module.rpartition(".")[2]
-        size = self.config.head_dim
-        if child == "q_proj":
-            return self._even(0, self.config.num_heads * size)
-        if child in ("k_proj", "v_proj"):
-            shared = self.config.num_kv_heads
-            count = max(1, shared // self.devices)
-            starts = tuple(rank * shared // self.devices * size for rank in range(self.devices))
-            return Shards(0, starts, count * size)
-        if child in ("embed_tokens", "lm_head"):
-            return self._even(0, self.config.vocab_size)
-        if child in ("gate_proj", "up_proj"):
-            _, width = self._columns(entry.module.replace(child, "down_proj"), self.config.intermediate_size)
-            return self._even(0, width)
-        if child in COLUMNS and entry.name.endswith(".weight"):
-            group, width = self._columns(entry.module, entry.shape[1])
-            return replace(self._even(1, width), group=group)
-        return Shards(None)
+        axis = parameter.split_axis
+        if axis is None:
+            return Shards(None)
+        size = parameter.dims[axis]
+        if size == "kv":
+            heads, width = self.config.num_kv_heads, self.config.head_dim
+            starts = tuple(rank * heads // self.devices * width for rank in range(self.devices))
+            return Shards(axis, starts, max(1, heads // self.devices) * width)
+        if (reader := self._readers.get((parameter.layer, parameter.expert, size))) is None:
+            return self._even(axis, parameter.shape[axis])
+        group, width = self._columns(reader)
+        return replace(self._even(axis, width), group=group)
 
-    def leaves(self, entry: Entry, value: Tensor | QuantTensor, rank: int) -> list[Leaf]:
+    def leaves(self, parameter: Parameter, value: Tensor | QuantTensor, rank: int) -> list[Leaf]:
         """A tensor of the checkpoint as it lies on one device.
 
         A quantized weight becomes codes [G, O, I / G] less half their levels, ``scale`` [G, O] and, if it has
         them, ``zero`` [G, O] less the same. Works on the meta device as well.
         """
-        shards = self.shards(entry)
+        shards = self.shards(parameter)
         if isinstance(value, Tensor):
-            return [Leaf(entry.name, _cut(value, shards, shards.axis, rank))]
+            return [Leaf(parameter.name, _cut(value, shards, shards.axis, rank))]
         middle = value.scheme.levels // 2
         codes = _cut(value.codes, shards, shards.axis, rank).short() - middle
-        parameters = {"scale": value.scale}
+        steps = {"scale": value.scale}
         if value.zero is not None:
-            parameters["zero"] = (value.zero.short() - middle).char()
-        for name, each in parameters.items():
+            steps["zero"] = (value.zero.short() - middle).char()
+        for name, each in steps.items():
             if shards.axis == 0:
-                parameters[name] = _cut(each, shards, 0, rank)
+                steps[name] = _cut(each, shards, 0, rank)
             elif shards.axis == 1 and value.scheme.group_size is not None:
                 repeated = each.repeat_interleave(value.scheme.group_size // shards.group, dim=1)
-                parameters[name] = _cut(repeated, shards, 1, rank, shards.group)
-        grouped = codes.char().view(codes.shape[0], parameters["scale"].shape[1], -1)
+                steps[name] = _cut(repeated, shards, 1, rank, shards.group)
+        grouped = codes.char().view(codes.shape[0], steps["scale"].shape[1], -1)
         return [
-            Leaf(f"{entry.module}.codes", grouped.transpose(0, 1), nibbles=value.scheme.bits == 4),
-            *(Leaf(f"{entry.module}.{name}", each.t()) for name, each in parameters.items()),
+            Leaf(f"{parameter.module}.codes", grouped.transpose(0, 1), nibbles=value.scheme.bits == 4),
+            *(Leaf(f"{parameter.module}.{name}", each.t()) for name, each in steps.items()),
         ]
 
     def _even(self, axis: int, size: int) -> Shards:
         count = -(-size // self.devices)
         return Shards(axis, tuple(rank * count for rank in range(self.devices)), count)
 
-    def _columns(self, module: str, columns: int) -> tuple[int, int]:
-        """Group size and number of columns, zeros included, that can be divided among the devices.
+    @cached_property
+    def _readers(self) -> dict[tuple[int | None, int | None, str], Parameter]:
+        """The row-parallel weight of a layer, and of an expert in it, that has inputs of a size."""
+        weights = (p for p in parameters(self.config) if p.linear and p.is_linear_weight)
+        return {(p.layer, p.expert, p.dims[1]): p for p in weights if p.linear and p.linear.parallel == "row"}
+
+    def _columns(self, weight: Parameter) -> tuple[int, int]:
+        """Group size and number of a row-parallel weight's columns, padding included, that the devices divide.
 
         The largest group that divides the checkpoint's and takes little padding; a scale that is repeated
-        changes nothing.
+        changes nothing. Between heads there is no room for padding.
         """
-        scheme = self.schemes.get(module)
+        columns, scheme = weight.shape[1], self.schemes.get(weight.module)
         group = 1 if scheme is None or scheme.group_size is None else scheme.group_size
+        padding = 0 if weight.dims[1] == "query" else columns * _MAX_PADDING
         for size in range(group, 0, -1):
             unit = size * self.devices
             width = -(-columns // unit) * unit
-            if group % size == 0 and (width - columns <= columns * _MAX_PADDING or size == 1):
+            if group % size == 0 and (width - columns <= padding or size == 1):
                 break
         return size, width
 
