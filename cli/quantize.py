@@ -53,7 +53,7 @@ def quantize(**options: Any) -> None:
     with together({**arguments, "src": None}, device) as group, bar("quantize", show=group.first) as progress:
         if shared and group.size > 1:
             require_same_checkpoint(open_checkpoint(arguments["src"], arguments["weights"]), group)
-        notes = job(**arguments, progress=progress) if shared or group.first else []
+        notes = job(**arguments, group=group, progress=progress) if shared or group.first else []
     if group.first:
         done(arguments["dst"], notes)
 
@@ -75,4 +75,4 @@ def job_arguments(options: dict[str, Any]) -> dict[str, Any]:
         scheme = Recipe(QuantScheme.parse(scheme), (Override("lm_head", QuantScheme.parse(head)),))
     if options["activation_memory"] is not None:
         options["activation_memory"] *= 1e9
-    return {**options, "plan": scheme if path is None else Recipe.from_json(path)}
+    return {**options, "scheme": scheme if path is None else Recipe.from_json(path)}
