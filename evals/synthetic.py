@@ -16,9 +16,9 @@ from quantkit.architectures.naming import Entry, entries, linear_columns
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.files.source import SourceFile
 from quantkit.formats.hf import weight_kinds
 from quantkit.formats.quantized_modules import read_schemes
-from quantkit.formats.source import SourceFile
 from quantkit.json_values import Settings, read_settings
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import Override, QuantScheme, Recipe

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.formats.tensor_file import StoredTensor
+from quantkit.formats.files.tensor_file import StoredTensor
 from quantkit.tensors.qtensor import QuantTensor, pack_int32, unpack_int32
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.tensor_slice import TensorSlice

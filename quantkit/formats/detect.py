@@ -6,9 +6,9 @@ from pathlib import Path
 
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.files.source import SourceFile
 from quantkit.formats.hf import HFCheckpoint, index_path, weight_kinds
 from quantkit.formats.meta import MetaCheckpoint, shard_paths
-from quantkit.formats.source import SourceFile
 
 WEIGHTS = ("meta", "safetensors", "bin")
 _SPELLED = {"meta": "consolidated.*.pth", "safetensors": "safetensors", "bin": "pytorch_model*.bin"}

@@ -19,10 +19,10 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.naming import Entry, entries
 from quantkit.errors import RequestError
 from quantkit.formats import compressed_tensors as ct
+from quantkit.formats.files.pth_encoder import PthEncoder
+from quantkit.formats.files.safetensors_io import build_header
+from quantkit.formats.files.tensor_file import StoredTensor
 from quantkit.formats.meta import to_interleaved
-from quantkit.formats.pth_encoder import PthEncoder
-from quantkit.formats.safetensors_io import build_header
-from quantkit.formats.tensor_file import StoredTensor
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
 

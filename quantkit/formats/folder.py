@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,10 +13,9 @@ from quantkit.architectures.config import ModelConfig, config_to_hf
 from quantkit.architectures.meta_params import config_to_meta
 from quantkit.architectures.naming import linear_columns
 from quantkit.data.files import gate_texts
-from quantkit.errors import CheckpointError, RequestError
+from quantkit.errors import CheckpointError
 from quantkit.formats import compressed_tensors as ct
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.formats.staging import partial_folder
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.compare import first_difference, vocabulary_texts
 from quantkit.text.export import export_json
@@ -100,16 +98,6 @@ def _require_same_tokens(folder: Path, path: Path) -> None:
 def is_model_folder(folder: Path) -> bool:
     """Whether a folder holds a model's config."""
     return any((folder / name).is_file() for name in ("config.json", "params.json"))
-
-
-def require_new_names(source: Path, dst: Path) -> None:
-    """Refuse a destination that is the source, or is built where that is.
-
-    Raises:
-        RequestError: if it is.
-    """
-    if os.path.realpath(source) in (os.path.realpath(dst), os.path.realpath(partial_folder(dst))):
-        raise RequestError("source and destination are the same folder", found=dst)
 
 
 def _present(folder: Path, names: tuple[str, ...]) -> dict[str, bytes | Path]:

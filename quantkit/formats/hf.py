@@ -17,11 +17,11 @@ from quantkit.architectures.config import config_from_hf, config_to_hf
 from quantkit.architectures.naming import entries, linear_columns, split_derived
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats import compressed_tensors as ct
-from quantkit.formats import pth_io, safetensors_io
 from quantkit.formats.checkpoint import require_complete
+from quantkit.formats.files import pth_io, safetensors_io
+from quantkit.formats.files.source import SourceFile
+from quantkit.formats.files.tensor_file import StoredTensor, TensorFile, same_tensor
 from quantkit.formats.quantized_modules import read_schemes
-from quantkit.formats.source import SourceFile
-from quantkit.formats.tensor_file import StoredTensor, TensorFile, same_tensor
 from quantkit.json_values import read_json, read_settings, shown
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme

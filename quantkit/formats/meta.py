@@ -20,10 +20,10 @@ from quantkit.architectures.config import MOST_HEADS, MOST_WIDTH, ModelConfig
 from quantkit.architectures.meta_params import assumed_rope_factor, config_from_meta
 from quantkit.architectures.naming import TABLE, Entry, entries, split_derived
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.formats import pth_io
 from quantkit.formats.checkpoint import DTYPE_NAMES, raise_unexpected, require_complete
-from quantkit.formats.source import SourceFile
-from quantkit.formats.tensor_file import StoredTensor, TensorFile, same_tensor
+from quantkit.formats.files import pth_io
+from quantkit.formats.files.source import SourceFile
+from quantkit.formats.files.tensor_file import StoredTensor, TensorFile, same_tensor
 from quantkit.json_values import Settings, read_settings
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice

@@ -13,8 +13,8 @@ from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.encoders import Encoder, MetaEncoder, SafetensorsEncoder
-from quantkit.formats.folder import checked_tokenizer, hf_side_files, meta_side_files, require_new_names
-from quantkit.formats.staging import require_name
+from quantkit.formats.folder import checked_tokenizer, hf_side_files, meta_side_files
+from quantkit.formats.output.staging import require_name, require_new_names
 from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, write
 from quantkit.progress import Progress, silent
 from quantkit.tensors.finite import checked_cast

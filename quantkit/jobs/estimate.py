@@ -18,8 +18,8 @@ from quantkit.calibration.pipeline import Effort, activation_bytes, batch_sample
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint
 from quantkit.formats.encoders import Encoder, SafetensorsEncoder
 from quantkit.formats.folder import checked_tokenizer, hf_side_files
-from quantkit.formats.sink import IN_FLIGHT_BYTES
-from quantkit.formats.staging import partial_folder, require_absent, require_room_to_build, require_space
+from quantkit.formats.output.sink import IN_FLIGHT_BYTES
+from quantkit.formats.output.staging import partial_folder, require_absent, require_room_to_build, require_space
 from quantkit.jobs.convert import conversion
 from quantkit.jobs.output import SHARD_BYTES
 from quantkit.jobs.prepare import planned_tensors, prepare, too_few_tokens

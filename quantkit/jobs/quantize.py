@@ -17,7 +17,7 @@ from quantkit.formats.checkpoint import DTYPE_NAMES, FLOAT_DTYPES
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.encoders import SafetensorsEncoder
 from quantkit.formats.folder import hf_side_files
-from quantkit.formats.staging import SCRATCH, partial_folder
+from quantkit.formats.output.staging import SCRATCH, partial_folder
 from quantkit.jobs.card import NAME as CARD
 from quantkit.jobs.card import model_card
 from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, write
