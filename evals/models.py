@@ -65,7 +65,7 @@ def open_models(
         names = [str(path) for path in paths]
     models = []
     for name, path in zip(names, paths, strict=True):
-        checkpoint = open_checkpoint(path)
+        checkpoint: Checkpoint = open_checkpoint(path)
         if group is not None:
             checkpoint = shard(checkpoint, group)
         context = checkpoint.config.max_context

@@ -12,7 +12,7 @@ from quantkit.evals.extras import optional
 from quantkit.evals.plot import picture
 from quantkit.evals.report import markdown
 from quantkit.evals.results import Evaluation
-from quantkit.formats.folder import is_model_folder
+from quantkit.formats.detect import is_model_folder
 from quantkit.formats.output.destination import destination_error
 
 

@@ -9,6 +9,7 @@ import torch
 
 from quantkit.distributed.group import Group
 from quantkit.distributed.sharded import shard
+from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.model.decoder import Decoder
@@ -43,7 +44,7 @@ def load(
     Raises:
         QuantkitError: of the kind that says what is wrong.
     """
-    checkpoint = open_checkpoint(path, weights)
+    checkpoint: Checkpoint = open_checkpoint(path, weights)
     tokenizer, _ = checked_tokenizer(checkpoint)
     if tp is not None:
         checkpoint = shard(checkpoint, tp)

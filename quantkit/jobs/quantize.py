@@ -14,10 +14,10 @@ from quantkit.calibration.pipeline import activation_bytes
 from quantkit.calibration.ranks import Ranks
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import DTYPE_NAMES, FLOAT_DTYPES
+from quantkit.formats.container import Output
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.encoders import SafetensorsEncoder
-from quantkit.formats.folder import hf_side_files
 from quantkit.formats.output.staging import SCRATCH, partial_folder
+from quantkit.formats.registry import HF
 from quantkit.jobs.card import NAME as CARD
 from quantkit.jobs.card import model_card
 from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, write
@@ -111,7 +111,8 @@ def quantize(
             effort=settings.effort,
         )  # fmt: skip
     solve: LayerSolver = solver or solve_rtn
-    encoder = SafetensorsEncoder(planned_tensors(source, assigned), SHARD_BYTES)
+    output = Output(source, source.config, planned_tensors(source, assigned), SHARD_BYTES)
+    encoder = HF.encoder(output)
 
     def begin(done: int, folder: Path) -> None:
         if solver is None:
@@ -160,7 +161,7 @@ def quantize(
         return []
     ends = {entry.layer: entry.name for entry in entries(source.config)}.values()
     work = Work(
-        "quantize", encoder, produce, hf_side_files(source, source.config, assigned), describe, options,
+        "quantize", encoder, produce, HF.side_files(output), describe, options,
         begin=begin, scratch_bytes=scratch, computed_by=computed_by,
         safe_after=lambda item: solver is not None and item.name in ends, source_check=source_check,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, DestinationError, QualityError, QuantkitError, ResumeError
-from quantkit.formats.encoders import Encoder
+from quantkit.formats.container import Encoder
 from quantkit.formats.output.journal import NAME as JOURNAL
 from quantkit.formats.output.journal import SafePoint
 from quantkit.formats.output.own_folder import not_ours

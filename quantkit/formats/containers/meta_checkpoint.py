@@ -1,4 +1,4 @@
-"""Meta folders: ``consolidated.NN.pth`` model-parallel shards with ``params.json``.
+"""Reading Meta folders: ``consolidated.NN.pth`` model-parallel shards with ``params.json``.
 
 Each weight is split over the shards as the naming table says. Query and key rows are
 interleaved for rotary embedding and are brought into rotate-half order on reading.
@@ -73,8 +73,15 @@ class MetaCheckpoint:
             )
 
     @property
-    def shard_count(self) -> int:
-        return len(self._paths)
+    def layout(self) -> str:
+        return f"{self.format} ({len(self._paths)} shards)"
+
+    def stored_bytes(self, name: str) -> int:
+        spec = self.info(name)
+        return StoredTensor(name, spec.dtype, spec.shape).nbytes
+
+    def readers(self) -> str:
+        return "quantkit, Meta's reference code"
 
     def names(self) -> list[str]:
         return list(self._entries)
