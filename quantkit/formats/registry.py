@@ -18,8 +18,8 @@ METHODS: dict[str, QuantMethod] = {method.name: method for method in (_NATIVE,)}
 HF = HuggingFace(METHODS, _NATIVE)
 META = Meta()
 
-CONTAINERS: dict[str, Container] = {container.name: container for container in (HF, META)}
-"""By name, the one to prefer first where a folder is several."""
+CONTAINERS: dict[str, Container] = {container.name: container for container in (META, HF)}
+"""By name."""
 
 
 def target(name: str) -> tuple[Container, QuantMethod | None]:
@@ -33,7 +33,7 @@ def target(name: str) -> tuple[Container, QuantMethod | None]:
     for container in CONTAINERS.values():
         if name in container.methods:
             return container, container.methods[name]
-    raise RequestError("unknown target format", found=name, expected=" or ".join(CONTAINERS))
+    raise RequestError("unknown target format", found=name, expected=" or ".join(sorted(CONTAINERS)))
 
 
 def read_names() -> set[str]:
