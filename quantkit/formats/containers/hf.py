@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from quantkit.architectures.config import ModelConfig, config_to_hf
-from quantkit.architectures.naming import linear_columns
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.families import config_to_hf
+from quantkit.architectures.topology import linear_columns
 from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule, Reason
 from quantkit.formats.container import Chunk, Output, tensor_bytes
 from quantkit.formats.containers.hf_checkpoint import SETTINGS, HFCheckpoint, index_path, read_codecs, weight_kinds

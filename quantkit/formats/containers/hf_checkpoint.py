@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from quantkit.architectures.config import config_from_hf, config_to_hf
-from quantkit.architectures.naming import entries, linear_columns, split_derived
+from quantkit.architectures.families import config_from_hf, config_to_hf
+from quantkit.architectures.names import split_derived
+from quantkit.architectures.topology import linear_columns, parameters
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.checkpoint import require_complete
 from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule
@@ -65,7 +66,7 @@ class HFCheckpoint:
         self._drop_tied_head()
         self._specs = self._join_quantized()
         require_complete(self._specs, self.config, path)
-        self._order = [entry.name for entry in entries(self.config)]
+        self._order = [parameter.name for parameter in parameters(self.config)]
 
     def names(self) -> list[str]:
         return list(self._order)
@@ -159,7 +160,7 @@ class HFCheckpoint:
 
     def _join_quantized(self) -> dict[str, TensorSpec]:
         """Every tensor, the several of a quantized module as the one weight that they are."""
-        shapes = {entry.name: entry.shape for entry in entries(self.config)}
+        shapes = {parameter.name: parameter.shape for parameter in parameters(self.config)}
         stored = dict(self._stored)
         joined = {}
         for name, codec in self._codecs.items():
