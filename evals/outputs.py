@@ -12,8 +12,8 @@ from quantkit.evals.extras import optional
 from quantkit.evals.plot import picture
 from quantkit.evals.report import markdown
 from quantkit.evals.results import Evaluation
-from quantkit.formats.destination import destination_error
-from quantkit.formats.folder import is_model_folder
+from quantkit.formats.detect import is_model_folder
+from quantkit.formats.output.destination import destination_error
 
 
 @dataclass(frozen=True)

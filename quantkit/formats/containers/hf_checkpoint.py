@@ -1,13 +1,9 @@
-"""Hugging Face folders: ``config.json`` with safetensors or ``pytorch_model*.bin``.
-
-Names are canonical already. Folders quantized as compressed-tensors pack-quantized
-(quantkit's own output among them) give `QuantTensor`s.
-"""
+"""Reading Hugging Face folders: names are canonical already; quantized modules are read by their codecs."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +13,20 @@ from quantkit.architectures.families import config_from_hf, config_to_hf
 from quantkit.architectures.names import split_derived
 from quantkit.architectures.topology import linear_columns, parameters
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.formats import compressed_tensors as ct
-from quantkit.formats import pth_io, safetensors_io
 from quantkit.formats.checkpoint import require_complete
-from quantkit.formats.quantized_modules import read_schemes
-from quantkit.formats.source import SourceFile
-from quantkit.formats.tensor_file import StoredTensor, TensorFile, same_tensor
-from quantkit.json_values import read_json, read_settings, shown
+from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule
+from quantkit.formats.files import pth_io, safetensors_io
+from quantkit.formats.files.source import SourceFile
+from quantkit.formats.files.tensor_file import StoredTensor, TensorFile, same_tensor
+from quantkit.json_values import Settings, read_json, read_settings, shown
 from quantkit.tensors.qtensor import QuantTensor
-from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
+SETTINGS = "quantization_config"
+"""The key of config.json under which the settings of a quantization lie."""
 _STEMS = {"safetensors": "model", "bin": "pytorch_model"}
-_NOT_CARRIED = {"quantization_config", "dtype", "rope_scaling", "_name_or_path", "auto_map"}
+_NOT_CARRIED = {SETTINGS, "dtype", "rope_scaling", "_name_or_path", "auto_map"}
 
 
 def weight_kinds(folder: Path) -> list[str]:
@@ -43,8 +39,11 @@ class HFCheckpoint:
 
     format = "hf"
 
-    def __init__(self, path: Path, kind: str) -> None:
+    def __init__(self, path: Path, kind: str, methods: Mapping[str, QuantMethod]) -> None:
         """Open a folder's ``safetensors`` or ``bin`` weights; headers only.
+
+        Args:
+            methods: of quantization that are read, by ``quant_method``.
 
         Raises:
             CheckpointError: if files are missing, damaged or contradict each other.
@@ -61,17 +60,19 @@ class HFCheckpoint:
         self._stored: dict[str, StoredTensor] = {}
         self._home: dict[str, TensorFile] = {}
         self._read_headers(kind)
-        self._schemes = self._read_schemes(raw)
+        self._columns = linear_columns(self.config)
+        self._method, codecs = read_codecs(raw, self._columns, self._config_path, methods)
+        self._codecs = {f"{module}.weight": codec for module, codec in codecs.items()}
         self._drop_tied_head()
-        self._infos = self._join_quantized()
-        require_complete(self._infos, self.config, path)
-        self._order = [entry.name for entry in parameters(self.config)]
+        self._specs = self._join_quantized()
+        require_complete(self._specs, self.config, path)
+        self._order = [parameter.name for parameter in parameters(self.config)]
 
     def names(self) -> list[str]:
         return list(self._order)
 
     def info(self, name: str) -> TensorSpec:
-        return self._infos[name]
+        return self._specs[name]
 
     def files(self) -> list[SourceFile]:
         homes = {home.source for home in self._home.values()}
@@ -79,21 +80,28 @@ class HFCheckpoint:
 
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
         """One tensor, or a part of it."""
-        info = self._infos[name]
-        if info.scheme is None:
+        codec = self._codecs.get(name)
+        if codec is None:
             return self._home[name].read(name, part)
-        prefix = name.removesuffix("weight")
-        rows, columns = info.shape
-        stored = self._home[prefix + ct.SHAPE].read(prefix + ct.SHAPE).tolist()
-        if stored != [rows, columns]:
-            raise CheckpointError(
-                f"tensor '{prefix}{ct.SHAPE}' disagrees with the config", path=self.path, found=stored,
-                expected=[rows, columns],
-            )  # fmt: skip
-        return ct.decode(
-            info.scheme, (rows, columns),
-            lambda suffix, part: self._home[prefix + suffix].read(prefix + suffix, part), part,
-        )  # fmt: skip
+        return codec.decode(self._raw(name), self._specs[name], part)
+
+    @property
+    def layout(self) -> str:
+        return self.format
+
+    def stored_bytes(self, name: str) -> int:
+        codec, spec = self._codecs.get(name), self._specs[name]
+        if codec is None:
+            return StoredTensor(name, spec.dtype, spec.shape).nbytes
+        return sum(tensor.nbytes for tensor in codec.stored(spec))
+
+    def readers(self) -> str:
+        if self._method is None or not self._codecs:
+            return "quantkit, transformers, vLLM"
+        return f"quantkit, {self._method.readers(codec.scheme for codec in self._codecs.values())}"
+
+    def _raw(self, name: str) -> RawModule:
+        return RawModule(name.removesuffix(".weight"), self._home, self.path)
 
     def _read_headers(self, kind: str) -> None:
         index = index_path(self.path, kind)
@@ -135,20 +143,12 @@ class HFCheckpoint:
             del self._stored[name]
             del self._home[name]
 
-    def _read_schemes(self, raw: Mapping[str, Any]) -> dict[str, QuantScheme]:
-        settings = raw.get("quantization_config")
-        if settings is None:
-            return {}
-        if not isinstance(settings, dict):
-            raise CheckpointError("quantization_config is no object", path=self._config_path, found=shown(settings))
-        return read_schemes(settings, linear_columns(self.config), self._config_path)
-
     def _drop_tied_head(self) -> None:
         """A tied model may store its head once more; it must then be the embedding."""
         head, embedding = "lm_head.weight", "model.embed_tokens.weight"
         if not self.config.tied_embeddings:
             return
-        self._schemes.pop("lm_head", None)
+        self._codecs.pop(head, None)
         if head not in self._stored or embedding not in self._stored:
             return
         if not same_tensor(self._home[head], head, self._home[embedding], embedding):
@@ -159,31 +159,48 @@ class HFCheckpoint:
         del self._stored[head]
 
     def _join_quantized(self) -> dict[str, TensorSpec]:
-        """Fold each module's packed tensors into one quantized weight."""
-        columns = linear_columns(self.config)
-        infos = {name: TensorSpec(name, t.shape, t.dtype) for name, t in self._stored.items()}
-        for module, scheme in self._schemes.items():
-            prefix = module + "."
-            scale = infos.get(prefix + ct.SCALE)
-            if scale is None or prefix + ct.PACKED not in infos:
-                raise CheckpointError(
-                    f"the config quantizes '{module}', but its packed weight or scale is missing", path=self.path
-                )
-            if columns[module] % (scheme.group_size or 1):
-                raise UnsupportedError(
-                    f"group size of '{module}' does not divide its row", path=self.path, found=scheme
-                )
-            shape = (infos[prefix + ct.PACKED].shape[0], columns[module])
-            for expected in ct.stored(prefix + "weight", shape, scale.dtype, scheme):
-                found = infos.pop(expected.name, None)
+        """Every tensor, the several of a quantized module as the one weight that they are."""
+        shapes = {parameter.name: parameter.shape for parameter in parameters(self.config)}
+        stored = dict(self._stored)
+        joined = {}
+        for name, codec in self._codecs.items():
+            rows, columns = shapes[name]
+            spec = codec.spec(self._raw(name), (rows, columns))
+            for expected in codec.stored(spec):
+                found = stored.pop(expected.name, None)
                 if found is None or found.shape != expected.shape or found.dtype != expected.dtype:
                     raise CheckpointError(
-                        f"tensor '{expected.name}' does not fit scheme {scheme}", path=self.path,
+                        f"tensor '{expected.name}' does not fit scheme {codec.scheme}", path=self.path,
                         found="nothing" if found is None else f"{found.dtype} {list(found.shape)}",
                         expected=f"{expected.dtype} {list(expected.shape)}",
                     )  # fmt: skip
-            infos[prefix + "weight"] = TensorSpec(prefix + "weight", shape, scale.dtype, scheme)
-        return infos
+            joined[name] = spec
+        return {name: TensorSpec(name, tensor.shape, tensor.dtype) for name, tensor in stored.items()} | joined
+
+
+def read_codecs(
+    raw: Mapping[str, Any], modules: Iterable[str], path: Path, methods: Mapping[str, QuantMethod]
+) -> tuple[QuantMethod | None, dict[str, Codec]]:
+    """How a config.json says that a folder is quantized: the method, and the codec of each module; none for floats.
+
+    Raises:
+        UnsupportedError: for a method that is not read; see also `QuantMethod.read_settings`.
+        CheckpointError: for settings of the wrong kind.
+    """
+    if raw.get(SETTINGS) is None:
+        return None, {}
+    if not isinstance(raw[SETTINGS], dict):
+        raise CheckpointError(f"{SETTINGS} is no object", path=path, found=shown(raw[SETTINGS]))
+    settings = Settings(raw[SETTINGS], path, SETTINGS)
+    name = settings.text("quant_method") if settings.has("quant_method") else None
+    if name is None or name not in methods:
+        bits = shown(settings.values["bits"]) if settings.has("bits") else ""
+        raise UnsupportedError(
+            "the source is quantized already in a scheme quantkit does not read", path=path,
+            found=f"{name} {bits}".strip() if name else "an unnamed scheme", expected=" or ".join(methods),
+            hint="start from the float model",
+        )  # fmt: skip
+    return methods[name], methods[name].read_settings(settings, modules)
 
 
 def index_path(folder: Path, kind: str) -> Path:

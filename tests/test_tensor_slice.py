@@ -11,8 +11,8 @@ from torch import Tensor
 
 import quantkit
 from quantkit.errors import RequestError
-from quantkit.formats import compressed_tensors
 from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.codecs import compressed_tensors
 from quantkit.formats.detect import open_checkpoint
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
 from quantkit.tensors.scheme import QuantScheme

@@ -13,12 +13,13 @@ from typing import Any
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, DestinationError, QualityError, QuantkitError, ResumeError
-from quantkit.formats.encoders import Encoder, SafetensorsEncoder
-from quantkit.formats.journal import NAME as JOURNAL
-from quantkit.formats.journal import SafePoint
-from quantkit.formats.own_folder import not_ours
-from quantkit.formats.sink import Sink
-from quantkit.formats.staging import Staging
+from quantkit.formats.container import Encoder
+from quantkit.formats.containers.hf import SafetensorsEncoder
+from quantkit.formats.output.journal import NAME as JOURNAL
+from quantkit.formats.output.journal import SafePoint
+from quantkit.formats.output.own_folder import not_ours
+from quantkit.formats.output.sink import Sink
+from quantkit.formats.output.staging import Staging
 from quantkit.tensors.qtensor import QuantTensor
 
 _CHECKPOINT_BYTES = 256 << 20

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from quantkit.errors import ResumeError
-from quantkit.formats.destination import destination_error, destination_errors
+from quantkit.formats.output.destination import destination_error, destination_errors
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a pipe must not wait for its other end

@@ -17,8 +17,8 @@ import torch
 from safetensors import safe_open
 
 from quantkit.errors import CheckpointError
-from quantkit.formats.placeholder import open_weights
-from quantkit.formats.tensor_file import StoredTensor, TensorFile, View, contiguous_strides, sizes, whole_number
+from quantkit.formats.files.source import open_weights
+from quantkit.formats.files.tensor_file import StoredTensor, TensorFile, View, contiguous_strides, sizes, whole_number
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -34,7 +34,7 @@ def open_file(path: Path) -> TensorFile:
     """Open a file after a check of its header; the data is not touched.
 
     Raises:
-        CheckpointError: for anything but a well-formed file: stand-ins for weights, an
+        CheckpointError: for anything but a well-formed file: placeholders, an
             absurd header length, invalid JSON, unknown dtypes, overlapping or
             non-contiguous offsets, too few or too many bytes.
     """

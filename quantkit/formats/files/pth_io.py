@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.formats.pickles import MAX_BYTES, Other, Reference, Unpickler, damaged
-from quantkit.formats.placeholder import open_weights
-from quantkit.formats.source import SourceFile
-from quantkit.formats.tensor_file import TensorFile, View
-from quantkit.formats.zip_records import ZipRecords, has_directory
+from quantkit.formats.files.pickles import MAX_BYTES, Other, Reference, Unpickler, damaged
+from quantkit.formats.files.source import SourceFile, open_weights
+from quantkit.formats.files.tensor_file import TensorFile, View
+from quantkit.formats.files.zip_records import ZipRecords, has_directory
 
 _MAGIC, _VERSION = 0x1950A86A20F9469CFC6C, 1001  # of files before the zip
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
@@ -35,7 +34,7 @@ def open_file(path: Path) -> TensorFile:
     """Open a file of named tensors; their data is not touched.
 
     Raises:
-        CheckpointError: for stand-ins, truncation, records that contradict each other, a pickle that is
+        CheckpointError: for placeholders, truncation, records that contradict each other, a pickle that is
             no flat dictionary of tensors, or one that would run code.
         UnsupportedError: for compressed records, other tensors than plain ones, and files written on
             big-endian machines or in the form before the two above.

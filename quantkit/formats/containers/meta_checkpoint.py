@@ -1,4 +1,4 @@
-"""Meta folders: ``consolidated.NN.pth`` model-parallel shards with ``params.json``.
+"""Reading Meta folders: ``consolidated.NN.pth`` model-parallel shards with ``params.json``.
 
 Each weight is split over the shards as the naming table says. Query and key rows are
 interleaved for rotary embedding and are brought into rotate-half order on reading.
@@ -21,10 +21,10 @@ from quantkit.architectures.meta_params import assumed_rope_factor, config_from_
 from quantkit.architectures.names import META, split_derived
 from quantkit.architectures.topology import Parameter, parameters
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.formats import pth_io
 from quantkit.formats.checkpoint import DTYPE_NAMES, raise_unexpected, require_complete
-from quantkit.formats.source import SourceFile
-from quantkit.formats.tensor_file import StoredTensor, TensorFile, same_tensor
+from quantkit.formats.files import pth_io
+from quantkit.formats.files.source import SourceFile
+from quantkit.formats.files.tensor_file import StoredTensor, TensorFile, same_tensor
 from quantkit.json_values import Settings, read_settings
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
@@ -74,8 +74,15 @@ class MetaCheckpoint:
             )
 
     @property
-    def shard_count(self) -> int:
-        return len(self._paths)
+    def layout(self) -> str:
+        return f"{self.format} ({len(self._paths)} shards)"
+
+    def stored_bytes(self, name: str) -> int:
+        spec = self.info(name)
+        return StoredTensor(name, spec.dtype, spec.shape).nbytes
+
+    def readers(self) -> str:
+        return "quantkit, Meta's reference code"
 
     def names(self) -> list[str]:
         return list(self._entries)

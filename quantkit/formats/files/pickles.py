@@ -17,7 +17,7 @@ from typing import IO, Any
 import torch
 
 from quantkit.errors import CheckpointError
-from quantkit.formats.tensor_file import extent, sizes, whole_number
+from quantkit.formats.files.tensor_file import extent, sizes, whole_number
 
 MAX_BYTES = 1 << 23
 """Longest pickle that is read: some 40,000 tensors."""

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO
 
 from quantkit.errors import ResumeError
-from quantkit.formats.destination import destination_errors
-from quantkit.formats.own_folder import OwnFolder, not_ours
+from quantkit.formats.output.destination import destination_errors
+from quantkit.formats.output.own_folder import OwnFolder, not_ours
 
 NAME = ".quantkit-journal.jsonl"
 _LONGEST_LINE = 1 << 26

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from quantkit.formats.tensor_file import StoredTensor
+from quantkit.formats.files.tensor_file import StoredTensor
 
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from quantkit.formats.destination import destination_errors
-from quantkit.formats.own_folder import OwnFolder, not_ours
+from quantkit.formats.output.destination import destination_errors
+from quantkit.formats.output.own_folder import OwnFolder, not_ours
 
 IN_FLIGHT_BYTES = 1 << 26
 """What may be on its way to the disk at a time."""

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import DestinationError, RequestError, ResumeError
-from quantkit.formats.destination import destination_errors, is_there, rename_new
-from quantkit.formats.journal import NAME as JOURNAL
-from quantkit.formats.journal import Journal, require_idle
-from quantkit.formats.own_folder import OwnFolder, in_the_way, not_ours
+from quantkit.formats.output.destination import destination_errors, is_there, rename_new
+from quantkit.formats.output.journal import NAME as JOURNAL
+from quantkit.formats.output.journal import Journal, require_idle
+from quantkit.formats.output.own_folder import OwnFolder, in_the_way, not_ours
 
 SCRATCH = ".activations"
 """How the names of folders begin that are of use only to the run that made them."""
@@ -179,6 +179,16 @@ def require_name(dst: Path) -> None:
         raise RequestError(
             f"names that end in {_SUFFIX} are for unfinished outputs", found=dst, hint="choose another destination"
         )
+
+
+def require_new_names(source: Path, dst: Path) -> None:
+    """Refuse a destination that is the source, or is built where that is.
+
+    Raises:
+        RequestError: if it is.
+    """
+    if os.path.realpath(source) in (os.path.realpath(dst), os.path.realpath(partial_folder(dst))):
+        raise RequestError("source and destination are the same folder", found=dst)
 
 
 def require_absent(dst: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError
-from quantkit.formats.source import SourceFile
+from quantkit.formats.files.source import SourceFile
 from quantkit.tensors.tensor_slice import TensorSlice
 
 _BUFFER = 1 << 23  # bytes that are read at a time where they are not all wanted

@@ -1,4 +1,4 @@
-"""The targets of compressed-tensors: names, patterns and classes of modules, matched within a time limit."""
+"""Which modules a config's names, patterns and classes mean, matched within a time limit."""
 
 from __future__ import annotations
 
