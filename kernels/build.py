@@ -79,18 +79,18 @@ def _linear_shape(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> 
     return x.new_empty(*x.shape[:-1], rows)
 
 
-def _attend_shape(
+def _cached_attention_shape(
     queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int, scale: float
 ) -> Tensor:
     batch, heads, tokens, size = queries.shape
     return queries.new_empty(batch, tokens, heads * size)
 
 
-def _nothing(*operands: Any) -> None:
-    """Works in place."""
+def _in_place(*operands: Any) -> None:
+    """Updates its first operand and gives nothing."""
 
 
-def _rows_shape(x: Tensor, weight: Tensor) -> Tensor:
+def _float_linear_shape(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
@@ -102,9 +102,9 @@ def cache_folder() -> Path:
 
 _SHAPES: dict[str, Callable[..., Any]] = {
     "linear": _linear_shape,
-    "attend": _attend_shape,
-    "rows": _rows_shape,
-    "block": _nothing,
+    "cached_attention": _cached_attention_shape,
+    "float_linear": _float_linear_shape,
+    "block": _in_place,
 }
 """What each operator gives, without running it."""
 

@@ -32,7 +32,7 @@ class TritonBackend:
 
     name = "triton"
 
-    def refusal(self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype) -> str | None:
+    def unsupported_reason(self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype) -> str | None:
         if device.type != "cuda" and not _interpreted(device):
             return "runs on GPUs"
         if dtype not in _DTYPES:
@@ -70,7 +70,7 @@ class TritonBackend:
     def operations(self) -> Operations:
         from quantkit.kernels import triton_attention  # noqa: F401  (registers the operator)
 
-        return Operations(torch.ops.quantkit_triton.lookup, _FEW_TOKENS)
+        return Operations(torch.ops.quantkit_triton.cached_attention, _FEW_TOKENS)
 
     def linear(
         self, x: Tensor, prepared: dict[str, Tensor], scheme: QuantScheme, rows: int, bias: Tensor | None

@@ -41,7 +41,7 @@ def copy_bandwidth() -> float:
 
 
 def ours(weight: Tensor, text: str) -> tuple[int, list[Linear]]:
-    from quantkit.model.qlinear import QuantLinear
+    from quantkit.model.linear import QuantLinear
 
     quantized = quantize_rtn(weight, QuantScheme.parse(text), torch.bfloat16)
     first = QuantLinear(quantized, None, weight.device, torch.bfloat16, "triton")

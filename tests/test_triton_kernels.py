@@ -165,11 +165,11 @@ def test_a_compiler_sees_a_kernel_for_each_part_of_a_large_weight(text: str, mon
 def test_a_compiler_sees_that_attention_leaves_the_cache_alone(
     cached: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lookup = TritonBackend().operations().lookup
-    assert lookup is not None
+    attention = TritonBackend().operations().cached_attention
+    assert attention is not None
     cache = torch.zeros(1, 2, 300, 64 + (4 if cached == torch.int8 else 0), dtype=cached)
     operands = torch.randn(1, 4, 1, 64, dtype=torch.bfloat16), cache, cache.clone(), torch.tensor([7])
-    spans, join = _kernels_seen(lambda *given: lookup(*given, None), operands, monkeypatch)
+    spans, join = _kernels_seen(lambda *given: attention(*given, None), operands, monkeypatch)
     assert sorted(spans.kwargs["tensors_to_clone"]) == ["largest", "mixed", "total"]
     assert join.kwargs["tensors_to_clone"] == ["out"]
 
@@ -225,14 +225,14 @@ def test_every_plan_in_the_package_is_one() -> None:
                 assert all(Plan(**fields).path in ("gemv", "gemm", "matmul") for fields in plans.values())
 
 
-def _refusal(dtype: torch.dtype = torch.bfloat16, device: torch.device = CUDA) -> str | None:
-    return TritonBackend().refusal(QuantScheme(8, None), device, dtype)
+def _unsupported_reason(dtype: torch.dtype = torch.bfloat16, device: torch.device = CUDA) -> str | None:
+    return TritonBackend().unsupported_reason(QuantScheme(8, None), device, dtype)
 
 
 def test_what_is_no_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert _refusal(device=torch.device("cpu")) == "runs on GPUs"
-    assert _refusal(device=torch.device("meta")) == "runs on GPUs"
+    assert _unsupported_reason(device=torch.device("cpu")) == "runs on GPUs"
+    assert _unsupported_reason(device=torch.device("meta")) == "runs on GPUs"
 
 
 @pytest.mark.parametrize(
@@ -246,12 +246,12 @@ def test_old_cards_are_refused(
     capability: tuple[int, int], dtype: torch.dtype, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert _refusal(dtype) == reason
+    assert _unsupported_reason(dtype) == reason
 
 
-def test_without_triton_there_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_triton_there_is_a_unsupported_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert _refusal() == "triton is not installed"
+    assert _unsupported_reason() == "triton is not installed"
 
 
 @pytest.mark.parametrize("script", ["tune_triton", "measure_gpu"])

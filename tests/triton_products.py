@@ -21,14 +21,14 @@ import quantkit
 from quantkit.data.files import DEMO_MODEL
 from quantkit.errors import UnsupportedError
 from quantkit.kernels import triton_int4, triton_int8, triton_tune, triton_words
-from quantkit.kernels.check import fault
+from quantkit.kernels.check import self_test
 from quantkit.kernels.dispatch import select_backend
 from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.kernels.triton_int4 import int4_product
 from quantkit.kernels.triton_int8 import int8_product
 from quantkit.kernels.triton_tiles import Plan
 from quantkit.kernels.triton_words import INTERPRETED, MAGIC
-from quantkit.model.qlinear import QuantLinear
+from quantkit.model.linear import QuantLinear
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
@@ -236,17 +236,17 @@ def test_a_kernel_that_multiplies_wrongly_is_found_out_at_load(
             )
 
     monkeypatch.setattr(module, "wrap_triton", lambda kernel: Misled() if kernel is wrong else wrap(kernel))
-    fault.cache_clear()
+    self_test.cache_clear()
     with pytest.raises(UnsupportedError, match=r"triton: its products of \d+ tokens are wrong on this machine$"):
         select_backend(QuantScheme.parse(text), DEVICE, torch.bfloat16, torch.bfloat16, "triton")
-    fault.cache_clear()
+    self_test.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_of_scales_is_tried_at_load(dtype: torch.dtype) -> None:
     scheme, right = QuantScheme.parse("int4-g32-asym"), TritonBackend()
     for scale_dtype in (torch.float16, torch.bfloat16):
-        assert fault(right, scheme, DEVICE, dtype, scale_dtype) is None
+        assert self_test(right, scheme, DEVICE, dtype, scale_dtype) is None
 
     class Misread(TritonBackend):
         """Takes one row's scales in bfloat16 for others."""
@@ -257,7 +257,9 @@ def test_every_dtype_of_scales_is_tried_at_load(dtype: torch.dtype) -> None:
                 prepared["scale"][20] *= 1.15
             return prepared
 
-    found = [fault(Misread(), scheme, DEVICE, dtype, scale_dtype) for scale_dtype in (torch.float16, torch.bfloat16)]
+    found = [
+        self_test(Misread(), scheme, DEVICE, dtype, scale_dtype) for scale_dtype in (torch.float16, torch.bfloat16)
+    ]
     assert found[0] is None
     assert found[1] is not None
 

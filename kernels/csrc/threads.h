@@ -19,7 +19,7 @@
 
 namespace quantkit {
 
-constexpr int64_t kAlone = 1 << 16;  // fewer products are not worth a second thread
+constexpr int64_t kMinParallelWork = 1 << 16;  // products below which a second thread is not worth it
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -41,8 +41,8 @@ class Pool {
   // half of its share of what is left: long stretches of memory first, and short ones so that all end together.
   template <class Work>
   void share(int64_t count, int64_t chunk, int threads, const Work& work) {
-    std::unique_lock<std::mutex> alone(owner_, std::defer_lock);
-    if (threads <= 1 || count <= chunk || !alone.try_lock()) {
+    std::unique_lock<std::mutex> owned(owner_, std::defer_lock);
+    if (threads <= 1 || count <= chunk || !owned.try_lock()) {
       for (int64_t i = 0; i < count; ++i) work(i);
       return;
     }

@@ -1,38 +1,62 @@
-"""Decoder blocks through kernels that do a whole block in one call."""
+"""Decoder blocks through kernels that compute a whole block in one call."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
+from quantkit.architectures.config import ModelConfig
+from quantkit.kernels.backend import BlockKernel
 from quantkit.model.cache import KVCache
-from quantkit.model.decoder import Block, Blocks, Decoder, RMSNorm
-from quantkit.model.qlinear import QuantLinear
+from quantkit.model.decoder import Block, Blocks, Decoder, RMSNorm, has_rotary
+from quantkit.model.linear import QuantLinear
+
+
+def block_features(config: ModelConfig) -> frozenset[str]:
+    """What a config's blocks need of a kernel besides what every block has; see `BlockKernel`."""
+    needed = {
+        "qkv_bias": config.qkv_bias,
+        "output_bias": config.output_bias,
+        "mlp_bias": config.mlp_bias,
+        "qk_norm": config.qk_norm,
+        "window": any(window is not None for window in config.windows),
+    }
+    return frozenset(feature for feature, present in needed.items() if present)
 
 
 def fused_blocks(model: Decoder, count: int | None = None) -> Blocks | None:
-    """A model's blocks, or the first `count`, in float32 throughout; None if a layer is not quantized by a
-    backend that can do it."""
+    """A model's blocks, or the first `count`, in float32 throughout.
+
+    None where a layer is not quantized throughout by a backend that has such a kernel, or the kernel does not serve
+    a feature of the model.
+    """
+    config = model.config
+    kernel: BlockKernel | None = None
     layers = []
     for block in model.model.layers[:count]:
         assert isinstance(block, Block)
-        linears = (block.self_attn.qkv_proj, block.self_attn.o_proj, block.mlp.gate_up_proj, block.mlp.down_proj)
-        quantized = [linear for linear in linears if isinstance(linear, QuantLinear)]
-        offered = [linear.backend.operations() for linear in quantized]
+        linears = [linear for linear in block.fused_linears() if isinstance(linear, QuantLinear)]
+        offered = [linear.backend.operations() for linear in linears]
         kernels = [operations.block for operations in offered if operations is not None]
-        if len(kernels) < len(linears) or None in kernels:
+        if len(kernels) < len(block.fused_linears()) or None in kernels:
             return None
-        layers.append(_weights(block, quantized))
-    run, config = kernels[0], model.config
-    assert run is not None
+        kernel = kernels[0]
+        layers.append(_weights(block, linears))
+    if kernel is None or not block_features(config) <= kernel.features:
+        return None
+    run = kernel.run
     rest = [(config.num_heads, config.num_kv_heads, window or 0, config.norm_eps) for window in config.windows]
+    rotary = [has_rotary(config, layer) for layer in range(config.num_layers)]
 
     def blocks(
         x: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache | None, *, first: bool
     ) -> Tensor:
         x = x.float()
+        unturned = (torch.ones_like(angles[0]), torch.zeros_like(angles[1])) if not all(rotary) else angles
         for layer, weights in enumerate(layers):
             stored = (None, None) if cache is None else (cache.keys[layer], cache.values[layer])
-            run(x, *angles, positions, *stored, first or cache is None, *weights, *rest[layer])
+            turned = angles if rotary[layer] else unturned
+            run(x, *turned, positions, *stored, first or cache is None, *weights, *rest[layer])
         return x
 
     return blocks

@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from quantkit.distributed.sharded import Sharded
+from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, TensorInfo
 from quantkit.formats.detect import open_checkpoint
 from quantkit.memory import give_back
 from quantkit.model.decoder import Decoder
-from quantkit.model.device import usable_device
 from quantkit.model.fused_projections import Place, place
 from quantkit.model.install_kernels import install_kernels
-from quantkit.model.meta_init import meta_init
-from quantkit.model.qlinear import QuantLinear
+from quantkit.model.linear import QuantLinear
 from quantkit.model.tensor_parallel import connect_blocks, connect_ends
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.tensor_slice import TensorSlice
 
-_AT_ONCE = 1 << 25  # bytes
+_COPY_BYTES = 1 << 25  # of a float tensor that are converted at a time
 BLOCK_PREFIX = "model.layers.{}."
 
 
 def load_model(
     source: str | Path | Checkpoint,
     *,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> Decoder:
@@ -36,7 +39,7 @@ def load_model(
 
     Args:
         source: a checkpoint or its folder; what `shard` gave makes a model of this process's slices.
-        device: where it runs.
+        device: where it runs; None is a GPU if there is one.
         dtype: of activations and float weights; None is the checkpoint's own.
         backend: the kernel backend by name; None chooses.
 
@@ -56,6 +59,29 @@ def load_model(
     if isinstance(checkpoint, Sharded):
         connect_ends(model, checkpoint)
     return model.eval()
+
+
+def usable_device(name: str | torch.device | None) -> torch.device:
+    """A device by torch's name for it, if numbers can be put there and read back; for None a GPU if there is one.
+
+    Raises:
+        RequestError: if not.
+    """
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, ImportError) as error:  # all these are torch's ways to say no
+        raise RequestError("the device cannot be used", found=name, expected="cpu, or cuda with a GPU") from error
+    return device
+
+
+@contextmanager
+def meta_init() -> Iterator[None]:
+    """Modules made within have their parameters on the meta device, without memory, to be filled later."""
+    with torch.device("meta"), _Uninitialised():
+        yield
 
 
 def fill(
@@ -102,7 +128,7 @@ def _loaded(
         return nn.Parameter(_floats(checkpoint.load(name)), requires_grad=False)
     copy = torch.empty(info.shape, device=device, dtype=dtype)
     head = checkpoint.config.head_dim
-    step = max(head, _AT_ONCE // max(1, copy[:1].nbytes) // head * head)
+    step = max(head, _COPY_BYTES // max(1, copy[:1].nbytes) // head * head)
     for start in range(0, info.shape[0], step):
         ranges = ((start, min(start + step, info.shape[0])),)
         copy[start : start + step] = _floats(
@@ -114,3 +140,16 @@ def _loaded(
 def _floats(value: Tensor | QuantTensor) -> Tensor:
     assert isinstance(value, Tensor)
     return value
+
+
+class _Uninitialised(TorchFunctionMode):
+    """Initialises nothing: on the meta device that does nothing, and loads torch's compiler for it (70 MB)."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # fmt: skip
+        options = dict(kwargs or {})
+        if getattr(function, "__module__", None) == "torch.nn.init":
+            return options["tensor"] if "tensor" in options else args[0]
+        return function(*args, **options)

@@ -6,6 +6,8 @@ the inputs (twice a layer), in the embedding, and in the logits.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -46,13 +48,13 @@ def all_logits(logits: Tensor, checkpoint: Checkpoint) -> Tensor:
 
 def connect_ends(model: Decoder, checkpoint: Sharded) -> None:
     """Let the embedding and the head of a model, whatever multiplies by it, work with those of the others."""
-    group, width, own = checkpoint.group, checkpoint.config.vocab_size, model.linear
+    group, width, own = checkpoint.group, checkpoint.config.vocab_size, model.ops.float_linear
     embedding = VocabParallelEmbedding(model.model.embed_tokens.weight, checkpoint.first_row, group)
     model.model.set_submodule("embed_tokens", embedding)
     if model.lm_head is not None and not isinstance(model.lm_head, nn.Linear):
         model.lm_head = ColumnParallelLinear(model.lm_head, group, width)
 
-    def linear(x: Tensor, weight: Tensor) -> Tensor:
+    def float_linear(x: Tensor, weight: Tensor) -> Tensor:
         return gathered(own(x, weight), group, width)
 
-    model.linear = linear
+    model.ops = replace(model.ops, float_linear=float_linear)
