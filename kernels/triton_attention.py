@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from quantkit.kernels.triton_tiles import Card, card_of
-from quantkit.kernels.triton_words import dotted, operator
+from quantkit.kernels.triton_words import dot_add, operator
 
 _MAX_ROWS = 64  # queries of one program
 _TILE_BYTES = 1 << 14  # of keys that a program holds at a time, and as many of values
@@ -89,7 +89,7 @@ def attend_spans(
         for block in tl.range(start, tl.minimum(start + each, last), BLOCK_N):
             at = block + tl.arange(0, BLOCK_N)
             key = cached(keys, at, at < last, SIZE, BLOCK_D, DTYPE)
-            scores = dotted(query, tl.trans(key), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)) * SCALE
+            scores = dot_add(query, tl.trans(key), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)) * SCALE
             distance = position - at[None, :]
             scores = tl.where((distance >= 0) & (distance < window), scores, float("-inf"))
             higher = tl.maximum(high, tl.max(scores, 1))
@@ -98,7 +98,7 @@ def attend_spans(
             before = tl.exp2(high - base)
             sums = sums * before + tl.sum(weights, 1)
             value = cached(values, at, at < last, SIZE, BLOCK_D, DTYPE)
-            weighted = dotted(weights.to(DTYPE), value, weighted * before[:, None])
+            weighted = dot_add(weights.to(DTYPE), value, weighted * before[:, None])
             high = higher
         part = line * SPANS + tl.program_id(0)
         tl.store(largest + part, high, mask=row < rows)
@@ -162,7 +162,7 @@ def tile_for(rows: int, size: int, dtype: torch.dtype, card: Card) -> Tile:
     """The tile for queries [rows, size] of a dtype that share keys."""
     block_d = max(16, triton.next_power_of_2(size))
     block_n = _TILE_BYTES // (block_d * dtype.itemsize)
-    stages = min(3, max(1, (card.shared - _TILE_BYTES) // (2 * _TILE_BYTES)))
+    stages = min(3, max(1, (card.shared_memory - _TILE_BYTES) // (2 * _TILE_BYTES)))
     return Tile(min(_MAX_ROWS, max(16, triton.next_power_of_2(rows))), min(128, max(16, block_n)), block_d, stages)
 
 

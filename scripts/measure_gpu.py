@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from tune_triton import SHAPES
 
 from quantkit.kernels.triton_tiles import TOKENS
-from quantkit.kernels.triton_timing import copies_beyond_cache, seconds_each
+from quantkit.kernels.triton_tune import copies_beyond_cache, seconds_each
 from quantkit.tensors.qtensor import quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
 
