@@ -45,9 +45,8 @@ def main() -> None:
             scale = torch.full((rows, scheme.groups(columns)), 0.01, dtype=torch.bfloat16, device=device)
             prepared = TritonBackend().prepare(QuantTensor(codes, scale, None, scheme))
             for tokens in map(int, options.tokens.split(",")):
-                save_configs(
-                    SHIPPED_FILE, card_of(device), text, rows, columns, tune(prepared, text, columns, [tokens])
-                )
+                found = tune(prepared, text, columns, [tokens])
+                save_configs(SHIPPED_FILE, card_of(device), text, rows, columns, found)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ import oracle
 import pytest
 from transformers import AutoConfig
 
-from quantkit.architectures.config import ModelConfig, config_from_hf, config_to_hf
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.families import config_from_hf, config_to_hf
 from quantkit.errors import CheckpointError, UnsupportedError
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3")

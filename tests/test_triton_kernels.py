@@ -1,4 +1,4 @@
-"""The Triton backend without a GPU: its kernels through the interpreter and the compiler, tile configs, and what it does not support."""
+"""The Triton backend without a GPU: kernels in the interpreter and the compiler, tile configs, what it refuses."""
 
 from __future__ import annotations
 

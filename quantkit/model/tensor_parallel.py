@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quantkit.architectures.topology import row_parallel_modules
 from quantkit.distributed.collectives import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -19,7 +20,6 @@ from quantkit.distributed.collectives import (
     looked_up,
 )
 from quantkit.distributed.sharded import Sharded
-from quantkit.distributed.split import row_parallel_modules
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.decoder import Decoder
 
