@@ -41,8 +41,9 @@ class BlockKernel:
 
     Attributes:
         run: updates hidden states [B, T, D] in place, attending to a cache or among the tokens given.
-        features: what it serves besides RMS norms before both branches, rotary grouped-query attention and SwiGLU,
-            by the names that `model.fused_blocks` derives from a config. Models that need more run without it.
+        features: what it serves besides RMS norms before both branches, rotary grouped-query attention and SwiGLU:
+            names of fields of `ModelConfig` and `LayerConfig` that may differ from their defaults. Models that need
+            more run without it.
     """
 
     run: Callable[..., None]

@@ -28,7 +28,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _COLUMNS = 32  # that share an activation scale
 _EXACT_MAX, _FAST_MAX = 127 * 256, 127  # the largest integers that activations become
 _FEW_ROWS = 8
-_BLOCK_FEATURES = frozenset({"qkv_bias", "output_bias", "mlp_bias", "qk_norm", "window"})
+_BLOCK_FEATURES = frozenset({"qkv_bias", "output_bias", "mlp_bias", "qk_norm", "window", "rotary"})
 
 
 class CpuBackend:

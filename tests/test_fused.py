@@ -13,10 +13,14 @@ from test_architectures import CASES
 from torch import Tensor
 
 import quantkit
+from quantkit.architectures.families import config_from_hf
 from quantkit.kernels import cpu
 from quantkit.kernels.build import VARIANTS, load_kernels
+from quantkit.model import fused_blocks
+from quantkit.model.attention import masked_attention
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
+from quantkit.model.fused_blocks import block_features
 from quantkit.model.linear import QuantLinear
 from quantkit.model.load import load_model
 from quantkit.tensors.scheme import Override, QuantScheme, Recipe
@@ -56,6 +60,32 @@ def test_blocks_in_one_call_give_the_modules_logits(case: str, scheme: str, tmp_
     assert exact.ops.blocks is None
     whole = _logits(exact, tokens, [40], torch.float32)
     assert (found - whole).abs().max() < 1e-2 * whole.std()
+
+
+def _features(case: str) -> frozenset[str]:
+    kind, changes = CASES[case]
+    return block_features(config_from_hf(oracle.make(kind, **changes).config.to_dict(), Path(case)))
+
+
+def test_a_configs_features_are_its_fields_that_are_not_at_their_defaults() -> None:
+    assert _features("llama") == frozenset()
+    assert _features("llama-biases") == {"qkv_bias", "output_bias", "mlp_bias"}
+    assert _features("mistral-window") == {"window"}
+    assert _features("qwen3") == {"qk_norm"}
+    assert _features("smollm3") == {"rotary"}
+
+
+def test_a_kernel_is_passed_by_for_features_that_it_does_not_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = oracle.save(oracle.make("llama"), tmp_path / "model")
+    quantkit.quantize(folder, tmp_path / "quantized", "int8", accept_quality_loss=True)
+    monkeypatch.setattr(fused_blocks, "block_features", lambda config: frozenset({"sandwich"}))
+    model = load_model(tmp_path / "quantized", dtype=torch.float32)
+    assert model.ops.blocks is None
+    assert model.ops.cached_attention is not masked_attention
+    monkeypatch.setattr(cpu, "_BLOCK_FEATURES", cpu._BLOCK_FEATURES | {"sandwich"})
+    assert load_model(tmp_path / "quantized", dtype=torch.float32).ops.blocks is not None
 
 
 def test_more_rows_than_have_inner_states_at_a_time(tmp_path: Path) -> None:

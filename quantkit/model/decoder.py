@@ -101,7 +101,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.rotary = has_rotary(config, layer)
+        self.rotary = config.layers[layer].rotary
         self.head_dim = config.head_dim
         query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, query, bias=config.qkv_bias)
@@ -279,8 +279,3 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, cache: KVCache | None = None) -> Tensor:
         """Logits [B, T, V] for tokens [B, T] at positions [T]."""
         return self.head(self.hidden(tokens, positions, cache))
-
-
-def has_rotary(config: ModelConfig, layer: int) -> bool:
-    """Whether a layer rotates its queries and keys."""
-    return True

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING, fields
+
 import torch
 from torch import Tensor, nn
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.kernels.backend import BlockKernel
 from quantkit.model.cache import KVCache
-from quantkit.model.decoder import Block, Blocks, Decoder, RMSNorm, has_rotary
+from quantkit.model.decoder import Block, Blocks, Decoder, RMSNorm
 from quantkit.model.linear import QuantLinear
 
 
 def block_features(config: ModelConfig) -> frozenset[str]:
-    """What a config's blocks need of a kernel besides what every block has; see `BlockKernel`."""
-    needed = {
-        "qkv_bias": config.qkv_bias,
-        "output_bias": config.output_bias,
-        "mlp_bias": config.mlp_bias,
-        "qk_norm": config.qk_norm,
-        "window": any(window is not None for window in config.windows),
-    }
-    return frozenset(feature for feature, present in needed.items() if present)
+    """What blocks of a config do beyond the plainest: the fields of the config, and of its layers, that are not at
+    their defaults. So a feature that is new is one that no kernel serves until it says so."""
+    return frozenset(
+        field.name
+        for settings in (config, *config.layers)
+        for field in fields(settings)
+        if field.default is not MISSING and getattr(settings, field.name) != field.default
+    )
 
 
 def fused_blocks(model: Decoder, count: int | None = None) -> Blocks | None:
     """A model's blocks, or the first `count`, in float32 throughout.
 
-    None where a layer is not quantized throughout by a backend that has such a kernel, or the kernel does not serve
-    a feature of the model.
+    None where a layer is not quantized throughout by a backend with such a kernel, or the kernel does not serve a
+    feature of the model.
     """
     config = model.config
     kernel: BlockKernel | None = None
@@ -46,16 +47,16 @@ def fused_blocks(model: Decoder, count: int | None = None) -> Blocks | None:
         return None
     run = kernel.run
     rest = [(config.num_heads, config.num_kv_heads, window or 0, config.norm_eps) for window in config.windows]
-    rotary = [has_rotary(config, layer) for layer in range(config.num_layers)]
+    rotary = [layer.rotary for layer in config.layers]
 
     def blocks(
         x: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache | None, *, first: bool
     ) -> Tensor:
         x = x.float()
-        unturned = (torch.ones_like(angles[0]), torch.zeros_like(angles[1])) if not all(rotary) else angles
+        unrotated = angles if all(rotary) else (torch.ones_like(angles[0]), torch.zeros_like(angles[1]))
         for layer, weights in enumerate(layers):
             stored = (None, None) if cache is None else (cache.keys[layer], cache.values[layer])
-            turned = angles if rotary[layer] else unturned
+            turned = angles if rotary[layer] else unrotated
             run(x, *turned, positions, *stored, first or cache is None, *weights, *rest[layer])
         return x
 

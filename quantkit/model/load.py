@@ -17,7 +17,7 @@ from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, TensorInfo
 from quantkit.formats.detect import open_checkpoint
 from quantkit.memory import give_back
 from quantkit.model.decoder import Decoder
-from quantkit.model.fused_projections import Place, place
+from quantkit.model.fused_projections import Projection, fusible, projection
 from quantkit.model.install_kernels import install_kernels
 from quantkit.model.linear import QuantLinear
 from quantkit.model.tensor_parallel import connect_blocks, connect_ends
@@ -93,30 +93,33 @@ def fill(
     parameters = {prefix + name for name, _ in module.named_parameters()}
     if parameters != set(names):
         raise RuntimeError(f"the decoder and the checkpoint differ in {sorted(parameters ^ set(names))[:3]}")
+    groups = fusible(checkpoint.config, BLOCK_PREFIX)
     done: set[str] = set()
     for name in names:
-        owner, _, leaf = name[len(prefix) :].rpartition(".")
+        owner = name.rpartition(".")[0]
         if owner in done:
             continue
         info = checkpoint.info(name)
         if info.scheme is None:
-            setattr(module.get_submodule(owner), leaf, _loaded(checkpoint, name, info, device, dtype))
+            parent, _, leaf = name.removeprefix(prefix).rpartition(".")
+            setattr(module.get_submodule(parent), leaf, _loaded(checkpoint, name, info, device, dtype))
         else:
             value = checkpoint.load(name)
             assert isinstance(value, QuantTensor)
-            placed = place(checkpoint, prefix, owner, value)
-            _set_quantized(module, placed, QuantLinear(placed.weight, placed.bias, device, dtype, backend))
-            done.update(placed.owners)
-            del value, placed
+            found = projection(checkpoint, owner, value, groups)
+            linear = QuantLinear(found.weight, found.bias, device, dtype, backend)
+            _replace(module, prefix, found, linear)
+            done.update(found.sources)
+            del value, found
             give_back()
 
 
-def _set_quantized(module: nn.Module, placed: Place, linear: QuantLinear) -> None:
-    """Put a quantized linear in the place of float ones."""
-    for name in placed.owners:
-        parent, _, child = name.rpartition(".")
+def _replace(module: nn.Module, prefix: str, found: Projection, linear: QuantLinear) -> None:
+    """Put a quantized linear in the place of the float ones whose rows it has."""
+    for name in found.sources:
+        parent, _, child = name.removeprefix(prefix).rpartition(".")
         delattr(module.get_submodule(parent), child)
-    parent, _, child = placed.module.rpartition(".")
+    parent, _, child = found.module.removeprefix(prefix).rpartition(".")
     setattr(module.get_submodule(parent), child, linear)
 
 
