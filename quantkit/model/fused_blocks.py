@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields
 import torch
 from torch import Tensor, nn
 
-from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.config import LayerConfig, ModelConfig
 from quantkit.kernels.backend import BlockKernel
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Block, Blocks, Decoder, RMSNorm
@@ -17,9 +17,10 @@ from quantkit.model.linear import QuantLinear
 def block_features(config: ModelConfig) -> frozenset[str]:
     """What blocks of a config do beyond the plainest: the fields of the config, and of its layers, that are not at
     their defaults. So a feature that is new is one that no kernel serves until it says so."""
+    every: tuple[ModelConfig | LayerConfig, ...] = (config, *config.layers)
     return frozenset(
         field.name
-        for settings in (config, *config.layers)
+        for settings in every
         for field in fields(settings)
         if field.default is not MISSING and getattr(settings, field.name) != field.default
     )
