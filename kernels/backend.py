@@ -1,4 +1,4 @@
-"""What a kernel backend is."""
+"""What a kernel backend is, and what it may offer."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ EVEN, EVEN_COLUMNS = 127, 32
 
 @dataclass(frozen=True)
 class Rounding:
-    """What a product of activations x and a row w may be off by, as a share of the norms' product ``|x| |w|``.
+    """The error that a product of activations x and a row w may have, as a share of the norms' product ``|x| |w|``.
 
-    Beyond that it may only be off by what sums in float32 are, and by what becomes of the result.
+    Errors of float32 sums, and of rounding the result to its dtype, come on top.
 
     Attributes:
         activations: from rounding activations, except *even* ones, which are taken exactly: of each `EVEN_COLUMNS`

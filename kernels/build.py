@@ -1,7 +1,7 @@
 """Compile the C++ kernels on first use, into a cache.
 
-The sources ship with the package; what they are compiled to depends on the machine and on
-the torch that is there, so it is made where it runs. A second process finds it made.
+The sources ship with the package. The binary depends on the machine and its torch, so it is built where it runs;
+later processes find it in the cache.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def load_kernels(variant: str) -> Any:
 
 @functools.cache
 def _loaded(variant: str) -> Any:
-    """The operators, or the error: a compiler that fails is not asked again for every layer."""
+    """The operators, or the error: a compiler that fails is not called again for every layer."""
     try:
         return _load(variant)
     except UnsupportedError as error:
@@ -106,7 +106,7 @@ _SHAPES: dict[str, Callable[..., Any]] = {
     "float_linear": _float_linear_shape,
     "block": _in_place,
 }
-"""What each operator gives, without running it."""
+"""The shapes that operators return, for tracing."""
 
 
 def _compiled(library: str, variant: tuple[str, ...]) -> Path:

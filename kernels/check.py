@@ -1,7 +1,7 @@
 """The self-test: try a backend on a small weight before it is trusted with a model.
 
-Kernels are compiled where they run, by compilers that no test has seen; one that gets them
-wrong must not be found out by what the model says.
+Kernels are compiled where they run, by compilers that no test has seen; a miscompiled one must be noticed before
+it changes what the model says.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _SPAN = 64  # columns that some tokens are confined to where rows have no groups
 
 @dataclass(frozen=True)
 class _Size:
-    """How large an example is: rows and, about, columns of the weight; numbers of tokens, for each of which a
-    backend may have kernels; and a limit on the number of activations, where groups are very large."""
+    """How large an example is: rows and (about) columns of the weight; numbers of tokens, each of which may have a
+    kernel of its own; a limit on the number of activations, where groups are very large."""
 
     rows: int
     columns: int
@@ -34,7 +34,7 @@ class _Size:
 
 
 _SMALL = _Size(37, 128, (1, 4, 23, 600), 1 << 18)  # 23 is 16 + 4 + 2 + 1, and 600 ends in 8
-# Here loops go round, rows are split, and tiles are many.
+# Large enough that loops repeat, rows are split, and there are many tiles.
 _ON_GPUS = _Size(293, 4096, (1, 2, 4, 16, 23, 128, 600), 1 << 22)
 
 
@@ -43,7 +43,7 @@ def self_test(
     backend: Backend, scheme: QuantScheme, device: torch.device, dtype: torch.dtype, scale_dtype: torch.dtype
 ) -> str | None:
     """What is wrong with a backend's products of activations of `dtype` with weights whose scales are of
-    `scale_dtype`; None if each is right to what the backend says of its rounding."""
+    `scale_dtype`; None if each is within the backend's `Rounding`."""
     size = _ON_GPUS if device.type == "cuda" else _SMALL
     weight = _example(scheme, size, scale_dtype).to(device)
     bias = _wave(size.rows).to(device, dtype)

@@ -50,14 +50,14 @@ def select_backend(
             reason = self_test(backend, scheme, device, dtype, scale_dtype)
         if reason is None:
             if backend.name == LAST_RESORT and reasons:
-                _tell(f"{scheme} is served by the slow {LAST_RESORT} backend; {'; '.join(reasons)}")
+                _warn_once(f"{scheme} is served by the slow {LAST_RESORT} backend; {'; '.join(reasons)}")
             return backend
         reasons.append(f"{backend.name}: {reason}")
     raise UnsupportedError(f"no backend serves {scheme} on {device} in {dtype}; {'; '.join(reasons)}")
 
 
 def operations_for_floats(device: torch.device, dtype: torch.dtype) -> Operations | None:
-    """What a GPU's backend offers to a model without quantized layers; None on a CPU, whose kernels have to be
+    """What a GPU's backend offers to a model without quantized layers; None on a CPU, whose kernels would have to be
     compiled first."""
     if device.type == "cpu":
         return None
@@ -68,6 +68,6 @@ def operations_for_floats(device: torch.device, dtype: torch.dtype) -> Operation
 
 
 @functools.cache
-def _tell(line: str) -> None:
-    """Once for all layers."""
+def _warn_once(line: str) -> None:
+    """Warn once, not for every layer."""
     _log.warning("%s", line)

@@ -108,8 +108,8 @@ inline void attention(const AttentionShape& at, const void* queries, const void*
   const int64_t lines = at.batch * at.kv_heads * at.tokens;  // of queries that share keys
   std::vector<float> partial(lines * spans * group * record);
   if (lines * last * at.size * group < kMinParallelWork) threads = 1;
-  Pool& pool = Pool::shared();
-  pool.share(lines * spans, 1, threads, [&](int64_t index) {
+  Pool& pool = Pool::instance();
+  pool.parallel_for(lines * spans, 1, threads, [&](int64_t index) {
     const int64_t line = index / spans, token = line % at.tokens, pair = line / at.tokens;
     const int64_t batch = pair / at.kv_heads, kv_head = pair % at.kv_heads;
     const int64_t stop = std::min(index % spans * kSpan + kSpan, positions[token] + 1);
@@ -128,7 +128,7 @@ inline void attention(const AttentionShape& at, const void* queries, const void*
     }
     attend_span(at, scaled.data(), keys, values, pair * at.length, start, stop, partials.data());
   });
-  pool.share(lines * group, 16, threads, [&](int64_t index) {
+  pool.parallel_for(lines * group, 16, threads, [&](int64_t index) {
     const int64_t line = index / group, g = index % group;
     const float* first = partial.data() + (line * spans * group + g) * record;
     float max = -std::numeric_limits<float>::infinity();

@@ -24,8 +24,8 @@ constexpr int64_t kSumWidth = 2 * kLanes;
 constexpr int64_t kFewTokens = 16;  // for which attention is cut along the cache, not along the queries
 constexpr int64_t kQueries = 128;  // query heads that one piece of work takes, or those that share keys if more
 
-// Which keys a query sees, by their index.
-struct Seen {
+// The keys that a query sees, by their index.
+struct KeyRange {
   int64_t first, stop;
 };
 
@@ -52,12 +52,13 @@ inline int64_t round_up(int64_t count, int64_t to) { return (count + to - 1) / t
 
 // The softmax of some query heads over the keys so far: largest scores, sums of exponentials, and sums of the
 // values weighted by them.
-struct Running {
+struct RunningSoftmax {
   float *max, *sums, *values;
 };
 
-// Take up scores [kTile] of one query: they become weights, and what was summed before is made to fit.
-inline void take_up(float* scores, int64_t first, int64_t stop, int64_t width, int64_t row, const Running& to) {
+// Add scores [kTile] of one query to its softmax: they become weights, and the sums so far are rescaled.
+inline void update_softmax(float* scores, int64_t first, int64_t stop, int64_t width, int64_t row,
+                           const RunningSoftmax& to) {
   constexpr float kNone = -std::numeric_limits<float>::infinity();
   std::fill(scores, scores + first, kNone);
   std::fill(scores + stop, scores + kTile, kNone);
@@ -78,23 +79,23 @@ inline void take_up(float* scores, int64_t first, int64_t stop, int64_t width, i
 // and a head as floats: (batch, head, first, count, scratch). out [B, T, H, Dh].
 template <class Keys, class Values>
 void attention_of_many(const AttentionShape& at, const void* queries, const Keys& keys, const Values& values,
-                       const Seen* seen, int threads, void* out) {
+                       const KeyRange* seen, int threads, void* out) {
   const int64_t group = at.heads / at.kv_heads, size = at.size, width = round_up(size, kSumWidth);
   const int64_t per_tile = std::max<int64_t>(1, kQueries / group), tiles = (at.tokens + per_tile - 1) / per_tile;
-  Pool::shared().share(at.batch * at.kv_heads * tiles, 1, threads, [&](int64_t index) {
+  Pool::instance().parallel_for(at.batch * at.kv_heads * tiles, 1, threads, [&](int64_t index) {
     const int64_t tile = tiles - 1 - index / (at.batch * at.kv_heads);  // the longest work first
     const int64_t pair = index % (at.batch * at.kv_heads), batch = pair / at.kv_heads, kv_head = pair % at.kv_heads;
     const int64_t token = tile * per_tile, tokens = std::min(per_tile, at.tokens - token);
     const int64_t rows = tokens * group, padded = round_up(rows, kSumRows);
-    thread_local std::vector<float> scaled, turned, scores, scratch, max, sums, mixed;
+    thread_local std::vector<float> scaled, transposed, scores, scratch, max, sums, mixed;
     scaled.assign(padded * size, 0);
-    turned.resize(size * kTile);
+    transposed.resize(size * kTile);
     scores.resize(padded * kTile);
     scratch.assign(kTile * width, 0);
     max.assign(rows, -std::numeric_limits<float>::infinity());
     sums.assign(rows, 0);
     mixed.assign(padded * width, 0);
-    const Running running{max.data(), sums.data(), mixed.data()};
+    const RunningSoftmax running{max.data(), sums.data(), mixed.data()};
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t head = kv_head * group + r % group;
       const int64_t from = batch * at.batch_step + head * at.head_step + (token + r / group) * at.token_step;
@@ -102,21 +103,21 @@ void attention_of_many(const AttentionShape& at, const void* queries, const Keys
       const float* loaded = load_floats(queries, at.type, from, size, query);
       for (int64_t i = 0; i < size; ++i) query[i] = loaded[i] * at.scale;
     }
-    Seen all = seen[token];
+    KeyRange all = seen[token];
     for (int64_t t = token; t < token + tokens; ++t)
       all = {std::min(all.first, seen[t].first), std::max(all.stop, seen[t].stop)};
     for (int64_t start = all.first; start < all.stop; start += kTile) {
       const int64_t count = std::min(kTile, all.stop - start);
       const float* key = keys(batch, kv_head, start, count, scratch.data());
       for (int64_t s = 0; s < count; ++s)
-        for (int64_t i = 0; i < size; ++i) turned[i * kTile + s] = key[s * size + i];
+        for (int64_t i = 0; i < size; ++i) transposed[i * kTile + s] = key[s * size + i];
       std::fill(scores.begin(), scores.end(), 0.f);
-      multiply_add(scaled.data(), size, turned.data(), kTile, padded, kTile, size, scores.data(), kTile);
+      multiply_add(scaled.data(), size, transposed.data(), kTile, padded, kTile, size, scores.data(), kTile);
       for (int64_t r = 0; r < rows; ++r) {
-        const Seen& by = seen[token + r / group];
+        const KeyRange& by = seen[token + r / group];
         const int64_t first = std::clamp<int64_t>(by.first - start, 0, count);
         const int64_t stop = std::clamp<int64_t>(by.stop - start, first, count);
-        take_up(scores.data() + r * kTile, first, stop, width, r, running);
+        update_softmax(scores.data() + r * kTile, first, stop, width, r, running);
       }
       const float* value = values(batch, kv_head, start, count, scratch.data());
       if (width != size) {  // each row on its own width, from the last on
@@ -152,7 +153,7 @@ struct CachedRows {
 inline void attention_over_cache(const AttentionShape& at, const void* queries, const void* keys, const void* values,
                                  const int64_t* positions, int threads, void* out) {
   if (at.tokens <= kFewTokens) return attention(at, queries, keys, values, positions, threads, out);
-  std::vector<Seen> seen(at.tokens);
+  std::vector<KeyRange> seen(at.tokens);
   for (int64_t t = 0; t < at.tokens; ++t)
     seen[t] = {at.window ? std::max<int64_t>(0, positions[t] + 1 - at.window) : 0, positions[t] + 1};
   attention_of_many(at, queries, CachedRows{keys, at.cached, at.kv_heads, at.length, at.size},

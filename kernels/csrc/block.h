@@ -56,7 +56,7 @@ inline std::unique_ptr<float[]> uninitialized(int64_t count) { return std::uniqu
 // Call work(r) for all rows, on several threads where they are many.
 template <class Work>
 void each_row(int64_t rows, int threads, const Work& work) {
-  Pool::shared().share(rows, 1, rows > 4 ? threads : 1, work);
+  Pool::instance().parallel_for(rows, 1, rows > 4 ? threads : 1, work);
 }
 
 // Queries, keys and values [B, T, (H + 2 K) Dh] of hidden states x [B, T, D], rotated; cosine and sine [T, Dh].
@@ -113,8 +113,8 @@ struct NewRows {
 };
 
 // Which of the new tokens, at rising positions, each of them sees.
-inline std::vector<Seen> seen_among_new(const int64_t* positions, int64_t tokens, int64_t window) {
-  std::vector<Seen> seen(tokens);
+inline std::vector<KeyRange> seen_among_new(const int64_t* positions, int64_t tokens, int64_t window) {
+  std::vector<KeyRange> seen(tokens);
   for (int64_t t = 0; t < tokens; ++t) {
     const int64_t first_seen = window ? positions[t] + 1 - window : 0;
     seen[t] = {std::lower_bound(positions, positions + t, first_seen) - positions, t + 1};

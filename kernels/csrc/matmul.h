@@ -49,8 +49,8 @@ inline void matmul(const Linear& linear, const void* x, FloatType type, int64_t 
   const Layout& at = linear.at;
   const Workspace workspace(at, tokens);
   if (at.rows * at.columns * tokens < kMinParallelWork) threads = 1;
-  Pool& pool = Pool::shared();
-  pool.share(tokens, 1, threads, [&](int64_t token) {
+  Pool& pool = Pool::instance();
+  pool.parallel_for(tokens, 1, threads, [&](int64_t token) {
     float row[kStretch];
     for (int64_t from = 0; from < at.columns; from += kStretch) {
       const int64_t count = std::min(kStretch, at.columns - from);
@@ -59,7 +59,7 @@ inline void matmul(const Linear& linear, const void* x, FloatType type, int64_t 
     }
   });
   const int64_t panels = (tokens + kPanel - 1) / kPanel;
-  pool.share(panels * at.bands(), 1, threads, [&](int64_t index) {
+  pool.parallel_for(panels * at.bands(), 1, threads, [&](int64_t index) {
     const int64_t panel = index / at.bands(), band = index % at.bands();
     const int64_t token = panel * kPanel, count = std::min(kPanel, tokens - token);
     const int64_t row = band * kRows, rows = std::min(kRows, at.rows - row);
@@ -91,7 +91,7 @@ inline void float_product(int64_t rows, int64_t columns, const void* weight, Flo
     const float* loaded = load_floats(x, type, m * columns, columns, row);
     if (loaded != row) std::copy_n(loaded, columns, row);
   }
-  Pool::shared().share(rows, 64, threads, [&](int64_t n) {
+  Pool::instance().parallel_for(rows, 64, threads, [&](int64_t n) {
     thread_local std::vector<float> scratch;
     scratch.resize(columns);
     const float* w = load_floats(weight, weight_type, n * columns, columns, scratch.data());

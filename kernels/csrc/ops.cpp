@@ -67,7 +67,7 @@ at::Tensor pack(const at::Tensor& codes, const at::Tensor& scale, const std::opt
   std::memcpy(bytes, &at, sizeof(at));
   const auto* scales = static_cast<const uint8_t*>(scale.data_ptr());
   const uint8_t* zeros = zero ? zero->data_ptr<uint8_t>() : nullptr;
-  Pool::shared().share(at.bands(), 1, at::get_num_threads(), [&](int64_t band) {
+  Pool::instance().parallel_for(at.bands(), 1, at::get_num_threads(), [&](int64_t band) {
     pack_band(at, band, codes.data_ptr<uint8_t>(), scales, zeros, bytes + kHead);
   });
   return packed;

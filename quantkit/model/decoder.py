@@ -217,7 +217,7 @@ class Backbone(nn.Module):
 class Decoder(nn.Module):
     """A causal language model.
 
-    `ops` is the one place where kernels are put: whoever loads a decoder may replace it.
+    `ops` is the one seam for kernels: whoever loads a decoder may replace it.
 
     Positions are tensors and the cache is static, so no step depends on data: the whole forward can be compiled.
     """
@@ -244,9 +244,9 @@ class Decoder(nn.Module):
         """Hidden states [B, T, D] after the final norm, for tokens [B, T] at positions [T].
 
         Args:
-            cache: takes up keys and values; attention sees all positions stored so far.
+            cache: stores keys and values; attention sees all positions stored so far.
                 Without one it sees the given tokens only.
-            first: nothing is stored yet that the tokens should see.
+            first: the cache holds nothing yet that the tokens should see.
         """
         x = self.model.embed_tokens(tokens)
         angles = self.rotary(positions)
@@ -267,8 +267,8 @@ class Decoder(nn.Module):
         return cached_attention(cache, positions, windows, self.ops.cached_attention)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of hidden states [..., D], in their dtype: float32 where kernels do whole blocks, else the
-        model's."""
+        """Logits [..., V] of hidden states [..., D], in their dtype: float32 where kernels compute whole blocks, else
+        the model's."""
         if self.lm_head is None:
             return self.ops.float_linear(hidden, self.model.embed_tokens.weight)
         if isinstance(self.lm_head, nn.Linear):

@@ -56,16 +56,16 @@ def layerwise_hidden(checkpoint: Checkpoint, batches: Sequence[Batch], *, progre
 
 @torch.inference_mode()
 def head_logits(checkpoint: Checkpoint, hidden: Tensor) -> Tensor:
-    """Logits [N, V] of hidden states [N, D], in float32, the head taken in pieces."""
+    """Logits [N, V] of hidden states [N, D], in float32, some rows of the head at a time."""
     tied = checkpoint.config.tied_embeddings
     head = checkpoint.load("model.embed_tokens.weight" if tied else "lm_head.weight")
     logits = float32_linear(hidden, head)
-    del head  # the largest tensor there is, and with two models at hand there are two
+    del head  # the largest tensor of a model, and where two models are compared there are two
     return all_logits(logits, checkpoint)
 
 
 class OffloadedLinear(nn.Module):
-    """``x @ weight.T + bias`` in float32, the weight read at every call, some rows at a time."""
+    """``x @ weight.T + bias`` in float32; the weight stays on disk and is read at every call."""
 
     def __init__(self, checkpoint: Checkpoint, name: str, bias: bool) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class OffloadedLinear(nn.Module):
 
 
 def offloaded_block(checkpoint: Checkpoint, layer: int) -> Block:
-    """One decoder layer on the CPU in float32, of which only the norms are in memory."""
+    """One decoder layer on the CPU in float32, its linears offloaded; only the norms are in memory."""
     with meta_init():
         block = Block(checkpoint.config, layer)
     prefix = BLOCK_PREFIX.format(layer)

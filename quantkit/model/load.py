@@ -62,17 +62,17 @@ def load_model(
 
 
 def usable_device(name: str | torch.device | None) -> torch.device:
-    """A device by torch's name for it, if numbers can be put there and read back; for None a GPU if there is one.
+    """A device by torch's name, checked by writing and reading a number; for None a GPU if there is one.
 
     Raises:
-        RequestError: if not.
+        RequestError: if it cannot be used.
     """
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, ImportError) as error:  # all these are torch's ways to say no
+    except (RuntimeError, AssertionError, ImportError) as error:  # torch raises all of these
         raise RequestError("the device cannot be used", found=name, expected="cpu, or cuda with a GPU") from error
     return device
 
@@ -88,7 +88,7 @@ def fill(
     module: nn.Module, checkpoint: Checkpoint, prefix: str, device: torch.device, dtype: torch.dtype,
     backend: str | None,
 ) -> None:  # fmt: skip
-    """Give every parameter below `module` the checkpoint's tensor of its name under `prefix`."""
+    """Give every parameter of `module` the checkpoint's tensor of its name behind `prefix`."""
     names = [name for name in checkpoint.names() if name.startswith(prefix)]
     parameters = {prefix + name for name, _ in module.named_parameters()}
     if parameters != set(names):
@@ -126,7 +126,7 @@ def _replace(module: nn.Module, prefix: str, found: Projection, linear: QuantLin
 def _loaded(
     checkpoint: Checkpoint, name: str, info: TensorInfo, device: torch.device, dtype: torch.dtype
 ) -> nn.Parameter:  # fmt: skip
-    """A float tensor on its device in its dtype; where a large one must be copied, some heads' rows at a time."""
+    """A float tensor on its device in its dtype; a large one that must be copied goes some heads' rows at a time."""
     if info.dtype == dtype and device.type == "cpu":
         return nn.Parameter(_floats(checkpoint.load(name)), requires_grad=False)
     copy = torch.empty(info.shape, device=device, dtype=dtype)
@@ -146,7 +146,7 @@ def _floats(value: Tensor | QuantTensor) -> Tensor:
 
 
 class _Uninitialised(TorchFunctionMode):
-    """Initialises nothing: on the meta device that does nothing, and loads torch's compiler for it (70 MB)."""
+    """Skips initialisation: on the meta device it has no effect, but makes torch load its compiler (70 MB)."""
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (),
