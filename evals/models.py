@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from quantkit.distributed.group import Group
-from quantkit.distributed.sharded import shard
+from quantkit.distributed.group import SINGLE, ProcessGroup
+from quantkit.distributed.shard import require_shareable
 from quantkit.errors import RequestError
 from quantkit.evals.texts import Text
 from quantkit.evals.tokens import measuring_tokenizer, token_ids
@@ -45,12 +45,12 @@ class Stream:
 
 
 def open_models(
-    paths: Sequence[Path], against: Path | None, window: int | None, group: Group | None = None
+    paths: Sequence[Path], against: Path | None, window: int | None, group: ProcessGroup = SINGLE
 ) -> list[Model]:
     """All models, the reference first and once, by names as short as tells them apart.
 
     Args:
-        group: the processes that share each of them.
+        group: the processes that share each model.
 
     Raises:
         RequestError: if there is none but the reference, or the window exceeds a context.
@@ -66,8 +66,7 @@ def open_models(
     models = []
     for name, path in zip(names, paths, strict=True):
         checkpoint = open_checkpoint(path)
-        if group is not None:
-            checkpoint = shard(checkpoint, group)
+        require_shareable(checkpoint, group)
         context = checkpoint.config.max_context
         if window is not None and not 2 <= window <= context:
             raise RequestError(

@@ -22,10 +22,11 @@ from quantkit.architectures.names import META, split_derived
 from quantkit.architectures.topology import Parameter, parameters
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats import pth_io
-from quantkit.formats.checkpoint import DTYPE_NAMES, TensorInfo, raise_unexpected, require_complete
+from quantkit.formats.checkpoint import DTYPE_NAMES, raise_unexpected, require_complete
 from quantkit.formats.source import SourceFile
 from quantkit.formats.tensor_file import StoredTensor, TensorFile, same_tensor
 from quantkit.json_values import Settings, read_settings
+from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.text.tokenizer import load_tokenizer
 
@@ -79,9 +80,9 @@ class MetaCheckpoint:
     def names(self) -> list[str]:
         return list(self._entries)
 
-    def info(self, name: str) -> TensorInfo:
+    def info(self, name: str) -> TensorSpec:
         parameter = self._entries[name]
-        return TensorInfo(parameter.shape, self._dtypes[self._meta_name(parameter)])
+        return TensorSpec(name, parameter.shape, self._dtypes[self._meta_name(parameter)])
 
     def files(self) -> list[SourceFile]:
         return [*(shard.source for shard in self._shards), self._params]
@@ -222,7 +223,7 @@ class MetaCheckpoint:
         if strangers:
             raise_unexpected(strangers, self._paths[0])
         found = {
-            parameter.name: TensorInfo(self._joined_shape(parameter, name), self._dtypes[name])
+            parameter.name: TensorSpec(parameter.name, self._joined_shape(parameter, name), self._dtypes[name])
             for name, parameter in known.items()
             if name in self._weights
         }

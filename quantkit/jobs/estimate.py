@@ -22,7 +22,7 @@ from quantkit.formats.sink import IN_FLIGHT_BYTES
 from quantkit.formats.staging import partial_folder, require_absent, require_room_to_build, require_space
 from quantkit.jobs.convert import conversion
 from quantkit.jobs.output import SHARD_BYTES
-from quantkit.jobs.prepare import planned_tensors, prepare, too_few_tokens
+from quantkit.jobs.prepare import prepare, tensor_blocks, too_few_tokens
 from quantkit.jobs.settings import gptq_settings
 from quantkit.memory import resident_bytes
 from quantkit.quality.measures import TOKENS_THROUGH_THE_HEAD
@@ -95,10 +95,8 @@ def estimate_convert(
     Raises:
         QuantkitError: as `convert` does for what can be told without reading weights.
     """
-    source, work, notes = conversion(
-        src, dst, to=to, mp=mp, dtype=dtype, weights=weights, allow_nonfinite=allow_nonfinite,
-        source_check=source_check,
-    )  # fmt: skip
+    work, notes = conversion(src, dst, to=to, mp=mp, dtype=dtype, weights=weights, allow_nonfinite=allow_nonfinite)
+    source = work.source
     disk = work.encoder.total_bytes() + _side_bytes(work.side_files)
     _require_room(Path(dst), disk, resume)
     phases = {"writing": _streaming(source, work.encoder)}
@@ -112,7 +110,7 @@ def estimate_convert(
 
 
 def estimate_quantize(
-    src: str | Path, dst: str | Path, plan: str | QuantScheme | Recipe, *, method: str = "rtn",
+    src: str | Path, dst: str | Path, scheme: str | QuantScheme | Recipe, *, method: str = "rtn",
     calibration: str | Path | None = None, samples: int | None = None, length: int | None = None,
     seed: int | None = None, thorough: bool = False, activation_memory: float | None = None, device: str | None = None,
     keep: Iterable[str] = (), strict: bool = False, accept_quality_loss: bool = False,
@@ -127,9 +125,10 @@ def estimate_quantize(
         method, calibration, samples=samples, length=length, seed=seed, thorough=thorough,
         activation_memory=activation_memory, device=device,
     )  # fmt: skip
-    source, assignment, tokenizer, notes = prepare(src, Path(dst), plan, keep=keep, strict=strict, weights=weights)
+    source, assignment, tokenizer, notes = prepare(src, Path(dst), scheme, keep=keep, strict=strict, weights=weights)
     assigned, config = assignment.schemes, source.config
-    encoder = SafetensorsEncoder(planned_tensors(source, assigned), SHARD_BYTES)
+    tensors = [spec for block in tensor_blocks(source, assigned) for spec in block.tensors]
+    encoder = SafetensorsEncoder(tensors, SHARD_BYTES)
     side_files = hf_side_files(source, config, assigned)
     disk = encoder.total_bytes() + _side_bytes(side_files) + _MANIFEST * len(assignment.modules)
     phases = {"writing": _streaming(source, encoder), "the gate": _gate(source)}

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from quantkit.distributed.sharded import Sharded
+from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.attention import causal_attention
 from quantkit.model.decoder import Block, RMSNorm, Step
 from quantkit.model.linear import float32_linear
 from quantkit.model.load import BLOCK_PREFIX, fill, meta_init
 from quantkit.model.rope import Rotary
-from quantkit.model.tensor_parallel import all_logits, connect_blocks, embedded
+from quantkit.model.tensor_parallel import TensorParallel
 from quantkit.progress import Progress, silent
 
 
@@ -33,17 +33,28 @@ class Batch:
 
 
 @torch.inference_mode()
-def layerwise_hidden(checkpoint: Checkpoint, batches: Sequence[Batch], *, progress: Progress = silent) -> list[Tensor]:
-    """Hidden states [B, T, D] after the final norm of every batch, in float32 on the CPU."""
-    config = checkpoint.config
+def layerwise_hidden(
+    checkpoint: Checkpoint, batches: Sequence[Batch], *, group: ProcessGroup = SINGLE, progress: Progress = silent
+) -> list[Tensor]:
+    """Hidden states [B, T, D] after the final norm of every batch, in float32 on the CPU.
+
+    Args:
+        group: the processes that share the model; each calls this alike and gets the same.
+
+    Raises:
+        RequestError: if so many processes cannot share the model.
+    """
+    tp = TensorParallel(checkpoint, group)
+    checkpoint, config = tp.checkpoint, tp.checkpoint.config
     embedding = _tensor(checkpoint, "model.embed_tokens.weight")
-    states = [embedded(batch.tokens, embedding, checkpoint).float() for batch in batches]
+    states = [tp.embed(batch.tokens, embedding).float() for batch in batches]
     del embedding
     rotary = Rotary(config)
     steps = [Step(rotary(batch.positions), causal_attention(batch.positions, config.windows)) for batch in batches]
     for layer in range(config.num_layers):
         progress(layer, config.num_layers, f"layer {layer}")
         block = offloaded_block(checkpoint, layer)
+        tp.connect(block, BLOCK_PREFIX.format(layer))
         for index, state in enumerate(states):
             states[index] = block(state, steps[index])
     norm = RMSNorm(config.hidden_size, config.norm_eps)
@@ -55,13 +66,14 @@ def layerwise_hidden(checkpoint: Checkpoint, batches: Sequence[Batch], *, progre
 
 
 @torch.inference_mode()
-def head_logits(checkpoint: Checkpoint, hidden: Tensor) -> Tensor:
-    """Logits [N, V] of hidden states [N, D], in float32, some rows of the head at a time."""
+def head_logits(checkpoint: Checkpoint, hidden: Tensor, *, group: ProcessGroup = SINGLE) -> Tensor:
+    """Logits [N, V] of hidden states [N, D], in float32; `group` as in `layerwise_hidden`."""
+    tp = TensorParallel(checkpoint, group)
     tied = checkpoint.config.tied_embeddings
-    head = checkpoint.load("model.embed_tokens.weight" if tied else "lm_head.weight")
+    head = tp.checkpoint.load("model.embed_tokens.weight" if tied else "lm_head.weight")
     logits = float32_linear(hidden, head)
     del head  # the largest tensor of a model, and where two models are compared there are two
-    return all_logits(logits, checkpoint)
+    return tp.gather_logits(logits)
 
 
 class OffloadedLinear(nn.Module):
@@ -96,8 +108,6 @@ def offloaded_block(checkpoint: Checkpoint, layer: int) -> Block:
             setattr(block.get_submodule(parent), child, linear)
         elif "weight" in module._parameters:
             fill(module, checkpoint, f"{prefix}{name}.", torch.device("cpu"), torch.float32, None)
-    if isinstance(checkpoint, Sharded):
-        connect_blocks(block, checkpoint, prefix)
     return block.eval()
 
 
