@@ -24,9 +24,8 @@ from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.memory import give_back
 from quantkit.model.attention import causal_attention
-from quantkit.model.decoder import Block
-from quantkit.model.load import BLOCK_PREFIX, fill
-from quantkit.model.meta_init import meta_init
+from quantkit.model.decoder import Block, Step
+from quantkit.model.load import BLOCK_PREFIX, fill, meta_init
 from quantkit.model.rope import Rotary
 from quantkit.solver.gptq import Damped, GptqReport, SingularError, compensated, solve
 from quantkit.tensors.qtensor import ROUNDING, QuantTensor, quantize_rtn, row_chunks
@@ -146,8 +145,8 @@ class BlockQuantizer:
             for stream in ("seen", "float")[: 1 + effort.follows(index, len(parts))]:
                 states.put((stream, index), nn.functional.embedding(part, embedding).float())
         self._positions = torch.arange(tokens.shape[1], device=device)
-        self._angles = Rotary(source.config).to(device)(self._positions)
-        self._attend = causal_attention(self._positions, source.config.windows)
+        angles = Rotary(source.config).to(device)(self._positions)
+        self._step = Step(angles, causal_attention(self._positions, source.config.windows))
         self._layer = 0
         self._pending: nn.Module | None = None
 
@@ -194,7 +193,7 @@ class BlockQuantizer:
         config = self._source.config
 
         def mixed(block: Block, x: Tensor) -> Tensor:
-            return block.self_attn.mix(block.input_layernorm(x), self._angles, self._attend)
+            return block.inner("attention", x, self._step)
 
         qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         head_norms = ("self_attn.q_norm", "self_attn.k_norm") if config.qk_norm else ()
@@ -203,7 +202,7 @@ class BlockQuantizer:
             Site(("self_attn.o_proj",), head_norms, mixed, True),
             Site(("mlp.gate_proj", "mlp.up_proj"), ("post_attention_layernorm",),
                  lambda block, x: block.post_attention_layernorm(x), False),
-            Site(("mlp.down_proj",), (), lambda block, x: block.mlp.gate(block.post_attention_layernorm(x)), True),
+            Site(("mlp.down_proj",), (), lambda block, x: block.inner("mlp", x, self._step), True),
         )  # fmt: skip
 
     def _pass_on(self, module: str, floats: Block, seen: Block) -> None:
