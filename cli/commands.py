@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from quantkit.cli.output import mention, say
+from quantkit.cli.output import mention, note, say
 from quantkit.cli.processes import is_first, together
 from quantkit.cli.progress import bar
 
@@ -110,6 +110,6 @@ def verify(a: Path, b: Path | None) -> None:
 
 
 def done(dst: Path, notes: Iterable[str]) -> None:
-    for note in notes:
-        click.echo(f"quantkit: note: {note}", err=True)
+    for line in notes:
+        note(line)
     mention(f"wrote {dst}")

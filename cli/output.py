@@ -18,6 +18,12 @@ def say(lines: Iterable[str]) -> None:
         drop_output()
 
 
+def note(line: str) -> None:
+    """Tell the user something on stderr; of the processes of a group the first one does."""
+    if os.environ.get("RANK", "0") == "0":
+        click.echo(f"quantkit: note: {line}", err=True)
+
+
 def mention(line: str) -> None:
     """Print a line that nothing depends on: what it tells of has been done, whether or not it can be printed."""
     try:

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from quantkit.cli.commands import done, writing
+from quantkit.cli.output import note
 from quantkit.cli.processes import is_first, together
 from quantkit.cli.progress import bar
 from quantkit.errors import RequestError
@@ -18,7 +19,8 @@ from quantkit.jobs.defaults import ACTIVATION_MEMORY, MOST_LENGTH, SAMPLES, SEED
 @writing
 @click.option("--scheme", help="int8, int4-g32, int4-g64 or int4-g128; -asym for zero points.")
 @click.option("--head", metavar="SCHEME", help="Of the output head too, which keeps its floats by default.")
-@click.option("--plan", type=click.Path(path_type=Path), help="JSON with a default scheme and overrides.")
+@click.option("--recipe", type=click.Path(path_type=Path), help="JSON with a default scheme and overrides.")
+@click.option("--plan", type=click.Path(path_type=Path), hidden=True, help="The old name of --recipe.")
 @click.option(
     "--method", type=click.Choice(["rtn", "gptq"]), default="rtn", show_default=True, help="Rounding or GPTQ."
 )
@@ -62,17 +64,23 @@ def job_arguments(options: dict[str, Any]) -> dict[str, Any]:
     """What the command's options are called in `quantkit.quantize`.
 
     Raises:
-        RequestError: unless either a scheme or a plan is given, or if a head goes with a plan.
+        RequestError: unless either a scheme or a recipe is given, or if a head goes with a recipe.
     """
-    from quantkit.tensors.scheme import Override, QuantScheme, Recipe
+    from quantkit.tensors.recipe import Override, Recipe
+    from quantkit.tensors.scheme import QuantScheme
 
-    scheme, path, head = options.pop("scheme"), options.pop("plan"), options.pop("head")
+    scheme, path, head, old = (options.pop(name) for name in ("scheme", "recipe", "head", "plan"))
+    if old is not None:
+        note("--plan is called --recipe now; the old name goes with the next release")
+        if path is not None:
+            raise RequestError("--plan is the old name of --recipe; give one of them")
+        path = old
     if (scheme is None) == (path is None):
-        raise RequestError("give one of --scheme and --plan")
+        raise RequestError("give one of --scheme and --recipe")
     if head is not None:
         if scheme is None:
-            raise RequestError("--head goes with --scheme", hint="a plan names lm_head among its overrides")
+            raise RequestError("--head goes with --scheme", hint="a recipe names lm_head among its overrides")
         scheme = Recipe(QuantScheme.parse(scheme), (Override("lm_head", QuantScheme.parse(head)),))
     if options["activation_memory"] is not None:
         options["activation_memory"] *= 1e9
-    return {**options, "plan": scheme if path is None else Recipe.from_json(path)}
+    return {**options, "scheme": scheme if path is None else Recipe.from_json(path)}

@@ -168,7 +168,7 @@ def _facts(text: Text) -> TextFacts:
 def _layer_errors(folder: Path) -> tuple[dict[str, float], str]:
     """The errors that a folder's manifest tells of its quantized layers, worst first, and which they are."""
     try:
-        listed = manifest.read(folder).get("tensors", {})
+        listed = manifest.read(folder).get("modules", {})
     except CheckpointError:
         return {}, ""
     for kind in ("output_error", "relative_error"):

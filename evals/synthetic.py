@@ -21,7 +21,8 @@ from quantkit.formats.quantized_modules import read_schemes
 from quantkit.formats.source import SourceFile
 from quantkit.json_values import Settings, read_settings
 from quantkit.tensors.qtensor import QuantTensor
-from quantkit.tensors.scheme import Override, QuantScheme, Recipe
+from quantkit.tensors.recipe import Override, Recipe
+from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.tensor_slice import TensorSlice
 
 # Hidden, feed-forward, layers, heads, KV heads, vocabulary, context.
@@ -146,5 +147,5 @@ def _schemes(config: ModelConfig, scheme: str | None, head: str | None = None) -
     if scheme is None:
         return {}
     of_head = Override("lm_head", _HEAD if head is None else QuantScheme.parse(head))
-    plan = Recipe(QuantScheme.parse(scheme), () if config.tied_embeddings else (of_head,))
-    return plan.assign(linear_columns(config))
+    recipe = Recipe(QuantScheme.parse(scheme), () if config.tied_embeddings else (of_head,))
+    return recipe.assign(linear_columns(config))

@@ -19,7 +19,8 @@ from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
 from quantkit.model.qlinear import QuantLinear
-from quantkit.tensors.scheme import Override, QuantScheme, Recipe
+from quantkit.tensors.recipe import Override, Recipe
+from quantkit.tensors.scheme import QuantScheme
 
 
 def _logits(model: Decoder, tokens: Tensor, steps: list[int], dtype: torch.dtype, *, first: bool = False) -> Tensor:

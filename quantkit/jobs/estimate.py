@@ -28,7 +28,8 @@ from quantkit.memory import resident_bytes
 from quantkit.quality.measures import TOKENS_THROUGH_THE_HEAD
 from quantkit.quality.windows import measured_tokens, window_length
 from quantkit.solver.gptq import WEIGHTS_AT_ONCE
-from quantkit.tensors.scheme import QuantScheme, Recipe
+from quantkit.tensors.recipe import Recipe
+from quantkit.tensors.scheme import QuantScheme
 
 _LIBRARIES = 40 << 20  # what the mathematics libraries and threads set up once work begins
 _SOLVER_MATRICES = 10  # that the solver holds of the rows it is at
@@ -112,7 +113,7 @@ def estimate_convert(
 
 
 def estimate_quantize(
-    src: str | Path, dst: str | Path, plan: str | QuantScheme | Recipe, *, method: str = "rtn",
+    src: str | Path, dst: str | Path, scheme: str | QuantScheme | Recipe, *, method: str = "rtn",
     calibration: str | Path | None = None, samples: int | None = None, length: int | None = None,
     seed: int | None = None, thorough: bool = False, activation_memory: float | None = None, device: str | None = None,
     keep: Iterable[str] = (), strict: bool = False, accept_quality_loss: bool = False,
@@ -127,7 +128,7 @@ def estimate_quantize(
         method, calibration, samples=samples, length=length, seed=seed, thorough=thorough,
         activation_memory=activation_memory, device=device,
     )  # fmt: skip
-    source, assignment, tokenizer, notes = prepare(src, Path(dst), plan, keep=keep, strict=strict, weights=weights)
+    source, assignment, tokenizer, notes = prepare(src, Path(dst), scheme, keep=keep, strict=strict, weights=weights)
     assigned, config = assignment.schemes, source.config
     encoder = SafetensorsEncoder(planned_tensors(source, assigned), SHARD_BYTES)
     side_files = hf_side_files(source, config, assigned)

@@ -15,7 +15,8 @@ from quantkit.formats.encoders import Planned
 from quantkit.formats.folder import checked_tokenizer, require_new_names
 from quantkit.formats.staging import require_name
 from quantkit.jobs.scheme_map import SchemeMap
-from quantkit.tensors.scheme import QuantScheme, Recipe
+from quantkit.tensors.recipe import Recipe
+from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.tokenizer import Tokenizer
 
 

@@ -27,13 +27,14 @@ from quantkit.progress import Progress, silent
 from quantkit.quality.gate import require_passed, run_gate
 from quantkit.tensors.finite import all_finite, checked_cast
 from quantkit.tensors.qtensor import QuantTensor, relative_error
-from quantkit.tensors.scheme import QuantScheme, Recipe
+from quantkit.tensors.recipe import Recipe
+from quantkit.tensors.scheme import QuantScheme
 
 
 def quantize(
     src: str | Path,
     dst: str | Path,
-    plan: str | QuantScheme | Recipe,
+    scheme: str | QuantScheme | Recipe,
     *,
     method: str = "rtn",
     calibration: str | Path | None = None,
@@ -55,13 +56,13 @@ def quantize(
     """Write the model in `src`, quantized, to the new folder `dst`, if it passes the gate.
 
     All decoder linears are quantized; ``lm_head`` and the embedding keep their floats
-    unless the plan names the head. Rows that the group size does not divide follow
+    unless a recipe names the head. Rows that the group size does not divide follow
     `QuantScheme.fitted`, which the manifest records.
 
     Args:
         src: a Meta or Hugging Face folder of floats.
         dst: the folder to make; it must not exist.
-        plan: ``"int4-g128"`` and the like, a scheme, or a plan with overrides.
+        scheme: ``"int4-g128"`` and the like, a scheme, or a recipe with overrides.
         method: ``rtn`` (round to nearest) or ``gptq``, which needs calibration text.
         calibration: a file or a hub dataset, see `load_calibration`; this and the options
             down to `device` go with gptq only.
@@ -88,11 +89,11 @@ def quantize(
         activation_memory=activation_memory, device=device,
     )  # fmt: skip
     dst = Path(dst)
-    source, assignment, tokenizer, notes = prepare(src, dst, plan, keep=keep, strict=strict, weights=weights)
+    source, assignment, tokenizer, notes = prepare(src, dst, scheme, keep=keep, strict=strict, weights=weights)
     assigned = assignment.schemes
     scale_dtype = FLOAT_DTYPES[source.config.dtype]
     options: dict[str, object] = {
-        "plan": assignment.plan.to_json(),
+        "recipe": assignment.recipe.to_json(),
         "method": method,
         "allow_nonfinite": allow_nonfinite,
     }
@@ -149,7 +150,7 @@ def quantize(
             notes.append(f"{dst}: {problem[0]}: {problem[1]}, expected {problem[2]}; accepted")
         details = {
             "model": model_summary(source, source.config.dtype), **options,
-            "quality": gate.to_json(accepted=accept_quality_loss), "tensors": assignment.describe(records),
+            "quality": gate.to_json(accepted=accept_quality_loss), "modules": assignment.describe(records),
         }  # fmt: skip
         return details, {CARD: model_card(source, assigned, options, gate)}
 

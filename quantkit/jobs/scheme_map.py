@@ -8,34 +8,35 @@ from dataclasses import dataclass
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.naming import linear_columns
 from quantkit.errors import RequestError
-from quantkit.tensors.scheme import QuantScheme, Recipe
+from quantkit.tensors.recipe import Recipe
+from quantkit.tensors.scheme import QuantScheme
 
 
 @dataclass(frozen=True)
 class SchemeMap:
-    """A plan applied to a model.
+    """A recipe applied to a model.
 
     Attributes:
-        plan: the plan.
+        recipe: the recipe.
         modules: every linear module, in layer order.
         schemes: the scheme of each that gets one.
         misfits: what was asked for, for those whose rows it does not divide.
     """
 
-    plan: Recipe
+    recipe: Recipe
     modules: tuple[str, ...]
     schemes: dict[str, QuantScheme]
     misfits: dict[str, QuantScheme]
 
     @classmethod
-    def of(cls, plan: Recipe, config: ModelConfig) -> SchemeMap:
-        """Apply a plan.
+    def of(cls, recipe: Recipe, config: ModelConfig) -> SchemeMap:
+        """Apply a recipe.
 
         Raises:
             RequestError: if nothing would be quantized, a pattern matches nothing, or an
                 override wants what cannot be.
         """
-        for override in plan.overrides:
+        for override in recipe.overrides:
             if override.scheme is None:
                 continue
             if override.matches("model.embed_tokens"):
@@ -43,12 +44,12 @@ class SchemeMap:
             if config.tied_embeddings and override.matches("lm_head"):
                 raise RequestError("lm_head is tied to the embedding and keeps its floats", found=override.pattern)
         columns = linear_columns(config)
-        schemes = plan.assign(columns)
+        schemes = recipe.assign(columns)
         if not schemes:
-            raise RequestError("the plan keeps every layer; nothing would be quantized")
-        asked = {module: plan.requested(module) for module in schemes}
+            raise RequestError("the recipe keeps every layer; nothing would be quantized")
+        asked = {module: recipe.requested(module) for module in schemes}
         misfits = {module: scheme for module, scheme in asked.items() if scheme and scheme != schemes[module]}
-        return cls(plan, tuple(columns), schemes, misfits)
+        return cls(recipe, tuple(columns), schemes, misfits)
 
     def misfit_lines(self) -> list[str]:
         """One line for each scheme that did not fit and the one used instead, on the layers that it concerns."""
@@ -66,7 +67,7 @@ class SchemeMap:
 
     def _describe(self, module: str, record: Mapping[str, object]) -> dict[str, object]:
         if module not in self.schemes:
-            return {"scheme": None, "reason": "kept as float by the plan"}
+            return {"scheme": None, "reason": "kept as float by the recipe"}
         facts: dict[str, object] = {"scheme": str(self.schemes[module]), **record}
         if module in self.misfits:
             facts["reason"] = f"{self.misfits[module]} does not divide the row"
