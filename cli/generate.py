@@ -11,12 +11,12 @@ import click
 
 from quantkit.cli.commands import weights_option
 from quantkit.cli.dtypes import float_type
-from quantkit.cli.processes import is_first, together
+from quantkit.cli.processes import together
 from quantkit.cli.progress import bar
 from quantkit.errors import RequestError
 
 if TYPE_CHECKING:
-    from quantkit.distributed.group import Group
+    from quantkit.distributed.group import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def generate(**options: Any) -> None:
     with together(alike, asked.device) as group:
         asked.require_sense()
         pieces = _pieces(asked, group)
-        _say(pieces if is_first(group) else ("" for _ in pieces))
+        _say(pieces if group.first else ("" for _ in pieces))
 
 
 def _say(pieces: Iterator[str]) -> None:
@@ -107,7 +107,7 @@ def _say(pieces: Iterator[str]) -> None:
         click.echo(piece, nl=False)
 
 
-def _pieces(asked: Asked, group: Group | None) -> Iterator[str]:
+def _pieces(asked: Asked, group: ProcessGroup) -> Iterator[str]:
     """The prompt, and the text as it grows, ended by a new line."""
     import torch
 
@@ -119,7 +119,7 @@ def _pieces(asked: Asked, group: Group | None) -> Iterator[str]:
     from quantkit.runtime.stream import text_pieces
 
     how: dict[str, Any] = {
-        "device": usable_device(asked.device) if group is None else group.device, "dtype": float_type(asked.dtype),
+        "device": group.device or usable_device(asked.device), "dtype": float_type(asked.dtype),
         "backend": asked.backend, "tp": group,
     }  # fmt: skip
     model, tokenizer = load(asked.path, weights=asked.weights, **how)

@@ -9,7 +9,7 @@ import click
 
 from quantkit.cli.commands import done, writing
 from quantkit.cli.output import note
-from quantkit.cli.processes import is_first, together
+from quantkit.cli.processes import together
 from quantkit.cli.progress import bar
 from quantkit.errors import RequestError
 from quantkit.jobs.defaults import ACTIVATION_MEMORY, MOST_LENGTH, SAMPLES, SEED
@@ -52,11 +52,11 @@ def quantize(**options: Any) -> None:
     arguments = job_arguments(options)
     shared = arguments["method"] == "gptq"
     device = None if shared and arguments["device"] != "cpu" else "cpu"
-    with together({**arguments, "src": None}, device) as group, bar("quantize", show=is_first(group)) as progress:
-        if shared and group is not None:
+    with together({**arguments, "src": None}, device) as group, bar("quantize", show=group.first) as progress:
+        if shared and group.size > 1:
             require_same_checkpoint(open_checkpoint(arguments["src"], arguments["weights"]), group)
-        notes = job(**arguments, progress=progress) if shared or is_first(group) else []
-    if is_first(group):
+        notes = job(**arguments, progress=progress) if shared or group.first else []
+    if group.first:
         done(arguments["dst"], notes)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from quantkit.distributed.group import Group
+from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.distributed.sharded import shard
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.evals.models import backend_names
@@ -113,7 +113,7 @@ class Job:
         return synthetic(self.shape, self.scheme, self.head)
 
 
-def bench(jobs: Sequence[Job], *, group: Group | None = None, progress: Progress = silent) -> list[Bench]:
+def bench(jobs: Sequence[Job], *, group: ProcessGroup = SINGLE, progress: Progress = silent) -> list[Bench]:
     """Measure models one after the other, each in a fresh process.
 
     Args:
@@ -128,7 +128,7 @@ def bench(jobs: Sequence[Job], *, group: Group | None = None, progress: Progress
     """
     for job in jobs:
         require_room(job)
-    if group is not None:
+    if group.size > 1:
         if len(jobs) > 1:
             raise RequestError("several processes measure one model at a time", found=len(jobs))
         return [_measure(jobs[0], group)]
@@ -219,19 +219,19 @@ def _tell(job: Job, sender: Connection) -> None:
 
 
 @torch.inference_mode()
-def _measure(job: Job, group: Group | None = None) -> Bench:
+def _measure(job: Job, group: ProcessGroup = SINGLE) -> Bench:
     if job.threads is not None:
         torch.set_num_threads(job.threads)
     with enough_memory(job.path):
         return _measure_model(job, group)
 
 
-def _measure_model(job: Job, group: Group | None) -> Bench:
+def _measure_model(job: Job, group: ProcessGroup) -> Bench:
     checkpoint = job.checkpoint()
-    if group is not None:
+    if group.size > 1:
         checkpoint = shard(checkpoint, group)
     started = time.perf_counter()
-    device = usable_device(job.device) if group is None else group.device
+    device = group.device or usable_device(job.device)
     model = load_model(checkpoint, device=device, backend=job.backend)
     load_seconds = time.perf_counter() - started
     firsts = [seconds(partial(prefill_once, model, PROMPT, job.compiled)) for _ in range(1 + job.runs)]

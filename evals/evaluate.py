@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.data.files import EXCERPT, excerpt
-from quantkit.distributed.group import Group
+from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.evals.cache import StateCache
 from quantkit.evals.harness import as_lm
@@ -38,7 +38,7 @@ def evaluate(
     window: int | None = None,
     cache_logits: Path | None = None,
     speed: bool = False,
-    group: Group | None = None,
+    group: ProcessGroup = SINGLE,
     progress: Progress = silent,
 ) -> Evaluation:
     """Measure checkpoints, each by itself and, given a reference, by the distance from it.
@@ -67,12 +67,11 @@ def evaluate(
         raise RequestError("data of tasks go with tasks, and none are named")
     if cache_logits is not None and against is None:
         raise RequestError("only a reference's logits are kept, and none is given")
-    if cache_logits is not None and group is not None:
+    if cache_logits is not None and group.size > 1:
         raise RequestError("a reference's logits are kept by one process alone")
     models = open_models(paths, against, window, group)
     chosen, notes = _texts(texts, use_excerpt=not tasks)
-    if group is not None:
-        group.require_same({f"text {text.name}": text.sha256 for text in chosen})
+    group.require_same({f"text {text.name}": text.sha256 for text in chosen})
     length = fixed_window(models, window)
     read = [streams(models, text, length, alike=against is not None) for text in chosen]
     hidden = layerwise_hidden if cache_logits is None else StateCache(cache_logits)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from quantkit.distributed.group import Group
+from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.distributed.sharded import shard
 from quantkit.errors import RequestError
 from quantkit.evals.texts import Text
@@ -45,7 +45,7 @@ class Stream:
 
 
 def open_models(
-    paths: Sequence[Path], against: Path | None, window: int | None, group: Group | None = None
+    paths: Sequence[Path], against: Path | None, window: int | None, group: ProcessGroup = SINGLE
 ) -> list[Model]:
     """All models, the reference first and once, by names as short as tells them apart.
 
@@ -66,7 +66,7 @@ def open_models(
     models = []
     for name, path in zip(names, paths, strict=True):
         checkpoint = open_checkpoint(path)
-        if group is not None:
+        if group.size > 1:
             checkpoint = shard(checkpoint, group)
         context = checkpoint.config.max_context
         if window is not None and not 2 <= window <= context:

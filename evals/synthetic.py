@@ -14,7 +14,7 @@ from torch import Tensor
 from quantkit.architectures.config import ModelConfig, config_from_hf
 from quantkit.architectures.naming import Entry, entries, linear_columns
 from quantkit.errors import RequestError
-from quantkit.formats.checkpoint import Checkpoint, TensorInfo
+from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.hf import weight_kinds
 from quantkit.formats.quantized_modules import read_schemes
@@ -23,6 +23,7 @@ from quantkit.json_values import Settings, read_settings
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
 # Hidden, feed-forward, layers, heads, KV heads, vocabulary, context.
@@ -63,9 +64,9 @@ class SyntheticCheckpoint:
     def names(self) -> list[str]:
         return list(self._entries)
 
-    def info(self, name: str) -> TensorInfo:
+    def info(self, name: str) -> TensorSpec:
         entry = self._entries[name]
-        return TensorInfo(entry.shape, torch.bfloat16, self._scheme(entry))
+        return TensorSpec(name, entry.shape, torch.bfloat16, self._scheme(entry))
 
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
         whole = self._whole(name)

@@ -20,6 +20,7 @@ import torch
 
 import quantkit
 from quantkit.data.files import excerpt
+from quantkit.distributed.group import SINGLE
 from quantkit.evals.evaluate import evaluate
 from quantkit.model.decoder import Decoder
 
@@ -118,7 +119,7 @@ def shared(
 
 @pytest.fixture(scope="module")
 def alone(folders: dict[str, Path]) -> dict[str, Decoder]:
-    return {name: worker.opened(folder, getattr(torch, CASES[name].dtype), None) for name, folder in folders.items()}
+    return {name: worker.opened(folder, getattr(torch, CASES[name].dtype), SINGLE) for name, folder in folders.items()}
 
 
 def test_the_tokens_are_those_of_one_process(shared: Findings, alone: dict[str, Decoder]) -> None:
@@ -225,7 +226,7 @@ def test_bench_measures_a_shared_model(folders: dict[str, Path], tmp_path: Path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("threads") == 1
     (found,) = json.loads((tmp_path / "json").read_text())
-    whole = worker.opened(folders["fp32"], None, None)
+    whole = worker.opened(folders["fp32"], None, SINGLE)
     embedding = whole.model.embed_tokens.weight.nbytes
     own = sum(tensor.nbytes for tensor in (*whole.parameters(), *whole.buffers())) - embedding
     assert found["weight_bytes"] == pytest.approx(own / 2, rel=0.05)

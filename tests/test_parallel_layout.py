@@ -14,7 +14,7 @@ from torch import Tensor
 import quantkit
 from quantkit.architectures.config import ModelConfig, config_from_hf
 from quantkit.architectures.naming import linear_columns
-from quantkit.distributed.group import Group
+from quantkit.distributed.group import ProcessGroup
 from quantkit.distributed.sharded import Sharded
 from quantkit.distributed.split import layout
 from quantkit.errors import RequestError
@@ -98,8 +98,7 @@ def test_too_many_processes_are_refused() -> None:
 
 
 def _shards(folder: Path, size: int) -> list[Sharded]:
-    store: Any = None  # no process talks to another here
-    return [Sharded(open_checkpoint(folder), Group(r, size, torch.device("cpu"), "", store)) for r in range(size)]
+    return [Sharded(open_checkpoint(folder), ProcessGroup(r, size)) for r in range(size)]
 
 
 def _dense(value: Tensor | QuantTensor) -> Tensor:

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.data import Calibration
-from quantkit.calibration.pipeline import ROUNDING, BlockQuantizer, Effort, Result
+from quantkit.calibration.pipeline import BlockQuantizer, Effort, Result
 from quantkit.calibration.ranks import Ranks
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.memory import give_back, keep_out_of_heap
 from quantkit.model.load import BLOCK_PREFIX
-from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
+from quantkit.tensors.qtensor import ROUNDING, QuantTensor, quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
 
 _LARGE_BUFFER = 8 << 20

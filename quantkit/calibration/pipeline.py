@@ -29,15 +29,12 @@ from quantkit.model.load import BLOCK_PREFIX, fill
 from quantkit.model.meta_init import meta_init
 from quantkit.model.rope import Rotary
 from quantkit.solver.gptq import Damped, GptqReport, SingularError, compensated, solve
-from quantkit.tensors.qtensor import QuantTensor, quantize_rtn, row_chunks
+from quantkit.tensors.qtensor import ROUNDING, QuantTensor, quantize_rtn, row_chunks
 from quantkit.tensors.scheme import QuantScheme
 
 _TOKENS_AT_ONCE = 2048
 _BATCH_VALUES = 1 << 22  # of the feed-forward's inner states
 _LEAST_BATCHES = 4
-
-ROUNDING = "round-to-nearest"
-"""What the manifest calls the solver that only rounds."""
 
 Result = tuple[QuantTensor, dict[str, object]]
 """Codes, and what the manifest says of how they were found."""

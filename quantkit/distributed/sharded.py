@@ -12,20 +12,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.architectures.naming import entries
-from quantkit.distributed.group import Group
+from quantkit.distributed.group import ProcessGroup
 from quantkit.distributed.split import layout
 from quantkit.errors import CheckpointError
 from quantkit.formats import manifest
-from quantkit.formats.checkpoint import Checkpoint, TensorInfo, schemes
+from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.source import SourceFile
 from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.version import __version__
 
 _SAMPLE = 1 << 20
 
 
-def shard(checkpoint: Checkpoint, group: Group) -> Sharded:
+def shard(checkpoint: Checkpoint, group: ProcessGroup) -> Sharded:
     """This process's slices of a checkpoint that all processes of the group have.
 
     Raises:
@@ -36,7 +37,7 @@ def shard(checkpoint: Checkpoint, group: Group) -> Sharded:
     return Sharded(checkpoint, group)
 
 
-def require_same_checkpoint(checkpoint: Checkpoint, group: Group) -> None:
+def require_same_checkpoint(checkpoint: Checkpoint, group: ProcessGroup) -> None:
     """Go on only if all processes of the group have the same config, files and versions of the software.
 
     Raises:
@@ -56,7 +57,7 @@ class Sharded:
     ``config`` says what this process holds, but for the vocabulary, whose size is the model's.
     """
 
-    def __init__(self, source: Checkpoint, group: Group) -> None:
+    def __init__(self, source: Checkpoint, group: ProcessGroup) -> None:
         """
         Raises:
             RequestError: if so many processes cannot share the model.
@@ -73,7 +74,7 @@ class Sharded:
     def names(self) -> list[str]:
         return self._source.names()
 
-    def info(self, name: str) -> TensorInfo:
+    def info(self, name: str) -> TensorSpec:
         info, part = self._source.info(name), self._part(name)
         if part is None:
             return info
@@ -81,7 +82,7 @@ class Sharded:
         shape[part.axis] = max(part.size, self._rows(name))
         if scheme is not None and part.axis == 1:
             scheme = scheme.cut(*part.ranges[0])
-        return TensorInfo(tuple(shape), info.dtype, scheme)
+        return TensorSpec(name, tuple(shape), info.dtype, scheme)
 
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
         own = self._part(name)

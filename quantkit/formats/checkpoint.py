@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +16,7 @@ from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.source import SourceFile
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
 FLOAT_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -40,15 +40,6 @@ _QUANTIZED_SUFFIXES = {
 }
 
 
-@dataclass(frozen=True)
-class TensorInfo:
-    """A stored tensor as its header tells it: shape, float dtype, scheme if quantized."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    scheme: QuantScheme | None = None
-
-
 class Checkpoint(Protocol):
     """A model on disk, read lazily.
 
@@ -66,7 +57,7 @@ class Checkpoint(Protocol):
         """Canonical names in layer order."""
         ...
 
-    def info(self, name: str) -> TensorInfo:
+    def info(self, name: str) -> TensorSpec:
         """Shape, dtype and scheme, from headers alone."""
         ...
 
@@ -90,7 +81,7 @@ def parameters(checkpoint: Checkpoint) -> int:
     return sum(math.prod(checkpoint.info(name).shape) for name in checkpoint.names())
 
 
-def require_complete(found: Mapping[str, TensorInfo], config: ModelConfig, path: Path) -> None:
+def require_complete(found: Mapping[str, TensorSpec], config: ModelConfig, path: Path) -> None:
     """Check that the tensors are exactly those the config calls for, in the right shapes.
 
     Raises:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,25 +24,15 @@ from quantkit.formats.pth_encoder import PthEncoder
 from quantkit.formats.safetensors_io import build_header
 from quantkit.formats.tensor_file import StoredTensor
 from quantkit.tensors.qtensor import QuantTensor
-from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.spec import TensorSpec
 
 Chunk = tuple[str, bytes | memoryview]
-
-
-@dataclass(frozen=True)
-class Planned:
-    """One tensor of the output: canonical name, shape, float dtype (of the scales, if quantized)."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    scheme: QuantScheme | None = None
 
 
 class Encoder(Protocol):
     """Turns the values of a fixed list of planned tensors, in order, into file chunks."""
 
-    planned: Sequence[Planned]
+    planned: Sequence[TensorSpec]
 
     def total_bytes(self) -> int:
         """Size of all files, or a little more."""
@@ -74,7 +64,7 @@ class Encoder(Protocol):
 class SafetensorsEncoder:
     """Hugging Face shards ``model-0000N-of-0000M.safetensors``, or one ``model.safetensors``."""
 
-    def __init__(self, planned: Sequence[Planned], shard_bytes: int) -> None:
+    def __init__(self, planned: Sequence[TensorSpec], shard_bytes: int) -> None:
         self.planned = planned
         self._stored = [_stored(p) for p in planned]
         self._shard_of: list[int] = []
@@ -155,7 +145,7 @@ class SafetensorsEncoder:
 class MetaEncoder:
     """Meta's ``consolidated.NN.pth``: every weight split over the shards as the table says."""
 
-    def __init__(self, planned: Sequence[Planned], config: ModelConfig, shards: int, *, embedding_axis: int) -> None:
+    def __init__(self, planned: Sequence[TensorSpec], config: ModelConfig, shards: int, *, embedding_axis: int) -> None:
         """
         Raises:
             RequestError: if the shards do not divide the heads, the feed-forward width
@@ -219,7 +209,7 @@ class MetaEncoder:
     def _axis_of(self, entry: Entry) -> int | None:
         return {"none": None, "rows": 0, "columns": 1, "vocabulary": self._axis}[entry.row.split]
 
-    def _part_of(self, planned: Planned, entry: Entry) -> StoredTensor:
+    def _part_of(self, planned: TensorSpec, entry: Entry) -> StoredTensor:
         shape = list(planned.shape)
         if (axis := self._axis_of(entry)) is not None:
             shape[axis] //= self._pieces(entry)
@@ -237,7 +227,7 @@ def tensor_bytes(tensor: Tensor, expected: StoredTensor) -> memoryview:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _stored(planned: Planned) -> list[StoredTensor]:
+def _stored(planned: TensorSpec) -> list[StoredTensor]:
     if planned.scheme is None:
         return [StoredTensor(planned.name, planned.dtype, planned.shape)]
     return ct.stored(planned.name, planned.shape, planned.dtype, planned.scheme)

@@ -18,13 +18,14 @@ from quantkit.architectures.naming import entries, linear_columns, split_derived
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats import compressed_tensors as ct
 from quantkit.formats import pth_io, safetensors_io
-from quantkit.formats.checkpoint import TensorInfo, require_complete
+from quantkit.formats.checkpoint import require_complete
 from quantkit.formats.quantized_modules import read_schemes
 from quantkit.formats.source import SourceFile
 from quantkit.formats.tensor_file import StoredTensor, TensorFile, same_tensor
 from quantkit.json_values import read_json, read_settings, shown
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
 _STEMS = {"safetensors": "model", "bin": "pytorch_model"}
@@ -68,7 +69,7 @@ class HFCheckpoint:
     def names(self) -> list[str]:
         return list(self._order)
 
-    def info(self, name: str) -> TensorInfo:
+    def info(self, name: str) -> TensorSpec:
         return self._infos[name]
 
     def files(self) -> list[SourceFile]:
@@ -156,10 +157,10 @@ class HFCheckpoint:
             )  # fmt: skip
         del self._stored[head]
 
-    def _join_quantized(self) -> dict[str, TensorInfo]:
+    def _join_quantized(self) -> dict[str, TensorSpec]:
         """Fold each module's packed tensors into one quantized weight."""
         columns = linear_columns(self.config)
-        infos = {name: TensorInfo(t.shape, t.dtype) for name, t in self._stored.items()}
+        infos = {name: TensorSpec(name, t.shape, t.dtype) for name, t in self._stored.items()}
         for module, scheme in self._schemes.items():
             prefix = module + "."
             scale = infos.get(prefix + ct.SCALE)
@@ -180,7 +181,7 @@ class HFCheckpoint:
                         found="nothing" if found is None else f"{found.dtype} {list(found.shape)}",
                         expected=f"{expected.dtype} {list(expected.shape)}",
                     )  # fmt: skip
-            infos[prefix + "weight"] = TensorInfo(shape, scale.dtype, scheme)
+            infos[prefix + "weight"] = TensorSpec(prefix + "weight", shape, scale.dtype, scheme)
         return infos
 
 

@@ -21,10 +21,11 @@ from quantkit.architectures.meta_params import assumed_rope_factor, config_from_
 from quantkit.architectures.naming import TABLE, Entry, entries, split_derived
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats import pth_io
-from quantkit.formats.checkpoint import DTYPE_NAMES, TensorInfo, raise_unexpected, require_complete
+from quantkit.formats.checkpoint import DTYPE_NAMES, raise_unexpected, require_complete
 from quantkit.formats.source import SourceFile
 from quantkit.formats.tensor_file import StoredTensor, TensorFile, same_tensor
 from quantkit.json_values import Settings, read_settings
+from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.text.tokenizer import load_tokenizer
 
@@ -78,9 +79,9 @@ class MetaCheckpoint:
     def names(self) -> list[str]:
         return list(self._entries)
 
-    def info(self, name: str) -> TensorInfo:
+    def info(self, name: str) -> TensorSpec:
         entry = self._entries[name]
-        return TensorInfo(entry.shape, self._dtypes[self._meta_name(entry)])
+        return TensorSpec(name, entry.shape, self._dtypes[self._meta_name(entry)])
 
     def files(self) -> list[SourceFile]:
         return [*(shard.source for shard in self._shards), self._params]
@@ -221,7 +222,7 @@ class MetaCheckpoint:
         if strangers:
             raise_unexpected(strangers, self._paths[0])
         found = {
-            entry.name: TensorInfo(self._joined_shape(entry, name), self._dtypes[name])
+            entry.name: TensorSpec(entry.name, self._joined_shape(entry, name), self._dtypes[name])
             for name, entry in known.items()
             if name in self._weights
         }

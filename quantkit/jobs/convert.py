@@ -12,13 +12,14 @@ from quantkit.architectures.naming import entries
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.encoders import Encoder, MetaEncoder, Planned, SafetensorsEncoder
+from quantkit.formats.encoders import Encoder, MetaEncoder, SafetensorsEncoder
 from quantkit.formats.folder import checked_tokenizer, hf_side_files, meta_side_files, require_new_names
 from quantkit.formats.staging import require_name
 from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, write
 from quantkit.progress import Progress, silent
 from quantkit.tensors.finite import checked_cast
 from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.spec import TensorSpec
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -102,7 +103,7 @@ def conversion(
         if tokenizer is not None and "tokenizer.model" not in side_files:
             notes.append(f"{source.path}: has no tokenizer.model; tokenizer.json is written in its place")
 
-    def produce(item: Planned) -> tuple[Tensor | QuantTensor, None]:
+    def produce(item: TensorSpec) -> tuple[Tensor | QuantTensor, None]:
         name = item.name
         if name == "lm_head.weight" and source.config.tied_embeddings:
             name = "model.embed_tokens.weight"
@@ -124,11 +125,11 @@ def conversion(
     return source, work, [*source.notes, *notes]
 
 
-def _plan(source: Checkpoint, dtype: torch.dtype | None, *, with_head: bool) -> list[Planned]:
+def _plan(source: Checkpoint, dtype: torch.dtype | None, *, with_head: bool) -> list[TensorSpec]:
     config = replace(source.config, tied_embeddings=source.config.tied_embeddings and not with_head)
     planned = []
     for entry in entries(config):
         doubled = entry.name == "lm_head.weight" and source.config.tied_embeddings
         info = source.info("model.embed_tokens.weight" if doubled else entry.name)
-        planned.append(Planned(entry.name, entry.shape, dtype or info.dtype, info.scheme))
+        planned.append(TensorSpec(entry.name, entry.shape, dtype or info.dtype, info.scheme))
     return planned

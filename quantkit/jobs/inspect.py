@@ -11,10 +11,11 @@ import torch
 
 from quantkit.errors import CheckpointError
 from quantkit.formats import manifest
-from quantkit.formats.checkpoint import DTYPE_NAMES, Checkpoint, TensorInfo, parameters
+from quantkit.formats.checkpoint import DTYPE_NAMES, Checkpoint, parameters
 from quantkit.formats.compressed_tensors import stored
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
+from quantkit.tensors.spec import TensorSpec
 from quantkit.text.tokenizer import Tokenizer
 
 
@@ -117,7 +118,7 @@ def _describe(tokenizer: Tokenizer) -> str:
     return f"{tokenizer.kind}, {tokenizer.vocab_size} tokens, BOS {tokenizer.bos_id}"
 
 
-def _bytes(name: str, info: TensorInfo) -> int:
+def _bytes(name: str, info: TensorSpec) -> int:
     if info.scheme is not None:
         return sum(t.nbytes for t in stored(name, info.shape, info.dtype, info.scheme))
     return torch.Size(info.shape).numel() * info.dtype.itemsize
@@ -131,7 +132,7 @@ def _made_by(folder: Path) -> str | None:
     return f"quantkit {made.get('quantkit_version')} ({made.get('job')})"
 
 
-def _readers(checkpoint: Checkpoint, infos: dict[str, TensorInfo]) -> str:
+def _readers(checkpoint: Checkpoint, infos: dict[str, TensorSpec]) -> str:
     if checkpoint.format == "meta":
         return "quantkit, Meta's reference code"
     found = {info.scheme for info in infos.values() if info.scheme is not None}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quantkit.distributed.group import Group
+from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.distributed.sharded import shard
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
@@ -28,7 +28,7 @@ def load(
     dtype: torch.dtype | None = None,
     backend: str | None = None,
     weights: str | None = None,
-    tp: Group | None = None,
+    tp: ProcessGroup = SINGLE,
 ) -> tuple[Decoder, Tokenizer]:
     """Open a checkpoint, quantized or not, with its tokenizer.
 
@@ -45,7 +45,7 @@ def load(
     """
     checkpoint = open_checkpoint(path, weights)
     tokenizer, _ = checked_tokenizer(checkpoint)
-    if tp is not None:
+    if tp.size > 1:
         checkpoint = shard(checkpoint, tp)
     model = load_model(checkpoint, device=device, dtype=dtype, backend=backend)
     return model, tokenizer or load_tokenizer(path)

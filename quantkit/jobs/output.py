@@ -14,12 +14,13 @@ from quantkit.errors import CheckpointError, DestinationError
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, parameters
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.encoders import Encoder, Planned
+from quantkit.formats.encoders import Encoder
 from quantkit.formats.safetensors_io import require_readable
 from quantkit.formats.writer import CheckpointWriter
 from quantkit.progress import Progress
 from quantkit.quality.source_check import SourceCheck, check_source
 from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.spec import TensorSpec
 from quantkit.version import __version__
 
 SHARD_BYTES = 2 << 30
@@ -47,12 +48,12 @@ class Work:
 
     job: str
     encoder: Encoder
-    produce: Callable[[Planned], tuple[Tensor | QuantTensor, object]]
+    produce: Callable[[TensorSpec], tuple[Tensor | QuantTensor, object]]
     side_files: dict[str, bytes | Path]
     describe: Callable[[Path, dict[str, Any]], tuple[dict[str, object], dict[str, bytes]]]
     options: dict[str, object]
     begin: Callable[[int, Path], None] = lambda done, folder: None
-    safe_after: Callable[[Planned], bool] = lambda item: False
+    safe_after: Callable[[TensorSpec], bool] = lambda item: False
     scratch_bytes: int = 0
     source_check: bool = True
     computed_by: Mapping[str, object] = field(default_factory=dict)
@@ -140,5 +141,5 @@ def model_summary(source: Checkpoint, dtype: str) -> dict[str, object]:
     return {"architecture": source.config.architecture, "parameters": parameters(source), "dtype": dtype}
 
 
-def _bytes(item: Planned) -> int:
+def _bytes(item: TensorSpec) -> int:
     return int(torch.Size(item.shape).numel()) * item.dtype.itemsize

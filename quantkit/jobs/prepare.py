@@ -11,12 +11,12 @@ from quantkit.calibration.data import Calibration
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.encoders import Planned
 from quantkit.formats.folder import checked_tokenizer, require_new_names
 from quantkit.formats.staging import require_name
 from quantkit.jobs.scheme_map import SchemeMap
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.spec import TensorSpec
 from quantkit.text.tokenizer import Tokenizer
 
 
@@ -52,13 +52,13 @@ def prepare(
     return source, assignment, tokenizer, notes
 
 
-def planned_tensors(source: Checkpoint, assigned: Mapping[str, QuantScheme]) -> list[Planned]:
+def planned_tensors(source: Checkpoint, assigned: Mapping[str, QuantScheme]) -> list[TensorSpec]:
     """The tensors of the output in order, scales in the source's dtype."""
     scale_dtype = FLOAT_DTYPES[source.config.dtype]
     return [
-        Planned(e.name, e.shape, scale_dtype, assigned[e.module])
+        TensorSpec(e.name, e.shape, scale_dtype, assigned[e.module])
         if e.row.linear and e.module in assigned and e.name.endswith(".weight")
-        else Planned(e.name, e.shape, source.info(e.name).dtype)
+        else TensorSpec(e.name, e.shape, source.info(e.name).dtype)
         for e in entries(source.config)
     ]
 

@@ -15,7 +15,7 @@ from quantkit.calibration.ranks import Ranks
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import DTYPE_NAMES, FLOAT_DTYPES
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.encoders import Planned, SafetensorsEncoder
+from quantkit.formats.encoders import SafetensorsEncoder
 from quantkit.formats.folder import hf_side_files
 from quantkit.formats.staging import SCRATCH, partial_folder
 from quantkit.jobs.card import NAME as CARD
@@ -29,6 +29,7 @@ from quantkit.tensors.finite import all_finite, checked_cast
 from quantkit.tensors.qtensor import QuantTensor, relative_error
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.spec import TensorSpec
 
 
 def quantize(
@@ -125,7 +126,7 @@ def quantize(
 
         solver.begin([item.name for item in encoder.planned[:done]], written, folder / SCRATCH)
 
-    def produce(item: Planned) -> tuple[Tensor | QuantTensor, object]:
+    def produce(item: TensorSpec) -> tuple[Tensor | QuantTensor, object]:
         weight = source.load(item.name)
         assert isinstance(weight, Tensor)
         if item.scheme is None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.distributed.sharded import Sharded
-from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, TensorInfo
+from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.memory import give_back
 from quantkit.model.decoder import Decoder
@@ -19,6 +19,7 @@ from quantkit.model.meta_init import meta_init
 from quantkit.model.qlinear import QuantLinear
 from quantkit.model.tensor_parallel import connect_blocks, connect_ends
 from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
 _AT_ONCE = 1 << 25  # bytes
@@ -95,7 +96,7 @@ def _set_quantized(module: nn.Module, placed: Place, linear: QuantLinear) -> Non
 
 
 def _loaded(
-    checkpoint: Checkpoint, name: str, info: TensorInfo, device: torch.device, dtype: torch.dtype
+    checkpoint: Checkpoint, name: str, info: TensorSpec, device: torch.device, dtype: torch.dtype
 ) -> nn.Parameter:  # fmt: skip
     """A float tensor on its device in its dtype; where a large one must be copied, some heads' rows at a time."""
     if info.dtype == dtype and device.type == "cpu":

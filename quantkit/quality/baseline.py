@@ -6,10 +6,11 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, TensorInfo
+from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint
 from quantkit.formats.source import SourceFile
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
 _COARSEST = 128
@@ -43,9 +44,9 @@ class Rounded:
     def names(self) -> list[str]:
         return self._source.names()
 
-    def info(self, name: str) -> TensorInfo:
+    def info(self, name: str) -> TensorSpec:
         info = self._source.info(name)
-        return TensorInfo(info.shape, info.dtype, self._assigned.get(name.removesuffix(".weight")))
+        return TensorSpec(name, info.shape, info.dtype, self._assigned.get(name.removesuffix(".weight")))
 
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
         scheme = self._assigned.get(name.removesuffix(".weight"))

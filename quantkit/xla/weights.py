@@ -17,10 +17,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch import Tensor
 
 from quantkit.architectures.naming import entries
-from quantkit.formats.checkpoint import Checkpoint, TensorInfo
+from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.rope import inverse_frequencies
 from quantkit.progress import Progress, silent
 from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.spec import TensorSpec
 from quantkit.xla.products import AXIS
 from quantkit.xla.split import Layout, Leaf
 
@@ -53,7 +54,7 @@ def load_state(
 
 
 def abstract_state(
-    infos: Mapping[str, TensorInfo], layout: Layout, mesh: Mesh, dtype: torch.dtype
+    infos: Mapping[str, TensorSpec], layout: Layout, mesh: Mesh, dtype: torch.dtype
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """What `load_state` gives, without a weight.
 
@@ -90,7 +91,7 @@ def _cast(value: Tensor | QuantTensor, dtype: torch.dtype) -> Tensor | QuantTens
     return value.to(dtype) if isinstance(value, Tensor) else value
 
 
-def _imagined(info: TensorInfo) -> Tensor | QuantTensor:
+def _imagined(info: TensorSpec) -> Tensor | QuantTensor:
     scheme = info.scheme
     if scheme is None:
         return torch.empty(info.shape, dtype=info.dtype, device="meta")
