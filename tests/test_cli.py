@@ -35,7 +35,7 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.quality.verify import Verdict
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ("demo", "inspect", "convert", "quantize", "verify", "generate")
+COMMANDS = ("demo", "inspect", "plan", "convert", "quantize", "verify", "eval", "generate", "bench")
 CODES = {
     QuantkitError: 1,
     RequestError: 2,
@@ -291,9 +291,9 @@ def test_inspect_prints_json_with_the_right_number_of_parameters(demo_model: Pat
     shards = [torch.load(demo_model / f"consolidated.0{rank}.pth", weights_only=True) for rank in range(2)]
     once = sum(t.numel() for name, t in shards[0].items() if "norm" in name)
     split = sum(t.numel() for shard in shards for name, t in shard.items() if not re.search("norm|freqs", name))
-    code, out, err = run(capfd, "inspect", demo_model, "--json")
+    code, out, err = run(capfd, "inspect", demo_model, "--json", "-")
     found = json.loads(out)
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, run(capfd, "inspect", demo_model)[1])
     assert found["parameters"] == once + split
     assert (found["architecture"], found["layers"], found["heads"], found["kv_heads"]) == ("llama", 4, 4, 2)
 
@@ -301,7 +301,7 @@ def test_inspect_prints_json_with_the_right_number_of_parameters(demo_model: Pat
 @pytest.mark.parametrize("tied", [True, False])
 def test_inspect_counts_tied_parameters_once(tied: bool, tmp_path: Path, capfd: Capture) -> None:
     model = oracle.make("qwen2", tie_word_embeddings=tied)
-    _, out, _ = run(capfd, "inspect", oracle.save(model, tmp_path / "model"), "--json")
+    _, out, _ = run(capfd, "inspect", oracle.save(model, tmp_path / "model"), "--json", "-")
     assert json.loads(out)["parameters"] == sum(p.numel() for p in model.parameters())
 
 
@@ -309,7 +309,7 @@ def test_inspect_counts_the_same_parameters_after_quantization(
     demo_model: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     run(capfd, "quantize", demo_model, tmp_path / "int4", "--scheme", "int4-g32")
-    before, after = (json.loads(run(capfd, "inspect", p, "--json")[1]) for p in (demo_model, tmp_path / "int4"))
+    before, after = (json.loads(run(capfd, "inspect", p, "--json", "-")[1]) for p in (demo_model, tmp_path / "int4"))
     assert after["parameters"] == before["parameters"]
     assert after["weight_bytes"] < before["weight_bytes"]
     assert after["tensors"]["int4-g32"] == 28
