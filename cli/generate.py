@@ -147,8 +147,8 @@ def _on_devices(asked: Asked) -> Iterator[str]:
 
     ids = tokenizer.encode(asked.prompt, specials=True)
     tokens = job(model, ids, **asked.sampling())
-    shown = asked.prompt if model.leads else ""
+    shown = asked.prompt if model.first else ""
     yield shown
     for piece in text_pieces(tokenizer, ids, tokens):
-        yield piece if model.leads else ""
-    yield "\n" if model.leads else ""
+        yield piece if model.first else ""
+    yield "\n" if model.first else ""

@@ -45,7 +45,7 @@ def quantize(data: str | None, **given: Any) -> None:
     The model in SRC goes to the new folder DST. It is held against SRC before it gets its name; one that is too
     far from it exits with 8. Under torchrun all processes share the calibration; the first one does the rounding.
     """
-    from quantkit.distributed.sharded import require_same_checkpoint
+    from quantkit.distributed.shard import require_same_checkpoint
     from quantkit.formats.detect import open_checkpoint
     from quantkit.jobs.quantize import quantize as job
 
@@ -60,7 +60,7 @@ def quantize(data: str | None, **given: Any) -> None:
         notes: list[str] = []
         if shared or group.first:
             with bar("quantize", show=group.first) as progress:
-                notes = job(**arguments, progress=progress)
+                notes = job(**arguments, group=group, progress=progress)
     if group.first:
         finish(arguments["dst"], notes, outputs)
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from quantkit.distributed.group import SINGLE, ProcessGroup
-from quantkit.distributed.sharded import shard
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.evals.models import backend_names
 from quantkit.evals.synthetic import synthetic
@@ -232,11 +231,9 @@ def _measure(job: Job, group: ProcessGroup = SINGLE) -> Bench:
 
 def _measure_model(job: Job, group: ProcessGroup) -> Bench:
     checkpoint = job.checkpoint()
-    if group.size > 1:
-        checkpoint = shard(checkpoint, group)
     started = time.perf_counter()
     device = group.device or usable_device(job.device)
-    model = load_model(checkpoint, device=device, backend=job.backend)
+    model = load_model(checkpoint, device=device, backend=job.backend, group=group)
     load_seconds = time.perf_counter() - started
     firsts = [seconds(partial(prefill_once, model, PROMPT, job.compiled)) for _ in range(1 + job.runs)]
     prefill = {}

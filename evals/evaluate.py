@@ -87,15 +87,21 @@ def evaluate(
     measures: list[dict[str, TextMeasures]] = [{} for _ in models]
     with loaded as questions:
         for text, cut in zip(chosen, read, strict=True):
-            found = _alone(models, cut, progress) if against is None else _held_against(models, cut, hidden, progress)
+            if against is None:
+                found = _alone(models, cut, group, progress)
+            else:
+                found = _held_against(models, cut, hidden, group, progress)
             for measured, model, stream, (perplexity, apart) in zip(measures, models, cut, found, strict=True):
                 documents = score_documents(
-                    model.checkpoint, model.tokenizer, text, model.rolling_window, progress=_named(progress, model)
-                )
+                    model.checkpoint, model.tokenizer, text, model.rolling_window, group=group,
+                    progress=_named(progress, model),
+                )  # fmt: skip
                 measured[text.name] = TextMeasures(stream.tokens, documents, perplexity, apart)
-        answers = [_ask(model, questions, where, progress) if tasks else ({}, []) for model in models]
+        answers = [_ask(model, questions, where, group, progress) if tasks else ({}, []) for model in models]
     prompt = chosen[0].raw if chosen else excerpt()
-    paces = [decoding_speed(model.checkpoint, model.tokenizer, prompt, where) if speed else None for model in models]
+    paces = [
+        decoding_speed(model.checkpoint, model.tokenizer, prompt, where, group) if speed else None for model in models
+    ]
     errors, kind = _layer_errors(models[-1].checkpoint.path)
     packages = ("quantkit", "torch", *(["lm_eval"] if tasks else []))
     return Evaluation(
@@ -139,27 +145,36 @@ def _texts(paths: Sequence[Path], *, use_excerpt: bool) -> tuple[list[Text], lis
 _Fixed = list[tuple[float, Divergence | None]]
 
 
-def _alone(models: Sequence[Model], read: Sequence[Stream], progress: Progress) -> _Fixed:
+def _alone(models: Sequence[Model], read: Sequence[Stream], group: ProcessGroup, progress: Progress) -> _Fixed:
     """Each model's token perplexity."""
     return [
-        (token_perplexity(model.checkpoint, stream.windows, progress=_named(progress, model)), None)
+        (token_perplexity(model.checkpoint, stream.windows, group=group, progress=_named(progress, model)), None)
         for model, stream in zip(models, read, strict=True)
     ]
 
 
-def _held_against(models: Sequence[Model], read: Sequence[Stream], hidden: Hidden, progress: Progress) -> _Fixed:
+def _held_against(
+    models: Sequence[Model], read: Sequence[Stream], hidden: Hidden, group: ProcessGroup, progress: Progress
+) -> _Fixed:
     """Each model's token perplexity and, of all but the first, the divergence from the first."""
     reference, *others = (model.checkpoint for model in models)
-    found = compare(reference, others, read[0].windows, reference_hidden=hidden, progress=_named(progress, models[0]))
+    found = compare(
+        reference, others, read[0].windows, reference_hidden=hidden, group=group, progress=_named(progress, models[0])
+    )
     return [(found[0].reference_perplexity, None), *((one.perplexity, one.divergence) for one in found)]
 
 
 _Answers = tuple[dict[str, TaskScore], list[str]]
 
 
-def _ask(model: Model, questions: Sequence[Any], device: torch.device, progress: Progress) -> _Answers:
+def _ask(
+    model: Model, questions: Sequence[Any], device: torch.device, group: ProcessGroup, progress: Progress
+) -> _Answers:
     """A model's scores in the tasks, and the backends of its quantized layers there."""
-    lm = as_lm(model.checkpoint, model.tokenizer, model.rolling_window, device=device, progress=_named(progress, model))
+    lm = as_lm(
+        model.checkpoint, model.tokenizer, model.rolling_window, device=device, group=group,
+        progress=_named(progress, model),
+    )  # fmt: skip
     return run_tasks(questions, lm), lm.backends
 
 

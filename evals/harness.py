@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
 from quantkit.evals.extras import optional
 from quantkit.evals.models import backend_names
@@ -30,20 +31,21 @@ _NEW_TOKENS = 256
 
 def as_lm(
     checkpoint: Checkpoint, tokenizer: Tokenizer, max_length: int, *, device: str | torch.device = "cpu",
-    progress: Progress = silent,
+    group: ProcessGroup = SINGLE, progress: Progress = silent,
 ) -> Any:  # fmt: skip
     """An ``lm_eval.api.model.LM`` that answers with this checkpoint, run in float32.
 
     Args:
         max_length: tokens the model sees at once.
         device: where it runs.
+        group: the processes that share the model.
 
     Raises:
         RequestError: if lm-evaluation-harness is not installed.
     """
     base = optional("lm_eval.api.model").TemplateLM
     quiet = {"loglikelihood": partialmethod(base.loglikelihood, disable_tqdm=True)}
-    return type("QuantkitLM", (Scorer, base), quiet)(checkpoint, tokenizer, max_length, device, progress)
+    return type("QuantkitLM", (Scorer, base), quiet)(checkpoint, tokenizer, max_length, device, group, progress)
 
 
 class Scorer:
@@ -51,13 +53,13 @@ class Scorer:
 
     def __init__(
         self, checkpoint: Checkpoint, tokenizer: Tokenizer, max_length: int, device: str | torch.device,
-        progress: Progress,
+        group: ProcessGroup, progress: Progress,
     ) -> None:  # fmt: skip
         super().__init__()
         self.max_length = max_length
         self._prefix = prefix_token(tokenizer, checkpoint)
         self._path = checkpoint.path
-        self._model = load_model(checkpoint, device=device, dtype=torch.float32)
+        self._model = load_model(checkpoint, device=device, dtype=torch.float32, group=group)
         self.backends = backend_names(self._model)
         self._tokenizer = tokenizer
         self._progress = progress

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from quantkit.distributed.group import SINGLE, ProcessGroup
-from quantkit.distributed.sharded import shard
+from quantkit.distributed.shard import require_shareable
 from quantkit.errors import RequestError
 from quantkit.evals.texts import Text, measuring_tokenizer, token_ids
 from quantkit.formats.checkpoint import Checkpoint
@@ -49,7 +49,7 @@ def open_models(
     """All models, the reference first and once, by names as short as tells them apart.
 
     Args:
-        group: the processes that share each of them.
+        group: the processes that share each model.
 
     Raises:
         RequestError: if there is none but the reference, or the window exceeds a context.
@@ -65,8 +65,7 @@ def open_models(
     models = []
     for name, path in zip(names, paths, strict=True):
         checkpoint = open_checkpoint(path)
-        if group.size > 1:
-            checkpoint = shard(checkpoint, group)
+        require_shareable(checkpoint, group)
         context = checkpoint.config.max_context
         if window is not None and not 2 <= window <= context:
             raise RequestError(

@@ -33,7 +33,7 @@ ONLY = {
     "quantkit.text": {"errors", "json_values", "text"},
     "quantkit.kernels": {"errors", "tensors", "kernels"},
     "quantkit.solver": {"errors", "tensors", "solver"},
-    "quantkit.model.decoder": {"architectures", "model"},
+    "quantkit.model.decoder": {"architectures", "distributed", "model"},
     "quantkit.model.attention": {"model"},
     "quantkit.model.cache": {"architectures"},
     "quantkit.model.rope": {"architectures"},

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from quantkit.architectures.config import ModelConfig
 from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.hessian import HessianAccumulator
-from quantkit.calibration.ranks import Ranks
+from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.memory import give_back
@@ -116,7 +116,7 @@ class BlockQuantizer:
 
     def __init__(
         self, source: Checkpoint, tokens: Tensor, schemes: Mapping[str, QuantScheme], scale_dtype: torch.dtype,
-        states: ActivationStore, device: torch.device, effort: Effort,
+        states: ActivationStore, device: torch.device, effort: Effort, group: ProcessGroup,
     ) -> None:  # fmt: skip
         """Embed the samples.
 
@@ -128,6 +128,7 @@ class BlockQuantizer:
             states: holds the activations.
             device: where everything is computed.
             effort: how much to do about drift.
+            group: this process among those that share the work.
         """
         self._effort = effort
         self._source = source
@@ -135,10 +136,10 @@ class BlockQuantizer:
         self._scale_dtype = scale_dtype
         self._states = states
         self._device = device
-        self._ranks = Ranks()
+        self._group = group
         embedding = source.load("model.embed_tokens.weight")
         assert isinstance(embedding, Tensor)
-        own = tokens[self._ranks.share(len(tokens))]
+        own = tokens[self._group.share(len(tokens))]
         parts = torch.split(own, batch_samples(source.config, tokens.shape[1])) if len(own) else ()
         self._batches = len(parts)
         for index, part in enumerate(parts):
@@ -151,7 +152,7 @@ class BlockQuantizer:
         self._pending: nn.Module | None = None
 
     @torch.inference_mode()
-    def next_block(self, finished: Callable[[str], QuantTensor] | None = None) -> dict[str, Result]:
+    def next_block(self, finished: Callable[[str], Tensor | QuantTensor] | None = None) -> dict[str, Result]:
         """Quantize the next block; the results by tensor name.
 
         Args:
@@ -170,7 +171,7 @@ class BlockQuantizer:
                 self._pass_on(site.modules[0], floats, seen)
             give_back()
             if finished is not None:
-                solved: dict[str, Result] = {name: (finished(name + ".weight"), {}) for name in wanted}
+                solved: dict[str, Result] = {name: (_quantized(finished(name + ".weight")), {}) for name in wanted}
             else:
                 solved = {} if statistics is None else self._solve(site, wanted, floats, statistics)
             del statistics
@@ -253,7 +254,7 @@ class BlockQuantizer:
             self._put("seen", index, x)
         self._pending = None
         if statistics is not None:
-            statistics.finish(self._ranks)
+            statistics.finish(self._group)
         return statistics
 
     def _solve(
@@ -288,7 +289,7 @@ class BlockQuantizer:
         Args:
             outputs: whether the drift is that of the outputs.
         """
-        parts = {scheme: (rows[self._ranks.share(len(rows))], len(rows)) for scheme, rows in weights.items()}
+        parts = {scheme: (rows[self._group.share(len(rows))], len(rows)) for scheme, rows in weights.items()}
         hessian, paired, drift = statistics.release()
         diagonal = paired.diagonal().clone()
         factor = torch.linalg.cholesky(Damped.of_(paired, self._effort.damping).matrix)
@@ -299,7 +300,7 @@ class BlockQuantizer:
         targets = {}
         for scheme, (part, total) in parts.items():
             targets[scheme] = torch.empty_like(part)
-            own_drift = drift[self._ranks.share(total)] if outputs else drift
+            own_drift = drift[self._group.share(total)] if outputs else drift
             for start, stop in row_chunks(*part.shape):
                 pull = own_drift[start:stop] if outputs else part[start:stop] @ own_drift
                 targets[scheme][start:stop] = compensated(part[start:stop], factor, pull)
@@ -314,10 +315,10 @@ class BlockQuantizer:
     def _joined(self, quantized: QuantTensor, report: GptqReport, total: int) -> tuple[QuantTensor, GptqReport]:
         """The rows of all processes, on the CPU."""
         codes, error, energy = (
-            self._ranks.join(rows, total) for rows in (quantized.codes, report.error, report.energy)
+            self._group.join(rows, total) for rows in (quantized.codes, report.error, report.energy)
         )
-        scale = self._ranks.join(quantized.scale.float(), total).to(self._scale_dtype)
-        zero = None if quantized.zero is None else self._ranks.join(quantized.zero, total)
+        scale = self._group.join(quantized.scale.float(), total).to(self._scale_dtype)
+        zero = None if quantized.zero is None else self._group.join(quantized.zero, total)
         return (
             QuantTensor(codes, scale, zero, quantized.scheme).to("cpu"),
             GptqReport(report.damping, report.dead_columns, error.cpu(), energy.cpu()),
@@ -333,6 +334,11 @@ class BlockQuantizer:
 
     def _put(self, stream: str, index: int, value: Tensor) -> None:
         self._states.put((stream, index), value.cpu())
+
+
+def _quantized(value: Tensor | QuantTensor) -> QuantTensor:
+    assert isinstance(value, QuantTensor)
+    return value
 
 
 def _weight(block: Block, module: str) -> Tensor:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from quantkit.distributed.group import SINGLE, ProcessGroup
-from quantkit.distributed.sharded import shard
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.model.decoder import Decoder
@@ -44,12 +43,10 @@ def load(
     Raises:
         QuantkitError: of the kind that says what is wrong.
     """
+    place, float_dtype = usable_device(device if device is not None else tp.device), float_type(dtype)
     checkpoint = open_checkpoint(path, weights)
     tokenizer, _ = checked_tokenizer(checkpoint)
-    if tp.size > 1:
-        checkpoint = shard(checkpoint, tp)
-    where = usable_device(device if device is not None else tp.device)
-    model = load_model(checkpoint, device=where, dtype=float_type(dtype), backend=backend)
+    model = load_model(checkpoint, device=place, dtype=float_dtype, backend=backend, group=tp)
     return model, tokenizer or load_tokenizer(path)
 
 

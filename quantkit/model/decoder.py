@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quantkit.architectures.config import ModelConfig
+from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.model.attention import (
     Attend,
     CachedAttention,
@@ -162,6 +163,7 @@ class Decoder(nn.Module):
         if not config.tied_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rotary = Rotary(config)
+        self.group: ProcessGroup = SINGLE  # the processes that share the model
         self.lookup: CachedAttention = masked_attention
         self.linear: Product = product
         self.blocks: Blocks | None = None

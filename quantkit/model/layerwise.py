@@ -8,13 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.attention import causal_attention
 from quantkit.model.decoder import RMSNorm
+from quantkit.model.load import BLOCK_PREFIX
 from quantkit.model.offload import offloaded_block
 from quantkit.model.product import wide_product
 from quantkit.model.rope import Rotary
-from quantkit.model.tensor_parallel import all_logits, embedded
+from quantkit.model.tensor_parallel import TensorParallel
 from quantkit.progress import Progress, silent
 
 
@@ -32,11 +34,21 @@ class Batch:
 
 
 @torch.inference_mode()
-def layerwise_hidden(checkpoint: Checkpoint, batches: Sequence[Batch], *, progress: Progress = silent) -> list[Tensor]:
-    """Hidden states [B, T, D] after the final norm of every batch, in float32 on the CPU."""
-    config = checkpoint.config
+def layerwise_hidden(
+    checkpoint: Checkpoint, batches: Sequence[Batch], *, group: ProcessGroup = SINGLE, progress: Progress = silent
+) -> list[Tensor]:
+    """Hidden states [B, T, D] after the final norm of every batch, in float32 on the CPU.
+
+    Args:
+        group: the processes that share the model; each calls this alike and gets the same.
+
+    Raises:
+        RequestError: if so many processes cannot share the model.
+    """
+    tp = TensorParallel(checkpoint, group)
+    checkpoint, config = tp.checkpoint, tp.checkpoint.config
     embedding = _tensor(checkpoint, "model.embed_tokens.weight")
-    states = [embedded(batch.tokens, embedding, checkpoint).float() for batch in batches]
+    states = [tp.embed(batch.tokens, embedding).float() for batch in batches]
     del embedding
     rotary = Rotary(config)
     angles = [rotary(batch.positions) for batch in batches]
@@ -44,6 +56,7 @@ def layerwise_hidden(checkpoint: Checkpoint, batches: Sequence[Batch], *, progre
     for layer in range(config.num_layers):
         progress(layer, config.num_layers, f"layer {layer}")
         block = offloaded_block(checkpoint, layer)
+        tp.connect(block, BLOCK_PREFIX.format(layer))
         for index, state in enumerate(states):
             states[index] = block(state, angles[index], attends[index])
     norm = RMSNorm(config.hidden_size, config.norm_eps)
@@ -55,13 +68,14 @@ def layerwise_hidden(checkpoint: Checkpoint, batches: Sequence[Batch], *, progre
 
 
 @torch.inference_mode()
-def head_logits(checkpoint: Checkpoint, hidden: Tensor) -> Tensor:
-    """Logits [N, V] of hidden states [N, D], in float32, the head taken in pieces."""
+def head_logits(checkpoint: Checkpoint, hidden: Tensor, *, group: ProcessGroup = SINGLE) -> Tensor:
+    """Logits [N, V] of hidden states [N, D], in float32, the head taken in pieces; `group` as in `layerwise_hidden`."""
+    tp = TensorParallel(checkpoint, group)
     tied = checkpoint.config.tied_embeddings
-    head = checkpoint.load("model.embed_tokens.weight" if tied else "lm_head.weight")
+    head = tp.checkpoint.load("model.embed_tokens.weight" if tied else "lm_head.weight")
     logits = wide_product(hidden, head)
     del head  # the largest tensor there is, and with two models at hand there are two
-    return all_logits(logits, checkpoint)
+    return tp.gather_logits(logits)
 
 
 def _tensor(checkpoint: Checkpoint, name: str) -> Tensor:

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from quantkit.distributed.sharded import Sharded
+from quantkit.distributed.group import SINGLE, ProcessGroup
+from quantkit.distributed.shard import require_shareable
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.memory import give_back
@@ -17,7 +18,7 @@ from quantkit.model.fused_projections import Place, place
 from quantkit.model.install_kernels import install_kernels
 from quantkit.model.meta_init import meta_init
 from quantkit.model.qlinear import QuantLinear
-from quantkit.model.tensor_parallel import connect_blocks, connect_ends
+from quantkit.model.tensor_parallel import TensorParallel
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
@@ -32,30 +33,34 @@ def load_model(
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
     backend: str | None = None,
+    group: ProcessGroup = SINGLE,
 ) -> Decoder:
     """A decoder ready to run, in eval mode.
 
     Args:
-        source: a checkpoint or its folder; what `shard` gave makes a model of this process's slices.
+        source: a checkpoint or its folder.
         device: where it runs.
         dtype: of activations and float weights; None is the checkpoint's own.
         backend: the kernel backend by name; None chooses.
+        group: the processes that share the model; each calls this, and then the model, alike.
 
     Raises:
         CheckpointError, UnsupportedError, RequestError: as opening, `usable_device` and dispatch do.
+        GroupError, RequestError: as `require_shareable` does.
     """
     checkpoint = open_checkpoint(source) if isinstance(source, (str, Path)) else source
     device = usable_device(device)
     dtype = dtype or FLOAT_DTYPES[checkpoint.config.dtype]
+    require_shareable(checkpoint, group)
+    tp = TensorParallel(checkpoint, group)
     with meta_init():
-        model = Decoder(checkpoint.config)
-    fill(model, checkpoint, "", device, dtype, backend)
+        model = Decoder(tp.checkpoint.config)
+    model.group = group
+    fill(model, tp.checkpoint, "", device, dtype, backend)
     model.rotary.to(device)
-    if isinstance(checkpoint, Sharded):
-        connect_blocks(model, checkpoint, "")
-    install_kernels(model)
-    if isinstance(checkpoint, Sharded):
-        connect_ends(model, checkpoint)
+    tp.connect(model, "")
+    install_kernels(model)  # they are tried on the process's own embedding and head
+    tp.connect_vocabulary(model)
     return model.eval()
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from quantkit.distributed.sharded import Sharded
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.decoder import Block
 from quantkit.model.load import BLOCK_PREFIX, fill
 from quantkit.model.meta_init import meta_init
 from quantkit.model.product import wide_product
-from quantkit.model.tensor_parallel import connect_blocks
 
 
 class OffloadedLinear(nn.Module):
@@ -46,6 +44,4 @@ def offloaded_block(checkpoint: Checkpoint, layer: int) -> Block:
             setattr(block.get_submodule(parent), child, linear)
         elif "weight" in module._parameters:
             fill(module, checkpoint, f"{prefix}{name}.", torch.device("cpu"), torch.float32, None)
-    if isinstance(checkpoint, Sharded):
-        connect_blocks(block, checkpoint, prefix)
     return block.eval()

@@ -14,8 +14,8 @@ from typing import Any
 
 import forked
 import oracle
-import parallel_worker as worker
 import pytest
+import tensor_parallel_worker as worker
 import torch
 
 import quantkit
@@ -112,7 +112,8 @@ def shared(
         if not (name == "odd" and count == 4)  # six heads
     ]
     (out / "cases.json").write_text(json.dumps(cases))
-    for done in forked.group(count, "import parallel_worker; parallel_worker.main()", out / "cases.json", out):
+    code = "import tensor_parallel_worker; tensor_parallel_worker.main()"
+    for done in forked.group(count, code, out / "cases.json", out):
         assert done.returncode == 0, done.stderr
     return Findings(count, [json.loads((out / f"{rank}.json").read_text()) for rank in range(count)], out)
 

@@ -1,6 +1,6 @@
 """What one process of a group finds out about models; its findings go to files that the tests read.
 
-    torchrun --nproc-per-node N parallel_worker.py CASES.json OUT
+    torchrun --nproc-per-node N tensor_parallel_worker.py CASES.json OUT
 
 CASES lists models: ``{"name", "folder", "dtype", "backend", "draft", "engine"}``, with the compiler's backend
 or null, the folder of a draft model or null, and whether the compiled engine runs as well.
@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantkit
 from quantkit.distributed.group import ProcessGroup, joined
-from quantkit.distributed.sharded import shard
 from quantkit.evals.models import backend_names
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
@@ -52,8 +51,7 @@ def _collective(target: object) -> list[str]:
 
 
 def opened(folder: Path, dtype: torch.dtype | None, group: ProcessGroup) -> Decoder:
-    checkpoint = quantkit.open_checkpoint(folder)
-    return load_model(checkpoint if group.size == 1 else shard(checkpoint, group), dtype=dtype)
+    return load_model(folder, dtype=dtype, group=group)
 
 
 def batch_logits(model: Decoder) -> Tensor:
