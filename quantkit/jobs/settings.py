@@ -13,7 +13,7 @@ from quantkit.calibration.pipeline import Effort, activation_bytes, effort_of
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.jobs.defaults import ACTIVATION_MEMORY, MOST_LENGTH, SAMPLES, SEED
-from quantkit.model.load import usable_device
+from quantkit.model.device import usable_device
 from quantkit.text.tokenizer import Tokenizer
 
 METHODS = ("rtn", "gptq")
