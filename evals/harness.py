@@ -57,7 +57,7 @@ class Scorer:
         self.max_length = max_length
         self._prefix = prefix_token(tokenizer, checkpoint)
         self._path = checkpoint.path
-        self._model = load_model(checkpoint, dtype=torch.float32, group=group)
+        self._model = load_model(checkpoint, device="cpu", dtype=torch.float32, group=group)
         self.backends = backend_names(self._model)
         self._tokenizer = tokenizer
         self._progress = progress

@@ -46,7 +46,7 @@ def decoding_speed(checkpoint: Checkpoint, tokenizer: Tokenizer, text: str, grou
         RequestError: if the model's context is too short.
         NonFiniteError: if its logits are NaN or Inf.
     """
-    model = load_model(checkpoint, group=group)
+    model = load_model(checkpoint, device="cpu", group=group)
     model.config = replace(model.config, eos_token_ids=())
     prompt = token_ids(tokenizer, text)[:PROMPT_TOKENS]
     rates = []
