@@ -42,7 +42,7 @@ def load_model(
 
     Args:
         source: a checkpoint or its folder.
-        device: where it runs; None is a GPU if there is one.
+        device: where it runs; None is the group's or, alone, a GPU if there is one.
         dtype: of activations and float weights; None is the checkpoint's own.
         backend: the kernel backend by name; None chooses.
         group: the processes that share the model; each calls this, and then the model, alike.
@@ -52,7 +52,7 @@ def load_model(
         GroupError, RequestError: as `require_shareable` does.
     """
     checkpoint = open_checkpoint(source) if isinstance(source, (str, Path)) else source
-    device = usable_device(device)
+    device = usable_device(device or group.device)
     dtype = dtype or FLOAT_DTYPES[checkpoint.config.dtype]
     require_shareable(checkpoint, group)
     tp = TensorParallel(checkpoint, group)
