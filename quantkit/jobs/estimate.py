@@ -14,7 +14,7 @@ import torch
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import linear_columns, parameters
-from quantkit.calibration.pipeline import Effort, activation_bytes, batch_samples, followed_share
+from quantkit.calibration.effort import Effort, activation_bytes, batch_samples, followed_share
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint
 from quantkit.formats.encoders import Encoder, SafetensorsEncoder
 from quantkit.formats.folder import checked_tokenizer, hf_side_files
