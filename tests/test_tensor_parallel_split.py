@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 import quantkit
-from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.config import ExpertsConfig, LayerConfig, ModelConfig
 from quantkit.architectures.families import config_from_hf
 from quantkit.architectures.topology import linear_columns
 from quantkit.distributed.shard import CheckpointShard
 from quantkit.distributed.split import split_model
-from quantkit.errors import RequestError
+from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.cache import KVCache
@@ -96,6 +96,13 @@ def test_too_many_processes_are_refused() -> None:
         split_model(replace(config, vocab_size=9), {}, 0, 8)
     with pytest.raises(RequestError, match="feed-forward width"):
         split_model(config, _schemes(config, "int4-g32"), 0, 8)
+
+
+def test_experts_are_refused() -> None:
+    config = _config()
+    experts = replace(config, layers=(LayerConfig(experts=True),), experts=ExpertsConfig(count=4, size=32))
+    with pytest.raises(UnsupportedError, match=r"cannot share this architecture \(found tensor 'model.layers.0.mlp"):
+        split_model(experts, {}, 0, 2)
 
 
 def _shards(folder: Path, size: int) -> list[CheckpointShard]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import Parameter, parameters
-from quantkit.errors import RequestError
+from quantkit.errors import RequestError, UnsupportedError
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.tensor_slice import TensorSlice
 
@@ -59,6 +59,7 @@ def split_model(config: ModelConfig, schemes: Mapping[str, QuantScheme], rank: i
 
     Raises:
         RequestError: if so many processes cannot share the model.
+        UnsupportedError: if it has a part that only one process can run.
     """
     heads, width = config.num_heads // size, config.head_dim
     if config.num_heads % size:
@@ -80,6 +81,9 @@ def split_model(config: ModelConfig, schemes: Mapping[str, QuantScheme], rank: i
         "intermediate": (inner,),
         "vocab": ((rank * rows, last),),
     }
+    for parameter in parameters(config):
+        if parameter.split_axis is not None and parameter.dims[parameter.split_axis] not in ranges:
+            raise UnsupportedError("processes cannot share this architecture", found=f"tensor '{parameter.name}'")
     return Split(rank, own, ranges, rows)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.topology import linear_columns, parameters
+from quantkit.architectures.topology import input_groups, linear_columns, sizes
 from quantkit.calibration.effort import Effort, activation_bytes, batch_samples, followed_share
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint
 from quantkit.formats.encoders import Encoder, SafetensorsEncoder
@@ -187,34 +187,37 @@ def _gate(source: Checkpoint) -> int:
 def _forward(source: Checkpoint, tokens: int, *, models: int) -> int:
     """Peak of a pass through models on disk: a head, hidden states, one batch in a layer, one layer's codes."""
     config = source.config
-    widest = max(math.prod(pair) for pair in _shapes(config))
+    counts = sizes(config)
+    widest = max(
+        counts[linear.dims[0]] * counts[linear.dims[1]] for group in input_groups(config, 0) for linear in group.linears
+    )
     states = 4 * tokens * (2 * models * config.hidden_size + 4 * config.intermediate_size)
     logits = 4 * 8 * TOKENS_THROUGH_THE_HEAD * config.vocab_size
     head = config.vocab_size * config.hidden_size * FLOAT_DTYPES[config.dtype].itemsize
     return resident_bytes() + _LIBRARIES + head + states + logits + 3 * widest
 
 
-def _shapes(config: ModelConfig) -> list[tuple[int, ...]]:
-    """[O, I] of the linears of a block, in order."""
-    return [parameter.shape for parameter in parameters(config) if parameter.is_linear_weight and parameter.layer == 0]
-
-
-def _sites(config: ModelConfig) -> list[tuple[int, int]]:
-    """[O, I] of the linears of a block, those that share their inputs together."""
-    (query, hidden), (key, _), (value, _), _, (gate, _), (up, _), (_, inner) = _shapes(config)
-    return [(query + key + value, hidden), (hidden, query), (gate + up, hidden), (hidden, inner)]
+def _groups(config: ModelConfig) -> list[tuple[int, int, bool]]:
+    """[O, I] of the linears of a block, those that share their inputs as one, and whether they end a branch."""
+    counts = sizes(config)
+    return [
+        (sum(counts[linear.dims[0]] for linear in group.linears), counts[group.linears[0].dims[1]], group.writes)
+        for group in input_groups(config, 0)
+    ]
 
 
 def _gptq(config: ModelConfig, tokens: int) -> int:
-    """Peak of weights, sums and temporaries over the sites of a block, for so many tokens at a time."""
-    (fused, hidden), (_, query), (gated, _), (_, inner) = sites = _sites(config)
-    batch = tokens * 6 * max(inner, query)
-    passes = (
-        2 * hidden * (fused + query) + 2 * query * query + batch,
-        2 * hidden * gated + 2 * hidden * inner + 2 * inner * inner + batch,
-    )
-    solves = [2 * rows * columns + 3 * columns * columns for rows, columns in sites]
-    solver = _SOLVER_MATRICES * min(WEIGHTS_AT_ONCE, hidden * max(fused, gated))
+    """Peak of weights, sums and temporaries over the branches of a block, for so many tokens at a time."""
+    groups = _groups(config)
+    batch = tokens * 6 * max(columns for _, columns, writes in groups if writes)
+    passes, held = [], 0
+    for rows, columns, writes in groups:
+        held += 2 * rows * columns
+        if writes:
+            passes.append(held + 2 * columns * columns + batch)
+            held = 0
+    solves = [2 * rows * columns + 3 * columns * columns for rows, columns, _ in groups]
+    solver = _SOLVER_MATRICES * min(WEIGHTS_AT_ONCE, max(rows * columns for rows, columns, _ in groups))
     return 4 * max(*passes, max(solves) + solver)
 
 
@@ -224,14 +227,14 @@ def _forward_flops(config: ModelConfig, tokens: int) -> int:
 
 def _block_weights(config: ModelConfig) -> int:
     """Parameters of the linears of a block."""
-    return sum(math.prod(shape) for shape in _shapes(config))
+    return sum(rows * columns for rows, columns, _ in _groups(config))
 
 
 def _calibration_flops(config: ModelConfig, shape: Sequence[int], effort: Effort) -> int:
-    tokens, followed, sites = math.prod(shape), followed_share(config, shape, effort), _sites(config)
+    tokens, followed, groups = math.prod(shape), followed_share(config, shape, effort), _groups(config)
     forward = 2 * tokens * (1 + followed) * _block_weights(config)
-    squares = 2 * tokens * (_OF_ONE_SQUARE + followed) * sum(columns**2 for _, columns in sites)
-    solving = sum(6 * 2 * rows * columns**2 + 4 * columns**3 for rows, columns in sites)
+    squares = 2 * tokens * (_OF_ONE_SQUARE + followed) * sum(columns**2 for _, columns, _ in groups)
+    solving = sum(6 * 2 * rows * columns**2 + 4 * columns**3 for rows, columns, _ in groups)
     return int(config.num_layers * (forward + squares + solving))
 
 

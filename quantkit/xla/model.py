@@ -75,7 +75,7 @@ def sharded_decoder(split: DeviceSplit) -> Decoder:
     attend_by(products.attention)
     with meta_init():
         model = Decoder(split.local)
-    linears = {parameter.module: parameter.linear for parameter in parameters(split.config)}
+    linears = {parameter.module: parameter.linear for parameter in parameters(split.config) if parameter.linear}
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
             scheme = split.schemes.get(name)
@@ -92,10 +92,10 @@ def sharded_decoder(split: DeviceSplit) -> Decoder:
 _QUANTIZED = ("codes", "scale", "zero")
 
 
-def _finish(linear: Linear | None, vocabulary: int) -> Finish:
-    if linear is not None and linear.parallel == "row":
+def _finish(linear: Linear, vocabulary: int) -> Finish:
+    if linear.parallel == "row":
         return products.all_reduce
-    if linear is not None and linear.dims[0] == "vocab":
+    if linear.dims[0] == "vocab":
         return partial(products.all_gather, size=vocabulary)
     return lambda product: product
 

@@ -31,11 +31,13 @@ def _read(settings: Settings) -> ModelConfig:
 def _layers(settings: Settings) -> list[LayerConfig]:
     count = layer_count(settings)
     rotary = _rotary(settings, count)
-    window = sliding_window(settings, None) if settings.flag("use_sliding_window", False) else None
-    types = layer_types(settings, count) or ["full_attention" if rotated else "sliding_attention" for rotated in rotary]
+    window = sliding_window(settings, None)
+    windowed = settings.flag("use_sliding_window", False)
+    types = layer_types(settings, count)  # where they are listed the flag says nothing, as in transformers
+    slides = [kind == "sliding_attention" for kind in types] or [windowed and not rotated for rotated in rotary]
     return [
-        LayerConfig(window=window if kind == "sliding_attention" else None, rotary=rotated)
-        for kind, rotated in zip(types, rotary, strict=True)
+        LayerConfig(window=window if slid else None, rotary=rotated)
+        for slid, rotated in zip(slides, rotary, strict=True)
     ]
 
 
