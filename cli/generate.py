@@ -112,7 +112,7 @@ def _pieces(asked: Asked, group: ProcessGroup) -> Iterator[str]:
     import torch
 
     from quantkit.jobs.load import load
-    from quantkit.model.device import usable_device
+    from quantkit.model.load import usable_device
     from quantkit.runtime.engine import Engine
     from quantkit.runtime.generate import generate as job
     from quantkit.runtime.speculative import DRAFT_TOKENS, speculate

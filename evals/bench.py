@@ -24,8 +24,7 @@ from quantkit.formats.checkpoint import DTYPE_NAMES, Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.json_values import shown
 from quantkit.memory import enough_memory, resident_bytes, total_bytes
-from quantkit.model.device import usable_device
-from quantkit.model.load import load_model
+from quantkit.model.load import load_model, usable_device
 from quantkit.progress import Progress, silent
 
 NEW = 48  # tokens decoded in a run

@@ -129,7 +129,7 @@ def _findings(case: dict[str, Any], group: ProcessGroup, out: Path) -> dict[str,
         "engine": list(quantkit.generate(engine, PROMPT, max_new_tokens=NEW)) if case["engine"] else None,
         "bytes": sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
         "kernels": backend_names(model),
-        "fused": model.blocks is not None,
+        "fused": model.ops.blocks is not None,
     }
 
 

@@ -79,10 +79,10 @@ class BlockQuantizer:
                 wanted = self._wanted(group)
                 statistics = self._statistics(group, floats) if wanted and finished is None else None
                 if group is last:
-                    self._streams.reach_end(branch, group, quantized, floats, statistics)
+                    self._streams.reach_end(group, quantized, floats, statistics)
                     _forget(leading, floats, quantized)
                 elif statistics is not None:
-                    self._streams.gather(branch, group, quantized, floats, statistics)
+                    self._streams.gather(group, quantized, floats, statistics)
                 give_back()
                 if finished is not None:
                     solved = {module: (_quantized(finished(f"{name}.weight")), {}) for module, name in wanted.items()}

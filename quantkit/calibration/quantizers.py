@@ -124,7 +124,8 @@ class GptqQuantizer:
         try:
             if self._unsolved:
                 self._blocks = BlockQuantizer(
-                    self._source, self._calibration.tokens, self._schemes, store, self._device, self._effort, self._group,
+                    self._source, self._calibration.tokens, self._schemes, store, self._device, self._effort,
+                    self._group,
                 )  # fmt: skip
             yield
         finally:

@@ -54,23 +54,21 @@ class Streams:
         self._step = Step(angles, causal_attention(positions, config.windows))
         self._unfinished: tuple[str, Block] | None = None
 
-    def gather(self, branch: str, group: InputGroup, quantized: Block, floats: Block, found: HessianAccumulator) -> None:
+    def gather(self, group: InputGroup, quantized: Block, floats: Block, found: HessianAccumulator) -> None:
         """Add up the inputs of linears within a branch."""
         for index in range(self._batches):
             x = self._current(index)
-            inputs = self._inputs(branch, group.site, quantized, x)
+            inputs = self._inputs(group, quantized, x)
             if self._follows(index):
                 y = self._take(FLOAT, index)
-                found.add_pair(inputs, self._inputs(branch, group.site, floats, y) - inputs)
+                found.add_pair(inputs, self._inputs(group, floats, y) - inputs)
                 self._put(FLOAT, index, y)
             else:
                 found.add(inputs)
             self._put(QUANTIZED, index, x)
         self._unfinished = None
 
-    def reach_end(
-        self, branch: str, group: InputGroup, quantized: Block, floats: Block, found: HessianAccumulator | None
-    ) -> None:
+    def reach_end(self, group: InputGroup, quantized: Block, floats: Block, found: HessianAccumulator | None) -> None:
         """Run a branch up to its last linear, the float stream through it; add up its inputs where `found` is given.
 
         The drift is that of the linear's outputs.
@@ -78,11 +76,11 @@ class Streams:
         linear = floats.get_submodule(group.modules[0])
         for index in range(self._batches):
             x = self._current(index)
-            inner = quantized.inner(branch, x, self._step)
-            inputs = inner if found is None else self._inputs(branch, group.site, quantized, x, inner)
+            inner = quantized.inner(group.branch, x, self._step)
+            inputs = inner if found is None else self._inputs(group, quantized, x, inner)
             if self._follows(index):
                 y = self._take(FLOAT, index)
-                y, outputs = self._finish(branch, floats, y, linear)
+                y, outputs = self._finish(group.branch, floats, y, linear)
                 if found is not None:
                     found.add_pair(inputs, outputs - linear(inputs))
                 self._put(FLOAT, index, y)
@@ -107,8 +105,8 @@ class Streams:
         branch, block = self._unfinished
         return block.finish(branch, x, self._take(INNER, index), self._step)
 
-    def _inputs(self, branch: str, site: str, block: Block, x: Tensor, inner: Tensor | None = None) -> Tensor:
-        """What a block applies the linears of a site to, [..., I], for hidden states [B, T, D]; it runs no further.
+    def _inputs(self, group: InputGroup, block: Block, x: Tensor, inner: Tensor | None = None) -> Tensor:
+        """What a block applies the linears of a group to, [..., I], for hidden states [B, T, D]; it runs no further.
 
         Args:
             inner: what `Block.inner` gave for the branch, if it has been run.
@@ -116,16 +114,16 @@ class Streams:
         found = []
 
         def listen(at: str, value: Tensor) -> None:
-            if at == site:
+            if at == group.site:
                 found.append(value)
                 raise _Reached
 
         step = replace(self._step, tap=listen)
         try:
-            block.finish(branch, x, block.inner(branch, x, step) if inner is None else inner, step)
+            block.finish(group.branch, x, block.inner(group.branch, x, step) if inner is None else inner, step)
         except _Reached:
             return found[0]
-        raise RuntimeError(f"the {branch} branch of a block has no site {site}")
+        raise RuntimeError(f"the {group.branch} branch of a block has no site {group.site}")
 
     def _finish(self, branch: str, floats: Block, y: Tensor, linear: nn.Module) -> tuple[Tensor, Tensor]:
         """States [B, T, D] after a branch, and what its last linear gave for it, [B, T, D]."""
