@@ -42,6 +42,7 @@ ONLY = {
 NO_TORCH = {
     "quantkit", "quantkit.errors", "quantkit.json_values", "quantkit.architectures", "quantkit.tensors.scheme",
     "quantkit.text.contained", "quantkit.text.tokenizer", "quantkit.formats.manifest", "quantkit.formats.source",
+    "quantkit.calibration.effort",
 }  # fmt: skip
 
 # Loaded by their backend alone, and only where it may serve.
