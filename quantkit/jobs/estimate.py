@@ -14,7 +14,7 @@ import torch
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import input_groups, linear_columns, sizes
-from quantkit.calibration.pipeline import Effort, activation_bytes, batch_samples, followed_share
+from quantkit.calibration.effort import Effort, activation_bytes, batch_samples, followed_share
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint
 from quantkit.formats.container import Encoder, Output
 from quantkit.formats.containers.hf import SafetensorsEncoder
