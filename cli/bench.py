@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from quantkit.cli.processes import is_first, together
+from quantkit.cli.processes import together
 from quantkit.cli.progress import bar
 from quantkit.errors import RequestError
 from quantkit.json_values import shown
@@ -51,10 +51,10 @@ def bench(
     jobs = [Job(path, None, None, None, *rest) for path in paths]
     if synthetic is not None:
         jobs = [Job(None, synthetic, scheme, head, *rest) for scheme in quantized or (None,)]
-    with together({"measures": rest}, device) as group, bar("bench", unit="model", show=is_first(group)) as progress:
+    with together({"measures": rest}, device) as group, bar("bench", unit="model", show=group.first) as progress:
         require_outputs(data, plot)
         found = job(jobs, group=group, progress=progress)
-        if is_first(group):
+        if group.first:
             click.echo("\n".join(table(found)))
             for line in slower_than_floats(found):
                 click.echo(f"quantkit: warning: {line}", err=True)

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from quantkit.cli.output import mention, say
-from quantkit.cli.processes import is_first, together
+from quantkit.cli.processes import together
 from quantkit.cli.progress import bar
 
 weights_option = click.option(
@@ -75,8 +75,8 @@ def convert(
     """
     from quantkit.jobs.convert import convert as job
 
-    with together(device="cpu") as group, bar("convert", show=is_first(group)) as progress:
-        if not is_first(group):
+    with together(device="cpu") as group, bar("convert", show=group.first) as progress:
+        if not group.first:
             return
         notes = job(
             src, dst, to=to, mp=mp, dtype=dtype, weights=weights, resume=resume, allow_nonfinite=allow_nonfinite,

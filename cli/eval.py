@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from quantkit.cli.processes import is_first, together
+from quantkit.cli.processes import together
 from quantkit.cli.progress import bar
 
 _PATH = click.Path(path_type=Path)
@@ -38,12 +38,12 @@ def evaluate(
     from quantkit.evals.report import tables
 
     measures = {"tasks": tasks, "window": window, "speed": speed}
-    with together(measures, "cpu") as group, bar("eval", unit="step", show=is_first(group)) as progress:
+    with together(measures, "cpu") as group, bar("eval", unit="step", show=group.first) as progress:
         outputs = Outputs(report, data, plot)
         found = job(
             paths, texts=texts, tasks=[name.strip() for name in tasks.split(",") if name.strip()], task_data=task_data,
             against=against, window=window, cache_logits=cache_logits, speed=speed, group=group, progress=progress,
         )  # fmt: skip
-        if is_first(group):
+        if group.first:
             click.echo("\n".join([*tables(found), *found.notes]))
             outputs.write(found)

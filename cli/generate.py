@@ -11,12 +11,12 @@ import click
 
 from quantkit.cli.commands import weights_option
 from quantkit.cli.dtypes import float_type
-from quantkit.cli.processes import is_first, together
+from quantkit.cli.processes import together
 from quantkit.cli.progress import bar
 from quantkit.errors import RequestError
 
 if TYPE_CHECKING:
-    from quantkit.distributed.group import Group
+    from quantkit.distributed.group import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def generate(**options: Any) -> None:
     with together(alike, asked.device) as group:
         asked.require_sense()
         pieces = _pieces(asked, group)
-        _say(pieces if is_first(group) else ("" for _ in pieces))
+        _say(pieces if group.first else ("" for _ in pieces))
 
 
 def _say(pieces: Iterator[str]) -> None:
@@ -107,19 +107,19 @@ def _say(pieces: Iterator[str]) -> None:
         click.echo(piece, nl=False)
 
 
-def _pieces(asked: Asked, group: Group | None) -> Iterator[str]:
+def _pieces(asked: Asked, group: ProcessGroup) -> Iterator[str]:
     """The prompt, and the text as it grows, ended by a new line."""
     import torch
 
     from quantkit.jobs.load import load
-    from quantkit.model.device import usable_device
+    from quantkit.model.load import usable_device
     from quantkit.runtime.engine import Engine
     from quantkit.runtime.generate import generate as job
     from quantkit.runtime.speculative import DRAFT_TOKENS, speculate
     from quantkit.runtime.stream import text_pieces
 
     how: dict[str, Any] = {
-        "device": usable_device(asked.device) if group is None else group.device, "dtype": float_type(asked.dtype),
+        "device": group.device or usable_device(asked.device), "dtype": float_type(asked.dtype),
         "backend": asked.backend, "tp": group,
     }  # fmt: skip
     model, tokenizer = load(asked.path, weights=asked.weights, **how)
@@ -153,8 +153,8 @@ def _on_devices(asked: Asked) -> Iterator[str]:
 
     ids = tokenizer.encode(asked.prompt, specials=True)
     tokens = job(model, ids, **asked.sampling())
-    shown = asked.prompt if model.leads else ""
+    shown = asked.prompt if model.first else ""
     yield shown
     for piece in text_pieces(tokenizer, ids, tokens):
-        yield piece if model.leads else ""
-    yield "\n" if model.leads else ""
+        yield piece if model.first else ""
+    yield "\n" if model.first else ""

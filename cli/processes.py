@@ -13,18 +13,18 @@ import click
 from quantkit.errors import QuantkitError
 
 if TYPE_CHECKING:
-    from quantkit.distributed.group import Group
+    from quantkit.distributed.group import ProcessGroup
 
 INTERNAL_ERROR = 1
 INTERRUPTED = 130
 
 
 @contextmanager
-def together(options: Mapping[str, object] | None = None, device: str | None = None) -> Iterator[Group | None]:
-    """Join the other processes for a while; None if there are none.
+def together(options: Mapping[str, object] | None = None, device: str | None = None) -> Iterator[ProcessGroup]:
+    """Join the other processes for a while; `SINGLE` if there are none.
 
-    An error is told by one process; the others only exit with its code. None leaves before the first has
-    done what it does alone, and they exit as it does.
+    One process reports an error; the others only exit with its code. No process leaves before the first has
+    done what it does alone, and all exit as it does.
 
     Args:
         options: which all processes must have been given alike.
@@ -33,41 +33,34 @@ def together(options: Mapping[str, object] | None = None, device: str | None = N
     Raises:
         GroupError: if they have not, or one was lost.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield None
-        return
-    from quantkit.distributed.group import joined
+    from quantkit.distributed.group import SINGLE, joined
 
-    group = None
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield SINGLE
+        return
+    group = SINGLE
     try:
         with joined(device) as group:
-            if group is not None:
-                group.require_same({f"option {name}": value for name, value in (options or {}).items()})
+            group.require_same({f"option {name}": value for name, value in (options or {}).items()})
             yield group
-            if group is not None:
-                _leave(group)
+            _leave(group)
     except BaseException as error:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's and the launcher's: the second comes too late
-        told_here = group is None or group.is_first_to_fail()
-        if group is not None and group.first:
+        told_here = group.is_first_to_fail()
+        if group.first:
             group.tell_end(exit_code(error))
-        elif group is not None and not told_here:
+        elif not told_here:
             group.let_the_first_speak()
         if told_here:
             raise
         raise click.exceptions.Exit(exit_code(error)) from error
 
 
-def _leave(group: Group) -> None:
+def _leave(group: ProcessGroup) -> None:
     if group.first:
         group.tell_end(0)
     elif code := group.wait_for_end():
         raise click.exceptions.Exit(code)
-
-
-def is_first(group: Group | None) -> bool:
-    """Whether this process speaks and writes for all."""
-    return group is None or group.first
 
 
 def exit_code(error: BaseException) -> int:

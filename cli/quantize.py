@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from quantkit.cli.commands import done, writing
-from quantkit.cli.processes import is_first, together
+from quantkit.cli.processes import together
 from quantkit.cli.progress import bar
 from quantkit.errors import RequestError
 from quantkit.jobs.defaults import ACTIVATION_MEMORY, MOST_LENGTH, SAMPLES, SEED
@@ -43,18 +43,18 @@ def quantize(**options: Any) -> None:
     The result is held against SRC before it gets its name; one that is too far from it
     exits with 8. Under torchrun the calibration is shared by all processes; rounding is the first one's work.
     """
-    from quantkit.distributed.sharded import require_same_checkpoint
+    from quantkit.distributed.shard import require_same_checkpoint
     from quantkit.formats.detect import open_checkpoint
     from quantkit.jobs.quantize import quantize as job
 
     arguments = job_arguments(options)
     shared = arguments["method"] == "gptq"
     device = None if shared and arguments["device"] != "cpu" else "cpu"
-    with together({**arguments, "src": None}, device) as group, bar("quantize", show=is_first(group)) as progress:
-        if shared and group is not None:
+    with together({**arguments, "src": None}, device) as group, bar("quantize", show=group.first) as progress:
+        if shared and group.size > 1:
             require_same_checkpoint(open_checkpoint(arguments["src"], arguments["weights"]), group)
-        notes = job(**arguments, progress=progress) if shared or is_first(group) else []
-    if is_first(group):
+        notes = job(**arguments, group=group, progress=progress) if shared or group.first else []
+    if group.first:
         done(arguments["dst"], notes)
 
 
@@ -75,4 +75,4 @@ def job_arguments(options: dict[str, Any]) -> dict[str, Any]:
         scheme = Recipe(QuantScheme.parse(scheme), (Override("lm_head", QuantScheme.parse(head)),))
     if options["activation_memory"] is not None:
         options["activation_memory"] *= 1e9
-    return {**options, "plan": scheme if path is None else Recipe.from_json(path)}
+    return {**options, "scheme": scheme if path is None else Recipe.from_json(path)}

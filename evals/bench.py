@@ -15,8 +15,7 @@ from pathlib import Path
 
 import torch
 
-from quantkit.distributed.group import Group
-from quantkit.distributed.sharded import shard
+from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.evals.models import backend_names
 from quantkit.evals.synthetic import synthetic
@@ -25,8 +24,7 @@ from quantkit.formats.checkpoint import DTYPE_NAMES, Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.json_values import shown
 from quantkit.memory import enough_memory, resident_bytes, total_bytes
-from quantkit.model.device import usable_device
-from quantkit.model.load import load_model
+from quantkit.model.load import load_model, usable_device
 from quantkit.progress import Progress, silent
 
 NEW = 48  # tokens decoded in a run
@@ -113,7 +111,7 @@ class Job:
         return synthetic(self.shape, self.scheme, self.head)
 
 
-def bench(jobs: Sequence[Job], *, group: Group | None = None, progress: Progress = silent) -> list[Bench]:
+def bench(jobs: Sequence[Job], *, group: ProcessGroup = SINGLE, progress: Progress = silent) -> list[Bench]:
     """Measure models one after the other, each in a fresh process.
 
     Args:
@@ -128,7 +126,7 @@ def bench(jobs: Sequence[Job], *, group: Group | None = None, progress: Progress
     """
     for job in jobs:
         require_room(job)
-    if group is not None:
+    if group.size > 1:
         if len(jobs) > 1:
             raise RequestError("several processes measure one model at a time", found=len(jobs))
         return [_measure(jobs[0], group)]
@@ -219,20 +217,18 @@ def _tell(job: Job, sender: Connection) -> None:
 
 
 @torch.inference_mode()
-def _measure(job: Job, group: Group | None = None) -> Bench:
+def _measure(job: Job, group: ProcessGroup = SINGLE) -> Bench:
     if job.threads is not None:
         torch.set_num_threads(job.threads)
     with enough_memory(job.path):
         return _measure_model(job, group)
 
 
-def _measure_model(job: Job, group: Group | None) -> Bench:
+def _measure_model(job: Job, group: ProcessGroup) -> Bench:
     checkpoint = job.checkpoint()
-    if group is not None:
-        checkpoint = shard(checkpoint, group)
     started = time.perf_counter()
-    device = usable_device(job.device) if group is None else group.device
-    model = load_model(checkpoint, device=device, backend=job.backend)
+    device = group.device or usable_device(job.device)
+    model = load_model(checkpoint, device=device, backend=job.backend, group=group)
     load_seconds = time.perf_counter() - started
     firsts = [seconds(partial(prefill_once, model, PROMPT, job.compiled)) for _ in range(1 + job.runs)]
     prefill = {}

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import CheckpointError
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint
@@ -45,8 +46,9 @@ class StateCache:
             raise destination_error(error, folder) from error
 
     def __call__(
-        self, checkpoint: Checkpoint, batches: Sequence[Batch], *, progress: Progress = silent
-    ) -> list[Tensor]:
+        self, checkpoint: Checkpoint, batches: Sequence[Batch], *, group: ProcessGroup = SINGLE,
+        progress: Progress = silent,
+    ) -> list[Tensor]:  # fmt: skip
         """Final hidden states [B, T, D] of every batch, float32; read where they were kept.
 
         Raises:
@@ -62,7 +64,7 @@ class StateCache:
         if _holds(path, tensors):
             file = open_file(path)
             return [file.read(tensor.name) for tensor in tensors]
-        states = layerwise_hidden(checkpoint, batches, progress=progress)
+        states = layerwise_hidden(checkpoint, batches, group=group, progress=progress)
         self._keep(path, tensors, states)
         return states
 

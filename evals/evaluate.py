@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.data.files import EXCERPT, excerpt
-from quantkit.distributed.group import Group
+from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.evals.cache import StateCache
 from quantkit.evals.harness import as_lm
@@ -38,7 +38,7 @@ def evaluate(
     window: int | None = None,
     cache_logits: Path | None = None,
     speed: bool = False,
-    group: Group | None = None,
+    group: ProcessGroup = SINGLE,
     progress: Progress = silent,
 ) -> Evaluation:
     """Measure checkpoints, each by itself and, given a reference, by the distance from it.
@@ -67,12 +67,11 @@ def evaluate(
         raise RequestError("data of tasks go with tasks, and none are named")
     if cache_logits is not None and against is None:
         raise RequestError("only a reference's logits are kept, and none is given")
-    if cache_logits is not None and group is not None:
+    if cache_logits is not None and group.size > 1:
         raise RequestError("a reference's logits are kept by one process alone")
     models = open_models(paths, against, window, group)
     chosen, notes = _texts(texts, use_excerpt=not tasks)
-    if group is not None:
-        group.require_same({f"text {text.name}": text.sha256 for text in chosen})
+    group.require_same({f"text {text.name}": text.sha256 for text in chosen})
     length = fixed_window(models, window)
     read = [streams(models, text, length, alike=against is not None) for text in chosen]
     hidden = layerwise_hidden if cache_logits is None else StateCache(cache_logits)
@@ -82,15 +81,19 @@ def evaluate(
     measures: list[dict[str, TextMeasures]] = [{} for _ in models]
     with loaded as questions:
         for text, cut in zip(chosen, read, strict=True):
-            found = _alone(models, cut, progress) if against is None else _held_against(models, cut, hidden, progress)
+            if against is None:
+                found = _alone(models, cut, group, progress)
+            else:
+                found = _held_against(models, cut, hidden, group, progress)
             for measured, model, stream, (perplexity, apart) in zip(measures, models, cut, found, strict=True):
                 documents = score_documents(
-                    model.checkpoint, model.tokenizer, text, model.rolling_window, progress=_named(progress, model)
-                )
+                    model.checkpoint, model.tokenizer, text, model.rolling_window, group=group,
+                    progress=_named(progress, model),
+                )  # fmt: skip
                 measured[text.name] = TextMeasures(stream.tokens, documents, perplexity, apart)
-        answers = [_ask(model, questions, progress) if tasks else ({}, []) for model in models]
+        answers = [_ask(model, questions, group, progress) if tasks else ({}, []) for model in models]
     prompt = chosen[0].raw if chosen else excerpt()
-    paces = [decoding_speed(model.checkpoint, model.tokenizer, prompt) if speed else None for model in models]
+    paces = [decoding_speed(model.checkpoint, model.tokenizer, prompt, group) if speed else None for model in models]
     errors, kind = _layer_errors(models[-1].checkpoint.path)
     packages = ("quantkit", "torch", *(["lm_eval"] if tasks else []))
     return Evaluation(
@@ -120,27 +123,31 @@ def _texts(paths: Sequence[Path], *, use_excerpt: bool) -> tuple[list[Text], lis
 _Fixed = list[tuple[float, Divergence | None]]
 
 
-def _alone(models: Sequence[Model], read: Sequence[Stream], progress: Progress) -> _Fixed:
+def _alone(models: Sequence[Model], read: Sequence[Stream], group: ProcessGroup, progress: Progress) -> _Fixed:
     """Each model's token perplexity."""
     return [
-        (token_perplexity(model.checkpoint, stream.windows, progress=_named(progress, model)), None)
+        (token_perplexity(model.checkpoint, stream.windows, group=group, progress=_named(progress, model)), None)
         for model, stream in zip(models, read, strict=True)
     ]
 
 
-def _held_against(models: Sequence[Model], read: Sequence[Stream], hidden: Hidden, progress: Progress) -> _Fixed:
+def _held_against(
+    models: Sequence[Model], read: Sequence[Stream], hidden: Hidden, group: ProcessGroup, progress: Progress
+) -> _Fixed:
     """Each model's token perplexity and, of all but the first, the divergence from the first."""
     reference, *others = (model.checkpoint for model in models)
-    found = compare(reference, others, read[0].windows, reference_hidden=hidden, progress=_named(progress, models[0]))
+    found = compare(
+        reference, others, read[0].windows, reference_hidden=hidden, group=group, progress=_named(progress, models[0])
+    )
     return [(found[0].reference_perplexity, None), *((one.perplexity, one.divergence) for one in found)]
 
 
 _Answers = tuple[dict[str, TaskScore], list[str]]
 
 
-def _ask(model: Model, questions: Sequence[Any], progress: Progress) -> _Answers:
+def _ask(model: Model, questions: Sequence[Any], group: ProcessGroup, progress: Progress) -> _Answers:
     """A model's scores in the tasks, and the backends of its quantized layers there."""
-    lm = as_lm(model.checkpoint, model.tokenizer, model.rolling_window, progress=_named(progress, model))
+    lm = as_lm(model.checkpoint, model.tokenizer, model.rolling_window, group=group, progress=_named(progress, model))
     return run_tasks(questions, lm), lm.backends
 
 

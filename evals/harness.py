@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
 from quantkit.evals.extras import optional
 from quantkit.evals.models import backend_names
@@ -28,29 +29,35 @@ _NEW_TOKENS = 256
 """The harness's own limit where a task names none."""
 
 
-def as_lm(checkpoint: Checkpoint, tokenizer: Tokenizer, max_length: int, *, progress: Progress = silent) -> Any:
+def as_lm(
+    checkpoint: Checkpoint, tokenizer: Tokenizer, max_length: int, *, group: ProcessGroup = SINGLE,
+    progress: Progress = silent,
+) -> Any:  # fmt: skip
     """An ``lm_eval.api.model.LM`` that answers with this checkpoint, run in float32.
 
     Args:
         max_length: tokens the model sees at once.
+        group: the processes that share the model.
 
     Raises:
         RequestError: if lm-evaluation-harness is not installed.
     """
     base = optional("lm_eval.api.model").TemplateLM
     quiet = {"loglikelihood": partialmethod(base.loglikelihood, disable_tqdm=True)}
-    return type("QuantkitLM", (Scorer, base), quiet)(checkpoint, tokenizer, max_length, progress)
+    return type("QuantkitLM", (Scorer, base), quiet)(checkpoint, tokenizer, max_length, group, progress)
 
 
 class Scorer:
     """The methods that the harness's ``TemplateLM`` leaves open; a request's arguments are in its ``args``."""
 
-    def __init__(self, checkpoint: Checkpoint, tokenizer: Tokenizer, max_length: int, progress: Progress) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, tokenizer: Tokenizer, max_length: int, group: ProcessGroup, progress: Progress
+    ) -> None:
         super().__init__()
         self.max_length = max_length
         self._prefix = prefix_token(tokenizer, checkpoint)
         self._path = checkpoint.path
-        self._model = load_model(checkpoint, dtype=torch.float32)
+        self._model = load_model(checkpoint, dtype=torch.float32, group=group)
         self.backends = backend_names(self._model)
         self._tokenizer = tokenizer
         self._progress = progress

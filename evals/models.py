@@ -8,15 +8,15 @@ from pathlib import Path
 
 from torch import Tensor
 
-from quantkit.distributed.group import Group
-from quantkit.distributed.sharded import shard
+from quantkit.distributed.group import SINGLE, ProcessGroup
+from quantkit.distributed.shard import require_shareable
 from quantkit.errors import RequestError
 from quantkit.evals.texts import Text
 from quantkit.evals.tokens import measuring_tokenizer, token_ids
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.decoder import Decoder
-from quantkit.model.qlinear import QuantLinear
+from quantkit.model.linear import QuantLinear
 from quantkit.quality.measures import text_windows
 from quantkit.text.tokenizer import Tokenizer
 
@@ -45,12 +45,12 @@ class Stream:
 
 
 def open_models(
-    paths: Sequence[Path], against: Path | None, window: int | None, group: Group | None = None
+    paths: Sequence[Path], against: Path | None, window: int | None, group: ProcessGroup = SINGLE
 ) -> list[Model]:
     """All models, the reference first and once, by names as short as tells them apart.
 
     Args:
-        group: the processes that share each of them.
+        group: the processes that share each model.
 
     Raises:
         RequestError: if there is none but the reference, or the window exceeds a context.
@@ -65,9 +65,8 @@ def open_models(
         names = [str(path) for path in paths]
     models = []
     for name, path in zip(names, paths, strict=True):
-        checkpoint: Checkpoint = open_checkpoint(path)
-        if group is not None:
-            checkpoint = shard(checkpoint, group)
+        checkpoint = open_checkpoint(path)
+        require_shareable(checkpoint, group)
         context = checkpoint.config.max_context
         if window is not None and not 2 <= window <= context:
             raise RequestError(

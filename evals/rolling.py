@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.evals.texts import Text
 from quantkit.evals.tokens import prefix_token, token_ids
 from quantkit.formats.checkpoint import Checkpoint
@@ -27,8 +28,9 @@ class DocumentScore:
 
 
 def score_documents(
-    checkpoint: Checkpoint, tokenizer: Tokenizer, text: Text, window: int, *, progress: Progress = silent
-) -> DocumentScore:
+    checkpoint: Checkpoint, tokenizer: Tokenizer, text: Text, window: int, *, group: ProcessGroup = SINGLE,
+    progress: Progress = silent,
+) -> DocumentScore:  # fmt: skip
     """The log probability of a text's documents, in rolling windows, per word and byte of the raw text.
 
     Raises:
@@ -37,7 +39,7 @@ def score_documents(
     """
     prefix = prefix_token(tokenizer, checkpoint)
     pairs = (pair for one in text.readings for pair in rolling(token_ids(tokenizer, one), prefix, window))
-    loss = log_loss(checkpoint, grouped(pairs), progress=progress)
+    loss = log_loss(checkpoint, grouped(pairs), group=group, progress=progress)
     return DocumentScore(perplexity(loss, text.words), perplexity(loss, text.bytes), loss / text.bytes / math.log(2))
 
 

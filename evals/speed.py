@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from quantkit.distributed.group import ProcessGroup
 from quantkit.evals.models import backend_names
 from quantkit.evals.tokens import token_ids
 from quantkit.formats.checkpoint import DTYPE_NAMES, Checkpoint
@@ -38,14 +39,14 @@ class Speed:
     threads: int
 
 
-def decoding_speed(checkpoint: Checkpoint, tokenizer: Tokenizer, text: str) -> Speed:
+def decoding_speed(checkpoint: Checkpoint, tokenizer: Tokenizer, text: str, group: ProcessGroup) -> Speed:
     """Let a model continue the first tokens of a text, past any end token.
 
     Raises:
         RequestError: if the model's context is too short.
         NonFiniteError: if its logits are NaN or Inf.
     """
-    model = load_model(checkpoint)
+    model = load_model(checkpoint, group=group)
     model.config = replace(model.config, eos_token_ids=())
     prompt = token_ids(tokenizer, text)[:PROMPT_TOKENS]
     rates = []

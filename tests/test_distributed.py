@@ -16,8 +16,8 @@ import quantkit
 from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.calibration.pipeline import STANDARD, BlockQuantizer
-from quantkit.calibration.ranks import Ranks
 from quantkit.data.files import excerpt
+from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.tensors.qtensor import QuantTensor
@@ -73,17 +73,6 @@ def test_three_processes_make_what_one_makes(demo_model: Path, text: Path, tmp_p
     assert quantkit.load(tmp_path / "three")
 
 
-def test_shares_are_whole_and_apart() -> None:
-    ranks = Ranks()
-    assert (ranks.rank, ranks.size) == (0, 1)
-    for size in (1, 2, 3, 7):
-        found: list[int] = []
-        for rank in range(size):
-            ranks.rank, ranks.size = rank, size
-            found += range(20)[ranks.share(20)]
-        assert found == list(range(20))
-
-
 def test_the_hessian_is_that_of_all_samples(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one process adds up is what two add up together."""
     from quantkit.calibration import pipeline
@@ -93,15 +82,15 @@ def test_the_hessian_is_that_of_all_samples(demo_model: Path, tmp_path: Path, mo
     seen: list[Any] = []
     finish = pipeline.HessianAccumulator.finish
 
-    def watched(self: Any, ranks: Any) -> None:
-        finish(self, ranks)
+    def watched(self: Any, group: Any) -> None:
+        finish(self, group)
         seen.append((self.paired if self.hessian is None else self.hessian).clone())
 
     monkeypatch.setattr(pipeline.HessianAccumulator, "finish", watched)
     for part in (tokens, tokens[:2], tokens[2:]):
         states = ActivationStore(tmp_path / "states", 10**9)
         scheme = {"model.layers.0.mlp.down_proj": QuantScheme.parse("int8")}
-        BlockQuantizer(source, part, scheme, torch.float32, states, torch.device("cpu"), STANDARD).next_block()
+        BlockQuantizer(source, part, scheme, torch.float32, states, torch.device("cpu"), STANDARD, SINGLE).next_block()
     whole, first, second = seen
     torch.testing.assert_close(first + second, whole, rtol=1e-4, atol=1e-2)
     assert torch.equal(whole, whole.t())
@@ -109,11 +98,12 @@ def test_the_hessian_is_that_of_all_samples(demo_model: Path, tmp_path: Path, mo
 
 @pytest.mark.parametrize("elsewhere", [True, False], ids=["unpaired elsewhere", "alone"])
 def test_all_processes_add_up_the_same_whatever_they_saw(elsewhere: bool) -> None:
-    class Counted(Ranks):
-        calls = 0
+    calls = 0
 
-        def add_up_(self, value: torch.Tensor) -> None:
-            self.calls += 1
+    class Counted(ProcessGroup):
+        def sum_(self, value: torch.Tensor) -> None:
+            nonlocal calls
+            calls += 1
             if value.numel() == 1:  # how many have seen unpaired inputs
                 value += elsewhere
 
@@ -125,16 +115,16 @@ def test_all_processes_add_up_the_same_whatever_they_saw(elsewhere: bool) -> Non
         assert statistics.hessian is None  # held only once it is needed
         if paired < 32:
             statistics.add(inputs[paired:])
-        ranks = Counted()
-        statistics.finish(ranks)
+        calls = 0
+        statistics.finish(Counted())
         hessian, pairs, drift = statistics.release()
         torch.testing.assert_close(pairs, inputs[:paired].t() @ inputs[:paired])
         torch.testing.assert_close(drift, pairs)
         if paired == 32 and not elsewhere:
             assert hessian is None
-            assert ranks.calls == 3
+            assert calls == 3
         else:
             assert hessian is not None
-            assert ranks.calls == 4
+            assert calls == 4
             assert hessian.data_ptr() != pairs.data_ptr()  # the solver damps both in place
             torch.testing.assert_close(hessian, inputs.t() @ inputs)

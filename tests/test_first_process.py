@@ -53,15 +53,12 @@ def test_waiting_has_no_limit_of_time() -> None:
         "import time, torch.distributed as dist\n"
         "from datetime import timedelta\n"
         "from functools import partial\n"
-        "from quantkit.calibration.ranks import Ranks\n"
         "from quantkit.cli.processes import together\n"
         "dist.init_process_group = partial(dist.init_process_group, timeout=timedelta(seconds=3))\n"
         "with together(device='cpu') as group:\n"
-        "    ranks = Ranks()\n"
-        "    ranks.meet()\n"
         "    time.sleep(4 * group.first)\n"
-        "    print(sorted(ranks.agree({'a'} if group.first else {'b'})))\n"
-        "    ranks.wait()\n"
+        "    print(sorted(group.agree({'a'} if group.first else {'b'})))\n"
+        "    group.wait()\n"
         "    time.sleep(4 * group.first)\n"
     )
     both = forked.group(2, code)

@@ -37,7 +37,7 @@ ONLY = {
     "quantkit.text": {"errors", "json_values", "text"},
     "quantkit.kernels": {"errors", "tensors", "kernels"},
     "quantkit.solver": {"errors", "tensors", "solver"},
-    "quantkit.model.decoder": {"architectures", "model"},
+    "quantkit.model.decoder": {"architectures", "distributed", "model"},
     "quantkit.model.attention": {"model"},
     "quantkit.model.cache": {"architectures"},
     "quantkit.model.rope": {"architectures"},
@@ -53,7 +53,7 @@ NEEDS_TRITON = {f"quantkit.kernels.triton_{part}" for part in ("attention", "int
 
 
 XLA = "quantkit.xla"
-XLA_LIGHT = {XLA, f"{XLA}.require", f"{XLA}.layout"}  # what can be imported where there is no jax
+XLA_LIGHT = {XLA, f"{XLA}.require", f"{XLA}.split"}  # what can be imported where there is no jax
 
 
 def _modules() -> dict[str, ast.Module]:
@@ -133,6 +133,11 @@ def test_jax_is_asked_for_in_one_room_and_torchax_in_one_module() -> None:
     assert users("torchax") == {f"{XLA}.bridge"}
     assert users("jax")
     assert all(module.startswith(XLA + ".") and module not in XLA_LIGHT for module in users("jax"))
+
+
+def test_one_module_knows_whether_torch_has_a_process_group() -> None:
+    users = {m for m, tree in MODULES.items() if any(n.startswith("torch.distributed") for n in _imports(tree))}
+    assert users - {"quantkit.calibration.ranks"} == {"quantkit.distributed.group"}
 
 
 def test_the_light_modules_do_without_torch() -> None:

@@ -319,8 +319,8 @@ def test_an_error_of_the_source_leaves_nothing_behind(
 ) -> None:
     real = CheckpointWriter.put
 
-    def fail(self: CheckpointWriter, value: Any, record: Any = None) -> None:
-        real(self, value, record)
+    def fail(self: CheckpointWriter, name: str, value: Any, record: Any = None) -> None:
+        real(self, name, value, record)
         raise CheckpointError("the source is damaged")
 
     monkeypatch.setattr(CheckpointWriter, "put", fail)

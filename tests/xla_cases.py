@@ -24,10 +24,10 @@ from quantkit.model.load import load_model
 from quantkit.runtime.generate import generate as generate_eager
 from quantkit.runtime.sampling import SamplingParams
 from quantkit.xla import products
-from quantkit.xla.engine import Text, XlaModel, model_on_devices
+from quantkit.xla.engine import XlaModel, model_on_devices
 from quantkit.xla.estimate import collectives
-from quantkit.xla.generate import bucket, generate
-from quantkit.xla.programs import CHUNK, Sampling
+from quantkit.xla.generate import CachedText, bucket, generate
+from quantkit.xla.programs import CHUNK, Sampling, sample
 
 warnings.simplefilter("error")
 PROMPT = [5, 17, 40, 3, 77, 12, 9]
@@ -83,10 +83,10 @@ def compared(eager: Decoder, model: XlaModel) -> dict[str, Any]:
     }
 
 
-def text(model: XlaModel, filler: int) -> Text:
+def text(model: XlaModel, filler: int) -> CachedText:
     tokens = np.full((1, PADDED), filler)
     tokens[0, : len(PROMPT)] = PROMPT
-    return Text(model, tokens, len(PROMPT), CAPACITY)
+    return CachedText(model, tokens, len(PROMPT), CAPACITY)
 
 
 @torch.inference_mode()
@@ -129,14 +129,14 @@ def ended(model: XlaModel) -> list[list[int]]:
     """All of 25 tokens, those with the fifteenth as end token, and the end token."""
     tokens = list(generate(model, PROMPT, max_new_tokens=25))
     config = replace(model.config, eos_token_ids=(tokens[14],))
-    ending = replace(model, layout=replace(model.layout, config=config))
+    ending = replace(model, split=replace(model.split, config=config))
     return [tokens, list(generate(ending, PROMPT, max_new_tokens=25)), [tokens[14]]]
 
 
 def broken(model: XlaModel) -> str:
     state = dict(model.state)
     state["model.norm.weight"] = state["model.norm.weight"] * np.nan
-    spoiled = XlaModel(model.layout, model.mesh, model.decoder, state, model.dtype)
+    spoiled = XlaModel(model.split, model.mesh, model.decoder, state, model.dtype)
     return error(lambda: list(generate(spoiled, PROMPT, max_new_tokens=3)))
 
 
@@ -144,7 +144,9 @@ def beyond() -> list[float]:
     """A cache of four positions after two were put at its last and the one that is not there."""
     cache, new = np.full((1, 1, 4, 1), 4.0), np.full((1, 1, 2, 1), 2.0)
     return (
-        np.asarray(products.stored(jax.numpy.asarray(cache), jax.numpy.asarray(new), np.arange(3, 5))).ravel().tolist()
+        np.asarray(products.update_cache(jax.numpy.asarray(cache), jax.numpy.asarray(new), np.arange(3, 5)))
+        .ravel()
+        .tolist()
     )
 
 
@@ -181,11 +183,9 @@ def attention_error() -> float:
 
 def frequencies() -> list[float]:
     """How often each of four tokens of probability 0.5, 0.3, 0.15, 0.05 is drawn from the first 0.7 of them."""
-    from quantkit.xla.draw import drawn
-
     logits = 2.0 * np.log(np.array([[0.3, 0.05, 0.5, 0.15]], np.float32))
     keys = jax.random.split(jax.random.key(0), 4000)
-    tokens = jax.vmap(lambda key: drawn(logits, key, np.float32(2.0), np.float32(0.7)))(keys)
+    tokens = jax.vmap(lambda key: sample(logits, key, np.float32(2.0), np.float32(0.7)))(keys)
     return (np.bincount(np.asarray(tokens)[:, 0], minlength=4) / 4000).tolist()
 
 

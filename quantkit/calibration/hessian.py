@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantkit.calibration.ranks import Ranks
+from quantkit.distributed.group import ProcessGroup
 
 _STRIPS = 4
 
@@ -44,19 +44,19 @@ class HessianAccumulator:
         del self.hessian, self.paired, self.drift
         return given
 
-    def finish(self, ranks: Ranks) -> None:
+    def finish(self, group: ProcessGroup) -> None:
         """Add up what all processes gathered."""
         unpaired = torch.tensor([float(self.hessian is not None)], device=self.paired.device)
-        ranks.add_up_(unpaired)
+        group.sum_(unpaired)
         if unpaired.any():
             self.hessian = self.paired.clone() if self.hessian is None else self.hessian.add_(self.paired)
-            self._gather(self.hessian, ranks)
-        self._gather(self.paired, ranks)
-        ranks.add_up_(self.drift)
+            self._gather(self.hessian, group)
+        self._gather(self.paired, group)
+        group.sum_(self.drift)
 
     @staticmethod
-    def _gather(sums: Tensor, ranks: Ranks) -> None:
-        ranks.add_up_(sums)
+    def _gather(sums: Tensor, group: ProcessGroup) -> None:
+        group.sum_(sums)
         _fill_lower(sums)
 
 

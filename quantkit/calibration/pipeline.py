@@ -19,25 +19,21 @@ from torch import Tensor, nn
 from quantkit.architectures.config import ModelConfig
 from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.hessian import HessianAccumulator
-from quantkit.calibration.ranks import Ranks
+from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.memory import give_back
 from quantkit.model.attention import causal_attention
-from quantkit.model.decoder import Block
-from quantkit.model.load import BLOCK_PREFIX, fill
-from quantkit.model.meta_init import meta_init
+from quantkit.model.decoder import Block, Step
+from quantkit.model.load import BLOCK_PREFIX, fill, meta_init
 from quantkit.model.rope import Rotary
 from quantkit.solver.gptq import Damped, GptqReport, SingularError, compensated, solve
-from quantkit.tensors.qtensor import QuantTensor, quantize_rtn, row_chunks
+from quantkit.tensors.qtensor import ROUNDING, QuantTensor, quantize_rtn, row_chunks
 from quantkit.tensors.scheme import QuantScheme
 
 _TOKENS_AT_ONCE = 2048
 _BATCH_VALUES = 1 << 22  # of the feed-forward's inner states
 _LEAST_BATCHES = 4
-
-ROUNDING = "round-to-nearest"
-"""What the manifest calls the solver that only rounds."""
 
 Result = tuple[QuantTensor, dict[str, object]]
 """Codes, and what the manifest says of how they were found."""
@@ -119,7 +115,7 @@ class BlockQuantizer:
 
     def __init__(
         self, source: Checkpoint, tokens: Tensor, schemes: Mapping[str, QuantScheme], scale_dtype: torch.dtype,
-        states: ActivationStore, device: torch.device, effort: Effort,
+        states: ActivationStore, device: torch.device, effort: Effort, group: ProcessGroup,
     ) -> None:  # fmt: skip
         """Embed the samples.
 
@@ -131,6 +127,7 @@ class BlockQuantizer:
             states: holds the activations.
             device: where everything is computed.
             effort: how much to do about drift.
+            group: this process among those that share the work.
         """
         self._effort = effort
         self._source = source
@@ -138,23 +135,23 @@ class BlockQuantizer:
         self._scale_dtype = scale_dtype
         self._states = states
         self._device = device
-        self._ranks = Ranks()
+        self._group = group
         embedding = source.load("model.embed_tokens.weight")
         assert isinstance(embedding, Tensor)
-        own = tokens[self._ranks.share(len(tokens))]
+        own = tokens[self._group.share(len(tokens))]
         parts = torch.split(own, batch_samples(source.config, tokens.shape[1])) if len(own) else ()
         self._batches = len(parts)
         for index, part in enumerate(parts):
             for stream in ("seen", "float")[: 1 + effort.follows(index, len(parts))]:
                 states.put((stream, index), nn.functional.embedding(part, embedding).float())
         self._positions = torch.arange(tokens.shape[1], device=device)
-        self._angles = Rotary(source.config).to(device)(self._positions)
-        self._attend = causal_attention(self._positions, source.config.windows)
+        angles = Rotary(source.config).to(device)(self._positions)
+        self._step = Step(angles, causal_attention(self._positions, source.config.windows))
         self._layer = 0
         self._pending: nn.Module | None = None
 
     @torch.inference_mode()
-    def next_block(self, finished: Callable[[str], QuantTensor] | None = None) -> dict[str, Result]:
+    def next_block(self, finished: Callable[[str], Tensor | QuantTensor] | None = None) -> dict[str, Result]:
         """Quantize the next block; the results by tensor name.
 
         Args:
@@ -173,7 +170,7 @@ class BlockQuantizer:
                 self._pass_on(site.modules[0], floats, seen)
             give_back()
             if finished is not None:
-                solved: dict[str, Result] = {name: (finished(name + ".weight"), {}) for name in wanted}
+                solved: dict[str, Result] = {name: (_quantized(finished(name + ".weight")), {}) for name in wanted}
             else:
                 solved = {} if statistics is None else self._solve(site, wanted, floats, statistics)
             del statistics
@@ -196,7 +193,7 @@ class BlockQuantizer:
         config = self._source.config
 
         def mixed(block: Block, x: Tensor) -> Tensor:
-            return block.self_attn.mix(block.input_layernorm(x), self._angles, self._attend)
+            return block.inner("attention", x, self._step)
 
         qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         head_norms = ("self_attn.q_norm", "self_attn.k_norm") if config.qk_norm else ()
@@ -205,7 +202,7 @@ class BlockQuantizer:
             Site(("self_attn.o_proj",), head_norms, mixed, True),
             Site(("mlp.gate_proj", "mlp.up_proj"), ("post_attention_layernorm",),
                  lambda block, x: block.post_attention_layernorm(x), False),
-            Site(("mlp.down_proj",), (), lambda block, x: block.mlp.gate(block.post_attention_layernorm(x)), True),
+            Site(("mlp.down_proj",), (), lambda block, x: block.inner("mlp", x, self._step), True),
         )  # fmt: skip
 
     def _pass_on(self, module: str, floats: Block, seen: Block) -> None:
@@ -256,7 +253,7 @@ class BlockQuantizer:
             self._put("seen", index, x)
         self._pending = None
         if statistics is not None:
-            statistics.finish(self._ranks)
+            statistics.finish(self._group)
         return statistics
 
     def _solve(
@@ -291,7 +288,7 @@ class BlockQuantizer:
         Args:
             outputs: whether the drift is that of the outputs.
         """
-        parts = {scheme: (rows[self._ranks.share(len(rows))], len(rows)) for scheme, rows in weights.items()}
+        parts = {scheme: (rows[self._group.share(len(rows))], len(rows)) for scheme, rows in weights.items()}
         hessian, paired, drift = statistics.release()
         diagonal = paired.diagonal().clone()
         factor = torch.linalg.cholesky(Damped.of_(paired, self._effort.damping).matrix)
@@ -302,7 +299,7 @@ class BlockQuantizer:
         targets = {}
         for scheme, (part, total) in parts.items():
             targets[scheme] = torch.empty_like(part)
-            own_drift = drift[self._ranks.share(total)] if outputs else drift
+            own_drift = drift[self._group.share(total)] if outputs else drift
             for start, stop in row_chunks(*part.shape):
                 pull = own_drift[start:stop] if outputs else part[start:stop] @ own_drift
                 targets[scheme][start:stop] = compensated(part[start:stop], factor, pull)
@@ -317,10 +314,10 @@ class BlockQuantizer:
     def _joined(self, quantized: QuantTensor, report: GptqReport, total: int) -> tuple[QuantTensor, GptqReport]:
         """The rows of all processes, on the CPU."""
         codes, error, energy = (
-            self._ranks.join(rows, total) for rows in (quantized.codes, report.error, report.energy)
+            self._group.join(rows, total) for rows in (quantized.codes, report.error, report.energy)
         )
-        scale = self._ranks.join(quantized.scale.float(), total).to(self._scale_dtype)
-        zero = None if quantized.zero is None else self._ranks.join(quantized.zero, total)
+        scale = self._group.join(quantized.scale.float(), total).to(self._scale_dtype)
+        zero = None if quantized.zero is None else self._group.join(quantized.zero, total)
         return (
             QuantTensor(codes, scale, zero, quantized.scheme).to("cpu"),
             GptqReport(report.damping, report.dead_columns, error.cpu(), energy.cpu()),
@@ -336,6 +333,11 @@ class BlockQuantizer:
 
     def _put(self, stream: str, index: int, value: Tensor) -> None:
         self._states.put((stream, index), value.cpu())
+
+
+def _quantized(value: Tensor | QuantTensor) -> QuantTensor:
+    assert isinstance(value, QuantTensor)
+    return value
 
 
 def _weight(block: Block, module: str) -> Tensor:

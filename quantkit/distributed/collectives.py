@@ -1,4 +1,4 @@
-"""Where the processes of a group meet: traceable collectives, and the modules that call them.
+"""Collectives within a model: traceable ones, and the modules that call them.
 
 The operators beneath `torch.distributed._functional_collectives` are called: its functions change their
 names from one torch to the next.
@@ -10,17 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quantkit.distributed.group import Group
+from quantkit.distributed.group import ProcessGroup
 
 
-def summed(x: Tensor, group: Group) -> Tensor:
+def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
     """The sum of all processes' tensors, with equal bits on all of them."""
     operators = torch.ops._c10d_functional
     total: Tensor = operators.wait_tensor(operators.all_reduce(x.contiguous(), "sum", group.name))
     return total
 
 
-def gathered(x: Tensor, group: Group, width: int) -> Tensor:
+def all_gather(x: Tensor, group: ProcessGroup, width: int) -> Tensor:
     """All processes' tensors [..., W] side by side, and of that the first columns: [..., width]."""
     operators = torch.ops._c10d_functional
     flat = x.reshape(-1, x.shape[-1])
@@ -29,52 +29,48 @@ def gathered(x: Tensor, group: Group, width: int) -> Tensor:
     return joined[..., :width]
 
 
-def looked_up(tokens: Tensor, rows: Tensor, first_row: int, group: Group) -> Tensor:
+def vocab_parallel_embedding(tokens: Tensor, rows: Tensor, first_row: int, group: ProcessGroup) -> Tensor:
     """Embeddings [..., D] of tokens [...], of which this process has the rows from `first_row` on."""
     own = tokens - first_row
     elsewhere = (own < 0) | (own >= rows.shape[0])
     found = F.embedding(own.masked_fill(elsewhere, 0), rows)
-    return summed(found.masked_fill(elsewhere.unsqueeze(-1), 0), group)
+    return all_reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0), group)
 
 
 class RowParallelLinear(nn.Module):
-    """A linear that has some of the inputs: what it and its counterparts give is added up."""
+    """A linear of which each process has the columns of some inputs; what they give is added up."""
 
-    def __init__(self, own: nn.Module, group: Group) -> None:
+    def __init__(self, own: nn.Module, group: ProcessGroup) -> None:
         super().__init__()
         self.own = own
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
-        return summed(self.own(x), self.group)
+        return all_reduce(self.own(x), self.group)
 
 
 class ColumnParallelLinear(nn.Module):
-    """A linear that has some of the outputs, the last perhaps for filling up: all of them, [..., width]."""
+    """A linear of which each process has the rows of some outputs, the last perhaps padded; it gives all of them,
+    [..., width]."""
 
-    def __init__(self, own: nn.Module, group: Group, width: int) -> None:
+    def __init__(self, own: nn.Module, group: ProcessGroup, width: int) -> None:
         super().__init__()
         self.own = own
         self.group = group
         self.width = width
 
     def forward(self, x: Tensor) -> Tensor:
-        return gathered(self.own(x), self.group, self.width)
+        return all_gather(self.own(x), self.group, self.width)
 
 
 class VocabParallelEmbedding(nn.Module):
     """An embedding of which each process has some rows, `weight` [R, D] from `first_row` on."""
 
-    def __init__(self, weight: Tensor, first_row: int, group: Group) -> None:
+    def __init__(self, weight: Tensor, first_row: int, group: ProcessGroup) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.first_row = first_row
         self.group = group
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return looked_up(tokens, self.weight, self.first_row, self.group)
-
-
-def group_of(model: nn.Module) -> Group | None:
-    """The group that shares a model; None where it is whole."""
-    return next((module.group for module in model.modules() if isinstance(module, VocabParallelEmbedding)), None)
+        return vocab_parallel_embedding(tokens, self.weight, self.first_row, self.group)

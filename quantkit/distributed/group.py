@@ -1,4 +1,4 @@
-"""The processes that share one model, as ``torchrun`` or any other launcher starts them."""
+"""The processes that share one model or one calibration, as ``torchrun`` or any other launcher starts them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from quantkit.errors import GroupError, RequestError
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _LONGEST = 60
+_LONGEST_JOB = timedelta(days=365)
 _ENDED, _HEARD = "ended", "heard"
 _POLL_SECONDS = 0.1
 _PATIENCE = 5.0
@@ -28,69 +31,65 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Group:
-    """This process among those of a group.
+class ProcessGroup:
+    """This process among those of a group; `SINGLE` where there is no other, and then no method does anything.
+
+    Its collectives are called by all processes alike, between the steps of a job; those within a model are in
+    `quantkit.distributed.collectives`.
 
     Attributes:
         rank, size: its number, and how many there are.
-        device: where it computes.
-        name: by which collectives know the group.
-        store: what all processes can read and write.
+        device: where it computes; None for `SINGLE`, whose caller chooses.
+        name: by which traceable collectives know the group.
     """
 
-    rank: int
-    size: int
-    device: torch.device
-    name: str
-    store: Store
+    rank: int = 0
+    size: int = 1
+    device: torch.device | None = None
+    name: str = ""
+    _store: Store | None = field(default=None, repr=False)
+    _world: dist.ProcessGroup | None = field(default=None, repr=False)
+    _patient: dist.ProcessGroup | None = field(default=None, repr=False)
+    """The same processes, on CPUs, for waits where one works and the others cannot. Others give up after a while
+    (30 minutes in gloo, 10 in NCCL), since there all compute."""
 
     @property
     def first(self) -> bool:
+        """Whether this process speaks and writes for all."""
         return self.rank == 0
 
-    def is_first_to_fail(self) -> bool:
-        """Whether no process has asked this before: that one says what went wrong, the others are silent."""
-        try:
-            return bool(self.store.add("failed", 1) == 1)
-        except RuntimeError:  # the launcher, or the process that keeps the store, has gone
-            return self.first
+    def share(self, count: int) -> slice:
+        """Which of so many things are this process's."""
+        return _share(count, self.rank, self.size)
 
-    def tell_end(self, code: int) -> None:
-        """Say that the first process, which this is, is done, and what it exits with."""
-        with contextlib.suppress(RuntimeError):  # nobody is left to be told
-            self.store.set(_ENDED, str(code))
-            patience = _PATIENCE
-            while patience > 0 and self.store.add(_HEARD, 0) < self.size - 1:  # this process may keep the store
-                time.sleep(_POLL_SECONDS)
-                patience -= _POLL_SECONDS
+    def sum_(self, value: Tensor) -> None:
+        """Replace a tensor by its sum over all processes."""
+        if self.size > 1:
+            dist.all_reduce(value, group=self._world)
 
-    def wait_for_end(self, patience: float = math.inf) -> int | None:
-        """Wait until the first process is done, by default however long that takes; what it exits with, if it is.
-
-        Raises:
-            GroupError: if it is lost.
-        """
-        try:
-            while not self.store.check([_ENDED]):
-                if patience <= 0:
-                    return None
-                time.sleep(_POLL_SECONDS)  # a wait in the store would be deaf to Ctrl-C
-                patience -= _POLL_SECONDS
-            self.store.add(_HEARD, 1)
-            return int(self.store.get(_ENDED))
-        except RuntimeError as error:
-            raise _lost() from error
-
-    def let_the_first_speak(self) -> None:
-        """Wait a little for the first process to end: a launcher stops all others once one has failed."""
-        with contextlib.suppress(GroupError):
-            self.wait_for_end(_PATIENCE)
+    def join(self, value: Tensor, total: int) -> Tensor:
+        """All processes' shares of `total` rows, one after the other; equal bits on all of them."""
+        if self.size == 1:
+            return value
+        whole = torch.empty(total, *value.shape[1:], dtype=value.dtype, device=value.device)
+        for rank in range(self.size):
+            part = _share(total, rank, self.size)
+            rows = value.contiguous() if rank == self.rank else torch.empty_like(whole[part])
+            dist.broadcast(rows, rank, group=self._world)
+            whole[part] = rows
+        return whole
 
     def agree(self, value: T) -> T:
-        """What the first process says."""
+        """What the first process says, however long that takes."""
         said = [value]
-        dist.broadcast_object_list(said, device=self.device)
+        if self.size > 1:
+            dist.broadcast_object_list(said, group=self._patient)
         return said[0]
+
+    def wait(self) -> None:
+        """Wait until all processes are here, however long that takes."""
+        if self.size > 1:
+            dist.barrier(self._patient)
 
     def require_same(self, facts: Mapping[str, object]) -> None:
         """Go on only if all processes have the same facts.
@@ -98,9 +97,11 @@ class Group:
         Raises:
             GroupError: on all of them, naming the first fact that differs.
         """
+        if self.size == 1:
+            return
         own = {key: repr(value) for key, value in facts.items()}
         everyone: list[dict[str, str]] = [{} for _ in range(self.size)]
-        dist.all_gather_object(everyone, own)
+        dist.all_gather_object(everyone, own, group=self._world)
         for rank, theirs in enumerate(everyone):
             for key in {**everyone[0], **theirs}:
                 found, expected = theirs.get(key), everyone[0].get(key)
@@ -110,10 +111,58 @@ class Group:
                         expected=f"{_short(expected)} as in process 0",
                     )  # fmt: skip
 
+    def is_first_to_fail(self) -> bool:
+        """Whether no process has asked this before: that one says what went wrong, the others are silent."""
+        if self._store is None:
+            return True
+        try:
+            return bool(self._store.add("failed", 1) == 1)
+        except RuntimeError:  # the launcher, or the process that keeps the store, has gone
+            return self.first
+
+    def tell_end(self, code: int) -> None:
+        """Say that the first process, which this is, is done, and what it exits with."""
+        if self._store is None:
+            return
+        with contextlib.suppress(RuntimeError):  # nobody is left to be told
+            self._store.set(_ENDED, str(code))
+            patience = _PATIENCE
+            while patience > 0 and self._store.add(_HEARD, 0) < self.size - 1:  # this process may keep the store
+                time.sleep(_POLL_SECONDS)
+                patience -= _POLL_SECONDS
+
+    def wait_for_end(self, patience: float = math.inf) -> int | None:
+        """Wait until the first process is done, by default however long that takes; what it exits with, if it is.
+
+        Raises:
+            GroupError: if it is lost.
+        """
+        if self._store is None:
+            return None
+        try:
+            while not self._store.check([_ENDED]):
+                if patience <= 0:
+                    return None
+                time.sleep(_POLL_SECONDS)  # a wait in the store would be deaf to Ctrl-C
+                patience -= _POLL_SECONDS
+            self._store.add(_HEARD, 1)
+            return int(self._store.get(_ENDED))
+        except RuntimeError as error:
+            raise _lost() from error
+
+    def let_the_first_speak(self) -> None:
+        """Wait a little for the first process to end: a launcher stops all others once one has failed."""
+        with contextlib.suppress(GroupError):
+            self.wait_for_end(_PATIENCE)
+
+
+SINGLE = ProcessGroup()
+"""A process that is alone."""
+
 
 @contextmanager
-def joined(device: str | None = None) -> Iterator[Group | None]:
-    """Join the other processes for a while; None if this one is alone.
+def joined(device: str | None = None) -> Iterator[ProcessGroup]:
+    """Join the other processes for a while; `SINGLE` if there are none.
 
     Who and where they are is in the environment, as ``torchrun`` sets it. They talk through NCCL on GPUs and
     gloo on CPUs.
@@ -126,7 +175,7 @@ def joined(device: str | None = None) -> Iterator[Group | None]:
         GroupError: if another process is lost.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield None
+        yield SINGLE
         return
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     own = torch.device(device)
@@ -142,13 +191,18 @@ def joined(device: str | None = None) -> Iterator[Group | None]:
     dist.init_process_group(backend, store=own_keys, rank=rank, world_size=size)
     assert dist.group.WORLD is not None
     try:
-        yield Group(rank, size, own, dist.group.WORLD.group_name, store)
+        patient = dist.new_group(backend="gloo", timeout=_LONGEST_JOB)
+        yield ProcessGroup(rank, size, own, dist.group.WORLD.group_name, store, dist.group.WORLD, patient)
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error):  # torch has no error of its own for it
             raise _lost() from error
         raise
     else:
         dist.destroy_process_group()  # not after an error, where NCCL would wait for those that are lost
+
+
+def _share(count: int, rank: int, size: int) -> slice:
+    return slice(count * rank // size, count * (rank + 1) // size)
 
 
 def _lost() -> GroupError:

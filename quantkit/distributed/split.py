@@ -1,10 +1,10 @@
-"""Which part of every tensor is one process's, by the naming table's shapes.
+"""Which slice of every tensor is one process's, by the sizes that its axes have.
 
-Queries go by whole heads, evenly; keys and values by the heads that the queries need, so that a KV head
-lies on several processes where there are fewer of them than processes. The feed-forward width goes by
-whole groups of the down projections' schemes, as evenly as they go; where the fullest would get over
+Queries are split by whole heads, evenly; keys and values by the heads that the queries need, so that a KV
+head lies on several processes where there are fewer of them than processes. The feed-forward width is split
+by whole groups of the row-parallel linears' schemes, as evenly as they go; where the fullest would get over
 an eighth more than its share, groups are halved, down to 32, and both halves keep the scale. The
-vocabulary goes by equal numbers of rows, the last process's filled up with zeros.
+vocabulary is split into equal numbers of rows, the last process's padded with zeros.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.topology import SPLIT, Parameter, parameters
-from quantkit.errors import RequestError
+from quantkit.architectures.topology import Parameter, parameters
+from quantkit.errors import RequestError, UnsupportedError
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.tensor_slice import TensorSlice
 
@@ -25,35 +25,41 @@ _UNEVEN = 1.125
 
 
 @dataclass(frozen=True)
-class Layout:
-    """One process's share of a model.
+class Split:
+    """What one process has of a model.
 
     Attributes:
+        rank: of the process.
         config: the model's, with this process's heads, KV heads and feed-forward width.
-        ranges: of each size that is shared out, by its symbol in the naming table.
-        vocabulary: rows of the embedding and the head on every process, zeros among them.
+        ranges: this process's part of each size that is split, by its name in the topology.
+        vocab_rows: rows of the embedding and the head on every process, padding included.
     """
 
+    rank: int
     config: ModelConfig
     ranges: Mapping[str, tuple[tuple[int, int], ...]]
-    vocabulary: int
+    vocab_rows: int
 
-    def part(self, parameter: Parameter) -> TensorSlice | None:
-        """The part of a tensor; None where it is whole on every process."""
-        for axis, symbol in enumerate(parameter.dims):
-            if symbol in SPLIT:
-                return TensorSlice(axis, self.ranges[symbol])
-        return None
+    @property
+    def vocab_start(self) -> int:
+        """The first of this process's rows of the vocabulary."""
+        return self.ranges["vocab"][0][0]
+
+    def tensor_slice(self, parameter: Parameter) -> TensorSlice | None:
+        """This process's slice of a tensor; None where it is replicated on every process."""
+        axis = parameter.split_axis
+        return None if axis is None else TensorSlice(axis, self.ranges[parameter.dims[axis]])
 
 
-def layout(config: ModelConfig, schemes: Mapping[str, QuantScheme], rank: int, size: int) -> Layout:
-    """The share of process `rank` of `size`.
+def split_model(config: ModelConfig, schemes: Mapping[str, QuantScheme], rank: int, size: int) -> Split:
+    """What process `rank` of `size` has.
 
     Args:
         schemes: of the quantized modules.
 
     Raises:
         RequestError: if so many processes cannot share the model.
+        UnsupportedError: if it has a part that only one process can run.
     """
     heads, width = config.num_heads // size, config.head_dim
     if config.num_heads % size:
@@ -62,20 +68,23 @@ def layout(config: ModelConfig, schemes: Mapping[str, QuantScheme], rank: int, s
             "the processes do not divide the attention heads", found=f"{size} processes, {config.num_heads} heads",
             expected=f"one of {', '.join(map(str, divisors))}",
         )  # fmt: skip
-    shared = _kv_heads(range(rank * heads, (rank + 1) * heads), config.num_heads // config.num_kv_heads)
+    kv_heads = _kv_heads(range(rank * heads, (rank + 1) * heads), config.num_heads // config.num_kv_heads)
     inner = _inner_range(config, schemes, rank, size)
     rows = -(-config.vocab_size // size)
     last = min((rank + 1) * rows, config.vocab_size)
     if (size - 1) * rows >= config.vocab_size:
         raise RequestError("there are too many processes for the vocabulary", found=size, expected=config.vocab_size)
-    own = replace(config, num_heads=heads, num_kv_heads=len(shared), intermediate_size=inner[1] - inner[0])
+    own = replace(config, num_heads=heads, num_kv_heads=len(kv_heads), intermediate_size=inner[1] - inner[0])
     ranges = {
         "query": ((rank * heads * width, (rank + 1) * heads * width),),
-        "kv": _merged([(head * width, (head + 1) * width) for head in shared]),
+        "kv": _merged([(head * width, (head + 1) * width) for head in kv_heads]),
         "intermediate": (inner,),
         "vocab": ((rank * rows, last),),
     }
-    return Layout(own, ranges, rows)
+    for parameter in parameters(config):
+        if parameter.split_axis is not None and parameter.dims[parameter.split_axis] not in ranges:
+            raise UnsupportedError("processes cannot share this architecture", found=f"tensor '{parameter.name}'")
+    return Split(rank, own, ranges, rows)
 
 
 def _kv_heads(queries: range, per_head: int) -> list[int]:

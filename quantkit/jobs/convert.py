@@ -16,7 +16,7 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.output.staging import require_name, require_new_names
 from quantkit.formats.registry import CONTAINERS, target
-from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, write
+from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, new_output
 from quantkit.progress import Progress, silent
 from quantkit.tensors.finite import checked_cast
 from quantkit.tensors.qtensor import QuantTensor
@@ -58,18 +58,26 @@ def convert(
     Raises:
         QuantkitError: of the kind that says what is wrong; `dst` is then not there.
     """
-    source, work, notes = conversion(
-        src, dst, to=to, mp=mp, dtype=dtype, weights=weights, allow_nonfinite=allow_nonfinite,
-        source_check=source_check,
-    )  # fmt: skip
-    return notes + write(work, source, Path(dst), resume=resume, progress=progress)
+    work, notes = conversion(src, dst, to=to, mp=mp, dtype=dtype, weights=weights, allow_nonfinite=allow_nonfinite)
+    source = work.source
+    with new_output(work, Path(dst), resume=resume, source_check=source_check, progress=progress) as output:
+        for spec in output.missing:
+            output.put(spec.name, _value(source, spec, allow_nonfinite))
+        output.seal()
+        details = {
+            "model": model_summary(source, source.config.dtype if dtype is None else DTYPES[dtype]),
+            "options": work.options,
+            "schemes": {module: str(scheme) for module, scheme in schemes(source).items()},
+        }
+        notes += output.commit(details)
+    return notes
 
 
 def conversion(
     src: str | Path, dst: str | Path, *, to: str, mp: int, dtype: str | None, weights: str | None,
-    allow_nonfinite: bool, source_check: bool,
-) -> tuple[Checkpoint, Work, list[str]]:  # fmt: skip
-    """A conversion before it is carried out: the source, the work, and notes for the user.
+    allow_nonfinite: bool,
+) -> tuple[Work, list[str]]:  # fmt: skip
+    """A conversion before it is carried out: the work, and notes for the user.
 
     Raises:
         QuantkitError: as `convert` does for what headers alone can tell.
@@ -94,39 +102,33 @@ def conversion(
         )  # fmt: skip
     config = source.config if dtype is None else source.config.with_dtype(DTYPES[dtype])
     cast = None if dtype is None else FLOAT_DTYPES[DTYPES[dtype]]
-    planned = _plan(source, cast, with_head=container.stores_tied_head)
-    output = Output(source, config, planned, SHARD_BYTES, tokenizer, mp, method)
+    specs = _specs(source, cast, with_head=container.stores_tied_head)
+    output = Output(source, config, specs, SHARD_BYTES, tokenizer, mp, method)
     side_files = container.side_files(output)
     encoder = container.encoder(output)
     notes += container.notes(output)
-
-    def produce(item: TensorSpec) -> tuple[Tensor | QuantTensor, None]:
-        name = item.name
-        if name == "lm_head.weight" and source.config.tied_embeddings:
-            name = "model.embed_tokens.weight"
-        value = source.load(name)
-        if isinstance(value, Tensor):
-            value = checked_cast(value, item.dtype, item.name, source.path, allow_nonfinite)
-        return value, None
-
     options: dict[str, object] = {"to": to, "mp": mp, "dtype": dtype, "allow_nonfinite": allow_nonfinite}
-    details: dict[str, object] = {
-        "model": model_summary(source, config.dtype),
-        "options": options,
-        "schemes": {k: str(v) for k, v in quantized.items()},
-    }
-    work = Work(
-        "convert", encoder, produce, side_files, lambda folder, records: (details, {}), options,
-        source_check=source_check,
-    )  # fmt: skip
-    return source, work, [*source.notes, *notes]
+    return Work("convert", source, encoder, side_files, options), [*source.notes, *notes]
 
 
-def _plan(source: Checkpoint, dtype: torch.dtype | None, *, with_head: bool) -> list[TensorSpec]:
+def _value(source: Checkpoint, spec: TensorSpec, allow_nonfinite: bool) -> Tensor | QuantTensor:
+    """A tensor of the output."""
+    value = source.load(_stored_name(source, spec.name))
+    if isinstance(value, QuantTensor):
+        return value
+    return checked_cast(value, spec.dtype, spec.name, source.path, allow_nonfinite)
+
+
+def _specs(source: Checkpoint, dtype: torch.dtype | None, *, with_head: bool) -> list[TensorSpec]:
     config = replace(source.config, tied_embeddings=source.config.tied_embeddings and not with_head)
-    planned = []
-    for entry in parameters(config):
-        doubled = entry.name == "lm_head.weight" and source.config.tied_embeddings
-        info = source.info("model.embed_tokens.weight" if doubled else entry.name)
-        planned.append(TensorSpec(entry.name, entry.shape, dtype or info.dtype, info.scheme))
-    return planned
+    specs = []
+    for parameter in parameters(config):
+        info = source.info(_stored_name(source, parameter.name))
+        specs.append(TensorSpec(parameter.name, parameter.shape, dtype or info.dtype, info.scheme))
+    return specs
+
+
+def _stored_name(source: Checkpoint, name: str) -> str:
+    """The tensor that one of the output comes from: the head of a model that has none is its embedding."""
+    doubled = name == "lm_head.weight" and source.config.tied_embeddings
+    return "model.embed_tokens.weight" if doubled else name

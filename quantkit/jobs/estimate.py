@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.topology import linear_columns, parameters
+from quantkit.architectures.topology import input_groups, linear_columns, sizes
 from quantkit.calibration.pipeline import Effort, activation_bytes, batch_samples, followed_share
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint
 from quantkit.formats.container import Encoder, Output
@@ -24,7 +24,7 @@ from quantkit.formats.output.staging import partial_folder, require_absent, requ
 from quantkit.formats.registry import HF
 from quantkit.jobs.convert import conversion
 from quantkit.jobs.output import SHARD_BYTES
-from quantkit.jobs.prepare import planned_tensors, prepare, too_few_tokens
+from quantkit.jobs.prepare import prepare, tensor_blocks, too_few_tokens
 from quantkit.jobs.settings import gptq_settings
 from quantkit.memory import resident_bytes
 from quantkit.quality.measures import TOKENS_THROUGH_THE_HEAD
@@ -97,10 +97,8 @@ def estimate_convert(
     Raises:
         QuantkitError: as `convert` does for what can be told without reading weights.
     """
-    source, work, notes = conversion(
-        src, dst, to=to, mp=mp, dtype=dtype, weights=weights, allow_nonfinite=allow_nonfinite,
-        source_check=source_check,
-    )  # fmt: skip
+    work, notes = conversion(src, dst, to=to, mp=mp, dtype=dtype, weights=weights, allow_nonfinite=allow_nonfinite)
+    source = work.source
     disk = work.encoder.total_bytes() + _side_bytes(work.side_files)
     _require_room(Path(dst), disk, resume)
     phases = {"writing": _streaming(source, work.encoder)}
@@ -114,7 +112,7 @@ def estimate_convert(
 
 
 def estimate_quantize(
-    src: str | Path, dst: str | Path, plan: str | QuantScheme | Recipe, *, method: str = "rtn",
+    src: str | Path, dst: str | Path, scheme: str | QuantScheme | Recipe, *, method: str = "rtn",
     calibration: str | Path | None = None, samples: int | None = None, length: int | None = None,
     seed: int | None = None, thorough: bool = False, activation_memory: float | None = None, device: str | None = None,
     keep: Iterable[str] = (), strict: bool = False, accept_quality_loss: bool = False,
@@ -129,9 +127,10 @@ def estimate_quantize(
         method, calibration, samples=samples, length=length, seed=seed, thorough=thorough,
         activation_memory=activation_memory, device=device,
     )  # fmt: skip
-    source, assignment, tokenizer, notes = prepare(src, Path(dst), plan, keep=keep, strict=strict, weights=weights)
+    source, assignment, tokenizer, notes = prepare(src, Path(dst), scheme, keep=keep, strict=strict, weights=weights)
     assigned, config = assignment.schemes, source.config
-    output = Output(source, config, planned_tensors(source, assigned), SHARD_BYTES)
+    tensors = [spec for block in tensor_blocks(source, assigned) for spec in block.tensors]
+    output = Output(source, config, tensors, SHARD_BYTES)
     encoder, side_files = HF.encoder(output), HF.side_files(output)
     disk = encoder.total_bytes() + _side_bytes(side_files) + _MANIFEST * len(assignment.modules)
     phases = {"writing": _streaming(source, encoder), "the gate": _gate(source)}
@@ -190,34 +189,37 @@ def _gate(source: Checkpoint) -> int:
 def _forward(source: Checkpoint, tokens: int, *, models: int) -> int:
     """Peak of a pass through models on disk: a head, hidden states, one batch in a layer, one layer's codes."""
     config = source.config
-    widest = max(math.prod(pair) for pair in _shapes(config))
+    counts = sizes(config)
+    widest = max(
+        counts[linear.dims[0]] * counts[linear.dims[1]] for group in input_groups(config, 0) for linear in group.linears
+    )
     states = 4 * tokens * (2 * models * config.hidden_size + 4 * config.intermediate_size)
     logits = 4 * 8 * TOKENS_THROUGH_THE_HEAD * config.vocab_size
     head = config.vocab_size * config.hidden_size * FLOAT_DTYPES[config.dtype].itemsize
     return resident_bytes() + _LIBRARIES + head + states + logits + 3 * widest
 
 
-def _shapes(config: ModelConfig) -> list[tuple[int, ...]]:
-    """[O, I] of the linears of a block, in order."""
-    return [parameter.shape for parameter in parameters(config) if parameter.is_linear_weight and parameter.layer == 0]
-
-
-def _sites(config: ModelConfig) -> list[tuple[int, int]]:
-    """[O, I] of the linears of a block, those that share their inputs together."""
-    (query, hidden), (key, _), (value, _), _, (gate, _), (up, _), (_, inner) = _shapes(config)
-    return [(query + key + value, hidden), (hidden, query), (gate + up, hidden), (hidden, inner)]
+def _groups(config: ModelConfig) -> list[tuple[int, int, bool]]:
+    """[O, I] of the linears of a block, those that share their inputs as one, and whether they end a branch."""
+    counts = sizes(config)
+    return [
+        (sum(counts[linear.dims[0]] for linear in group.linears), counts[group.linears[0].dims[1]], group.writes)
+        for group in input_groups(config, 0)
+    ]
 
 
 def _gptq(config: ModelConfig, tokens: int) -> int:
-    """Peak of weights, sums and temporaries over the sites of a block, for so many tokens at a time."""
-    (fused, hidden), (_, query), (gated, _), (_, inner) = sites = _sites(config)
-    batch = tokens * 6 * max(inner, query)
-    passes = (
-        2 * hidden * (fused + query) + 2 * query * query + batch,
-        2 * hidden * gated + 2 * hidden * inner + 2 * inner * inner + batch,
-    )
-    solves = [2 * rows * columns + 3 * columns * columns for rows, columns in sites]
-    solver = _SOLVER_MATRICES * min(WEIGHTS_AT_ONCE, hidden * max(fused, gated))
+    """Peak of weights, sums and temporaries over the branches of a block, for so many tokens at a time."""
+    groups = _groups(config)
+    batch = tokens * 6 * max(columns for _, columns, writes in groups if writes)
+    passes, held = [], 0
+    for rows, columns, writes in groups:
+        held += 2 * rows * columns
+        if writes:
+            passes.append(held + 2 * columns * columns + batch)
+            held = 0
+    solves = [2 * rows * columns + 3 * columns * columns for rows, columns, _ in groups]
+    solver = _SOLVER_MATRICES * min(WEIGHTS_AT_ONCE, max(rows * columns for rows, columns, _ in groups))
     return 4 * max(*passes, max(solves) + solver)
 
 
@@ -227,14 +229,14 @@ def _forward_flops(config: ModelConfig, tokens: int) -> int:
 
 def _block_weights(config: ModelConfig) -> int:
     """Parameters of the linears of a block."""
-    return sum(math.prod(shape) for shape in _shapes(config))
+    return sum(rows * columns for rows, columns, _ in _groups(config))
 
 
 def _calibration_flops(config: ModelConfig, shape: Sequence[int], effort: Effort) -> int:
-    tokens, followed, sites = math.prod(shape), followed_share(config, shape, effort), _sites(config)
+    tokens, followed, groups = math.prod(shape), followed_share(config, shape, effort), _groups(config)
     forward = 2 * tokens * (1 + followed) * _block_weights(config)
-    squares = 2 * tokens * (_OF_ONE_SQUARE + followed) * sum(columns**2 for _, columns in sites)
-    solving = sum(6 * 2 * rows * columns**2 + 4 * columns**3 for rows, columns in sites)
+    squares = 2 * tokens * (_OF_ONE_SQUARE + followed) * sum(columns**2 for _, columns, _ in groups)
+    solving = sum(6 * 2 * rows * columns**2 + 4 * columns**3 for rows, columns, _ in groups)
     return int(config.num_layers * (forward + squares + solving))
 
 

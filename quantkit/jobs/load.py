@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quantkit.distributed.group import Group
-from quantkit.distributed.sharded import shard
+from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
@@ -29,7 +28,7 @@ def load(
     dtype: torch.dtype | None = None,
     backend: str | None = None,
     weights: str | None = None,
-    tp: Group | None = None,
+    tp: ProcessGroup = SINGLE,
 ) -> tuple[Decoder, Tokenizer]:
     """Open a checkpoint, quantized or not, with its tokenizer.
 
@@ -46,9 +45,7 @@ def load(
     """
     checkpoint: Checkpoint = open_checkpoint(path, weights)
     tokenizer, _ = checked_tokenizer(checkpoint)
-    if tp is not None:
-        checkpoint = shard(checkpoint, tp)
-    model = load_model(checkpoint, device=device, dtype=dtype, backend=backend)
+    model = load_model(checkpoint, device=device, dtype=dtype, backend=backend, group=tp)
     return model, tokenizer or load_tokenizer(path)
 
 

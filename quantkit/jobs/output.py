@@ -1,8 +1,10 @@
-"""What all jobs that write a checkpoint share: the stream of tensors and the manifest."""
+"""What all jobs that write a checkpoint share: the source is checked and hashed, the result read back, the manifest
+written last."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,117 +31,172 @@ SHARD_BYTES = 2 << 30
 
 @dataclass(frozen=True)
 class Work:
-    """What one job does with a source.
+    """What a job is to write.
 
     Attributes:
         job: its name.
+        source: where it comes from.
         encoder: knows the tensors to write.
-        produce: gives a planned tensor's value and what to record about it.
         side_files: what goes beside the weights: name to content, or to a file to copy.
-        describe: given the folder of the written weights and side files and all records by
-            tensor, the manifest's own part of the job and further files.
         options: all that decides the weights' bytes besides the source.
-        begin: told, before the first tensor, how many an earlier run has left in which folder.
-        safe_after: whether a killed run shall be able to go on after a tensor.
-        scratch_bytes: space that the job takes on the destination's disk for itself.
-        source_check: whether to see first that the source predicts a text at all.
         computed_by: what of the machine decides the weights' bytes; the manifest does not tell it.
+        scratch_bytes: space that the job takes on the destination's disk for itself.
     """
 
     job: str
+    source: Checkpoint
     encoder: Encoder
-    produce: Callable[[TensorSpec], tuple[Tensor | QuantTensor, object]]
-    side_files: dict[str, bytes | Path]
-    describe: Callable[[Path, dict[str, Any]], tuple[dict[str, object], dict[str, bytes]]]
-    options: dict[str, object]
-    begin: Callable[[int, Path], None] = lambda done, folder: None
-    safe_after: Callable[[TensorSpec], bool] = lambda item: False
-    scratch_bytes: int = 0
-    source_check: bool = True
+    side_files: Mapping[str, bytes | Path]
+    options: Mapping[str, object]
     computed_by: Mapping[str, object] = field(default_factory=dict)
+    scratch_bytes: int = 0
+
+    def fingerprint(self) -> dict[str, object]:
+        """What a run must have in common with the interrupted one that it goes on with."""
+        return {
+            "job": self.job,
+            "quantkit": __version__,
+            "source": manifest.identity(self.source.files()),
+            **{f"option {key}": value for key, value in self.options.items()},
+            **self.computed_by,
+        }
 
 
-def write(work: Work, source: Checkpoint, dst: Path, *, resume: bool, progress: Progress) -> list[str]:
-    """Stream planned tensors, one at a time, into a new checkpoint with its manifest.
+@contextmanager
+def new_output(work: Work, dst: Path, *, resume: bool, source_check: bool, progress: Progress) -> Iterator[Output]:
+    """Begin a new checkpoint, or go on with an interrupted one, and look whether its source predicts a text at all.
 
-    Returns:
-        Notes for the user.
+    Leaving it by an error removes or keeps what is there, as `CheckpointWriter` does.
+
+    Args:
+        dst: the folder to make.
+        source_check: whether to look.
 
     Raises:
         QuantkitError: of the kind that says what is wrong; see also `check_source`.
     """
-    fingerprint = {
-        "job": work.job,
-        "quantkit": __version__,
-        "source": manifest.identity(source.files()),
-        **{f"option {key}": value for key, value in work.options.items()},
-        **work.computed_by,
-    }
-    planned = work.encoder.planned
-    total = sum(_bytes(item) for item in planned)
     needed = work.encoder.total_bytes() + work.scratch_bytes
     with CheckpointWriter(
-        dst, work.encoder, fingerprint, work.side_files, needed_bytes=needed, resume=resume
+        dst, work.encoder, work.fingerprint(), work.side_files, needed_bytes=needed, resume=resume
     ) as writer:
-        hashes = manifest.SourceHashes(source.files())
-        done = sum(_bytes(item) for item in planned[: writer.done])
-        checked = _checked(work, source, progress)
-        work.begin(writer.done, writer.path)
-        for item in planned[writer.done :]:
-            progress(done, total, item.name)
-            hashes.require_sound()
-            value, record = work.produce(item)
-            writer.put(value, record)
-            del value
-            if work.safe_after(item):
-                writer.checkpoint()
-            done += _bytes(item)
-        progress(done, total, "")
-        source_hashes = hashes.result()
-        writer.seal()
-        writer.require_in_place()
-        _require_readable(writer.path)
-        details, files = work.describe(writer.path, writer.records)
-        for name, content in files.items():
-            writer.add_file(name, content)
+        hashes = manifest.SourceHashes(work.source.files())
+        checked: SourceCheck | str = "skipped as asked"
+        if source_check:
+            checked = _checked(work, progress)
+        yield Output(work, writer, hashes, checked, progress)
+
+
+class Output:
+    """A checkpoint that a job writes: tensors with `put`, then `seal`, then `commit`.
+
+    Attributes:
+        path: the folder under construction.
+        done: how many tensors an interrupted run has left there.
+        missing: the others, in order.
+    """
+
+    def __init__(
+        self, work: Work, writer: CheckpointWriter, hashes: manifest.SourceHashes, checked: SourceCheck | str,
+        progress: Progress,
+    ) -> None:  # fmt: skip
+        self._work = work
+        self._writer = writer
+        self._hashes = hashes
+        self._source_hashes: dict[str, str] = {}
+        self._checked = checked
+        self._progress = progress
+        planned = work.encoder.planned
+        self.path = writer.path
+        self.done = writer.done
+        self.missing: Sequence[TensorSpec] = planned[self.done :]
+        self._sizes = [int(torch.Size(spec.shape).numel()) * spec.dtype.itemsize for spec in planned]
+        self._next = self.done
+        self._tell()
+
+    def put(self, name: str, value: Tensor | QuantTensor, record: Mapping[str, object] | None = None) -> None:
+        """Write the next tensor, with what the manifest shall say of it.
+
+        Raises:
+            CheckpointError: if the source turns out to be damaged.
+            DestinationError: if the disk is full or a write failed.
+        """
+        self._hashes.require_sound()
+        self._writer.put(name, value, record)
+        self._next += 1
+        self._tell()
+
+    def checkpoint(self) -> None:
+        """Make everything so far durable, so that a later run goes on from here."""
+        self._writer.checkpoint()
+
+    def seal(self) -> Checkpoint:
+        """Complete the weights and what goes beside them; the result, opened.
+
+        Raises:
+            CheckpointError: if the source changed since it was opened.
+            DestinationError: if the result cannot be read back.
+        """
+        self._source_hashes = self._hashes.result()
+        self._writer.seal()
+        self._writer.require_in_place()
+        return _read_back(self.path)
+
+    @property
+    def records(self) -> dict[str, Any]:
+        """What was recorded with tensors, by name, of all runs; complete once sealed."""
+        return self._writer.records
+
+    def commit(self, details: Mapping[str, object], files: Mapping[str, bytes] | None = None) -> list[str]:
+        """Write the manifest and give the folder its name.
+
+        Args:
+            details: the manifest's own part of the job.
+            files: more to put beside the weights.
+
+        Returns:
+            Notes for the user.
+        """
+        for name, content in (files or {}).items():
+            self._writer.add_file(name, content)
+        checked, source = self._checked, self._work.source
         content = manifest.build(
-            work.job, source.format, source_hashes, writer.hashes,
+            self._work.job, source.format, self._source_hashes, self._writer.hashes,
             {"source_check": checked.to_json() if isinstance(checked, SourceCheck) else checked, **details},
         )  # fmt: skip
-        writer.commit(manifest.NAME, content)
-    note = checked.note() if isinstance(checked, SourceCheck) else None
-    return [] if note is None else [f"{source.path}: {note}"]
+        self._writer.commit(manifest.NAME, content)
+        note = checked.note() if isinstance(checked, SourceCheck) else None
+        return [] if note is None else [f"{source.path}: {note}"]
+
+    def _tell(self) -> None:
+        planned = self._work.encoder.planned
+        name = planned[self._next].name if self._next < len(planned) else ""
+        self._progress(sum(self._sizes[: self._next]), sum(self._sizes), name)
 
 
-def _checked(work: Work, source: Checkpoint, progress: Progress) -> SourceCheck | str:
+def _checked(work: Work, progress: Progress) -> SourceCheck | str:
     """What the source makes of a text, or why that was not measured."""
-    if not work.source_check:
-        return "skipped as asked"
-    found = check_source(source, allow_nonfinite=work.options["allow_nonfinite"] is True, progress=progress)
+    found = check_source(work.source, allow_nonfinite=work.options["allow_nonfinite"] is True, progress=progress)
     return found if isinstance(found, SourceCheck) else f"not measured: {found}"
 
 
-def _require_readable(folder: Path) -> None:
-    """Open what was written, by our reader and by the safetensors library; headers only.
+def _read_back(folder: Path) -> Checkpoint:
+    """What was written, opened by our reader and by the safetensors library; headers only.
 
     Raises:
         DestinationError: if ours finds another model than the config calls for: somebody changed the files.
         RuntimeError: if the library finds other tensors than ours.
     """
     try:
-        open_checkpoint(folder)
+        result = open_checkpoint(folder)
         for path in sorted(folder.glob("*.safetensors")):
             require_readable(path)
     except CheckpointError as error:
         raise DestinationError(
             f"cannot be read back: {error.problem}", path=error.path, found=error.found, expected=error.expected
         ) from error
+    return result
 
 
 def model_summary(source: Checkpoint, dtype: str) -> dict[str, object]:
     """The few facts about a model that a reader of the manifest looks for first."""
     return {"architecture": source.config.architecture, "parameters": parameter_count(source), "dtype": dtype}
-
-
-def _bytes(item: TensorSpec) -> int:
-    return int(torch.Size(item.shape).numel()) * item.dtype.itemsize

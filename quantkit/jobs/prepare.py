@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.topology import parameters
+from quantkit.architectures.topology import Parameter, parameters
 from quantkit.calibration.data import Calibration
+from quantkit.calibration.quantizers import TensorBlock
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
@@ -20,7 +22,7 @@ from quantkit.text.tokenizer import Tokenizer
 
 
 def prepare(
-    src: str | Path, dst: Path, plan: str | QuantScheme | Recipe, *, keep: Iterable[str], strict: bool,
+    src: str | Path, dst: Path, scheme: str | QuantScheme | Recipe, *, keep: Iterable[str], strict: bool,
     weights: str | None,
 ) -> tuple[Checkpoint, SchemeMap, Tokenizer | None, list[str]]:  # fmt: skip
     """Open a source of floats and assign the schemes; with notes for the user.
@@ -37,35 +39,41 @@ def prepare(
             "the source is quantized already", path=source.path, found=str(next(iter(already.values()))),
             hint="start from the float model",
         )  # fmt: skip
-    assignment = SchemeMap.of(_as_plan(plan).keeping(keep), source.config)
-    assigned = assignment.schemes
-    misfits = assignment.misfit_lines()
+    scheme_map = SchemeMap.of(_recipe(scheme).keeping(keep), source.config)
+    misfits = scheme_map.misfit_lines()
     if misfits and strict:
         raise RequestError(
             f"schemes do not fit: {'; '.join(misfits)} without --strict", path=source.path,
             hint="choose another group size, or leave --strict out",
         )  # fmt: skip
     notes += [f"{source.path}: {line}" for line in misfits]
-    if not all(scheme.symmetric for scheme in assigned.values()):
+    if not all(scheme.symmetric for scheme in scheme_map.schemes.values()):
         notes.append(f"{dst}: transformers does not load zero points in this format (seen in 5.23); quantkit does")
-    return source, assignment, tokenizer, notes
+    return source, scheme_map, tokenizer, notes
 
 
-def planned_tensors(source: Checkpoint, assigned: Mapping[str, QuantScheme]) -> list[TensorSpec]:
-    """The tensors of the output in order, scales in the source's dtype."""
+def tensor_blocks(source: Checkpoint, schemes: Mapping[str, QuantScheme]) -> list[TensorBlock]:
+    """The tensors of the output in order, scales in the source's dtype.
+
+    Args:
+        schemes: by module.
+    """
     scale_dtype = FLOAT_DTYPES[source.config.dtype]
-    return [
-        TensorSpec(e.name, e.shape, scale_dtype, assigned[e.module])
-        if e.is_linear_weight and e.module in assigned
-        else TensorSpec(e.name, e.shape, source.info(e.name).dtype)
-        for e in parameters(source.config)
-    ]
+
+    def spec(parameter: Parameter) -> TensorSpec:
+        name, shape = parameter.name, parameter.shape
+        if parameter.is_linear_weight and parameter.module in schemes:
+            return TensorSpec(name, shape, scale_dtype, schemes[parameter.module])
+        return TensorSpec(name, shape, source.info(name).dtype)
+
+    by_layer = itertools.groupby(parameters(source.config), key=lambda parameter: parameter.layer)
+    return [TensorBlock(layer, tuple(map(spec, block))) for layer, block in by_layer]
 
 
-def _as_plan(plan: str | QuantScheme | Recipe) -> Recipe:
-    if isinstance(plan, Recipe):
-        return plan
-    return Recipe(QuantScheme.parse(plan) if isinstance(plan, str) else plan)
+def _recipe(scheme: str | QuantScheme | Recipe) -> Recipe:
+    if isinstance(scheme, Recipe):
+        return scheme
+    return Recipe(QuantScheme.parse(scheme) if isinstance(scheme, str) else scheme)
 
 
 def too_few_tokens(drawn: Calibration, config: ModelConfig) -> list[str]:

@@ -13,29 +13,29 @@ from quantkit.tensors.scheme import QuantScheme, Recipe
 
 @dataclass(frozen=True)
 class SchemeMap:
-    """A plan applied to a model.
+    """A recipe applied to a model.
 
     Attributes:
-        plan: the plan.
+        recipe: the recipe.
         modules: every linear module, in layer order.
         schemes: the scheme of each that gets one.
         misfits: what was asked for, for those whose rows it does not divide.
     """
 
-    plan: Recipe
+    recipe: Recipe
     modules: tuple[str, ...]
     schemes: dict[str, QuantScheme]
     misfits: dict[str, QuantScheme]
 
     @classmethod
-    def of(cls, plan: Recipe, config: ModelConfig) -> SchemeMap:
-        """Apply a plan.
+    def of(cls, recipe: Recipe, config: ModelConfig) -> SchemeMap:
+        """Apply a recipe.
 
         Raises:
             RequestError: if nothing would be quantized, a pattern matches nothing, or an
                 override wants what cannot be.
         """
-        for override in plan.overrides:
+        for override in recipe.overrides:
             if override.scheme is None:
                 continue
             if override.matches("model.embed_tokens"):
@@ -43,12 +43,12 @@ class SchemeMap:
             if config.tied_embeddings and override.matches("lm_head"):
                 raise RequestError("lm_head is tied to the embedding and keeps its floats", found=override.pattern)
         columns = linear_columns(config)
-        schemes = plan.assign(columns)
+        schemes = recipe.assign(columns)
         if not schemes:
-            raise RequestError("the plan keeps every layer; nothing would be quantized")
-        asked = {module: plan.requested(module) for module in schemes}
+            raise RequestError("the recipe keeps every layer; nothing would be quantized")
+        asked = {module: recipe.requested(module) for module in schemes}
         misfits = {module: scheme for module, scheme in asked.items() if scheme and scheme != schemes[module]}
-        return cls(plan, tuple(columns), schemes, misfits)
+        return cls(recipe, tuple(columns), schemes, misfits)
 
     def misfit_lines(self) -> list[str]:
         """One line for each scheme that did not fit and the one used instead, on the layers that it concerns."""

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from quantkit.calibration.data import Calibration, load_calibration
-from quantkit.calibration.pipeline import Effort, effort_of
+from quantkit.calibration.pipeline import Effort, activation_bytes, effort_of
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.jobs.defaults import ACTIVATION_MEMORY, MOST_LENGTH, SAMPLES, SEED
-from quantkit.model.device import usable_device
+from quantkit.model.load import usable_device
 from quantkit.text.tokenizer import Tokenizer
 
 METHODS = ("rtn", "gptq")
@@ -43,6 +43,10 @@ class GptqSettings:
     def effort(self) -> Effort:
         """What is done about drift."""
         return effort_of(self.thorough)
+
+    def scratch_bytes(self, source: Checkpoint, drawn: Calibration) -> int:
+        """What of the activations goes to disk."""
+        return activation_bytes(source.config, drawn.tokens.shape, self.effort, self.memory_bytes)[1]
 
     def draw(self, tokenizer: Tokenizer | None, source: Checkpoint) -> Calibration:
         """The calibration samples for a model.

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from quantkit.calibration.pipeline import ROUNDING
 from quantkit.errors import CheckpointError, QualityError
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, schemes
@@ -20,7 +19,7 @@ from quantkit.quality.baseline import rtn_baseline
 from quantkit.quality.bounds import BOUNDS, REPEATABLE, coarser, weight_bound
 from quantkit.quality.measures import Quality, compare, token_perplexity
 from quantkit.quality.windows import WINDOW, measured_windows
-from quantkit.tensors.qtensor import QuantTensor, relative_error
+from quantkit.tensors.qtensor import ROUNDING, QuantTensor, relative_error
 
 _WORST = 3
 

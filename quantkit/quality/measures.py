@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.layerwise import Batch, head_logits, layerwise_hidden
@@ -81,8 +83,9 @@ class Hidden(Protocol):
     """Final hidden states [B, T, D] of every batch, as `layerwise_hidden` gives them."""
 
     def __call__(
-        self, checkpoint: Checkpoint, batches: Sequence[Batch], *, progress: Progress = silent
-    ) -> list[Tensor]: ...
+        self, checkpoint: Checkpoint, batches: Sequence[Batch], *, group: ProcessGroup = SINGLE,
+        progress: Progress = silent,
+    ) -> list[Tensor]: ...  # fmt: skip
 
 
 @torch.inference_mode()
@@ -104,7 +107,7 @@ def compare_batches(
 @torch.inference_mode()
 def compare(
     reference: Checkpoint, others: Sequence[Checkpoint], windows: Tensor, *,
-    reference_hidden: Hidden = layerwise_hidden, progress: Progress = silent,
+    reference_hidden: Hidden = layerwise_hidden, group: ProcessGroup = SINGLE, progress: Progress = silent,
 ) -> list[Quality]:  # fmt: skip
     """Hold checkpoints against one reference on windows [W, T] of token ids.
 
@@ -112,6 +115,7 @@ def compare(
 
     Args:
         reference_hidden: gives the reference's hidden states; a place for a cache.
+        group: the processes that share each model.
 
     Raises:
         RequestError: if a vocabulary differs from the reference's in size.
@@ -123,22 +127,25 @@ def compare(
             "cannot be compared with the reference", path=odd[0].path,
             found=f"{odd[0].config.vocab_size} tokens", expected=f"a vocabulary of {size}",
         )  # fmt: skip
+    logits = partial(_finite_logits, group=group)
     tallies = [_Tally() for _ in others]
     parts = _parts([Windows.of(windows)], max(c.config.hidden_size for c in (reference, *others)))
     runs = len(parts) * (len(others) + 1)
     for index, part in enumerate(parts):
         batches = [Batch.from_start(one.tokens) for one in part]
         run = index * (len(others) + 1)
-        first = reference_hidden(reference, batches, progress=_stretch(progress, run, runs))
+        first = reference_hidden(reference, batches, group=group, progress=_stretch(progress, run, runs))
         for number, (other, tally) in enumerate(zip(others, tallies, strict=True), 1):
-            second = layerwise_hidden(other, batches, progress=_stretch(progress, run + number, runs))
+            second = layerwise_hidden(other, batches, group=group, progress=_stretch(progress, run + number, runs))
             for expected, found, one in zip(first, second, part, strict=True):
-                tally.add(reference, other, expected, found, one.targets, _finite_logits)
+                tally.add(reference, other, expected, found, one.targets, logits)
     return [tally.quality() for tally in tallies]
 
 
 @torch.inference_mode()
-def log_loss(checkpoint: Checkpoint, windows: Sequence[Windows], *, progress: Progress = silent) -> float:
+def log_loss(
+    checkpoint: Checkpoint, windows: Sequence[Windows], *, group: ProcessGroup = SINGLE, progress: Progress = silent
+) -> float:
     """Minus the log probability, in nats, of all scored targets together.
 
     Raises:
@@ -148,17 +155,19 @@ def log_loss(checkpoint: Checkpoint, windows: Sequence[Windows], *, progress: Pr
     parts = _parts(windows, checkpoint.config.hidden_size)
     for index, part in enumerate(parts):
         batches = [Batch.from_start(one.tokens) for one in part]
-        states = layerwise_hidden(checkpoint, batches, progress=_stretch(progress, index, len(parts)))
+        states = layerwise_hidden(checkpoint, batches, group=group, progress=_stretch(progress, index, len(parts)))
         for hidden, one in zip(states, part, strict=True):
             scored = one.targets != NOT_SCORED
             rows, targets = hidden[scored], one.targets[scored]
             for piece in _pieces(len(targets), TOKENS_THROUGH_THE_HEAD):
-                logits = _finite_logits(checkpoint, rows[piece])
+                logits = _finite_logits(checkpoint, rows[piece], group=group)
                 loss += F.cross_entropy(logits, targets[piece], reduction="sum").item()
     return loss
 
 
-def token_perplexity(checkpoint: Checkpoint, windows: Tensor, *, progress: Progress = silent) -> float:
+def token_perplexity(
+    checkpoint: Checkpoint, windows: Tensor, *, group: ProcessGroup = SINGLE, progress: Progress = silent
+) -> float:
     """Perplexity per token over windows [W, T]: each token but a window's first is predicted
     from those before it in the window.
 
@@ -166,7 +175,7 @@ def token_perplexity(checkpoint: Checkpoint, windows: Tensor, *, progress: Progr
         NonFiniteError: if the model's logits are NaN or Inf.
     """
     scored = Windows.of(windows)
-    return perplexity(log_loss(checkpoint, [scored], progress=progress), scored.scored)
+    return perplexity(log_loss(checkpoint, [scored], group=group, progress=progress), scored.scored)
 
 
 def perplexity(loss: float, count: int) -> float:
@@ -225,13 +234,13 @@ class _Tally:
         return Quality(self.divergence(), *(perplexity(loss, self._scored) for loss in self._losses))
 
 
-def _finite_logits(checkpoint: Checkpoint, hidden: Tensor) -> Tensor:
+def _finite_logits(checkpoint: Checkpoint, hidden: Tensor, *, group: ProcessGroup) -> Tensor:
     """Logits [N, V] of hidden states [N, D].
 
     Raises:
         NonFiniteError: if one is NaN or Inf.
     """
-    return finite_logits(head_logits(checkpoint, hidden), checkpoint.path)
+    return finite_logits(head_logits(checkpoint, hidden, group=group), checkpoint.path)
 
 
 def _parts(windows: Sequence[Windows], hidden_size: int) -> list[list[Windows]]:

@@ -38,7 +38,7 @@ def generate(
         NonFiniteError: if the model's logits are NaN or Inf.
     """
     decoder = model.model if isinstance(model, Engine) else model
-    params = agreed(SamplingParams(temperature, top_p, seed), decoder)
+    params = agreed(SamplingParams(temperature, top_p, seed), decoder.group)
     length = checked_length(decoder.config, ids, max_new_tokens)
     engine = model if isinstance(model, Engine) else Engine(model, length)
     if length > engine.length:
@@ -61,7 +61,7 @@ def _tokens(engine: Engine, ids: list[int], count: int, params: SamplingParams) 
     drawn: list[torch.Tensor] = []
     extremes: list[torch.Tensor] = []
     for left in range(count, 0, -1):
-        with engine.model.alone():
+        with engine.model.ops.single_threaded():
             if ahead == 1:
                 finite_logits(logits)
             else:

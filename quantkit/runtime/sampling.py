@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from quantkit.distributed.collectives import group_of
+from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import RequestError
 
 _LEAST_TEMPERATURE = 1e-6  # below this, float32 leaves nothing but the likeliest tokens
@@ -61,10 +61,9 @@ def require_seed(seed: int) -> None:
         raise RequestError("seed does not fit 64 bits", found=seed)
 
 
-def agreed(params: SamplingParams, model: nn.Module) -> SamplingParams:
-    """The same with one seed for all processes that share the model, if they do and draw."""
-    group = group_of(model)
-    if group is None or params.seed is not None or params.temperature == 0:
+def agreed(params: SamplingParams, group: ProcessGroup) -> SamplingParams:
+    """The same with one seed for all processes that share the model, if there are several and they draw."""
+    if group.size == 1 or params.seed is not None or params.temperature == 0:
         return params
     return replace(params, seed=group.agree(params.generator(torch.device("cpu")).initial_seed()))
 

@@ -43,7 +43,7 @@ def speculate(
         RequestError: at once, as `generate` does, for either model; or if their vocabularies differ in size.
         NonFiniteError: if the logits of either are NaN or Inf.
     """
-    params = agreed(SamplingParams(temperature, top_p, seed), model)
+    params = agreed(SamplingParams(temperature, top_p, seed), model.group)
     if draft_tokens < 1:
         raise RequestError("nothing to propose", found=f"{draft_tokens} draft tokens", expected="at least 1")
     if draft.config.vocab_size != model.config.vocab_size:
@@ -70,7 +70,7 @@ class _Reader:
         hidden = self.model.hidden(tokens, positions, self._cache, first=self.stored == 0)
         self.stored = len(text)
         logits = self.model.head(hidden[0, -last:])
-        with self.model.alone():
+        with self.model.ops.single_threaded():
             return probabilities(finite_logits(logits), params)
 
 

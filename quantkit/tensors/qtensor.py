@@ -11,6 +11,9 @@ from torch import Tensor
 
 from quantkit.tensors.scheme import QuantScheme
 
+ROUNDING = "round-to-nearest"
+"""What manifests call the solver that only rounds: `quantize_rtn`."""
+
 _CHUNK_ELEMENTS = 1 << 20
 _SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

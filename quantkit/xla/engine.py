@@ -1,7 +1,8 @@
-"""A model over devices, and one text that it continues."""
+"""A model over the devices that JAX finds: of one host or several, as one mesh."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -9,19 +10,20 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, schemes
+from quantkit.kernels.build import cache_folder
 from quantkit.model.decoder import Decoder
 from quantkit.progress import Progress, silent
-from quantkit.runtime.sampling import SamplingParams
-from quantkit.xla.devices import device_mesh
 from quantkit.xla.model import sharded_decoder
-from quantkit.xla.programs import CHUNK, Sampling, cache_shape, chunk_program, prefill_program
-from quantkit.xla.split import Layout
-from quantkit.xla.weights import float_dtype, load_state, zeros
+from quantkit.xla.products import AXIS
+from quantkit.xla.programs import chunk_program, prefill_program
+from quantkit.xla.split import DeviceSplit
+from quantkit.xla.weights import load_state
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class XlaModel:
         dtype: of activations and cache.
     """
 
-    layout: Layout
+    split: DeviceSplit
     mesh: Mesh
     decoder: Decoder
     state: dict[str, jax.Array]
@@ -40,11 +42,11 @@ class XlaModel:
 
     @property
     def config(self) -> ModelConfig:
-        return self.layout.config
+        return self.split.config
 
     @property
-    def leads(self) -> bool:
-        """Whether this is the first of several hosts' processes, which speaks for all."""
+    def first(self) -> bool:
+        """Whether this process speaks for those of all hosts."""
         return bool(jax.process_index() == 0)
 
     @cached_property
@@ -76,55 +78,48 @@ def model_on_devices(
         QuantkitError: as reading the checkpoint does.
     """
     mesh = device_mesh(devices, multi_host=multi_host)
-    layout = Layout(checkpoint.config, schemes(checkpoint), mesh.size)
+    split = DeviceSplit(checkpoint.config, schemes(checkpoint), mesh.size)
     dtype = dtype or FLOAT_DTYPES[checkpoint.config.dtype]
-    state = load_state(checkpoint, layout, mesh, dtype, progress=progress)
-    return XlaModel(layout, mesh, sharded_decoder(layout), state, dtype)
+    state = load_state(checkpoint, split, mesh, dtype, progress=progress)
+    return XlaModel(split, mesh, sharded_decoder(split), state, dtype)
 
 
-_UNUSED = Sampling.of(0, 0, SamplingParams())
+def device_mesh(count: int | None, *, multi_host: bool = False) -> Mesh:
+    """A line of devices.
+
+    Args:
+        count: how many; None takes all.
+        multi_host: whether other processes, each started in the same way, have devices as well. JAX finds them
+            on a TPU pod and under Slurm; elsewhere ``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES`` and
+            ``JAX_PROCESS_ID`` say where they are.
+
+    Raises:
+        RequestError: if there are fewer devices, or a host's would be left out.
+    """
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    try:
+        if multi_host:
+            jax.distributed.initialize(num_processes=_number("JAX_NUM_PROCESSES"), process_id=_number("JAX_PROCESS_ID"))
+        devices = jax.devices()
+    except (RuntimeError, ValueError) as error:
+        raise RequestError(f"JAX finds no devices: {error}") from error
+    count = len(devices) if count is None else count
+    if count < 1:
+        raise RequestError("devices must be at least 1", found=count)
+    if count > len(devices):
+        flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={count} makes virtual ones"
+        raise RequestError(
+            "too few devices", found=f"{len(devices)} of kind {devices[0].device_kind}", expected=count,
+            hint=flag if devices[0].platform == "cpu" else None,
+        )  # fmt: skip
+    if multi_host and count < len(devices):
+        raise RequestError("with several hosts all devices take part", found=count, expected=len(devices))
+    if count < len(devices):
+        return Mesh(np.array(devices[:count]), (AXIS,))
+    return Mesh(mesh_utils.create_device_mesh((count,), devices), (AXIS,))
 
 
-class Text:
-    """A text in the cache of a model; it grows by chunks."""
-
-    def __init__(self, model: XlaModel, tokens: np.ndarray[Any, Any], length: int, capacity: int) -> None:
-        """Run the prompt.
-
-        Args:
-            tokens: [B, T], of which the first `length` are the prompt and the others padding.
-            capacity: positions that the cache has.
-
-        Raises:
-            RequestError: if the tokens are more than that.
-        """
-        if tokens.shape[1] > capacity:
-            raise RequestError("the prompt exceeds the cache", found=tokens.shape[1], expected=f"at most {capacity}")
-        self.position = length
-        self.capacity = capacity
-        self._model = model
-        shape = cache_shape(model.layout, tokens.shape[0], capacity)
-        layers = range(model.config.num_layers)
-        cache = tuple([zeros(model.mesh, shape, float_dtype(model.dtype)) for _ in layers] for _ in range(2))
-        self._cache, self.logits = model.prefill(model.state, cache, tokens.astype(np.int32), np.int32(length))
-
-    def grow(self, sampling: Sampling | None) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Draw `CHUNK` tokens: [CHUNK, B], and whether the logits of each were finite, [CHUNK].
-
-        Args:
-            sampling: how; None takes the likeliest.
-
-        Raises:
-            RequestError: if the cache has no room for them. Beyond its end XLA would write over its last
-                positions, without a word.
-        """
-        if self.position + CHUNK > self.capacity:
-            raise RequestError(
-                "the cache is full", found=f"{self.position} of {self.capacity} positions", expected=f"room for {CHUNK}"
-            )
-        program = self._model.greedy_chunk if sampling is None else self._model.sampled_chunk
-        self._cache, self.logits, tokens, finite = program(
-            self._model.state, self._cache, self.logits, np.int32(self.position), sampling or _UNUSED
-        )
-        self.position += CHUNK
-        return np.asarray(tokens), np.asarray(finite)
+def _number(variable: str) -> int | None:
+    value = os.environ.get(variable)
+    return None if value is None else int(value)

@@ -22,7 +22,7 @@ from quantkit.runtime.sampling import SamplingParams
 from quantkit.xla.model import sharded_decoder
 from quantkit.xla.products import AXIS
 from quantkit.xla.programs import Sampling, cache_shape, chunk_program, prefill_program
-from quantkit.xla.split import Layout
+from quantkit.xla.split import DeviceSplit
 from quantkit.xla.weights import abstract, abstract_state, float_dtype
 
 _MEMORY = {"v5e": 15.75, "v6e": 31.25}  # GiB of a chip that the compiler gives out
@@ -126,11 +126,11 @@ def estimate_slice(
             "batch or context can't be", found=f"{batch} and {context}",
             expected=f"at least 1, and a context of at most {config.max_context}",
         )  # fmt: skip
-    layout = Layout(config, schemes(checkpoint), chips)
+    split = DeviceSplit(config, schemes(checkpoint), chips)
     mesh = _mesh(kind, chips)
-    decoder, dtype = sharded_decoder(layout), dtype or FLOAT_DTYPES[config.dtype]
-    state = abstract_state({name: checkpoint.info(name) for name in checkpoint.names()}, layout, mesh, dtype)
-    one = abstract(mesh, cache_shape(layout, batch, context), float_dtype(dtype))
+    decoder, dtype = sharded_decoder(split), dtype or FLOAT_DTYPES[config.dtype]
+    state = abstract_state({name: checkpoint.info(name) for name in checkpoint.names()}, split, mesh, dtype)
+    one = abstract(mesh, cache_shape(split, batch, context), float_dtype(dtype))
     cache = ([one] * config.num_layers, [one] * config.num_layers)
     held = sum(math.ceil(_bits(array) / 8 / chips) for array in jax.tree.leaves((state, cache)))
     if held > memory:
@@ -147,10 +147,10 @@ def estimate_slice(
         _phase("a step of decoding", target, lambda: step.lower(state, cache, logits, number, sampling)),
         _phase(f"a prompt of {context}", target, lambda: prompt.lower(state, cache, tokens, number)),
     ]
-    plan = SliceEstimate(checkpoint.path.name, target, chips, memory, batch, context, phases)
-    if plan.needed > memory:
-        raise _too_much(target, f"{_gib(plan.needed)} a chip", _gib(memory))
-    return plan
+    estimate = SliceEstimate(checkpoint.path.name, target, chips, memory, batch, context, phases)
+    if estimate.needed > memory:
+        raise _too_much(target, f"{_gib(estimate.needed)} a chip", _gib(memory))
+    return estimate
 
 
 def collectives(program: str) -> dict[str, int]:

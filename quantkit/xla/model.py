@@ -10,19 +10,20 @@ import jax
 import torch
 from torch import Tensor, nn
 
+from quantkit.architectures.topology import HEAD, Linear, parameters
 from quantkit.model.cache import KVCache
-from quantkit.model.decoder import Decoder
-from quantkit.model.meta_init import meta_init
+from quantkit.model.decoder import Decoder, DecoderOps
+from quantkit.model.load import meta_init
 from quantkit.xla import products
 from quantkit.xla.bridge import apply, attend_by
-from quantkit.xla.split import COLUMNS, Layout
+from quantkit.xla.split import DeviceSplit
 
 Finish = Callable[[jax.Array], jax.Array]
-"""What makes the whole of a product that a device has computed its part of."""
+"""Makes the whole of a product that a device has computed its part of."""
 
 
 class ShardedLinear(nn.Module):
-    """A device's part of a linear layer, its weight floats or quantized."""
+    """A device's shard of a linear layer, its weight floats or quantized."""
 
     def __init__(self, weight: Sequence[str], bias: bool, finish: Finish) -> None:
         """
@@ -44,7 +45,7 @@ class ShardedLinear(nn.Module):
 
 
 class ShardedEmbedding(nn.Module):
-    """Rows of an embedding of which a device has some of the vocabulary."""
+    """A vocabulary-parallel embedding: a device has some of its rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,48 +53,51 @@ class ShardedEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[B, T] to [B, T, D]."""
-        rows: Tensor = apply(products.looked_up, tokens, self.weight)
+        rows: Tensor = apply(products.vocab_parallel_embedding, tokens, self.weight)
         return rows
 
 
 class ShardedCache(KVCache):
-    """A device's part of the cache; positions are consecutive, and inside it."""
+    """A device's shard of the cache; positions are consecutive, and inside it."""
 
     def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         self.length = keys[0].shape[2]
         self.keys, self.values = list(keys), list(values)
 
     def update(self, layer: int, positions: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        self.keys[layer] = apply(products.stored, self.keys[layer], keys, positions)
-        self.values[layer] = apply(products.stored, self.values[layer], values, positions)
+        self.keys[layer] = apply(products.update_cache, self.keys[layer], keys, positions)
+        self.values[layer] = apply(products.update_cache, self.values[layer], values, positions)
         return self.keys[layer], self.values[layer]
 
 
-def sharded_decoder(layout: Layout) -> Decoder:
-    """The decoder of one device, without weights; it takes the arrays of `Layout.leaves` by their names."""
+def sharded_decoder(split: DeviceSplit) -> Decoder:
+    """The decoder of one device, without weights; it takes the arrays of `DeviceSplit.leaves` by their names."""
     attend_by(products.attention)
     with meta_init():
-        model = Decoder(layout.local)
+        model = Decoder(split.local)
+    linears = {parameter.module: parameter.linear for parameter in parameters(split.config) if parameter.linear}
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
-            scheme = layout.schemes.get(name)
+            scheme = split.schemes.get(name)
             weight = ["weight"] if scheme is None else ["codes", "scale"] if scheme.symmetric else [*_QUANTIZED]
             parent, _, child = name.rpartition(".")
-            finish = _finish(child, layout.config.vocab_size)
+            finish = _finish(linears[name], split.config.vocab_size)
             setattr(model.get_submodule(parent), child, ShardedLinear(weight, module.bias is not None, finish))
     model.model.embed_tokens = ShardedEmbedding()  # type: ignore[assignment]
-    head = partial(_linear, _finish("lm_head", layout.config.vocab_size))
-    model.linear = lambda x, weight: apply(head, x, None, weight)  # of a head tied to the embedding
+    head = partial(_linear, _finish(HEAD, split.config.vocab_size))
+    model.ops = DecoderOps(float_linear=lambda x, weight: apply(head, x, None, weight))  # for a tied head
     return model.eval()
 
 
 _QUANTIZED = ("codes", "scale", "zero")
 
 
-def _finish(child: str, vocabulary: int) -> Finish:
-    if child in COLUMNS:
-        return products.summed
-    return partial(products.gathered, size=vocabulary) if child == "lm_head" else lambda product: product
+def _finish(linear: Linear, vocabulary: int) -> Finish:
+    if linear.parallel == "row":
+        return products.all_reduce
+    if linear.dims[0] == "vocab":
+        return partial(products.all_gather, size=vocabulary)
+    return lambda product: product
 
 
 def _linear(finish: Finish, x: jax.Array, bias: jax.Array | None, *weight: Any) -> jax.Array:

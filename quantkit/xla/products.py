@@ -49,7 +49,7 @@ def quantized_product(x: jax.Array, codes: jax.Array, scale: jax.Array, zero: ja
     return (sums * steps[:, None]).sum(0)
 
 
-def looked_up(tokens: jax.Array, weight: jax.Array) -> jax.Array:
+def vocab_parallel_embedding(tokens: jax.Array, weight: jax.Array) -> jax.Array:
     """Rows of an embedding of which each device has some of the vocabulary: [B, T] and [V / N, D] to [B, T, D]."""
     own = tokens - lax.axis_index(AXIS) * weight.shape[0]
     here = (own >= 0) & (own < weight.shape[0])
@@ -57,12 +57,12 @@ def looked_up(tokens: jax.Array, weight: jax.Array) -> jax.Array:
     return lax.psum(jnp.where(here[..., None], rows, 0), AXIS)
 
 
-def summed(product: jax.Array) -> jax.Array:
+def all_reduce(product: jax.Array) -> jax.Array:
     """What the devices have computed of the same outputs, added up."""
     return lax.psum(product, AXIS)
 
 
-def gathered(product: jax.Array, size: int) -> jax.Array:
+def all_gather(product: jax.Array, size: int) -> jax.Array:
     """What the devices have computed of different outputs, side by side; the first `size`."""
     return lax.all_gather(product, AXIS, axis=product.ndim - 1, tiled=True)[..., :size]
 
@@ -77,7 +77,7 @@ def attention(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.
     """
     length, span = queries.shape[2], keys.shape[2]
     if length <= _BLOCK or length % _BLOCK:
-        return _mixed(queries, keys, values, jnp.tril(jnp.ones((length, span), bool)) if mask is None else mask)
+        return _attend(queries, keys, values, jnp.tril(jnp.ones((length, span), bool)) if mask is None else mask)
 
     def block(start: jax.Array) -> jax.Array:
         some = lax.dynamic_slice_in_dim(queries, start, _BLOCK, axis=2)
@@ -85,22 +85,22 @@ def attention(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.
             seen = start + jnp.arange(_BLOCK)[:, None] >= jnp.arange(span)
         else:
             seen = lax.dynamic_slice_in_dim(mask, start, _BLOCK)
-        return _mixed(some, keys, values, seen)
+        return _attend(some, keys, values, seen)
 
     blocks = lax.map(block, jnp.arange(0, length, _BLOCK))  # [T / _BLOCK, B, H, _BLOCK, Dh]
     return jnp.moveaxis(blocks, 0, 2).reshape(queries.shape)
 
 
-def _mixed(queries: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array) -> jax.Array:
+def _attend(queries: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array) -> jax.Array:
     batch, heads, length, size = queries.shape
-    shared = keys.shape[1]
-    grouped = queries.reshape(batch, shared, heads // shared, length, size)
+    kv_heads = keys.shape[1]
+    grouped = queries.reshape(batch, kv_heads, heads // kv_heads, length, size)
     scores = jnp.einsum("bkgtd,bksd->bkgts", grouped, keys, precision=_EXACT, preferred_element_type=jnp.float32)
     weights = jax.nn.softmax(jnp.where(seen, scores / math.sqrt(size), -jnp.inf), axis=-1).astype(values.dtype)
     mixed = jnp.einsum("bkgts,bksd->bkgtd", weights, values, precision=_EXACT)
     return mixed.reshape(queries.shape).astype(queries.dtype)
 
 
-def stored(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
+def update_cache(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
     """A cache [B, K, S, Dh] with keys or values [B, K, T, Dh] put at positions [T], one after the other."""
     return lax.dynamic_update_slice_in_dim(cache, new.astype(cache.dtype), positions[0], axis=2)

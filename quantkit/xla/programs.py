@@ -15,15 +15,15 @@ from jax.sharding import Mesh, PartitionSpec
 from quantkit.model.decoder import Decoder
 from quantkit.runtime.sampling import SamplingParams
 from quantkit.xla.bridge import apply, run
-from quantkit.xla.draw import drawn
 from quantkit.xla.model import ShardedCache
-from quantkit.xla.split import Layout
-from quantkit.xla.weights import DIVIDED
+from quantkit.xla.split import DeviceSplit
+from quantkit.xla.weights import SHARDED
 
 CHUNK = 10
 """Tokens that are drawn before the host looks at them."""
 
-_WHOLE = PartitionSpec()
+_LEAST_TEMPERATURE = 1e-6
+_REPLICATED = PartitionSpec()
 
 Cache = tuple[list[jax.Array], list[jax.Array]]
 """Keys and values by layer, each [N, B, K / N, S, Dh]."""
@@ -61,9 +61,9 @@ def prefill_program(model: Decoder, mesh: Mesh) -> Any:
 
     def prefill(state: Any, cache: Cache, tokens: jax.Array, length: jax.Array) -> tuple[Cache, jax.Array]:
         positions = jnp.arange(tokens.shape[1])
-        return _on_one(model, state, cache, tokens, positions, length - 1, first=True)
+        return _run_shard(model, state, cache, tokens, positions, length - 1, first=True)
 
-    return _everywhere(prefill, mesh, (DIVIDED, DIVIDED, _WHOLE, _WHOLE), (DIVIDED, _WHOLE), donated=(1,))
+    return _spmd(prefill, mesh, (SHARDED, SHARDED, _REPLICATED, _REPLICATED), (SHARDED, _REPLICATED), donated=(1,))
 
 
 def chunk_program(model: Decoder, mesh: Mesh, *, greedy: bool) -> Any:
@@ -78,30 +78,46 @@ def chunk_program(model: Decoder, mesh: Mesh, *, greedy: bool) -> Any:
     ) -> tuple[Cache, jax.Array, jax.Array, jax.Array]:
         def step(carry: tuple[Cache, jax.Array], index: jax.Array) -> tuple[Any, Any]:
             cache, logits = carry
-            tokens = logits.argmax(-1) if greedy else _drawn(logits, sampling, index)
+            tokens = logits.argmax(-1) if greedy else _sample(logits, sampling, index)
             positions = (position + index)[None]
-            following = _on_one(model, state, cache, tokens[:, None], positions, jnp.zeros((), jnp.int32), first=False)
+            following = _run_shard(
+                model, state, cache, tokens[:, None], positions, jnp.zeros((), jnp.int32), first=False
+            )
             return following, (tokens, jnp.isfinite(logits).all())
 
         (cache, logits), (tokens, finite) = lax.scan(step, (cache, logits), jnp.arange(CHUNK))
         return cache, logits, tokens, finite
 
-    inputs = (DIVIDED, DIVIDED, _WHOLE, _WHOLE, _WHOLE)
-    return _everywhere(chunk, mesh, inputs, (DIVIDED, _WHOLE, _WHOLE, _WHOLE), donated=(1, 2))
+    inputs = (SHARDED, SHARDED, _REPLICATED, _REPLICATED, _REPLICATED)
+    return _spmd(chunk, mesh, inputs, (SHARDED, _REPLICATED, _REPLICATED, _REPLICATED), donated=(1, 2))
 
 
-def cache_shape(layout: Layout, batch: int, capacity: int) -> tuple[int, ...]:
+def cache_shape(split: DeviceSplit, batch: int, capacity: int) -> tuple[int, ...]:
     """Of a layer's keys or values over all devices, [N, B, K / N, S, Dh]."""
-    return layout.devices, batch, layout.local.num_kv_heads, capacity, layout.config.head_dim
+    return split.devices, batch, split.local.num_kv_heads, capacity, split.config.head_dim
 
 
-def _drawn(logits: jax.Array, sampling: Sampling, index: jax.Array) -> jax.Array:
+def sample(logits: jax.Array, key: jax.Array, temperature: jax.Array, top_p: jax.Array) -> jax.Array:
+    """A token for each row: [B, V] to [B], from the likeliest with `top_p` of the probability together.
+
+    It is what `quantkit.runtime.sampling` does, with other random numbers.
+    """
+    wide = logits.astype(jnp.float32)
+    scaled = (wide - wide.max(-1, keepdims=True)) / jnp.maximum(temperature, _LEAST_TEMPERATURE)
+    ranked, order = jax.lax.top_k(scaled, scaled.shape[-1])
+    probabilities = jax.nn.softmax(ranked, axis=-1)
+    outside = (probabilities.cumsum(-1) - probabilities >= top_p) & (top_p < 1)
+    rank = jax.random.categorical(key, jnp.where(outside, -jnp.inf, ranked), axis=-1)
+    return jnp.take_along_axis(order, rank[:, None], axis=-1)[:, 0]
+
+
+def _sample(logits: jax.Array, sampling: Sampling, index: jax.Array) -> jax.Array:
     key = jax.random.wrap_key_data(sampling.key, impl="threefry2x32")
     key = jax.random.fold_in(jax.random.fold_in(key, sampling.chunk), index)
-    return drawn(logits, key, sampling.temperature, sampling.top_p)
+    return sample(logits, key, sampling.temperature, sampling.top_p)
 
 
-def _on_one(
+def _run_shard(
     model: Decoder, state: Any, cache: Cache, tokens: jax.Array, positions: jax.Array, last: jax.Array, *, first: bool
 ) -> tuple[Cache, jax.Array]:
     """One device's run of the decoder: the cache as it then is, and the logits [B, V] of the token at `last`."""
@@ -116,22 +132,22 @@ def _on_one(
     return result
 
 
-def _everywhere(
+def _spmd(
     program: Callable[..., Any], mesh: Mesh, inputs: tuple[Any, ...], outputs: tuple[Any, ...], donated: tuple[int, ...]
 ) -> Any:
-    """Run a program on every device; divided arguments reach it as the device's own part."""
+    """A program that every device runs; sharded arguments reach it as the device's own shard."""
 
     @wraps(program)
     def one(*arguments: Any) -> Any:
-        results = program(*_each(lambda array: array[0], arguments, inputs))
-        return _each(lambda array: array[None], results, outputs)
+        results = program(*_map_sharded(lambda array: array[0], arguments, inputs))
+        return _map_sharded(lambda array: array[None], results, outputs)
 
     mapped = jax.shard_map(one, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
     return jax.jit(mapped, donate_argnums=donated)
 
 
-def _each(change: Callable[[Any], Any], values: tuple[Any, ...], specs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Change the arrays that are divided."""
+def _map_sharded(change: Callable[[Any], Any], values: tuple[Any, ...], specs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Change the arrays that are sharded."""
     return tuple(
-        jax.tree.map(change, value) if spec == DIVIDED else value for value, spec in zip(values, specs, strict=True)
+        jax.tree.map(change, value) if spec == SHARDED else value for value, spec in zip(values, specs, strict=True)
     )

@@ -1,39 +1,37 @@
-"""Which part of each tensor lies on which device, and in what form.
+"""Which shard of each tensor lies on which device, and in what form.
 
-Rows of q, k, v, gate, up and the head are divided, columns of o and down, the vocabulary of the embedding;
-the rest is whole on every device. Where there are fewer KV heads than devices, several have the same one.
+Column-parallel linears are split by rows, row-parallel ones by columns, embedding and head by the vocabulary;
+the rest is replicated on every device. Where there are fewer KV heads than devices, several have the same one.
 
 All devices run one program, so their arrays have one shape, padded where need be; the processes of
-`quantkit.distributed.split` may have shares of different sizes.
+`quantkit.distributed.split` may have shards of different sizes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.topology import Parameter
+from quantkit.architectures.topology import Parameter, parameters
 from quantkit.errors import RequestError
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
-COLUMNS = ("o_proj", "down_proj")
-"""Linears of which columns are divided, so that their products are to be added up."""
-
-_MOST_PADDING = 1 / 32  # of the feed-forward size; beyond it scales are repeated for smaller groups
+_MAX_PADDING = 1 / 32  # of the feed-forward size; beyond it scales are repeated for smaller groups
 
 
 @dataclass(frozen=True)
-class Share:
+class Shards:
     """What each device has of a tensor.
 
     Attributes:
-        axis: that is divided; None leaves the tensor whole.
-        starts: where each device's part begins.
+        axis: that is split; None replicates the tensor.
+        starts: where each device's shard begins.
         count: its length; beyond the tensor's end lie zeros.
         group: columns that share a scale on the device, where the checkpoint has groups; beyond the end
             scales are zeros as well.
@@ -60,14 +58,14 @@ class Leaf:
 
 
 @dataclass(frozen=True)
-class Layout:
+class DeviceSplit:
     """A model over a number of devices.
 
     Attributes:
         schemes: of the quantized modules.
 
     Raises:
-        RequestError: if the heads can't be divided.
+        RequestError: if the devices do not divide the heads.
     """
 
     config: ModelConfig
@@ -75,11 +73,11 @@ class Layout:
     devices: int
 
     def __post_init__(self) -> None:
-        heads, shared = self.config.num_heads, self.config.num_kv_heads
-        if self.devices < 1 or heads % self.devices or (shared % self.devices and self.devices % shared):
+        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
+        if self.devices < 1 or heads % self.devices or (kv_heads % self.devices and self.devices % kv_heads):
             raise RequestError(
                 "attention heads can't be divided among the devices", found=f"{self.devices} devices",
-                expected=f"a divisor of {heads} heads that divides {shared} KV heads or is a multiple of them",
+                expected=f"a divisor of {heads} heads that divides {kv_heads} KV heads or is a multiple of them",
             )  # fmt: skip
 
     @property
@@ -90,26 +88,20 @@ class Layout:
             config, num_heads=config.num_heads // devices, num_kv_heads=max(1, config.num_kv_heads // devices)
         )
 
-    def share(self, parameter: Parameter) -> Share:
+    def shards(self, parameter: Parameter) -> Shards:
         """What each device has of one tensor of the checkpoint."""
-        child = parameter.module.rpartition(".")[2]
-        size = self.config.head_dim
-        if child == "q_proj":
-            return self._even(0, self.config.num_heads * size)
-        if child in ("k_proj", "v_proj"):
-            shared = self.config.num_kv_heads
-            count = max(1, shared // self.devices)
-            starts = tuple(rank * shared // self.devices * size for rank in range(self.devices))
-            return Share(0, starts, count * size)
-        if child in ("embed_tokens", "lm_head"):
-            return self._even(0, self.config.vocab_size)
-        if child in ("gate_proj", "up_proj"):
-            _, width = self._columns(parameter.module.replace(child, "down_proj"), self.config.intermediate_size)
-            return self._even(0, width)
-        if child in COLUMNS and parameter.name.endswith(".weight"):
-            group, width = self._columns(parameter.module, parameter.shape[1])
-            return replace(self._even(1, width), group=group)
-        return Share(None)
+        axis = parameter.split_axis
+        if axis is None:
+            return Shards(None)
+        size = parameter.dims[axis]
+        if size == "kv":
+            heads, width = self.config.num_kv_heads, self.config.head_dim
+            starts = tuple(rank * heads // self.devices * width for rank in range(self.devices))
+            return Shards(axis, starts, max(1, heads // self.devices) * width)
+        if (reader := self._readers.get((parameter.layer, parameter.expert, size))) is None:
+            return self._even(axis, parameter.shape[axis])
+        group, width = self._columns(reader)
+        return replace(self._even(axis, width), group=group)
 
     def leaves(self, parameter: Parameter, value: Tensor | QuantTensor, rank: int) -> list[Leaf]:
         """A tensor of the checkpoint as it lies on one device.
@@ -117,51 +109,58 @@ class Layout:
         A quantized weight becomes codes [G, O, I / G] less half their levels, ``scale`` [G, O] and, if it has
         them, ``zero`` [G, O] less the same. Works on the meta device as well.
         """
-        share = self.share(parameter)
+        shards = self.shards(parameter)
         if isinstance(value, Tensor):
-            return [Leaf(parameter.name, _cut(value, share, share.axis, rank))]
+            return [Leaf(parameter.name, _cut(value, shards, shards.axis, rank))]
         middle = value.scheme.levels // 2
-        codes = _cut(value.codes, share, share.axis, rank).short() - middle
-        parameters = {"scale": value.scale}
+        codes = _cut(value.codes, shards, shards.axis, rank).short() - middle
+        steps = {"scale": value.scale}
         if value.zero is not None:
-            parameters["zero"] = (value.zero.short() - middle).char()
-        for name, each in parameters.items():
-            if share.axis == 0:
-                parameters[name] = _cut(each, share, 0, rank)
-            elif share.axis == 1 and value.scheme.group_size is not None:
-                repeated = each.repeat_interleave(value.scheme.group_size // share.group, dim=1)
-                parameters[name] = _cut(repeated, share, 1, rank, share.group)
-        grouped = codes.char().view(codes.shape[0], parameters["scale"].shape[1], -1)
+            steps["zero"] = (value.zero.short() - middle).char()
+        for name, each in steps.items():
+            if shards.axis == 0:
+                steps[name] = _cut(each, shards, 0, rank)
+            elif shards.axis == 1 and value.scheme.group_size is not None:
+                repeated = each.repeat_interleave(value.scheme.group_size // shards.group, dim=1)
+                steps[name] = _cut(repeated, shards, 1, rank, shards.group)
+        grouped = codes.char().view(codes.shape[0], steps["scale"].shape[1], -1)
         return [
             Leaf(f"{parameter.module}.codes", grouped.transpose(0, 1), nibbles=value.scheme.bits == 4),
-            *(Leaf(f"{parameter.module}.{name}", each.t()) for name, each in parameters.items()),
+            *(Leaf(f"{parameter.module}.{name}", each.t()) for name, each in steps.items()),
         ]
 
-    def _even(self, axis: int, size: int) -> Share:
+    def _even(self, axis: int, size: int) -> Shards:
         count = -(-size // self.devices)
-        return Share(axis, tuple(rank * count for rank in range(self.devices)), count)
+        return Shards(axis, tuple(rank * count for rank in range(self.devices)), count)
 
-    def _columns(self, module: str, columns: int) -> tuple[int, int]:
-        """Group size and number of columns, zeros included, that can be divided among the devices.
+    @cached_property
+    def _readers(self) -> dict[tuple[int | None, int | None, str], Parameter]:
+        """The row-parallel weight of a layer, and of an expert in it, that has inputs of a size."""
+        weights = (p for p in parameters(self.config) if p.linear and p.is_linear_weight)
+        return {(p.layer, p.expert, p.dims[1]): p for p in weights if p.linear and p.linear.parallel == "row"}
+
+    def _columns(self, weight: Parameter) -> tuple[int, int]:
+        """Group size and number of a row-parallel weight's columns, padding included, that the devices divide.
 
         The largest group that divides the checkpoint's and takes little padding; a scale that is repeated
-        changes nothing.
+        changes nothing. Between heads there is no room for padding.
         """
-        scheme = self.schemes.get(module)
+        columns, scheme = weight.shape[1], self.schemes.get(weight.module)
         group = 1 if scheme is None or scheme.group_size is None else scheme.group_size
+        padding = 0 if weight.dims[1] == "query" else columns * _MAX_PADDING
         for size in range(group, 0, -1):
             unit = size * self.devices
             width = -(-columns // unit) * unit
-            if group % size == 0 and (width - columns <= columns * _MOST_PADDING or size == 1):
+            if group % size == 0 and (width - columns <= padding or size == 1):
                 break
         return size, width
 
 
-def _cut(tensor: Tensor, share: Share, axis: int | None, rank: int, unit: int = 1) -> Tensor:
-    """One device's part along an axis that counts in units of so many columns."""
+def _cut(tensor: Tensor, shards: Shards, axis: int | None, rank: int, unit: int = 1) -> Tensor:
+    """One device's shard along an axis that counts in units of so many columns."""
     if axis is None:
         return tensor
-    start, count = min(share.starts[rank] // unit, tensor.shape[axis]), share.count // unit
+    start, count = min(shards.starts[rank] // unit, tensor.shape[axis]), shards.count // unit
     kept = tensor.narrow(axis, start, min(count, tensor.shape[axis] - start))
     missing = count - kept.shape[axis]
     return F.pad(kept, (0, 0) * (kept.dim() - 1 - axis) + (0, missing)) if missing else kept

@@ -23,58 +23,58 @@ from quantkit.progress import Progress, silent
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
 from quantkit.xla.products import AXIS
-from quantkit.xla.split import Layout, Leaf
+from quantkit.xla.split import DeviceSplit, Leaf
 
-DIVIDED = PartitionSpec(AXIS)
+SHARDED = PartitionSpec(AXIS)
 _DTYPES = {
     torch.float32: jnp.float32, torch.bfloat16: jnp.bfloat16, torch.float16: jnp.float16, torch.int8: jnp.int8,
 }  # fmt: skip
 
 
 def load_state(
-    checkpoint: Checkpoint, layout: Layout, mesh: Mesh, dtype: torch.dtype, *, progress: Progress = silent
+    checkpoint: Checkpoint, split: DeviceSplit, mesh: Mesh, dtype: torch.dtype, *, progress: Progress = silent
 ) -> dict[str, jax.Array]:
-    """Read a checkpoint, each tensor once, and give every device of this process its parts.
+    """Read a checkpoint, each tensor once, and give every device of this process its shards.
 
     Args:
         dtype: of tensors that are not quantized.
     """
     state: dict[str, jax.Array] = {}
     ranks = [rank for rank, device in enumerate(mesh.devices.flat) if device.process_index == jax.process_index()]
-    found = parameters(layout.config)
+    found = parameters(split.config)
     for index, parameter in enumerate(found):
         progress(index, len(found), parameter.name)
         value = _cast(checkpoint.load(parameter.name), dtype)
-        parts = {rank: layout.leaves(parameter, value, rank) for rank in ranks}
-        for leaves in zip(*parts.values(), strict=True):
+        shards = {rank: split.leaves(parameter, value, rank) for rank in ranks}
+        for leaves in zip(*shards.values(), strict=True):
             state[leaves[0].name] = _placed(mesh, dict(zip(ranks, leaves, strict=True)))
-        del value, parts
+        del value, shards
     progress(len(found), len(found), "")
-    return {**state, **{leaf.name: _placed(mesh, dict.fromkeys(ranks, leaf)) for leaf in _derived(layout)}}
+    return {**state, **{leaf.name: _placed(mesh, dict.fromkeys(ranks, leaf)) for leaf in _derived(split)}}
 
 
 def abstract_state(
-    infos: Mapping[str, TensorSpec], layout: Layout, mesh: Mesh, dtype: torch.dtype
+    infos: Mapping[str, TensorSpec], split: DeviceSplit, mesh: Mesh, dtype: torch.dtype
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """What `load_state` gives, without a weight.
 
     Args:
         infos: of every tensor.
     """
-    leaves = list(_derived(layout))
-    for parameter in parameters(layout.config):
-        leaves += layout.leaves(parameter, _cast(_imagined(infos[parameter.name]), dtype), 0)
+    leaves = list(_derived(split))
+    for parameter in parameters(split.config):
+        leaves += split.leaves(parameter, _cast(_imagined(infos[parameter.name]), dtype), 0)
     return {leaf.name: abstract(mesh, (len(mesh.devices.flat), *leaf.value.shape), _dtype(leaf)) for leaf in leaves}
 
 
-def abstract(mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = DIVIDED) -> jax.ShapeDtypeStruct:
+def abstract(mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = SHARDED) -> jax.ShapeDtypeStruct:
     """An array over a mesh that is not there."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
 
 def zeros(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Zeros [N, ...] over a mesh."""
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=NamedSharding(mesh, DIVIDED))()
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=NamedSharding(mesh, SHARDED))()
 
 
 def float_dtype(dtype: torch.dtype) -> Any:
@@ -82,9 +82,9 @@ def float_dtype(dtype: torch.dtype) -> Any:
     return _DTYPES[dtype]
 
 
-def _derived(layout: Layout) -> list[Leaf]:
+def _derived(split: DeviceSplit) -> list[Leaf]:
     """What the model has besides the checkpoint's tensors."""
-    return [Leaf("rotary.inverse_frequencies", inverse_frequencies(layout.config.rope, layout.config.head_dim))]
+    return [Leaf("rotary.inverse_frequencies", inverse_frequencies(split.config.rope, split.config.head_dim))]
 
 
 def _cast(value: Tensor | QuantTensor, dtype: torch.dtype) -> Tensor | QuantTensor:
@@ -112,7 +112,7 @@ def _placed(mesh: Mesh, leaves: Mapping[int, Leaf]) -> jax.Array:
     def shard(index: tuple[slice, ...]) -> np.ndarray[Any, Any]:
         return _numpy(leaves[index[0].start or 0])[None]
 
-    return jax.make_array_from_callback(shape, NamedSharding(mesh, DIVIDED), shard)
+    return jax.make_array_from_callback(shape, NamedSharding(mesh, SHARDED), shard)
 
 
 def _numpy(leaf: Leaf) -> np.ndarray[Any, Any]:

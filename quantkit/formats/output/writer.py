@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError, DestinationError, QualityError, QuantkitError, ResumeError
 from quantkit.formats.container import Encoder
+from quantkit.formats.containers.hf import SafetensorsEncoder
 from quantkit.formats.output.journal import NAME as JOURNAL
 from quantkit.formats.output.journal import SafePoint
 from quantkit.formats.output.own_folder import not_ours
@@ -24,8 +27,32 @@ _KEEPS = (DestinationError, QualityError, ResumeError)
 """Errors after which another try may go on with what is there."""
 
 
+@dataclass(frozen=True)
+class Written:
+    """The first tensors of an output under construction, which an interrupted run has left.
+
+    Attributes:
+        encoder: knows the tensors, and where they lie in the files.
+        folder: where the files are.
+        count: how many tensors are safely there.
+    """
+
+    encoder: SafetensorsEncoder
+    folder: Path
+    count: int = 0
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        return frozenset(spec.name for spec in self.encoder.planned[: self.count])
+
+    def load(self, name: str) -> Tensor | QuantTensor:
+        """One of the tensors, read back."""
+        index = next(i for i, spec in enumerate(self.encoder.planned) if spec.name == name)
+        return self.encoder.decode(index, self.folder)
+
+
 class CheckpointWriter:
-    """Takes the planned tensors in order and, at the end, gives the folder its name.
+    """Takes the encoder's tensors in order and, at the end, gives the folder its name.
 
     Use as a context manager. Leaving it by an error of the source removes the partial
     output, since it would fail again; an interruption, a full disk, something strange
@@ -34,7 +61,7 @@ class CheckpointWriter:
     Attributes:
         path: the folder under construction.
         done: how many tensors an interrupted run has already left on disk.
-        records: what was recorded with tensors, by name.
+        records: what was recorded with tensors up to the last checkpoint, by name.
         hashes: the sha256 of every file that is complete, sorted by name.
     """
 
@@ -75,17 +102,21 @@ class CheckpointWriter:
         self.done = self._next = last.tensors
         self._open = True
 
-    def put(self, value: Tensor | QuantTensor, record: Any = None) -> None:
-        """Append the next planned tensor, with what the manifest shall say of it.
+    def put(self, name: str, value: Tensor | QuantTensor, record: Mapping[str, object] | None = None) -> None:
+        """Append a tensor, with what the manifest shall say of it.
 
         Raises:
             DestinationError: if the disk is full or a write failed.
+            RuntimeError: if it is not the encoder's next one.
         """
-        for name, data in self._encoder.encode(self._next, value):
-            self._sink.append(name, data)
+        expected = self._encoder.planned[self._next].name
+        if name != expected:
+            raise RuntimeError(f"tensor '{name}' was given, and '{expected}' is the next one")
+        for file, data in self._encoder.encode(self._next, value):
+            self._sink.append(file, data)
             self._since_checkpoint += len(data)
         if record is not None:
-            self._fresh[self._encoder.planned[self._next].name] = record
+            self._fresh[name] = record
         self._next += 1
         if self._since_checkpoint >= _CHECKPOINT_BYTES:
             self.checkpoint()

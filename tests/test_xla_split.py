@@ -14,7 +14,7 @@ from quantkit.errors import RequestError
 from quantkit.evals.synthetic import synthetic
 from quantkit.tensors.qtensor import quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
-from quantkit.xla.split import Layout
+from quantkit.xla.split import DeviceSplit
 
 SCHEMES = ["int8", "int4-g32", "int4-g128", "int4-g128-asym", "int8-g64-asym"]
 
@@ -25,13 +25,13 @@ def _config(**changes: int) -> ModelConfig:
     return replace(config, **{**sizes, "vocab_size": 99, **changes})
 
 
-def _entry(config: ModelConfig, child: str) -> Parameter:
+def _parameter(config: ModelConfig, child: str) -> Parameter:
     return next(parameter for parameter in parameters(config) if parameter.name.endswith(child + ".weight"))
 
 
-def _weight(layout: Layout, parameter: Parameter, value: object, rank: int) -> Tensor:
+def _weight(split: DeviceSplit, parameter: Parameter, value: object, rank: int) -> Tensor:
     """What a device's leaves mean, [O, I]."""
-    leaves = {leaf.name.rpartition(".")[2]: leaf.value for leaf in layout.leaves(parameter, value, rank)}  # type: ignore[arg-type]
+    leaves = {leaf.name.rpartition(".")[2]: leaf.value for leaf in split.leaves(parameter, value, rank)}  # type: ignore[arg-type]
     if "weight" in leaves:
         return leaves["weight"]
     zero = leaves["zero"].float().unsqueeze(-1) if "zero" in leaves else 0
@@ -44,15 +44,15 @@ def _weight(layout: Layout, parameter: Parameter, value: object, rank: int) -> T
 @pytest.mark.parametrize("child", ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj", "lm_head"])
 def test_the_parts_make_up_the_weight(child: str, scheme: str | None, devices: int) -> None:
     config = _config()
-    parameter = _entry(config, child)
+    parameter = _parameter(config, child)
     weight = torch.randn(parameter.shape)
     value, schemes = weight, {}
     if scheme is not None:
         schemes = {parameter.module: QuantScheme.parse(scheme).fitted(parameter.shape[1])}
         value = quantize_rtn(weight, schemes[parameter.module], torch.float16)
         weight = value.dequantize()
-    layout = Layout(config, schemes, devices)
-    parts = [_weight(layout, parameter, value, rank) for rank in range(devices)]
+    split = DeviceSplit(config, schemes, devices)
+    parts = [_weight(split, parameter, value, rank) for rank in range(devices)]
     assert len({part.shape for part in parts}) == 1
     if child == "k_proj" and devices == 8:  # each head twice
         assert all(torch.equal(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True))
@@ -70,21 +70,20 @@ def test_the_parts_make_up_the_weight(child: str, scheme: str | None, devices: i
 def test_groups_that_do_not_divide_are_padded_or_cut(devices: int, group: int, expected: tuple[int, int]) -> None:
     config = _config(intermediate_size=11008, num_heads=16, num_kv_heads=16)
     scheme = QuantScheme(4, group)
-    parameter = _entry(config, "down_proj")
-    share = Layout(config, {parameter.module: scheme}, devices).share(parameter)
-    assert (share.group, share.count * devices) == expected
-    assert Layout(config, {parameter.module: scheme}, devices).share(_entry(config, "gate_proj")).count == share.count
+    parameter = _parameter(config, "down_proj")
+    split = DeviceSplit(config, {parameter.module: scheme}, devices)
+    shards = split.shards(parameter)
+    assert (shards.group, shards.count * devices) == expected
+    assert split.shards(_parameter(config, "gate_proj")).count == shards.count
 
 
 def test_biases_of_sums_are_whole_and_the_others_divided() -> None:
     config = replace(_config(), qkv_bias=True, output_bias=True, mlp_bias=True)
-    layout = Layout(config, {}, 4)
+    split = DeviceSplit(config, {}, 4)
     axes = {
-        one.name.split(".")[-2]: layout.share(one).axis
-        for one in parameters(config)
-        if one.name.endswith("bias")
+        parameter.name.split(".")[-2]: split.shards(parameter).axis
         for parameter in parameters(config)
-        if parameter.name.endswith("bias")
+        if parameter.leaf == "bias"
     }
     assert axes == {
         "q_proj": 0,
@@ -97,7 +96,14 @@ def test_biases_of_sums_are_whole_and_the_others_divided() -> None:
     }
 
 
-@pytest.mark.parametrize(("heads", "shared", "devices"), [(8, 4, 3), (12, 4, 6), (8, 8, 16), (8, 4, 0)])
-def test_heads_that_can_not_be_divided_are_refused(heads: int, shared: int, devices: int) -> None:
+@pytest.mark.parametrize(("heads", "kv_heads", "devices"), [(8, 4, 3), (12, 4, 6), (8, 8, 16), (8, 4, 0)])
+def test_heads_that_can_not_be_divided_are_refused(heads: int, kv_heads: int, devices: int) -> None:
     with pytest.raises(RequestError, match="can't be divided among the devices"):
-        Layout(_config(num_heads=heads, num_kv_heads=shared), {}, devices)
+        DeviceSplit(_config(num_heads=heads, num_kv_heads=kv_heads), {}, devices)
+
+
+def test_columns_between_heads_are_not_padded() -> None:
+    config = _config(num_heads=40, num_kv_heads=40, head_dim=104)  # 520 columns a device: 65 groups of 8
+    weight = _parameter(config, "o_proj")
+    shards = DeviceSplit(config, {weight.module: QuantScheme(4, 32)}, 8).shards(weight)
+    assert (shards.count, shards.group) == (520, 8)

@@ -14,12 +14,13 @@ from typing import Any
 
 import forked
 import oracle
-import parallel_worker as worker
 import pytest
+import tensor_parallel_worker as worker
 import torch
 
 import quantkit
 from quantkit.data.files import excerpt
+from quantkit.distributed.group import SINGLE
 from quantkit.evals.evaluate import evaluate
 from quantkit.model.decoder import Decoder
 
@@ -111,14 +112,15 @@ def shared(
         if not (name == "odd" and count == 4)  # six heads
     ]
     (out / "cases.json").write_text(json.dumps(cases))
-    for done in forked.group(count, "import parallel_worker; parallel_worker.main()", out / "cases.json", out):
+    code = "import tensor_parallel_worker; tensor_parallel_worker.main()"
+    for done in forked.group(count, code, out / "cases.json", out):
         assert done.returncode == 0, done.stderr
     return Findings(count, [json.loads((out / f"{rank}.json").read_text()) for rank in range(count)], out)
 
 
 @pytest.fixture(scope="module")
 def alone(folders: dict[str, Path]) -> dict[str, Decoder]:
-    return {name: worker.opened(folder, getattr(torch, CASES[name].dtype), None) for name, folder in folders.items()}
+    return {name: worker.opened(folder, getattr(torch, CASES[name].dtype), SINGLE) for name, folder in folders.items()}
 
 
 def test_the_tokens_are_those_of_one_process(shared: Findings, alone: dict[str, Decoder]) -> None:
@@ -190,7 +192,7 @@ def test_each_process_has_its_part_in_memory(name: str, shared: Findings, alone:
 
 def test_shared_models_keep_their_kernels_but_not_whole_blocks(shared: Findings, alone: dict[str, Decoder]) -> None:
     for name in ("int8", "int4-g128"):
-        assert alone[name].blocks is not None
+        assert alone[name].ops.blocks is not None
         for process in shared.each:
             assert process[name]["kernels"] == worker.backend_names(alone[name])
             assert not process[name]["fused"]
@@ -225,7 +227,7 @@ def test_bench_measures_a_shared_model(folders: dict[str, Path], tmp_path: Path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("threads") == 1
     (found,) = json.loads((tmp_path / "json").read_text())
-    whole = worker.opened(folders["fp32"], None, None)
+    whole = worker.opened(folders["fp32"], None, SINGLE)
     embedding = whole.model.embed_tokens.weight.nbytes
     own = sum(tensor.nbytes for tensor in (*whole.parameters(), *whole.buffers())) - embedding
     assert found["weight_bytes"] == pytest.approx(own / 2, rel=0.05)

@@ -1,6 +1,6 @@
 """What one process of a group finds out about models; its findings go to files that the tests read.
 
-    torchrun --nproc-per-node N parallel_worker.py CASES.json OUT
+    torchrun --nproc-per-node N tensor_parallel_worker.py CASES.json OUT
 
 CASES lists models: ``{"name", "folder", "dtype", "backend", "draft", "engine"}``, with the compiler's backend
 or null, the folder of a draft model or null, and whether the compiled engine runs as well.
@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantkit
-from quantkit.distributed.group import Group, joined
-from quantkit.distributed.sharded import shard
+from quantkit.distributed.group import ProcessGroup, joined
 from quantkit.evals.models import backend_names
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
@@ -51,9 +50,8 @@ def _collective(target: object) -> list[str]:
     return [name for name in names if target in (getattr(COLLECTIVES, name), getattr(COLLECTIVES, name).default)]
 
 
-def opened(folder: Path, dtype: torch.dtype | None, group: Group | None) -> Decoder:
-    checkpoint = quantkit.open_checkpoint(folder)
-    return load_model(checkpoint if group is None else shard(checkpoint, group), dtype=dtype)
+def opened(folder: Path, dtype: torch.dtype | None, group: ProcessGroup) -> Decoder:
+    return load_model(folder, dtype=dtype, group=group)
 
 
 def batch_logits(model: Decoder) -> Tensor:
@@ -105,14 +103,14 @@ def _compiled(model: Decoder, backend: str) -> dict[str, Any]:
     return {"tokens": tokens, "graphs": graphs}
 
 
-def _speculated(model: Decoder, draft: Path, group: Group) -> list[list[int]]:
+def _speculated(model: Decoder, draft: Path, group: ProcessGroup) -> list[list[int]]:
     """Greedy tokens with a draft model, and drawn ones without a seed."""
     small = opened(draft, model.dtype, group)
     greedy_text = speculate(model, small, PROMPT, max_new_tokens=NEW)
     return [list(greedy_text), list(speculate(model, small, PROMPT, max_new_tokens=4 * NEW, temperature=1.5))]
 
 
-def _findings(case: dict[str, Any], group: Group, out: Path) -> dict[str, Any]:
+def _findings(case: dict[str, Any], group: ProcessGroup, out: Path) -> dict[str, Any]:
     model = opened(Path(case["folder"]), getattr(torch, case["dtype"]), group)
     with torch.inference_mode(), Calls() as calls:
         Step(model)(torch.tensor([[5]]), torch.tensor([3]))
@@ -131,7 +129,7 @@ def _findings(case: dict[str, Any], group: Group, out: Path) -> dict[str, Any]:
         "engine": list(quantkit.generate(engine, PROMPT, max_new_tokens=NEW)) if case["engine"] else None,
         "bytes": sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
         "kernels": backend_names(model),
-        "fused": model.blocks is not None,
+        "fused": model.ops.blocks is not None,
     }
 
 
@@ -139,7 +137,6 @@ def main() -> None:
     cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     torch.set_num_threads(1)
     with joined("cpu") as group:
-        assert group is not None
         found = {case["name"]: _findings(case, group, out) for case in cases}
         (out / f"{group.rank}.json").write_text(json.dumps(found))
 

@@ -25,8 +25,8 @@ from quantkit.kernels.triton_tiles import Card
 from quantkit.kernels.triton_words import INTERPRETED
 from quantkit.model.attention import masked_attention
 from quantkit.model.cache import KVCache, cached_floats
+from quantkit.model.linear import float_linear
 from quantkit.model.load import load_model
-from quantkit.model.product import product
 from quantkit.runtime.engine import Engine
 
 quicken()
@@ -167,16 +167,16 @@ def test_programs_are_as_many_as_there_is_work_for() -> None:
 def test_the_operator_passes_torchs_own_checks(cached: torch.dtype) -> None:
     operands = _operands("tokens on both sides of a tile's end", torch.float32, cached)
     for window in (None, 9):
-        torch.library.opcheck(torch.ops.quantkit_triton.lookup.default, (*operands, window))
+        torch.library.opcheck(torch.ops.quantkit_triton.cached_attention.default, (*operands, window))
 
 
 def test_attention_compiles_into_one_graph() -> None:
-    lookup = TritonBackend().operations().lookup
-    assert lookup is not None
+    attention = TritonBackend().operations().cached_attention
+    assert attention is not None
     operands = _operands("one token", torch.bfloat16, torch.bfloat16)
-    compiled = torch.compile(lambda *given: lookup(*given, 20) + 1, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(lambda *given: attention(*given, 20) + 1, backend="aot_eager", fullgraph=True)
     with torch.inference_mode():
-        assert torch.equal(compiled(*operands), lookup(*operands, 20) + 1)
+        assert torch.equal(compiled(*operands), attention(*operands, 20) + 1)
 
 
 @pytest.fixture(scope="module")
@@ -190,9 +190,9 @@ def test_a_model_attends_through_it_and_does_all_else_as_before(quantized: Path)
     model, reference = (
         load_model(quantized, device=DEVICE, dtype=torch.float32, backend=name) for name in ("triton", "reference")
     )
-    assert model.lookup is not masked_attention
-    assert model.linear is product
-    assert model.blocks is None
+    assert model.ops.cached_attention is not masked_attention
+    assert model.ops.float_linear is float_linear
+    assert model.ops.blocks is None
     logits = []
     for each in (model, reference):
         engine = Engine(each, 40, cache_dtype=torch.int8, compiled=False)
@@ -206,14 +206,14 @@ def test_a_model_attends_through_it_and_does_all_else_as_before(quantized: Path)
 def test_attention_that_is_wrong_is_found_out_at_load(
     mistake: str, quantized: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def lookup(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None) -> Tensor:
+    def wrong(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None) -> Tensor:
         if mistake == "failing":
             raise RuntimeError("out of\nresource")
         return masked_attention(queries, keys, values, positions + (keys.dtype == torch.int8), window)
 
-    monkeypatch.setattr(TritonBackend, "operations", lambda self: Operations(lookup=lookup))
+    monkeypatch.setattr(TritonBackend, "operations", lambda self: Operations(cached_attention=wrong))
     with caplog.at_level(logging.WARNING):
         model = load_model(quantized, device=DEVICE, dtype=torch.float32, backend="triton")
-    assert model.lookup is masked_attention
+    assert model.ops.cached_attention is masked_attention
     said = "fail on this machine (out of resource)" if mistake == "failing" else "are wrong on this machine"
     assert caplog.messages == [f"attention by the compiled kernels {said}; torch's are used"]

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 import quantkit
-from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.config import ExpertsConfig, LayerConfig, ModelConfig
 from quantkit.architectures.families import config_from_hf
 from quantkit.architectures.topology import linear_columns
-from quantkit.distributed.group import Group
-from quantkit.distributed.sharded import Sharded
-from quantkit.distributed.split import layout
-from quantkit.errors import RequestError
+from quantkit.distributed.shard import CheckpointShard
+from quantkit.distributed.split import split_model
+from quantkit.errors import RequestError, UnsupportedError
+from quantkit.formats.checkpoint import schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.cache import KVCache
 from quantkit.tensors.qtensor import QuantTensor
@@ -52,7 +52,7 @@ def _schemes(config: ModelConfig, scheme: str) -> dict[str, QuantScheme]:
 )
 def test_the_kv_heads_of_a_process(heads: int, kv_heads: int, size: int, rank: int, expected: list[int]) -> None:
     config = _config(num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=8 * heads)
-    found = layout(config, {}, rank, size)
+    found = split_model(config, {}, rank, size)
     rows = [row for start, stop in found.ranges["kv"] for row in range(start, stop)]
     assert rows == [head * 8 + row for head in expected for row in range(8)]
     assert (found.config.num_heads, found.config.num_kv_heads) == (heads // size, len(expected))
@@ -71,7 +71,7 @@ def test_the_kv_heads_of_a_process(heads: int, kv_heads: int, size: int, rank: i
 def test_the_feed_forward_width_goes_by_whole_groups(scheme: str | None, size: int, widths: set[int]) -> None:
     config = _config(**LLAMA_7B)
     schemes = {} if scheme is None else _schemes(config, scheme)
-    found = [layout(config, schemes, rank, size) for rank in range(size)]
+    found = [split_model(config, schemes, rank, size) for rank in range(size)]
     assert {one.config.intermediate_size for one in found} == widths
     stops = [one.ranges["intermediate"][0] for one in found]
     assert [start for start, _ in stops] == [0, *(stop for _, stop in stops[:-1])]
@@ -82,26 +82,32 @@ def test_groups_are_halved_where_whole_ones_go_too_unevenly() -> None:
     config = _config(intermediate_size=384, hidden_size=256)
     schemes = _schemes(config, "int4-g128")
     for size, group in ((1, 128), (2, 64), (4, 32)):  # of three groups one process would have two
-        found = [layout(config, schemes, rank, size) for rank in range(size)]
+        found = [split_model(config, schemes, rank, size) for rank in range(size)]
         assert {one.config.intermediate_size for one in found} == {384 // size}
-        assert {
-            schemes["model.layers.0.mlp.down_proj"].cut(*one.ranges["intermediate"][0]).group_size for one in found
-        } == {group}
+        down = schemes["model.layers.0.mlp.down_proj"]
+        assert {down.cut(*one.ranges["intermediate"][0]).group_size for one in found} == {group}
 
 
 def test_too_many_processes_are_refused() -> None:
     config = _config()
     with pytest.raises(RequestError, match=r"attention heads .*expected one of 1, 2, 4, 8\)"):
-        layout(config, {}, 0, 3)
+        split_model(config, {}, 0, 3)
     with pytest.raises(RequestError, match="vocabulary"):
-        layout(replace(config, vocab_size=9), {}, 0, 8)
+        split_model(replace(config, vocab_size=9), {}, 0, 8)
     with pytest.raises(RequestError, match="feed-forward width"):
-        layout(config, _schemes(config, "int4-g32"), 0, 8)
+        split_model(config, _schemes(config, "int4-g32"), 0, 8)
 
 
-def _shards(folder: Path, size: int) -> list[Sharded]:
-    store: Any = None  # no process talks to another here
-    return [Sharded(open_checkpoint(folder), Group(r, size, torch.device("cpu"), "", store)) for r in range(size)]
+def test_experts_are_refused() -> None:
+    config = _config()
+    experts = replace(config, layers=(LayerConfig(experts=True),), experts=ExpertsConfig(count=4, size=32))
+    with pytest.raises(UnsupportedError, match=r"cannot share this architecture \(found tensor 'model.layers.0.mlp"):
+        split_model(experts, {}, 0, 2)
+
+
+def _shards(folder: Path, size: int) -> list[CheckpointShard]:
+    whole = open_checkpoint(folder)
+    return [CheckpointShard(whole, split_model(whole.config, schemes(whole), rank, size)) for rank in range(size)]
 
 
 def _dense(value: Tensor | QuantTensor) -> Tensor:

@@ -1,12 +1,41 @@
-"""A linear layer whose weight stays quantized."""
+"""Products with weights of floats and with quantized weights."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quantkit.kernels.dispatch import select_backend
-from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.qtensor import QuantTensor, float_rows, row_chunks
+
+FloatLinear = Callable[[Tensor, Tensor], Tensor]
+"""``x @ weight.T``, [..., I] to [..., O] in the dtype of x, whatever float dtype the weight has."""
+
+
+def float_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """The `FloatLinear` of torch."""
+    return F.linear(x, weight) if x.dtype == weight.dtype else float32_linear(x, weight).to(x.dtype)
+
+
+def float32_linear(x: Tensor, weight: Tensor | QuantTensor) -> Tensor:
+    """``x @ weight.T`` in float32, [..., I] to [..., O]; the weight is converted to float32 some rows at a time."""
+    wide = x.float()
+    out = wide.new_empty(*x.shape[:-1], weight.shape[0])
+    for start, stop in row_chunks(*weight.shape):
+        out[..., start:stop] = F.linear(wide, float_rows(weight, start, stop))
+    return out
+
+
+def for_few_rows(kernel: FloatLinear, max_rows: int) -> FloatLinear:
+    """A `FloatLinear` through a kernel for up to `max_rows` rows of x, through torch for more."""
+
+    def chosen(x: Tensor, weight: Tensor) -> Tensor:
+        return (kernel if x.numel() <= max_rows * x.shape[-1] else float_linear)(x, weight)
+
+    return chosen
 
 
 class QuantLinear(nn.Module):

@@ -1,4 +1,4 @@
-"""One process's slices of a checkpoint, as a checkpoint."""
+"""One process's shard of a checkpoint, as a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.architectures.topology import parameters
-from quantkit.distributed.group import Group
-from quantkit.distributed.split import layout
+from quantkit.distributed.group import ProcessGroup
+from quantkit.distributed.split import Split, split_model
 from quantkit.errors import CheckpointError
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, schemes
@@ -26,23 +26,26 @@ from quantkit.version import __version__
 _SAMPLE = 1 << 20
 
 
-def shard(checkpoint: Checkpoint, group: Group) -> Sharded:
-    """This process's slices of a checkpoint that all processes of the group have.
+def require_shareable(checkpoint: Checkpoint, group: ProcessGroup) -> None:
+    """Go on only if all processes of the group have the same checkpoint and can share its model.
 
     Raises:
-        GroupError: if they have different ones; on all of them.
+        GroupError: on all of them, naming what differs.
         RequestError: if so many processes cannot share the model.
     """
-    require_same_checkpoint(checkpoint, group)
-    return Sharded(checkpoint, group)
+    if group.size > 1:
+        require_same_checkpoint(checkpoint, group)
+        split_model(checkpoint.config, schemes(checkpoint), group.rank, group.size)
 
 
-def require_same_checkpoint(checkpoint: Checkpoint, group: Group) -> None:
+def require_same_checkpoint(checkpoint: Checkpoint, group: ProcessGroup) -> None:
     """Go on only if all processes of the group have the same config, files and versions of the software.
 
     Raises:
         GroupError: on all of them, naming what differs.
     """
+    if group.size == 1:
+        return
     facts: dict[str, object] = {"versions of quantkit and torch": f"{__version__} and {torch.__version__}"}
     facts |= {f"config.{key}": value for key, value in vars(checkpoint.config).items()}
     facts |= {f"contents of {file.path.name}": _contents(file) for file in checkpoint.files()}
@@ -50,23 +53,18 @@ def require_same_checkpoint(checkpoint: Checkpoint, group: Group) -> None:
     group.require_same(facts)
 
 
-class Sharded:
+class CheckpointShard:
     """A view of a checkpoint with one process's slices; of the file it reads only these.
 
-    The bias of a linear whose results are added up over the processes is the first's; the others see zeros.
+    The bias of a row-parallel linear is the first process's; the others see zeros, so that it is added once.
     ``config`` says what this process holds, but for the vocabulary, whose size is the model's.
     """
 
-    def __init__(self, source: Checkpoint, group: Group) -> None:
-        """
-        Raises:
-            RequestError: if so many processes cannot share the model.
-        """
+    def __init__(self, source: Checkpoint, split: Split) -> None:
         self._source = source
-        self.group = group
-        self._layout = layout(source.config, schemes(source), group.rank, group.size)
-        self._entries = {parameter.name: parameter for parameter in parameters(source.config)}
-        self.config = self._layout.config
+        self._split = split
+        self._parameters = {parameter.name: parameter for parameter in parameters(source.config)}
+        self.config = split.config
         self.path, self.format = source.path, source.format
         self.extra_config: Mapping[str, Any] = source.extra_config
         self.notes = source.notes
@@ -75,7 +73,7 @@ class Sharded:
         return self._source.names()
 
     def info(self, name: str) -> TensorSpec:
-        info, part = self._source.info(name), self._part(name)
+        info, part = self._source.info(name), self._slice(name)
         if part is None:
             return info
         shape, scheme = list(info.shape), info.scheme
@@ -85,7 +83,7 @@ class Sharded:
         return TensorSpec(name, tuple(shape), info.dtype, scheme)
 
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
-        own = self._part(name)
+        own = self._slice(name)
         if part is None or part.axis == 1 or len(part.ranges) > 1 or name.endswith(".bias"):
             return self._own(name) if part is None else part.of_weight(self._own(name))
         if own is None or own.axis == 1:
@@ -98,27 +96,22 @@ class Sharded:
         rows = self._source.load(name, own.rows(start, there))
         return rows if there == stop else _filled(rows, stop - there)
 
-    @property
-    def first_row(self) -> int:
-        """The first of this process's rows of the vocabulary."""
-        return self._layout.ranges["vocab"][0][0]
-
     def files(self) -> list[SourceFile]:
         return self._source.files()
 
     def _own(self, name: str) -> Tensor | QuantTensor:
-        value = self._source.load(name, self._part(name))
-        if isinstance(value, Tensor) and name.endswith(".bias") and self._part(name) is None and not self.group.first:
+        value = self._source.load(name, self._slice(name))
+        if isinstance(value, Tensor) and name.endswith(".bias") and self._slice(name) is None and self._split.rank:
             return torch.zeros_like(value)
         missing = self._rows(name) - value.shape[0]
         return _filled(value, missing) if missing > 0 else value
 
-    def _part(self, name: str) -> TensorSlice | None:
-        return self._layout.part(self._entries[name])
+    def _slice(self, name: str) -> TensorSlice | None:
+        return self._split.tensor_slice(self._parameters[name])
 
     def _rows(self, name: str) -> int:
-        """How many rows every process has of a tensor that goes by the vocabulary; 0 for others."""
-        return self._layout.vocabulary if self._entries[name].dims[0] == "vocab" else 0
+        """How many rows every process has of a vocabulary-parallel tensor, padding included; 0 for others."""
+        return self._split.vocab_rows if self._parameters[name].dims[0] == "vocab" else 0
 
 
 def _filled(value: Tensor | QuantTensor, rows: int) -> Tensor | QuantTensor:
