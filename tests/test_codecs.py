@@ -17,7 +17,7 @@ from torch import Tensor
 
 import quantkit
 from quantkit.cli.commands import convert
-from quantkit.errors import RequestError, UnsupportedError
+from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule, Reason
 from quantkit.formats.container import Output
@@ -53,11 +53,11 @@ class Steps:
     def readers(self, schemes: Iterable[QuantScheme | None]) -> str:
         return "this test"
 
-    def spec(self, raw: RawModule, shape: tuple[int, int]) -> TensorSpec:
+    def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
         codes, scale = raw.find("codes"), raw.find("steps")
         assert codes is not None
         assert scale is not None
-        return TensorSpec(f"{raw.name}.weight", codes.shape[::-1], scale.dtype, INT8)
+        return TensorSpec(expected.name, codes.shape[::-1], scale.dtype, INT8)
 
     def stored(self, spec: TensorSpec) -> list[StoredTensor]:
         module = spec.name.removesuffix("weight")
@@ -94,8 +94,8 @@ class Backwards:
     def readers(self, schemes: Iterable[QuantScheme | None]) -> str:
         return "this test"
 
-    def spec(self, raw: RawModule, shape: tuple[int, int]) -> TensorSpec:
-        return TensorSpec(f"{raw.name}.weight", shape, torch.bfloat16)
+    def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
+        return expected
 
     def stored(self, spec: TensorSpec) -> list[StoredTensor]:
         rows, columns = spec.shape
@@ -238,6 +238,22 @@ def test_codes_go_from_one_codec_to_another_and_back(int8: Path, steps: Path, tm
     assert verify(steps, tmp_path / "there").verdict is Verdict.SAME
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "back" / name).read_bytes() == (int8 / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (3, 5), (0, 0), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("suffix", ["weight_packed", "weight_scale", "weight_shape"])
+def test_a_stored_tensor_of_another_shape_is_named(
+    suffix: str, shape: tuple[int, ...], int8: Path, tmp_path: Path
+) -> None:
+    name = f"model.layers.0.mlp.up_proj.{suffix}"
+
+    def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {**tensors, name: torch.zeros(shape, dtype=tensors[name].dtype)}
+
+    settings = json.loads((int8 / "config.json").read_text())["quantization_config"]
+    folder = _rewritten(int8, tmp_path / "damaged", settings, change)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.up_proj\."):
+        open_checkpoint(folder)
 
 
 def test_what_a_codec_cannot_hold_is_refused_by_the_tensors_name(int8: Path, tmp_path: Path) -> None:

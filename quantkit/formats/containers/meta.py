@@ -78,7 +78,9 @@ class Meta:
 
 
 class MetaEncoder:
-    """Meta's ``consolidated.NN.pth``: every weight split over the shards as the table says."""
+    """Meta's ``consolidated.NN.pth``: every weight cut along the axis that its sizes divide."""
+
+    rearranges = True
 
     def __init__(self, planned: Sequence[TensorSpec], config: ModelConfig, shards: int, *, embedding_axis: int) -> None:
         """
