@@ -21,7 +21,8 @@ from quantkit.formats.files.source import SourceFile
 from quantkit.formats.registry import HF
 from quantkit.json_values import read_settings
 from quantkit.tensors.qtensor import QuantTensor
-from quantkit.tensors.scheme import Override, QuantScheme, Recipe
+from quantkit.tensors.recipe import Override, Recipe
+from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
@@ -145,5 +146,5 @@ def _schemes(config: ModelConfig, scheme: str | None, head: str | None = None) -
     if scheme is None:
         return {}
     of_head = Override("lm_head", _HEAD if head is None else QuantScheme.parse(head))
-    plan = Recipe(QuantScheme.parse(scheme), () if config.tied_embeddings else (of_head,))
-    return plan.assign(linear_columns(config))
+    recipe = Recipe(QuantScheme.parse(scheme), () if config.tied_embeddings else (of_head,))
+    return recipe.assign(linear_columns(config))

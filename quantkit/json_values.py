@@ -191,6 +191,15 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + " ..."
 
 
+def finite(value: object) -> Any:
+    """Plain values for JSON, where what is NaN or infinite is None; tuples become lists."""
+    if isinstance(value, Mapping):
+        return {key: finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _within(value: object) -> list[object]:
     """A value and, for lists and objects, all that they hold."""
     found = [value]

@@ -15,7 +15,7 @@ from command import Capture, run
 from safetensors.torch import load_file, save_file
 
 import quantkit
-from quantkit.calibration import activation_store, pipeline
+from quantkit.calibration import activation_store, group_solver
 from quantkit.data.files import excerpt
 from quantkit.errors import DestinationError, NonFiniteError, RequestError
 from quantkit.formats.checkpoint import Checkpoint
@@ -170,8 +170,8 @@ def test_two_runs_and_a_resumed_one_give_equal_bytes(
         solved.append(arguments[0].shape)
         return solve(*arguments, **options)
 
-    solve = pipeline.solve
-    monkeypatch.setattr(pipeline, "solve", counted)
+    solve = group_solver.solve
+    monkeypatch.setattr(group_solver, "solve", counted)
     assert _contents(_quantize(demo_model, tmp_path / "resumed", text, resume=True)) == first
     assert len(solved) == 2 * 4  # blocks 0 and 1 were on disk
 
@@ -215,11 +215,11 @@ def test_the_manifest_tells_how_each_layer_was_solved(demo_model: Path, text: Pa
     assert made["calibration"] == {
         "sha256": hashlib.sha256(text.read_bytes()).hexdigest(), "samples": 24, "length": 128, "seed": 4,
     }  # fmt: skip
-    solved = made["tensors"]["model.layers.1.mlp.down_proj"]
+    solved = made["modules"]["model.layers.1.mlp.down_proj"]
     assert solved["solver"] == "gptq"
     assert 0 < solved["output_error"] < 0.2
     assert solved["damping"] == 0.01
-    assert made["tensors"]["model.layers.1.self_attn.k_proj"]["scheme"] is None
+    assert made["modules"]["model.layers.1.self_attn.k_proj"]["scheme"] is None
 
 
 def test_a_nan_in_one_weight_names_the_layer(tmp_path: Path, demo_model: Path, text: Path) -> None:

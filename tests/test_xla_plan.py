@@ -41,7 +41,7 @@ def _plan(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_slice_is_compiled_for(folder: Path) -> None:
-    done = _plan(folder, "--target", "v5e-4", "--batch", "2", "--scheme", "int4-g128", "--json")
+    done = _plan(folder, "--target", "v5e-4", "--batch", "2", "--scheme", "int4-g128", "--json", "-")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["chips"], found["batch"], found["context"]) == (4, 2, 512)

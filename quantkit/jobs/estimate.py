@@ -14,7 +14,7 @@ import torch
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import input_groups, linear_columns, sizes
-from quantkit.calibration.pipeline import Effort, activation_bytes, batch_samples, followed_share
+from quantkit.calibration.effort import Effort, activation_bytes, batch_samples, followed_share
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint
 from quantkit.formats.container import Encoder, Output
 from quantkit.formats.folder import checked_tokenizer
@@ -29,7 +29,8 @@ from quantkit.memory import resident_bytes
 from quantkit.quality.measures import TOKENS_THROUGH_THE_HEAD
 from quantkit.quality.windows import measured_tokens, window_length
 from quantkit.solver.gptq import WEIGHTS_AT_ONCE
-from quantkit.tensors.scheme import QuantScheme, Recipe
+from quantkit.tensors.recipe import Recipe
+from quantkit.tensors.scheme import QuantScheme
 
 _LIBRARIES = 40 << 20  # what the mathematics libraries and threads set up once work begins
 _SOLVER_MATRICES = 10  # that the solver holds of the rows it is at

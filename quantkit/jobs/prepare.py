@@ -16,7 +16,8 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.output.staging import require_name, require_new_names
 from quantkit.jobs.scheme_map import SchemeMap
-from quantkit.tensors.scheme import QuantScheme, Recipe
+from quantkit.tensors.recipe import Recipe
+from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.text.tokenizer import Tokenizer
 

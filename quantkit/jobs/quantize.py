@@ -18,7 +18,8 @@ from quantkit.jobs.prepare import prepare, tensor_blocks, too_few_tokens
 from quantkit.jobs.settings import gptq_settings
 from quantkit.progress import Progress, silent
 from quantkit.quality.gate import require_passed, run_gate
-from quantkit.tensors.scheme import QuantScheme, Recipe
+from quantkit.tensors.recipe import Recipe
+from quantkit.tensors.scheme import QuantScheme
 
 
 def quantize(
@@ -84,7 +85,7 @@ def quantize(
     source, scheme_map, tokenizer, notes = prepare(src, dst, scheme, keep=keep, strict=strict, weights=weights)
     schemes = scheme_map.schemes
     options: dict[str, object] = {
-        "plan": scheme_map.recipe.to_json(), "method": method, "allow_nonfinite": allow_nonfinite,
+        "recipe": scheme_map.recipe.to_json(), "method": method, "allow_nonfinite": allow_nonfinite,
     }  # fmt: skip
     computed_by: dict[str, object] = {}
     scratch = 0
@@ -124,7 +125,7 @@ def quantize(
             notes.append(f"{dst}: {problem[0]}: {problem[1]}, expected {problem[2]}; accepted")
         details = {
             "model": model_summary(source, source.config.dtype), **options,
-            "quality": gate.to_json(accepted=accept_quality_loss), "tensors": scheme_map.describe(output.records),
+            "quality": gate.to_json(accepted=accept_quality_loss), "modules": scheme_map.describe(output.records),
         }  # fmt: skip
         notes += output.commit(details, {CARD: model_card(source, schemes, options, gate)})
     return [*source.notes, *notes]

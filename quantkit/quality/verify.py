@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,6 +98,17 @@ class VerifyReport:
     differing: list[TensorDifference]
     probes: dict[str, Probe]
     bound: Bound
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything found; the verdict in lower case."""
+        return {
+            "verdict": self.verdict.name.lower(),
+            "problems": self.problems,
+            "tensors": self.tensors,
+            "differing": [{**asdict(one), "within": one.within} for one in self.differing],
+            "probes": {name: asdict(probe) for name, probe in self.probes.items()},
+            "bound": asdict(self.bound),
+        }
 
     def lines(self) -> list[str]:
         """The report for people."""
