@@ -104,7 +104,7 @@ def replace(path: Path, content: bytes) -> None:
     Raises:
         DestinationError: if it cannot be written.
     """
-    from quantkit.formats.destination import destination_error
+    from quantkit.formats.output.destination import destination_error
 
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
@@ -128,14 +128,15 @@ def _require_writable(path: Path, reads: Iterable[Path | str | None], makes: Pat
     Raises:
         DestinationError: if a file cannot be written there, or must not be.
     """
-    from quantkit.formats.folder import READ_NAMES, is_model_folder
+    from quantkit.formats.detect import is_model_folder
+    from quantkit.formats.registry import read_names
     from quantkit.formats.staging import partial_folder
 
     if path.is_dir():
         raise DestinationError("is a folder", path=path, expected="a file to write")
     if not os.access(path if _is_special(path) else path.parent, os.W_OK) or not path.parent.is_dir():
         raise DestinationError("cannot be written there", path=path, expected="a folder that can be written in")
-    if is_model_folder(path.parent) and (path.exists() or path.name in READ_NAMES):
+    if is_model_folder(path.parent) and (path.exists() or path.name in read_names()):
         raise DestinationError(
             "is a file in a model's folder; nothing is overwritten there", path=path, hint="choose another name"
         )

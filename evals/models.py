@@ -15,7 +15,7 @@ from quantkit.evals.texts import Text, measuring_tokenizer, token_ids
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.decoder import Decoder
-from quantkit.model.qlinear import QuantLinear
+from quantkit.model.linear import QuantLinear
 from quantkit.quality.measures import text_windows
 from quantkit.text.tokenizer import Tokenizer
 

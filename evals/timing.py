@@ -68,7 +68,7 @@ class Decoding:
         started = time.perf_counter()
         for _ in range(self._new):
             logits = self._engine.decode(tokens)
-            with self._engine.model.alone():
+            with self._engine.model.ops.single_threaded():
                 tokens = logits.argmax(-1, keepdim=True)
         tokens.tolist()
         return time.perf_counter() - started

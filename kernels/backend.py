@@ -1,4 +1,4 @@
-"""What a kernel backend is."""
+"""What a kernel backend is, and what it may offer."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ EVEN, EVEN_COLUMNS = 127, 32
 
 @dataclass(frozen=True)
 class Rounding:
-    """What a product of activations x and a row w may be off by, as a share of the norms' product ``|x| |w|``.
+    """The error that a product of activations x and a row w may have, as a share of the norms' product ``|x| |w|``.
 
-    Beyond that it may only be off by what sums in float32 are, and by what becomes of the result.
+    Errors of float32 sums, and of rounding the result to its dtype, come on top.
 
     Attributes:
         activations: from rounding activations, except *even* ones, which are taken exactly: of each `EVEN_COLUMNS`
@@ -36,45 +36,59 @@ class Rounding:
 
 
 @dataclass(frozen=True)
-class Operations:
-    """What a backend offers besides, for the rest of a model; None where it offers nothing.
+class BlockKernel:
+    """A kernel for a whole decoder block.
 
     Attributes:
-        lookup: attention of queries [B, H, T, Dh] over cached keys and values [B, K, S, Dh];
-            then the queries' positions [T] and the window. To [B, T, H * Dh].
-        lookup_most: tokens T up to which it does better than torch's attention; None is any number.
-        linear: ``x @ weight.T`` of few rows x with a weight of floats, in the dtype of x, whatever the weight's.
-        linear_most: rows up to which it does better than torch.
-        block: a whole block, its hidden states [B, T, D] in place; over a cache or among the tokens given.
-        alone: keeps torch's own operations, while in it, to the calling thread. Threads that torch wakes up look
-            for more work for milliseconds, on processors that the kernels then lack.
+        run: updates hidden states [B, T, D] in place, attending to a cache or among the tokens given.
+        features: what it serves besides RMS norms before both branches, rotary grouped-query attention and SwiGLU:
+            names of fields of `ModelConfig` and `LayerConfig` that may differ from their defaults. Models that need
+            more run without it.
     """
 
-    lookup: Callable[[Tensor, Tensor, Tensor, Tensor, int | None], Tensor] | None = None
-    lookup_most: int | None = None
-    linear: Callable[[Tensor, Tensor], Tensor] | None = None
-    linear_most: int = 0
-    block: Callable[..., None] | None = None
-    alone: Callable[[], AbstractContextManager[None]] | None = None
+    run: Callable[..., None]
+    features: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Operations:
+    """What a backend offers for the rest of a model, besides its linears; None where it offers nothing.
+
+    Attributes:
+        cached_attention: attention of queries [B, H, T, Dh] over cached keys and values [B, K, S, Dh];
+            then the queries' positions [T] and the window. To [B, T, H * Dh].
+        cached_attention_max_tokens: tokens T up to which it is faster than torch's attention; None is any number.
+        float_linear: ``x @ weight.T`` of few rows x with a weight of floats, in the dtype of x, whatever the weight's.
+        float_linear_max_rows: rows up to which it is faster than torch.
+        block: for whole decoder blocks.
+        single_threaded: keeps torch's own operations, while in it, to the calling thread. Threads that torch wakes
+            up look for more work for milliseconds, on processors that the kernels then lack.
+    """
+
+    cached_attention: Callable[[Tensor, Tensor, Tensor, Tensor, int | None], Tensor] | None = None
+    cached_attention_max_tokens: int | None = None
+    float_linear: Callable[[Tensor, Tensor], Tensor] | None = None
+    float_linear_max_rows: int = 0
+    block: BlockKernel | None = None
+    single_threaded: Callable[[], AbstractContextManager[None]] | None = None
 
 
 class Backend(Protocol):
     """One way to multiply activations by a quantized weight.
 
-    A backend lays the weight out as it likes in `prepare`, once, at load; that layout is
-    never saved.
+    A backend lays the weight out as it likes in `prepare`, once, at load; that layout is never saved.
     """
 
     name: str
 
     def __hash__(self) -> int: ...
 
-    def refusal(self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype) -> str | None:
+    def unsupported_reason(self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why it can't serve this case; None if it can."""
         ...
 
     def rounding(self, dtype: torch.dtype) -> Rounding:
-        """How far its products of activations of `dtype` may be off; they are held to it at load."""
+        """How far its products of activations of `dtype` may be off; the self-test at load holds them to it."""
         ...
 
     def prepare(self, weight: QuantTensor) -> dict[str, Tensor]:
@@ -82,7 +96,7 @@ class Backend(Protocol):
         ...
 
     def operations(self) -> Operations | None:
-        """What else it can do; None if nothing."""
+        """What else it offers; None if nothing."""
         ...
 
     def linear(

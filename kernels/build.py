@@ -1,7 +1,7 @@
 """Compile the C++ kernels on first use, into a cache.
 
-The sources ship with the package; what they are compiled to depends on the machine and on
-the torch that is there, so it is made where it runs. A second process finds it made.
+The sources ship with the package. The binary depends on the machine and its torch, so it is built where it runs;
+later processes find it in the cache.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def load_kernels(variant: str) -> Any:
 
 @functools.cache
 def _loaded(variant: str) -> Any:
-    """The operators, or the error: a compiler that fails is not asked again for every layer."""
+    """The operators, or the error: a compiler that fails is not called again for every layer."""
     try:
         return _load(variant)
     except UnsupportedError as error:
@@ -79,18 +79,18 @@ def _linear_shape(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> 
     return x.new_empty(*x.shape[:-1], rows)
 
 
-def _attend_shape(
+def _cached_attention_shape(
     queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int, scale: float
 ) -> Tensor:
     batch, heads, tokens, size = queries.shape
     return queries.new_empty(batch, tokens, heads * size)
 
 
-def _nothing(*operands: Any) -> None:
-    """Works in place."""
+def _in_place(*operands: Any) -> None:
+    """Updates its first operand and gives nothing."""
 
 
-def _rows_shape(x: Tensor, weight: Tensor) -> Tensor:
+def _float_linear_shape(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
@@ -102,11 +102,11 @@ def cache_folder() -> Path:
 
 _SHAPES: dict[str, Callable[..., Any]] = {
     "linear": _linear_shape,
-    "attend": _attend_shape,
-    "rows": _rows_shape,
-    "block": _nothing,
+    "cached_attention": _cached_attention_shape,
+    "float_linear": _float_linear_shape,
+    "block": _in_place,
 }
-"""What each operator gives, without running it."""
+"""The shapes that operators return, for tracing."""
 
 
 def _compiled(library: str, variant: tuple[str, ...]) -> Path:

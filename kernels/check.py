@@ -1,7 +1,7 @@
-"""Try a backend on a small weight before it is trusted with a model.
+"""The self-test: try a backend on a small weight before it is trusted with a model.
 
-Kernels are compiled where they run, by compilers that no test has seen; one that gets them
-wrong must not be found out by what the model says.
+Kernels are compiled where they run, by compilers that no test has seen; a miscompiled one must be noticed before
+it changes what the model says.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ _SPAN = 64  # columns that some tokens are confined to where rows have no groups
 
 @dataclass(frozen=True)
 class _Size:
-    """How large an example is: rows and, about, columns of the weight; numbers of tokens, for each of which a
-    backend may have kernels; and how many activations it has at most, where groups are very large."""
+    """How large an example is: rows and (about) columns of the weight; numbers of tokens, each of which may have a
+    kernel of its own; a limit on the number of activations, where groups are very large."""
 
     rows: int
     columns: int
     tokens: tuple[int, ...]
-    most: int
+    max_values: int
 
 
 _SMALL = _Size(37, 128, (1, 4, 23, 600), 1 << 18)  # 23 is 16 + 4 + 2 + 1, and 600 ends in 8
-# Here loops go round, rows are split, and tiles are many.
+# Large enough that loops repeat, rows are split, and there are many tiles.
 _ON_GPUS = _Size(293, 4096, (1, 2, 4, 16, 23, 128, 600), 1 << 22)
 
 
 @functools.cache
-def fault(
+def self_test(
     backend: Backend, scheme: QuantScheme, device: torch.device, dtype: torch.dtype, scale_dtype: torch.dtype
 ) -> str | None:
     """What is wrong with a backend's products of activations of `dtype` with weights whose scales are of
-    `scale_dtype`; None if each is right to what the backend says of its rounding."""
+    `scale_dtype`; None if each is within the backend's `Rounding`."""
     size = _ON_GPUS if device.type == "cuda" else _SMALL
     weight = _example(scheme, size, scale_dtype).to(device)
     bias = _wave(size.rows).to(device, dtype)
@@ -52,7 +52,7 @@ def fault(
     try:
         prepared = backend.prepare(weight)
         for count in size.tokens:
-            tokens = min(count, size.most // wide.shape[1])
+            tokens = min(count, size.max_values // wide.shape[1])
             for even, x in _activations(wide, scheme, tokens):
                 x, added = x.to(dtype), None if even else bias
                 found = backend.linear(x, prepared, scheme, size.rows, added)
@@ -100,11 +100,11 @@ def _activations(wide: Tensor, scheme: QuantScheme, tokens: int) -> Iterator[tup
     towards = wide / _norms(wide)
     towards = torch.where(index.unsqueeze(1) > 0, towards[index % rows], towards.sum(0))
     span = torch.arange(columns, device=wide.device) // (scheme.group_size or _SPAN)
-    alone = (index // 2 % (span[-1] + 1)).unsqueeze(1)
-    towards = towards.masked_fill((index % 2 == 1).unsqueeze(1) & (span != alone), 0)
+    chosen = (index // 2 % (span[-1] + 1)).unsqueeze(1)
+    towards = towards.masked_fill((index % 2 == 1).unsqueeze(1) & (span != chosen), 0)
     blocks = F.pad(towards, (0, -columns % EVEN_COLUMNS)).view(tokens, -1, EVEN_COLUMNS)
-    most = blocks.abs().amax(-1, keepdim=True)
-    integers = (blocks / torch.where(most > 0, most, 1) * EVEN).round()
+    largest = blocks.abs().amax(-1, keepdim=True)
+    integers = (blocks / torch.where(largest > 0, largest, 1) * EVEN).round()
     powers = (index.unsqueeze(1) + torch.arange(blocks.shape[1], device=wide.device)) % 4
     even = (integers * 0.5 ** (7 + powers).unsqueeze(-1)).flatten(1)[:, :columns]
     yield True, even

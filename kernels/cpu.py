@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import UnsupportedError
-from quantkit.kernels.backend import Operations, Rounding
+from quantkit.kernels.backend import BlockKernel, Operations, Rounding
 from quantkit.kernels.build import load_kernels
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
@@ -26,8 +26,9 @@ VARIANT_SETTING = "QUANTKIT_CPU"
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _COLUMNS = 32  # that share an activation scale
-_EXACT_MOST, _FAST_MOST = 127 * 256, 127  # integers that activations become
+_EXACT_MAX, _FAST_MAX = 127 * 256, 127  # the largest integers that activations become
 _FEW_ROWS = 8
+_BLOCK_FEATURES = frozenset({"qkv_bias", "output_bias", "mlp_bias", "qk_norm", "window", "rotary"})
 
 
 class CpuBackend:
@@ -41,9 +42,9 @@ class CpuBackend:
         """
         self.name = name
         self._exact = exact
-        self._operators: Any = None  # once `refusal` has found that they can be had
+        self._operators: Any = None  # once `unsupported_reason` has found that they can be had
 
-    def refusal(self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype) -> str | None:
+    def unsupported_reason(self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype) -> str | None:
         if device.type != "cpu":
             return "runs on CPUs"
         if dtype not in _DTYPES:
@@ -57,10 +58,10 @@ class CpuBackend:
         return None
 
     def rounding(self, dtype: torch.dtype) -> Rounding:
-        # Where m is the largest of 32 activations, each is off by m / (2 most) at most, and their product with w by
-        # m / (2 most) |w|_1. There |w|_1 <= sqrt(32) |w| and m <= |x|; over all columns, Cauchy and Schwarz.
-        most = _EXACT_MOST if self._exact else _FAST_MOST
-        return Rounding(math.sqrt(_COLUMNS) / (2 * most), 0)
+        # Where m is the largest of 32 activations, each is off by m / (2 max) at most, and their product with w by
+        # m / (2 max) |w|_1. There |w|_1 <= sqrt(32) |w| and m <= |x|; over all columns, Cauchy and Schwarz.
+        largest = _EXACT_MAX if self._exact else _FAST_MAX
+        return Rounding(math.sqrt(_COLUMNS) / (2 * largest), 0)
 
     def prepare(self, weight: QuantTensor) -> dict[str, Tensor]:
         codes, scale = weight.codes.contiguous(), weight.scale.contiguous()
@@ -76,21 +77,26 @@ class CpuBackend:
     def operations(self) -> Operations | None:
         operators = self._operators
 
-        def lookup(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None) -> Tensor:
+        def cached_attention(
+            queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None
+        ) -> Tensor:
             scale = queries.shape[-1] ** -0.5
-            mixed: Tensor = operators.attend(queries, keys, values, positions, window or 0, scale)
+            mixed: Tensor = operators.cached_attention(queries, keys, values, positions, window or 0, scale)
             return mixed
 
-        def linear(x: Tensor, weight: Tensor) -> Tensor:
-            product: Tensor = operators.rows(x, weight)
+        def float_linear(x: Tensor, weight: Tensor) -> Tensor:
+            product: Tensor = operators.float_linear(x, weight)
             return product
 
         @contextmanager
-        def alone() -> Iterator[None]:
+        def single_threaded() -> Iterator[None]:
             before = operators.torch_threads(1)
             try:
                 yield
             finally:
                 operators.torch_threads(before)
 
-        return Operations(lookup, linear=linear, linear_most=_FEW_ROWS, block=operators.block, alone=alone)
+        return Operations(
+            cached_attention, float_linear=float_linear, float_linear_max_rows=_FEW_ROWS,
+            block=BlockKernel(operators.block, _BLOCK_FEATURES), single_threaded=single_threaded,
+        )  # fmt: skip

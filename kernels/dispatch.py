@@ -9,7 +9,7 @@ import torch
 
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.kernels.backend import Backend, Operations
-from quantkit.kernels.check import fault
+from quantkit.kernels.check import self_test
 from quantkit.kernels.cpu import CpuBackend
 from quantkit.kernels.reference import ReferenceBackend
 from quantkit.kernels.triton_backend import TritonBackend
@@ -45,28 +45,29 @@ def select_backend(
         raise RequestError("unknown backend", found=prefer, expected=", ".join(b.name for b in BACKENDS))
     reasons: list[str] = []
     for backend in candidates:
-        reason = backend.refusal(scheme, device, dtype)
+        reason = backend.unsupported_reason(scheme, device, dtype)
         if reason is None and backend.name != LAST_RESORT:
-            reason = fault(backend, scheme, device, dtype, scale_dtype)
+            reason = self_test(backend, scheme, device, dtype, scale_dtype)
         if reason is None:
             if backend.name == LAST_RESORT and reasons:
-                _tell(f"{scheme} is served by the slow {LAST_RESORT} backend; {'; '.join(reasons)}")
+                _warn_once(f"{scheme} is served by the slow {LAST_RESORT} backend; {'; '.join(reasons)}")
             return backend
         reasons.append(f"{backend.name}: {reason}")
     raise UnsupportedError(f"no backend serves {scheme} on {device} in {dtype}; {'; '.join(reasons)}")
 
 
 def operations_for_floats(device: torch.device, dtype: torch.dtype) -> Operations | None:
-    """What a GPU's backend offers to a model without quantized layers; None on a CPU, whose kernels have to be
+    """What a GPU's backend offers to a model without quantized layers; None on a CPU, whose kernels would have to be
     compiled first."""
     if device.type == "cpu":
         return None
-    served = (backend for backend in BACKENDS if backend.refusal(QuantScheme(8, None), device, dtype) is None)
-    backend = next(served, None)
-    return None if backend is None else backend.operations()
+    for backend in BACKENDS:
+        if backend.unsupported_reason(QuantScheme(8, None), device, dtype) is None:
+            return backend.operations()
+    return None
 
 
 @functools.cache
-def _tell(line: str) -> None:
-    """Once for all layers."""
+def _warn_once(line: str) -> None:
+    """Warn once, not for every layer."""
     _log.warning("%s", line)

@@ -16,7 +16,7 @@ class ReferenceBackend:
 
     name = "reference"
 
-    def refusal(self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype) -> str | None:
+    def unsupported_reason(self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype) -> str | None:
         return None if dtype.is_floating_point else f"activations are {dtype}"
 
     def rounding(self, dtype: torch.dtype) -> Rounding:

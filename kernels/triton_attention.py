@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from quantkit.kernels.triton_tiles import Card, card_of
-from quantkit.kernels.triton_words import dotted, operator
+from quantkit.kernels.triton_words import dot_add, operator
 
-_MOST_ROWS = 64  # queries of one program
+_MAX_ROWS = 64  # queries of one program
 _TILE_BYTES = 1 << 14  # of keys that a program holds at a time, and as many of values
-_MOST_SPANS = 64  # that one program can join
+_MAX_SPANS = 64  # that one program can join
 _WAVES = 2  # programs for each processor
 _SCALE_BYTES = 4
 
@@ -89,7 +89,7 @@ def attend_spans(
         for block in tl.range(start, tl.minimum(start + each, last), BLOCK_N):
             at = block + tl.arange(0, BLOCK_N)
             key = cached(keys, at, at < last, SIZE, BLOCK_D, DTYPE)
-            scores = dotted(query, tl.trans(key), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)) * SCALE
+            scores = dot_add(query, tl.trans(key), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)) * SCALE
             distance = position - at[None, :]
             scores = tl.where((distance >= 0) & (distance < window), scores, float("-inf"))
             higher = tl.maximum(high, tl.max(scores, 1))
@@ -98,7 +98,7 @@ def attend_spans(
             before = tl.exp2(high - base)
             sums = sums * before + tl.sum(weights, 1)
             value = cached(values, at, at < last, SIZE, BLOCK_D, DTYPE)
-            weighted = dotted(weights.to(DTYPE), value, weighted * before[:, None])
+            weighted = dot_add(weights.to(DTYPE), value, weighted * before[:, None])
             high = higher
         part = line * SPANS + tl.program_id(0)
         tl.store(largest + part, high, mask=row < rows)
@@ -130,8 +130,8 @@ def join_spans(
     tl.store(out + at * SIZE + column, joined.to(out.dtype.element_ty), mask=column < SIZE)
 
 
-@operator("lookup")
-def lookup(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None) -> Tensor:
+@operator("cached_attention")
+def cached_attention(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None) -> Tensor:
     """Grouped-query attention; each query sees the cached positions up to its own.
 
     What lies in the cache before or beyond all that the queries see is never read. Products are of the queries'
@@ -152,7 +152,7 @@ def lookup(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, win
     return attended(queries, keys, values, positions, window)
 
 
-@lookup.register_fake
+@cached_attention.register_fake
 def _(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None) -> Tensor:
     batch, heads, tokens, size = queries.shape
     return queries.new_empty(batch, tokens, heads * size)
@@ -162,25 +162,25 @@ def tile_for(rows: int, size: int, dtype: torch.dtype, card: Card) -> Tile:
     """The tile for queries [rows, size] of a dtype that share keys."""
     block_d = max(16, triton.next_power_of_2(size))
     block_n = _TILE_BYTES // (block_d * dtype.itemsize)
-    stages = min(3, max(1, (card.shared - _TILE_BYTES) // (2 * _TILE_BYTES)))
-    return Tile(min(_MOST_ROWS, max(16, triton.next_power_of_2(rows))), min(128, max(16, block_n)), block_d, stages)
+    stages = min(3, max(1, (card.shared_memory - _TILE_BYTES) // (2 * _TILE_BYTES)))
+    return Tile(min(_MAX_ROWS, max(16, triton.next_power_of_2(rows))), min(128, max(16, block_n)), block_d, stages)
 
 
 def spans_for(pairs: int, rows: int, length: int, tile: Tile, card: Card) -> int:
     """How many programs share a cache of so many positions: as many as the processors have room for."""
     wanted = triton.cdiv(_WAVES * card.processors, pairs * triton.cdiv(rows, tile.block_m))
-    return int(min(wanted, triton.cdiv(length, tile.block_n), _MOST_SPANS))
+    return int(min(wanted, triton.cdiv(length, tile.block_n), _MAX_SPANS))
 
 
 def attended(
     queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None, spans: int | None = None
 ) -> Tensor:
-    """As `lookup`, with the live part in up to `spans` spans; None is as many as suit the card."""
+    """As `cached_attention`, with the live part in up to `spans` spans; None is as many as suit the card."""
     batch, heads, tokens, size = queries.shape
-    shared, length, width = keys.shape[1:]
+    kv_heads, length, width = keys.shape[1:]
     if width != size and size % _SCALE_BYTES:
         raise ValueError(f"int8 rows of a cache need a head size that is a multiple of {_SCALE_BYTES}, not {size}")
-    pairs, rows, card = batch * shared, heads // shared * tokens, card_of(queries.device)
+    pairs, rows, card = batch * kv_heads, heads // kv_heads * tokens, card_of(queries.device)
     tile = tile_for(rows, size, queries.dtype, card)
     spans = spans or spans_for(pairs, rows, length, tile, card)
     mixed = queries.new_empty(pairs * rows, spans, size, dtype=torch.float32)

@@ -11,28 +11,28 @@ from torch import Tensor
 
 from quantkit.kernels.backend import Operations, Rounding
 from quantkit.kernels.build import cache_folder
-from quantkit.kernels.triton_tiles import FOUND, TOKENS, UNIT, card_of, measured, save
+from quantkit.kernels.triton_tiles import CACHED_FILE, TOKENS, UNIT, card_of, measured_configs, save_configs
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
 TUNE_SETTING = "QUANTKIT_TUNE"
-"""Environment variable: 1 measures plans for shapes that have none when a model is loaded."""
+"""Environment variable: 1 measures tile configs, when a model is loaded, for shapes that have none."""
 
-_LARGE = 1 << 17  # words of a weight that it is worth to measure for
+_TUNE_WORDS = 1 << 17  # of a weight, below which measuring is not worth it
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _GROUPS = (32, 64, 128)
-_FEW_TOKENS = 16  # whose attention is bound by reading the cache
-_CUTS = os.environ.get("TRITON_INTERPRET") == "1"  # the interpreter cuts floats off that become bfloat16
-_OLDEST = {torch.bfloat16: (8, 0), torch.float16: (7, 5), torch.float32: (7, 5)}
+_FEW_TOKENS = 16  # up to which attention is bound by reading the cache
+_TRUNCATES = os.environ.get("TRITON_INTERPRET") == "1"  # the interpreter truncates floats to bfloat16
+_MIN_CAPABILITY = {torch.bfloat16: (8, 0), torch.float16: (7, 5), torch.float32: (7, 5)}
 """NVIDIA's compute capability that Triton needs for activations of a dtype."""
 
 
 class TritonBackend:
-    """Words of codes, multiplied as they are or made floats in registers, whatever the shape does best with."""
+    """Words of codes, multiplied as they are or converted to floats in registers, whichever is faster for the shape."""
 
     name = "triton"
 
-    def refusal(self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype) -> str | None:
+    def unsupported_reason(self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype) -> str | None:
         if device.type != "cuda" and not _interpreted(device):
             return "runs on GPUs"
         if dtype not in _DTYPES:
@@ -43,34 +43,34 @@ class TritonBackend:
             return "triton is not installed"
         if device.type == "cuda" and torch.version.hip is None:
             found = torch.cuda.get_device_capability(device)
-            if found < _OLDEST[dtype]:
-                needed = ".".join(map(str, _OLDEST[dtype]))
+            if found < _MIN_CAPABILITY[dtype]:
+                needed = ".".join(map(str, _MIN_CAPABILITY[dtype]))
                 return f"{dtype} needs compute capability {needed}, this card has {'.'.join(map(str, found))}"
         return None
 
     def rounding(self, dtype: torch.dtype) -> Rounding:
         # Activations stay as they are. Weights become floats of their dtype, each off by half a step of that at most,
-        # unless the path keeps them exact. Of float32 torch's matmul may make TF32, weights and activations both.
+        # unless the path keeps them exact. With float32, torch's matmul may use TF32 for weights and activations.
         if dtype == torch.float32:
             return Rounding(0, 2**-10)
-        steps = 1.0 if _CUTS and dtype == torch.bfloat16 else 0.5
+        steps = 1.0 if _TRUNCATES and dtype == torch.bfloat16 else 0.5
         return Rounding(0, steps * torch.finfo(dtype).eps, steps)
 
     def prepare(self, weight: QuantTensor) -> dict[str, Tensor]:
         from quantkit.kernels import triton_int4, triton_int8  # noqa: F401  (registers the operators)
         from quantkit.kernels.triton_words import pack
 
-        words, scale = pack(weight.codes, weight.scheme.bits), _filled(weight.scale, weight)
-        zero = {} if weight.zero is None else {"zero": _filled(weight.zero, weight)}
+        words, scale = pack(weight.codes, weight.scheme.bits), _padded(weight.scale, weight)
+        zero = {} if weight.zero is None else {"zero": _padded(weight.zero, weight)}
         prepared = {"words": words, "scale": scale, **zero}
-        if os.environ.get(TUNE_SETTING) == "1" and words.is_cuda and words.numel() >= _LARGE:
-            _find_plans(prepared, weight)
+        if os.environ.get(TUNE_SETTING) == "1" and words.is_cuda and words.numel() >= _TUNE_WORDS:
+            _tune_shape(prepared, weight)
         return prepared
 
     def operations(self) -> Operations:
         from quantkit.kernels import triton_attention  # noqa: F401  (registers the operator)
 
-        return Operations(torch.ops.quantkit_triton.lookup, _FEW_TOKENS)
+        return Operations(torch.ops.quantkit_triton.cached_attention, _FEW_TOKENS)
 
     def linear(
         self, x: Tensor, prepared: dict[str, Tensor], scheme: QuantScheme, rows: int, bias: Tensor | None
@@ -85,22 +85,22 @@ class TritonBackend:
         return product.view(*x.shape[:-1], rows)  # type: ignore[no-any-return]
 
 
-def _filled(values: Tensor, weight: QuantTensor) -> Tensor:
-    """Scales or zero points [O, G], with zeros for the groups that fill the last unit of words."""
+def _padded(values: Tensor, weight: QuantTensor) -> Tensor:
+    """Scales or zero points [O, G], padded with zeros for the groups that fill the last unit of words."""
     size = weight.scheme.group_size
     missing = 0 if size is None else -weight.shape[1] % UNIT // size
     return F.pad(values, (0, missing)).contiguous()
 
 
-def _find_plans(prepared: dict[str, Tensor], weight: QuantTensor) -> None:
-    """Measure plans for a shape that has none on this card, and keep them in the cache folder."""
+def _tune_shape(prepared: dict[str, Tensor], weight: QuantTensor) -> None:
+    """Measure tile configs for a shape that has none on this card, and keep them in the cache folder."""
     from quantkit.kernels.triton_tune import tune
 
     rows, columns = weight.shape
     scheme = "int8" if weight.scheme.group_size is None else f"int4-g{weight.scheme.group_size}"
     card = card_of(weight.codes.device)
-    if f"{rows}x{columns}" not in measured().get(card.name, {}).get(scheme, {}):
-        save(cache_folder() / FOUND, card, scheme, rows, columns, tune(prepared, scheme, columns, TOKENS))
+    if f"{rows}x{columns}" not in measured_configs().get(card.name, {}).get(scheme, {}):
+        save_configs(cache_folder() / CACHED_FILE, card, scheme, rows, columns, tune(prepared, scheme, columns, TOKENS))
 
 
 def _interpreted(device: torch.device) -> bool:

@@ -7,20 +7,20 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from quantkit.kernels.triton_tiles import Plan, card_of, plan_for
+from quantkit.kernels.triton_tiles import TileConfig, card_of, tile_config_for
 from quantkit.kernels.triton_words import (
     MAGIC,
-    by_parts,
-    columns,
-    dotted,
+    biased_codes,
+    bit_position,
+    columns_of,
+    dot_add,
+    linear_by_parts,
+    load_tokens,
     operator,
-    partial_sums,
-    place,
-    raised,
-    share,
+    product_buffer,
     spread,
-    summed,
-    tokens_of,
+    sum_splits,
+    unit_range,
 )  # fmt: skip
 
 
@@ -37,8 +37,8 @@ def group_of(scale, zero, row, unit, units, GROUP: tl.constexpr, PART: tl.conste
 
 @triton.jit
 def centred(words, centre, magic, PLANE: tl.constexpr):
-    """``(code - zero) * 2**place`` of one plane, exact in float32."""
-    return raised(words, magic, PLANE, 4) - (8388608.0 + centre * 2.0 ** place(PLANE, 4))
+    """``(code - zero) * 2**bit_position`` of one plane, exact in float32."""
+    return biased_codes(words, magic, PLANE, 4) - (8388608.0 + centre * 2.0 ** bit_position(PLANE, 4))
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def int4_gemv(
     safe = tl.where(row < n, row, 0)[:, None]
     token = tl.arange(0, BLOCK_M)
     x += (tl.where(token < m, token, 0) * k)[:, None, None]
-    first, last = share(units, UNITS, 1)
+    first, last = unit_range(units, UNITS, 1)
     sums = tl.zeros((BLOCK_M, BLOCK_N, UNITS * 16), tl.float32)
     for start in tl.range(first, last, UNITS):
         unit = (start + tl.arange(0, UNITS))[None, :]
@@ -65,7 +65,7 @@ def int4_gemv(
             partial = tl.zeros((BLOCK_M, BLOCK_N, UNITS * 16), tl.float32)
             for plane in tl.static_range(part * 8 // PARTS, (part + 1) * 8 // PARTS):
                 weight = centred(tile, centre, magic, plane)[None, :, :]
-                partial = tl.fma(weight, tokens_of(x, word, k, plane, 4), partial)
+                partial = tl.fma(weight, load_tokens(x, word, k, plane, 4), partial)
             sums = tl.fma(partial, spread(step, BLOCK_N, UNITS, 4)[None, :, :], sums)
     product = tl.sum(sums, 2)
     if BIAS:
@@ -80,13 +80,13 @@ def int4_gemm(
     GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """More tokens: tensor cores, weights made floats of x's dtype in registers; the transposed product."""
+    """More tokens: tensor cores, weights converted to x's dtype in registers; the transposed product."""
     PARTS: tl.constexpr = 128 // GROUP
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     safe = tl.where(row < n, row, 0)[:, None]
     x_row = x + (tl.where(token < m, token, 0) * k)[None, :]
-    first, last = share(units, UNITS, 2)
+    first, last = unit_range(units, UNITS, 2)
     product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for start in tl.range(first, last, UNITS):
         unit = (start + tl.arange(0, UNITS))[None, :]
@@ -96,10 +96,10 @@ def int4_gemm(
             step, centre = group_of(scale, zero, safe, unit, units, GROUP, part, SYMMETRIC)
             step, centre = spread(step, BLOCK_N, UNITS, 4), spread(centre, BLOCK_N, UNITS, 4)
             for plane in tl.static_range(part * 8 // PARTS, (part + 1) * 8 // PARTS):
-                weight = centred(tile, centre, magic, plane) * (step * 0.5 ** place(plane, 4))
-                column = columns(word, plane, 4)[:, None]
+                weight = centred(tile, centre, magic, plane) * (step * 0.5 ** bit_position(plane, 4))
+                column = columns_of(word, plane, 4)[:, None]
                 piece = tl.load(x_row + column, mask=column < k, other=0)
-                product = dotted(weight.to(piece.dtype), piece, product)
+                product = dot_add(weight.to(piece.dtype), piece, product)
     if BIAS:
         product += tl.load(bias + safe).to(tl.float32)
     at = (tl.program_id(2) * m + token)[None, :].to(tl.int64) * n + row[:, None]
@@ -123,8 +123,8 @@ def int4_floats(
         step, centre = group_of(scale, zero, safe, unit, units, GROUP, part, SYMMETRIC)
         step, centre = spread(step, BLOCK_N, UNITS, 4), spread(centre, BLOCK_N, UNITS, 4)
         for plane in tl.static_range(part * 8 // PARTS, (part + 1) * 8 // PARTS):
-            weight = centred(tile, centre, magic, plane) * (step * 0.5 ** place(plane, 4))
-            column = columns(word, plane, 4)
+            weight = centred(tile, centre, magic, plane) * (step * 0.5 ** bit_position(plane, 4))
+            column = columns_of(word, plane, 4)
             mask = (column < k) & (row < n)[:, None]
             tl.store(out + safe.to(tl.int64) * k + column, weight.to(out.dtype.element_ty), mask=mask)
 
@@ -133,7 +133,7 @@ def int4_floats(
 def int4_linear(
     x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group: int
 ) -> Tensor:
-    """``x @ weight.T + bias``, [M, I] to [M, O], by the plan for the shape.
+    """``x @ weight.T + bias``, [M, I] to [M, O], in the tiles for the shape.
 
     Args:
         words: int32 [O, W], from `pack`.
@@ -141,8 +141,8 @@ def int4_linear(
         zero: uint8 [O, G], or None for 8 everywhere.
         group: columns that share a scale: 32, 64 or 128.
     """
-    plan = plan_for(f"int4-g{group}", len(x), len(scale), x.shape[1], x.dtype, card_of(x.device))
-    return int4_product(x, words, scale, zero, bias, group, plan)
+    config = tile_config_for(f"int4-g{group}", len(x), len(scale), x.shape[1], x.dtype, card_of(x.device))
+    return int4_product(x, words, scale, zero, bias, group, config)
 
 
 @int4_linear.register_fake
@@ -151,31 +151,31 @@ def _(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor
 
 
 def int4_product(
-    x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group: int, plan: Plan
+    x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group: int, config: TileConfig
 ) -> Tensor:
-    """As `int4_linear`, by this plan."""
+    """As `int4_linear`, in the tiles of this config."""
     (m, k), n, units = x.shape, len(scale), words.shape[1] // 16
     if m == 0:
         return x.new_empty(0, n)
     symmetric = zero is None
     weight = words, scale, scale if zero is None else zero
-    blocks = triton.cdiv(n, plan.block_n)
-    if plan.path == "matmul":
+    blocks = triton.cdiv(n, config.block_n)
+    if config.path == "matmul":
 
         def fill(floats: Tensor, part: slice) -> None:
-            wrap_triton(int4_floats)[(triton.cdiv(units, plan.units), triton.cdiv(len(floats), plan.block_n))](
+            wrap_triton(int4_floats)[(triton.cdiv(units, config.units), triton.cdiv(len(floats), config.block_n))](
                 *(of_rows[part] for of_rows in weight), floats, len(floats), k, units, MAGIC, group, symmetric,
-                BLOCK_N=plan.block_n, UNITS=plan.units, num_warps=plan.warps, num_stages=plan.stages,
+                BLOCK_N=config.block_n, UNITS=config.units, num_warps=config.warps, num_stages=config.stages,
             )  # fmt: skip
 
-        return by_parts(x, n, bias, fill)
-    out = partial_sums(x, n, plan)
-    fused = bias is not None and plan.split == 1
+        return linear_by_parts(x, n, bias, fill)
+    out = product_buffer(x, n, config)
+    fused = bias is not None and config.split == 1
     arguments = (
         x.contiguous(), *weight, bias if fused else scale, out, m, n, k, units, MAGIC, group, symmetric, fused,
     )  # fmt: skip
-    if plan.path == "gemv":
-        wrap_triton(int4_gemv)[(blocks, plan.split)](*arguments, **plan.constants())
+    if config.path == "gemv":
+        wrap_triton(int4_gemv)[(blocks, config.split)](*arguments, **config.constants())
     else:
-        wrap_triton(int4_gemm)[(triton.cdiv(m, plan.block_m), blocks, plan.split)](*arguments, **plan.constants())
-    return summed(out, bias, x.dtype)
+        wrap_triton(int4_gemm)[(triton.cdiv(m, config.block_m), blocks, config.split)](*arguments, **config.constants())
+    return sum_splits(out, bias, x.dtype)

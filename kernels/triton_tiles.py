@@ -1,7 +1,7 @@
-"""How a product is laid out over a GPU: which kernel, in tiles of which size, for which shape.
+"""Tile configs: which kernel multiplies a weight of some shape on a GPU, in tiles of which size.
 
-Plans that were measured lie in ``triton_configs.json``, by card, scheme, shape [O, I] and number of tokens;
-`scripts/tune_triton.py` writes them. For all else there is a rule.
+Measured configs lie in ``triton_configs.json``, by card, scheme, shape [O, I] and number of tokens;
+`scripts/tune_triton.py` writes them. For all else there is `default_config`.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ import torch
 from quantkit.kernels.build import cache_folder
 
 UNIT = 128
-"""Columns that the kernels' layout keeps together."""
+"""Columns that the kernels' layout packs together."""
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
-"""Numbers of tokens that plans are measured for; a plan serves all up to its number, the last one all beyond."""
+"""Numbers of tokens that configs are measured for; a config serves all up to its number, the last one all beyond."""
 
-STORED = Path(str(files("quantkit.kernels") / "triton_configs.json"))
-"""Plans that ship with the package."""
+SHIPPED_FILE = Path(str(files("quantkit.kernels") / "triton_configs.json"))
+"""Configs that ship with the package."""
 
-FOUND = "triton_configs.json"
-"""The file in the cache folder for plans found on this machine; they come first."""
+CACHED_FILE = "triton_configs.json"
+"""The file in the cache folder for configs found on this machine; they take precedence."""
 
 _NEAR = 1.0  # doublings of rows and columns together within which a measured shape stands for another
-_WAVES = 2  # programs a processor that should at least be there
-_LARGE = 512  # tokens beyond which floats are made first
+_WAVES = 2  # programs for each processor, at least
+_LARGE = 512  # tokens beyond which the weight is converted to floats first
 
 
 @dataclass(frozen=True)
-class Plan:
-    """One way to multiply.
+class TileConfig:
+    """How one product is computed.
 
     Attributes:
-        path: ``gemv``, each product by itself; ``gemm``, tensor cores with weights made floats in registers;
-            ``matmul``, the weight made floats in memory and multiplied by torch.
+        path: ``gemv``, each product by itself; ``gemm``, tensor cores, weights converted to floats in registers;
+            ``matmul``, the weight converted to floats in memory and multiplied by torch.
         block_m, block_n: tokens and rows of a program's tile.
         units: units of columns that a program loads at a time.
         split: programs that share a row's columns.
@@ -69,11 +69,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Card:
-    """What the rule needs to know of a GPU: its name, its processors, bytes of shared memory for a program."""
+    """What `default_config` needs to know of a GPU: its name, its processors, bytes of shared memory for a program."""
 
     name: str
     processors: int
-    shared: int
+    shared_memory: int
 
 
 INTERPRETER = Card("interpreter", 1, 1 << 16)
@@ -86,48 +86,50 @@ def card_of(device: torch.device) -> Card:
     if device.type == "cpu":
         return INTERPRETER
     found = torch.cuda.get_device_properties(device)
-    shared = getattr(found, "shared_memory_per_block_optin", 0) or 1 << 16
-    return Card(found.name, found.multi_processor_count, shared)
+    shared_memory = getattr(found, "shared_memory_per_block_optin", 0) or 1 << 16
+    return Card(found.name, found.multi_processor_count, shared_memory)
 
 
-def plan_for(scheme: str, tokens: int, rows: int, columns: int, dtype: torch.dtype, card: Card) -> Plan:
-    """The plan for `tokens` and a weight [rows, columns]: measured for such a shape on this card, or by the rule.
+def tile_config_for(scheme: str, tokens: int, rows: int, columns: int, dtype: torch.dtype, card: Card) -> TileConfig:
+    """The config for `tokens` and a weight [rows, columns]: measured for such a shape on this card, or the default.
 
     Args:
         scheme: ``int8``, ``int4-g128`` and so on.
-        dtype: of the activations; plans are measured for those that tensor cores take.
+        dtype: of the activations; configs are measured for those that tensor cores take.
     """
     bucket = next((size for size in TOKENS if tokens <= size), TOKENS[-1])
-    return _plan(scheme, bucket, rows, columns, dtype == torch.float32, card)
+    return _tile_config(scheme, bucket, rows, columns, dtype == torch.float32, card)
 
 
 @functools.cache
-def _plan(scheme: str, bucket: int, rows: int, columns: int, wide: bool, card: Card) -> Plan:
-    shapes = measured().get(card.name, {}).get(scheme, {})
+def _tile_config(scheme: str, bucket: int, rows: int, columns: int, wide: bool, card: Card) -> TileConfig:
+    shapes = measured_configs().get(card.name, {}).get(scheme, {})
     near = min(shapes, key=lambda shape: _distance(shape, rows, columns), default=None)
     if not wide and near is not None and _distance(near, rows, columns) <= _NEAR and str(bucket) in shapes[near]:
-        return Plan(**shapes[near][str(bucket)])
-    plan = rule(4 if scheme.startswith("int4") else 8, bucket, rows, columns, wide, card)
-    return replace(plan, block_n=512) if card is INTERPRETER else plan  # whose time goes by programs
+        return TileConfig(**shapes[near][str(bucket)])
+    config = default_config(4 if scheme.startswith("int4") else 8, bucket, rows, columns, wide, card)
+    return replace(config, block_n=512) if card is INTERPRETER else config  # its time goes by programs
 
 
 @functools.cache
-def measured() -> dict[str, Any]:
-    """Measured plans as fields, by card, scheme, ``ROWSxCOLUMNS`` and tokens."""
-    plans = _read(STORED)
-    return _merged(plans, _read(cache_folder() / FOUND))
+def measured_configs() -> dict[str, Any]:
+    """Measured configs as fields, by card, scheme, ``ROWSxCOLUMNS`` and tokens."""
+    configs = _read(SHIPPED_FILE)
+    return _merged(configs, _read(cache_folder() / CACHED_FILE))
 
 
-def save(path: Path, card: Card, scheme: str, rows: int, columns: int, plans: Mapping[int, Plan]) -> None:
-    """Put plans by number of tokens into a file of measured ones, and use them from now on."""
-    fields = {str(tokens): asdict(plan) for tokens, plan in plans.items()}
+def save_configs(
+    path: Path, card: Card, scheme: str, rows: int, columns: int, configs: Mapping[int, TileConfig]
+) -> None:
+    """Put configs by number of tokens into a file of measured ones, and use them from now on."""
+    fields = {str(tokens): asdict(config) for tokens, config in configs.items()}
     merged = _merged(_read(path), {card.name: {scheme: {f"{rows}x{columns}": fields}}})
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(_line_a_plan(merged))
+    partial.write_text(_one_config_a_line(merged))
     os.replace(partial, path)
-    measured.cache_clear()
-    _plan.cache_clear()
+    measured_configs.cache_clear()
+    _tile_config.cache_clear()
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -136,7 +138,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Nested mappings as one, down to the plans; the second's come first."""
+    """Nested mappings merged down to the configs; the second's take precedence."""
     whole = dict(first)
     for key, value in second.items():
         deeper = "path" not in value and key in whole
@@ -144,13 +146,13 @@ def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     return whole
 
 
-def _line_a_plan(plans: dict[str, Any]) -> str:
-    """JSON with each plan on a line of its own."""
-    return re.sub(r"\{[^{}]*\}", lambda found: " ".join(found[0].split()), json.dumps(plans, indent=1)) + "\n"
+def _one_config_a_line(configs: dict[str, Any]) -> str:
+    """JSON with each config on a line of its own."""
+    return re.sub(r"\{[^{}]*\}", lambda found: " ".join(found[0].split()), json.dumps(configs, indent=1)) + "\n"
 
 
-def rule(bits: int, tokens: int, rows: int, columns: int, wide: bool, card: Card) -> Plan:
-    """A plan for what nobody measured. When floats are made in memory is decided here and nowhere else.
+def default_config(bits: int, tokens: int, rows: int, columns: int, wide: bool, card: Card) -> TileConfig:
+    """The config for what nobody measured. When a weight is converted to floats in memory is decided here only.
 
     Args:
         wide: activations are float32, for which there are no tensor cores.
@@ -159,25 +161,25 @@ def rule(bits: int, tokens: int, rows: int, columns: int, wide: bool, card: Card
     if tokens <= bits // 2:  # what the multipliers do while the weights come
         block_n = {1: 8, 2: 4, 4: 4}[tokens]  # as many as the registers hold
         tile = _power_below(min(units, 128 // bits))  # 16 bytes for each of 128 threads
-        return _split(Plan("gemv", tokens, block_n, tile), tokens, rows, units, card)
+        return _split(TileConfig("gemv", tokens, block_n, tile), tokens, rows, units, card)
     if wide or tokens > _LARGE:
-        return Plan("matmul", 1, 16, _power_below(min(units, 4)))
+        return TileConfig("matmul", 1, 16, _power_below(min(units, 4)))
     block_m = min(max(tokens, 16), 128)
     block_n = 128 if tokens >= 128 else 64
     tile = 2 if block_m <= 32 and units > 1 else 1
     stage = tile * (UNIT * block_m * 2 + block_n * 16 * bits)  # bytes of activations and words
-    stages = max(2, min(4, (card.shared - (16 << 10)) // stage))
+    stages = max(2, min(4, (card.shared_memory - (16 << 10)) // stage))
     warps = 8 if tokens >= 128 else 4
-    return _split(Plan("gemm", block_m, block_n, tile, warps=warps, stages=stages), tokens, rows, units, card)
+    return _split(TileConfig("gemm", block_m, block_n, tile, warps=warps, stages=stages), tokens, rows, units, card)
 
 
-def _split(plan: Plan, tokens: int, rows: int, units: int, card: Card) -> Plan:
-    """The plan with rows split until every processor has work, or there is nothing left to share."""
-    programs = math.ceil(rows / plan.block_n) * math.ceil(tokens / plan.block_m)
+def _split(config: TileConfig, tokens: int, rows: int, units: int, card: Card) -> TileConfig:
+    """The config with rows split until every processor has work, or nothing is left to split."""
+    programs = math.ceil(rows / config.block_n) * math.ceil(tokens / config.block_m)
     wanted = _WAVES * card.processors / programs
-    most = math.ceil(units / plan.units)
-    split = min(_power_below(max(1, math.ceil(wanted))), _power_below(most), 16)
-    return replace(plan, split=split)
+    max_split = math.ceil(units / config.units)
+    split = min(_power_below(max(1, math.ceil(wanted))), _power_below(max_split), 16)
+    return replace(config, split=split)
 
 
 def _power_below(number: int) -> int:

@@ -5,7 +5,7 @@ of columns: code p of word i is column ``p * run + i`` of the unit, where run is
 So a mask takes a plane out of a tile of words, and the activations that belong to it lie side by side.
 
 A code becomes a float without a conversion: its bits, left where they are in the word, are put under the
-exponent of 2**23. That is ``2**23 + code * 2**place``, exactly; the kernels take the offset off and divide the
+exponent of 2**23. That is ``2**23 + code * 2**position``, exactly; the kernels subtract the offset and divide the
 power of two out of the scale or the activations.
 """
 
@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op, triton_op
 
-from quantkit.kernels.triton_tiles import UNIT, Plan
+from quantkit.kernels.triton_tiles import UNIT, TileConfig
 
 MAGIC = 0x4B000000
 """The bits of 2**23. Kernels get it as an argument: as a constant it would cost an instruction a code."""
@@ -32,19 +32,19 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 WIDEN = tl.constexpr(INTERPRETED)
 """Its interpreter takes the bits of bfloat16 for integers in `tl.dot`."""
 
-_AT_ONCE = 1 << 25  # codes that are packed
-_FLOATS = 64 << 20  # bytes of a weight that is made floats in memory, a part of its rows after the other
-_ROWS = 128  # that at least are made so
+_PACK_CODES = 1 << 25  # packed at a time
+_FLOATS = 64 << 20  # bytes of a weight that are converted to floats in memory at a time
+_ROWS = 128  # that are converted at a time, at least
 
 
 def operator(name: str) -> Any:
-    """Register an operator that the compiler sees through; one that it does not while Triton interprets."""
+    """Register an operator whose kernels torch.compile can see; while Triton interprets, one that it cannot."""
     return (custom_op if INTERPRETED else triton_op)(f"quantkit_triton::{name}", mutates_args=())
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Words, int32 [O, ceil(I / UNIT) * UNIT * bits / 32], of codes, uint8 [O, I]; zeros fill the last unit."""
-    return torch.cat([_packed(rows, bits) for rows in codes.split(max(1, _AT_ONCE // codes.shape[1]))])
+    return torch.cat([_packed(rows, bits) for rows in codes.split(max(1, _PACK_CODES // codes.shape[1]))])
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
@@ -56,7 +56,7 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
     return words.flatten(1)
 
 
-def by_parts(x: Tensor, rows: int, bias: Tensor | None, fill: Callable[[Tensor, slice], None]) -> Tensor:
+def linear_by_parts(x: Tensor, rows: int, bias: Tensor | None, fill: Callable[[Tensor, slice], None]) -> Tensor:
     """``x @ weight.T + bias`` through torch's matmul, [M, rows], never with the whole of a large weight as floats.
 
     Args:
@@ -72,15 +72,15 @@ def by_parts(x: Tensor, rows: int, bias: Tensor | None, fill: Callable[[Tensor, 
     return products[0] if len(products) == 1 else torch.cat(products, 1)
 
 
-def partial_sums(x: Tensor, rows: int, plan: Plan) -> Tensor:
-    """What the kernels write: products [M, rows], or float32 parts of them [split, M, rows]."""
-    if plan.split == 1:
+def product_buffer(x: Tensor, rows: int, config: TileConfig) -> Tensor:
+    """Where the kernels write: products [M, rows], or float32 parts of them [split, M, rows]."""
+    if config.split == 1:
         return x.new_empty(x.shape[0], rows)
-    return x.new_empty(plan.split, x.shape[0], rows, dtype=torch.float32)
+    return x.new_empty(config.split, x.shape[0], rows, dtype=torch.float32)
 
 
-def summed(out: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The products, parts added up in their order; a compiler fuses it with what follows."""
+def sum_splits(out: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The products, their parts summed in order; torch.compile fuses it with what follows."""
     if out.dim() == 2:
         return out
     product = out.sum(0)
@@ -88,22 +88,22 @@ def summed(out: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 @triton.constexpr_function
-def place(plane, bits):
-    """The bit at which `raised` takes a plane's codes, in the word or in the shifted word."""
+def bit_position(plane, bits):
+    """The bit at which `biased_codes` takes a plane's codes, in the word or in the shifted word."""
     return plane * bits if (plane + 1) * bits <= 23 else plane * bits - (12 if bits == 4 else 16)
 
 
 @triton.jit
-def raised(words, magic, PLANE: tl.constexpr, BITS: tl.constexpr):
-    """``2**23 + code * 2**place`` in float32 of one plane of words."""
-    at: tl.constexpr = place(PLANE, BITS)
+def biased_codes(words, magic, PLANE: tl.constexpr, BITS: tl.constexpr):
+    """``2**23 + code * 2**position`` in float32 of one plane of words."""
+    at: tl.constexpr = bit_position(PLANE, BITS)
     if at != PLANE * BITS:
         words = words >> (PLANE * BITS - at)
     return ((words & ((2**BITS - 1) << at)) | magic).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def columns(word, PLANE: tl.constexpr, BITS: tl.constexpr):
+def columns_of(word, PLANE: tl.constexpr, BITS: tl.constexpr):
     """Which columns a plane of words, counted along a row, holds."""
     RUN: tl.constexpr = 4 * BITS
     return word // RUN * 128 + PLANE * RUN + word % RUN
@@ -117,23 +117,23 @@ def spread(values, ROWS: tl.constexpr, UNITS: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def tokens_of(x, word, k, PLANE: tl.constexpr, BITS: tl.constexpr):
-    """Activations [M, 1, words] over ``2**place`` of a plane's columns, for pointers to tokens [M, 1, 1]."""
-    column = columns(word, PLANE, BITS)[None, None, :]
+def load_tokens(x, word, k, PLANE: tl.constexpr, BITS: tl.constexpr):
+    """Activations [M, 1, words] over ``2**position`` of a plane's columns, for pointers to tokens [M, 1, 1]."""
+    column = columns_of(word, PLANE, BITS)[None, None, :]
     column = tl.max_contiguous(column, (1, 1, 4))  # as many as words in a load: the layouts agree, nothing moves
-    return tl.load(x + column, mask=column < k, other=0).to(tl.float32) * 0.5 ** place(PLANE, BITS)
+    return tl.load(x + column, mask=column < k, other=0).to(tl.float32) * 0.5 ** bit_position(PLANE, BITS)
 
 
 @triton.jit
-def share(units, UNITS: tl.constexpr, AXIS: tl.constexpr):
-    """The first unit, and the first no longer, of this program's share of a row."""
+def unit_range(units, UNITS: tl.constexpr, AXIS: tl.constexpr):
+    """The first unit of this program's share of a row, and the first beyond it."""
     size = tl.cdiv(tl.cdiv(units, UNITS), tl.num_programs(AXIS)) * UNITS
     first = tl.program_id(AXIS) * size
     return first, tl.minimum(first + size, units)
 
 
 @triton.jit
-def dotted(weight, x, sums):
+def dot_add(weight, x, sums):
     """``sums + weight @ x`` on tensor cores."""
     if WIDEN:
         weight, x = weight.to(tl.float32), x.to(tl.float32)

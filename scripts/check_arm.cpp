@@ -7,7 +7,6 @@
 
 #include "attention_many.h"
 #include "matmul.h"
-#include "rows.h"
 
 using namespace quantkit;
 
@@ -27,10 +26,10 @@ struct Line {
 };
 using Bytes = std::vector<Line>;
 
-Bytes room(int64_t count) { return Bytes(count / 64 + 1); }
+Bytes allocated(int64_t count) { return Bytes(count / 64 + 1); }
 
 Bytes operand(int64_t count) {
-  Bytes to = room(count);
+  Bytes to = allocated(count);
   std::cin.read(to.data()->bytes, count);
   return to;
 }
@@ -49,34 +48,34 @@ void linear(int threads) {
   std::cin.ignore();
   Bytes codes = operand(at.rows * at.columns), scale = operand(scales * at.scale_width());
   Bytes zeros = operand(at.zeros ? scales : 0), x = operand(tokens * at.columns * width(type));
-  Bytes packed = room(at.bytes()), y = room(tokens * at.rows * width(type));
+  Bytes packed = allocated(at.bytes()), y = allocated(tokens * at.rows * width(type));
   for (int64_t band = 0; band < at.bands(); ++band)
     pack_band(at, band, as<uint8_t>(codes), as<uint8_t>(scale), as<uint8_t>(zeros), as<uint8_t>(packed));
   matmul(Linear{at, as<uint8_t>(packed), nullptr}, x.data(), type, tokens, threads, y.data());
   reply(y, tokens * at.rows * width(type));
 }
 
-void attend(int threads) {
+void cached_attention(int threads) {
   AttentionShape at{number(), number(), number(), number(), number(), number(), number(), 0,
                     FloatType(number()), CacheType(number()), 0, 0, 0};
   at.head_step = at.tokens * at.size, at.batch_step = at.heads * at.head_step, at.token_step = at.size;
   std::cin >> at.scale;
   std::cin.ignore();
   const int64_t mixed = at.batch * at.batch_step * width(at.type);
-  const int64_t cached = at.batch * at.shared * at.length * at.size * width(FloatType(at.cached));
+  const int64_t cached = at.batch * at.kv_heads * at.length * at.size * width(FloatType(at.cached));
   Bytes queries = operand(mixed), keys = operand(cached), values = operand(cached), positions = operand(at.tokens * 8);
-  Bytes out = room(mixed);
+  Bytes out = allocated(mixed);
   attention_over_cache(at, queries.data(), keys.data(), values.data(), as<int64_t>(positions), threads, out.data());
   reply(out, mixed);
 }
 
-void rows(int threads) {
+void float_linear(int threads) {
   const int64_t count = number(), columns = number(), tokens = number();
   const FloatType weight_type = FloatType(number()), type = FloatType(number());
   std::cin.ignore();
   Bytes weight = operand(count * columns * width(weight_type)), x = operand(tokens * columns * width(type));
-  Bytes y = room(tokens * count * width(type));
-  rows_product(count, columns, weight.data(), weight_type, x.data(), type, tokens, threads, y.data());
+  Bytes y = allocated(tokens * count * width(type));
+  float_product(count, columns, weight.data(), weight_type, x.data(), type, tokens, threads, y.data());
   reply(y, tokens * count * width(type));
 }
 
@@ -87,7 +86,7 @@ int main() {
   for (std::string name; std::cin >> name;) {
     const int threads = static_cast<int>(number());
     if (name == "linear") linear(threads);
-    if (name == "attend") attend(threads);
-    if (name == "rows") rows(threads);
+    if (name == "cached_attention") cached_attention(threads);
+    if (name == "float_linear") float_linear(threads);
   }
 }

@@ -80,18 +80,18 @@ class Emulated:
         request = f"linear {layout} {_TYPES[x.dtype]} {len(x)}"
         return self._ask(request, [*operands, x], x.new_empty(len(x), rows))
 
-    def attend(
+    def cached_attention(
         self, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int, scale: float
     ) -> Tensor:
         batch, heads, tokens, size = queries.shape
         shape = batch, heads, keys.shape[1], tokens, keys.shape[2], size, window
-        request = f"attend {' '.join(map(str, shape))} {_TYPES[queries.dtype]} {_TYPES[keys.dtype]} {scale}"
+        request = f"cached_attention {' '.join(map(str, shape))} {_TYPES[queries.dtype]} {_TYPES[keys.dtype]} {scale}"
         reply = queries.new_empty(batch, tokens, heads * size)
         return self._ask(request, [queries, keys, values, positions], reply)
 
-    def rows(self, x: Tensor, weight: Tensor) -> Tensor:
+    def float_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         tokens = x.numel() // x.shape[-1]
-        request = f"rows {len(weight)} {x.shape[-1]} {tokens} {_TYPES[weight.dtype]} {_TYPES[x.dtype]}"
+        request = f"float_linear {len(weight)} {x.shape[-1]} {tokens} {_TYPES[weight.dtype]} {_TYPES[x.dtype]}"
         return self._ask(request, [weight, x], x.new_empty(*x.shape[:-1], len(weight)))
 
 

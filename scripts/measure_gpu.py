@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from tune_triton import SHAPES
 
 from quantkit.kernels.triton_tiles import TOKENS
-from quantkit.kernels.triton_timing import copies_beyond_cache, seconds_each
+from quantkit.kernels.triton_tune import copies_beyond_cache, seconds_each
 from quantkit.tensors.qtensor import quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
 
@@ -41,7 +41,7 @@ def copy_bandwidth() -> float:
 
 
 def ours(weight: Tensor, text: str) -> tuple[int, list[Linear]]:
-    from quantkit.model.qlinear import QuantLinear
+    from quantkit.model.linear import QuantLinear
 
     quantized = quantize_rtn(weight, QuantScheme.parse(text), torch.bfloat16)
     first = QuantLinear(quantized, None, weight.device, torch.bfloat16, "triton")

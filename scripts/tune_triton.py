@@ -1,4 +1,4 @@
-"""Find the fastest plans of the Triton kernels on the card at hand and write them into the package.
+"""Find the fastest tile configs of the Triton kernels on the card at hand and write them into the package.
 
     python scripts/tune_triton.py [--schemes int8,int4-g128] [--models llama-2-7b,llama-3.1-8b] [--tokens 1,16]
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import logging
 
-from quantkit.kernels.triton_tiles import STORED, TOKENS, card_of, save
+from quantkit.kernels.triton_tiles import SHIPPED_FILE, TOKENS, card_of, save_configs
 from quantkit.tensors.scheme import QuantScheme
 
 SHAPES = {
@@ -45,7 +45,8 @@ def main() -> None:
             scale = torch.full((rows, scheme.groups(columns)), 0.01, dtype=torch.bfloat16, device=device)
             prepared = TritonBackend().prepare(QuantTensor(codes, scale, None, scheme))
             for tokens in map(int, options.tokens.split(",")):
-                save(STORED, card_of(device), text, rows, columns, tune(prepared, text, columns, [tokens]))
+                found = tune(prepared, text, columns, [tokens])
+                save_configs(SHIPPED_FILE, card_of(device), text, rows, columns, found)
 
 
 if __name__ == "__main__":

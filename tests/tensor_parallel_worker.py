@@ -51,7 +51,7 @@ def _collective(target: object) -> list[str]:
 
 
 def opened(folder: Path, dtype: torch.dtype | None, group: ProcessGroup) -> Decoder:
-    return load_model(folder, dtype=dtype, group=group)
+    return load_model(folder, device="cpu", dtype=dtype, group=group)
 
 
 def batch_logits(model: Decoder) -> Tensor:
@@ -129,7 +129,7 @@ def _findings(case: dict[str, Any], group: ProcessGroup, out: Path) -> dict[str,
         "engine": list(quantkit.generate(engine, PROMPT, max_new_tokens=NEW)) if case["engine"] else None,
         "bytes": sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
         "kernels": backend_names(model),
-        "fused": model.blocks is not None,
+        "fused": model.ops.blocks is not None,
     }
 
 

@@ -147,7 +147,7 @@ def test_attention_over_the_cache_equals_softmax(
     keys, values = torch.randn(2, batch, shared, length, size).to(dtype)
     positions = torch.arange(length - tokens - 1, length - 1)
     keys[:, :, -1] = torch.nan  # not yet written: never looked at
-    found = load_kernels(variant).attend(queries, keys, values, positions, window or 0, size**-0.5)
+    found = load_kernels(variant).cached_attention(queries, keys, values, positions, window or 0, size**-0.5)
     distance = positions.unsqueeze(-1) - torch.arange(length - 1)
     mask = (distance >= 0) & (distance < (window or length))
     expected = F.scaled_dot_product_attention(
@@ -163,7 +163,7 @@ def test_attention_hands_on_what_is_not_finite(variant: str, tokens: int) -> Non
     queries, keys = torch.randn(1, 2, tokens, 32), torch.randn(1, 2, 90, 32)
     values = keys.clone()
     keys[0, 1, 4, 3] = torch.nan
-    found = load_kernels(variant).attend(queries, keys, values, torch.arange(70 - tokens, 70), 0, 1.0)
+    found = load_kernels(variant).cached_attention(queries, keys, values, torch.arange(70 - tokens, 70), 0, 1.0)
     assert found[..., :32].isfinite().all()
     assert found[..., 32:].isnan().all()
 
@@ -172,7 +172,7 @@ def test_attention_hands_on_what_is_not_finite(variant: str, tokens: int) -> Non
 def test_positions_outside_the_cache_are_refused(position: int) -> None:
     keys = torch.zeros(1, 1, 9, 32)
     with pytest.raises(RuntimeError, match="outside the cache"):
-        load_kernels("native").attend(torch.zeros(1, 1, 1, 32), keys, keys, torch.tensor([position]), 0, 1.0)
+        load_kernels("native").cached_attention(torch.zeros(1, 1, 1, 32), keys, keys, torch.tensor([position]), 0, 1.0)
 
 
 @pytest.mark.parametrize("variant", HERE)
@@ -182,7 +182,7 @@ def test_products_with_float_rows_are_right(variant: str, dtype: torch.dtype, we
     x, weight = torch.randn(2, 3, 77).to(dtype), torch.randn(130, 77).to(weight_dtype)
     expected = x.double() @ weight.double().t()
     tolerance = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}[dtype]
-    found = load_kernels(variant).rows(x, weight)
+    found = load_kernels(variant).float_linear(x, weight)
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
 
 
@@ -190,12 +190,12 @@ def test_products_with_float_rows_are_right(variant: str, dtype: torch.dtype, we
 def test_half_floats_are_read_and_rounded_as_torch_does(variant: str) -> None:
     ops = load_kernels(variant)
     halves = torch.arange(1 << 16).to(torch.uint16).view(torch.float16)
-    found = ops.rows(torch.ones(1, 1), halves.unsqueeze(1))
+    found = ops.float_linear(torch.ones(1, 1), halves.unsqueeze(1))
     torch.testing.assert_close(found, halves.float().unsqueeze(0), rtol=0, atol=0, equal_nan=True)
     finite = halves[halves.isfinite()].float().sort().values
     between = (finite[1:] + finite[:-1]) / 2
     wide = torch.cat([torch.randint(-(2**31), 2**31, (1 << 16,)).int().view(torch.float32), between])
-    found = ops.rows(torch.ones(1, 1, dtype=torch.float16), wide.unsqueeze(1))
+    found = ops.float_linear(torch.ones(1, 1, dtype=torch.float16), wide.unsqueeze(1))
     torch.testing.assert_close(found, wide.half().unsqueeze(0), rtol=0, atol=0, equal_nan=True)
 
 
@@ -207,8 +207,8 @@ def test_the_operators_pass_torchs_own_checks() -> None:
     calls = (
         (ops.linear, (torch.randn(2, 3, 64), packed, torch.randn(20), 20)),
         (ops.linear, (torch.randn(1, 64).bfloat16(), packed, None, 20)),
-        (ops.attend, (torch.randn(1, 4, 2, 32), keys, keys.clone(), torch.tensor([3, 4]), 0, 0.5)),
-        (ops.rows, (torch.randn(2, 64), torch.randn(10, 64))),
+        (ops.cached_attention, (torch.randn(1, 4, 2, 32), keys, keys.clone(), torch.tensor([3, 4]), 0, 0.5)),
+        (ops.float_linear, (torch.randn(2, 64), torch.randn(10, 64))),
     )
     for op, arguments in calls:
         torch.library.opcheck(op.default, arguments)
@@ -233,7 +233,7 @@ def test_the_operator_on_blocks_passes_torchs_own_checks(own: bool, cached: bool
     if own or cached:
         torch.library.opcheck(ops.block.default, arguments)
     else:
-        with pytest.raises(RuntimeError, match="unless among their own"):
+        with pytest.raises(RuntimeError, match="unless in a prefill"):
             ops.block(*arguments)
 
 
@@ -263,7 +263,7 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
             torch.set_num_threads(threads)
             products = [ops.linear(torch.ones(tokens, 256) / 3, packed, None, 500) for tokens in (1, 3, 130)]
             mixed = [
-                ops.attend(queries[:, :, -count:], keys, keys, torch.arange(850 - count, 850), 0, 0.1)
+                ops.cached_attention(queries[:, :, -count:], keys, keys, torch.arange(850 - count, 850), 0, 0.1)
                 for count in (1, 90)
             ]
             found.append([*products, *mixed])

@@ -152,20 +152,20 @@ def test_the_kernels_attend_over_int8_as_torch_does(variant: str, size: int) -> 
     cache[..., -4:] = (torch.rand(2, 2, 300, 1) * 0.02).view(torch.int8)
     values = cache.roll(7, 2).contiguous()
     queries, positions = torch.randn(2, 6, 3, size), torch.tensor([3, 280, 299])
-    found = load_kernels(variant).attend(queries, cache, values, positions, 0, size**-0.5)
+    found = load_kernels(variant).cached_attention(queries, cache, values, positions, 0, size**-0.5)
     torch.testing.assert_close(found, masked_attention(queries, cache, values, positions, None), rtol=1e-4, atol=1e-4)
     with pytest.raises(RuntimeError, match="do not go with keys"):
-        load_kernels(variant).attend(queries, cache[..., :-4].contiguous(), values, positions, 0, 1.0)
+        load_kernels(variant).cached_attention(queries, cache[..., :-4].contiguous(), values, positions, 0, 1.0)
 
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "avx2"])
 def test_blocks_store_int8_as_the_cache_does(variant: str, quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUANTKIT_CPU", variant)
     model = _without_end(quantized)
-    assert model.blocks is not None
+    assert model.ops.blocks is not None
     logits, caches = [], []
-    for blocks in (model.blocks, None):
-        model.blocks = blocks
+    for blocks in (model.ops.blocks, None):
+        model.ops = replace(model.ops, blocks=blocks)
         cache = KVCache(model.config, 2, 12, torch.int8, "cpu")
         with torch.inference_mode():
             logits.append(model(oracle.random_tokens(12, batch=2), torch.arange(12), cache))

@@ -13,12 +13,16 @@ from test_architectures import CASES
 from torch import Tensor
 
 import quantkit
+from quantkit.architectures.families import config_from_hf
 from quantkit.kernels import cpu
 from quantkit.kernels.build import VARIANTS, load_kernels
+from quantkit.model import fused_blocks
+from quantkit.model.attention import masked_attention
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
+from quantkit.model.fused_blocks import block_features
+from quantkit.model.linear import QuantLinear
 from quantkit.model.load import load_model
-from quantkit.model.qlinear import QuantLinear
 from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import QuantScheme
 
@@ -45,18 +49,44 @@ def test_blocks_in_one_call_give_the_modules_logits(case: str, scheme: str, tmp_
     quantkit.quantize(folder, tmp_path / "quantized", scheme, accept_quality_loss=True)
     tokens, steps = oracle.random_tokens(40, batch=2), [5, 1, 1, 20, 1, 1, 3, 1, 1, 1, 1, 1, 1, 1, 1]
     model = load_model(tmp_path / "quantized", dtype=torch.float32, backend="cpu-exact")
-    assert model.blocks is not None
+    assert model.ops.blocks is not None
     all_found = [_logits(model, tokens, steps, torch.float32, first=first) for first in (True, False)]
     with torch.inference_mode():
         all_found.append(model(tokens, torch.arange(40)))
-    model.blocks = None
+    model.ops = dataclasses.replace(model.ops, blocks=None)
     expected = _logits(model, tokens, steps, torch.float32)
     for found in all_found:
         assert (found - expected).abs().max() < 1e-3 * expected.std()
     exact = load_model(tmp_path / "quantized", dtype=torch.float32, backend="reference")
-    assert exact.blocks is None
+    assert exact.ops.blocks is None
     whole = _logits(exact, tokens, [40], torch.float32)
     assert (found - whole).abs().max() < 1e-2 * whole.std()
+
+
+def _features(case: str) -> frozenset[str]:
+    kind, changes = CASES[case]
+    return block_features(config_from_hf(oracle.make(kind, **changes).config.to_dict(), Path(case)))
+
+
+def test_a_configs_features_are_its_fields_that_are_not_at_their_defaults() -> None:
+    assert _features("llama") == frozenset()
+    assert _features("llama-biases") == {"qkv_bias", "output_bias", "mlp_bias"}
+    assert _features("mistral-window") == {"window"}
+    assert _features("qwen3") == {"qk_norm"}
+    assert _features("smollm3") == {"rotary"}
+
+
+def test_a_kernel_is_passed_by_for_features_that_it_does_not_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = oracle.save(oracle.make("llama"), tmp_path / "model")
+    quantkit.quantize(folder, tmp_path / "quantized", "int8", accept_quality_loss=True)
+    monkeypatch.setattr(fused_blocks, "block_features", lambda config: frozenset({"sandwich"}))
+    model = load_model(tmp_path / "quantized", dtype=torch.float32)
+    assert model.ops.blocks is None
+    assert model.ops.cached_attention is not masked_attention
+    monkeypatch.setattr(cpu, "_BLOCK_FEATURES", cpu._BLOCK_FEATURES | {"sandwich"})
+    assert load_model(tmp_path / "quantized", dtype=torch.float32).ops.blocks is not None
 
 
 def test_more_rows_than_have_inner_states_at_a_time(tmp_path: Path) -> None:
@@ -66,7 +96,7 @@ def test_more_rows_than_have_inner_states_at_a_time(tmp_path: Path) -> None:
     tokens = oracle.random_tokens(40, batch=15)  # 600 rows, 512 at a time
     with torch.inference_mode():
         found = model(tokens, torch.arange(40))
-        model.blocks = None
+        model.ops = dataclasses.replace(model.ops, blocks=None)
         expected = model(tokens, torch.arange(40))
     assert (found - expected).abs().max() < 1e-3 * expected.std()
 
@@ -79,7 +109,7 @@ def test_a_bfloat16_model_keeps_its_cache_in_bfloat16(
     folder = oracle.save(oracle.make("llama"), tmp_path / "model")
     quantkit.quantize(folder, tmp_path / "quantized", "int8", accept_quality_loss=True)
     model = load_model(tmp_path / "quantized", dtype=torch.bfloat16)
-    assert model.blocks is not None
+    assert model.ops.blocks is not None
     found = _logits(model, oracle.random_tokens(9), [4, 1, 1, 1, 1, 1], torch.bfloat16)
     whole = _logits(
         load_model(tmp_path / "quantized", dtype=torch.float32), oracle.random_tokens(9), [9], torch.float32
@@ -98,14 +128,14 @@ def test_layers_that_are_not_quantized_alike_stay_apart(tmp_path: Path) -> None:
     names = {name for name, module in model.named_modules() if isinstance(module, QuantLinear)}
     assert "model.layers.0.self_attn.qkv_proj" in names
     assert {"model.layers.1.self_attn.k_proj", "model.layers.2.mlp.gate_proj"} < names
-    assert model.blocks is None
+    assert model.ops.blocks is None
     reference = load_model(tmp_path / "quantized", dtype=torch.float32, backend="reference")
     tokens = oracle.random_tokens(9)
     found, expected = (_logits(each, tokens, [5, 1, 3], torch.float32) for each in (model, reference))
     assert (found - expected).abs().max() < 1e-2 * expected.std()
 
 
-@pytest.mark.parametrize("wrong", ["rows", "attend", "block"])
+@pytest.mark.parametrize("wrong", ["float_linear", "cached_attention", "block"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("share", [0.15, 5.0])
 def test_operations_that_a_compiler_got_wrong_are_not_used(
@@ -121,7 +151,7 @@ def test_operations_that_a_compiler_got_wrong_are_not_used(
     kernels = load_kernels("native")
     monkeypatch.setattr(cpu, "load_kernels", lambda variant: _Wrong(kernels, wrong, share))
     model = load_model(tmp_path / "quantized", dtype=dtype)
-    assert model.blocks is None
+    assert model.ops.blocks is None
     assert "wrong on this machine; torch's are used" in caplog.text
     found = _logits(model, tokens, [4, 1, 1, 1, 2], dtype)
     assert (found - expected).abs().max() < (1e-3 if dtype == torch.float32 else 0.1) * expected.std()
@@ -164,7 +194,7 @@ def test_small_operations_keep_to_the_calling_thread(tmp_path: Path) -> None:
     model = load_model(tmp_path / "quantized")
     try:
         torch.set_num_threads(3)
-        with model.alone():
+        with model.ops.single_threaded():
             inside = torch.get_num_threads()
         assert (inside, torch.get_num_threads()) == (1, 3)
     finally:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantkit.errors import CheckpointError
-from quantkit.formats.safetensors_io import open_file
+from quantkit.formats.files.safetensors_io import open_file
 from quantkit.text.tokenizer import load_tokenizer
 
 State = dict[str, Tensor]

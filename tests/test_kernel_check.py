@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantkit.kernels import check
 from quantkit.kernels.backend import Backend
-from quantkit.kernels.check import fault, within
+from quantkit.kernels.check import self_test, within
 from quantkit.kernels.cpu import CpuBackend
 from quantkit.kernels.dispatch import BACKENDS
 from quantkit.kernels.reference import ReferenceBackend
@@ -32,7 +32,7 @@ class Wrapped:
 
     def __init__(self, inner: str) -> None:
         self.inner = next(backend for backend in BACKENDS if backend.name == inner)
-        assert self.inner.refusal(QuantScheme(8, None), CPU, torch.float32) is None
+        assert self.inner.unsupported_reason(QuantScheme(8, None), CPU, torch.float32) is None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -75,7 +75,7 @@ MODES = ("reference", "cpu-exact", "cpu-fast")
 def test_one_wrong_row_is_found_out(text: str, inner: str, share: float) -> None:
     for row, dtype, scale_dtype in itertools.product((0, 17, ROWS - 1), DTYPES, DTYPES[:2]):
         wrong = WrongRow(inner, row, share)
-        assert fault(wrong, QuantScheme.parse(text), CPU, dtype, scale_dtype) is not None, (row, dtype)
+        assert self_test(wrong, QuantScheme.parse(text), CPU, dtype, scale_dtype) is not None, (row, dtype)
 
 
 @pytest.mark.parametrize("tokens", check._SMALL.tokens)
@@ -83,7 +83,7 @@ def test_one_wrong_row_is_found_out(text: str, inner: str, share: float) -> None
 def test_a_row_that_is_wrong_for_some_number_of_tokens_is_found_out(inner: str, tokens: int) -> None:
     for row in (0, 17, ROWS - 1):
         wrong = WrongRow(inner, row, 0.15, tokens)
-        found = fault(wrong, QuantScheme.parse("int4-g32"), CPU, torch.bfloat16, torch.bfloat16)
+        found = self_test(wrong, QuantScheme.parse("int4-g32"), CPU, torch.bfloat16, torch.bfloat16)
         assert found == f"its products of {tokens} tokens are wrong on this machine"
 
 
@@ -94,7 +94,7 @@ def test_scales_of_one_dtype_that_are_read_wrongly_are_found_out(wrong: torch.dt
     for places in ((slice(5, 6), slice(None)), (slice(None), slice(4, None)), (slice(36, None), slice(1, 2))):
         backend = WrongScales(inner, wrong, places, -0.15)
         for scale_dtype in DTYPES:
-            found = fault(backend, scheme, CPU, torch.bfloat16, scale_dtype)
+            found = self_test(backend, scheme, CPU, torch.bfloat16, scale_dtype)
             assert (found is not None) == (scale_dtype == wrong), places
 
 
@@ -110,7 +110,7 @@ def test_zero_points_and_negative_scales_that_are_lost_are_found_out(inner: str)
             return self.inner.prepare(QuantTensor(weight.codes, weight.scale, zero, weight.scheme))
 
     for kind in (Positive, Centred):
-        assert fault(kind(inner), QuantScheme.parse("int4-g64-asym"), CPU, torch.bfloat16, torch.bfloat16)
+        assert self_test(kind(inner), QuantScheme.parse("int4-g64-asym"), CPU, torch.bfloat16, torch.bfloat16)
 
 
 @pytest.mark.parametrize("variant", HERE)
@@ -127,8 +127,8 @@ def test_the_reference_passes() -> None:
 def _require_no_fault(backend: Backend) -> None:
     for text, dtype, scale_dtype in itertools.product(SCHEMES, DTYPES, DTYPES):
         scheme = QuantScheme.parse(text)
-        assert backend.refusal(scheme, CPU, dtype) is None
-        assert fault(backend, scheme, CPU, dtype, scale_dtype) is None, (text, dtype, scale_dtype)
+        assert backend.unsupported_reason(scheme, CPU, dtype) is None
+        assert self_test(backend, scheme, CPU, dtype, scale_dtype) is None, (text, dtype, scale_dtype)
 
 
 @pytest.mark.parametrize("text", [*SCHEMES, "int4-g4096"])

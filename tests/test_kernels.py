@@ -14,7 +14,7 @@ from quantkit.kernels import dispatch
 from quantkit.kernels.backend import Operations
 from quantkit.kernels.dispatch import BACKENDS, select_backend
 from quantkit.kernels.reference import ReferenceBackend
-from quantkit.model.qlinear import QuantLinear
+from quantkit.model.linear import QuantLinear
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
 
@@ -141,7 +141,7 @@ class _Refusing(ReferenceBackend):
         self.name = name
         self._reason = reason
 
-    def refusal(self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype) -> str | None:
+    def unsupported_reason(self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype) -> str | None:
         return self._reason
 
 

@@ -12,8 +12,7 @@ import torch
 import quantkit
 from quantkit.model import load
 from quantkit.model.decoder import Decoder
-from quantkit.model.load import load_model
-from quantkit.model.meta_init import meta_init
+from quantkit.model.load import load_model, meta_init
 
 
 def test_loading_and_generating_leave_torchs_compiler_alone(demo_model: Path, tmp_path: Path) -> None:
@@ -33,7 +32,7 @@ def test_loading_and_generating_leave_torchs_compiler_alone(demo_model: Path, tm
 
 def test_large_tensors_are_copied_in_parts(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = load_model(demo_model, dtype=torch.float32).state_dict()
-    monkeypatch.setattr(load, "_AT_ONCE", 5000)
+    monkeypatch.setattr(load, "_COPY_BYTES", 5000)
     parts = load_model(demo_model, dtype=torch.float32).state_dict()
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], parts[name]) for name in whole)

@@ -16,9 +16,8 @@ import quantkit
 from quantkit.evals.bench import Job, bench
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
+from quantkit.model.linear import QuantLinear, float32_linear, float_linear
 from quantkit.model.load import load_model
-from quantkit.model.product import product, wide_product
-from quantkit.model.qlinear import QuantLinear
 from quantkit.runtime import engine as engine_module
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate import generate
@@ -115,7 +114,7 @@ def _bound(dtype: torch.dtype, backend: str, entry: str = "cache") -> float:
 def test_logits_are_those_of_float32(backend: str, dtype: torch.dtype, entry: str, folders: dict[str, Path]) -> None:
     for name in MODELS:
         model, exact = _model(folders[name], dtype, backend), _model(folders[name], torch.float32, "reference")
-        assert (model.blocks is None) == (backend == "reference")
+        assert (model.ops.blocks is None) == (backend == "reference")
         assert isinstance(model.lm_head, QuantLinear) == name.startswith("int")
         for count in COUNTS:
             found, expected = ENTRIES[entry](model, count), _expected(exact, entry, count)
@@ -175,7 +174,7 @@ def test_bench_times_more_sequences_than_few_rows(folders: dict[str, Path]) -> N
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products_keep_the_dtype_of_the_rows_and_round_once(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
     x, weight = torch.randn(3, 9, 70).to(dtype), torch.randn(31, 70).to(weight_dtype)
-    found, expected = product(x, weight), x.double() @ weight.double().t()
+    found, expected = float_linear(x, weight), x.double() @ weight.double().t()
     assert found.dtype == dtype
     size = x.double().norm(dim=-1, keepdim=True) * weight.double().norm(dim=1)
     slack = 70 * torch.finfo(torch.float32).eps * size + torch.finfo(dtype).eps / 2 * expected.abs()
@@ -184,13 +183,13 @@ def test_products_keep_the_dtype_of_the_rows_and_round_once(dtype: torch.dtype, 
 
 def test_a_weight_is_made_float32_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    rows = quantkit.model.product.float_rows
+    rows = quantkit.model.linear.float_rows
 
     def watched(weight: Tensor, start: int, stop: int) -> Tensor:
         made.append((start, stop))
         return rows(weight, start, stop)
 
-    monkeypatch.setattr(quantkit.model.product, "float_rows", watched)
+    monkeypatch.setattr(quantkit.model.linear, "float_rows", watched)
     x, weight = torch.randn(9, 1 << 12), torch.randn(600, 1 << 12).bfloat16()
-    torch.testing.assert_close(wide_product(x, weight), x @ weight.float().t())
+    torch.testing.assert_close(float32_linear(x, weight), x @ weight.float().t())
     assert made == [(0, 256), (256, 512), (512, 600)]

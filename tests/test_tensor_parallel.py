@@ -192,7 +192,7 @@ def test_each_process_has_its_part_in_memory(name: str, shared: Findings, alone:
 
 def test_shared_models_keep_their_kernels_but_not_whole_blocks(shared: Findings, alone: dict[str, Decoder]) -> None:
     for name in ("int8", "int4-g128"):
-        assert alone[name].blocks is not None
+        assert alone[name].ops.blocks is not None
         for process in shared.each:
             assert process[name]["kernels"] == worker.backend_names(alone[name])
             assert not process[name]["fused"]

@@ -1,4 +1,4 @@
-"""The Triton backend without a GPU: its kernels through the interpreter and the compiler, plans, refusals."""
+"""The Triton backend without a GPU: kernels in the interpreter and the compiler, tile configs, what it refuses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,15 @@ from torch._dynamo.backends.common import aot_autograd
 
 from quantkit.kernels import triton_tiles
 from quantkit.kernels.triton_backend import TritonBackend
-from quantkit.kernels.triton_tiles import STORED, TOKENS, Card, Plan, plan_for, rule, save
+from quantkit.kernels.triton_tiles import (
+    SHIPPED_FILE,
+    TOKENS,
+    Card,
+    TileConfig,
+    default_config,
+    save_configs,
+    tile_config_for,
+)
 from quantkit.tensors.qtensor import quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
 
@@ -33,7 +41,7 @@ pytest.importorskip("triton")
 
 def test_products_and_attention_are_right_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
-    files = (str(ROOT / "tests" / f"triton_{what}.py") for what in ("products", "lookups"))
+    files = (str(ROOT / "tests" / f"triton_{what}.py") for what in ("products", "attention"))
     done = subprocess.run(
         [*command, *files], env={**os.environ, "TRITON_INTERPRET": "1"}, cwd="/", capture_output=True, text=True
     )
@@ -73,13 +81,13 @@ def test_kernels_compile_for_cards_that_are_not_here(
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     from quantkit.kernels import triton_int4, triton_int8
 
-    plan = rule(bits, tokens, 4096, 4096, False, SMALL)
+    config = default_config(bits, tokens, 4096, 4096, False, SMALL)
     grouped = {"GROUP": 64, "SYMMETRIC": False} if bits == 4 else {}
-    kernel = getattr(triton_int4 if bits == 4 else triton_int8, f"int{bits}_{plan.path}")
-    stages = _compiled(kernel, {"BIAS": True, **grouped, **plan.constants()}, target)
+    kernel = getattr(triton_int4 if bits == 4 else triton_int8, f"int{bits}_{config.path}")
+    stages = _compiled(kernel, {"BIAS": True, **grouped, **config.constants()}, target)
     assert stages["cubin" if target == "cuda" else "hsaco"]
     if target == "cuda":
-        assert "ld.global.v4" in stages["ptx"] if plan.path == "gemv" else "wgmma" in stages["ptx"]
+        assert "ld.global.v4" in stages["ptx"] if config.path == "gemv" else "wgmma" in stages["ptx"]
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -165,74 +173,74 @@ def test_a_compiler_sees_a_kernel_for_each_part_of_a_large_weight(text: str, mon
 def test_a_compiler_sees_that_attention_leaves_the_cache_alone(
     cached: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lookup = TritonBackend().operations().lookup
-    assert lookup is not None
+    attention = TritonBackend().operations().cached_attention
+    assert attention is not None
     cache = torch.zeros(1, 2, 300, 64 + (4 if cached == torch.int8 else 0), dtype=cached)
     operands = torch.randn(1, 4, 1, 64, dtype=torch.bfloat16), cache, cache.clone(), torch.tensor([7])
-    spans, join = _kernels_seen(lambda *given: lookup(*given, None), operands, monkeypatch)
+    spans, join = _kernels_seen(lambda *given: attention(*given, None), operands, monkeypatch)
     assert sorted(spans.kwargs["tensors_to_clone"]) == ["largest", "mixed", "total"]
     assert join.kwargs["tensors_to_clone"] == ["out"]
 
 
-def test_the_rule_gives_plans_that_fit() -> None:
+def test_the_default_gives_tile_configs_that_fit() -> None:
     shapes = itertools.product((4, 8), TOKENS, (1, 4096, 128256), (1, 4096, 14336), (False, True), (LARGE, SMALL))
     for bits, tokens, rows, columns, wide, card in shapes:
-        plan = rule(bits, tokens, rows, columns, wide, card)
-        sizes = (plan.block_m, plan.block_n, plan.units, plan.split, plan.warps)
+        config = default_config(bits, tokens, rows, columns, wide, card)
+        sizes = (config.block_m, config.block_n, config.units, config.split, config.warps)
         assert all(size & (size - 1) == 0 and size > 0 for size in sizes)
-        assert plan.units * (plan.split - 1) < columns / 128  # no program is without columns
-        assert plan.path != "gemm" or not wide
-        if plan.path == "gemv":
-            assert plan.block_m >= tokens
-        if plan.path == "gemm":
-            ahead = plan.stages * plan.units * (128 * plan.block_m * 2 + plan.block_n * 16 * bits)
-            assert ahead <= card.shared or plan.stages == 2
+        assert config.units * (config.split - 1) < columns / 128  # no program is without columns
+        assert config.path != "gemm" or not wide
+        if config.path == "gemv":
+            assert config.block_m >= tokens
+        if config.path == "gemm":
+            ahead = config.stages * config.units * (128 * config.block_m * 2 + config.block_n * 16 * bits)
+            assert ahead <= card.shared_memory or config.stages == 2
 
 
-def test_the_rule_makes_floats_for_many_tokens_only() -> None:
-    paths = [rule(4, tokens, 4096, 4096, False, LARGE).path for tokens in TOKENS]
+def test_the_default_converts_to_floats_for_many_tokens_only() -> None:
+    paths = [default_config(4, tokens, 4096, 4096, False, LARGE).path for tokens in TOKENS]
     assert paths == sorted(paths, key=["gemv", "gemm", "matmul"].index)
     assert set(paths) == {"gemv", "gemm", "matmul"}
 
 
-def test_measured_plans_serve_their_card_and_shapes_near_theirs(
+def test_measured_configs_serve_their_card_and_shapes_near_theirs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
-    mine, other = Plan("gemm", 16, 32, 2, split=4), Plan("gemv", 2, 4, 8)
+    mine, other = TileConfig("gemm", 16, 32, 2, split=4), TileConfig("gemv", 2, 4, 8)
     try:
-        save(tmp_path / triton_tiles.FOUND, LARGE, "int8", 4096, 4096, {16: mine})
-        save(tmp_path / triton_tiles.FOUND, LARGE, "int8", 1024, 1024, {2: other})
+        save_configs(tmp_path / triton_tiles.CACHED_FILE, LARGE, "int8", 4096, 4096, {16: mine})
+        save_configs(tmp_path / triton_tiles.CACHED_FILE, LARGE, "int8", 1024, 1024, {2: other})
         found = {
-            (rows, tokens, dtype, card.name): plan_for("int8", tokens, rows, 4096, dtype, card)
+            (rows, tokens, dtype, card.name): tile_config_for("int8", tokens, rows, 4096, dtype, card)
             for rows in (4096, 6144, 16384) for tokens in (9, 16, 17)
             for dtype in (torch.bfloat16, torch.float32) for card in (LARGE, SMALL)
         }  # fmt: skip
-        assert plan_for("int8", 2, 1024, 1024, torch.float16, LARGE) == other
+        assert tile_config_for("int8", 2, 1024, 1024, torch.float16, LARGE) == other
     finally:
-        triton_tiles.measured.cache_clear()
-        triton_tiles._plan.cache_clear()
-    served = {key for key, plan in found.items() if plan == mine}
+        triton_tiles.measured_configs.cache_clear()
+        triton_tiles._tile_config.cache_clear()
+    served = {key for key, config in found.items() if config == mine}
     assert served == {(rows, tokens, torch.bfloat16, "large") for rows in (4096, 6144) for tokens in (9, 16)}
 
 
-def test_every_plan_in_the_package_is_one() -> None:
-    for schemes in json.loads(STORED.read_text()).values():
+def test_every_config_in_the_package_is_one() -> None:
+    for schemes in json.loads(SHIPPED_FILE.read_text()).values():
         for scheme, shapes in schemes.items():
             assert scheme in ("int8", "int4-g32", "int4-g64", "int4-g128")
-            for plans in shapes.values():
-                assert {int(tokens) for tokens in plans} <= set(TOKENS)
-                assert all(Plan(**fields).path in ("gemv", "gemm", "matmul") for fields in plans.values())
+            for configs in shapes.values():
+                assert {int(tokens) for tokens in configs} <= set(TOKENS)
+                assert all(TileConfig(**fields).path in ("gemv", "gemm", "matmul") for fields in configs.values())
 
 
-def _refusal(dtype: torch.dtype = torch.bfloat16, device: torch.device = CUDA) -> str | None:
-    return TritonBackend().refusal(QuantScheme(8, None), device, dtype)
+def _unsupported_reason(dtype: torch.dtype = torch.bfloat16, device: torch.device = CUDA) -> str | None:
+    return TritonBackend().unsupported_reason(QuantScheme(8, None), device, dtype)
 
 
 def test_what_is_no_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert _refusal(device=torch.device("cpu")) == "runs on GPUs"
-    assert _refusal(device=torch.device("meta")) == "runs on GPUs"
+    assert _unsupported_reason(device=torch.device("cpu")) == "runs on GPUs"
+    assert _unsupported_reason(device=torch.device("meta")) == "runs on GPUs"
 
 
 @pytest.mark.parametrize(
@@ -246,12 +254,12 @@ def test_old_cards_are_refused(
     capability: tuple[int, int], dtype: torch.dtype, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert _refusal(dtype) == reason
+    assert _unsupported_reason(dtype) == reason
 
 
-def test_without_triton_there_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_triton_there_is_a_unsupported_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert _refusal() == "triton is not installed"
+    assert _unsupported_reason() == "triton is not installed"
 
 
 @pytest.mark.parametrize("script", ["tune_triton", "measure_gpu"])

@@ -21,14 +21,14 @@ import quantkit
 from quantkit.data.files import DEMO_MODEL
 from quantkit.errors import UnsupportedError
 from quantkit.kernels import triton_int4, triton_int8, triton_tune, triton_words
-from quantkit.kernels.check import fault
+from quantkit.kernels.check import self_test
 from quantkit.kernels.dispatch import select_backend
 from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.kernels.triton_int4 import int4_product
 from quantkit.kernels.triton_int8 import int8_product
-from quantkit.kernels.triton_tiles import Plan
+from quantkit.kernels.triton_tiles import TileConfig
 from quantkit.kernels.triton_words import INTERPRETED, MAGIC
-from quantkit.model.qlinear import QuantLinear
+from quantkit.model.linear import QuantLinear
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
@@ -36,14 +36,14 @@ quicken()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 SCHEMES = ("int8", "int4-g32", "int4-g64", "int4-g128", "int4-g32-asym", "int4-g64-asym", "int4-g128-asym")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-PLANS = (
-    (1, Plan("gemv", 1, 16, 1)),
-    (3, Plan("gemv", 4, 8, 2, split=2)),
-    (5, Plan("gemm", 16, 16, 1)),
-    (17, Plan("gemm", 16, 32, 2, split=2)),
-    (9, Plan("matmul", 1, 16, 2)),
+CONFIGS = (
+    (1, TileConfig("gemv", 1, 16, 1)),
+    (3, TileConfig("gemv", 4, 8, 2, split=2)),
+    (5, TileConfig("gemm", 16, 16, 1)),
+    (17, TileConfig("gemm", 16, 32, 2, split=2)),
+    (9, TileConfig("matmul", 1, 16, 2)),
 )
-"""Numbers of tokens, and plans that leave tiles half empty for them."""
+"""Numbers of tokens, and tile configs that leave tiles half empty for them."""
 
 pytestmark = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -57,15 +57,15 @@ def _random(text: str, rows: int, columns: int, scale_dtype: torch.dtype = torch
     return QuantTensor(codes, (torch.rand(shape) + 0.01).to(scale_dtype), zero, scheme)
 
 
-def _product(x: Tensor, weight: QuantTensor, bias: Tensor | None, plan: Plan) -> Tensor:
+def _product(x: Tensor, weight: QuantTensor, bias: Tensor | None, config: TileConfig) -> Tensor:
     prepared = TritonBackend().prepare(weight.to(DEVICE))
     words, scale = prepared["words"], prepared["scale"]
     bias = None if bias is None else bias.to(DEVICE)
     if weight.scheme.bits == 8:
-        return int8_product(x.to(DEVICE), words, scale, bias, plan).cpu()
+        return int8_product(x.to(DEVICE), words, scale, bias, config).cpu()
     group = weight.scheme.group_size
     assert group is not None
-    return int4_product(x.to(DEVICE), words, scale, prepared.get("zero"), bias, group, plan).cpu()
+    return int4_product(x.to(DEVICE), words, scale, prepared.get("zero"), bias, group, config).cpu()
 
 
 def _require_right(found: Tensor, x: Tensor, weight: QuantTensor, bias: Tensor | None) -> None:
@@ -86,12 +86,12 @@ def _require_right(found: Tensor, x: Tensor, weight: QuantTensor, bias: Tensor |
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_path_is_right_for_awkward_shapes(text: str, dtype: torch.dtype) -> None:
     group = QuantScheme.parse(text).group_size
-    for number, (tokens, plan) in enumerate(PLANS):
+    for number, (tokens, config) in enumerate(CONFIGS):
         columns = (1, 300, 129, 513, 256)[number] if group is None else 128 * (0, 2, 1, 4, 2)[number] + group
         weight = _random(text, (19, 1, 17, 40, 17)[number], columns)
         x = torch.randn(tokens, columns).to(dtype)
         bias = None if number == 1 else torch.randn(weight.shape[0]).to(dtype)
-        _require_right(_product(x, weight, bias, plan), x, weight, bias)
+        _require_right(_product(x, weight, bias, config), x, weight, bias)
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)
@@ -109,9 +109,9 @@ def test_drawn_shapes_are_right(
     group = QuantScheme.parse(text).group_size
     weight = _random(text, rows, groups * 32 + ragged if group is None else groups * group, scale_dtype)
     tokens = min(tokens, 8) if path == "gemv" else tokens
-    plan = Plan(path, 8 if path == "gemv" else 16, 64, units, 1 if path == "matmul" else split)
+    config = TileConfig(path, 8 if path == "gemv" else 16, 64, units, 1 if path == "matmul" else split)
     x, bias = torch.randn(tokens, weight.shape[1]).to(dtype), torch.randn(rows).to(dtype)
-    _require_right(_product(x, weight, bias, plan), x, weight, bias)
+    _require_right(_product(x, weight, bias, config), x, weight, bias)
 
 
 class _Largest(TorchDispatchMode):
@@ -133,7 +133,7 @@ def test_a_large_weight_is_made_floats_in_parts(text: str, monkeypatch: pytest.M
     monkeypatch.setattr(triton_words, "_FLOATS", 300 * 96 * 4)
     weight, x, bias = _random(text, 600, 96), torch.randn(9, 96), torch.randn(600)
     with _Largest(torch.float32) as largest:
-        found = _product(x, weight, bias, Plan("matmul", 1, 256, 1))
+        found = _product(x, weight, bias, TileConfig("matmul", 1, 256, 1))
     assert largest.bytes == 256 * 96 * 4
     _require_right(found, x, weight, bias)
 
@@ -142,7 +142,7 @@ def test_a_large_weight_is_made_floats_in_parts(text: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("text", ["int8", "int4-g32-asym"])
 def test_split_rows_give_the_same_each_time_and_what_whole_ones_give(path: str, text: str) -> None:
     weight, x = _random(text, 20, 640), torch.randn(2, 640)
-    whole, split = (Plan(path, 2 if path == "gemv" else 16, 32, 1, parts) for parts in (1, 4))
+    whole, split = (TileConfig(path, 2 if path == "gemv" else 16, 32, 1, parts) for parts in (1, 4))
     found = _product(x, weight, None, split)
     assert torch.equal(found, _product(x, weight, None, split))
     torch.testing.assert_close(found, _product(x, weight, None, whole), rtol=1e-5, atol=1e-3)
@@ -153,7 +153,7 @@ def test_split_rows_give_the_same_each_time_and_what_whole_ones_give(path: str, 
 def test_what_is_not_finite_stays_with_its_token(path: str, text: str) -> None:
     weight, x = _random(text, 20, 160), torch.randn(3, 160)
     x[1, 40] = torch.nan
-    found = _product(x, weight, None, Plan(path, 4 if path == "gemv" else 16, 32, 1))
+    found = _product(x, weight, None, TileConfig(path, 4 if path == "gemv" else 16, 32, 1))
     assert found[1].isnan().all()
     assert found[[0, 2]].isfinite().all()
 
@@ -166,7 +166,7 @@ def test_sums_are_kept_in_float32(path: str) -> None:
     x = torch.full((1, 4096), 0.125, dtype=torch.bfloat16)
     x[0, ::2] = -0.125
     x[0, 0] = 0.25
-    found = _product(x, weight, None, Plan(path, 1 if path == "gemv" else 16, 16, 4))
+    found = _product(x, weight, None, TileConfig(path, 1 if path == "gemv" else 16, 16, 4))
     assert found.item() == torch.tensor(0.375 * 127).bfloat16().item()
 
 
@@ -236,17 +236,17 @@ def test_a_kernel_that_multiplies_wrongly_is_found_out_at_load(
             )
 
     monkeypatch.setattr(module, "wrap_triton", lambda kernel: Misled() if kernel is wrong else wrap(kernel))
-    fault.cache_clear()
+    self_test.cache_clear()
     with pytest.raises(UnsupportedError, match=r"triton: its products of \d+ tokens are wrong on this machine$"):
         select_backend(QuantScheme.parse(text), DEVICE, torch.bfloat16, torch.bfloat16, "triton")
-    fault.cache_clear()
+    self_test.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_of_scales_is_tried_at_load(dtype: torch.dtype) -> None:
     scheme, right = QuantScheme.parse("int4-g32-asym"), TritonBackend()
     for scale_dtype in (torch.float16, torch.bfloat16):
-        assert fault(right, scheme, DEVICE, dtype, scale_dtype) is None
+        assert self_test(right, scheme, DEVICE, dtype, scale_dtype) is None
 
     class Misread(TritonBackend):
         """Takes one row's scales in bfloat16 for others."""
@@ -257,7 +257,9 @@ def test_every_dtype_of_scales_is_tried_at_load(dtype: torch.dtype) -> None:
                 prepared["scale"][20] *= 1.15
             return prepared
 
-    found = [fault(Misread(), scheme, DEVICE, dtype, scale_dtype) for scale_dtype in (torch.float16, torch.bfloat16)]
+    found = [
+        self_test(Misread(), scheme, DEVICE, dtype, scale_dtype) for scale_dtype in (torch.float16, torch.bfloat16)
+    ]
     assert found[0] is None
     assert found[1] is not None
 
@@ -274,14 +276,14 @@ def test_other_activations_are_refused() -> None:
 
 
 def test_tuning_takes_the_fastest_candidate_that_multiplies_rightly(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong, slow, fast = (Plan("gemm", 16, 64, 1, warps=warps) for warps in (1, 2, 8))
+    wrong, slow, fast = (TileConfig("gemm", 16, 64, 1, warps=warps) for warps in (1, 2, 8))
     seconds = {wrong: 1e-6, fast: 2e-6}
-    multiply = triton_tune.product
+    right = triton_tune.multiply
 
-    def product(x: Tensor, prepared: dict[str, Tensor], group: int | None, plan: Plan) -> Tensor:
-        return multiply(x, prepared, group, plan) * (2 if plan == wrong else 1)
+    def multiply(x: Tensor, prepared: dict[str, Tensor], group: int | None, config: TileConfig) -> Tensor:
+        return right(x, prepared, group, config) * (2 if config == wrong else 1)
 
-    monkeypatch.setattr(triton_tune, "product", product)
+    monkeypatch.setattr(triton_tune, "multiply", multiply)
     monkeypatch.setattr(triton_tune, "candidates", lambda *shape: iter((wrong, slow, fast)))
     monkeypatch.setattr(triton_tune, "copies_beyond_cache", lambda size, device: 2)
     monkeypatch.setattr(triton_tune, "seconds_each", lambda calls: seconds.get(calls[1].args[3], 1.0))

@@ -29,33 +29,33 @@ struct Record {
 };
 
 // Where the parts of one token's record go.
-struct Place {
+struct Destination {
   Form form;
   int32_t* sum;
   float* scale;
   int8_t* values;
 };
 
-constexpr float kExactMost = 127 * 256;
-constexpr float kFastMost = 127;
-constexpr float kLeast = 1e-30f;  // blocks below it count as zeros
+constexpr float kExactMax = 127 * 256;
+constexpr float kFastMax = 127;
+constexpr float kMinAbs = 1e-30f;  // blocks whose values are all below it count as zeros
 
 // One block of 32 floats. A NaN or Inf makes the scale NaN, so that it reaches every output.
 template <bool Exact>
-inline void quantize_block(const float* x, int32_t sum_factor, const Place& to) {
-  constexpr float kMost = Exact ? kExactMost : kFastMost;
+inline void quantize_block(const float* x, int32_t sum_factor, const Destination& to) {
+  constexpr float kMax = Exact ? kExactMax : kFastMax;
   uint32_t largest = 0;
   for (int i = 0; i < kColumns; ++i) {
     uint32_t bits;
     std::memcpy(&bits, x + i, 4);
     largest = std::max(largest, bits & 0x7fffffffu);
   }
-  float most;
-  std::memcpy(&most, &largest, 4);
-  const bool finite = largest < 0x7f800000u, empty = !finite || most < kLeast;
+  float max_abs;
+  std::memcpy(&max_abs, &largest, 4);
+  const bool finite = largest < 0x7f800000u, empty = !finite || max_abs < kMinAbs;
   int32_t integers[kColumns] = {}, total = 0;
   if (!empty) {
-    const float factor = kMost / most;
+    const float factor = kMax / max_abs;
     for (int i = 0; i < kColumns; ++i) {
       integers[i] = static_cast<int32_t>(__builtin_rintf(x[i] * factor));  // ties to even
       total += integers[i];
@@ -82,7 +82,7 @@ inline void quantize_block(const float* x, int32_t sum_factor, const Place& to) 
         to.values[kColumns + i] = static_cast<int8_t>(integers[i] - high * 256);
       }
   }
-  *to.scale = finite ? (empty ? 0.f : most / kMost) : std::numeric_limits<float>::quiet_NaN();
+  *to.scale = finite ? (empty ? 0.f : max_abs / kMax) : std::numeric_limits<float>::quiet_NaN();
   *to.sum = total * sum_factor;
 }
 

@@ -9,15 +9,14 @@
 
 #include "attention.h"
 #include "cache.h"
-#include "dot.h"
-#include "exponential.h"
 #include "floats.h"
 #include "threads.h"
+#include "vector_math.h"
 
 namespace quantkit {
 
 #if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int kSumRows = 8;  // whose sums stay in registers together, two vectors each
+constexpr int kSumRows = 8;  // whose sums stay in registers per_tile, two vectors each
 #else
 constexpr int kSumRows = 4;
 #endif
@@ -25,8 +24,8 @@ constexpr int64_t kSumWidth = 2 * kLanes;
 constexpr int64_t kFewTokens = 16;  // for which attention is cut along the cache, not along the queries
 constexpr int64_t kQueries = 128;  // query heads that one piece of work takes, or those that share keys if more
 
-// Which keys a query sees, by their index.
-struct Seen {
+// The keys that a query sees, by their index.
+struct KeyRange {
   int64_t first, stop;
 };
 
@@ -53,87 +52,89 @@ inline int64_t round_up(int64_t count, int64_t to) { return (count + to - 1) / t
 
 // The softmax of some query heads over the keys so far: largest scores, sums of exponentials, and sums of the
 // values weighted by them.
-struct Running {
-  float *most, *sums, *values;
+struct RunningSoftmax {
+  float *max, *sums, *values;
 };
 
-// Take up scores [kTile] of one query: they become weights, and what was summed before is made to fit.
-inline void take_up(float* scores, int64_t first, int64_t stop, int64_t width, int64_t row, const Running& to) {
+// Add scores [kTile] of one query to its softmax: they become weights, and the sums so far are rescaled.
+inline void update_softmax(float* scores, int64_t first, int64_t stop, int64_t width, int64_t row,
+                           const RunningSoftmax& to) {
   constexpr float kNone = -std::numeric_limits<float>::infinity();
   std::fill(scores, scores + first, kNone);
   std::fill(scores + stop, scores + kTile, kNone);
-  const float before = to.most[row], here = largest(scores, kTile), most = here <= before ? before : here;
-  for (int64_t s = 0; s < kTile; ++s) scores[s] = exponential(scores[s] - most);
+  const float before = to.max[row], here = largest(scores, kTile), max = here <= before ? before : here;
+  for (int64_t s = 0; s < kTile; ++s) scores[s] = exponential(scores[s] - max);
   std::fill(scores, scores + first, 0.f);
   std::fill(scores + stop, scores + kTile, 0.f);
-  if (most != before) {
-    const float factor = to.sums[row] == 0 ? 0 : exponential(before - most);
+  if (max != before) {
+    const float factor = to.sums[row] == 0 ? 0 : exponential(before - max);
     to.sums[row] *= factor;
     for (int64_t i = 0; i < width; ++i) to.values[row * width + i] *= factor;
   }
-  to.most[row] = most;
+  to.max[row] = max;
   to.sums[row] += total(scores, kTile);
 }
 
 // Grouped-query attention of tokens that see `seen` [T] of the keys. `keys` and `values` give rows of a sequence
-// and a head as floats: (batch, head, first, count, room). out [B, T, H, Dh].
+// and a head as floats: (batch, head, first, count, scratch). out [B, T, H, Dh].
 template <class Keys, class Values>
 void attention_of_many(const AttentionShape& at, const void* queries, const Keys& keys, const Values& values,
-                       const Seen* seen, int threads, void* out) {
-  const int64_t group = at.heads / at.shared, size = at.size, width = round_up(size, kSumWidth);
-  const int64_t together = std::max<int64_t>(1, kQueries / group), tiles = (at.tokens + together - 1) / together;
-  Pool::shared().share(at.batch * at.shared * tiles, 1, threads, [&](int64_t index) {
-    const int64_t tile = tiles - 1 - index / (at.batch * at.shared);  // the longest work first
-    const int64_t pair = index % (at.batch * at.shared), batch = pair / at.shared, shared = pair % at.shared;
-    const int64_t token = tile * together, tokens = std::min(together, at.tokens - token);
+                       const KeyRange* seen, int threads, void* out) {
+  const int64_t group = at.heads / at.kv_heads, size = at.size, width = round_up(size, kSumWidth);
+  const int64_t per_tile = std::max<int64_t>(1, kQueries / group), tiles = (at.tokens + per_tile - 1) / per_tile;
+  Pool::instance().parallel_for(at.batch * at.kv_heads * tiles, 1, threads, [&](int64_t index) {
+    const int64_t tile = tiles - 1 - index / (at.batch * at.kv_heads);  // the longest work first
+    const int64_t pair = index % (at.batch * at.kv_heads), batch = pair / at.kv_heads, kv_head = pair % at.kv_heads;
+    const int64_t token = tile * per_tile, tokens = std::min(per_tile, at.tokens - token);
     const int64_t rows = tokens * group, padded = round_up(rows, kSumRows);
-    thread_local std::vector<float> scaled, turned, scores, room, most, sums, mixed;
+    thread_local std::vector<float> scaled, transposed, scores, scratch, max, sums, mixed;
     scaled.assign(padded * size, 0);
-    turned.resize(size * kTile);
+    transposed.resize(size * kTile);
     scores.resize(padded * kTile);
-    room.assign(kTile * width, 0);
-    most.assign(rows, -std::numeric_limits<float>::infinity());
+    scratch.assign(kTile * width, 0);
+    max.assign(rows, -std::numeric_limits<float>::infinity());
     sums.assign(rows, 0);
     mixed.assign(padded * width, 0);
-    const Running running{most.data(), sums.data(), mixed.data()};
+    const RunningSoftmax running{max.data(), sums.data(), mixed.data()};
     for (int64_t r = 0; r < rows; ++r) {
-      const int64_t head = shared * group + r % group;
+      const int64_t head = kv_head * group + r % group;
       const int64_t from = batch * at.batch_step + head * at.head_step + (token + r / group) * at.token_step;
       float* query = scaled.data() + r * size;
       const float* loaded = load_floats(queries, at.type, from, size, query);
       for (int64_t i = 0; i < size; ++i) query[i] = loaded[i] * at.scale;
     }
-    Seen all = seen[token];
+    KeyRange all = seen[token];
     for (int64_t t = token; t < token + tokens; ++t)
       all = {std::min(all.first, seen[t].first), std::max(all.stop, seen[t].stop)};
     for (int64_t start = all.first; start < all.stop; start += kTile) {
       const int64_t count = std::min(kTile, all.stop - start);
-      const float* key = keys(batch, shared, start, count, room.data());
+      const float* key = keys(batch, kv_head, start, count, scratch.data());
       for (int64_t s = 0; s < count; ++s)
-        for (int64_t i = 0; i < size; ++i) turned[i * kTile + s] = key[s * size + i];
+        for (int64_t i = 0; i < size; ++i) transposed[i * kTile + s] = key[s * size + i];
       std::fill(scores.begin(), scores.end(), 0.f);
-      multiply_add(scaled.data(), size, turned.data(), kTile, padded, kTile, size, scores.data(), kTile);
+      multiply_add(scaled.data(), size, transposed.data(), kTile, padded, kTile, size, scores.data(), kTile);
       for (int64_t r = 0; r < rows; ++r) {
-        const Seen& by = seen[token + r / group];
+        const KeyRange& by = seen[token + r / group];
         const int64_t first = std::clamp<int64_t>(by.first - start, 0, count);
-        take_up(scores.data() + r * kTile, first, std::clamp<int64_t>(by.stop - start, first, count), width, r, running);
+        const int64_t stop = std::clamp<int64_t>(by.stop - start, first, count);
+        update_softmax(scores.data() + r * kTile, first, stop, width, r, running);
       }
-      const float* value = values(batch, shared, start, count, room.data());
+      const float* value = values(batch, kv_head, start, count, scratch.data());
       if (width != size) {  // each row on its own width, from the last on
-        if (value != room.data()) std::memcpy(room.data(), value, count * size * sizeof(float));
+        if (value != scratch.data()) std::memcpy(scratch.data(), value, count * size * sizeof(float));
         for (int64_t s = count - 1; s >= 0; --s) {
-          std::memmove(room.data() + s * width, room.data() + s * size, size * sizeof(float));
-          std::fill(room.data() + s * width + size, room.data() + (s + 1) * width, 0.f);
+          std::memmove(scratch.data() + s * width, scratch.data() + s * size, size * sizeof(float));
+          std::fill(scratch.data() + s * width + size, scratch.data() + (s + 1) * width, 0.f);
         }
-        value = room.data();
+        value = scratch.data();
       }
       multiply_add(scores.data(), kTile, value, width, padded, width, count, mixed.data(), width);
     }
     for (int64_t r = 0; r < rows; ++r) {
       float* row = mixed.data() + r * width;
       for (int64_t i = 0; i < size; ++i) row[i] /= sums[r];
-      const int64_t place = (batch * at.tokens + token + r / group) * at.heads + shared * group + r % group;
-      store_floats(row, size, out, at.type, place * size);
+      const int64_t row_out = (batch * at.tokens + token + r / group) * at.heads + kv_head * group + r % group;
+      store_floats(row, size, out, at.type, row_out * size);
     }
   });
 }
@@ -142,9 +143,9 @@ void attention_of_many(const AttentionShape& at, const void* queries, const Keys
 struct CachedRows {
   const void* from;
   CacheType type;
-  int64_t shared, length, size;
-  const float* operator()(int64_t batch, int64_t head, int64_t first, int64_t count, float* room) const {
-    return load_rows(from, type, (batch * shared + head) * length + first, count, size, room);
+  int64_t kv_heads, length, size;
+  const float* operator()(int64_t batch, int64_t head, int64_t first, int64_t count, float* scratch) const {
+    return load_rows(from, type, (batch * kv_heads + head) * length + first, count, size, scratch);
   }
 };
 
@@ -152,11 +153,11 @@ struct CachedRows {
 inline void attention_over_cache(const AttentionShape& at, const void* queries, const void* keys, const void* values,
                                  const int64_t* positions, int threads, void* out) {
   if (at.tokens <= kFewTokens) return attention(at, queries, keys, values, positions, threads, out);
-  std::vector<Seen> seen(at.tokens);
+  std::vector<KeyRange> seen(at.tokens);
   for (int64_t t = 0; t < at.tokens; ++t)
     seen[t] = {at.window ? std::max<int64_t>(0, positions[t] + 1 - at.window) : 0, positions[t] + 1};
-  attention_of_many(at, queries, CachedRows{keys, at.cached, at.shared, at.length, at.size},
-                    CachedRows{values, at.cached, at.shared, at.length, at.size}, seen.data(), threads, out);
+  attention_of_many(at, queries, CachedRows{keys, at.cached, at.kv_heads, at.length, at.size},
+                    CachedRows{values, at.cached, at.kv_heads, at.length, at.size}, seen.data(), threads, out);
 }
 
 }  // namespace quantkit

@@ -1,6 +1,6 @@
 // A decoder block.
 //
-// The same arithmetic as the decoder's modules, in float32 throughout; one call in the place of
+// The same arithmetic as the decoder's modules, in float32 throughout; one call instead of
 // some fifty, each of which costs more than its work where tokens are few.
 #pragma once
 
@@ -12,10 +12,9 @@
 
 #include "attention.h"
 #include "attention_many.h"
-#include "dot.h"
-#include "exponential.h"
 #include "floats.h"
 #include "matmul.h"
+#include "vector_math.h"
 
 namespace quantkit {
 
@@ -24,7 +23,7 @@ struct Block {
   const float *input_norm, *output_norm;  // [D]
   const float *query_norm, *key_norm;     // [Dh], or null
   float eps;
-  int64_t heads, shared, size, window;  // H, K, Dh; positions seen, 0 for all
+  int64_t heads, kv_heads, size, window;  // H, K, Dh; positions seen, 0 for all
 };
 
 struct Cache {
@@ -49,31 +48,31 @@ inline void rotate(float* head, const float* cosine, const float* sine, int64_t 
   }
 }
 
-constexpr int64_t kInnerRows = 512;  // whose inner states of the feed-forward are there at a time
+constexpr int64_t kInnerRows = 512;  // of inner states of the feed-forward in memory at a time
 
-// Floats that are not set to anything yet.
-inline std::unique_ptr<float[]> room_for(int64_t count) { return std::unique_ptr<float[]>(new float[count]); }
+// Scratch memory for so many floats.
+inline std::unique_ptr<float[]> uninitialized(int64_t count) { return std::unique_ptr<float[]>(new float[count]); }
 
 // Call work(r) for all rows, on several threads where they are many.
 template <class Work>
 void each_row(int64_t rows, int threads, const Work& work) {
-  Pool::shared().share(rows, 1, rows > 4 ? threads : 1, work);
+  Pool::instance().parallel_for(rows, 1, rows > 4 ? threads : 1, work);
 }
 
 // Queries, keys and values [B, T, (H + 2 K) Dh] of hidden states x [B, T, D], rotated; cosine and sine [T, Dh].
 inline void run_input(const Block& block, const float* x, const float* cosine, const float* sine, int64_t batch,
                       int64_t tokens, int threads, float* qkv) {
   const int64_t rows = batch * tokens, size = block.size, hidden = block.qkv.at.columns;
-  const int64_t joint = block.qkv.at.rows;
-  const auto normed = room_for(rows * hidden);
+  const int64_t qkv_width = block.qkv.at.rows;
+  const auto normed = uninitialized(rows * hidden);
   each_row(rows, threads, [&](int64_t r) {
     rms_norm(x + r * hidden, block.input_norm, hidden, block.eps, normed.get() + r * hidden);
   });
   matmul(block.qkv, normed.get(), FloatType::f32, rows, threads, qkv);
   each_row(rows, threads, [&](int64_t r) {
     const int64_t token = r % tokens;
-    for (int64_t h = 0; h < block.heads + block.shared; ++h) {
-      float* head = qkv + r * joint + h * size;
+    for (int64_t h = 0; h < block.heads + block.kv_heads; ++h) {
+      float* head = qkv + r * qkv_width + h * size;
       const float* norm = h < block.heads ? block.query_norm : block.key_norm;
       if (norm) rms_norm(head, norm, size, block.eps, head);
       rotate(head, cosine + token * size, sine + token * size, size);
@@ -83,11 +82,12 @@ inline void run_input(const Block& block, const float* x, const float* cosine, c
 
 // What follows attention: mixed [rows, H Dh] into the hidden states x [rows, D], and the feed-forward.
 inline void run_output(const Block& block, float* x, const float* mixed, int64_t rows, int threads) {
-  const int64_t hidden = block.qkv.at.columns, inner = block.down.at.columns, most = std::min(rows, kInnerRows);
+  const int64_t hidden = block.qkv.at.columns, inner = block.down.at.columns, max_rows = std::min(rows, kInnerRows);
   matmul(block.out, mixed, FloatType::f32, rows, threads, x, true);
-  const auto normed = room_for(most * hidden), gates = room_for(most * 2 * inner), gated = room_for(most * inner);
+  const auto normed = uninitialized(max_rows * hidden), gates = uninitialized(max_rows * 2 * inner);
+  const auto gated = uninitialized(max_rows * inner);
   for (int64_t count; rows > 0; rows -= count, x += count * hidden) {
-    count = std::min(rows, most);
+    count = std::min(rows, max_rows);
     each_row(count, threads, [&](int64_t r) {
       rms_norm(x + r * hidden, block.output_norm, hidden, block.eps, normed.get() + r * hidden);
     });
@@ -101,52 +101,52 @@ inline void run_output(const Block& block, float* x, const float* mixed, int64_t
   }
 }
 
-// Keys or values of the tokens at hand, among their queries.
-struct OwnRows {
+// Keys or values of the new tokens, as they lie among their queries.
+struct NewRows {
   const float* from;
   int64_t tokens, step, size;
-  const float* operator()(int64_t batch, int64_t head, int64_t first, int64_t count, float* room) const {
+  const float* operator()(int64_t batch, int64_t head, int64_t first, int64_t count, float* scratch) const {
     for (int64_t s = 0; s < count; ++s)
-      std::memcpy(room + s * size, from + (batch * tokens + first + s) * step + head * size, size * sizeof(float));
-    return room;
+      std::memcpy(scratch + s * size, from + (batch * tokens + first + s) * step + head * size, size * sizeof(float));
+    return scratch;
   }
 };
 
-// What tokens at rising positions see of themselves.
-inline std::vector<Seen> own_seen(const int64_t* positions, int64_t tokens, int64_t window) {
-  std::vector<Seen> seen(tokens);
+// Which of the new tokens, at rising positions, each of them sees.
+inline std::vector<KeyRange> seen_among_new(const int64_t* positions, int64_t tokens, int64_t window) {
+  std::vector<KeyRange> seen(tokens);
   for (int64_t t = 0; t < tokens; ++t) {
-    const int64_t least = window ? positions[t] + 1 - window : 0;
-    seen[t] = {std::lower_bound(positions, positions + t, least) - positions, t + 1};
+    const int64_t first_seen = window ? positions[t] + 1 - window : 0;
+    seen[t] = {std::lower_bound(positions, positions + t, first_seen) - positions, t + 1};
   }
   return seen;
 }
 
-// All of it, x in place, for tokens at rising positions [T]. Keys and values go into the cache if there is one;
-// tokens see each other if `own`, otherwise what the cache holds up to them.
+// A whole block, x in place, for tokens at rising positions [T]. Keys and values go into the cache if there is one;
+// in a prefill the tokens see each other, otherwise what the cache holds up to their positions.
 inline void run_block(const Block& block, float* x, const float* cosine, const float* sine, const int64_t* positions,
-                      int64_t batch, int64_t tokens, const Cache* cache, bool own, int threads) {
-  const int64_t rows = batch * tokens, size = block.size, joint = block.qkv.at.rows;
-  const int64_t queries = block.heads * size, keys = block.shared * size;
-  const auto qkv = room_for(rows * joint), mixed = room_for(rows * queries);
+                      int64_t batch, int64_t tokens, const Cache* cache, bool prefill, int threads) {
+  const int64_t rows = batch * tokens, size = block.size, qkv_width = block.qkv.at.rows;
+  const int64_t queries = block.heads * size, keys = block.kv_heads * size;
+  const auto qkv = uninitialized(rows * qkv_width), mixed = uninitialized(rows * queries);
   run_input(block, x, cosine, sine, batch, tokens, threads, qkv.get());
-  const float *own_keys = qkv.get() + queries, *own_values = own_keys + keys;
+  const float *new_keys = qkv.get() + queries, *new_values = new_keys + keys;
   if (cache)
     each_row(rows, threads, [&](int64_t r) {
-      for (int64_t k = 0; k < block.shared; ++k) {
-        const int64_t place = (r / tokens * block.shared + k) * cache->length + positions[r % tokens];
-        store_row(own_keys + r * joint + k * size, size, cache->keys, cache->type, place);
-        store_row(own_values + r * joint + k * size, size, cache->values, cache->type, place);
+      for (int64_t k = 0; k < block.kv_heads; ++k) {
+        const int64_t row = (r / tokens * block.kv_heads + k) * cache->length + positions[r % tokens];
+        store_row(new_keys + r * qkv_width + k * size, size, cache->keys, cache->type, row);
+        store_row(new_values + r * qkv_width + k * size, size, cache->values, cache->type, row);
       }
     });
   const float scale = 1 / std::sqrt(static_cast<float>(size));
-  const AttentionShape shape{batch, block.heads, block.shared, tokens, cache ? cache->length : tokens, size,
+  const AttentionShape shape{batch, block.heads, block.kv_heads, tokens, cache ? cache->length : tokens, size,
                              block.window, scale, FloatType::f32, cache ? cache->type : CacheType::f32,
-                             tokens * joint, size, joint};
-  if (own) {
-    const auto seen = own_seen(positions, tokens, block.window);
-    attention_of_many(shape, qkv.get(), OwnRows{own_keys, tokens, joint, size}, OwnRows{own_values, tokens, joint, size},
-                      seen.data(), threads, mixed.get());
+                             tokens * qkv_width, size, qkv_width};
+  if (prefill) {
+    const auto seen = seen_among_new(positions, tokens, block.window);
+    attention_of_many(shape, qkv.get(), NewRows{new_keys, tokens, qkv_width, size},
+                      NewRows{new_values, tokens, qkv_width, size}, seen.data(), threads, mixed.get());
   } else {
     attention_over_cache(shape, qkv.get(), cache->keys, cache->values, positions, threads, mixed.get());
   }

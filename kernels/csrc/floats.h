@@ -80,15 +80,15 @@ inline float load_scale(const uint8_t* scales, FloatType type, int64_t index) {
   return type == FloatType::f16 ? from_f16(bits) : from_bf16(bits);
 }
 
-// `count` values from index `at` on, as float32; `room` holds them where they have to be converted.
-inline const float* load_floats(const void* from, FloatType type, int64_t at, int64_t count, float* room) {
+// `count` values from index `at` on, as float32; in `scratch` where they have to be converted.
+inline const float* load_floats(const void* from, FloatType type, int64_t at, int64_t count, float* scratch) {
   if (type == FloatType::f32) return static_cast<const float*>(from) + at;
   const uint16_t* halves = static_cast<const uint16_t*>(from) + at;
   if (type == FloatType::f16)
-    for (int64_t i = 0; i < count; ++i) room[i] = from_f16(halves[i]);
+    for (int64_t i = 0; i < count; ++i) scratch[i] = from_f16(halves[i]);
   else
-    for (int64_t i = 0; i < count; ++i) room[i] = from_bf16(halves[i]);
-  return room;
+    for (int64_t i = 0; i < count; ++i) scratch[i] = from_bf16(halves[i]);
+  return scratch;
 }
 
 inline void store_floats(const float* values, int64_t count, void* to, FloatType type, int64_t at) {

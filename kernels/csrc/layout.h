@@ -37,11 +37,11 @@ struct Layout {
   int64_t scale_width() const { return scales == FloatType::f32 ? 4 : 2; }
   int64_t block_bytes() const { return kRows * kColumns * bits / 8; }
   int64_t group_bytes() const { return blocks_per_group() * block_bytes(); }
-  // Groups whose scales share a line.
-  int64_t together() const { return kLine / (kRows * scale_width()); }
+  // Groups whose scales share a cache line.
+  int64_t groups_per_line() const { return kLine / (kRows * scale_width()); }
   int64_t head_bytes() const { return kLine * (zeros ? 2 : 1); }
   int64_t band_bytes() const {
-    return (groups() + together() - 1) / together() * head_bytes() + groups() * group_bytes();
+    return (groups() + groups_per_line() - 1) / groups_per_line() * head_bytes() + groups() * group_bytes();
   }
   int64_t bytes() const { return bands() * band_bytes(); }
   int fixed_zero() const { return bits == 4 ? 8 : 128; }
@@ -56,15 +56,15 @@ inline void pack_band(const Layout& at, int64_t band, const uint8_t* codes, cons
   std::memset(to, 0, at.band_bytes());
   uint8_t* head = to;
   for (int64_t g = 0; g < at.groups(); ++g, to += at.group_bytes()) {
-    const int64_t place = g % at.together() * kRows;
-    if (place == 0) {
+    const int64_t offset = g % at.groups_per_line() * kRows;
+    if (offset == 0) {
       head = to;
       to += at.head_bytes();
     }
     for (int64_t r = 0; r < kRows && band * kRows + r < at.rows; ++r) {
       const int64_t row = band * kRows + r;
-      std::memcpy(head + (place + r) * width, scales + (row * at.groups() + g) * width, width);
-      if (at.zeros) head[kLine + place + r] = zeros[row * at.groups() + g];
+      std::memcpy(head + (offset + r) * width, scales + (row * at.groups() + g) * width, width);
+      if (at.zeros) head[kLine + offset + r] = zeros[row * at.groups() + g];
       const int64_t first = g * at.blocks_per_group() * kColumns;
       const int64_t count = std::min(at.columns - first, at.blocks_per_group() * kColumns);
       const uint8_t* from = codes + row * at.columns + first;
@@ -83,14 +83,14 @@ inline void pack_band(const Layout& at, int64_t band, const uint8_t* codes, cons
 
 // Where in the line of a head the scales of group g begin. A head that stands before the group's codes
 // becomes `head`, and `codes` goes past it.
-inline int64_t enter_group(int64_t g, int64_t together, int64_t head_bytes, const uint8_t*& codes,
+inline int64_t enter_group(int64_t g, int64_t groups_per_line, int64_t head_bytes, const uint8_t*& codes,
                            const uint8_t*& head) {
-  const int64_t place = g % together * kRows;
-  if (place == 0) {
+  const int64_t offset = g % groups_per_line * kRows;
+  if (offset == 0) {
     head = codes;
     codes += head_bytes;
   }
-  return place;
+  return offset;
 }
 
 }  // namespace quantkit

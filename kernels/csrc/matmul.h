@@ -1,19 +1,21 @@
-// The whole product: activations to integers, bands shared out among threads.
+// Whole products. With a packed weight activations become integers and threads share the bands; weights of floats are
+// multiplied row by row.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "floats.h"
 #include "layout.h"
 #include "threads.h"
-#include "tile.h"
+#include "vector_math.h"
 #include "workspace.h"
 
 namespace quantkit {
 
 constexpr int64_t kPanel = 64;  // tokens whose activations stay in cache while the bands pass by
-constexpr int64_t kStretch = 256;  // columns made floats at a time, a multiple of 32
+constexpr int64_t kStretch = 256;  // columns converted to float32 at a time, a multiple of 32
 
 template <int Bits, bool Exact, int Tokens>
 void tiles(const Layout& at, const uint8_t* band, const Workspace& x, int64_t token, int64_t count, float* out) {
@@ -41,14 +43,14 @@ struct Linear {
 };
 
 // y[m, n] = sum over k of x[m, k] w[n, k] + bias[n], all of one type, on so many threads.
-// What comes is added to what is there if `add`, and then of float32.
+// With `add` the result is added to y, which is float32 then.
 inline void matmul(const Linear& linear, const void* x, FloatType type, int64_t tokens, int threads, void* y,
                    bool add = false) {
   const Layout& at = linear.at;
   const Workspace workspace(at, tokens);
-  if (at.rows * at.columns * tokens < kAlone) threads = 1;
-  Pool& pool = Pool::shared();
-  pool.share(tokens, 1, threads, [&](int64_t token) {
+  if (at.rows * at.columns * tokens < kMinParallelWork) threads = 1;
+  Pool& pool = Pool::instance();
+  pool.parallel_for(tokens, 1, threads, [&](int64_t token) {
     float row[kStretch];
     for (int64_t from = 0; from < at.columns; from += kStretch) {
       const int64_t count = std::min(kStretch, at.columns - from);
@@ -57,24 +59,45 @@ inline void matmul(const Linear& linear, const void* x, FloatType type, int64_t 
     }
   });
   const int64_t panels = (tokens + kPanel - 1) / kPanel;
-  pool.share(panels * at.bands(), 1, threads, [&](int64_t index) {
+  pool.parallel_for(panels * at.bands(), 1, threads, [&](int64_t index) {
     const int64_t panel = index / at.bands(), band = index % at.bands();
     const int64_t token = panel * kPanel, count = std::min(kPanel, tokens - token);
     const int64_t row = band * kRows, rows = std::min(kRows, at.rows - row);
     alignas(64) float out[kPanel * kRows];
     band_product(at, linear.bands + band * at.band_bytes(), workspace, token, count, out);
-    float room[kRows] = {};
-    const float* offset = linear.bias ? load_floats(linear.bias, type, row, rows, room) : room;
+    float scratch[kRows] = {};
+    const float* bias = linear.bias ? load_floats(linear.bias, type, row, rows, scratch) : scratch;
     for (int64_t t = 0; t < count; ++t) {
       float* of = out + t * kRows;
-      for (int64_t r = 0; r < rows; ++r) of[r] += offset[r];
-      const int64_t place = (token + t) * at.rows + row;
+      for (int64_t r = 0; r < rows; ++r) of[r] += bias[r];
+      const int64_t offset = (token + t) * at.rows + row;
       if (add) {
-        float* sums = static_cast<float*>(y) + place;
+        float* sums = static_cast<float*>(y) + offset;
         for (int64_t r = 0; r < rows; ++r) sums[r] += of[r];
       } else {
-        store_floats(of, rows, y, type, place);
+        store_floats(of, rows, y, type, offset);
       }
+    }
+  });
+}
+
+// The same with a weight of floats, row by row, for a few tokens: what the head of a quantized model often is.
+// x and y are of one type, the weight of another or the same.
+inline void float_product(int64_t rows, int64_t columns, const void* weight, FloatType weight_type, const void* x,
+                          FloatType type, int64_t tokens, int threads, void* y) {
+  std::vector<float> wide(tokens * columns);
+  for (int64_t m = 0; m < tokens; ++m) {
+    float* row = wide.data() + m * columns;
+    const float* loaded = load_floats(x, type, m * columns, columns, row);
+    if (loaded != row) std::copy_n(loaded, columns, row);
+  }
+  Pool::instance().parallel_for(rows, 64, threads, [&](int64_t n) {
+    thread_local std::vector<float> scratch;
+    scratch.resize(columns);
+    const float* w = load_floats(weight, weight_type, n * columns, columns, scratch.data());
+    for (int64_t m = 0; m < tokens; ++m) {
+      const float value = dot(wide.data() + m * columns, w, columns);
+      store_floats(&value, 1, y, type, m * rows + n);
     }
   });
 }

@@ -14,7 +14,6 @@
 
 #include "block.h"
 #include "matmul.h"
-#include "rows.h"
 
 namespace {
 
@@ -34,8 +33,8 @@ CacheType cache_type(at::ScalarType type) {
   return type == at::kChar ? CacheType::i8 : static_cast<CacheType>(float_type(type));
 }
 
-// Bytes on huge pages where the system gives them, so that a weight takes few address translations.
-at::Tensor room_for(int64_t bytes) {
+// Memory for a packed weight, on huge pages where the system gives them, so that it takes few address translations.
+at::Tensor allocate_packed(int64_t bytes) {
   const auto options = at::TensorOptions().dtype(at::kByte);
   if (bytes < kHugePage) return at::empty({bytes}, options);
   const int64_t reserved = bytes + kHugePage;
@@ -61,14 +60,14 @@ at::Tensor pack(const at::Tensor& codes, const at::Tensor& scale, const std::opt
   TORCH_CHECK(groups == 1 || at.group % kColumns == 0, "group size: a multiple of 32, or the whole row");
   TORCH_CHECK(!zero || (zero->sizes() == scale.sizes() && zero->scalar_type() == at::kByte && zero->is_contiguous()),
               "zero: uint8 [O, G]");
-  at::Tensor packed = room_for(kHead + at.bytes());
+  at::Tensor packed = allocate_packed(kHead + at.bytes());
   uint8_t* bytes = packed.data_ptr<uint8_t>();
   static_assert(sizeof(Layout) <= kHead, "the layout must fit its place");
   std::memset(bytes, 0, kHead);
   std::memcpy(bytes, &at, sizeof(at));
   const auto* scales = static_cast<const uint8_t*>(scale.data_ptr());
   const uint8_t* zeros = zero ? zero->data_ptr<uint8_t>() : nullptr;
-  Pool::shared().share(at.bands(), 1, at::get_num_threads(), [&](int64_t band) {
+  Pool::instance().parallel_for(at.bands(), 1, at::get_num_threads(), [&](int64_t band) {
     pack_band(at, band, codes.data_ptr<uint8_t>(), scales, zeros, bytes + kHead);
   });
   return packed;
@@ -116,15 +115,16 @@ const int64_t* checked_positions(const at::Tensor& positions, int64_t tokens, in
   return from;
 }
 
-at::Tensor attend(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
-                  const at::Tensor& positions, int64_t window, double scale) {
+at::Tensor cached_attention(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
+                            const at::Tensor& positions, int64_t window, double scale) {
   TORCH_CHECK(queries.dim() == 4 && keys.dim() == 4, "queries [B, H, T, Dh], keys [B, K, S, Dh]");
   const int64_t heads = queries.size(1), tokens = queries.size(2), size = queries.size(3);
   const FloatType type = float_type(queries.scalar_type());
   const AttentionShape at{queries.size(0), heads, keys.size(1), tokens, keys.size(2), size, window,
                           static_cast<float>(scale), type, cache_type(keys.scalar_type()), heads * tokens * size,
                           tokens * size, size};
-  TORCH_CHECK(keys.size(0) == at.batch && keys.size(3) == cache_width(at.cached, size) && at.shared > 0 && at.heads % at.shared == 0,
+  TORCH_CHECK(keys.size(0) == at.batch && keys.size(3) == cache_width(at.cached, size) && at.kv_heads > 0 &&
+                  at.heads % at.kv_heads == 0,
               "queries ", queries.sizes(), " do not go with keys ", keys.sizes());
   check_cache(keys, values);
   const int64_t* from = checked_positions(positions, at.tokens, at.length);
@@ -149,22 +149,23 @@ Block checked_block(const at::Tensor& x, const at::Tensor& input_norm, const at:
                     const Optional& query_norm, const Optional& key_norm, const at::Tensor& out,
                     const Optional& out_bias, const at::Tensor& output_norm, const at::Tensor& gate_up,
                     const Optional& gate_up_bias, const at::Tensor& down, const Optional& down_bias, int64_t heads,
-                    int64_t shared, int64_t window, double eps) {
+                    int64_t kv_heads, int64_t window, double eps) {
   TORCH_CHECK(x.dim() == 3, "x: [B, T, D]");
   floats(x, x.numel(), "x");
   const int64_t hidden = x.size(2);
   const Linear all[] = {packed_linear(qkv, qkv_bias, at::kFloat), packed_linear(out, out_bias, at::kFloat),
                         packed_linear(gate_up, gate_up_bias, at::kFloat), packed_linear(down, down_bias, at::kFloat)};
   const Layout &into = all[0].at, &from = all[1].at, &wide = all[2].at, &narrow = all[3].at;
-  TORCH_CHECK(heads > 0 && shared > 0 && heads % shared == 0 && from.columns % (2 * heads) == 0, "heads do not divide");
+  TORCH_CHECK(heads > 0 && kv_heads > 0 && heads % kv_heads == 0 && from.columns % (2 * heads) == 0,
+              "heads do not divide");
   const int64_t size = from.columns / heads;
-  TORCH_CHECK(into.columns == hidden && into.rows == (heads + 2 * shared) * size && from.rows == hidden &&
+  TORCH_CHECK(into.columns == hidden && into.rows == (heads + 2 * kv_heads) * size && from.rows == hidden &&
                   wide.columns == hidden && wide.rows == 2 * narrow.columns && narrow.rows == hidden,
               "weights that do not go together");
   return Block{all[0], all[1], all[2], all[3], floats(input_norm, hidden, "input norm"),
                floats(output_norm, hidden, "output norm"), query_norm ? floats(*query_norm, size, "query norm") : nullptr,
-               key_norm ? floats(*key_norm, size, "key norm") : nullptr, static_cast<float>(eps), heads, shared, size,
-               window};
+               key_norm ? floats(*key_norm, size, "key norm") : nullptr, static_cast<float>(eps), heads, kv_heads,
+               size, window};
 }
 
 // The weights of a block.
@@ -172,37 +173,37 @@ Block checked_block(const at::Tensor& x, const at::Tensor& input_norm, const at:
   const at::Tensor &input_norm, const at::Tensor &qkv, const Optional &qkv_bias, const Optional &query_norm,          \
       const Optional &key_norm, const at::Tensor &out, const Optional &out_bias, const at::Tensor &output_norm,       \
       const at::Tensor &gate_up, const Optional &gate_up_bias, const at::Tensor &down, const Optional &down_bias,     \
-      int64_t heads, int64_t shared, int64_t window, double eps
+      int64_t heads, int64_t kv_heads, int64_t window, double eps
 #define QUANTKIT_CHECKED                                                                                              \
   checked_block(x, input_norm, qkv, qkv_bias, query_norm, key_norm, out, out_bias, output_norm, gate_up,              \
-                gate_up_bias, down, down_bias, heads, shared, window, eps)
+                gate_up_bias, down, down_bias, heads, kv_heads, window, eps)
 
 void block(const at::Tensor& x, const at::Tensor& cosine, const at::Tensor& sine, const at::Tensor& positions,
-           const Optional& keys, const Optional& values, bool own, QUANTKIT_BLOCK) {
+           const Optional& keys, const Optional& values, bool prefill, QUANTKIT_BLOCK) {
   const Block block = QUANTKIT_CHECKED;
   const int64_t batch = x.size(0), tokens = x.size(1), angles = tokens * block.size;
-  TORCH_CHECK(keys.has_value() == values.has_value() && (own || keys), "keys and values, unless among their own");
+  TORCH_CHECK(keys.has_value() == values.has_value() && (prefill || keys), "keys and values, unless in a prefill");
   Cache cache{};
   int64_t length = std::numeric_limits<int64_t>::max();
   if (keys) {
     check_cache(*keys, *values);
     cache = {keys->data_ptr(), values->data_ptr(), cache_type(keys->scalar_type()), keys->size(2)};
-    TORCH_CHECK(keys->size(0) == batch && keys->size(1) == shared &&
+    TORCH_CHECK(keys->size(0) == batch && keys->size(1) == kv_heads &&
                     keys->size(3) == cache_width(cache.type, block.size),
                 "a cache of other shape");
     length = cache.length;
   }
-  const int64_t* places = checked_positions(positions, tokens, length);
-  TORCH_CHECK(std::is_sorted(places, places + tokens), "positions must rise");
+  const int64_t* rising = checked_positions(positions, tokens, length);
+  TORCH_CHECK(std::is_sorted(rising, rising + tokens), "positions must rise");
   if (x.numel() == 0) return;
-  run_block(block, x.data_ptr<float>(), floats(cosine, angles, "cosine"), floats(sine, angles, "sine"), places, batch,
-            tokens, keys ? &cache : nullptr, own, at::get_num_threads());
+  run_block(block, x.data_ptr<float>(), floats(cosine, angles, "cosine"), floats(sine, angles, "sine"), rising, batch,
+            tokens, keys ? &cache : nullptr, prefill, at::get_num_threads());
 }
 
 #undef QUANTKIT_BLOCK
 #undef QUANTKIT_CHECKED
 
-at::Tensor rows(const at::Tensor& x, const at::Tensor& weight) {
+at::Tensor float_linear(const at::Tensor& x, const at::Tensor& weight) {
   TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous(), "weight: [O, I]");
   const int64_t columns = weight.size(1);
   TORCH_CHECK(x.dim() > 0 && x.size(-1) == columns, "expected ", columns, " columns, found ", x.sizes());
@@ -210,13 +211,13 @@ at::Tensor rows(const at::Tensor& x, const at::Tensor& weight) {
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = weight.size(0);
   at::Tensor y = at::empty(shape, x.options());
-  rows_product(weight.size(0), columns, weight.data_ptr(), float_type(weight.scalar_type()), source.data_ptr(),
+  float_product(weight.size(0), columns, weight.data_ptr(), float_type(weight.scalar_type()), source.data_ptr(),
                float_type(x.scalar_type()), x.numel() / columns, at::get_num_threads(), y.data_ptr());
   return y;
 }
 
-// Threads that torch's own operations take when the calling thread asks for them, from now on; what it was
-// before, or 0 if that cannot be told.
+// Set how many threads torch's own operations use from the calling thread; returns the number before, or 0 if it
+// cannot be told.
 int64_t torch_threads(int64_t count) {
   static const auto get = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "omp_get_max_threads"));
   static const auto set = reinterpret_cast<void (*)(int)>(dlsym(RTLD_DEFAULT, "omp_set_num_threads"));
@@ -234,14 +235,15 @@ TORCH_LIBRARY(QUANTKIT_LIBRARY, library) {
   library.def("pack(Tensor codes, Tensor scale, Tensor? zero, int bits, bool exact) -> Tensor");
   library.def("linear(Tensor x, Tensor packed, Tensor? bias, int rows) -> Tensor");
   library.def(
-      "attend(Tensor queries, Tensor keys, Tensor values, Tensor positions, int window, float scale) -> Tensor");
+      "cached_attention(Tensor queries, Tensor keys, Tensor values, Tensor positions, int window, float scale) "
+      "-> Tensor");
   const std::string weights =
       "Tensor input_norm, Tensor qkv, Tensor? qkv_bias, Tensor? query_norm, Tensor? key_norm, Tensor out, "
       "Tensor? out_bias, Tensor output_norm, Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias, "
-      "int heads, int shared, int window, float eps)";
+      "int heads, int kv_heads, int window, float eps)";
   library.def(("block(Tensor(a!) x, Tensor cosine, Tensor sine, Tensor positions, Tensor(b!)? keys, Tensor(c!)? values, "
-               "bool own, " + weights + " -> ()").c_str());
-  library.def("rows(Tensor x, Tensor weight) -> Tensor");
+               "bool prefill, " + weights + " -> ()").c_str());
+  library.def("float_linear(Tensor x, Tensor weight) -> Tensor");
   library.def("torch_threads(int count) -> int", &torch_threads);
   library.def("instructions() -> str", &instructions);
 }
@@ -249,7 +251,7 @@ TORCH_LIBRARY(QUANTKIT_LIBRARY, library) {
 TORCH_LIBRARY_IMPL(QUANTKIT_LIBRARY, CPU, library) {
   library.impl("pack", &pack);
   library.impl("linear", &linear);
-  library.impl("attend", &attend);
+  library.impl("cached_attention", &cached_attention);
   library.impl("block", &block);
-  library.impl("rows", &rows);
+  library.impl("float_linear", &float_linear);
 }

@@ -19,9 +19,9 @@ constexpr Form form_for(int64_t bits, bool exact, int64_t tokens) {
   return bits == 4 && tokens == 1 ? Form::halves : Form::swapped;
 }
 
-inline __m256 load_scales(const uint8_t* head, FloatType type, int64_t place) {
-  if (type == FloatType::f32) return _mm256_load_ps(reinterpret_cast<const float*>(head) + place);
-  const __m128i half = _mm_load_si128(reinterpret_cast<const __m128i*>(head + place * 2));
+inline __m256 load_scales(const uint8_t* head, FloatType type, int64_t offset) {
+  if (type == FloatType::f32) return _mm256_load_ps(reinterpret_cast<const float*>(head) + offset);
+  const __m128i half = _mm_load_si128(reinterpret_cast<const __m128i*>(head + offset * 2));
   if (type == FloatType::f16) return _mm256_cvtph_ps(half);
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
 }
@@ -144,14 +144,14 @@ void tile(const Layout& at, const uint8_t* band, const Record<form_for(Bits, Exa
   const int64_t groups = at.groups(), per_group = at.blocks_per_group();
   const FloatType type = at.scales;
   const bool zeros = at.zeros;
-  const int64_t together = at.together(), head_bytes = at.head_bytes();
+  const int64_t per_line = at.groups_per_line(), head_bytes = at.head_bytes();
   const uint8_t *codes = band, *head = band;
   for (int64_t g = 0; g < groups; ++g) {
-    const int64_t place = enter_group(g, together, head_bytes, codes, head);
+    const int64_t offset = enter_group(g, per_line, head_bytes, codes, head);
     for (int h = 0; h < 2; ++h) {
-      scale[h] = load_scales(head, type, place + h * kHalf);
+      scale[h] = load_scales(head, type, offset + h * kHalf);
       if (!zeros) continue;
-      const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(head + kLine + place + h * kHalf));
+      const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(head + kLine + offset + h * kHalf));
       zero[h] = _mm256_sub_epi32(_mm256_setzero_si256(), _mm256_cvtepu8_epi32(bytes));
     }
     for (int64_t b = 0; b < per_group; ++b, ++x, codes += kRows * kColumns * Bits / 8) {

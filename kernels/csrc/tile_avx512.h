@@ -15,9 +15,9 @@ constexpr int64_t kAhead = 2048;  // bytes
 
 constexpr Form form_for(int64_t, bool exact, int64_t) { return exact ? Form::halves : Form::bytes; }
 
-inline __m512 load_scales(const uint8_t* head, FloatType type, int64_t place) {
+inline __m512 load_scales(const uint8_t* head, FloatType type, int64_t offset) {
   if (type == FloatType::f32) return _mm512_load_ps(head);
-  const __m256i half = _mm256_load_si256(reinterpret_cast<const __m256i*>(head + place * 2));
+  const __m256i half = _mm256_load_si256(reinterpret_cast<const __m256i*>(head + offset * 2));
   if (type == FloatType::f16) return _mm512_cvtph_ps(half);
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
@@ -46,15 +46,15 @@ void tile(const Layout& at, const uint8_t* band, const Record<form_for(Bits, Exa
   __m512 total[Tokens];
   for (int t = 0; t < Tokens; ++t) total[t] = _mm512_setzero_ps();
   const int64_t groups = at.groups(), per_group = at.blocks_per_group();
-  const int64_t together = at.together(), head_bytes = at.head_bytes();
+  const int64_t per_line = at.groups_per_line(), head_bytes = at.head_bytes();
   const FloatType type = at.scales;
   const bool zeros = at.zeros;
   const uint8_t *codes = band, *head = band;
   for (int64_t g = 0; g < groups; ++g) {
-    const int64_t place = enter_group(g, together, head_bytes, codes, head);
-    const __m512 scale = load_scales(head, type, place);
+    const int64_t offset = enter_group(g, per_line, head_bytes, codes, head);
+    const __m512 scale = load_scales(head, type, offset);
     if (zeros) {
-      const __m128i bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(head + kLine + place));
+      const __m128i bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(head + kLine + offset));
       zero = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_cvtepu8_epi32(bytes));
     }
     for (int64_t b = 0; b < per_group; ++b, ++x, codes += kRows * kColumns * Bits / 8) {

@@ -25,9 +25,9 @@ constexpr Form form_for(int64_t bits, bool exact, int64_t) {
   return exact ? Form::halves : Form::bytes;
 }
 
-inline float32x4_t load_scales(const uint8_t* head, FloatType type, int64_t place) {
-  if (type == FloatType::f32) return vld1q_f32(reinterpret_cast<const float*>(head) + place);
-  const uint16x4_t half = vld1_u16(reinterpret_cast<const uint16_t*>(head) + place);
+inline float32x4_t load_scales(const uint8_t* head, FloatType type, int64_t offset) {
+  if (type == FloatType::f32) return vld1q_f32(reinterpret_cast<const float*>(head) + offset);
+  const uint16x4_t half = vld1_u16(reinterpret_cast<const uint16_t*>(head) + offset);
   if (type == FloatType::f16) return vcvt_f32_f16(vreinterpret_f16_u16(half));
   return vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(half), 16));
 }
@@ -101,13 +101,13 @@ void tile(const Layout& at, const uint8_t* band, const Record<form_for(Bits, Exa
   const int64_t groups = at.groups(), per_group = at.blocks_per_group();
   const FloatType type = at.scales;
   const bool zeros = at.zeros;
-  const int64_t together = at.together(), head_bytes = at.head_bytes();
+  const int64_t per_line = at.groups_per_line(), head_bytes = at.head_bytes();
   const uint8_t *codes = band, *head = band;
   for (int64_t g = 0; g < groups; ++g) {
-    const int64_t place = enter_group(g, together, head_bytes, codes, head);
+    const int64_t offset = enter_group(g, per_line, head_bytes, codes, head);
     for (int q = 0; q < kParts; ++q) {
-      scale[q] = load_scales(head, type, place + q * kQuarter);
-      if (zeros) zero[q] = vsubq_s32(less, load_zeros(head + kLine + place + q * kQuarter));
+      scale[q] = load_scales(head, type, offset + q * kQuarter);
+      if (zeros) zero[q] = vsubq_s32(less, load_zeros(head + kLine + offset + q * kQuarter));
     }
     for (int64_t b = 0; b < per_group; ++b, ++x, codes += kRows * kColumns * Bits / 8) {
       if (Tokens > 1)  // the work on a block is long, and the processor looks ahead too little

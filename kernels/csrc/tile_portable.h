@@ -19,14 +19,14 @@ void tile(const Layout& at, const uint8_t* band, const Record<form_for(Bits, Exa
   float total[Tokens][kRows] = {};
   const uint8_t *codes = band, *head = band;
   for (int64_t g = 0; g < at.groups(); ++g) {
-    const int64_t place = enter_group(g, at.together(), at.head_bytes(), codes, head);
+    const int64_t offset = enter_group(g, at.groups_per_line(), at.head_bytes(), codes, head);
     float scale[kRows];
-    for (int r = 0; r < kRows; ++r) scale[r] = load_scale(head, at.scales, place + r);
+    for (int r = 0; r < kRows; ++r) scale[r] = load_scale(head, at.scales, offset + r);
     for (int64_t b = 0; b < at.blocks_per_group(); ++b, ++x, codes += at.block_bytes()) {
       for (int t = 0; t < Tokens; ++t) {
         const int8_t *high = x->values[t], *low = x->low(t);
         for (int r = 0; r < kRows; ++r) {
-          int32_t sum = at.zeros ? -head[kLine + place + r] * x->sums[t] : x->sums[t];
+          int32_t sum = at.zeros ? -head[kLine + offset + r] * x->sums[t] : x->sums[t];
           for (int c = 0; c < kColumns; ++c) {
             int32_t code;
             if (Bits == 8) {

@@ -9,18 +9,30 @@
 
 #include "activations.h"
 #include "layout.h"
-#include "tile.h"
+
+// The inner loop, one band of 16 rows times some tokens, has a file for each instruction set.
+#if defined(QUANTKIT_PORTABLE)
+#include "tile_portable.h"
+#elif defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#include "tile_avx512.h"
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include "tile_avx2.h"
+#elif defined(__aarch64__) && defined(__ARM_NEON) && !defined(__ARM_BIG_ENDIAN)
+#include "tile_neon.h"
+#else
+#include "tile_portable.h"
+#endif
 
 namespace quantkit {
 
-// Tokens that one tile takes, the first of them and how many. As many as a tile can take at most stand
-// together from the first token on, and the rest in powers of two.
-struct Together {
+// The tokens of one tile: the first of them and how many. From the first token on tiles have as many as they can
+// take, and the rest goes into tiles of powers of two.
+struct TileTokens {
   int64_t first;
   int64_t count;
 };
 
-inline Together together_with(int64_t token, int64_t tokens) {
+inline TileTokens tile_tokens(int64_t token, int64_t tokens) {
   const int64_t whole = tokens / kTokens * kTokens;
   if (token < whole) return {token / kTokens * kTokens, kTokens};
   int64_t first = whole, count = kTokens;
@@ -32,7 +44,7 @@ inline Together together_with(int64_t token, int64_t tokens) {
   }
 }
 
-// What the sums of activations are taken times: the zero point that all codes have, below zero.
+// What the sums of activations are multiplied by: the negative of the zero point that all codes have.
 inline int32_t sum_factor(const Layout& at) {
   if (at.zeros) return 1;
   return at.bits == 8 && kSigned8 ? 0 : -at.fixed_zero();
@@ -45,9 +57,9 @@ class Workspace {
         blocks_(at.blocks()), per_token_(8 + kColumns * width_of(form_for(at.bits, at.exact, 1))),
         memory_(new (std::align_val_t(kLine)) uint8_t[tokens * blocks_ * per_token_]) {}
 
-  // Take up some of a token's columns, from a block's first on.
+  // Quantize some of a token's columns, from a block's first on.
   void quantize(const float* x, int64_t count, int64_t token, int64_t block) const {
-    const Together group = together_with(token, tokens_);
+    const TileTokens group = tile_tokens(token, tokens_);
     for (; count >= kColumns; count -= kColumns, x += kColumns) put(x, token, group, block++);
     if (count == 0) return;
     float rest[kColumns] = {};
@@ -55,17 +67,18 @@ class Workspace {
     put(rest, token, group, block);
   }
 
-  // The records of the tokens that stand together from this one on.
+  // The records of the tile that begins with this token.
   const uint8_t* records(int64_t token) const { return memory_.get() + token * blocks_ * per_token_; }
 
  private:
-  void put(const float* x, int64_t token, const Together& group, int64_t block) const {
+  void put(const float* x, int64_t token, const TileTokens& group, int64_t block) const {
     const auto [first, count] = group;
     uint8_t* record = memory_.get() + (first * blocks_ + block * count) * per_token_;
     const int64_t index = token - first;
     const Form form = form_for(bits_, exact_, count);
-    const Place to{form, reinterpret_cast<int32_t*>(record) + index, reinterpret_cast<float*>(record) + count + index,
-                   reinterpret_cast<int8_t*>(record) + count * 8 + index * kColumns * width_of(form)};
+    const Destination to{form, reinterpret_cast<int32_t*>(record) + index,
+                         reinterpret_cast<float*>(record) + count + index,
+                         reinterpret_cast<int8_t*>(record) + count * 8 + index * kColumns * width_of(form)};
     exact_ ? quantize_block<true>(x, factor_, to) : quantize_block<false>(x, factor_, to);
   }
 

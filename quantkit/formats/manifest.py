@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import CheckpointError
-from quantkit.formats.source import SourceFile
+from quantkit.formats.files.source import SourceFile
 from quantkit.json_values import read_json
 from quantkit.version import __version__
 

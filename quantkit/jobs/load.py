@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from quantkit.distributed.group import SINGLE, ProcessGroup
+from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.model.decoder import Decoder
@@ -44,7 +45,7 @@ def load(
         QuantkitError: of the kind that says what is wrong.
     """
     place, float_dtype = usable_device(device if device is not None else tp.device), float_type(dtype)
-    checkpoint = open_checkpoint(path, weights)
+    checkpoint: Checkpoint = open_checkpoint(path, weights)
     tokenizer, _ = checked_tokenizer(checkpoint)
     model = load_model(checkpoint, device=place, dtype=float_dtype, backend=backend, group=tp)
     return model, tokenizer or load_tokenizer(path)

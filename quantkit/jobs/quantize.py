@@ -7,10 +7,10 @@ from pathlib import Path
 
 from quantkit.calibration.quantizers import GptqQuantizer, Quantizer, RtnQuantizer
 from quantkit.distributed.group import SINGLE, ProcessGroup
-from quantkit.formats.encoders import SafetensorsEncoder
-from quantkit.formats.folder import hf_side_files
-from quantkit.formats.staging import partial_folder
-from quantkit.formats.writer import Written
+from quantkit.formats.container import Output
+from quantkit.formats.output.staging import partial_folder
+from quantkit.formats.output.writer import Written
+from quantkit.formats.registry import HF
 from quantkit.jobs.card import NAME as CARD
 from quantkit.jobs.card import model_card
 from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, new_output
@@ -101,14 +101,14 @@ def quantize(
             effort=settings.effort, allow_nonfinite=allow_nonfinite, group=group,
         )  # fmt: skip
     blocks = tensor_blocks(source, schemes)
-    encoder = SafetensorsEncoder([spec for block in blocks for spec in block.tensors], SHARD_BYTES)
+    planned = Output(source, source.config, [spec for block in blocks for spec in block.tensors], SHARD_BYTES)
+    encoder = HF.encoder(planned)
     if not group.first:
         with quantizer.running(blocks, Written(encoder, partial_folder(dst))):
             for block in blocks:
                 quantizer.solve(block)  # the first process writes it
         return []
-    side_files = hf_side_files(source, source.config, schemes)
-    work = Work("quantize", source, encoder, side_files, options, computed_by, scratch)
+    work = Work("quantize", source, encoder, HF.side_files(planned), options, computed_by, scratch)
     with new_output(work, dst, resume=resume, source_check=source_check, progress=progress) as output:
         with quantizer.running(blocks, Written(encoder, output.path, output.done)):
             for block in blocks:

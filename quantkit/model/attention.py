@@ -1,4 +1,4 @@
-"""Who attends to what: among the tokens given, or over a cache.
+"""Which tokens attend to which: the new ones to each other, or to all that a cache holds.
 
 B batch, T new positions, S positions of the cache, H heads, K KV heads, Dh head size.
 """
@@ -23,7 +23,7 @@ the window to mixed values [B, T, H * Dh]; each query sees the positions up to i
 
 def causal_attention(positions: Tensor, windows: Sequence[int | None]) -> Attend:
     """Each of the tokens at rising positions [T] sees itself and those before it."""
-    masks = {window: _own_mask(positions, window) for window in set(windows)}
+    masks = {window: _window_mask(positions, window) for window in set(windows)}
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         mask = masks[windows[layer]]
@@ -35,49 +35,49 @@ def causal_attention(positions: Tensor, windows: Sequence[int | None]) -> Attend
     return attend
 
 
-def causal_attention_into(cache: KVCache, positions: Tensor, windows: Sequence[int | None]) -> Attend:
-    """As `causal_attention`, for the first tokens there are; keys and values go into the cache."""
-    own = causal_attention(positions, windows)
+def prefill_attention(cache: KVCache, positions: Tensor, windows: Sequence[int | None]) -> Attend:
+    """As `causal_attention`, of the first tokens there are; keys and values go into the cache."""
+    attend_to_each_other = causal_attention(positions, windows)
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         cache.update(layer, positions, keys, values)
-        return own(layer, queries, keys, values)
+        return attend_to_each_other(layer, queries, keys, values)
 
     return attend
 
 
 def cached_attention(
-    cache: KVCache, positions: Tensor, windows: Sequence[int | None], lookup: CachedAttention
+    cache: KVCache, positions: Tensor, windows: Sequence[int | None], attention: CachedAttention
 ) -> Attend:
     """Each token sees all that the cache holds up to it."""
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         stored = cache.update(layer, positions, keys, values)
-        return lookup(queries, *stored, positions, windows[layer])
+        return attention(queries, *stored, positions, windows[layer])
 
     return attend
 
 
 def masked_attention(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None) -> Tensor:
-    """A `CachedAttention` through torch, over the whole cache."""
+    """The `CachedAttention` of torch, over the whole cache under a mask."""
     mask = _causal_mask(positions, torch.arange(keys.shape[2], device=positions.device), window)
     keys, values = cached_floats(keys, queries.dtype), cached_floats(values, queries.dtype)
     mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
     return mixed.transpose(1, 2).flatten(2)
 
 
-def for_few(lookup: CachedAttention, most: int) -> CachedAttention:
-    """A `CachedAttention` that is good for so many tokens at a time, with torch's for more."""
+def for_few_tokens(attention: CachedAttention, max_tokens: int) -> CachedAttention:
+    """A `CachedAttention` for up to `max_tokens` tokens at a time, with torch's for more."""
 
     def chosen(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None) -> Tensor:
-        few = queries.shape[2] <= most
-        return (lookup if few else masked_attention)(queries, keys, values, positions, window)
+        few = queries.shape[2] <= max_tokens
+        return (attention if few else masked_attention)(queries, keys, values, positions, window)
 
     return chosen
 
 
-def _own_mask(positions: Tensor, window: int | None) -> Tensor | None:
-    """Which of the positions each sees: bool [T, T], or None for all up to itself."""
+def _window_mask(positions: Tensor, window: int | None) -> Tensor | None:
+    """Which of the positions each sees: bool [T, T]; None where that is all up to its own."""
     return None if window is None else _causal_mask(positions, positions, window)
 
 

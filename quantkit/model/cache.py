@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
 
-_MOST = 127
+_MAX_CODE = 127
 _SCALE_BYTES = 4
 
 
@@ -31,9 +31,7 @@ class KVCache:
     def update(self, layer: int, positions: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store keys and values [B, KV heads, T, head_dim] at positions [T]; the whole layer's, as stored."""
         for stored, new in ((self.keys[layer], keys), (self.values[layer], values)):
-            stored.index_copy_(
-                2, positions, _rows_of_bytes(new) if stored.dtype == torch.int8 else new.to(stored.dtype)
-            )
+            stored.index_copy_(2, positions, _int8_rows(new) if stored.dtype == torch.int8 else new.to(stored.dtype))
         return self.keys[layer], self.values[layer]
 
 
@@ -45,13 +43,13 @@ def cached_floats(stored: Tensor, dtype: torch.dtype) -> Tensor:
     return (stored[..., :-_SCALE_BYTES].float() * scales).to(dtype)
 
 
-def _rows_of_bytes(rows: Tensor) -> Tensor:
-    """Rows [..., head_dim] as int8 codes and the scale that spreads the largest over 127 steps.
+def _int8_rows(rows: Tensor) -> Tensor:
+    """Rows [..., head_dim] as int8 codes, each row followed by its scale: the largest absolute value over 127.
 
     A row with a value that is not finite has a scale of NaN.
     """
     wide = rows.float()
-    scales = wide.abs().amax(-1, keepdim=True) / _MOST
+    scales = wide.abs().amax(-1, keepdim=True) / _MAX_CODE
     codes = (wide / torch.where(scales > 0, scales, 1)).round().to(torch.int8)
     scales = torch.where(scales.isfinite(), scales, torch.nan)
     return torch.cat([codes, scales.view(torch.int8)], dim=-1)

@@ -1,38 +1,64 @@
-"""Decoder blocks through kernels that do a whole block in one call."""
+"""Decoder blocks through kernels that compute a whole block in one call."""
 
 from __future__ import annotations
 
+from dataclasses import MISSING, fields
+
+import torch
 from torch import Tensor, nn
 
+from quantkit.architectures.config import LayerConfig, ModelConfig
+from quantkit.kernels.backend import BlockKernel
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Block, Blocks, Decoder, RMSNorm
-from quantkit.model.qlinear import QuantLinear
+from quantkit.model.linear import QuantLinear
+
+
+def block_features(config: ModelConfig) -> frozenset[str]:
+    """What blocks of a config do beyond the plainest: the fields of the config, and of its layers, that are not at
+    their defaults. So a feature that is new is one that no kernel serves until it says so."""
+    every: tuple[ModelConfig | LayerConfig, ...] = (config, *config.layers)
+    return frozenset(
+        field.name
+        for settings in every
+        for field in fields(settings)
+        if field.default is not MISSING and getattr(settings, field.name) != field.default
+    )
 
 
 def fused_blocks(model: Decoder, count: int | None = None) -> Blocks | None:
-    """A model's blocks, or the first `count`, in float32 throughout; None if a layer is not quantized by a
-    backend that can do it."""
+    """A model's blocks, or the first `count`, in float32 throughout.
+
+    None where a layer is not quantized throughout by a backend with such a kernel, or the kernel does not serve a
+    feature of the model.
+    """
+    config = model.config
+    kernel: BlockKernel | None = None
     layers = []
     for block in model.model.layers[:count]:
         assert isinstance(block, Block)
-        linears = (block.self_attn.qkv_proj, block.self_attn.o_proj, block.mlp.gate_up_proj, block.mlp.down_proj)
-        quantized = [linear for linear in linears if isinstance(linear, QuantLinear)]
-        offered = [linear.backend.operations() for linear in quantized]
+        linears = [linear for linear in block.fused_linears() if isinstance(linear, QuantLinear)]
+        offered = [linear.backend.operations() for linear in linears]
         kernels = [operations.block for operations in offered if operations is not None]
-        if len(kernels) < len(linears) or None in kernels:
+        if len(kernels) < len(block.fused_linears()) or None in kernels:
             return None
-        layers.append(_weights(block, quantized))
-    run, config = kernels[0], model.config
-    assert run is not None
+        kernel = kernels[0]
+        layers.append(_weights(block, linears))
+    if kernel is None or not block_features(config) <= kernel.features:
+        return None
+    run = kernel.run
     rest = [(config.num_heads, config.num_kv_heads, window or 0, config.norm_eps) for window in config.windows]
+    rotary = [layer.rotary for layer in config.layers]
 
     def blocks(
         x: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache | None, *, first: bool
     ) -> Tensor:
         x = x.float()
+        unrotated = angles if all(rotary) else (torch.ones_like(angles[0]), torch.zeros_like(angles[1]))
         for layer, weights in enumerate(layers):
             stored = (None, None) if cache is None else (cache.keys[layer], cache.values[layer])
-            run(x, *angles, positions, *stored, first or cache is None, *weights, *rest[layer])
+            turned = angles if rotary[layer] else unrotated
+            run(x, *turned, positions, *stored, first or cache is None, *weights, *rest[layer])
         return x
 
     return blocks

@@ -1,59 +1,70 @@
-"""Quantized linears that share their inputs become one when a model is loaded.
+"""Fused projections: quantized linears that read the same inputs become one when a model is loaded.
 
 One product of many rows is faster than several of few.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.topology import fused_modules
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.tensors.qtensor import QuantTensor, stacked
 
-_JOINT = {
-    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-}
-
 
 @dataclass(frozen=True)
-class Place:
-    """Where a quantized weight goes.
+class Projection:
+    """The weight of a linear in memory.
 
     Attributes:
-        module: the linear that takes it, by name.
-        owners: the linears whose rows it has; they are no longer needed.
+        module: the linear, by its canonical name or that of a fused one.
+        sources: the linears of the checkpoint whose rows it has, in order.
         weight: their rows, one below the other.
         bias: [O], or None.
     """
 
     module: str
-    owners: tuple[str, ...]
+    sources: tuple[str, ...]
     weight: QuantTensor
     bias: Tensor | None
 
 
-def place(checkpoint: Checkpoint, prefix: str, owner: str, weight: QuantTensor) -> Place:
-    """The place of the weight of the linear `owner`, whose name in the checkpoint has a prefix.
+def fusible(config: ModelConfig, block_prefix: str) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """By the first linear of each group that may be fused: the fused one's name and those of the group."""
+    found = {}
+    for layer in range(config.num_layers):
+        prefix = block_prefix.format(layer)
+        for fused, modules in fused_modules(config, layer).items():
+            found[prefix + modules[0]] = prefix + fused, tuple(prefix + module for module in modules)
+    return found
 
-    The first of linears that share inputs takes the others along if they are of its scheme.
+
+def projection(
+    checkpoint: Checkpoint, module: str, weight: QuantTensor, groups: Mapping[str, tuple[str, tuple[str, ...]]]
+) -> Projection:
+    """The projection that takes the weight of a linear of the checkpoint.
+
+    The first linear of a group takes the others along if they are of its scheme.
+
+    Args:
+        groups: from `fusible`.
     """
-    for module, children in _JOINT.items():
-        if owner.endswith(children[0]):
-            parent = owner.removesuffix(children[0])
-            owners = tuple(parent + child for child in children)
-            parts = [weight, *(checkpoint.load(f"{prefix}{other}.weight") for other in owners[1:])]
-            whole = stacked([part for part in parts if isinstance(part, QuantTensor)])
-            if whole is not None and len(whole.codes) == sum(part.shape[0] for part in parts):
-                return Place(parent + module, owners, whole, _bias(checkpoint, prefix, owners))
-    return Place(owner, (owner,), weight, _bias(checkpoint, prefix, (owner,)))
+    if module in groups:
+        fused, sources = groups[module]
+        parts = [weight, *(checkpoint.load(f"{source}.weight") for source in sources[1:])]
+        whole = stacked([part for part in parts if isinstance(part, QuantTensor)])
+        if whole is not None and len(whole.codes) == sum(part.shape[0] for part in parts):
+            return Projection(fused, sources, whole, _bias(checkpoint, sources))
+    return Projection(module, (module,), weight, _bias(checkpoint, (module,)))
 
 
-def _bias(checkpoint: Checkpoint, prefix: str, owners: tuple[str, ...]) -> Tensor | None:
+def _bias(checkpoint: Checkpoint, modules: Sequence[str]) -> Tensor | None:
     present = checkpoint.names()
-    names = [f"{prefix}{owner}.bias" for owner in owners]
+    names = [f"{module}.bias" for module in modules]
     parts = [part for name in names if name in present and isinstance(part := checkpoint.load(name), Tensor)]
     return torch.cat(parts) if parts else None

@@ -1,59 +1,64 @@
-"""Put into a loaded model what its backend can do besides linear layers, once it has shown that it can."""
+"""Put the kernels that a backend offers besides its linears into a loaded model, each after a self-test."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from quantkit.kernels.check import fault, within
+from quantkit.kernels.check import self_test, within
 from quantkit.kernels.dispatch import operations_for_floats
-from quantkit.model.attention import CachedAttention, cached_attention, for_few, masked_attention
+from quantkit.model.attention import CachedAttention, cached_attention, for_few_tokens, masked_attention
 from quantkit.model.cache import KVCache
-from quantkit.model.decoder import Blocks, Decoder
+from quantkit.model.decoder import Blocks, Decoder, Step
 from quantkit.model.fused_blocks import fused_blocks
-from quantkit.model.product import Product, for_few_rows
-from quantkit.model.qlinear import QuantLinear
+from quantkit.model.linear import FloatLinear, QuantLinear, for_few_rows
 
-_POSITIONS = 300  # of the cache that attention is tried on: more than kernels take in one go
-_MANY = 20  # tokens that it is tried with besides one: more than those for a few take
+_POSITIONS = 300  # of the cache that attention is tried on: more than kernels take in one piece
+_MANY = 20  # tokens that it is tried with besides one: more than kernels for few tokens take
 _FLOATS = 1e-3  # share of a result that float32 arithmetic in another order may be off by, through a whole block
 
 _log = logging.getLogger(__name__)
 
 
 def install_kernels(model: Decoder) -> None:
-    """Attention, products of floats and whole blocks by the backend, each tried against what it replaces."""
+    """Put the backend's kernels for attention, float products and whole blocks into `model.ops`.
+
+    Each is tried against what it replaces; where one is wrong, the rest of the model stays with torch's.
+    """
     linears = [module for module in model.modules() if isinstance(module, QuantLinear)]
-    operations = linears[0].backend.operations() if linears else operations_for_floats(model.device, model.dtype)
-    if operations is None:
+    offered = linears[0].backend.operations() if linears else operations_for_floats(model.device, model.dtype)
+    if offered is None:
         return
-    linear, lookup, most = operations.linear, operations.lookup, operations.lookup_most
-    if operations.alone is not None:
-        model.alone = operations.alone
-    dtypes = {model.dtype} if operations.block is None else {model.dtype, torch.float32}  # of blocks
-    few = operations.linear_most
+    linear, attention = offered.float_linear, offered.cached_attention
+    max_rows, max_tokens = offered.float_linear_max_rows, offered.cached_attention_max_tokens
+    if offered.single_threaded is not None:
+        model.ops = replace(model.ops, single_threaded=offered.single_threaded)
+    dtypes = {model.dtype} if offered.block is None else {model.dtype, torch.float32}  # of blocks
     with torch.inference_mode():
-        if linear is not None and not _holds("products of floats", lambda: _same_linear(model, linear, dtypes, few)):
+        if linear is not None and not _passes("float products", lambda: _same_linear(model, linear, dtypes, max_rows)):
             return
-        if lookup is not None and not _holds("attention", lambda: _same_lookup(model, lookup, dtypes, most)):
+        if attention is not None and not _passes(
+            "attention", lambda: _same_attention(model, attention, dtypes, max_tokens)
+        ):
             return
         if linear is not None:
-            model.linear = for_few_rows(linear, few)
-        if lookup is not None:
-            model.lookup = lookup if most is None else for_few(lookup, most)
+            model.ops = replace(model.ops, float_linear=for_few_rows(linear, max_rows))
+        if attention is not None:
+            chosen = attention if max_tokens is None else for_few_tokens(attention, max_tokens)
+            model.ops = replace(model.ops, cached_attention=chosen)
         first = fused_blocks(model, 1)
-        if first is not None and not _holds("decoder blocks", lambda: _same_block(model, first)):
+        if first is not None and not _passes("decoder blocks", lambda: _same_block(model, first)):
             return
-    model.blocks = fused_blocks(model)
+    model.ops = replace(model.ops, blocks=fused_blocks(model))
 
 
-def _holds(what: str, same_as_torch: Callable[[], bool]) -> bool:
-    """Whether kernels give what torch does; if not, that is said."""
+def _passes(what: str, same_as_torch: Callable[[], bool]) -> bool:
+    """Whether kernels give what torch does; if not, a warning says so."""
     reason = "are wrong on this machine"
     try:
         if same_as_torch():
@@ -64,12 +69,12 @@ def _holds(what: str, same_as_torch: Callable[[], bool]) -> bool:
     return False
 
 
-def _same_linear(model: Decoder, linear: Product, dtypes: set[torch.dtype], most: int) -> bool:
+def _same_linear(model: Decoder, linear: FloatLinear, dtypes: set[torch.dtype], max_rows: int) -> bool:
     """Whether products of rows of these dtypes, one and as many as it is used for, are right to float32 sums."""
     columns = model.config.hidden_size
-    drawn = _drawn(model, most + 33, columns)
-    weight = drawn[most:].to(model.dtype)
-    for dtype, count in itertools.product(dtypes, (1, most)):
+    drawn = _drawn(model, max_rows + 33, columns)
+    weight = drawn[max_rows:].to(model.dtype)
+    for dtype, count in itertools.product(dtypes, (1, max_rows)):
         rows = drawn[:count].to(dtype)
         x, w = rows.double(), weight.double()
         sizes = torch.outer(torch.linalg.vector_norm(x, dim=1), torch.linalg.vector_norm(w, dim=1))
@@ -78,11 +83,13 @@ def _same_linear(model: Decoder, linear: Product, dtypes: set[torch.dtype], most
     return True
 
 
-def _same_lookup(model: Decoder, lookup: CachedAttention, dtypes: set[torch.dtype], most: int | None) -> bool:
+def _same_attention(
+    model: Decoder, attention: CachedAttention, dtypes: set[torch.dtype], max_tokens: int | None
+) -> bool:
     """Whether attention is the same for queries of these dtypes, over either kind of cache, for one token and for
     many of those that it is used for."""
-    many = _MANY if most is None else min(most, _MANY)
-    config = dataclasses.replace(model.config, layers=model.config.layers[:1])
+    many = _MANY if max_tokens is None else min(max_tokens, _MANY)
+    config = replace(model.config, layers=model.config.layers[:1])
     every = torch.arange(_POSITIONS, device=model.device)
     rows = 2, config.num_kv_heads, _POSITIONS, config.head_dim
     for cached in (model.dtype, torch.int8):
@@ -91,7 +98,7 @@ def _same_lookup(model: Decoder, lookup: CachedAttention, dtypes: set[torch.dtyp
         for dtype, tokens in itertools.product(dtypes, (1, many)):
             queries = _drawn(model, 2, config.num_heads, tokens, config.head_dim, seed=2).to(dtype)
             given = keys, values, every[-tokens - 3 : -3], config.windows[0]
-            found, right = lookup(queries, *given), masked_attention(queries.double(), *given)
+            found, right = attention(queries, *given), masked_attention(queries.double(), *given)
             # Kernels may round shares, and rows of an int8 cache, to the dtype of the queries: a few of its steps.
             share = _FLOATS + (0 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps)
             vectors = -1, config.head_dim
@@ -106,11 +113,11 @@ def _same_block(model: Decoder, first: Blocks) -> bool:
     config, head = model.config, model.lm_head
     layer = model.model.layers[0]
     linears = [module for module in layer.modules() if isinstance(module, QuantLinear)]
-    if isinstance(head, QuantLinear) and fault(
+    if isinstance(head, QuantLinear) and self_test(
         head.backend, head.scheme, model.device, torch.float32, head.scale_dtype
     ):
         return False
-    # Both ways round the same activations, but for those at an edge: at worst each of four products rounds anew.
+    # Both round the same activations, but for those between two integers: at worst each of four products differs.
     share = _FLOATS + 4 * max(linear.backend.rounding(torch.float32).activations for linear in linears)
     length = 4 + _MANY
     x = _drawn(model, 1, length, config.hidden_size)
@@ -118,11 +125,11 @@ def _same_block(model: Decoder, first: Blocks) -> bool:
     for start, stop in ((0, 3), (3, 4), (4, length)):
         positions = torch.arange(start, stop, device=model.device)
         angles = model.rotary(positions)
-        attend = cached_attention(expected, positions, config.windows, masked_attention)
+        step = Step(angles, cached_attention(expected, positions, config.windows, masked_attention))
         states = x[:, start:stop]
-        right = layer(states, angles, attend)
+        right = layer(states, step)
         if not bool(right.isfinite().all()):
-            return True  # nothing can be told; whoever asks for logits is told of them
+            return True  # nothing can be compared; NaN and Inf are reported where logits are asked for
         out = first(states.clone(), positions, angles, found, first=start == 0)
         if not _alike(out - states, (right - states).double(), share):  # what a block adds may be little
             return False

@@ -1,4 +1,4 @@
-"""Run a checkpoint block by block, its weights read from disk as they are needed."""
+"""Run a checkpoint layer by layer, its weights read from disk as they are needed."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.attention import causal_attention
-from quantkit.model.decoder import RMSNorm
-from quantkit.model.load import BLOCK_PREFIX
-from quantkit.model.offload import offloaded_block
-from quantkit.model.product import wide_product
+from quantkit.model.decoder import Block, RMSNorm, Step
+from quantkit.model.linear import float32_linear
+from quantkit.model.load import BLOCK_PREFIX, fill, meta_init
 from quantkit.model.rope import Rotary
 from quantkit.model.tensor_parallel import TensorParallel
 from quantkit.progress import Progress, silent
@@ -51,16 +50,15 @@ def layerwise_hidden(
     states = [tp.embed(batch.tokens, embedding).float() for batch in batches]
     del embedding
     rotary = Rotary(config)
-    angles = [rotary(batch.positions) for batch in batches]
-    attends = [causal_attention(batch.positions, config.windows) for batch in batches]
+    steps = [Step(rotary(batch.positions), causal_attention(batch.positions, config.windows)) for batch in batches]
     for layer in range(config.num_layers):
         progress(layer, config.num_layers, f"layer {layer}")
         block = offloaded_block(checkpoint, layer)
         tp.connect(block, BLOCK_PREFIX.format(layer))
         for index, state in enumerate(states):
-            states[index] = block(state, angles[index], attends[index])
+            states[index] = block(state, steps[index])
     norm = RMSNorm(config.hidden_size, config.norm_eps)
-    norm.weight = torch.nn.Parameter(_tensor(checkpoint, "model.norm.weight").float(), requires_grad=False)
+    norm.weight = nn.Parameter(_tensor(checkpoint, "model.norm.weight").float(), requires_grad=False)
     progress(config.num_layers, config.num_layers, "")
     for index, state in enumerate(states):
         states[index] = norm(state)
@@ -69,13 +67,48 @@ def layerwise_hidden(
 
 @torch.inference_mode()
 def head_logits(checkpoint: Checkpoint, hidden: Tensor, *, group: ProcessGroup = SINGLE) -> Tensor:
-    """Logits [N, V] of hidden states [N, D], in float32, the head taken in pieces; `group` as in `layerwise_hidden`."""
+    """Logits [N, V] of hidden states [N, D], in float32; `group` as in `layerwise_hidden`."""
     tp = TensorParallel(checkpoint, group)
     tied = checkpoint.config.tied_embeddings
     head = tp.checkpoint.load("model.embed_tokens.weight" if tied else "lm_head.weight")
-    logits = wide_product(hidden, head)
-    del head  # the largest tensor there is, and with two models at hand there are two
+    logits = float32_linear(hidden, head)
+    del head  # the largest tensor of a model, and where two models are compared there are two
     return tp.gather_logits(logits)
+
+
+class OffloadedLinear(nn.Module):
+    """``x @ weight.T + bias`` in float32; the weight stays on disk and is read at every call."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str, bias: bool) -> None:
+        super().__init__()
+        self._checkpoint = checkpoint
+        self._name = name
+        self._bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] float32 to [..., O] float32."""
+        weight = self._checkpoint.load(self._name + ".weight")
+        out = float32_linear(x, weight)
+        if self._bias:
+            bias = self._checkpoint.load(self._name + ".bias")
+            assert isinstance(bias, Tensor)
+            out += bias
+        return out
+
+
+def offloaded_block(checkpoint: Checkpoint, layer: int) -> Block:
+    """One decoder layer on the CPU in float32, its linears offloaded; only the norms are in memory."""
+    with meta_init():
+        block = Block(checkpoint.config, layer)
+    prefix = BLOCK_PREFIX.format(layer)
+    for name, module in list(block.named_modules()):
+        if isinstance(module, nn.Linear):
+            parent, _, child = name.rpartition(".")
+            linear = OffloadedLinear(checkpoint, prefix + name, module.bias is not None)
+            setattr(block.get_submodule(parent), child, linear)
+        elif "weight" in module._parameters:
+            fill(module, checkpoint, f"{prefix}{name}.", torch.device("cpu"), torch.float32, None)
+    return block.eval()
 
 
 def _tensor(checkpoint: Checkpoint, name: str) -> Tensor:

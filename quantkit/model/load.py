@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.distributed.shard import require_shareable
@@ -14,23 +18,22 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.memory import give_back
 from quantkit.model.decoder import Decoder
 from quantkit.model.device import usable_device
-from quantkit.model.fused_projections import Place, place
+from quantkit.model.fused_projections import Projection, fusible, projection
 from quantkit.model.install_kernels import install_kernels
-from quantkit.model.meta_init import meta_init
-from quantkit.model.qlinear import QuantLinear
+from quantkit.model.linear import QuantLinear
 from quantkit.model.tensor_parallel import TensorParallel
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
-_AT_ONCE = 1 << 25  # bytes
+_COPY_BYTES = 1 << 25  # of a float tensor that are converted at a time
 BLOCK_PREFIX = "model.layers.{}."
 
 
 def load_model(
     source: str | Path | Checkpoint,
     *,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     backend: str | None = None,
     group: ProcessGroup = SINGLE,
@@ -39,7 +42,7 @@ def load_model(
 
     Args:
         source: a checkpoint or its folder.
-        device: where it runs.
+        device: where it runs; None is the group's or, alone, a GPU if there is one.
         dtype: of activations and float weights; None is the checkpoint's own.
         backend: the kernel backend by name; None chooses.
         group: the processes that share the model; each calls this, and then the model, alike.
@@ -49,7 +52,7 @@ def load_model(
         GroupError, RequestError: as `require_shareable` does.
     """
     checkpoint = open_checkpoint(source) if isinstance(source, (str, Path)) else source
-    device = usable_device(device)
+    device = usable_device(device or group.device)
     dtype = dtype or FLOAT_DTYPES[checkpoint.config.dtype]
     require_shareable(checkpoint, group)
     tp = TensorParallel(checkpoint, group)
@@ -64,51 +67,61 @@ def load_model(
     return model.eval()
 
 
+@contextmanager
+def meta_init() -> Iterator[None]:
+    """Modules made within have their parameters on the meta device, without memory, to be filled later."""
+    with torch.device("meta"), _Uninitialised():
+        yield
+
+
 def fill(
     module: nn.Module, checkpoint: Checkpoint, prefix: str, device: torch.device, dtype: torch.dtype,
     backend: str | None,
 ) -> None:  # fmt: skip
-    """Give every parameter below `module` the checkpoint's tensor of its name under `prefix`."""
+    """Give every parameter of `module` the checkpoint's tensor of its name behind `prefix`."""
     names = [name for name in checkpoint.names() if name.startswith(prefix)]
     parameters = {prefix + name for name, _ in module.named_parameters()}
     if parameters != set(names):
         raise RuntimeError(f"the decoder and the checkpoint differ in {sorted(parameters ^ set(names))[:3]}")
+    groups = fusible(checkpoint.config, BLOCK_PREFIX)
     done: set[str] = set()
     for name in names:
-        owner, _, leaf = name[len(prefix) :].rpartition(".")
+        owner = name.rpartition(".")[0]
         if owner in done:
             continue
         info = checkpoint.info(name)
         if info.scheme is None:
-            setattr(module.get_submodule(owner), leaf, _loaded(checkpoint, name, info, device, dtype))
+            parent, _, leaf = name.removeprefix(prefix).rpartition(".")
+            setattr(module.get_submodule(parent), leaf, _loaded(checkpoint, name, info, device, dtype))
         else:
             value = checkpoint.load(name)
             assert isinstance(value, QuantTensor)
-            placed = place(checkpoint, prefix, owner, value)
-            _set_quantized(module, placed, QuantLinear(placed.weight, placed.bias, device, dtype, backend))
-            done.update(placed.owners)
-            del value, placed
+            found = projection(checkpoint, owner, value, groups)
+            linear = QuantLinear(found.weight, found.bias, device, dtype, backend)
+            _replace(module, prefix, found, linear)
+            done.update(found.sources)
+            del value, found
             give_back()
 
 
-def _set_quantized(module: nn.Module, placed: Place, linear: QuantLinear) -> None:
-    """Put a quantized linear in the place of float ones."""
-    for name in placed.owners:
-        parent, _, child = name.rpartition(".")
+def _replace(module: nn.Module, prefix: str, found: Projection, linear: QuantLinear) -> None:
+    """Put a quantized linear in the place of the float ones whose rows it has."""
+    for name in found.sources:
+        parent, _, child = name.removeprefix(prefix).rpartition(".")
         delattr(module.get_submodule(parent), child)
-    parent, _, child = placed.module.rpartition(".")
+    parent, _, child = found.module.removeprefix(prefix).rpartition(".")
     setattr(module.get_submodule(parent), child, linear)
 
 
 def _loaded(
     checkpoint: Checkpoint, name: str, info: TensorSpec, device: torch.device, dtype: torch.dtype
 ) -> nn.Parameter:  # fmt: skip
-    """A float tensor on its device in its dtype; where a large one must be copied, some heads' rows at a time."""
+    """A float tensor on its device in its dtype; a large one that must be copied goes some heads' rows at a time."""
     if info.dtype == dtype and device.type == "cpu":
         return nn.Parameter(_floats(checkpoint.load(name)), requires_grad=False)
     copy = torch.empty(info.shape, device=device, dtype=dtype)
     head = checkpoint.config.head_dim
-    step = max(head, _AT_ONCE // max(1, copy[:1].nbytes) // head * head)
+    step = max(head, _COPY_BYTES // max(1, copy[:1].nbytes) // head * head)
     for start in range(0, info.shape[0], step):
         ranges = ((start, min(start + step, info.shape[0])),)
         copy[start : start + step] = _floats(
@@ -120,3 +133,16 @@ def _loaded(
 def _floats(value: Tensor | QuantTensor) -> Tensor:
     assert isinstance(value, Tensor)
     return value
+
+
+class _Uninitialised(TorchFunctionMode):
+    """Skips initialisation: on the meta device it has no effect, but makes torch load its compiler (70 MB)."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # fmt: skip
+        options = dict(kwargs or {})
+        if getattr(function, "__module__", None) == "torch.nn.init":
+            return options["tensor"] if "tensor" in options else args[0]
+        return function(*args, **options)

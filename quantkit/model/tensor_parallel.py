@@ -6,6 +6,8 @@ the inputs (twice a layer), in the embedding, and in the logits.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -73,9 +75,9 @@ class TensorParallel:
         """Let the embedding and the head of a model, whatever multiplies by it, work with those of the others."""
         if self._group.size == 1:
             return
-        own = model.linear
+        own = model.ops.float_linear
         embedding = VocabParallelEmbedding(model.model.embed_tokens.weight, self._vocab_start, self._group)
         model.model.set_submodule("embed_tokens", embedding)
         if model.lm_head is not None and not isinstance(model.lm_head, nn.Linear):
             model.lm_head = ColumnParallelLinear(model.lm_head, self._group, self._vocab_size)
-        model.linear = lambda x, weight: self.gather_logits(own(x, weight))
+        model.ops = replace(model.ops, float_linear=lambda x, weight: self.gather_logits(own(x, weight)))

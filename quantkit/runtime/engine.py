@@ -18,7 +18,9 @@ from quantkit.model.decoder import Decoder
 LEAST_BUCKET = 16
 _LEAST_CACHE = 256
 _GRAPHS = 64  # of one function: buckets of prompts times sizes of caches
-_ALONE: dict[str, str | int | bool | Callable[..., Any]] = {"cpp.threads": 1}  # see `Operations.alone`
+_SINGLE_THREADED: dict[str, str | int | bool | Callable[..., Any]] = {
+    "cpp.threads": 1
+}  # see `Operations.single_threaded`
 
 
 class Engine:
@@ -117,7 +119,7 @@ def _compile(step: Callable[..., Tensor], device: str) -> Callable[..., Any]:
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
     mode = "reduce-overhead" if device == "cuda" and step is _next else None
-    options = _ALONE if device == "cpu" else None
+    options = _SINGLE_THREADED if device == "cpu" else None
     return torch._dynamo.config.patch(recompile_limit=_GRAPHS)(  # type: ignore[no-any-return]
         torch.compile(step, fullgraph=True, dynamic=False, mode=mode, options=options)
     )

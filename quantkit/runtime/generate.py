@@ -61,7 +61,7 @@ def _tokens(engine: Engine, ids: list[int], count: int, params: SamplingParams) 
     drawn: list[torch.Tensor] = []
     extremes: list[torch.Tensor] = []
     for left in range(count, 0, -1):
-        with engine.model.alone():
+        with engine.model.ops.single_threaded():
             if ahead == 1:
                 finite_logits(logits)
             else:

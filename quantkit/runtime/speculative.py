@@ -70,7 +70,7 @@ class _Reader:
         hidden = self.model.hidden(tokens, positions, self._cache, first=self.stored == 0)
         self.stored = len(text)
         logits = self.model.head(hidden[0, -last:])
-        with self.model.alone():
+        with self.model.ops.single_threaded():
             return probabilities(finite_logits(logits), params)
 
 

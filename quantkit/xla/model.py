@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from quantkit.architectures.topology import HEAD, Linear, parameters
 from quantkit.model.cache import KVCache
-from quantkit.model.decoder import Decoder
-from quantkit.model.meta_init import meta_init
+from quantkit.model.decoder import Decoder, DecoderOps
+from quantkit.model.load import meta_init
 from quantkit.xla import products
 from quantkit.xla.bridge import apply, attend_by
 from quantkit.xla.split import DeviceSplit
@@ -85,7 +85,7 @@ def sharded_decoder(split: DeviceSplit) -> Decoder:
             setattr(model.get_submodule(parent), child, ShardedLinear(weight, module.bias is not None, finish))
     model.model.embed_tokens = ShardedEmbedding()  # type: ignore[assignment]
     head = partial(_linear, _finish(HEAD, split.config.vocab_size))
-    model.linear = lambda x, weight: apply(head, x, None, weight)  # of a head tied to the embedding
+    model.ops = DecoderOps(float_linear=lambda x, weight: apply(head, x, None, weight))  # for a tied head
     return model.eval()
 
 

@@ -1,0 +1,92 @@
+// Sums, largest values and exponentials of float32 vectors, in forms that compilers turn into vector code.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+namespace quantkit {
+
+#if defined(__AVX512F__)
+constexpr int64_t kLanes = 16;
+#elif defined(__AVX__)
+constexpr int64_t kLanes = 8;
+#else
+constexpr int64_t kLanes = 4;
+#endif
+typedef float Vector __attribute__((vector_size(4 * kLanes)));
+
+inline Vector load(const float* from) {
+  Vector value;
+  std::memcpy(&value, from, sizeof(value));
+  return value;
+}
+
+inline void store(Vector value, float* to) { std::memcpy(to, &value, sizeof(value)); }
+
+inline float total(Vector value) {
+  float lanes[kLanes];
+  std::memcpy(lanes, &value, sizeof(value));
+  for (int64_t width = kLanes / 2; width; width /= 2)
+    for (int64_t i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  return lanes[0];
+}
+
+inline float dot(const float* a, const float* b, int64_t count) {
+  Vector sum = {};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) sum += load(a + i) * load(b + i);
+  float rest = 0;
+  for (; i < count; ++i) rest += a[i] * b[i];
+  return total(sum) + rest;
+}
+
+inline float total(const float* values, int64_t count) {
+  Vector sum = {};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) sum += load(values + i);
+  float rest = 0;
+  for (; i < count; ++i) rest += values[i];
+  return total(sum) + rest;
+}
+
+// The largest; NaN if there is one.
+inline float largest(const float* values, int64_t count) {
+  float max[kLanes];
+  for (float& lane : max) lane = -std::numeric_limits<float>::infinity();
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes)
+    for (int64_t j = 0; j < kLanes; ++j) max[j] = values[i + j] <= max[j] ? max[j] : values[i + j];
+  for (int64_t j = 0; i < count; ++i, ++j) max[j] = values[i] <= max[j] ? max[j] : values[i];
+  for (int64_t j = 1; j < kLanes; ++j) max[0] = max[j] <= max[0] ? max[0] : max[j];
+  return max[0];
+}
+
+inline float power_of_two(int32_t exponent) {
+  const uint32_t bits = static_cast<uint32_t>(exponent + 127) << 23;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+// e^x, within 3e-7 of its value; below -87 that of -87, which is 2e-38. NaN stays NaN, large x give Inf.
+inline float exponential(float x) {
+  const float below = x > 89.f ? 89.f : x;
+  const float near = below < -87.f ? -87.f : below;
+  const float shifted = near * 1.44269504f + 12582912.f;  // rounds to the nearest integer
+  const float whole = shifted - 12582912.f;
+  const float rest = near - whole * 0.693145752f - whole * 1.42860677e-6f;
+  float series = 1.3981999e-3f;
+  series = series * rest + 8.3334519e-3f;
+  series = series * rest + 4.1665665e-2f;
+  series = series * rest + 1.6666667e-1f;
+  series = series * rest + 0.5f;
+  series = series * rest + 1.f;
+  series = series * rest + 1.f;
+  int32_t bits;
+  std::memcpy(&bits, &shifted, 4);
+  const int32_t power = bits - 0x4b400000, half = power >> 1;
+  return series * power_of_two(half) * power_of_two(power - half);  // 2^128 is no float
+}
+
+}  // namespace quantkit

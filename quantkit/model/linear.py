@@ -1,0 +1,72 @@
+"""Products with weights of floats and with quantized weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quantkit.kernels.dispatch import select_backend
+from quantkit.tensors.qtensor import QuantTensor, float_rows, row_chunks
+
+FloatLinear = Callable[[Tensor, Tensor], Tensor]
+"""``x @ weight.T``, [..., I] to [..., O] in the dtype of x, whatever float dtype the weight has."""
+
+
+def float_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """The `FloatLinear` of torch."""
+    return F.linear(x, weight) if x.dtype == weight.dtype else float32_linear(x, weight).to(x.dtype)
+
+
+def float32_linear(x: Tensor, weight: Tensor | QuantTensor) -> Tensor:
+    """``x @ weight.T`` in float32, [..., I] to [..., O]; the weight is converted to float32 some rows at a time."""
+    wide = x.float()
+    out = wide.new_empty(*x.shape[:-1], weight.shape[0])
+    for start, stop in row_chunks(*weight.shape):
+        out[..., start:stop] = F.linear(wide, float_rows(weight, start, stop))
+    return out
+
+
+def for_few_rows(kernel: FloatLinear, max_rows: int) -> FloatLinear:
+    """A `FloatLinear` through a kernel for up to `max_rows` rows of x, through torch for more."""
+
+    def chosen(x: Tensor, weight: Tensor) -> Tensor:
+        return (kernel if x.numel() <= max_rows * x.shape[-1] else float_linear)(x, weight)
+
+    return chosen
+
+
+class QuantLinear(nn.Module):
+    """``x @ weight.T + bias`` through a kernel backend; the backend's tensors are its buffers."""
+
+    def __init__(
+        self,
+        weight: QuantTensor,
+        bias: Tensor | None,
+        device: torch.device,
+        dtype: torch.dtype,
+        backend: str | None = None,
+    ) -> None:
+        """
+        Raises:
+            RequestError, UnsupportedError: see `select_backend`.
+        """
+        super().__init__()
+        self.scheme, self.scale_dtype = weight.scheme, weight.scale.dtype
+        self.out_features, self.in_features = weight.shape
+        self.backend = select_backend(weight.scheme, device, dtype, weight.scale.dtype, backend)
+        prepared = self.backend.prepare(weight.to(device))
+        self._prepared_names = tuple(prepared)
+        for name, tensor in prepared.items():
+            self.register_buffer(name, tensor)
+        self.bias = None if bias is None else nn.Parameter(bias.to(device, dtype), requires_grad=False)
+
+    @property
+    def backend_name(self) -> str:
+        return self.backend.name
+
+    def forward(self, x: Tensor) -> Tensor:
+        prepared = {name: getattr(self, name) for name in self._prepared_names}
+        return self.backend.linear(x, prepared, self.scheme, self.out_features, self.bias)

@@ -1,0 +1,219 @@
+"""Attention through Triton against float64: through Triton's interpreter, or on a GPU where there is one.
+
+Run as `triton_products` is, in the same process.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton_quick import quicken
+
+import quantkit
+from quantkit.data.files import DEMO_MODEL
+from quantkit.formats.detect import open_checkpoint
+from quantkit.kernels.backend import Operations
+from quantkit.kernels.triton_attention import attended, spans_for, tile_for
+from quantkit.kernels.triton_backend import TritonBackend
+from quantkit.kernels.triton_tiles import Card
+from quantkit.kernels.triton_words import INTERPRETED
+from quantkit.model.attention import masked_attention
+from quantkit.model.cache import KVCache, cached_floats
+from quantkit.model.linear import float_linear
+from quantkit.model.load import load_model
+from quantkit.runtime.engine import Engine
+
+quicken()
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+CASES = {
+    "one token": (64, 4, 2, [150], None, 2),
+    "the first token": (64, 2, 2, [0], None, 2),
+    "the end of a tile": (128, 2, 1, [127], None, 2),
+    "the start of a tile": (128, 2, 1, [128], None, 3),
+    "the end of the cache": (64, 2, 1, [179], None, 3),
+    "more spans than tiles": (128, 2, 1, [70], None, 5),
+    "a window within a tile": (80, 2, 2, [100], 7, 2),
+    "a window over tiles": (96, 6, 2, [99, 100, 101], 70, 2),
+    "a window wider than all": (64, 2, 1, [40, 41, 42], 500, 1),
+    "a window of one": (64, 2, 1, [63, 64, 65], 1, 2),
+    "tokens on both sides of a tile's end": (128, 3, 1, [126, 127, 128], None, 3),
+    "many tokens": (96, 5, 1, list(range(120, 136)), None, 2),
+    "large heads": (256, 2, 2, [100], 90, 2),
+}
+"""Head size, heads, KV heads, positions, window, spans."""
+
+LENGTH = 180
+
+pytestmark = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def _stored(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows [B, K, S, Dh] as a cache keeps them."""
+    batch, shared, length, size = rows.shape
+    config = open_checkpoint(DEMO_MODEL).config
+    config = replace(config, layers=config.layers[:1], num_kv_heads=shared, head_dim=size)
+    cache = KVCache(config, batch, length, dtype, DEVICE)
+    return cache.update(0, torch.arange(length, device=DEVICE), rows.to(DEVICE), rows.to(DEVICE))[0]
+
+
+def _operands(case: str, dtype: torch.dtype, cached: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries that look closely at some keys, keys, values, positions."""
+    size, heads, shared, positions, _, _ = CASES[case]
+    queries = torch.randn(2, heads, len(positions), size).to(DEVICE, dtype) * 2
+    keys, values = (_stored(torch.randn(2, shared, LENGTH, size), cached) for _ in range(2))
+    return queries, keys, values, torch.tensor(positions, device=DEVICE)
+
+
+def _rounded(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Float32 numbers in a dtype; Triton's interpreter cuts off what bfloat16 does not hold."""
+    if INTERPRETED and dtype == torch.bfloat16:
+        return (rows.view(torch.int32) >> 16 << 16).view(torch.float32).to(dtype)
+    return rows.to(dtype)
+
+
+def _require_right(found: Tensor, queries: Tensor, keys: Tensor, values: Tensor, *where: Any) -> None:
+    """Each mixed value within the rounding of weights and of the result, and of scores in float32."""
+    wide = [_rounded(cached_floats(stored, torch.float32), queries.dtype).double() for stored in (keys, values)]
+    expected = masked_attention(queries.double(), *wide, *where)
+    terms = masked_attention(queries.double(), wide[0], wide[1].abs(), *where)
+    largest = queries.double().norm(dim=-1).max() * wide[0].nan_to_num(0, 0, 0).norm(dim=-1).max()  # of a sum
+    scores = 4 * largest * queries.shape[-1] ** -0.5 * torch.finfo(torch.float32).eps  # by which weights' exponents err
+    rounding = torch.finfo(queries.dtype).eps
+    bound = (2 * rounding + 200 * torch.finfo(torch.float32).eps + scores) * terms
+    assert found.dtype == queries.dtype
+    assert found.shape == expected.shape
+    assert ((found.double() - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_attention_is_right_for_every_place_of_the_live_part(case: str) -> None:
+    *_, window, spans = CASES[case]
+    operands = _operands(case, torch.float32, torch.float32)
+    _require_right(attended(*operands, window, spans), *operands, window)
+
+
+@pytest.mark.parametrize("cached", [torch.float32, torch.float16, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_attention_is_right_for_every_dtype(dtype: torch.dtype, cached: torch.dtype) -> None:
+    for case in ("one token", "a window over tiles"):
+        *_, window, spans = CASES[case]
+        operands = _operands(case, dtype, cached)
+        _require_right(attended(*operands, window, spans), *operands, window)
+
+
+def test_spans_give_the_same_each_time_and_what_one_gives() -> None:
+    operands = _operands("one token", torch.float32, torch.float32)
+    found = attended(*operands, None, 3)
+    assert torch.equal(found, attended(*operands, None, 3))
+    torch.testing.assert_close(found, attended(*operands, None, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_scores_of_any_size_are_weighted() -> None:
+    queries, keys, values, positions = _operands("one token", torch.float32, torch.float32)
+    for factor in (1e-30, 100.0, -100.0):
+        operands = queries * factor, keys, values, positions
+        _require_right(attended(*operands, None, 2), *operands, None)
+
+
+@pytest.mark.parametrize("cached", [torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("what", ["keys", "values"])
+def test_what_is_not_finite_counts_in_the_live_part_alone(what: str, cached: torch.dtype) -> None:
+    queries, keys, values, positions = _operands("a window within a tile", torch.bfloat16, cached)
+    whole = attended(queries, keys, values, positions, 7, 2)
+    stale = _stored(torch.full((1, 1, 1, 80), torch.nan), cached)[0, 0, 0]
+    changed = keys if what == "keys" else values
+    changed[:, :, :94], changed[:, :, 101:] = stale, stale
+    assert torch.equal(attended(queries, keys, values, positions, 7, 2), whole)
+    for place in (94, 100):
+        kept = changed[1, 0, place].clone()
+        changed[1, 0, place] = stale
+        found = attended(queries, keys, values, positions, 7, 2)
+        assert found[1, 0, :80].isnan().all()  # of the one head
+        found[1, 0, :80] = whole[1, 0, :80]
+        assert torch.equal(found, whole)
+        changed[1, 0, place] = kept
+
+
+def test_views_are_taken() -> None:
+    queries, keys, values, positions = _operands("a window over tiles", torch.float32, torch.float32)
+    expected = attended(queries, keys, values, positions, 70, 2)
+    turned = queries.transpose(1, 2).contiguous().transpose(1, 2)
+    wide = torch.cat([keys, values], dim=-1)
+    assert torch.equal(attended(turned, *wide.chunk(2, dim=-1), positions, 70, 2), expected)
+
+
+def test_rows_of_bytes_whose_scales_are_not_aligned_are_refused() -> None:
+    queries, rows = torch.randn(1, 2, 1, 6, device=DEVICE), _stored(torch.randn(1, 2, 9, 6), torch.int8)
+    with pytest.raises(ValueError, match="multiple of 4, not 6"):
+        attended(queries, rows, rows, torch.tensor([3], device=DEVICE), None, 1)
+
+
+def test_programs_are_as_many_as_there_is_work_for() -> None:
+    card = Card("large", 132, 232448)
+    tile = tile_for(4, 128, torch.bfloat16, card)
+    assert spans_for(8, 4, 8192, tile, card) == 33
+    assert spans_for(8, 4, 100, tile, card) == 2
+    assert spans_for(1, 4, 1 << 20, tile, card) == 64
+    assert spans_for(1024, 4, 8192, tile, card) == 1
+
+
+@pytest.mark.parametrize("cached", [torch.float32, torch.int8], ids=str)
+def test_the_operator_passes_torchs_own_checks(cached: torch.dtype) -> None:
+    operands = _operands("tokens on both sides of a tile's end", torch.float32, cached)
+    for window in (None, 9):
+        torch.library.opcheck(torch.ops.quantkit_triton.cached_attention.default, (*operands, window))
+
+
+def test_attention_compiles_into_one_graph() -> None:
+    attention = TritonBackend().operations().cached_attention
+    assert attention is not None
+    operands = _operands("one token", torch.bfloat16, torch.bfloat16)
+    compiled = torch.compile(lambda *given: attention(*given, 20) + 1, backend="aot_eager", fullgraph=True)
+    with torch.inference_mode():
+        assert torch.equal(compiled(*operands), attention(*operands, 20) + 1)
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lookup") / "int8"
+    quantkit.quantize(DEMO_MODEL, folder, "int8", accept_quality_loss=True)
+    return folder
+
+
+def test_a_model_attends_through_it_and_does_all_else_as_before(quantized: Path) -> None:
+    model, reference = (
+        load_model(quantized, device=DEVICE, dtype=torch.float32, backend=name) for name in ("triton", "reference")
+    )
+    assert model.ops.cached_attention is not masked_attention
+    assert model.ops.float_linear is float_linear
+    assert model.ops.blocks is None
+    logits = []
+    for each in (model, reference):
+        engine = Engine(each, 40, cache_dtype=torch.int8, compiled=False)
+        tokens = torch.arange(20, 24, device=DEVICE)[None]
+        logits.append([engine.prefill(tokens), engine.decode(tokens[:, :1])])
+    for found, expected in zip(*logits, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("mistake", ["wrong", "failing"])
+def test_attention_that_is_wrong_is_found_out_at_load(
+    mistake: str, quantized: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wrong(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None) -> Tensor:
+        if mistake == "failing":
+            raise RuntimeError("out of\nresource")
+        return masked_attention(queries, keys, values, positions + (keys.dtype == torch.int8), window)
+
+    monkeypatch.setattr(TritonBackend, "operations", lambda self: Operations(cached_attention=wrong))
+    with caplog.at_level(logging.WARNING):
+        model = load_model(quantized, device=DEVICE, dtype=torch.float32, backend="triton")
+    assert model.ops.cached_attention is masked_attention
+    said = "fail on this machine (out of resource)" if mistake == "failing" else "are wrong on this machine"
+    assert caplog.messages == [f"attention by the compiled kernels {said}; torch's are used"]
