@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli.commands import weights_option
-from quantkit.cli.dtypes import float_type
+from quantkit.cli import options
+from quantkit.cli.output import bar
 from quantkit.cli.processes import together
-from quantkit.cli.progress import bar
 from quantkit.errors import RequestError
 
 if TYPE_CHECKING:
@@ -66,36 +65,33 @@ class Asked:
 
 
 @click.command()
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=options.PATH)
 @click.option("--prompt", required=True, help="The text to continue; special tokens may be spelled out.")
-@click.option("--max-new-tokens", type=int, default=100, show_default=True)
+@click.option("--max-new-tokens", type=int, default=100, show_default=True, help="Tokens to generate at most.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token.")
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Nucleus of probability to draw from.")
 @click.option("--seed", type=int, help="Of the draw; unpredictable by default.")
-@click.option(
-    "--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Of activations; the model's own by default."
-)
-@click.option(
-    "--backend",
-    help="Of quantized layers: cpu-exact, cpu-fast, triton or reference; see docs/kernels.md. "
-    "xla runs the whole model on TPUs; see docs/parallel.md.",
-)
-@click.option("--device", help="Where the model runs: cpu or cuda; a GPU if there is one.")
+@options.dtype
+@options.backend(" xla runs the whole model on TPUs; see docs/parallel.md.")
+@options.device
 @click.option("--tp", type=int, help="With xla: devices that share the model; all by default.")
 @click.option("--multi-host", is_flag=True, help="With xla: the devices of all hosts, this command run on each.")
 @click.option("--int8-cache", is_flag=True, help="Keep keys and values in 8 bits; see docs/kernels.md for the cost.")
-@click.option("--compile/--eager", "compiled", default=None, help="Through torch.compile; by default on GPUs only.")
-@click.option("--draft", type=click.Path(path_type=Path), help="A smaller model that proposes tokens.")
+@options.compiled
+@click.option("--draft", type=options.PATH, help="A smaller model that proposes tokens.")
 @click.option("--draft-tokens", type=int, help="Proposed at a time; 4 by default.")
-@weights_option
-def generate(**options: Any) -> None:
-    """Continue a prompt with the model in PATH; under torchrun all processes share it."""
-    asked = Asked(**options)
+@options.weights
+def generate(**given: Any) -> None:
+    """Continue a prompt with the model in PATH.
+
+    Under torchrun all processes share the model.
+    """
+    asked = Asked(**given)
     if asked.backend == "xla":
         asked.require_sense()
         _say(_on_devices(asked))
         return
-    alike = {name: value for name, value in options.items() if name not in ("path", "draft")}
+    alike = {name: value for name, value in given.items() if name not in ("path", "draft")}
     with together(alike, asked.device) as group:
         asked.require_sense()
         pieces = _pieces(asked, group)
@@ -112,15 +108,13 @@ def _pieces(asked: Asked, group: ProcessGroup) -> Iterator[str]:
     import torch
 
     from quantkit.jobs.load import load
-    from quantkit.model.load import usable_device
     from quantkit.runtime.engine import Engine
     from quantkit.runtime.generate import generate as job
     from quantkit.runtime.speculative import DRAFT_TOKENS, speculate
     from quantkit.runtime.stream import text_pieces
 
     how: dict[str, Any] = {
-        "device": group.device or usable_device(asked.device), "dtype": float_type(asked.dtype),
-        "backend": asked.backend, "tp": group,
+        "device": group.device or asked.device, "dtype": asked.dtype, "backend": asked.backend, "tp": group,
     }  # fmt: skip
     model, tokenizer = load(asked.path, weights=asked.weights, **how)
     ids = tokenizer.encode(asked.prompt, specials=True)
@@ -146,7 +140,7 @@ def _on_devices(asked: Asked) -> Iterator[str]:
 
     with bar("load", unit="tensor") as progress:
         model, tokenizer = load_xla(
-            asked.path, devices=asked.tp, dtype=float_type(asked.dtype), weights=asked.weights,
+            asked.path, devices=asked.tp, dtype=asked.dtype, weights=asked.weights,
             multi_host=asked.multi_host, progress=progress,
         )  # fmt: skip
     from quantkit.xla.generate import generate as job

@@ -1,30 +1,56 @@
-"""Standard output, and what to do when nobody takes it."""
+"""The standard streams: results on stdout, notes and progress bars on stderr."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import click
+from tqdm import tqdm
+
+from quantkit.progress import Progress
 
 
-def say(lines: Iterable[str]) -> None:
-    """Print lines; a reader that has closed its end misses them, and the command goes on to its exit code."""
+def say(lines: Iterable[str], *, err: bool = False) -> None:
+    """Print lines, with `err` to stderr; a reader that has closed its end misses them, and the command goes on to
+    its exit code."""
     try:
-        click.echo("\n".join(lines))
+        click.echo("\n".join(lines), err=err)
         sys.stdout.flush()
     except BrokenPipeError:
         drop_output()
 
 
-def mention(line: str) -> None:
+def mention(line: str, *, err: bool = False) -> None:
     """Print a line that nothing depends on: what it tells of has been done, whether or not it can be printed."""
     try:
-        click.echo(line)
+        click.echo(line, err=err)
         sys.stdout.flush()
     except OSError:
         drop_output()
+
+
+def note(line: str) -> None:
+    """Tell the user something on stderr; of the processes of a group the first one does."""
+    if os.environ.get("RANK", "0") == "0":
+        click.echo(f"quantkit: note: {line}", err=True)
+
+
+@contextmanager
+def bar(title: str, unit: str = "B", *, show: bool = True) -> Iterator[Progress]:
+    """A bar on stderr that a job's progress calls move, silent where that is no terminal; it starts anew when the
+    total changes."""
+    with tqdm(desc=title, unit=unit, unit_scale=unit == "B", disable=None if show else True, leave=False) as line:
+
+        def report(done: int, total: int, name: str) -> None:
+            if line.total != total:
+                line.reset(total)
+            line.set_postfix_str(name, refresh=False)
+            line.update(done - line.n)
+
+        yield report
 
 
 def open_missing_streams() -> None:

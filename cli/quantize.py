@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
 
 from quantkit.calibration.effort import ACTIVATION_MEMORY, MAX_LENGTH, SAMPLES, SEED
-from quantkit.cli.commands import done, writing
+from quantkit.cli import options
+from quantkit.cli.commands import finish
+from quantkit.cli.files import Outputs
+from quantkit.cli.output import bar, note
 from quantkit.cli.processes import together
-from quantkit.cli.progress import bar
 from quantkit.errors import RequestError
 
 
 @click.command()
-@writing
+@options.writing
 @click.option("--scheme", help="int8, int4-g32, int4-g64 or int4-g128; -asym for zero points.")
 @click.option("--head", metavar="SCHEME", help="Of the output head too, which keeps its floats by default.")
-@click.option("--plan", type=click.Path(path_type=Path), help="JSON with a default scheme and overrides.")
+@click.option("--recipe", type=options.PATH, metavar="FILE", help="JSON with a default scheme and overrides.")
+@click.option("--plan", type=options.PATH, hidden=True, help="The old name of --recipe.")
 @click.option(
     "--method", type=click.Choice(["rtn", "gptq"]), default="rtn", show_default=True, help="Rounding or GPTQ."
 )
@@ -33,46 +35,57 @@ from quantkit.errors import RequestError
     metavar="GB",
     help=f"Calibration activations held in memory, {ACTIVATION_MEMORY / 1e9:g} by default; more go to DST's disk.",
 )
-@click.option("--device", help="Where GPTQ computes: cpu or cuda; a GPU if there is one.")
+@options.device
 @click.option("--accept-quality-loss", is_flag=True, help="Keep a result that is too far from its source.")
 @click.option("--keep", multiple=True, metavar="PATTERN", help="Layers to keep as floats, a glob; repeatable.")
 @click.option("--strict", is_flag=True, help="Fail if a layer's shape does not fit the scheme.")
-def quantize(**options: Any) -> None:
-    """Quantize the linear layers of the model in SRC into the new folder DST.
+def quantize(data: str | None, **given: Any) -> None:
+    """Quantize a model's linear layers to int8 or int4.
 
-    The result is held against SRC before it gets its name; one that is too far from it
-    exits with 8. Under torchrun the calibration is shared by all processes; rounding is the first one's work.
+    The model in SRC goes to the new folder DST. It is held against SRC before it gets its name; one that is too
+    far from it exits with 8. Under torchrun all processes share the calibration; the first one does the rounding.
     """
     from quantkit.distributed.shard import require_same_checkpoint
     from quantkit.formats.detect import open_checkpoint
     from quantkit.jobs.quantize import quantize as job
 
-    arguments = job_arguments(options)
+    reads = given["calibration"], given["recipe"], given["plan"]
+    arguments = job_arguments(given)
     shared = arguments["method"] == "gptq"
     device = None if shared and arguments["device"] != "cpu" else "cpu"
-    with together({**arguments, "src": None}, device) as group, bar("quantize", show=group.first) as progress:
+    with together({**arguments, "src": None}, device) as group:
+        outputs = Outputs(data, reads=reads, makes=arguments["dst"])
         if shared and group.size > 1:
             require_same_checkpoint(open_checkpoint(arguments["src"], arguments["weights"]), group)
-        notes = job(**arguments, group=group, progress=progress) if shared or group.first else []
+        notes: list[str] = []
+        if shared or group.first:
+            with bar("quantize", show=group.first) as progress:
+                notes = job(**arguments, group=group, progress=progress)
     if group.first:
-        done(arguments["dst"], notes)
+        finish(arguments["dst"], notes, outputs)
 
 
-def job_arguments(options: dict[str, Any]) -> dict[str, Any]:
+def job_arguments(given: dict[str, Any]) -> dict[str, Any]:
     """What the command's options are called in `quantkit.quantize`.
 
     Raises:
-        RequestError: unless either a scheme or a plan is given, or if a head goes with a plan.
+        RequestError: unless either a scheme or a recipe is given, or if a head goes with a recipe.
     """
-    from quantkit.tensors.scheme import Override, QuantScheme, Recipe
+    from quantkit.tensors.recipe import Override, Recipe
+    from quantkit.tensors.scheme import QuantScheme
 
-    scheme, path, head = options.pop("scheme"), options.pop("plan"), options.pop("head")
+    scheme, path, head, old = (given.pop(name) for name in ("scheme", "recipe", "head", "plan"))
+    if old is not None:
+        note("--plan is called --recipe now; the old name goes with the next release")
+        if path is not None:
+            raise RequestError("--plan is the old name of --recipe; give one of them")
+        path = old
     if (scheme is None) == (path is None):
-        raise RequestError("give one of --scheme and --plan")
+        raise RequestError("give one of --scheme and --recipe")
     if head is not None:
         if scheme is None:
-            raise RequestError("--head goes with --scheme", hint="a plan names lm_head among its overrides")
+            raise RequestError("--head goes with --scheme", hint="a recipe names lm_head among its overrides")
         scheme = Recipe(QuantScheme.parse(scheme), (Override("lm_head", QuantScheme.parse(head)),))
-    if options["activation_memory"] is not None:
-        options["activation_memory"] *= 1e9
-    return {**options, "scheme": scheme if path is None else Recipe.from_json(path)}
+    if given["activation_memory"] is not None:
+        given["activation_memory"] *= 1e9
+    return {**given, "scheme": scheme if path is None else Recipe.from_json(path)}

@@ -8,10 +8,11 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,7 +25,8 @@ from quantkit.formats.checkpoint import DTYPE_NAMES, Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.json_values import shown
 from quantkit.memory import enough_memory, resident_bytes, total_bytes
-from quantkit.model.load import load_model, usable_device
+from quantkit.model.device import usable_device
+from quantkit.model.load import load_model
 from quantkit.progress import Progress, silent
 
 NEW = 48  # tokens decoded in a run
@@ -82,6 +84,9 @@ class Bench:
     def share_of_bandwidth(self) -> float | None:
         """Of the bandwidth, what the weights alone take up in decoding one sequence; None if not measured."""
         return self.decode[1].median * self.weight_bytes / self.bandwidth if 1 in self.decode else None
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "share_of_bandwidth": self.share_of_bandwidth}
 
 
 @dataclass(frozen=True)

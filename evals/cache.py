@@ -19,9 +19,9 @@ from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import CheckpointError
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.formats.destination import destination_error
-from quantkit.formats.safetensors_io import build_header, open_file
-from quantkit.formats.tensor_file import StoredTensor
+from quantkit.formats.files.safetensors_io import build_header, open_file
+from quantkit.formats.files.tensor_file import StoredTensor
+from quantkit.formats.output.destination import destination_error
 from quantkit.model.layerwise import Batch, layerwise_hidden
 from quantkit.progress import Progress, silent
 from quantkit.version import __version__

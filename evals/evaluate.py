@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from quantkit.data.files import EXCERPT, excerpt
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import CheckpointError, RequestError
@@ -17,12 +19,12 @@ from quantkit.evals.harness import as_lm
 from quantkit.evals.models import Model, Stream, fixed_window, open_models, streams
 from quantkit.evals.results import Evaluation, Row, TextFacts, TextMeasures
 from quantkit.evals.rolling import score_documents
-from quantkit.evals.speed import Speed, decoding_speed
 from quantkit.evals.tasks import TaskScore, open_tasks, run_tasks
-from quantkit.evals.texts import Text, read_text
-from quantkit.evals.tokens import prefix_token, token_ids
+from quantkit.evals.texts import Text, prefix_token, read_text, token_ids
+from quantkit.evals.timing import Speed, decoding_speed
 from quantkit.formats import manifest
 from quantkit.jobs.inspect import inspect
+from quantkit.model.device import usable_device
 from quantkit.model.layerwise import layerwise_hidden
 from quantkit.progress import Progress, silent
 from quantkit.quality.measures import Divergence, Hidden, compare, token_perplexity
@@ -38,13 +40,14 @@ def evaluate(
     window: int | None = None,
     cache_logits: Path | None = None,
     speed: bool = False,
+    device: str | None = None,
     group: ProcessGroup = SINGLE,
     progress: Progress = silent,
 ) -> Evaluation:
     """Measure checkpoints, each by itself and, given a reference, by the distance from it.
 
-    All but `speed` runs in float32. With neither texts nor tasks, the excerpt that ships
-    with quantkit is the text.
+    All but `speed` runs in float32, and perplexity and divergence on the CPU. With neither texts nor tasks, the
+    excerpt that ships with quantkit is the text.
 
     Args:
         paths: Meta or Hugging Face folders, at least one.
@@ -56,6 +59,8 @@ def evaluate(
             for fixed and `ROLLING_WINDOW` for rolling windows.
         cache_logits: a folder that keeps what the reference's logits follow from.
         speed: also let each model generate.
+        device: where tasks are answered and speed is measured, as torch spells it; None is a GPU if there is one,
+            or the CPU for a group.
         group: the processes that share the models; all call this alike and get the same.
         progress: told of every layer and question.
 
@@ -69,6 +74,7 @@ def evaluate(
         raise RequestError("only a reference's logits are kept, and none is given")
     if cache_logits is not None and group.size > 1:
         raise RequestError("a reference's logits are kept by one process alone")
+    where = _device(device, group, used=bool(tasks) or speed)
     models = open_models(paths, against, window, group)
     chosen, notes = _texts(texts, use_excerpt=not tasks)
     group.require_same({f"text {text.name}": text.sha256 for text in chosen})
@@ -91,9 +97,11 @@ def evaluate(
                     progress=_named(progress, model),
                 )  # fmt: skip
                 measured[text.name] = TextMeasures(stream.tokens, documents, perplexity, apart)
-        answers = [_ask(model, questions, group, progress) if tasks else ({}, []) for model in models]
+        answers = [_ask(model, questions, where, group, progress) if tasks else ({}, []) for model in models]
     prompt = chosen[0].raw if chosen else excerpt()
-    paces = [decoding_speed(model.checkpoint, model.tokenizer, prompt, group) if speed else None for model in models]
+    paces = [
+        decoding_speed(model.checkpoint, model.tokenizer, prompt, where, group) if speed else None for model in models
+    ]
     errors, kind = _layer_errors(models[-1].checkpoint.path)
     packages = ("quantkit", "torch", *(["lm_eval"] if tasks else []))
     return Evaluation(
@@ -103,9 +111,23 @@ def evaluate(
         window=length if chosen else None,
         layer_errors=errors,
         layer_error=kind,
+        device=where.type,
         versions={name: importlib.metadata.version(name) for name in packages},
         notes=notes,
     )
+
+
+def _device(name: str | None, group: ProcessGroup, *, used: bool) -> torch.device:
+    """Where tasks and speed run.
+
+    Raises:
+        RequestError: for a device that nothing would use, that a group cannot share, or that cannot be used.
+    """
+    if name is not None and name != "cpu" and not used:
+        raise RequestError("a device goes with tasks or speed; perplexity is computed on the CPU", found=name)
+    if group.size > 1 and name not in (None, "cpu"):
+        raise RequestError("processes that share a model measure it on the CPU", found=name)
+    return usable_device(name) if used and group.size == 1 else torch.device("cpu")
 
 
 def _texts(paths: Sequence[Path], *, use_excerpt: bool) -> tuple[list[Text], list[str]]:
@@ -145,9 +167,14 @@ def _held_against(
 _Answers = tuple[dict[str, TaskScore], list[str]]
 
 
-def _ask(model: Model, questions: Sequence[Any], group: ProcessGroup, progress: Progress) -> _Answers:
+def _ask(
+    model: Model, questions: Sequence[Any], device: torch.device, group: ProcessGroup, progress: Progress
+) -> _Answers:
     """A model's scores in the tasks, and the backends of its quantized layers there."""
-    lm = as_lm(model.checkpoint, model.tokenizer, model.rolling_window, group=group, progress=_named(progress, model))
+    lm = as_lm(
+        model.checkpoint, model.tokenizer, model.rolling_window, device=device, group=group,
+        progress=_named(progress, model),
+    )  # fmt: skip
     return run_tasks(questions, lm), lm.backends
 
 
@@ -175,7 +202,7 @@ def _facts(text: Text) -> TextFacts:
 def _layer_errors(folder: Path) -> tuple[dict[str, float], str]:
     """The errors that a folder's manifest tells of its quantized layers, worst first, and which they are."""
     try:
-        listed = manifest.read(folder).get("tensors", {})
+        listed = manifest.read(folder).get("modules", {})
     except CheckpointError:
         return {}, ""
     for kind in ("output_error", "relative_error"):

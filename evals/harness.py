@@ -14,7 +14,7 @@ from quantkit.errors import RequestError
 from quantkit.evals.extras import optional
 from quantkit.evals.models import backend_names
 from quantkit.evals.rolling import rolling
-from quantkit.evals.tokens import prefix_token, token_ids
+from quantkit.evals.texts import prefix_token, token_ids
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.load import load_model
 from quantkit.progress import Progress, silent
@@ -30,13 +30,14 @@ _NEW_TOKENS = 256
 
 
 def as_lm(
-    checkpoint: Checkpoint, tokenizer: Tokenizer, max_length: int, *, group: ProcessGroup = SINGLE,
-    progress: Progress = silent,
+    checkpoint: Checkpoint, tokenizer: Tokenizer, max_length: int, *, device: str | torch.device = "cpu",
+    group: ProcessGroup = SINGLE, progress: Progress = silent,
 ) -> Any:  # fmt: skip
     """An ``lm_eval.api.model.LM`` that answers with this checkpoint, run in float32.
 
     Args:
         max_length: tokens the model sees at once.
+        device: where it runs.
         group: the processes that share the model.
 
     Raises:
@@ -44,20 +45,21 @@ def as_lm(
     """
     base = optional("lm_eval.api.model").TemplateLM
     quiet = {"loglikelihood": partialmethod(base.loglikelihood, disable_tqdm=True)}
-    return type("QuantkitLM", (Scorer, base), quiet)(checkpoint, tokenizer, max_length, group, progress)
+    return type("QuantkitLM", (Scorer, base), quiet)(checkpoint, tokenizer, max_length, device, group, progress)
 
 
 class Scorer:
     """The methods that the harness's ``TemplateLM`` leaves open; a request's arguments are in its ``args``."""
 
     def __init__(
-        self, checkpoint: Checkpoint, tokenizer: Tokenizer, max_length: int, group: ProcessGroup, progress: Progress
-    ) -> None:
+        self, checkpoint: Checkpoint, tokenizer: Tokenizer, max_length: int, device: str | torch.device,
+        group: ProcessGroup, progress: Progress,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.max_length = max_length
         self._prefix = prefix_token(tokenizer, checkpoint)
         self._path = checkpoint.path
-        self._model = load_model(checkpoint, dtype=torch.float32, group=group)
+        self._model = load_model(checkpoint, device=device, dtype=torch.float32, group=group)
         self.backends = backend_names(self._model)
         self._tokenizer = tokenizer
         self._progress = progress
@@ -130,7 +132,8 @@ class Scorer:
             width = len(items[order[len(scores)]][0])
             batch = order[len(scores) : len(scores) + max(1, _TOKENS_AT_ONCE // width)]
             tokens = torch.tensor([items[index][0] + [0] * (width - len(items[index][0])) for index in batch])
-            hidden = self._model.hidden(tokens, torch.arange(width))  # causal: what is padded on the right is not seen
+            tokens, positions = tokens.to(self._model.device), torch.arange(width, device=self._model.device)
+            hidden = self._model.hidden(tokens, positions)  # causal: what is padded on the right is not seen
             for states, index in zip(hidden, batch, strict=True):
                 ids, targets = items[index]
                 scores[index] = self._score_one(states[len(ids) - len(targets) : len(ids)], torch.tensor(targets))
@@ -139,7 +142,7 @@ class Scorer:
     def _score_one(self, states: Tensor, targets: Tensor) -> tuple[float, bool]:
         total, greedy = 0.0, True
         for start in range(0, len(targets), _POSITIONS_AT_ONCE):
-            wanted = targets[start : start + _POSITIONS_AT_ONCE]
+            wanted = targets[start : start + _POSITIONS_AT_ONCE].to(states.device)
             logits = finite_logits(self._model.head(states[start : start + _POSITIONS_AT_ONCE]), self._path)
             chosen = logits.log_softmax(-1).gather(-1, wanted.unsqueeze(-1))
             total += chosen.sum(dtype=torch.float64).item()

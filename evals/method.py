@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from quantkit.evals.results import Evaluation, Row
-from quantkit.evals.speed import NEW_TOKENS, PROMPT_TOKENS, RUNS
+from quantkit.evals.timing import NEW_TOKENS, PROMPT_TOKENS, RUNS
+
+_DEVICES = {"cpu": "the CPU", "cuda": "a GPU"}
 
 
 def method(found: Evaluation) -> list[str]:
@@ -57,7 +59,9 @@ def _tasks(found: Evaluation) -> str:
         for name, score in found.rows[0].tasks.items()
     )
     backends = _each({row.name: _backends(row.task_backends) for row in found.rows})
-    return f"Tasks: by lm-evaluation-harness, {asked}; float32 on the CPU, {backends}."
+    return (
+        f"Tasks: by lm-evaluation-harness, {asked}; float32 on {_DEVICES.get(found.device, found.device)}, {backends}."
+    )
 
 
 def _pace(row: Row) -> str:

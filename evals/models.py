@@ -11,8 +11,7 @@ from torch import Tensor
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.distributed.shard import require_shareable
 from quantkit.errors import RequestError
-from quantkit.evals.texts import Text
-from quantkit.evals.tokens import measuring_tokenizer, token_ids
+from quantkit.evals.texts import Text, measuring_tokenizer, token_ids
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.decoder import Decoder

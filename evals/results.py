@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from quantkit.evals.rolling import DocumentScore
-from quantkit.evals.speed import Speed
 from quantkit.evals.tasks import TaskScore
+from quantkit.evals.timing import Speed
+from quantkit.json_values import finite
 from quantkit.quality.measures import Divergence
 
 
@@ -77,6 +76,7 @@ class Evaluation:
         layer_errors: relative errors of the last model's layers by name, worst first, as
             its manifest tells them.
         layer_error: which error that is: ``output_error`` or ``relative_error``.
+        device: where tasks were answered and speed was measured.
         versions: of the packages that took part.
         notes: what one should know about the figures.
     """
@@ -87,6 +87,7 @@ class Evaluation:
     window: int | None
     layer_errors: dict[str, float]
     layer_error: str
+    device: str
     versions: dict[str, str]
     notes: list[str]
 
@@ -102,13 +103,5 @@ class Evaluation:
         for row, plain in zip(self.rows, value["rows"], strict=True):
             for text in row.texts:
                 plain["texts"][text]["perplexity_ratio"] = self.perplexity_ratio(row, text)
-        plain_value: dict[str, Any] = _finite(value)
+        plain_value: dict[str, Any] = finite(value)
         return plain_value
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

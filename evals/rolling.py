@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from quantkit.distributed.group import SINGLE, ProcessGroup
-from quantkit.evals.texts import Text
-from quantkit.evals.tokens import prefix_token, token_ids
+from quantkit.evals.texts import Text, prefix_token, token_ids
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.progress import Progress, silent
 from quantkit.quality.measures import NOT_SCORED, Windows, log_loss, perplexity

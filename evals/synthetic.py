@@ -17,12 +17,12 @@ from quantkit.architectures.topology import Parameter, linear_columns, parameter
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.hf import weight_kinds
-from quantkit.formats.quantized_modules import read_schemes
-from quantkit.formats.source import SourceFile
-from quantkit.json_values import Settings, read_settings
+from quantkit.formats.files.source import SourceFile
+from quantkit.formats.registry import HF
+from quantkit.json_values import read_settings
 from quantkit.tensors.qtensor import QuantTensor
-from quantkit.tensors.scheme import Override, QuantScheme, Recipe
+from quantkit.tensors.recipe import Override, Recipe
+from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
@@ -131,16 +131,14 @@ def shaped(source: str | Path, scheme: str | None) -> Checkpoint:
     if not folder.exists() and str(source) in _SHAPES:
         return synthetic(str(source), scheme)
     path = folder / "config.json"
-    if weight_kinds(folder) or not path.is_file():
+    if HF.present(folder) or not path.is_file():
         if scheme is not None:
             raise RequestError("a folder of weights has schemes of its own", path=folder, found=f"scheme {scheme}")
         return open_checkpoint(folder)
     raw = read_settings(path)
     config = config_from_hf(raw, path)
-    settings = Settings(raw, path)
-    if settings.has("quantization_config") and scheme is None:
-        quantized = read_schemes(settings.inside("quantization_config").values, linear_columns(config), path)
-        return SyntheticCheckpoint(folder, config, quantized)
+    if raw.get("quantization_config") is not None and scheme is None:
+        return SyntheticCheckpoint(folder, config, HF.schemes(raw, config, path))
     return SyntheticCheckpoint(folder, config, _schemes(config, scheme))
 
 
@@ -148,5 +146,5 @@ def _schemes(config: ModelConfig, scheme: str | None, head: str | None = None) -
     if scheme is None:
         return {}
     of_head = Override("lm_head", _HEAD if head is None else QuantScheme.parse(head))
-    plan = Recipe(QuantScheme.parse(scheme), () if config.tied_embeddings else (of_head,))
-    return plan.assign(linear_columns(config))
+    recipe = Recipe(QuantScheme.parse(scheme), () if config.tied_embeddings else (of_head,))
+    return recipe.assign(linear_columns(config))

@@ -1,18 +1,30 @@
-"""What is timed of a model, once."""
+"""Timing a model: prefill, decoding, the bandwidth of its weights."""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
+from quantkit.distributed.group import ProcessGroup
+from quantkit.evals.models import backend_names
+from quantkit.evals.texts import token_ids
+from quantkit.formats.checkpoint import DTYPE_NAMES, Checkpoint
 from quantkit.model.decoder import Decoder
+from quantkit.model.load import load_model
 from quantkit.runtime.engine import Engine
+from quantkit.runtime.generate import generate
 from quantkit.tensors.finite import finite_logits
+from quantkit.text.tokenizer import Tokenizer
 
 PROMPT = 16  # tokens before decoding
+PROMPT_TOKENS = 16
+NEW_TOKENS = 32
+RUNS = 3
 _PROBE_BYTES = 1 << 29
 
 
@@ -82,3 +94,46 @@ def bandwidth(device: torch.device) -> float:
         torch.cuda.synchronize(device)
 
     return 2 * probe.nbytes / min(seconds(copied) for _ in range(10))
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens per second of greedy decoding, one sequence at a time.
+
+    Attributes:
+        tokens_per_second: the median of `RUNS` runs, the prompt and the first token left out.
+        dtype: of activations, as the checkpoint's own.
+        backends: of quantized layers; none where there are no such.
+        device, threads: what it ran on.
+    """
+
+    tokens_per_second: float
+    dtype: str
+    backends: list[str]
+    device: str
+    threads: int
+
+
+def decoding_speed(
+    checkpoint: Checkpoint, tokenizer: Tokenizer, text: str, device: torch.device, group: ProcessGroup
+) -> Speed:
+    """Let a model continue the first tokens of a text, past any end token.
+
+    Raises:
+        RequestError: if the model's context is too short.
+        NonFiniteError: if its logits are NaN or Inf.
+    """
+    model = load_model(checkpoint, device=device, group=group)
+    model.config = replace(model.config, eos_token_ids=())
+    prompt = token_ids(tokenizer, text)[:PROMPT_TOKENS]
+    rates = []
+    for _ in range(RUNS):
+        tokens = generate(model, prompt, max_new_tokens=NEW_TOKENS + 1)
+        next(tokens)
+        started = time.perf_counter()
+        count = sum(1 for _ in tokens)
+        rates.append(count / (time.perf_counter() - started))
+    return Speed(
+        statistics.median(rates), DTYPE_NAMES[model.dtype], backend_names(model), str(model.device),
+        torch.get_num_threads(),
+    )  # fmt: skip

@@ -94,7 +94,7 @@ class Settings:
         """
         self.values = values
         self.path = str(path)
-        self._name = name
+        self.name = name
 
     def has(self, key: str) -> bool:
         return self.values.get(key) is not None
@@ -102,7 +102,7 @@ class Settings:
     def need(self, key: str, hint: str | None = None) -> Any:
         """Whatever the key holds; it must be there."""
         if not self.has(key):
-            within = f"{self._name} " if self._name else ""
+            within = f"{self.name} " if self.name else ""
             raise CheckpointError(f"{within}lacks the key '{key}'", path=self.path, hint=hint)
         return self.values[key]
 
@@ -180,7 +180,7 @@ class Settings:
         )
 
     def _full(self, key: str) -> str:
-        return f"{self._name}.{key}" if self._name else key
+        return f"{self.name}.{key}" if self.name else key
 
 
 def shown(value: object) -> str:
@@ -189,6 +189,15 @@ def shown(value: object) -> str:
         return "a huge number"  # which Python may refuse to spell
     text = repr(value)
     return text if len(text) <= _SHOWN else text[:_SHOWN] + " ..."
+
+
+def finite(value: object) -> Any:
+    """Plain values for JSON, where what is NaN or infinite is None; tuples become lists."""
+    if isinstance(value, Mapping):
+        return {key: finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _within(value: object) -> list[object]:

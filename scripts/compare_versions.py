@@ -46,7 +46,8 @@ def run(python: str, folder: Path, name: str, model: Path, text: Path) -> None:
     places = {"MODEL": str(model), "TEXT": str(text), "OUT": str(folder / name)}
     words = [places.get(word, str(folder / word[1:]) if word.startswith("@") else word) for word in arguments]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
-    done = subprocess.run([python, *launcher, "-m", "quantkit.cli", *words], capture_output=True, text=True)
+    command = [python, *launcher, "-m", "quantkit.cli", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)  # not where a checkout is
     if done.returncode:
         sys.exit(f"{name} with {python} exits with {done.returncode}:\n{done.stderr}")
 

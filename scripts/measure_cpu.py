@@ -57,7 +57,7 @@ def serve(scheme: str, head: str | None, mode: str) -> None:
     from quantkit.evals.timing import Decoding, prefill_once, seconds, weight_bytes
     from quantkit.model.load import load_model
 
-    model = load_model(synthetic(SHAPE, scheme, head), backend=f"cpu-{mode}")
+    model = load_model(synthetic(SHAPE, scheme, head), device="cpu", backend=f"cpu-{mode}")
     measures: dict[str, Callable[[], float]] = {
         "decode": lambda: 48 / Decoding(model, 1, 48, None).run(),
         "decode batch 8": lambda: 64 / Decoding(model, 8, 8, None).run(),

@@ -29,7 +29,7 @@ WINDOW, WINDOWS = 256, 60
 @torch.inference_mode()
 def log_probabilities(folder: Path, windows: Tensor, backend: str | None, *, int8_cache: bool = False) -> Tensor:
     """[W, T, V], in float32 activations."""
-    model = load_model(folder, dtype=torch.float32, backend=backend)
+    model = load_model(folder, device="cpu", dtype=torch.float32, backend=backend)
     positions = torch.arange(windows.shape[1])
     parts = []
     for part in windows.split(8):

@@ -51,7 +51,7 @@ def _collective(target: object) -> list[str]:
 
 
 def opened(folder: Path, dtype: torch.dtype | None, group: ProcessGroup) -> Decoder:
-    return load_model(folder, dtype=dtype, group=group)
+    return load_model(folder, device="cpu", dtype=dtype, group=group)
 
 
 def batch_logits(model: Decoder) -> Tensor:

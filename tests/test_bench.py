@@ -16,7 +16,7 @@ from command import Capture
 import quantkit
 from quantkit.errors import RequestError
 from quantkit.evals.bench import Bench, Job, Rate, bench, require_room, slower_than_floats
-from quantkit.evals.bench_report import table
+from quantkit.evals.report import bench_table
 from quantkit.evals.synthetic import synthetic
 from quantkit.formats.checkpoint import require_complete
 from quantkit.memory import enough_memory
@@ -72,7 +72,7 @@ def test_a_device_that_is_not_there_is_refused(demo_model: Path) -> None:
 
 def test_the_share_of_bandwidth_is_that_of_the_weights_read() -> None:
     assert FOUND.share_of_bandwidth == pytest.approx(0.5)
-    assert "| of that in decoding | 50% |" in table([FOUND])
+    assert "| of that in decoding | 50% |" in bench_table([FOUND])
     assert replace(FOUND, decode={4: RATE}).share_of_bandwidth is None
 
 

@@ -122,7 +122,7 @@ def test_a_layer_that_changed_more_than_its_scheme_explains_stops_the_gate(demo_
     name = "model.layers.2.self_attn.v_proj"
     quantkit.quantize(demo_model, tmp_path / "out", "int8")
     source, result = open_checkpoint(demo_model), open_checkpoint(tmp_path / "out")
-    made = json.loads((tmp_path / "out" / "quantkit.json").read_text())["tensors"]
+    made = json.loads((tmp_path / "out" / "quantkit.json").read_text())["modules"]
     records = {f"{module}.weight": facts for module, facts in made.items()}
     assert run_gate(source, result, records).problem() is None
     records[f"{name}.weight"] |= {"relative_error": 1.4, "solver": "gptq"}

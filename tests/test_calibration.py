@@ -215,11 +215,11 @@ def test_the_manifest_tells_how_each_layer_was_solved(demo_model: Path, text: Pa
     assert made["calibration"] == {
         "sha256": hashlib.sha256(text.read_bytes()).hexdigest(), "samples": 24, "length": 128, "seed": 4,
     }  # fmt: skip
-    solved = made["tensors"]["model.layers.1.mlp.down_proj"]
+    solved = made["modules"]["model.layers.1.mlp.down_proj"]
     assert solved["solver"] == "gptq"
     assert 0 < solved["output_error"] < 0.2
     assert solved["damping"] == 0.01
-    assert made["tensors"]["model.layers.1.self_attn.k_proj"]["scheme"] is None
+    assert made["modules"]["model.layers.1.self_attn.k_proj"]["scheme"] is None
 
 
 def test_a_nan_in_one_weight_names_the_layer(tmp_path: Path, demo_model: Path, text: Path) -> None:

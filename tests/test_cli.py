@@ -35,7 +35,7 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.quality.verify import Verdict
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ("demo", "inspect", "convert", "quantize", "verify", "generate")
+COMMANDS = ("demo", "inspect", "plan", "convert", "quantize", "verify", "eval", "generate", "bench")
 CODES = {
     QuantkitError: 1,
     RequestError: 2,
@@ -182,11 +182,11 @@ def test_the_head_is_quantized_where_asked_for(demo_model: Path, tmp_path: Path,
     [
         (["--scheme", "int3-g128"], ("unknown quantization scheme", "int3-g128", "int4-g128")),
         (["--scheme", "int4-g12"], ("group size is not supported", "found 12")),
-        ([], ("--scheme", "--plan")),
-        (["--scheme", "int8", "--plan", "plan.json"], ("--scheme", "--plan")),
-        (["--plan", "nowhere.json"], ("nowhere.json", "cannot read the plan")),
+        ([], ("--scheme", "--recipe")),
+        (["--scheme", "int8", "--recipe", "recipe.json"], ("--scheme", "--recipe")),
+        (["--recipe", "nowhere.json"], ("nowhere.json", "cannot read the recipe")),
         (["--scheme", "int4-g32", "--head", "int2"], ("unknown quantization scheme", "int2")),
-        (["--plan", "plan.json", "--head", "int8"], ("--head goes with --scheme", "overrides")),
+        (["--recipe", "recipe.json", "--head", "int8"], ("--head goes with --scheme", "overrides")),
         (["--scheme", "int8", "--keep", "*.nothing"], ("matches no linear layer", "*.nothing")),
         (["--scheme", "int8", "--keep", "*"], ("nothing would be quantized",)),
     ],
@@ -201,6 +201,33 @@ def test_a_quantization_that_makes_no_sense_exits_2(
     assert err.count("\n") == 1
     assert all(word in err for word in words)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_recipe_is_read_and_its_old_option_works_with_a_note(
+    demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text('{"default": "int8", "overrides": [{"pattern": "*.down_proj", "scheme": "int4-g32"}]}')
+    code, _, err = run(capfd, "quantize", demo_model, tmp_path / "new", "--recipe", recipe)
+    assert (code, err) == (0, "")
+    code, _, err = run(capfd, "quantize", demo_model, tmp_path / "old", "--plan", recipe)
+    assert (code, err) == (
+        0,
+        "quantkit: note: --plan is called --recipe now; the old name goes with the next release\n",
+    )
+    manifests = [(tmp_path / name / "quantkit.json").read_bytes() for name in ("new", "old")]
+    assert manifests[0] == manifests[1]
+    made = json.loads(manifests[0])
+    assert made["format_version"] == 2
+    assert made["recipe"] == json.loads(recipe.read_text())
+    assert made["modules"]["model.layers.0.mlp.down_proj"]["scheme"] == "int4-g32"
+    assert not {"plan", "tensors"} & set(made)
+
+
+def test_both_names_of_the_recipe_at_once_are_refused(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+    code, _, err = run(capfd, "quantize", demo_model, tmp_path / "out", "--plan", "a.json", "--recipe", "b.json")
+    assert code == 2
+    assert "--plan is the old name of --recipe" in err
 
 
 def test_debug_shows_a_traceback_and_its_absence_one_line_with_the_same_exit_code(tmp_path: Path) -> None:
@@ -264,9 +291,9 @@ def test_inspect_prints_json_with_the_right_number_of_parameters(demo_model: Pat
     shards = [torch.load(demo_model / f"consolidated.0{rank}.pth", weights_only=True) for rank in range(2)]
     once = sum(t.numel() for name, t in shards[0].items() if "norm" in name)
     split = sum(t.numel() for shard in shards for name, t in shard.items() if not re.search("norm|freqs", name))
-    code, out, err = run(capfd, "inspect", demo_model, "--json")
+    code, out, err = run(capfd, "inspect", demo_model, "--json", "-")
     found = json.loads(out)
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, run(capfd, "inspect", demo_model)[1])
     assert found["parameters"] == once + split
     assert (found["architecture"], found["layers"], found["heads"], found["kv_heads"]) == ("llama", 4, 4, 2)
 
@@ -274,7 +301,7 @@ def test_inspect_prints_json_with_the_right_number_of_parameters(demo_model: Pat
 @pytest.mark.parametrize("tied", [True, False])
 def test_inspect_counts_tied_parameters_once(tied: bool, tmp_path: Path, capfd: Capture) -> None:
     model = oracle.make("qwen2", tie_word_embeddings=tied)
-    _, out, _ = run(capfd, "inspect", oracle.save(model, tmp_path / "model"), "--json")
+    _, out, _ = run(capfd, "inspect", oracle.save(model, tmp_path / "model"), "--json", "-")
     assert json.loads(out)["parameters"] == sum(p.numel() for p in model.parameters())
 
 
@@ -282,7 +309,7 @@ def test_inspect_counts_the_same_parameters_after_quantization(
     demo_model: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     run(capfd, "quantize", demo_model, tmp_path / "int4", "--scheme", "int4-g32")
-    before, after = (json.loads(run(capfd, "inspect", p, "--json")[1]) for p in (demo_model, tmp_path / "int4"))
+    before, after = (json.loads(run(capfd, "inspect", p, "--json", "-")[1]) for p in (demo_model, tmp_path / "int4"))
     assert after["parameters"] == before["parameters"]
     assert after["weight_bytes"] < before["weight_bytes"]
     assert after["tensors"]["int4-g32"] == 28

@@ -21,9 +21,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, DestinationError, UnsupportedError
-from quantkit.formats import manifest, pth_io, safetensors_io, source
+from quantkit.formats import manifest
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.tensor_file import TensorFile
+from quantkit.formats.files import pth_io, safetensors_io, source
+from quantkit.formats.files.tensor_file import TensorFile
 from quantkit.jobs.convert import convert
 
 TENSORS = {"first": torch.arange(600.0).view(20, 30), "second": torch.arange(77).bfloat16()}
@@ -490,7 +491,7 @@ def test_what_is_written_is_opened_before_it_gets_its_name(
     written: bytes, instead: bytes, pickled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built = safetensors_io.build_header
-    broken = "quantkit.formats.encoders.build_header"
+    broken = "quantkit.formats.containers.hf.build_header"
     monkeypatch.setattr(broken, lambda tensors: built(tensors).replace(written, instead))
     with pytest.raises(DestinationError, match="cannot be read back"):
         convert(pickled, tmp_path / "out")

@@ -12,7 +12,7 @@ from partial import contents, interrupted, partial
 
 import quantkit
 from quantkit.errors import CheckpointError, ResumeError
-from quantkit.formats import writer
+from quantkit.formats.output import writer
 
 COMMANDS = ("convert", "quantize --scheme=int8", "plan convert", "plan quantize --scheme=int8")
 NO_NAMES = (".", "..", "", "/", "there/..", "out.partial")

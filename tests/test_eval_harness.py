@@ -20,8 +20,7 @@ from quantkit.evals import tasks
 from quantkit.evals.harness import as_lm
 from quantkit.evals.rolling import score_documents
 from quantkit.evals.tasks import open_tasks, run_tasks
-from quantkit.evals.texts import read_text
-from quantkit.evals.tokens import measuring_tokenizer
+from quantkit.evals.texts import measuring_tokenizer, read_text
 from quantkit.formats.detect import open_checkpoint
 
 pytest.importorskip("lm_eval")

@@ -13,11 +13,11 @@ import oracle
 import pytest
 
 import quantkit
+from quantkit.cli.files import Outputs
 from quantkit.data.files import EXCERPT, excerpt
 from quantkit.errors import CheckpointError, DestinationError, NonFiniteError, RequestError
 from quantkit.evals.evaluate import evaluate
 from quantkit.evals.method import method
-from quantkit.evals.outputs import Outputs
 from quantkit.evals.plot import picture
 from quantkit.evals.report import markdown, tables
 from quantkit.evals.results import Evaluation
@@ -103,7 +103,8 @@ def test_the_report_says_what_was_measured_and_how(found: Evaluation, folders: d
 
 
 def test_the_data_hold_every_figure(found: Evaluation, tmp_path: Path) -> None:
-    Outputs(tmp_path / "out.md", tmp_path / "out.json").write(found)
+    outputs = Outputs(str(tmp_path / "out.json"), report=tmp_path / "out.md")
+    outputs.write(found.to_json(), report=lambda: markdown(found))
     assert (tmp_path / "out.md").read_text() == markdown(found)
     value = json.loads((tmp_path / "out.json").read_text())
     one = value["rows"][2]["texts"]["first"]
@@ -201,4 +202,4 @@ def test_a_model_that_is_broken_gives_no_table(folders: dict[str, Path], tmp_pat
 
 def test_files_that_cannot_be_written_are_told_before_the_work(tmp_path: Path) -> None:
     with pytest.raises(DestinationError, match=re.escape(str(tmp_path / "none" / "out.md"))):
-        Outputs(report=tmp_path / "none" / "out.md")
+        Outputs(None, report=tmp_path / "none" / "out.md")

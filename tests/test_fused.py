@@ -23,7 +23,8 @@ from quantkit.model.decoder import Decoder
 from quantkit.model.fused_blocks import block_features
 from quantkit.model.linear import QuantLinear
 from quantkit.model.load import load_model
-from quantkit.tensors.scheme import Override, QuantScheme, Recipe
+from quantkit.tensors.recipe import Override, Recipe
+from quantkit.tensors.scheme import QuantScheme
 
 
 def _logits(model: Decoder, tokens: Tensor, steps: list[int], dtype: torch.dtype, *, first: bool = False) -> Tensor:

@@ -91,12 +91,14 @@ def test_one_bit_is_a_difference() -> None:
 @pytest.mark.parametrize("text", ["int8", "int8-asym", "int4-g32", "int4-g32-asym"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_rounding_is_within_half_a_step_and_another_weight_is_not(text: str, dtype: torch.dtype) -> None:
-    from quantkit.formats import compressed_tensors as ct
+    from quantkit.formats.codecs.compressed_tensors import PackQuantized
+    from quantkit.tensors.spec import TensorSpec
 
     source = torch.randn(16, 64).to(dtype)
     value = quantize_rtn(source, QuantScheme.parse(text), dtype)
-    names = [tensor.name for tensor in ct.stored("a.weight", value.shape, dtype, value.scheme)]
-    quantized = dict(zip(names, ct.encode(value), strict=True))
+    codec = PackQuantized(value.scheme)
+    names = [tensor.name for tensor in codec.stored(TensorSpec("a.weight", value.shape, dtype, value.scheme))]
+    quantized = dict(zip(names, codec.encode(value), strict=True))
     assert torch.equal(oracle.dequantized(quantized)["a.weight"], value.dequantize())
     assert oracle.rounded(quantized, {"a.weight": source}) is None
     moved = source.clone()

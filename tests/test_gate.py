@@ -126,8 +126,8 @@ def test_a_layer_that_gptq_cannot_solve_is_rounded_and_stops_it(
     assert len(seen) == 1  # nothing was solved again
     made = _manifest(tmp_path / "out")
     assert made["quality"]["fallbacks"] == {"model.layers.0.mlp.down_proj": "the Hessian stays singular"}
-    assert made["tensors"]["model.layers.0.mlp.down_proj"]["solver"] == "round-to-nearest"
-    assert made["tensors"]["model.layers.1.mlp.down_proj"]["solver"] == "gptq"
+    assert made["modules"]["model.layers.0.mlp.down_proj"]["solver"] == "round-to-nearest"
+    assert made["modules"]["model.layers.1.mlp.down_proj"]["solver"] == "gptq"
 
 
 @pytest.mark.parametrize(("bound", "words"), [("kl", "mean KL"), ("perplexity_ratio", "the perplexity on 'speech'")])

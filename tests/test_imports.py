@@ -16,7 +16,11 @@ FOLDERS = {"quantkit": "quantkit", "kernels": "quantkit.kernels", "cli": "quantk
 ROOMS = (
     ("errors", "version", "progress", "memory", "json_values"),
     ("data", "architectures", "tensors", "text"),
-    ("formats", "solver"),
+    ("formats.files", "solver"),
+    ("formats.checkpoint", "formats.codecs"),
+    ("formats.container", "formats.folder"),
+    ("formats.containers", "formats.output"),
+    ("formats",),
     ("kernels", "distributed"),
     ("model",),
     ("quality", "runtime", "calibration"),
@@ -41,8 +45,8 @@ ONLY = {
 }
 NO_TORCH = {
     "quantkit", "quantkit.errors", "quantkit.json_values", "quantkit.architectures", "quantkit.tensors.scheme",
-    "quantkit.text.contained", "quantkit.text.tokenizer", "quantkit.formats.manifest", "quantkit.formats.source",
-    "quantkit.calibration.effort",
+    "quantkit.tensors.recipe", "quantkit.text.contained", "quantkit.text.tokenizer", "quantkit.formats.manifest",
+    "quantkit.formats.files.source", "quantkit.calibration.effort",
 }  # fmt: skip
 
 # Loaded by their backend alone, and only where it may serve.

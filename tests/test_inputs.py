@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantkit.errors import CheckpointError
-from quantkit.formats.safetensors_io import open_file
+from quantkit.formats.files.safetensors_io import open_file
 from quantkit.text.tokenizer import load_tokenizer
 
 State = dict[str, Tensor]
@@ -1114,7 +1114,7 @@ def ragged(tmp_path: Path) -> Path:
 def test_the_policy_for_rows_that_do_not_divide_is_recorded(ragged: Path, capfd: Capture) -> None:
     dst, notes = accepted(capfd, ragged, "--scheme", "int4-g64", by="quantize")
     assert "int4-g64 does not divide the rows of 3 layers, model.layers.0.mlp.down_proj first; int8 " in notes
-    tensors = json.loads((dst / "quantkit.json").read_text())["tensors"]
+    tensors = json.loads((dst / "quantkit.json").read_text())["modules"]
     for layer in range(3):
         down = tensors[f"model.layers.{layer}.mlp.down_proj"]
         assert (down["scheme"], down["reason"]) == ("int8", "int4-g64 does not divide the row")
@@ -1126,7 +1126,7 @@ def test_the_policy_for_rows_that_do_not_divide_is_recorded(ragged: Path, capfd:
 
 def test_the_largest_smaller_group_that_divides_is_taken(hf: Path, capfd: Capture) -> None:
     dst, _ = accepted(capfd, hf, "--scheme", "int4-g128-asym", by="quantize")
-    tensors = json.loads((dst / "quantkit.json").read_text())["tensors"]
+    tensors = json.loads((dst / "quantkit.json").read_text())["modules"]
     assert tensors["model.layers.1.self_attn.q_proj"]["scheme"] == "int4-g64-asym"
     assert tensors["model.layers.1.mlp.down_proj"]["scheme"] == "int4-g32-asym"
     assert all("reason" in t for t in tensors.values())

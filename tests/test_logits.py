@@ -22,7 +22,8 @@ from quantkit.runtime import engine as engine_module
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate import generate
 from quantkit.runtime.speculative import speculate
-from quantkit.tensors.scheme import Override, QuantScheme, Recipe
+from quantkit.tensors.recipe import Override, Recipe
+from quantkit.tensors.scheme import QuantScheme
 
 COUNTS = (1, 8, 9, 16, 33)  # few rows, and more than the kernels for few take
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

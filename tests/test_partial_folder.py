@@ -16,7 +16,7 @@ from partial import Change, contents, interrupted, no_hang, partial, rewrite_las
 
 import quantkit
 from quantkit.errors import DestinationError, ResumeError
-from quantkit.formats import writer
+from quantkit.formats.output import writer
 from quantkit.jobs import convert
 
 JOURNAL = ".quantkit-journal.jsonl"

@@ -15,7 +15,8 @@ from compressed_tensors.utils import match_name
 
 import quantkit
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.formats.quantized_modules import read_schemes
+from quantkit.formats.containers.hf_checkpoint import SETTINGS, read_codecs
+from quantkit.formats.registry import METHODS
 
 MODULES = [f"model.layers.{i}.self_attn.{name}_proj" for i in range(12) for name in "qkvo"] + ["lm_head"]
 WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False}
@@ -35,7 +36,8 @@ def _config(**groups: tuple[list[Any], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _read(raw: dict[str, Any]) -> dict[str, str]:
-    return {module: str(scheme) for module, scheme in read_schemes(raw, MODULES, "x/config.json").items()}
+    _, codecs = read_codecs({SETTINGS: raw}, MODULES, Path("x/config.json"), METHODS)
+    return {module: str(codec.scheme) for module, codec in codecs.items()}
 
 
 @pytest.mark.parametrize(
@@ -87,7 +89,7 @@ def test_two_groups_that_contradict_each_other_are_refused_by_name(
 )  # fmt: skip
 @pytest.mark.parametrize("place", ["targets", "ignore"])
 def test_a_pattern_that_takes_for_ever_is_given_up(pattern: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantkit.formats.targets._SECONDS", 0.2)
+    monkeypatch.setattr("quantkit.formats.codecs.targets._SECONDS", 0.2)
     raw = _config(one=(["Linear"], {}))
     if place == "targets":
         raw["config_groups"]["one"]["targets"] = [pattern] * 50

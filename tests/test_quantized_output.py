@@ -22,7 +22,8 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
-from quantkit.tensors.scheme import Override, QuantScheme, Recipe
+from quantkit.tensors.recipe import Override, Recipe
+from quantkit.tensors.scheme import QuantScheme
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -42,7 +43,7 @@ def _source(folder: Path, case: str = "llama", dtype: torch.dtype = torch.float3
     return oracle.save(oracle.make(kind, **{"num_hidden_layers": LAYERS, **settings, **changes}).to(dtype), folder)
 
 
-def _plan(default: str, *overrides: tuple[str, str | None]) -> Recipe:
+def _recipe(default: str, *overrides: tuple[str, str | None]) -> Recipe:
     parsed = (Override(p, None if s is None else QuantScheme.parse(s)) for p, s in overrides)
     return Recipe(QuantScheme.parse(default), tuple(parsed))
 
@@ -92,7 +93,7 @@ def test_transformers_computes_what_the_reference_backend_does(case: str, scheme
     _require_parity(tmp_path / "out", source)
 
 
-MIXED = _plan(
+MIXED = _recipe(
     "int4-g32",
     ("model.layers.1.*", "int8"),
     ("*.0.self_attn.v_proj", "int8-g32"),
@@ -106,7 +107,7 @@ def test_mixed_schemes_kept_layers_and_a_quantized_head_load_in_transformers(tmp
     quantkit.quantize(source, tmp_path / "out", MIXED)
     _require_parity(tmp_path / "out", source)
     tensors = open_checkpoint(tmp_path / "out")
-    kinds = {m: str(tensors.info(f"{m}.weight").scheme) for m in _manifest(tmp_path / "out")["tensors"]}
+    kinds = {m: str(tensors.info(f"{m}.weight").scheme) for m in _manifest(tmp_path / "out")["modules"]}
     assert kinds["lm_head"] == kinds["model.layers.1.mlp.down_proj"] == "int8"
     assert kinds["model.layers.0.self_attn.v_proj"] == "int8-g32"
     assert kinds["model.layers.0.mlp.up_proj"] == "None"
@@ -118,7 +119,7 @@ def test_rows_that_no_group_divides_fall_back_to_int8_and_load_in_transformers(t
     notes = quantkit.quantize(source, tmp_path / "out", "int4-g32")
     assert any("int4-g32 does not divide the rows of 2 layers, model.layers.0.mlp.down_proj first" in n for n in notes)
     _require_parity(tmp_path / "out", source)
-    tensors = _manifest(tmp_path / "out")["tensors"]
+    tensors = _manifest(tmp_path / "out")["modules"]
     for module, entry in tensors.items():
         expected = None if module == "lm_head" else "int8" if "down_proj" in module else "int4-g32"
         assert entry["scheme"] == expected
@@ -373,15 +374,15 @@ def test_the_manifest_tells_hashes_schemes_and_errors(tmp_path: Path) -> None:
     given = {name: hashlib.sha256(data).hexdigest() for name, data in _contents(source).items()}
     assert manifest["source"]["sha256"].items() <= given.items()
     assert {"model.safetensors", "config.json"} <= set(manifest["source"]["sha256"])
-    assert manifest["plan"] == MIXED.to_json()
+    assert manifest["recipe"] == MIXED.to_json()
     assert manifest["model"]["parameters"] == sum(
         p.numel() for p in oracle.make("llama", num_hidden_layers=LAYERS).parameters()
     )
     floats = load_file(source / "model.safetensors")
-    assert len(manifest["tensors"]) == LAYERS * len(LINEARS) + 1
-    for module, entry in manifest["tensors"].items():
+    assert len(manifest["modules"]) == LAYERS * len(LINEARS) + 1
+    for module, entry in manifest["modules"].items():
         if module == "model.layers.0.mlp.up_proj":
-            assert entry == {"scheme": None, "reason": "kept as float by the plan"}
+            assert entry == {"scheme": None, "reason": "kept as float by the recipe"}
             continue
         weight = floats[f"{module}.weight"]
         quantized = _module(out, module)
@@ -491,20 +492,20 @@ def test_scales_that_overflow_their_dtype_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "message"),
+    ("recipe", "message"),
     [
-        (_plan("int8", ("*", None)), "nothing would be quantized"),
-        (_plan("int8", ("*.w1", "int8")), r"pattern matches no linear layer"),
-        (_plan("int8", ("model.embed_tokens", "int8")), "the embedding cannot be quantized"),
-        (_plan("int8", ("lm_head", "int8")), "lm_head is tied to the embedding"),
+        (_recipe("int8", ("*", None)), "nothing would be quantized"),
+        (_recipe("int8", ("*.w1", "int8")), r"pattern matches no linear layer"),
+        (_recipe("int8", ("model.embed_tokens", "int8")), "the embedding cannot be quantized"),
+        (_recipe("int8", ("lm_head", "int8")), "lm_head is tied to the embedding"),
     ],
 )
-def test_plans_that_cannot_be_are_refused_before_anything_is_written(
-    plan: Recipe, message: str, tmp_path: Path
+def test_recipes_that_cannot_be_are_refused_before_anything_is_written(
+    recipe: Recipe, message: str, tmp_path: Path
 ) -> None:
     source = _source(tmp_path / "float", "llama-tied")
     with pytest.raises(RequestError, match=message):
-        quantkit.quantize(source, tmp_path / "out", plan)
+        quantkit.quantize(source, tmp_path / "out", recipe)
     assert [path.name for path in tmp_path.iterdir()] == ["float"]
 
 

@@ -24,9 +24,9 @@ import quantkit
 from quantkit.cli.main import main
 from quantkit.data.files import EXCERPT
 from quantkit.errors import CheckpointError, DestinationError, ResumeError
-from quantkit.formats import sink, writer
-from quantkit.formats.own_folder import OwnFolder
-from quantkit.formats.writer import CheckpointWriter
+from quantkit.formats.output import sink, writer
+from quantkit.formats.output.own_folder import OwnFolder
+from quantkit.formats.output.writer import CheckpointWriter
 
 JOBS: dict[str, Callable[..., Any]] = {
     "convert-hf": lambda src, dst, **options: quantkit.convert(src, dst, **options),
@@ -48,7 +48,7 @@ import os, signal, sys
 import torch
 import quantkit
 from quantkit.data.files import EXCERPT
-from quantkit.formats import writer
+from quantkit.formats.output import writer
 from quantkit.jobs import output, quantize, convert
 writer._CHECKPOINT_BYTES = 50_000
 convert.SHARD_BYTES = quantize.SHARD_BYTES = 300_000
@@ -286,7 +286,7 @@ def test_ctrl_c_ends_with_130_and_can_be_resumed(demo_model: Path, tmp_path: Pat
     slow = (
         "import sys, time\n"
         "from quantkit.cli.main import main\n"
-        "from quantkit.formats import sink, writer\n"
+        "from quantkit.formats.output import sink, writer\n"
         "from quantkit.jobs import convert\n"
         "writer._CHECKPOINT_BYTES = 50_000\n"
         "convert.SHARD_BYTES = 300_000\n"

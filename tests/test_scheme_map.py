@@ -11,7 +11,8 @@ from test_config import _keys
 
 from quantkit.architectures.families import config_from_hf
 from quantkit.jobs.scheme_map import SchemeMap
-from quantkit.tensors.scheme import QuantScheme, Recipe
+from quantkit.tensors.recipe import Recipe
+from quantkit.tensors.scheme import QuantScheme
 
 
 def _lines(scheme: str, **sizes: int) -> list[str]:

@@ -15,7 +15,7 @@ from partial import contents, no_hang, partial
 
 import quantkit
 from quantkit.errors import DestinationError
-from quantkit.formats import sink, writer
+from quantkit.formats.output import sink, writer
 
 Break = Callable[[pytest.MonkeyPatch, BaseException], None]
 

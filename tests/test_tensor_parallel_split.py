@@ -22,7 +22,8 @@ from quantkit.formats.checkpoint import schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.cache import KVCache
 from quantkit.tensors.qtensor import QuantTensor
-from quantkit.tensors.scheme import QuantScheme, Recipe
+from quantkit.tensors.recipe import Recipe
+from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.tensor_slice import TensorSlice
 
 

@@ -171,7 +171,7 @@ def test_inspect_says_who_can_load_it(source: Path, tmp_path: Path) -> None:
 
 
 def test_inspect_reads_headers_only(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quantkit.formats.hf import HFCheckpoint
+    from quantkit.formats.containers.hf_checkpoint import HFCheckpoint
 
     def forbidden(self: HFCheckpoint, name: str) -> torch.Tensor:
         raise AssertionError(name)

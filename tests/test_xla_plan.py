@@ -16,7 +16,7 @@ from quantkit.architectures.topology import linear_columns
 from quantkit.errors import RequestError
 from quantkit.evals.synthetic import shaped
 from quantkit.formats.checkpoint import schemes
-from quantkit.formats.compressed_tensors import quantization_config
+from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.tensors.scheme import QuantScheme
 
 CONFIG: dict[str, Any] = {
@@ -41,7 +41,7 @@ def _plan(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_slice_is_compiled_for(folder: Path) -> None:
-    done = _plan(folder, "--target", "v5e-4", "--batch", "2", "--scheme", "int4-g128", "--json")
+    done = _plan(folder, "--target", "v5e-4", "--batch", "2", "--scheme", "int4-g128", "--json", "-")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["chips"], found["batch"], found["context"]) == (4, 2, 512)
@@ -87,7 +87,7 @@ def test_a_model_can_be_its_config_alone(folder: Path, demo_model: Path) -> None
     assert schemes(shaped(folder, None)) == {}
     assert set(schemes(shaped(folder, "int4-g64")).values()) == {QuantScheme(4, 64), QuantScheme(8, None)}
     own = {"model.layers.1.mlp.up_proj": QuantScheme(4, 32)}
-    settings = quantization_config(own, linear_columns(shaped(folder, None).config))
+    settings = CompressedTensors().write_settings(own, linear_columns(shaped(folder, None).config))
     (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": settings}))
     assert schemes(shaped(folder, None)) == own
     assert shaped("llama-2-70b", "int8").config.num_heads == 64

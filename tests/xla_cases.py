@@ -24,9 +24,8 @@ from quantkit.model.load import load_model
 from quantkit.runtime.generate import generate as generate_eager
 from quantkit.runtime.sampling import SamplingParams
 from quantkit.xla import products
-from quantkit.xla.engine import XlaModel, model_on_devices
+from quantkit.xla.engine import CachedText, XlaModel, bucket, model_on_devices
 from quantkit.xla.estimate import collectives
-from quantkit.xla.generate import CachedText, bucket, generate
 from quantkit.xla.programs import CHUNK, Sampling, sample
 
 warnings.simplefilter("error")
@@ -76,7 +75,7 @@ def compared(eager: Decoder, model: XlaModel) -> dict[str, Any]:
         "donated": cache.is_deleted(),
         "full": error(lambda: texts[0].grow(None)),
         "generated": [
-            list(generate(model, PROMPT, max_new_tokens=count))
+            list(model.generate(PROMPT, max_new_tokens=count))
             == list(generate_eager(eager, PROMPT, max_new_tokens=count))
             for count in (1, 10, 23)
         ],
@@ -120,24 +119,24 @@ def held(model: XlaModel) -> list[int]:
 def sampled(model: XlaModel) -> list[list[int]]:
     settings = [(0.9, 1.0, 7), (0.9, 1.0, 7), (0.9, 1.0, 8), (0.9, 1e-6, 9), (0.0, 1.0, None)]
     return [
-        list(generate(model, PROMPT, max_new_tokens=12, temperature=temperature, top_p=top_p, seed=seed))
+        list(model.generate(PROMPT, max_new_tokens=12, temperature=temperature, top_p=top_p, seed=seed))
         for temperature, top_p, seed in settings
     ]
 
 
 def ended(model: XlaModel) -> list[list[int]]:
     """All of 25 tokens, those with the fifteenth as end token, and the end token."""
-    tokens = list(generate(model, PROMPT, max_new_tokens=25))
+    tokens = list(model.generate(PROMPT, max_new_tokens=25))
     config = replace(model.config, eos_token_ids=(tokens[14],))
     ending = replace(model, split=replace(model.split, config=config))
-    return [tokens, list(generate(ending, PROMPT, max_new_tokens=25)), [tokens[14]]]
+    return [tokens, list(ending.generate(PROMPT, max_new_tokens=25)), [tokens[14]]]
 
 
 def broken(model: XlaModel) -> str:
     state = dict(model.state)
     state["model.norm.weight"] = state["model.norm.weight"] * np.nan
     spoiled = XlaModel(model.split, model.mesh, model.decoder, state, model.dtype)
-    return error(lambda: list(generate(spoiled, PROMPT, max_new_tokens=3)))
+    return error(lambda: list(spoiled.generate(PROMPT, max_new_tokens=3)))
 
 
 def beyond() -> list[float]:

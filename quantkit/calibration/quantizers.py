@@ -18,8 +18,8 @@ from quantkit.calibration.group_solver import Result
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import DTYPE_NAMES, Checkpoint
-from quantkit.formats.staging import SCRATCH
-from quantkit.formats.writer import Written
+from quantkit.formats.output.staging import SCRATCH
+from quantkit.formats.output.writer import Written
 from quantkit.memory import give_back, keep_out_of_heap
 from quantkit.tensors.finite import all_finite, checked_cast
 from quantkit.tensors.qtensor import ROUNDING, QuantTensor, quantize_rtn, relative_error

@@ -17,7 +17,7 @@ from quantkit.distributed.split import Split, split_model
 from quantkit.errors import CheckpointError
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, schemes
-from quantkit.formats.source import SourceFile
+from quantkit.formats.files.source import SourceFile
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice

@@ -13,7 +13,7 @@ from torch import Tensor
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.formats.source import SourceFile
+from quantkit.formats.files.source import SourceFile
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec

@@ -5,16 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
-from quantkit.formats.checkpoint import Checkpoint
-from quantkit.formats.hf import HFCheckpoint, index_path, weight_kinds
-from quantkit.formats.meta import MetaCheckpoint, shard_paths
-from quantkit.formats.source import SourceFile
+from quantkit.formats.container import Container, StoredCheckpoint
+from quantkit.formats.files.source import SourceFile
+from quantkit.formats.registry import CONTAINERS
 
-WEIGHTS = ("meta", "safetensors", "bin")
-_SPELLED = {"meta": "consolidated.*.pth", "safetensors": "safetensors", "bin": "pytorch_model*.bin"}
+Found = tuple[str, Container]
+"""A set of weights, by the name that ``--weights`` takes, and whose it is."""
 
 
-def open_checkpoint(path: str | Path, weights: str | None = None) -> Checkpoint:
+def open_checkpoint(path: str | Path, weights: str | None = None) -> StoredCheckpoint:
     """Open the checkpoint in a folder; headers only.
 
     Where a folder holds several sets of weights, safetensors win over ``.bin``, and a
@@ -30,46 +29,59 @@ def open_checkpoint(path: str | Path, weights: str | None = None) -> Checkpoint:
         UnsupportedError: if its kind is known and cannot be read.
     """
     folder = Path(path)
-    if weights is not None and weights not in WEIGHTS:
-        raise RequestError("unknown kind of weights", found=weights, expected=", ".join(WEIGHTS))
+    spelled = {kind: text for container in CONTAINERS.values() for kind, text in container.weights.items()}
+    if weights is not None and weights not in spelled:
+        raise RequestError("unknown kind of weights", found=weights, expected=", ".join(spelled))
     if not folder.exists():
         raise CheckpointError("does not exist", path=folder)
-    if not folder.is_dir():
+    found = _present(folder)
+    if not found and not folder.is_dir():
         raise _not_a_folder(folder)
-    kind = _choose(folder) if weights is None else weights
-    if kind not in _present(folder):
-        raise CheckpointError(f"has no {kind} weights", path=folder, found=", ".join(_present(folder)) or "none")
-    checkpoint = MetaCheckpoint(folder) if kind == "meta" else HFCheckpoint(folder, kind)
     if weights is None:
-        ignored = [_SPELLED[other] for other in _present(folder) if other != kind]
-        checkpoint.notes += [f"{folder}: {files} beside {_SPELLED[kind]}; ignored" for files in ignored]
+        kind, container = _choose(folder, found)
+    elif weights in dict(found):
+        kind, container = weights, dict(found)[weights]
+    else:
+        listed = ", ".join(kind for kind, _ in found) or "none"
+        raise CheckpointError(f"has no {weights} weights", path=folder, found=listed)
+    checkpoint = container.open(folder, kind)
+    if weights is None:
+        ignored = [spelled[other] for other, _ in found if other != kind]
+        checkpoint.notes += [f"{folder}: {files} beside {spelled[kind]}; ignored" for files in ignored]
     return checkpoint
 
 
-def _choose(folder: Path) -> str:
-    kinds = _present(folder)
-    if not kinds:
+def is_model_folder(folder: Path) -> bool:
+    """Whether a folder holds a model's config."""
+    return any((folder / container.config_file).is_file() for container in CONTAINERS.values())
+
+
+def _present(folder: Path) -> list[Found]:
+    """The sets of weights at a path, the one to prefer first."""
+    return [(kind, container) for container in CONTAINERS.values() for kind in container.present(folder)]
+
+
+def _choose(folder: Path, found: list[Found]) -> Found:
+    if not found:
         raise _no_weights(folder)
-    if "safetensors" in kinds and "bin" in kinds:
-        kinds.remove("bin")  # as transformers chooses, whichever has an index
-    indexed = [kind for kind in kinds if kind != "meta" and index_path(folder, kind).is_file()]
-    if "meta" in kinds and len(kinds) > 1 and not indexed:
+    first: dict[str, Found] = {}
+    for kind, container in found:
+        first.setdefault(container.name, (kind, container))  # as transformers chooses, whichever has an index
+    chosen = list(first.values())
+    indexed = [(kind, container) for kind, container in chosen if container.indexed(folder, kind)]
+    if len(chosen) > 1 and not indexed:
         raise CheckpointError(
-            "holds two sets of weights", path=folder, found=f"consolidated.*.pth and {kinds[0]}",
-            hint=f"pick one with --weights meta or --weights {kinds[0]}",
+            "holds two sets of weights", path=folder,
+            found=" and ".join(container.weights[kind] for kind, container in chosen),
+            hint=f"pick one with {' or '.join(f'--weights {kind}' for kind, _ in chosen)}",
         )  # fmt: skip
-    return (indexed or kinds)[0]
-
-
-def _present(folder: Path) -> list[str]:
-    """The sets of weights in a folder, the one to prefer first."""
-    return [*weight_kinds(folder), *(["meta"] if shard_paths(folder) else [])]
+    return (indexed or chosen)[0]
 
 
 def _not_a_folder(path: Path) -> Exception:
     file = SourceFile(path)
     if file.read(0, min(file.size, 4)) == b"GGUF":
-        return UnsupportedError("GGUF files are not read", path=path, expected="a Meta or Hugging Face folder")
+        return _gguf(path)
     return CheckpointError("is a file", path=path, expected="the folder that holds it with its config and tokenizer")
 
 
@@ -80,10 +92,17 @@ def _no_weights(folder: Path) -> Exception:
             hint="merge it into its base model first",
         )  # fmt: skip
     if gguf := sorted(folder.glob("*.gguf")):
-        return UnsupportedError("GGUF files are not read", path=gguf[0], expected="a Meta or Hugging Face folder")
-    if (original := folder / "original").is_dir() and shard_paths(original):
-        return CheckpointError("has no weights", path=folder, hint=f"there is a Meta checkpoint in {original}")
+        return _gguf(gguf[0])
+    for _, container in _present(folder / "original"):
+        return CheckpointError(
+            "has no weights", path=folder, hint=f"there is a {container.title} checkpoint in {folder / 'original'}"
+        )
     return CheckpointError(
         "has no weights", path=folder,
         expected="consolidated.00.pth, model.safetensors, pytorch_model.bin or an index of shards",
     )  # fmt: skip
+
+
+def _gguf(path: Path) -> UnsupportedError:
+    titles = " or ".join(container.title for container in CONTAINERS.values())
+    return UnsupportedError("GGUF files are not read", path=path, expected=f"a {titles} folder")

@@ -1,6 +1,15 @@
 """``quantkit.json``: what was made, from what, and the sha256 of every file.
 
 It holds no time and no path, so equal inputs give an equal file.
+
+Format version 2 differs from 1 in the names of two keys, in folders that ``quantize`` made:
+
+==========  ===========  ====================================================
+version 1   version 2    holds
+==========  ===========  ====================================================
+``plan``    ``recipe``   the default scheme and the overrides asked for
+``tensors`` ``modules``  what became of each linear layer, by its module name
+==========  ===========  ====================================================
 """
 
 from __future__ import annotations
@@ -12,12 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import CheckpointError
-from quantkit.formats.source import SourceFile
+from quantkit.formats.files.source import SourceFile
 from quantkit.json_values import read_json
 from quantkit.version import __version__
 
 NAME = "quantkit.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+_RENAMED = {"plan": "recipe", "tensors": "modules"}
+"""Keys of version 1, and what they are called since."""
 
 
 def build(
@@ -40,7 +51,7 @@ def build(
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The manifest of a folder.
+    """The manifest of a folder, in the keys of this version whichever it was written in.
 
     Raises:
         CheckpointError: if it is missing, is no manifest, or of a newer format.
@@ -57,6 +68,8 @@ def read(folder: Path) -> dict[str, Any]:
             found=value["format_version"],
             expected=FORMAT_VERSION,
         )
+    if value["format_version"] < FORMAT_VERSION:
+        return {_RENAMED.get(key, key): item for key, item in value.items()}
     return value
 
 

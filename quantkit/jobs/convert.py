@@ -11,10 +11,11 @@ from torch import Tensor
 from quantkit.architectures.topology import parameters
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, schemes
+from quantkit.formats.container import Output
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.encoders import Encoder, MetaEncoder, SafetensorsEncoder
-from quantkit.formats.folder import checked_tokenizer, hf_side_files, meta_side_files, require_new_names
-from quantkit.formats.staging import require_name
+from quantkit.formats.folder import checked_tokenizer
+from quantkit.formats.output.staging import require_name, require_new_names
+from quantkit.formats.registry import CONTAINERS, target
 from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, new_output
 from quantkit.progress import Progress, silent
 from quantkit.tensors.finite import checked_cast
@@ -81,35 +82,31 @@ def conversion(
     Raises:
         QuantkitError: as `convert` does for what headers alone can tell.
     """
-    if to not in ("hf", "meta"):
-        raise RequestError("unknown target format", found=to, expected="hf or meta")
+    container, method = target(to)
     if dtype is not None and dtype not in DTYPES:
         raise RequestError("unknown dtype", found=dtype, expected=", ".join(DTYPES))
-    if to == "hf" and mp != 1:
-        raise RequestError("--mp goes with --to meta", found=f"--mp {mp}")
+    if mp != 1 and not container.model_parallel:
+        able = " or ".join(name for name, one in CONTAINERS.items() if one.model_parallel)
+        raise RequestError(f"--mp goes with --to {able}", found=f"--mp {mp}")
     require_name(Path(dst))
     source = open_checkpoint(src, weights)
     require_new_names(source.path, Path(dst))
     tokenizer, notes = checked_tokenizer(source)
     quantized = schemes(source)
-    if quantized and (to == "meta" or dtype is not None):
+    if method is not None and not quantized:
+        raise RequestError(f"the source is not quantized; --to {to} converts one that is", hint="quantize it first")
+    if quantized and (not container.methods or dtype is not None):
         raise UnsupportedError(
             "the source is quantized; it can be converted as it is, but not to another float type or to Meta",
             path=source.path, found=str(next(iter(quantized.values()))), hint="start from the float model",
         )  # fmt: skip
     config = source.config if dtype is None else source.config.with_dtype(DTYPES[dtype])
-    target = None if dtype is None else FLOAT_DTYPES[DTYPES[dtype]]
-    specs = _specs(source, target, with_head=to == "meta")
-    encoder: Encoder
-    if to == "hf":
-        encoder = SafetensorsEncoder(specs, SHARD_BYTES)
-        side_files = hf_side_files(source, config, quantized)
-    else:
-        axis = 0 if tokenizer is not None and tokenizer.byte_level else 1
-        side_files = meta_side_files(source, config)
-        encoder = MetaEncoder(specs, config, mp, embedding_axis=axis)
-        if tokenizer is not None and "tokenizer.model" not in side_files:
-            notes.append(f"{source.path}: has no tokenizer.model; tokenizer.json is written in its place")
+    cast = None if dtype is None else FLOAT_DTYPES[DTYPES[dtype]]
+    specs = _specs(source, cast, with_head=container.stores_tied_head)
+    output = Output(source, config, specs, SHARD_BYTES, tokenizer, mp, method)
+    side_files = container.side_files(output)
+    encoder = container.encoder(output)
+    notes += container.notes(output)
     options: dict[str, object] = {"to": to, "mp": mp, "dtype": dtype, "allow_nonfinite": allow_nonfinite}
     return Work("convert", source, encoder, side_files, options), [*source.notes, *notes]
 

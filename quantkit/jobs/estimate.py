@@ -16,10 +16,12 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import input_groups, linear_columns, sizes
 from quantkit.calibration.effort import Effort, activation_bytes, batch_samples, followed_share
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint
-from quantkit.formats.encoders import Encoder, SafetensorsEncoder
-from quantkit.formats.folder import checked_tokenizer, hf_side_files
-from quantkit.formats.sink import IN_FLIGHT_BYTES
-from quantkit.formats.staging import partial_folder, require_absent, require_room_to_build, require_space
+from quantkit.formats.container import Encoder, Output
+from quantkit.formats.containers.hf import SafetensorsEncoder
+from quantkit.formats.folder import checked_tokenizer
+from quantkit.formats.output.sink import IN_FLIGHT_BYTES
+from quantkit.formats.output.staging import partial_folder, require_absent, require_room_to_build, require_space
+from quantkit.formats.registry import HF
 from quantkit.jobs.convert import conversion
 from quantkit.jobs.output import SHARD_BYTES
 from quantkit.jobs.prepare import prepare, tensor_blocks, too_few_tokens
@@ -28,7 +30,8 @@ from quantkit.memory import resident_bytes
 from quantkit.quality.measures import TOKENS_THROUGH_THE_HEAD
 from quantkit.quality.windows import measured_tokens, window_length
 from quantkit.solver.gptq import WEIGHTS_AT_ONCE
-from quantkit.tensors.scheme import QuantScheme, Recipe
+from quantkit.tensors.recipe import Recipe
+from quantkit.tensors.scheme import QuantScheme
 
 _LIBRARIES = 40 << 20  # what the mathematics libraries and threads set up once work begins
 _SOLVER_MATRICES = 10  # that the solver holds of the rows it is at
@@ -128,8 +131,8 @@ def estimate_quantize(
     source, assignment, tokenizer, notes = prepare(src, Path(dst), scheme, keep=keep, strict=strict, weights=weights)
     assigned, config = assignment.schemes, source.config
     tensors = [spec for block in tensor_blocks(source, assigned) for spec in block.tensors]
-    encoder = SafetensorsEncoder(tensors, SHARD_BYTES)
-    side_files = hf_side_files(source, config, assigned)
+    output = Output(source, config, tensors, SHARD_BYTES)
+    encoder, side_files = HF.encoder(output), HF.side_files(output)
     disk = encoder.total_bytes() + _side_bytes(side_files) + _MANIFEST * len(assignment.modules)
     phases = {"writing": _streaming(source, encoder), "the gate": _gate(source)}
     checked = _checked_tokens(source, source_check)

@@ -7,15 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from quantkit.errors import CheckpointError
 from quantkit.formats import manifest
-from quantkit.formats.checkpoint import DTYPE_NAMES, Checkpoint, parameter_count
-from quantkit.formats.compressed_tensors import stored
+from quantkit.formats.checkpoint import DTYPE_NAMES, parameter_count
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
-from quantkit.tensors.spec import TensorSpec
 from quantkit.text.tokenizer import Tokenizer
 
 
@@ -81,14 +77,14 @@ def inspect(path: str | Path, *, weights: str | None = None) -> Inspection:
     checkpoint = open_checkpoint(path, weights)
     config = checkpoint.config
     tokenizer, notes = checked_tokenizer(checkpoint)
-    infos = {name: checkpoint.info(name) for name in checkpoint.names()}
+    specs = [checkpoint.info(name) for name in checkpoint.names()]
     count = parameter_count(checkpoint)
-    size = sum(_bytes(name, info) for name, info in infos.items())
-    kinds = Counter(DTYPE_NAMES[i.dtype] if i.scheme is None else str(i.scheme) for i in infos.values())
+    size = sum(checkpoint.stored_bytes(spec.name) for spec in specs)
+    kinds = Counter(DTYPE_NAMES[spec.dtype] if spec.scheme is None else str(spec.scheme) for spec in specs)
     rope = config.rope
     return Inspection(
         path=str(path),
-        format=_format(checkpoint),
+        format=checkpoint.layout,
         architecture=config.architecture,
         layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -104,24 +100,13 @@ def inspect(path: str | Path, *, weights: str | None = None) -> Inspection:
         tensors=dict(kinds.most_common()),
         tokenizer="none" if tokenizer is None else _describe(tokenizer),
         made_by=_made_by(checkpoint.path),
-        readers=_readers(checkpoint, infos),
+        readers=checkpoint.readers(),
         notes=[*checkpoint.notes, *notes],
     )
 
 
-def _format(checkpoint: Checkpoint) -> str:
-    shards = getattr(checkpoint, "shard_count", None)
-    return checkpoint.format if shards is None else f"{checkpoint.format} ({shards} shards)"
-
-
 def _describe(tokenizer: Tokenizer) -> str:
     return f"{tokenizer.kind}, {tokenizer.vocab_size} tokens, BOS {tokenizer.bos_id}"
-
-
-def _bytes(name: str, info: TensorSpec) -> int:
-    if info.scheme is not None:
-        return sum(t.nbytes for t in stored(name, info.shape, info.dtype, info.scheme))
-    return torch.Size(info.shape).numel() * info.dtype.itemsize
 
 
 def _made_by(folder: Path) -> str | None:
@@ -130,20 +115,6 @@ def _made_by(folder: Path) -> str | None:
     except CheckpointError:
         return None
     return f"quantkit {made.get('quantkit_version')} ({made.get('job')})"
-
-
-def _readers(checkpoint: Checkpoint, infos: dict[str, TensorSpec]) -> str:
-    if checkpoint.format == "meta":
-        return "quantkit, Meta's reference code"
-    found = {info.scheme for info in infos.values() if info.scheme is not None}
-    vllm = ", vLLM" if all(scheme.bits == 4 for scheme in found) else ""
-    if not found:
-        return f"quantkit, transformers{vllm}"
-    if all(scheme.symmetric for scheme in found):
-        return f"quantkit, transformers with compressed-tensors{vllm}"
-    return (
-        f"quantkit, compressed-tensors' own decompressor{vllm}; transformers refuses packed zero points (seen in 5.23)"
-    )
 
 
 def _si(count: int) -> str:

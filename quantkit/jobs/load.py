@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from quantkit.distributed.group import SINGLE, ProcessGroup
+from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.model.decoder import Decoder
+from quantkit.model.device import float_type, usable_device
 from quantkit.model.load import load_model
 from quantkit.progress import Progress, silent
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
 def load(
     path: str | Path,
     *,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
     backend: str | None = None,
     weights: str | None = None,
     tp: ProcessGroup = SINGLE,
@@ -33,8 +35,8 @@ def load(
 
     Args:
         path: a Meta or Hugging Face folder.
-        device: where the model runs.
-        dtype: of activations and float weights; None is the checkpoint's own.
+        device: where the model runs, as torch spells it; None is that of `tp` or, alone, a GPU if there is one.
+        dtype: of activations and float weights, such as ``bf16``; None is the checkpoint's own.
         backend: the kernel backend for quantized layers by name; None chooses.
         weights: picks one of several sets of weights in the folder.
         tp: the processes that share the model, from `joined`; each calls this, and then the model, alike.
@@ -42,9 +44,10 @@ def load(
     Raises:
         QuantkitError: of the kind that says what is wrong.
     """
-    checkpoint = open_checkpoint(path, weights)
+    place, float_dtype = usable_device(device if device is not None else tp.device), float_type(dtype)
+    checkpoint: Checkpoint = open_checkpoint(path, weights)
     tokenizer, _ = checked_tokenizer(checkpoint)
-    model = load_model(checkpoint, device=device, dtype=dtype, backend=backend, group=tp)
+    model = load_model(checkpoint, device=place, dtype=float_dtype, backend=backend, group=tp)
     return model, tokenizer or load_tokenizer(path)
 
 
@@ -52,7 +55,7 @@ def load_xla(
     path: str | Path,
     *,
     devices: int | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: str | torch.dtype | None = None,
     weights: str | None = None,
     multi_host: bool = False,
     progress: Progress = silent,
@@ -71,5 +74,7 @@ def load_xla(
 
     checkpoint = open_checkpoint(path, weights)
     tokenizer, _ = checked_tokenizer(checkpoint)
-    model = model_on_devices(checkpoint, devices=devices, dtype=dtype, multi_host=multi_host, progress=progress)
+    model = model_on_devices(
+        checkpoint, devices=devices, dtype=float_type(dtype), multi_host=multi_host, progress=progress
+    )
     return model, tokenizer or load_tokenizer(path)

@@ -15,10 +15,10 @@ from torch import Tensor
 from quantkit.errors import CheckpointError, DestinationError
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, parameter_count
+from quantkit.formats.container import Encoder
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.encoders import Encoder
-from quantkit.formats.safetensors_io import require_readable
-from quantkit.formats.writer import CheckpointWriter
+from quantkit.formats.files.safetensors_io import require_readable
+from quantkit.formats.output.writer import CheckpointWriter
 from quantkit.progress import Progress
 from quantkit.quality.source_check import SourceCheck, check_source
 from quantkit.tensors.qtensor import QuantTensor

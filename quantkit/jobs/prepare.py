@@ -13,10 +13,11 @@ from quantkit.calibration.quantizers import TensorBlock
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.folder import checked_tokenizer, require_new_names
-from quantkit.formats.staging import require_name
+from quantkit.formats.folder import checked_tokenizer
+from quantkit.formats.output.staging import require_name, require_new_names
 from quantkit.jobs.scheme_map import SchemeMap
-from quantkit.tensors.scheme import QuantScheme, Recipe
+from quantkit.tensors.recipe import Recipe
+from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.text.tokenizer import Tokenizer
 

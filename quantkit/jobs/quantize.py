@@ -7,10 +7,10 @@ from pathlib import Path
 
 from quantkit.calibration.quantizers import GptqQuantizer, Quantizer, RtnQuantizer
 from quantkit.distributed.group import SINGLE, ProcessGroup
-from quantkit.formats.encoders import SafetensorsEncoder
-from quantkit.formats.folder import hf_side_files
-from quantkit.formats.staging import partial_folder
-from quantkit.formats.writer import Written
+from quantkit.formats.container import Output
+from quantkit.formats.output.staging import partial_folder
+from quantkit.formats.output.writer import Written
+from quantkit.formats.registry import HF
 from quantkit.jobs.card import NAME as CARD
 from quantkit.jobs.card import model_card
 from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, new_output
@@ -18,7 +18,8 @@ from quantkit.jobs.prepare import prepare, tensor_blocks, too_few_tokens
 from quantkit.jobs.settings import gptq_settings
 from quantkit.progress import Progress, silent
 from quantkit.quality.gate import require_passed, run_gate
-from quantkit.tensors.scheme import QuantScheme, Recipe
+from quantkit.tensors.recipe import Recipe
+from quantkit.tensors.scheme import QuantScheme
 
 
 def quantize(
@@ -84,7 +85,7 @@ def quantize(
     source, scheme_map, tokenizer, notes = prepare(src, dst, scheme, keep=keep, strict=strict, weights=weights)
     schemes = scheme_map.schemes
     options: dict[str, object] = {
-        "plan": scheme_map.recipe.to_json(), "method": method, "allow_nonfinite": allow_nonfinite,
+        "recipe": scheme_map.recipe.to_json(), "method": method, "allow_nonfinite": allow_nonfinite,
     }  # fmt: skip
     computed_by: dict[str, object] = {}
     scratch = 0
@@ -100,14 +101,14 @@ def quantize(
             effort=settings.effort, allow_nonfinite=allow_nonfinite, group=group,
         )  # fmt: skip
     blocks = tensor_blocks(source, schemes)
-    encoder = SafetensorsEncoder([spec for block in blocks for spec in block.tensors], SHARD_BYTES)
+    planned = Output(source, source.config, [spec for block in blocks for spec in block.tensors], SHARD_BYTES)
+    encoder = HF.encoder(planned)
     if not group.first:
         with quantizer.running(blocks, Written(encoder, partial_folder(dst))):
             for block in blocks:
                 quantizer.solve(block)  # the first process writes it
         return []
-    side_files = hf_side_files(source, source.config, schemes)
-    work = Work("quantize", source, encoder, side_files, options, computed_by, scratch)
+    work = Work("quantize", source, encoder, HF.side_files(planned), options, computed_by, scratch)
     with new_output(work, dst, resume=resume, source_check=source_check, progress=progress) as output:
         with quantizer.running(blocks, Written(encoder, output.path, output.done)):
             for block in blocks:
@@ -124,7 +125,7 @@ def quantize(
             notes.append(f"{dst}: {problem[0]}: {problem[1]}, expected {problem[2]}; accepted")
         details = {
             "model": model_summary(source, source.config.dtype), **options,
-            "quality": gate.to_json(accepted=accept_quality_loss), "tensors": scheme_map.describe(output.records),
+            "quality": gate.to_json(accepted=accept_quality_loss), "modules": scheme_map.describe(output.records),
         }  # fmt: skip
         notes += output.commit(details, {CARD: model_card(source, schemes, options, gate)})
     return [*source.notes, *notes]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import linear_columns
 from quantkit.errors import RequestError
-from quantkit.tensors.scheme import QuantScheme, Recipe
+from quantkit.tensors.recipe import Recipe
+from quantkit.tensors.scheme import QuantScheme
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class SchemeMap:
 
     def _describe(self, module: str, record: Mapping[str, object]) -> dict[str, object]:
         if module not in self.schemes:
-            return {"scheme": None, "reason": "kept as float by the plan"}
+            return {"scheme": None, "reason": "kept as float by the recipe"}
         facts: dict[str, object] = {"scheme": str(self.schemes[module]), **record}
         if module in self.misfits:
             facts["reason"] = f"{self.misfits[module]} does not divide the row"

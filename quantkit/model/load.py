@@ -13,11 +13,11 @@ from torch.overrides import TorchFunctionMode
 
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.distributed.shard import require_shareable
-from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.memory import give_back
 from quantkit.model.decoder import Decoder
+from quantkit.model.device import usable_device
 from quantkit.model.fused_projections import Projection, fusible, projection
 from quantkit.model.install_kernels import install_kernels
 from quantkit.model.linear import QuantLinear
@@ -42,7 +42,7 @@ def load_model(
 
     Args:
         source: a checkpoint or its folder.
-        device: where it runs; None is a GPU if there is one.
+        device: where it runs; None is the group's or, alone, a GPU if there is one.
         dtype: of activations and float weights; None is the checkpoint's own.
         backend: the kernel backend by name; None chooses.
         group: the processes that share the model; each calls this, and then the model, alike.
@@ -52,7 +52,7 @@ def load_model(
         GroupError, RequestError: as `require_shareable` does.
     """
     checkpoint = open_checkpoint(source) if isinstance(source, (str, Path)) else source
-    device = usable_device(device)
+    device = usable_device(device or group.device)
     dtype = dtype or FLOAT_DTYPES[checkpoint.config.dtype]
     require_shareable(checkpoint, group)
     tp = TensorParallel(checkpoint, group)
@@ -65,22 +65,6 @@ def load_model(
     install_kernels(model)  # they are tried on the process's own embedding and head
     tp.connect_vocabulary(model)
     return model.eval()
-
-
-def usable_device(name: str | torch.device | None) -> torch.device:
-    """A device by torch's name, checked by writing and reading a number; for None a GPU if there is one.
-
-    Raises:
-        RequestError: if it cannot be used.
-    """
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, ImportError) as error:  # torch raises all of these
-        raise RequestError("the device cannot be used", found=name, expected="cpu, or cuda with a GPU") from error
-    return device
 
 
 @contextmanager

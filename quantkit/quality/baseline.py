@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint
-from quantkit.formats.source import SourceFile
+from quantkit.formats.files.source import SourceFile
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from quantkit.errors import CheckpointError
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.folder import READ_NAMES, checked_tokenizer
+from quantkit.formats.folder import checked_tokenizer
+from quantkit.formats.registry import CONTAINERS, read_names
 from quantkit.json_values import read_json
 from quantkit.model.layerwise import Batch
 from quantkit.progress import Progress, silent
@@ -96,6 +98,17 @@ class VerifyReport:
     differing: list[TensorDifference]
     probes: dict[str, Probe]
     bound: Bound
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything found; the verdict in lower case."""
+        return {
+            "verdict": self.verdict.name.lower(),
+            "problems": self.problems,
+            "tensors": self.tensors,
+            "differing": [{**asdict(one), "within": one.within} for one in self.differing],
+            "probes": {name: asdict(probe) for name, probe in self.probes.items()},
+            "bound": asdict(self.bound),
+        }
 
     def lines(self) -> list[str]:
         """The report for people."""
@@ -202,7 +215,7 @@ def verify_files(folder: str | Path, *, progress: Progress = silent) -> list[str
 
 def _decides(name: str) -> bool:
     """Whether a file beside the weights has a say in what is loaded."""
-    return name in READ_NAMES or name.endswith(".index.json")
+    return name in read_names() or name.endswith(".index.json")
 
 
 def _config_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
@@ -216,7 +229,8 @@ def _token_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
     problems = []
     for what, tokens in (("begin", _begin_tokens), ("end", _end_tokens)):
         own, others = tokens(a), tokens(b)
-        agree = own <= others or others <= own if "meta" in (a.format, b.format) else own == others
+        stated = all(CONTAINERS[one.format].states_tokens for one in (a, b))
+        agree = own == others if stated else own <= others or others <= own
         if not agree:
             problems.append(f"the tokens that {what} a text differ: {_listed(own)} against {_listed(others)}")
     first, second = checked_tokenizer(a)[0], checked_tokenizer(b)[0]

@@ -1,17 +1,13 @@
-"""Quantization schemes and the plan that assigns one to each linear layer."""
+"""Quantization schemes: how a weight matrix is held as integers."""
 
 from __future__ import annotations
 
-import fnmatch
 import math
 import re
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from quantkit.errors import QuantkitError, RequestError
-from quantkit.json_values import Settings, parsed, shown
+from quantkit.errors import RequestError
+from quantkit.json_values import shown
 
 FALLBACK_GROUP_SIZES = (128, 64, 32)
 """Group sizes tried, largest first, when the requested one does not divide a row."""
@@ -117,101 +113,3 @@ class QuantScheme:
             if size < self.group_size and columns % size == 0:
                 return QuantScheme(self.bits, size, self.symmetric)
         return QuantScheme(8, None)
-
-
-@dataclass(frozen=True)
-class Override:
-    """A glob on module names and what holds for those it matches (``None``: keep as float)."""
-
-    pattern: str
-    scheme: QuantScheme | None
-
-    def matches(self, module: str) -> bool:
-        return fnmatch.fnmatchcase(module, self.pattern)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A default scheme for all decoder linears and per-layer overrides, later ones winning.
-
-    ``lm_head`` keeps its floats unless an override names it.
-    """
-
-    default: QuantScheme
-    overrides: tuple[Override, ...] = ()
-
-    @classmethod
-    def from_json(cls, path: str | Path) -> Recipe:
-        """Read ``{"default": "int4-g128", "overrides": [{"pattern": ..., "scheme": ...}]}``.
-
-        A scheme of ``"keep"`` leaves the layers in floating point.
-
-        Raises:
-            RequestError: if the file is missing, is no such JSON, or names unknown keys.
-        """
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise RequestError(f"cannot read the plan: {error}", path=path) from error
-        try:
-            settings = Settings(parsed(text, path), path)
-            _require_keys(settings, {"default"}, {"overrides"})
-            overrides = tuple(map(_override, settings.objects("overrides")))
-            return cls(QuantScheme.parse(settings.text("default")), overrides)
-        except QuantkitError as error:
-            expected = '{"default": SCHEME, "overrides": [{"pattern": GLOB, "scheme": SCHEME or "keep"}]}'
-            raise RequestError(
-                f"is not a quantization plan: {error.problem}", path=path, found=error.found,
-                expected=error.expected or expected,
-            ) from error  # fmt: skip
-
-    def to_json(self) -> dict[str, Any]:
-        """The JSON form that `from_json` reads."""
-        return {
-            "default": str(self.default),
-            "overrides": [
-                {"pattern": o.pattern, "scheme": "keep" if o.scheme is None else str(o.scheme)} for o in self.overrides
-            ],
-        }
-
-    def keeping(self, patterns: Iterable[str]) -> Recipe:
-        """This plan with more layers kept as floats."""
-        return Recipe(self.default, self.overrides + tuple(Override(p, None) for p in patterns))
-
-    def requested(self, module: str) -> QuantScheme | None:
-        """What the plan asks for one module, before the shape is looked at."""
-        for override in reversed(self.overrides):
-            if override.matches(module):
-                return override.scheme
-        return None if module == "lm_head" else self.default
-
-    def assign(self, columns: Mapping[str, int]) -> dict[str, QuantScheme]:
-        """The scheme of every module that gets one, fitted to its columns.
-
-        Args:
-            columns: every linear module by name with its number of inputs.
-
-        Raises:
-            RequestError: if an override matches no module.
-        """
-        for override in self.overrides:
-            if not any(override.matches(module) for module in columns):
-                raise RequestError(
-                    "pattern matches no linear layer",
-                    found=shown(override.pattern),
-                    expected="a glob such as 'model.layers.0.*' or '*.down_proj'",
-                )
-        requested = {module: self.requested(module) for module in columns}
-        return {m: s.fitted(columns[m]) for m, s in requested.items() if s is not None}
-
-
-def _override(entry: Settings) -> Override:
-    _require_keys(entry, {"pattern", "scheme"}, set())
-    pattern, scheme = entry.text("pattern"), entry.text("scheme")
-    return Override(pattern, None if scheme == "keep" else QuantScheme.parse(scheme))
-
-
-def _require_keys(settings: Settings, needed: set[str], optional: set[str]) -> None:
-    keys = set(settings.values)
-    if needed - keys or keys - needed - optional:
-        raise RequestError("unknown or missing keys", found=shown(sorted(keys)))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import quantkit
 from quantkit.data.files import DEMO_MODEL
-from quantkit.formats import writer
+from quantkit.formats.output import writer
 
 MTIME_NS = 1_700_000_000 * 10**9
 """Of every source file: a journal remembers it."""

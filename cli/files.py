@@ -1,0 +1,146 @@
+"""The files that a command writes of what it found: JSON, a report, a picture."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from quantkit.cli.output import say
+from quantkit.errors import DestinationError, RequestError
+from quantkit.json_values import finite
+
+STDOUT = "-"
+_MARKDOWN = ("", ".md", ".markdown", ".txt")
+_PICTURES = {"": "png", ".png": "png", ".pdf": "pdf", ".svg": "svg"}
+
+
+class Outputs:
+    """Where a command's findings go; what cannot be is refused before the work begins.
+
+    Each file is there whole or not at all. An earlier one is replaced; a file of a model, or one that the command
+    reads, never is.
+    """
+
+    def __init__(
+        self, data: str | None, *, report: Path | None = None, plot: Path | None = None,
+        reads: Iterable[Path | str | None] = (), makes: Path | None = None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            data: a file for JSON; ``-`` is standard output, and what else is printed then goes to stderr.
+            report: a file for Markdown.
+            plot: a file for a picture, whose suffix decides its kind.
+            reads: files that the command reads.
+            makes: the folder that the command makes.
+
+        Raises:
+            DestinationError: if a file cannot be written, or must not be.
+            RequestError: if a suffix is of another kind of file, two files are one, or a picture is wanted and
+                matplotlib is not installed.
+        """
+        self._json_on_stdout = data == STDOUT
+        self._data = None if data is None or self._json_on_stdout else Path(data)
+        self._report, self._plot = report, plot
+        if report is not None and report.suffix.lower() not in _MARKDOWN:
+            raise RequestError("reports are written in Markdown", path=report, found=report.suffix, expected=".md")
+        if plot is not None and plot.suffix.lower() not in _PICTURES:
+            raise RequestError("no such picture", path=plot, found=plot.suffix, expected=".png, .pdf or .svg")
+        files = [path for path in (self._data, report, plot) if path is not None]
+        if len({os.path.realpath(path) for path in files}) < len(files):
+            raise RequestError("two outputs go to one file", path=files[0])
+        for path in files:
+            _require_writable(path, reads, makes)
+        if plot is not None:
+            from quantkit.evals.extras import optional
+
+            optional("matplotlib")
+
+    def say(self, lines: Iterable[str]) -> None:
+        """Print lines: to stdout, unless that is for JSON."""
+        say(lines, err=self._json_on_stdout)
+
+    @property
+    def wants_data(self) -> bool:
+        """Whether JSON is wanted."""
+        return self._json_on_stdout or self._data is not None
+
+    @property
+    def stdout_is_taken(self) -> bool:
+        """Whether standard output is for JSON alone."""
+        return self._json_on_stdout
+
+    def write(
+        self, value: Any, *, report: Callable[[], str] | None = None, picture: Callable[[str], bytes] | None = None
+    ) -> None:
+        """Write what is wanted.
+
+        Args:
+            value: for JSON; what is not finite becomes null.
+            report: gives the Markdown.
+            picture: draws, given the kind of file.
+
+        Raises:
+            DestinationError: if a file cannot be written.
+            RequestError: if there is nothing to draw.
+        """
+        if self._report is not None and report is not None:
+            replace(self._report, report().encode())
+        if self.wants_data:
+            text = json.dumps(finite(value), indent=2, allow_nan=False)
+            if self._data is None:
+                say([text])
+            else:
+                replace(self._data, text.encode() + b"\n")
+        if self._plot is not None and picture is not None:
+            replace(self._plot, picture(_PICTURES[self._plot.suffix.lower()]))
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Write a file that is there whole or not at all; a pipe or device is written to.
+
+    Raises:
+        DestinationError: if it cannot be written.
+    """
+    from quantkit.formats.output.destination import destination_error
+
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        if _is_special(path):
+            path.write_bytes(content)
+            return
+        partial.write_bytes(content)
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise destination_error(error, path) from error
+
+
+def _is_special(path: Path) -> bool:
+    """Whether it is a pipe or a device."""
+    return path.exists() and not path.is_file()
+
+
+def _require_writable(path: Path, reads: Iterable[Path | str | None], makes: Path | None) -> None:
+    """
+    Raises:
+        DestinationError: if a file cannot be written there, or must not be.
+    """
+    from quantkit.formats.detect import is_model_folder
+    from quantkit.formats.registry import read_names
+    from quantkit.formats.staging import partial_folder
+
+    if path.is_dir():
+        raise DestinationError("is a folder", path=path, expected="a file to write")
+    if not os.access(path if _is_special(path) else path.parent, os.W_OK) or not path.parent.is_dir():
+        raise DestinationError("cannot be written there", path=path, expected="a folder that can be written in")
+    if is_model_folder(path.parent) and (path.exists() or path.name in read_names()):
+        raise DestinationError(
+            "is a file in a model's folder; nothing is overwritten there", path=path, hint="choose another name"
+        )
+    if any(one is not None and path.exists() and os.path.realpath(path) == os.path.realpath(one) for one in reads):
+        raise DestinationError("is read by this command; it is not overwritten", path=path, hint="choose another name")
+    if makes is not None and os.path.realpath(path) in map(os.path.realpath, (makes, partial_folder(makes))):
+        raise DestinationError("is where the model is to be written", path=path, hint="choose another name")

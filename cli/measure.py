@@ -1,0 +1,113 @@
+"""The commands that measure models: ``eval`` what they predict, ``bench`` how fast they run."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import click
+
+from quantkit.cli import options
+from quantkit.cli.files import Outputs
+from quantkit.cli.output import bar
+from quantkit.cli.processes import together
+from quantkit.errors import RequestError
+from quantkit.json_values import shown
+
+
+@click.command("eval")
+@click.argument("paths", type=options.PATH, nargs=-1, required=True)
+@click.option("--text", "texts", type=options.PATH, multiple=True, help="Text to measure on, UTF-8; repeatable.")
+@click.option("--tasks", default="", help="Tasks of lm-evaluation-harness, separated by commas.")
+@click.option("--task-data", type=options.PATH, help="Folder with data of tasks: TASK.jsonl, .json, .parquet or .txt.")
+@click.option("--against", type=options.PATH, help="The model that the others are held against.")
+@click.option("--window", type=int, help="Tokens in a window; see docs/evals.md for the defaults.")
+@click.option("--cache-logits", type=options.PATH, help="Folder that keeps what the reference's logits follow from.")
+@click.option("--speed", is_flag=True, help="Measure decoding as well.")
+@options.device
+@options.report
+@options.data
+@options.plot("perplexity by bits per weight, and the worst layers")
+def evaluate(
+    paths: tuple[Path, ...], texts: tuple[Path, ...], tasks: str, task_data: Path | None, against: Path | None,
+    window: int | None, cache_logits: Path | None, speed: bool, device: str | None, report: Path | None,
+    data: str | None, plot: Path | None,
+) -> None:  # fmt: skip
+    """Measure models: perplexity, divergence, tasks, speed.
+
+    The models in PATHS are put side by side. Perplexity and divergence are always computed in
+    float32 on the CPU; tasks and speed on --device. Under torchrun all processes share
+    each model, on CPUs.
+    """
+    from quantkit.evals.evaluate import evaluate as job
+    from quantkit.evals.plot import picture
+    from quantkit.evals.report import markdown, tables
+
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    with together({"tasks": tasks, "window": window, "speed": speed, "device": device}, "cpu") as group:
+        outputs = Outputs(data, report=report, plot=plot, reads=texts)
+        with bar("eval", unit="step", show=group.first) as progress:
+            found = job(
+                paths, texts=texts, tasks=names, task_data=task_data, against=against, window=window,
+                cache_logits=cache_logits, speed=speed, device=device, group=group, progress=progress,
+            )  # fmt: skip
+        if group.first:
+            outputs.say([*tables(found), *found.notes])
+            outputs.write(found.to_json(), report=partial(markdown, found), picture=partial(picture, found))
+
+
+@click.command()
+@click.argument("paths", type=options.PATH, nargs=-1)
+@click.option("--synthetic", metavar="SHAPE", help="Random weights of a named shape instead, such as tinyllama-1.1b.")
+@click.option("--scheme", "quantized", multiple=True, help="Of the random weights; repeatable; floats without.")
+@click.option("--head", metavar="SCHEME", help="Of the random weights' output head; int8 by default.")
+@click.option("--prompt-lengths", default="16,128,512", show_default=True, help="Tokens of prefill.")
+@click.option("--batch", "batches", default="1,4,8", show_default=True, help="Sequences decoded at once.")
+@click.option("--threads", type=int, help="That compute; torch's own number by default.")
+@click.option("--runs", type=int, default=5, show_default=True, help="Of each measurement, after one to warm up.")
+@options.backend()
+@options.compiled
+@options.device
+@options.data
+@options.plot("decoding and prefill")
+def bench(
+    paths: tuple[Path, ...], synthetic: str | None, quantized: tuple[str, ...], head: str | None, prompt_lengths: str,
+    batches: str, threads: int | None, runs: int, backend: str | None, compiled: bool | None, device: str | None,
+    data: str | None, plot: Path | None,
+) -> None:  # fmt: skip
+    """Time models: prefill, decoding, loading, memory.
+
+    The models in PATHS are put side by side. Under torchrun all processes share one model; the figures
+    are the first process's.
+    """
+    from quantkit.evals.bench import Job, slower_than_floats
+    from quantkit.evals.bench import bench as job
+    from quantkit.evals.plot import bench_picture
+    from quantkit.evals.report import bench_table
+
+    if bool(paths) == (synthetic is not None):
+        raise RequestError("give folders, or --synthetic and a shape")
+    if quantized and synthetic is None:
+        raise RequestError("--scheme goes with --synthetic", hint="a folder has schemes of its own")
+    if head is not None and not quantized:
+        raise RequestError("--head goes with --scheme")
+    rest = (_numbers(prompt_lengths), _numbers(batches), threads, runs, backend, compiled, device)
+    jobs = [Job(path, None, None, None, *rest) for path in paths]
+    if synthetic is not None:
+        jobs = [Job(None, synthetic, scheme, head, *rest) for scheme in quantized or (None,)]
+    with together({"measures": rest}, device) as group:
+        outputs = Outputs(data, plot=plot)
+        with bar("bench", unit="model", show=group.first) as progress:
+            found = job(jobs, group=group, progress=progress)
+        if group.first:
+            outputs.say(bench_table(found))
+            for line in slower_than_floats(found):
+                click.echo(f"quantkit: warning: {line}", err=True)
+            outputs.write([one.to_json() for one in found], picture=partial(bench_picture, found))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise RequestError("expected numbers separated by commas", found=shown(text)) from error

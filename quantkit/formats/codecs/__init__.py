@@ -1,0 +1,1 @@
+"""How quantized modules lie in a checkpoint, a file for each kind."""

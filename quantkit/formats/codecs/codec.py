@@ -1,0 +1,133 @@
+"""What every codec offers: how one quantized linear lies in a checkpoint, and what its folder says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from quantkit.errors import UnsupportedError
+from quantkit.formats.files.tensor_file import StoredTensor, TensorFile
+from quantkit.json_values import Settings
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.spec import TensorSpec
+from quantkit.tensors.tensor_slice import TensorSlice
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a tensor cannot be held exactly, in the words of the error that it becomes."""
+
+    problem: str
+    found: object = None
+    expected: object = None
+
+    def error(self, name: str, method: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"tensor '{name}' cannot be held exactly as {method}: {self.problem}", found=self.found,
+            expected=self.expected,
+        )  # fmt: skip
+
+
+class RawModule:
+    """The stored tensors of one module, by what their names have after the module's.
+
+    Attributes:
+        name: the module's.
+        path: what errors name.
+    """
+
+    def __init__(self, name: str, files: Mapping[str, TensorFile], path: Path) -> None:
+        """
+        Args:
+            files: where each tensor lies, by its whole name; others may be among them.
+        """
+        self.name = name
+        self.path = path
+        self._files = files
+
+    def find(self, suffix: str) -> StoredTensor | None:
+        """What the header says of a tensor; None where there is none."""
+        name = f"{self.name}.{suffix}"
+        return self._files[name].tensors[name] if name in self._files else None
+
+    def read(self, suffix: str, part: TensorSlice | None = None) -> Tensor:
+        """A tensor, or a part of it.
+
+        Raises:
+            CheckpointError: see `TensorFile.read`.
+        """
+        name = f"{self.name}.{suffix}"
+        return self._files[name].read(name, part)
+
+
+class Codec(Protocol):
+    """How one module's weight lies in a checkpoint: which tensors there are, and what they mean."""
+
+    @property
+    def scheme(self) -> QuantScheme | None:
+        """What it decodes to; None for floats."""
+        ...
+
+    def spec(self, raw: RawModule, shape: tuple[int, int]) -> TensorSpec:
+        """The weight that a module's tensors are, as their headers tell it.
+
+        Args:
+            shape: [O, I] that the architecture calls for; what the tensors say of it goes before.
+
+        Raises:
+            CheckpointError, UnsupportedError: if a tensor is missing, or its shape does not go with the codec.
+        """
+        ...
+
+    def stored(self, spec: TensorSpec) -> list[StoredTensor]:
+        """The tensors that a weight occupies, in the order they are written."""
+        ...
+
+    def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor | Tensor:
+        """The weight, or some of its rows or columns, of which no more is read than must be.
+
+        Raises:
+            CheckpointError: if the tensors contradict each other.
+            RequestError: see `QuantTensor.columns`.
+        """
+        ...
+
+    def encode(self, value: QuantTensor) -> list[Tensor] | Reason:
+        """The tensors of `stored`, in its order; codes, scales and zero points stay what they are."""
+        ...
+
+
+class QuantMethod(Protocol):
+    """A way to quantize whole folders: its settings say which modules have which codec.
+
+    Attributes:
+        name: ``quant_method`` in config.json.
+    """
+
+    name: str
+
+    def read_settings(self, settings: Settings, modules: Iterable[str]) -> dict[str, Codec]:
+        """The codec of every one of the modules that is quantized.
+
+        Raises:
+            UnsupportedError: for what quantkit does not read.
+            CheckpointError: for settings of the wrong kind, or that contradict each other.
+        """
+        ...
+
+    def write_settings(self, schemes: Mapping[str, QuantScheme], modules: Iterable[str]) -> dict[str, Any]:
+        """The settings of a folder: all its linear modules, of which some have a scheme."""
+        ...
+
+    def codec(self, scheme: QuantScheme) -> Codec | Reason:
+        """What it holds a scheme's weights with."""
+        ...
+
+    def readers(self, schemes: Iterable[QuantScheme | None]) -> str:
+        """Who else loads a folder with these schemes."""
+        ...

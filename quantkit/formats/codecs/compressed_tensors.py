@@ -1,0 +1,231 @@
+"""compressed-tensors' ``pack-quantized``: what quantkit writes, and vLLM and transformers read.
+
+Per linear: ``weight_packed`` int32 [O, ceil(I * bits / 32)], ``weight_scale`` [O, G],
+``weight_shape`` int64 [2] and, if asymmetric, ``weight_zero_point`` packed along the
+outputs, int32 [ceil(O * bits / 32), G]. Codes are unsigned, least significant bits first.
+Source: the compressed-tensors package's pack-quantized compressor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.formats.codecs.codec import Codec, RawModule
+from quantkit.formats.codecs.targets import NO_MATCH, Deadline, Targets
+from quantkit.formats.files.tensor_file import StoredTensor
+from quantkit.json_values import Settings, shown
+from quantkit.tensors.qtensor import QuantTensor, pack_int32, unpack_int32
+from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.spec import TensorSpec
+from quantkit.tensors.tensor_slice import TensorSlice
+
+_PACKED, _SCALE, _SHAPE, _ZERO = "weight_packed", "weight_scale", "weight_shape", "weight_zero_point"
+_MOST_GROUPS = 64
+_MOST_COLUMNS = 2**24
+_PLAIN_ORDERS = ("weight", "static")  # of columns; what is stored lies in the order of the inputs
+
+
+@dataclass(frozen=True)
+class PackQuantized:
+    """Codes packed into words."""
+
+    scheme: QuantScheme
+
+    def spec(self, raw: RawModule, shape: tuple[int, int]) -> TensorSpec:
+        packed, scale = raw.find(_PACKED), raw.find(_SCALE)
+        if packed is None or scale is None:
+            raise CheckpointError(
+                f"the config quantizes '{raw.name}', but its packed weight or scale is missing", path=raw.path
+            )
+        if shape[1] % (self.scheme.group_size or 1):
+            raise UnsupportedError(
+                f"group size of '{raw.name}' does not divide its row", path=raw.path, found=self.scheme
+            )
+        return TensorSpec(f"{raw.name}.weight", (packed.shape[0], shape[1]), scale.dtype, self.scheme)
+
+    def stored(self, spec: TensorSpec) -> list[StoredTensor]:
+        module = spec.name.removesuffix("weight")
+        rows, columns = spec.shape
+        bits, groups = self.scheme.bits, self.scheme.groups(columns)
+        tensors = [
+            StoredTensor(module + _PACKED, torch.int32, (rows, math.ceil(columns * bits / 32))),
+            StoredTensor(module + _SCALE, spec.dtype, (rows, groups)),
+            StoredTensor(module + _SHAPE, torch.int64, (2,)),
+        ]
+        if not self.scheme.symmetric:
+            tensors.append(StoredTensor(module + _ZERO, torch.int32, (math.ceil(rows * bits / 32), groups)))
+        return tensors
+
+    def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor:
+        rows, columns = spec.shape
+        scheme, bits = self.scheme, self.scheme.bits
+        if (shape := raw.read(_SHAPE).tolist()) != [rows, columns]:
+            raise CheckpointError(
+                f"tensor '{raw.name}.{_SHAPE}' disagrees with the config", path=raw.path, found=shape,
+                expected=[rows, columns],
+            )  # fmt: skip
+        zero = None
+        if not scheme.symmetric:
+            zero = unpack_int32(raw.read(_ZERO).t(), bits, rows).t().contiguous()
+        if part is None or part.axis == 0:
+            zero = zero if zero is None or part is None else part.of(zero)
+            codes = unpack_int32(raw.read(_PACKED, part), bits, columns)
+            return QuantTensor(codes, raw.read(_SCALE, part), zero, scheme)
+        (start, stop), per_word = part.ranges[0], 32 // bits
+        unit = scheme.group_size or per_word  # groups are whole words
+        first, last = start // unit * unit, min(-(-stop // unit) * unit, columns)
+        words = raw.read(_PACKED, TensorSlice(1, ((first // per_word, -(-last // per_word)),)))
+        scale = raw.read(_SCALE)
+        if scheme.group_size is not None:
+            scale = scale[:, first // unit : last // unit]
+            zero = None if zero is None else zero[:, first // unit : last // unit]
+        codes = unpack_int32(words, bits, last - first)
+        return QuantTensor(codes, scale, zero, scheme).columns(start - first, stop - first)
+
+    def encode(self, value: QuantTensor) -> list[Tensor]:
+        bits = value.scheme.bits
+        tensors = [pack_int32(value.codes, bits), value.scale.contiguous(), torch.tensor(value.shape)]
+        if value.zero is not None:
+            tensors.append(pack_int32(value.zero.t(), bits).t().contiguous())
+        return tensors
+
+
+class CompressedTensors:
+    """``quant_method: compressed-tensors``: groups of modules, each of one scheme."""
+
+    name = "compressed-tensors"
+
+    def read_settings(self, settings: Settings, modules: Iterable[str]) -> dict[str, Codec]:
+        """
+        Raises:
+            UnsupportedError: for another format, quantized activations or KV cache, transforms, and other than
+                integer weights of 4 or 8 bits, grouped or per channel.
+            CheckpointError: if the settings lack a key, a value is of the wrong type, a pattern is invalid or
+                takes too long, or two groups that name a module alike give it different schemes.
+        """
+        for key, what in (("kv_cache_scheme", "a quantized KV cache is"), ("transform_config", "transforms are")):
+            if settings.values.get(key):
+                raise UnsupportedError(f"{what} not supported", path=settings.path)
+        deadline = Deadline(settings.path)
+        groups = _groups(settings, deadline)
+        ignored = Targets(settings.texts("ignore") if settings.has("ignore") else [], deadline)
+        found: dict[str, Codec] = {}
+        for module in modules:
+            if ignored.closeness(module) < NO_MATCH:
+                continue
+            ranked = [(group.targets.closeness(module), group) for group in groups]
+            closest = min((rank for rank, _ in ranked), default=NO_MATCH)
+            if closest < NO_MATCH:
+                found[module] = _agreed(module, [group for rank, group in ranked if rank == closest], settings)
+        return found
+
+    def write_settings(self, schemes: Mapping[str, QuantScheme], modules: Iterable[str]) -> dict[str, Any]:
+        """The most frequent scheme targets every ``Linear``; the others name their modules; linears without a
+        scheme are listed under ``ignore``."""
+        ranked = [scheme for scheme, _ in Counter(schemes.values()).most_common()]
+        groups = {}
+        for index, scheme in enumerate(ranked):
+            targets = ["Linear"] if index == 0 else [m for m, s in schemes.items() if s == scheme]
+            groups[f"group_{index}"] = {
+                "targets": targets,
+                "weights": {
+                    "num_bits": scheme.bits,
+                    "type": "int",
+                    "symmetric": scheme.symmetric,
+                    "strategy": "channel" if scheme.group_size is None else "group",
+                    "group_size": scheme.group_size,
+                    "dynamic": False,
+                },
+                "input_activations": None,
+                "output_activations": None,
+                "format": "pack-quantized",
+            }
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "quantization_status": "compressed",
+            "config_groups": groups,
+            "ignore": [module for module in modules if module not in schemes],
+            "kv_cache_scheme": None,
+        }
+
+    def codec(self, scheme: QuantScheme) -> PackQuantized:
+        return PackQuantized(scheme)
+
+    def readers(self, schemes: Iterable[QuantScheme | None]) -> str:
+        found = [scheme for scheme in schemes if scheme is not None]
+        vllm = ", vLLM" if all(scheme.bits == 4 for scheme in found) else ""
+        if all(scheme.symmetric for scheme in found):
+            return f"transformers with compressed-tensors{vllm}"
+        return f"compressed-tensors' own decompressor{vllm}; transformers refuses packed zero points (seen in 5.23)"
+
+
+@dataclass(frozen=True)
+class _Group:
+    name: str
+    targets: Targets
+    codec: PackQuantized
+
+
+def _agreed(module: str, groups: list[_Group], settings: Settings) -> Codec:
+    """What groups give a module which they name alike."""
+    first = groups[0]
+    for other in groups[1:]:
+        if other.codec != first.codec:
+            raise CheckpointError(
+                f"{settings.name} gives '{module}' two schemes", path=settings.path,
+                found=f"{first.codec.scheme} in '{first.name}' and {other.codec.scheme} in '{other.name}'",
+            )  # fmt: skip
+    return first.codec
+
+
+def _groups(settings: Settings, deadline: Deadline) -> list[_Group]:
+    named = settings.inside("config_groups")
+    if len(named.values) > _MOST_GROUPS:
+        raise CheckpointError(
+            f"{settings.name} has too many groups", path=settings.path, found=len(named.values),
+            expected=f"at most {_MOST_GROUPS}",
+        )  # fmt: skip
+    groups = []
+    for name in named.values:
+        group = named.inside(name)
+        layout = group if group.has("format") else settings
+        if (found := layout.text("format") if layout.has("format") else None) != "pack-quantized":
+            raise UnsupportedError(
+                "this compressed-tensors format is not read", path=settings.path, found=found,
+                expected="pack-quantized",
+            )  # fmt: skip
+        if group.values.get("input_activations") or group.values.get("output_activations"):
+            raise UnsupportedError("quantized activations are not supported", path=settings.path)
+        groups.append(
+            _Group(name, Targets(group.texts("targets"), deadline), PackQuantized(_scheme(group.inside("weights"))))
+        )
+    return groups
+
+
+def _scheme(weights: Settings) -> QuantScheme:
+    where = weights.path
+    order = weights.values.get("actorder")
+    if order and order not in _PLAIN_ORDERS:
+        raise UnsupportedError(
+            "act-order with a group index per column is not supported", path=where, found=shown(order)
+        )
+    strategy, bits = weights.text("strategy"), weights.whole("num_bits", 1, 64)
+    kind = weights.text("type") if weights.has("type") else "int"
+    if kind != "int" or bits not in (4, 8) or strategy not in ("group", "channel") or weights.values.get("dynamic"):
+        raise UnsupportedError(
+            "this compressed-tensors scheme is not read", path=where, found=f"{kind}{bits} per {strategy}",
+            expected="int4 or int8, per group or channel",
+        )  # fmt: skip
+    group_size = weights.whole("group_size", 1, _MOST_COLUMNS) if strategy == "group" else None
+    if group_size is not None and group_size % 8:
+        raise UnsupportedError("group size is not supported", path=where, found=group_size, expected="a multiple of 8")
+    return QuantScheme(bits, group_size, weights.flag("symmetric", True))

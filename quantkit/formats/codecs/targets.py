@@ -1,0 +1,99 @@
+"""Which modules a config's names, patterns and classes mean, matched within a time limit."""
+
+from __future__ import annotations
+
+import re
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import regex  # type: ignore[import-untyped]
+
+from quantkit.errors import CheckpointError
+from quantkit.json_values import shown
+
+BY_NAME, BY_PATTERN, BY_CLASS, NO_MATCH = range(4)
+"""How closely a target names a module."""
+
+_SECONDS = 2.0
+_LONGEST_PATTERN = 1000
+# `regex` writes repetitions out, which names of modules need no more of.
+_MOST_REPEATED = 1000
+_COUNTS = re.compile(r"\{(\d*)(?:,(\d*))?\}")
+_PATTERN = "re:"
+
+
+class Deadline:
+    """When the patterns of one file must have been matched against all modules."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._end = time.monotonic() + _SECONDS
+
+    def left(self) -> float:
+        """
+        Raises:
+            CheckpointError: if nothing is.
+        """
+        left = self._end - time.monotonic()
+        if left <= 0:
+            self.missed()
+        return left
+
+    def missed(self) -> None:
+        raise CheckpointError(
+            "the patterns of quantization_config take too long to match", path=self.path,
+            expected=f"at most {_SECONDS:g} s",
+        )  # fmt: skip
+
+
+class Targets:
+    """A list of targets; ``re:`` leads a pattern, ``Linear`` is the class of all modules."""
+
+    def __init__(self, targets: Sequence[str], deadline: Deadline) -> None:
+        """
+        Raises:
+            CheckpointError: for a pattern that is invalid in Python, or too long.
+        """
+        self._deadline = deadline
+        self._names = {target for target in targets if not target.startswith(_PATTERN)}
+        spelled = dict.fromkeys(target for target in targets if target.startswith(_PATTERN))
+        self._patterns = [_compiled(target.removeprefix(_PATTERN), deadline) for target in spelled]
+
+    def closeness(self, module: str) -> int:
+        """`BY_NAME`, `BY_PATTERN`, `BY_CLASS` or `NO_MATCH`.
+
+        Raises:
+            CheckpointError: if the time for all patterns is up.
+        """
+        if module in self._names:
+            return BY_NAME
+        for pattern in self._patterns:
+            try:
+                if pattern.match(module, timeout=self._deadline.left()):
+                    return BY_PATTERN
+            except TimeoutError:
+                self._deadline.missed()
+        return BY_CLASS if "Linear" in self._names else NO_MATCH
+
+
+def _compiled(pattern: str, deadline: Deadline) -> Any:
+    deadline.left()
+    repeated = 1
+    for least, most in _COUNTS.findall(pattern):
+        repeated *= max(1, *(int(count[:9] or 1) for count in (least, most)))
+    if len(pattern) > _LONGEST_PATTERN or repeated > _MOST_REPEATED:
+        raise CheckpointError(
+            "a pattern of quantization_config is too large", path=deadline.path, found=shown(pattern),
+            expected=f"at most {_LONGEST_PATTERN} letters and {_MOST_REPEATED} repetitions",
+        )  # fmt: skip
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            re.compile(pattern)  # the dialect that the config is written in; `regex` knows more
+        return regex.compile(pattern)
+    except (re.error, regex.error, RecursionError, OverflowError) as error:
+        raise CheckpointError(
+            f"a pattern of quantization_config is invalid: {error}", path=deadline.path, found=shown(pattern)
+        ) from error

@@ -1,0 +1,179 @@
+"""What every container offers: a kind of checkpoint on disk, to find, to open and to write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from quantkit.architectures.config import ModelConfig
+from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.codecs.codec import QuantMethod
+from quantkit.formats.files.tensor_file import StoredTensor
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.spec import TensorSpec
+from quantkit.text.tokenizer import Tokenizer
+
+Chunk = tuple[str, bytes | memoryview]
+
+
+class StoredCheckpoint(Checkpoint, Protocol):
+    """A checkpoint as it lies on disk."""
+
+    @property
+    def layout(self) -> str:
+        """What people call it: its format, and what of that differs."""
+        ...
+
+    def stored_bytes(self, name: str) -> int:
+        """What a tensor occupies."""
+        ...
+
+    def readers(self) -> str:
+        """Who else loads it."""
+        ...
+
+
+class Encoder(Protocol):
+    """Turns the values of a fixed list of tensors, in order, into what is appended to files.
+
+    It only ever appends, in one fixed order, so an interrupted output can be continued from any tensor.
+    """
+
+    planned: Sequence[TensorSpec]
+
+    def total_bytes(self) -> int:
+        """Size of all files, or a little more."""
+        ...
+
+    def files(self) -> Sequence[str]:
+        """The names of the files that tensors go to."""
+        ...
+
+    def encode(self, index: int, value: Tensor | QuantTensor) -> Iterator[Chunk]:
+        """What tensor number `index` appends to which file.
+
+        Raises:
+            UnsupportedError: if the format cannot hold it exactly.
+        """
+        ...
+
+    def finish(self) -> Iterator[Chunk]:
+        """What the files end with."""
+        ...
+
+    def state(self) -> Any:
+        """JSON from which `restore` continues."""
+        ...
+
+    def restore(self, state: Any) -> None: ...
+
+    def extra_files(self) -> dict[str, bytes]:
+        """Small files that belong to the weights, such as an index."""
+        ...
+
+
+@dataclass(frozen=True)
+class Output:
+    """A checkpoint to be written.
+
+    Attributes:
+        source: what it comes from.
+        config: of the output.
+        planned: its tensors, in order.
+        shard_bytes: largest file of weights, unless one tensor is larger.
+        tokenizer: the source's, if it has one.
+        model_parallel: into how many shards weights are cut.
+        method: of its quantized modules; None is the container's own.
+    """
+
+    source: Checkpoint
+    config: ModelConfig
+    planned: Sequence[TensorSpec]
+    shard_bytes: int
+    tokenizer: Tokenizer | None = None
+    model_parallel: int = 1
+    method: QuantMethod | None = None
+
+    @property
+    def schemes(self) -> dict[str, QuantScheme]:
+        """The scheme of every quantized module."""
+        return {spec.name.removesuffix(".weight"): spec.scheme for spec in self.planned if spec.scheme is not None}
+
+
+class Container(Protocol):
+    """A kind of checkpoint.
+
+    Attributes:
+        name: ``format`` of its checkpoints, and what ``--to`` calls it.
+        title: what people call it.
+        config_file: which says what the model is.
+        weights: the sets of weights that it may hold, by the names that ``--weights`` takes, the one to prefer first,
+            and how they are spelled for people.
+        methods: of quantization that it carries, by ``quant_method``; none if it holds floats only.
+        stores_tied_head: whether its readers expect a head even where it is the embedding over again.
+        states_tokens: whether its config says which tokens begin and end a text.
+        model_parallel: whether its weights may be cut into shards that are loaded side by side.
+    """
+
+    name: str
+    title: str
+    config_file: str
+    weights: Mapping[str, str]
+    methods: Mapping[str, QuantMethod]
+    stores_tied_head: bool
+    states_tokens: bool
+    model_parallel: bool
+
+    def present(self, path: Path) -> list[str]:
+        """The sets of weights that lie at a path, the one to prefer first."""
+        ...
+
+    def indexed(self, path: Path, kind: str) -> bool:
+        """Whether an index says which files a set of weights is made of."""
+        ...
+
+    def open(self, path: Path, kind: str) -> StoredCheckpoint:
+        """Open one of the sets of weights at a path; headers only.
+
+        Raises:
+            CheckpointError: if files are missing, damaged or contradict each other.
+            UnsupportedError: for architectures and quantizations that are not read.
+        """
+        ...
+
+    def encoder(self, output: Output) -> Encoder:
+        """What turns the tensors into files.
+
+        Raises:
+            UnsupportedError: if they can't be held exactly.
+            RequestError: if the options do not go with the model.
+        """
+        ...
+
+    def side_files(self, output: Output) -> dict[str, bytes | Path]:
+        """What goes beside the weights: name to content, or to a file to copy.
+
+        Raises:
+            UnsupportedError: if the config can't say what the model is.
+            CheckpointError: if the source's own files contradict each other.
+        """
+        ...
+
+    def notes(self, output: Output) -> list[str]:
+        """What a user should know of an output though it is no error."""
+        ...
+
+
+def tensor_bytes(tensor: Tensor, expected: StoredTensor) -> memoryview:
+    """The bytes of a tensor, held to what was planned for it."""
+    if tuple(tensor.shape) != expected.shape or tensor.dtype != expected.dtype:
+        raise ValueError(
+            f"{expected.name}: planned {expected.dtype} {expected.shape}, got {tensor.dtype} {tuple(tensor.shape)}"
+        )
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data

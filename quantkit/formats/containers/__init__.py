@@ -1,0 +1,1 @@
+"""Kinds of checkpoints, a reader and a writer for each."""

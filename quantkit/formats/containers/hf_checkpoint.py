@@ -1,0 +1,246 @@
+"""Reading Hugging Face folders: names are canonical already; quantized modules are read by their codecs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from quantkit.architectures.families import config_from_hf, config_to_hf
+from quantkit.architectures.names import split_derived
+from quantkit.architectures.topology import linear_columns, parameters
+from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.formats.checkpoint import require_complete
+from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule
+from quantkit.formats.files import pth_io, safetensors_io
+from quantkit.formats.files.source import SourceFile
+from quantkit.formats.files.tensor_file import StoredTensor, TensorFile, same_tensor
+from quantkit.json_values import Settings, read_json, read_settings, shown
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.spec import TensorSpec
+from quantkit.tensors.tensor_slice import TensorSlice
+
+SETTINGS = "quantization_config"
+"""The key of config.json under which the settings of a quantization lie."""
+_STEMS = {"safetensors": "model", "bin": "pytorch_model"}
+_NOT_CARRIED = {SETTINGS, "dtype", "rope_scaling", "_name_or_path", "auto_map"}
+
+
+def weight_kinds(folder: Path) -> list[str]:
+    """Which sets of Hugging Face weights a folder holds: safetensors, bin, both or none."""
+    return [kind for kind in _STEMS if index_path(folder, kind).is_file() or _unindexed(folder, kind)]
+
+
+class HFCheckpoint:
+    """A Hugging Face folder, read lazily."""
+
+    format = "hf"
+
+    def __init__(self, path: Path, kind: str, methods: Mapping[str, QuantMethod]) -> None:
+        """Open a folder's ``safetensors`` or ``bin`` weights; headers only.
+
+        Args:
+            methods: of quantization that are read, by ``quant_method``.
+
+        Raises:
+            CheckpointError: if files are missing, damaged or contradict each other.
+            UnsupportedError: for unknown architectures and quantization schemes.
+        """
+        self.path = path
+        self.notes: list[str] = []
+        self._config_path = path / "config.json"
+        raw = read_settings(self._config_path)
+        self._settings = [SourceFile(self._config_path)]
+        self.config = config_from_hf(raw, self._config_path)
+        owned = set(config_to_hf(self.config)) | _NOT_CARRIED
+        self.extra_config: Mapping[str, Any] = {k: v for k, v in raw.items() if k not in owned}
+        self._stored: dict[str, StoredTensor] = {}
+        self._home: dict[str, TensorFile] = {}
+        self._read_headers(kind)
+        self._columns = linear_columns(self.config)
+        self._method, codecs = read_codecs(raw, self._columns, self._config_path, methods)
+        self._codecs = {f"{module}.weight": codec for module, codec in codecs.items()}
+        self._drop_tied_head()
+        self._specs = self._join_quantized()
+        require_complete(self._specs, self.config, path)
+        self._order = [parameter.name for parameter in parameters(self.config)]
+
+    def names(self) -> list[str]:
+        return list(self._order)
+
+    def info(self, name: str) -> TensorSpec:
+        return self._specs[name]
+
+    def files(self) -> list[SourceFile]:
+        homes = {home.source for home in self._home.values()}
+        return [*sorted(homes, key=lambda home: home.path), *self._settings]
+
+    def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
+        """One tensor, or a part of it."""
+        codec = self._codecs.get(name)
+        if codec is None:
+            return self._home[name].read(name, part)
+        return codec.decode(self._raw(name), self._specs[name], part)
+
+    @property
+    def layout(self) -> str:
+        return self.format
+
+    def stored_bytes(self, name: str) -> int:
+        codec, spec = self._codecs.get(name), self._specs[name]
+        if codec is None:
+            return StoredTensor(name, spec.dtype, spec.shape).nbytes
+        return sum(tensor.nbytes for tensor in codec.stored(spec))
+
+    def readers(self) -> str:
+        if self._method is None or not self._codecs:
+            return "quantkit, transformers, vLLM"
+        return f"quantkit, {self._method.readers(codec.scheme for codec in self._codecs.values())}"
+
+    def _raw(self, name: str) -> RawModule:
+        return RawModule(name.removesuffix(".weight"), self._home, self.path)
+
+    def _read_headers(self, kind: str) -> None:
+        index = index_path(self.path, kind)
+        if index.is_file():
+            listed = _weight_map(index)
+            self._settings.insert(0, SourceFile(index))
+            paths = sorted({self.path / file for file in listed.values()})
+        else:
+            listed = None
+            paths = _unindexed(self.path, kind)
+            _require_all_parts(paths)
+        for path in paths:
+            file = safetensors_io.open_file(path) if kind == "safetensors" else pth_io.open_file(path)
+            self.notes += file.notes
+            for name, tensor in file.tensors.items():
+                if listed is not None and listed.get(name) != path.name:
+                    if name in listed or not split_derived([name])[1]:
+                        raise CheckpointError(
+                            f"the index does not list tensor '{name}' in {path.name}", path=index,
+                            found=listed.get(name, "nothing"), hint="the index is stale; download it again",
+                        )  # fmt: skip
+                    continue
+                if name in self._stored:
+                    raise CheckpointError(
+                        f"tensor '{name}' is in two files", path=path, found=f"also in {self._home[name].path.name}"
+                    )
+                self._stored[name] = tensor
+                self._home[name] = file
+        for name, home in (listed or {}).items():
+            if name not in self._stored:
+                raise CheckpointError(
+                    f"lacks tensor '{name}'", path=self.path / home, expected=f"as {index.name} says",
+                    hint="the index is stale or the shard is another model's",
+                )  # fmt: skip
+        stray = {p.name for p in _unindexed(self.path, kind)} - {p.name for p in paths}
+        if stray:
+            self.notes.append(f"{self.path}: {', '.join(sorted(stray))} not in the index; ignored")
+        for name in split_derived(self._stored)[1]:
+            del self._stored[name]
+            del self._home[name]
+
+    def _drop_tied_head(self) -> None:
+        """A tied model may store its head once more; it must then be the embedding."""
+        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+        if not self.config.tied_embeddings:
+            return
+        self._codecs.pop(head, None)
+        if head not in self._stored or embedding not in self._stored:
+            return
+        if not same_tensor(self._home[head], head, self._home[embedding], embedding):
+            raise CheckpointError(
+                "tie_word_embeddings is true, yet lm_head.weight differs from the embedding", path=self._config_path,
+                hint="set tie_word_embeddings to false if the head was trained apart",
+            )  # fmt: skip
+        del self._stored[head]
+
+    def _join_quantized(self) -> dict[str, TensorSpec]:
+        """Every tensor, the several of a quantized module as the one weight that they are."""
+        shapes = {parameter.name: parameter.shape for parameter in parameters(self.config)}
+        stored = dict(self._stored)
+        joined = {}
+        for name, codec in self._codecs.items():
+            rows, columns = shapes[name]
+            spec = codec.spec(self._raw(name), (rows, columns))
+            for expected in codec.stored(spec):
+                found = stored.pop(expected.name, None)
+                if found is None or found.shape != expected.shape or found.dtype != expected.dtype:
+                    raise CheckpointError(
+                        f"tensor '{expected.name}' does not fit scheme {codec.scheme}", path=self.path,
+                        found="nothing" if found is None else f"{found.dtype} {list(found.shape)}",
+                        expected=f"{expected.dtype} {list(expected.shape)}",
+                    )  # fmt: skip
+            joined[name] = spec
+        return {name: TensorSpec(name, tensor.shape, tensor.dtype) for name, tensor in stored.items()} | joined
+
+
+def read_codecs(
+    raw: Mapping[str, Any], modules: Iterable[str], path: Path, methods: Mapping[str, QuantMethod]
+) -> tuple[QuantMethod | None, dict[str, Codec]]:
+    """How a config.json says that a folder is quantized: the method, and the codec of each module; none for floats.
+
+    Raises:
+        UnsupportedError: for a method that is not read; see also `QuantMethod.read_settings`.
+        CheckpointError: for settings of the wrong kind.
+    """
+    if raw.get(SETTINGS) is None:
+        return None, {}
+    if not isinstance(raw[SETTINGS], dict):
+        raise CheckpointError(f"{SETTINGS} is no object", path=path, found=shown(raw[SETTINGS]))
+    settings = Settings(raw[SETTINGS], path, SETTINGS)
+    name = settings.text("quant_method") if settings.has("quant_method") else None
+    if name is None or name not in methods:
+        bits = shown(settings.values["bits"]) if settings.has("bits") else ""
+        raise UnsupportedError(
+            "the source is quantized already in a scheme quantkit does not read", path=path,
+            found=f"{name} {bits}".strip() if name else "an unnamed scheme", expected=" or ".join(methods),
+            hint="start from the float model",
+        )  # fmt: skip
+    return methods[name], methods[name].read_settings(settings, modules)
+
+
+def index_path(folder: Path, kind: str) -> Path:
+    """Where the index of a sharded set of weights lies."""
+    return folder / f"{_STEMS[kind]}.{kind}.index.json"
+
+
+def _unindexed(folder: Path, kind: str) -> list[Path]:
+    """Weight files by their name alone: one whole, or parts ``-00001-of-00002``."""
+    pattern = re.compile(rf"{_STEMS[kind]}(-\d+-of-\d+)?\.{kind}")
+    return sorted(p for p in folder.iterdir() if pattern.fullmatch(p.name))
+
+
+def _require_all_parts(paths: list[Path]) -> None:
+    """Without an index, parts must be all there, and be parts of one set."""
+    totals = {m[1] for p in paths if (m := re.search(r"-of-(\d+)\.", p.name))}
+    whole = [p for p in paths if "-of-" not in p.name]
+    if len(totals) + len(whole) > 1:
+        raise CheckpointError(
+            "several sets of weights and no index to say which", path=paths[0].parent,
+            found=", ".join(p.name for p in paths), hint="move the stray files away",
+        )  # fmt: skip
+    for total in totals:
+        present = {p.name for p in paths}
+        for number in range(1, int(total) + 1):
+            name = re.sub(r"-\d+-of-", f"-{number:0{len(total)}d}-of-", paths[0].name)
+            if name not in present:
+                raise CheckpointError(
+                    "the weight file is missing", path=paths[0].with_name(name),
+                    found=f"{len(present)} of {int(total)} parts", hint="download it again",
+                )  # fmt: skip
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    raw = read_json(index).get("weight_map")
+    if not isinstance(raw, dict) or not raw:
+        raise CheckpointError("lacks the key 'weight_map'", path=index)
+    for name, file in raw.items():
+        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", "..") or "\\" in file:
+            raise CheckpointError(
+                f"sends tensor '{name}' outside the folder", path=index, found=repr(file), expected="a plain file name"
+            )
+    return raw

@@ -1,0 +1,305 @@
+"""Reading Meta folders: ``consolidated.NN.pth`` model-parallel shards with ``params.json``.
+
+Each weight is split over the shards as the naming table says. Query and key rows are
+interleaved for rotary embedding and are brought into rotate-half order on reading.
+KV heads may be repeated where there are more shards than heads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.architectures.config import MAX_HEADS, MAX_WIDTH, ModelConfig
+from quantkit.architectures.meta_params import assumed_rope_factor, config_from_meta
+from quantkit.architectures.names import META, split_derived
+from quantkit.architectures.topology import Parameter, parameters
+from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.formats.checkpoint import DTYPE_NAMES, raise_unexpected, require_complete
+from quantkit.formats.files import pth_io
+from quantkit.formats.files.source import SourceFile
+from quantkit.formats.files.tensor_file import StoredTensor, TensorFile, same_tensor
+from quantkit.json_values import Settings, read_settings
+from quantkit.tensors.spec import TensorSpec
+from quantkit.tensors.tensor_slice import TensorSlice
+from quantkit.text.tokenizer import load_tokenizer
+
+_SHARD = re.compile(r"consolidated\.(\d+)\.pth")
+
+
+def shard_paths(folder: Path) -> list[Path]:
+    """The ``consolidated.NN.pth`` files of a folder in order."""
+    return sorted(p for p in folder.iterdir() if _SHARD.fullmatch(p.name))
+
+
+class MetaCheckpoint:
+    """A Meta folder, read lazily in canonical names and layout."""
+
+    format = "meta"
+
+    def __init__(self, path: Path) -> None:
+        """Open a folder; headers only.
+
+        Raises:
+            CheckpointError: if shards are missing, damaged or disagree with each other,
+                with params.json or with the architecture.
+            UnsupportedError: if the checkpoint is quantized or not a Llama text model.
+        """
+        self.path = path
+        self.notes: list[str] = []
+        self.extra_config: Mapping[str, Any] = {}
+        params_path = path / "params.json"
+        params = read_settings(params_path)
+        self._params = SourceFile(params_path)
+        self._paths = _contiguous(shard_paths(path), path)
+        self._shards = [pth_io.open_file(p) for p in self._paths]
+        self.notes += [note for shard in self._shards for note in shard.notes]
+        self._shapes = {name: tensor.shape for name, tensor in self._shards[0].tensors.items()}
+        self._dtypes = {name: tensor.dtype for name, tensor in self._shards[0].tensors.items()}
+        self._weights = self._same_tensors([shard.tensors for shard in self._shards])
+        self.embedding_axis = 1
+        self.config = self._read_config(params, params_path)
+        self._entries = {parameter.name: parameter for parameter in parameters(self.config)}
+        self._check()
+        if (factor := assumed_rope_factor(params, self.config)) is not None:
+            self.notes.append(
+                f"{params_path}: does not say rope_scaling_factor; {factor:g} is assumed, as in Llama "
+                f"{'3.1' if factor == 8 else '3.2'}"
+            )
+
+    @property
+    def layout(self) -> str:
+        return f"{self.format} ({len(self._paths)} shards)"
+
+    def stored_bytes(self, name: str) -> int:
+        spec = self.info(name)
+        return StoredTensor(name, spec.dtype, spec.shape).nbytes
+
+    def readers(self) -> str:
+        return "quantkit, Meta's reference code"
+
+    def names(self) -> list[str]:
+        return list(self._entries)
+
+    def info(self, name: str) -> TensorSpec:
+        parameter = self._entries[name]
+        return TensorSpec(name, parameter.shape, self._dtypes[self._meta_name(parameter)])
+
+    def files(self) -> list[SourceFile]:
+        return [*(shard.source for shard in self._shards), self._params]
+
+    def load(self, name: str, part: TensorSlice | None = None) -> Tensor:
+        """One tensor, or a part of it, joined from its shards, in canonical layout; a part of rotary
+        rows is of whole heads.
+
+        Raises:
+            CheckpointError: if copies that must agree among shards do not.
+        """
+        parameter = self._entries[name]
+        stored, axis, copies = self._meta_name(parameter), self._axis(parameter), self._copies(parameter)
+        pieces = [(self._shards[i : i + copies], part) for i in range(0, len(self._shards), copies)]
+        if part is not None and part.axis == axis:
+            pieces = _overlaps([holders for holders, _ in pieces], self._shapes[stored][axis], part)
+        sizes = [self._shapes[stored][axis] if p is None or p.axis != axis else p.size for _, p in pieces]
+        shape = list(parameter.shape)
+        if part is not None:
+            shape[part.axis] = part.size
+        joined = torch.empty(shape, dtype=self._dtypes[stored])
+        start = 0
+        for size, (holders, wanted) in zip(sizes, pieces, strict=True):
+            target = joined.narrow(axis, start, size)
+            start += size
+            if not parameter.rotary:
+                holders[0].read_into(target, stored, wanted)
+            else:
+                target.copy_(to_rotate_half(holders[0].read(stored, wanted), self.config.head_dim))
+            for other in holders[1:]:
+                self._require_equal(stored, holders[0], other, wanted)
+        return joined
+
+    def _meta_name(self, parameter: Parameter) -> str:
+        name = parameter.meta_name
+        assert name is not None, parameter.name
+        return name
+
+    def _same_tensors(self, shards: Sequence[Mapping[str, StoredTensor]]) -> set[str]:
+        """The names of the weights; every shard has them, in one shape and float type."""
+        first = shards[0]
+        for path, shard in zip(self._paths[1:], shards[1:], strict=True):
+            if difference := sorted(set(first) ^ set(shard)):
+                raise CheckpointError(
+                    f"holds other tensors than {self._paths[0].name}", path=path, found=f"'{difference[0]}' in one",
+                    hint="the shards are of different models",
+                )  # fmt: skip
+            for name in split_derived(first)[0]:
+                tensor, expected = shard[name], first[name]
+                if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
+                    what = "float type" if tensor.shape == expected.shape else "shape"
+                    raise CheckpointError(
+                        f"tensor '{name}' has another {what} than in {self._paths[0].name}", path=path,
+                        found=f"{tensor.dtype} {list(tensor.shape)}",
+                        expected=f"{expected.dtype} {list(expected.shape)}",
+                    )  # fmt: skip
+        return set(split_derived(first)[0])
+
+    def _read_config(self, params: Mapping[str, Any], params_path: Path) -> ModelConfig:
+        """The architecture; what params.json leaves open comes from the shapes."""
+        count = len(self._paths)
+        for needed in ("tok_embeddings.weight", "layers.0.attention.wq.weight", "layers.0.feed_forward.w1.weight"):
+            if needed not in self._weights:
+                known = {f"{module.format(layer='{}')}.weight" for module in META.values()}
+                strangers = [n for n in self._weights if re.sub(r"\.\d+\.", ".{}.", n) not in known]
+                if strangers:
+                    raise_unexpected(strangers, self._paths[0])
+                raise CheckpointError(f"tensor '{needed}' is missing", path=self._paths[0])
+        rows, width = self._shape("tok_embeddings.weight", 2)
+        query_rows, dim = self._shape("layers.0.attention.wq.weight", 2)
+        feed_forward, _ = self._shape("layers.0.feed_forward.w1.weight", 2)
+        dtype = self._dtypes["layers.0.attention.wq.weight"]
+        if dtype not in DTYPE_NAMES:
+            raise UnsupportedError("weights are not stored as floats", path=self._paths[0], found=dtype)
+        settings, stated = Settings(params, params_path), dim
+        if settings.has("dim") and settings.whole("dim", 1, MAX_WIDTH) != dim:
+            raise CheckpointError("dim disagrees with the weights", path=params_path, found=params["dim"], expected=dim)
+        if settings.has("n_heads") and settings.has("head_dim"):
+            stated = settings.whole("n_heads", 1, MAX_HEADS) * settings.whole("head_dim", 1, MAX_HEADS)
+        if query_rows * count != stated:
+            self._wrong_count(stated // query_rows)
+        if width == dim:
+            self.embedding_axis = 0
+            rows *= count
+        elif width * count != dim:
+            self._wrong_count(dim // width if width and dim % width == 0 else None)
+        config = config_from_meta(
+            params, params_path, vocab_size=rows, intermediate_size=feed_forward * count,
+            tied_embeddings=self._tied(), dtype=DTYPE_NAMES[dtype],
+        )  # fmt: skip
+        try:
+            tokenizer = load_tokenizer(self.path)
+        except CheckpointError:
+            return config  # told where a tokenizer is needed
+        return replace(config, bos_token_id=tokenizer.bos_id, eos_token_ids=tokenizer.eos_ids)
+
+    def _wrong_count(self, expected: int | None) -> None:
+        raise CheckpointError(
+            "the number of shards disagrees with the shapes of the tensors", path=self.path,
+            found=f"{len(self._paths)} consolidated.*.pth", expected=expected, hint="a shard is missing or stray",
+        )  # fmt: skip
+
+    def _shape(self, name: str, dims: int) -> tuple[int, ...]:
+        shape = self._shapes[name]
+        if len(shape) != dims or 0 in shape:
+            raise CheckpointError(f"tensor '{name}' has the wrong shape", path=self._paths[0], found=list(shape))
+        return shape
+
+    def _tied(self) -> bool:
+        """Whether the output projection is absent or the embedding over again."""
+        if "output.weight" not in self._weights:
+            return True
+        output, embedding = "output.weight", "tok_embeddings.weight"
+        if self._dtypes[output] != self._dtypes[embedding] or len(self._shapes[output]) != 2:
+            return False
+        (rows, columns), (embedding_rows, embedding_columns) = self._shapes[output], self._shapes[embedding]
+        if self.embedding_axis == 0:
+            return (rows, columns) == (embedding_rows, embedding_columns) and all(
+                same_tensor(shard, output, shard, embedding) for shard in self._shards
+            )
+        count = len(self._shards)
+        if (rows * count, columns) != (embedding_rows, embedding_columns * count):
+            return False
+        for rank, shard in enumerate(self._shards):
+            for part in shard.row_parts(output):
+                (start, stop), first = part.ranges[0], rank * rows
+                same_rows = TensorSlice(0, ((first + start, first + stop),))
+                whole_rows = torch.cat([other.read(embedding, same_rows) for other in self._shards], 1)
+                if not torch.equal(shard.read(output, part), whole_rows):
+                    return False
+        return True
+
+    def _check(self) -> None:
+        """Hold every shard's shapes against the table."""
+        known = {self._meta_name(e): e for e in self._entries.values()}
+        output_is_double = self.config.tied_embeddings and "output.weight" in self._weights
+        strangers = self._weights - set(known) - ({"output.weight"} if output_is_double else set())
+        if strangers:
+            raise_unexpected(strangers, self._paths[0])
+        found = {
+            parameter.name: TensorSpec(parameter.name, self._joined_shape(parameter, name), self._dtypes[name])
+            for name, parameter in known.items()
+            if name in self._weights
+        }
+        require_complete(found, self.config, self.path)
+
+    def _joined_shape(self, parameter: Parameter, name: str) -> tuple[int, ...]:
+        joined = list(self._shapes[name])
+        if parameter.split_axis is not None and len(joined) == 2:
+            axis = self._axis(parameter)
+            joined[axis] = joined[axis] * len(self._paths) // self._replicas(parameter)
+        return tuple(joined)
+
+    def _axis(self, parameter: Parameter) -> int:
+        """The axis that the shards divide, if any."""
+        return self.embedding_axis if parameter.role == "embedding" else parameter.split_axis or 0
+
+    def _copies(self, parameter: Parameter) -> int:
+        """How many shards, one after the other, hold the same piece."""
+        return len(self._shards) if parameter.split_axis is None else self._replicas(parameter)
+
+    def _replicas(self, parameter: Parameter) -> int:
+        """How many shards hold each KV head: more than one only where a shard holds just one."""
+        if parameter.dims[0] != "kv":
+            return 1
+        shards, heads = len(self._shards), self.config.num_kv_heads
+        one_each = self._shapes[self._meta_name(parameter)][0] == self.config.head_dim
+        return shards // heads if one_each and shards > heads and shards % heads == 0 else 1
+
+    def _require_equal(self, name: str, one: TensorFile, other: TensorFile, part: TensorSlice | None) -> None:
+        if not torch.equal(one.read(name, part), other.read(name, part)):
+            raise CheckpointError(
+                f"tensor '{name}' must be the same in every shard that holds it and is not", path=self.path,
+                hint="the shards are of different models",
+            )  # fmt: skip
+
+
+def _overlaps(
+    pieces: list[list[TensorFile]], size: int, part: TensorSlice
+) -> list[tuple[list[TensorFile], TensorSlice | None]]:  # fmt: skip
+    """What a part takes of pieces of one size along its axis."""
+    found: list[tuple[list[TensorFile], TensorSlice | None]] = []
+    for start, stop in part.ranges:
+        for index in range(start // size, -(-stop // size)):
+            low, high = max(start - index * size, 0), min(stop - index * size, size)
+            found.append((pieces[index], TensorSlice(part.axis, ((low, high),))))
+    return found
+
+
+def to_rotate_half(rows: Tensor, head_dim: int) -> Tensor:
+    """Bring interleaved rotary rows [heads * head_dim, ...] into rotate-half order."""
+    pairs = rows.view(-1, head_dim // 2, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape)
+
+
+def to_interleaved(rows: Tensor, head_dim: int) -> Tensor:
+    """Undo `to_rotate_half`."""
+    halves = rows.view(-1, 2, head_dim // 2, *rows.shape[1:])
+    return halves.transpose(1, 2).reshape(rows.shape)
+
+
+def _contiguous(paths: list[Path], folder: Path) -> list[Path]:
+    """Check that the shards are numbered 0, 1, 2, ... without a gap."""
+    numbers = [int(_SHARD.fullmatch(p.name)[1]) for p in paths]  # type: ignore[index]
+    for expected, number in enumerate(numbers):
+        if number != expected:
+            raise CheckpointError(
+                "the weight file is missing", path=folder / f"consolidated.{expected:02d}.pth",
+                found=f"{len(paths)} shards up to {paths[-1].name}", hint="download it again",
+            )  # fmt: skip
+    if not paths:
+        raise CheckpointError("has no consolidated.*.pth", path=folder)
+    return paths

@@ -1,0 +1,1 @@
+"""Files that hold tensors: opened strictly, read by position, written by appending."""

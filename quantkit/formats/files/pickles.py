@@ -1,0 +1,320 @@
+"""The pickles that `torch.save` writes, read as plain values; nothing that they name is called.
+
+Instructions are those that torch's own ``weights_only`` reader knows; the rest is refused. A tensor
+becomes a `Reference` to its storage, anything else that torch would build an `Other`.
+Source: the notes in CPython's ``pickletools``.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from quantkit.errors import CheckpointError
+from quantkit.formats.files.tensor_file import extent, sizes, whole_number
+
+MAX_BYTES = 1 << 23
+"""Longest pickle that is read: some 40,000 tensors."""
+
+_STORAGES = {
+    "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
+    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
+    "ComplexDoubleStorage": torch.complex128, "ComplexFloatStorage": torch.complex64,
+    "UntypedStorage": torch.uint8, "QInt8Storage": torch.qint8, "QUInt8Storage": torch.quint8,
+    "QInt32Storage": torch.qint32, "QUInt4x2Storage": torch.quint4x2, "QUInt2x4Storage": torch.quint2x4,
+}  # fmt: skip
+_STORAGE_MODULES = ("torch", "torch.cuda", "torch.storage")
+# What torch builds without running a file's code, and is no plain tensor.
+_OTHERS = {
+    "collections.Counter", "_codecs.encode", "__builtin__.set", "__builtin__.bytearray", "__builtin__.complex",
+    "builtins.set", "builtins.bytearray", "builtins.complex", "torch.Size", "torch.device", "torch.Tensor",
+    "torch.nn.parameter.Parameter", "torch.serialization._get_layout", "torch._utils._rebuild_qtensor",
+    "torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_meta_tensor_no_storage",
+    "torch._utils._rebuild_nested_tensor", "torch._utils._rebuild_wrapper_subclass",
+    "torch._utils._rebuild_device_tensor_from_numpy", "torch._utils._rebuild_device_tensor_from_cpu_tensor",
+    "torch.per_tensor_affine", "torch.per_tensor_symmetric", "torch.per_channel_affine",
+    "torch.per_channel_symmetric", "torch.per_channel_affine_float_qparams",
+}  # fmt: skip
+_DAMAGE = (
+    ValueError, TypeError, IndexError, KeyError, AttributeError, EOFError, OverflowError, RecursionError, MemoryError,
+    struct.error, pickle.UnpicklingError,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Storage:
+    """So many elements somewhere in the file, by its key there."""
+
+    key: str
+    dtype: torch.dtype
+    count: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A tensor: a view of a storage, its offset and strides in elements."""
+
+    storage: Storage
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Other:
+    """Something else that torch builds, by the name of what builds it."""
+
+    name: str
+
+
+class Unpickler:
+    """Reads pickles from a file, one after the other.
+
+    Attributes:
+        storages: all that were referred to so far, by key.
+    """
+
+    def __init__(self, file: IO[bytes], path: Path) -> None:
+        self._file = file
+        self._path = path
+        self._stack: list[Any] = []
+        self._marks: list[list[Any]] = []
+        self._memo: dict[int, Any] = {}
+        self.storages: dict[str, Storage] = {}
+
+    def load(self) -> Any:
+        """The next value: plain ones, `Reference`, `Storage` and `Other`; any dictionary is a dict.
+
+        Raises:
+            CheckpointError: if it is damaged, or names anything that could run code.
+        """
+        self._stack, self._marks, self._memo = [], [], {}
+        try:
+            while (code := self._take(1)) != pickle.STOP:
+                if code not in _CODES:
+                    raise ValueError(f"instruction {code!r} is none that torch writes")
+                _CODES[code](self)
+            return self._stack.pop()
+        except _DAMAGE as error:
+            raise damaged(self._path, error) from error
+
+    def _take(self, count: int) -> bytes:
+        data = self._file.read(count)
+        if len(data) < count:
+            raise EOFError("the pickle ends too early")
+        return data
+
+    def _number(self, layout: str) -> Any:
+        return struct.unpack(layout, self._take(struct.calcsize(layout)))[0]
+
+    def _line(self) -> str:
+        line = self._file.readline()
+        if not line.endswith(b"\n"):
+            raise EOFError("the pickle ends too early")
+        return line[:-1].decode()
+
+    def _push(self, value: Any) -> None:
+        self._stack.append(value)
+
+    def _pop(self, kind: type) -> Any:
+        value = self._stack.pop()
+        if type(value) is not kind:
+            raise TypeError(f"found {type(value).__name__}, expected {kind.__name__}")
+        return value
+
+    def _since_mark(self) -> list[Any]:
+        items, self._stack = self._stack, self._marks.pop()
+        return items
+
+    def _mark(self) -> None:
+        self._marks.append(self._stack)
+        self._stack = []
+
+    def _tuple(self, count: int) -> None:
+        items = [self._stack.pop() for _ in range(count)]
+        self._push(tuple(reversed(items)))
+
+    def _put(self, index: int) -> None:
+        self._memo[index] = self._stack[-1]
+
+    def _append(self, items: list[Any]) -> None:
+        values = self._pop(list)
+        values.extend(items)
+        self._push(values)
+
+    def _set(self, items: list[Any]) -> None:
+        values = self._pop(dict)
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if type(key) is str:
+                key.encode()  # half of a surrogate pair would not print
+            elif type(key) not in (int, float, bool):  # others may hash without end
+                raise TypeError(f"an entry's name is a {type(key).__name__}")
+            if key in values:
+                raise ValueError(f"the entry {key!r:.80} comes twice")
+            values[key] = value
+        self._push(values)
+
+    def _global(self) -> None:
+        module, name = self._line(), self._line()
+        full = f"{module}.{name}"
+        found: Any = _FUNCTIONS.get(full)
+        if module in _STORAGE_MODULES and name in _STORAGES:
+            found = _STORAGES[name]
+        elif module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            found = dtype
+        if found is None:
+            raise CheckpointError(
+                "holds objects other than tensors; loading it could run code, so it is refused", path=self._path,
+                found=f"{full[:80]!r}", expected="a dictionary of tensors", hint="ask for a safetensors file",
+            )  # fmt: skip
+        self._push(found)
+
+    def _reduce(self) -> None:
+        arguments, function = self._pop(tuple), self._stack.pop()
+        if not isinstance(function, _Function):
+            raise TypeError(f"a {type(function).__name__} is called")
+        self._push(function.call(*arguments))
+
+    def _build(self) -> None:
+        self._stack.pop()  # attributes, such as the versions of modules
+        if not isinstance(self._stack[-1], (dict, Other)):
+            raise TypeError(f"a {type(self._stack[-1]).__name__} is given a state")
+
+    def _storage(self) -> None:
+        kind, dtype, key, _, count, *view = self._pop(tuple)
+        if kind != "storage" or not isinstance(dtype, torch.dtype) or type(key) not in (str, int):
+            raise TypeError("a reference to something else than a storage")
+        if any(part is not None for part in view):
+            raise ValueError("a storage is part of another, as torch wrote them before version 0.4")
+        storage = Storage(str(key), dtype, whole_number(count))
+        if self.storages.setdefault(storage.key, storage) != storage:
+            raise ValueError(f"storage {storage.key!r:.80} comes in two sizes or types")
+        self._push(storage)
+
+
+@dataclass(frozen=True)
+class _Function:
+    """Stands for a global that a pickle may call."""
+
+    call: Callable[..., Any]
+
+
+def damaged(path: Path, error: Exception) -> CheckpointError:
+    """What to tell of a file that is not as `torch.save` writes it."""
+    detail = " ".join(str(error).split())[:200] or type(error).__name__
+    return CheckpointError(f"cannot be read: {detail}", path=path, hint="download it again")
+
+
+def _other(name: str) -> _Function:
+    return _Function(lambda *arguments: Other(name))
+
+
+def _ordered(*arguments: Any) -> dict[Any, Any]:
+    if arguments:
+        raise ValueError("an ordered dictionary that is not filled item by item")
+    return {}
+
+
+def _tensor(storage: Any, offset: Any, shape: Any, stride: Any) -> Reference:
+    return _view(storage, storage.dtype, offset, shape, stride)
+
+
+def _tensor_v2(
+    storage: Any, offset: Any, shape: Any, stride: Any, requires_grad: Any, hooks: Any, metadata: Any = None
+) -> Reference | Other:  # fmt: skip
+    if metadata:
+        return Other("a conjugate or negated view")
+    return _view(storage, storage.dtype, offset, shape, stride)
+
+
+def _tensor_v3(
+    storage: Any, offset: Any, shape: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any,
+    metadata: Any = None,
+) -> Reference | Other:  # fmt: skip
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError("a tensor's type is none")
+    return Other("a conjugate or negated view") if metadata else _view(storage, dtype, offset, shape, stride)
+
+
+def _view(storage: Any, dtype: torch.dtype, offset: Any, shape: Any, stride: Any) -> Reference:
+    if not isinstance(storage, Storage):
+        raise TypeError("a tensor without storage")
+    found = Reference(storage, dtype, whole_number(offset), sizes(shape), sizes(stride))
+    if len(found.shape) != len(found.stride):
+        raise ValueError("a tensor's shape and strides differ in length")
+    needed = (found.offset + extent(found.shape, found.stride)) * dtype.itemsize
+    if needed > storage.nbytes and 0 not in found.shape:
+        raise ValueError(f"a tensor ends at byte {needed} of a storage of {storage.nbytes}")
+    return found
+
+
+def _parameter(data: Any, *rest: Any) -> Any:
+    return data
+
+
+def _with_attributes(function: Any, kind: Any, arguments: Any, *rest: Any) -> Any:
+    """torch's ``_rebuild_from_type_v2``: a tensor that has attributes."""
+    if kind is not _FUNCTIONS["torch.Tensor"] and kind is not _FUNCTIONS["torch.nn.parameter.Parameter"]:
+        return Other("a tensor of another class")
+    return function.call(*arguments)
+
+
+_FUNCTIONS = {name: _other(name) for name in _OTHERS} | {
+    name: _Function(call)
+    for name, call in (
+        ("collections.OrderedDict", _ordered),
+        ("torch._utils._rebuild_tensor", _tensor),
+        ("torch._utils._rebuild_tensor_v2", _tensor_v2),
+        ("torch._utils._rebuild_tensor_v3", _tensor_v3),
+        ("torch._utils._rebuild_parameter", _parameter),
+        ("torch._utils._rebuild_parameter_with_state", _parameter),
+        ("torch._tensor._rebuild_from_type_v2", _with_attributes),
+    )
+}
+_CODES: dict[bytes, Callable[[Unpickler], object]] = {
+    pickle.PROTO: lambda u: u._take(1),
+    pickle.NONE: lambda u: u._push(None),
+    pickle.NEWTRUE: lambda u: u._push(True),
+    pickle.NEWFALSE: lambda u: u._push(False),
+    pickle.BININT: lambda u: u._push(u._number("<i")),
+    pickle.BININT1: lambda u: u._push(u._number("<B")),
+    pickle.BININT2: lambda u: u._push(u._number("<H")),
+    pickle.LONG1: lambda u: u._push(int.from_bytes(u._take(u._number("<B")), "little", signed=True)),
+    pickle.BINFLOAT: lambda u: u._push(u._number(">d")),
+    pickle.BINUNICODE: lambda u: u._push(u._take(u._number("<I")).decode("utf-8", "surrogatepass")),
+    pickle.SHORT_BINSTRING: lambda u: u._push(u._take(u._number("<B")).decode()),
+    pickle.EMPTY_TUPLE: lambda u: u._push(()),
+    pickle.EMPTY_LIST: lambda u: u._push([]),
+    pickle.EMPTY_DICT: lambda u: u._push({}),
+    pickle.EMPTY_SET: lambda u: u._push(Other("a set")),
+    pickle.MARK: lambda u: u._mark(),
+    pickle.TUPLE: lambda u: u._push(tuple(u._since_mark())),
+    pickle.TUPLE1: lambda u: u._tuple(1),
+    pickle.TUPLE2: lambda u: u._tuple(2),
+    pickle.TUPLE3: lambda u: u._tuple(3),
+    pickle.APPEND: lambda u: u._append([u._stack.pop()]),
+    pickle.APPENDS: lambda u: u._append(u._since_mark()),
+    pickle.SETITEM: lambda u: u._set([u._stack.pop(-2), u._stack.pop()]),
+    pickle.SETITEMS: lambda u: u._set(u._since_mark()),
+    pickle.BINPUT: lambda u: u._put(u._number("<B")),
+    pickle.LONG_BINPUT: lambda u: u._put(u._number("<I")),
+    pickle.BINGET: lambda u: u._push(u._memo[u._number("<B")]),
+    pickle.LONG_BINGET: lambda u: u._push(u._memo[u._number("<I")]),
+    pickle.GLOBAL: lambda u: u._global(),
+    pickle.BINPERSID: lambda u: u._storage(),
+    pickle.REDUCE: lambda u: u._reduce(),
+    pickle.NEWOBJ: lambda u: u._reduce(),
+    pickle.BUILD: lambda u: u._build(),
+}  # torch's order of the arguments, and no more than torch's instructions

@@ -1,0 +1,165 @@
+"""Writing PyTorch's ``.pth``: a stream of bytes, the same for the same tensors.
+
+The file is an uncompressed zip: ``NAME/data.pkl`` (a pickle of the dictionary whose
+tensors refer to storages by number) and ``NAME/data/K``, the bytes of storage K.
+Sources: PyTorch's serialization notes, PKWARE's APPNOTE for the zip records.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import zlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from quantkit.formats.files.tensor_file import StoredTensor
+
+_LOCAL = struct.Struct("<IHHHHHIIIHH")
+_CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
+_ZIP64_TAIL = struct.Struct("<IQHHIIQQQQ")
+_ZIP64_LOCATOR = struct.Struct("<IIQI")
+_TAIL = struct.Struct("<IHHHHIIH")
+_VERSION_ZIP64 = 45
+_DATE_1980 = 0x21
+_FULL = 0xFFFFFFFF
+_PADDING_ID = 0x4246
+_ALIGNMENT = 64
+
+_STORAGES = {torch.float32: "FloatStorage", torch.float16: "HalfStorage", torch.bfloat16: "BFloat16Storage"}
+
+
+class PthEncoder:
+    """The bytes of one ``.pth`` file in the order they are appended.
+
+    Equal tensors in an equal order give equal bytes: names and dates are fixed.
+    """
+
+    def __init__(self, name: str, tensors: Sequence[StoredTensor]) -> None:
+        self._name = name
+        self._tensors = tensors
+        self._records: list[tuple[str, int, int, int]] = []
+        self._position = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """An upper bound on the finished file's size."""
+        records = sum(t.nbytes + 2 * (_ALIGNMENT + 128) for t in self._tensors)
+        return records + len(_pickled(self._tensors)) + 4096
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs to go on after the bytes given so far, as JSON."""
+        return {"records": self._records, "position": self._position}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue where another encoder's `state` was taken."""
+        self._records = [(str(n), int(c), int(s), int(p)) for n, c, s, p in state["records"]]
+        self._position = int(state["position"])
+
+    def start(self) -> bytes:
+        """Everything before the first tensor."""
+        head = b""
+        for record, data in (
+            ("data.pkl", _pickled(self._tensors)),
+            (".format_version", b"1"),
+            (".storage_alignment", str(_ALIGNMENT).encode()),
+            ("byteorder", b"little"),
+        ):
+            head += self._record(record, data) + data
+            self._position += len(data)
+        return head
+
+    def before(self, index: int, data: memoryview) -> bytes:
+        """The zip record that precedes the data of tensor `index`."""
+        header = self._record(f"data/{index}", data)
+        self._position += len(data)
+        return header
+
+    def end(self) -> bytes:
+        """Everything after the last tensor."""
+        tail = self._record("version", b"3\n") + b"3\n"
+        self._position += 2
+        start = self._position
+        directory = b"".join(self._central(*record) for record in self._records)
+        count = len(self._records)
+        after = start + len(directory)
+        tail += directory
+        tail += _ZIP64_TAIL.pack(
+            0x06064B50, _ZIP64_TAIL.size - 12, _VERSION_ZIP64, _VERSION_ZIP64, 0, 0, count, count, len(directory), start
+        )
+        tail += _ZIP64_LOCATOR.pack(0x07064B50, 0, after, 1)
+        tail += _TAIL.pack(0x06054B50, 0, 0, min(count, 0xFFFF), min(count, 0xFFFF), _FULL, _FULL, 0)
+        return tail
+
+    def _record(self, record: str, data: bytes | memoryview) -> bytes:
+        """The local header, padded so that the data after it is aligned."""
+        name = f"{self._name}/{record}".encode()
+        checksum = zlib.crc32(data)
+        zip64 = struct.pack("<HHQQ", 1, 16, len(data), len(data))
+        bare = self._position + _LOCAL.size + len(name) + len(zip64) + 4
+        padding = -bare % _ALIGNMENT
+        extra = zip64 + struct.pack("<HH", _PADDING_ID, padding) + b"Z" * padding
+        self._records.append((name.decode(), checksum, len(data), self._position))
+        header = _LOCAL.pack(
+            0x04034B50, _VERSION_ZIP64, 0, 0, 0, _DATE_1980, checksum, _FULL, _FULL, len(name), len(extra)
+        )
+        self._position += len(header) + len(name) + len(extra)
+        return header + name + extra
+
+    @staticmethod
+    def _central(name: str, checksum: int, size: int, position: int) -> bytes:
+        encoded = name.encode()
+        extra = struct.pack("<HHQQQ", 1, 24, size, size, position)
+        return (
+            _CENTRAL.pack(
+                0x02014B50, _VERSION_ZIP64, _VERSION_ZIP64, 0, 0, 0, _DATE_1980, checksum, _FULL, _FULL,
+                len(encoded), len(extra), 0, 0, 0, 0, _FULL,
+            )
+            + encoded
+            + extra
+        )  # fmt: skip
+
+
+class _Storage:
+    """Stands for storage number `key` in the pickle."""
+
+    def __init__(self, dtype: torch.dtype, key: int, count: int) -> None:
+        self.reference = ("storage", getattr(torch, _STORAGES[dtype]), str(key), "cpu", count)
+
+
+class _TensorReference:
+    """Pickles as the call that rebuilds a contiguous tensor from its storage."""
+
+    def __init__(self, storage: _Storage, shape: tuple[int, ...]) -> None:
+        self._storage = storage
+        self._shape = shape
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        strides: list[int] = []
+        step = 1
+        for size in reversed(self._shape):
+            strides.insert(0, step)
+            step *= size
+        arguments: tuple[Any, ...] = (self._storage, 0, self._shape, tuple(strides), False, OrderedDict())
+        return torch._utils._rebuild_tensor_v2, arguments
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: object) -> tuple[Any, ...] | None:
+        return obj.reference if isinstance(obj, _Storage) else None
+
+
+def _pickled(tensors: Sequence[StoredTensor]) -> bytes:
+    values = {
+        tensor.name: _TensorReference(
+            _Storage(tensor.dtype, index, tensor.nbytes // tensor.dtype.itemsize), tensor.shape
+        )
+        for index, tensor in enumerate(tensors)
+    }
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=2).dump(values)
+    return buffer.getvalue()

@@ -1,0 +1,149 @@
+"""The safetensors file: a strictly checked header, and the header to write.
+
+Source: the safetensors format description (8-byte length, JSON header, one buffer).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from quantkit.errors import CheckpointError
+from quantkit.formats.files.source import open_weights
+from quantkit.formats.files.tensor_file import StoredTensor, TensorFile, View, contiguous_strides, sizes, whole_number
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+_SPELLINGS = {dtype: name for name, dtype in DTYPES.items()}
+_MAX_HEADER = 100_000_000
+_ALIGNMENT = 64
+
+
+def open_file(path: Path) -> TensorFile:
+    """Open a file after a check of its header; the data is not touched.
+
+    Raises:
+        CheckpointError: for anything but a well-formed file: placeholders, an
+            absurd header length, invalid JSON, unknown dtypes, overlapping or
+            non-contiguous offsets, too few or too many bytes.
+    """
+    source = open_weights(path)
+    prefix = source.read(0, min(source.size, 8))
+    length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
+    if not 0 < length <= min(source.size - 8, _MAX_HEADER):
+        raise CheckpointError(
+            "is not a safetensors file, or is truncated", path=path,
+            found=f"a header of {length} bytes in a file of {source.size}", expected=f"at most {_MAX_HEADER}",
+            hint="download it again",
+        )  # fmt: skip
+    try:
+        listed = [_Listed.of(name, entry) for name, entry in _entries(source.read(8, length))]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"has an invalid safetensors header: {error!r:.200}", path=path) from error
+    listed.sort(key=lambda item: (item.begin, item.end))
+    _require_gapless(listed, path, source.size - 8 - length)
+    views = {}
+    for item in listed:
+        if item.dtype not in DTYPES:
+            raise CheckpointError(f"tensor '{item.name}' has an unknown dtype", path=path, found=item.dtype[:80])
+        view = View(DTYPES[item.dtype], 8 + length + item.begin, item.shape, contiguous_strides(item.shape))
+        size = math.prod(view.shape) * view.dtype.itemsize
+        if item.end - item.begin != size:
+            raise CheckpointError(
+                f"tensor '{item.name}' has the wrong size", path=path, found=f"{item.end - item.begin} bytes",
+                expected=size,
+            )  # fmt: skip
+        views[item.name] = view
+    return TensorFile(source, views)
+
+
+def require_readable(path: Path) -> None:
+    """Hold a file that was just written against the safetensors library, which others read it with.
+
+    Raises:
+        RuntimeError: if it finds other tensors than `open_file`: a mistake of quantkit.
+    """
+    handle: Any
+    with safe_open(path, framework="pt") as handle:
+        theirs = {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
+    if theirs != {name: tensor.shape for name, tensor in open_file(path).tensors.items()}:
+        raise RuntimeError(f"the safetensors library reads {path} otherwise than it was written")
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """A tensor as the header has it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @classmethod
+    def of(cls, name: str, entry: Any) -> _Listed:
+        name.encode()  # half of a surrogate pair would not print
+        begin, end = map(whole_number, entry["data_offsets"])
+        return cls(name, str(entry["dtype"]), sizes(entry["shape"]), begin, end)
+
+
+def _entries(raw: bytes) -> list[tuple[str, Any]]:
+    """What the header lists besides its metadata."""
+    header = json.loads(raw.decode(), object_pairs_hook=_distinct)
+    metadata = header.pop("__metadata__", None)
+    if metadata is not None and not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("__metadata__ holds other values than strings")
+    return list(header.items())
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r:.80} comes twice")
+        found[key] = value
+    return found
+
+
+def _require_gapless(listed: Sequence[_Listed], path: Path, available: int) -> None:
+    position = 0
+    for item in listed:
+        if item.begin != position:
+            what = "overlaps another" if item.begin < position else "leaves a hole before it"
+            raise CheckpointError(
+                f"tensor '{item.name}' {what}", path=path, found=f"offset {item.begin}", expected=position
+            )
+        position = item.end
+    if position != available:
+        what = "is truncated" if position > available else "has bytes after its last tensor"
+        raise CheckpointError(
+            what, path=path, found=f"{available} bytes of data", expected=position, hint="download it again"
+        )
+
+
+def build_header(tensors: Sequence[StoredTensor]) -> bytes:
+    """The bytes before the data: length and JSON, padded so that the data is aligned."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for tensor in tensors:
+        end = position + tensor.nbytes
+        header[tensor.name] = {
+            "dtype": _SPELLINGS[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text

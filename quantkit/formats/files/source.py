@@ -1,0 +1,218 @@
+"""A file of a source: opened once, read by position, and held against what it was when it was opened.
+
+Reads by position, since a mapped file that is cut off meanwhile ends the process without a word.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import os
+import stat
+import weakref
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantkit.errors import CheckpointError
+
+_PIECE = 1 << 22
+_SAMPLES, _SAMPLE_BYTES = 64, 1 << 14
+_AT_ONCE = 1 << 30  # a single read of more than 2 GiB is an error on some systems
+_LFS = b"version https://git-lfs.github.com/spec"
+_HTML = (b"<!doctype html", b"<html", b"<?xml", b"<head")
+
+
+@dataclass(frozen=True)
+class Checksum:
+    """The CRC-32 that a range of a file, named, must have."""
+
+    name: str
+    start: int
+    stop: int
+    crc: int
+
+
+class SourceFile:
+    """A regular file; what is read of it is there, or it is an error.
+
+    Attributes:
+        size: in bytes, when it was opened.
+        checksums: of ranges in rising order that do not overlap; `sha256` holds the file against them.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """
+        Raises:
+            CheckpointError: if it is missing, no regular file, or cannot be opened.
+        """
+        self.path = path
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would keep us waiting
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        weakref.finalize(self, os.close, self._descriptor)
+        found = os.fstat(self._descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointError("is no regular file", path=path)
+        self.size = found.st_size
+        self._modified = found.st_mtime_ns
+        self.checksums: Sequence[Checksum] = ()
+
+    def identity(self) -> tuple[str, int, int, str]:
+        """Name, size and modification time when it was opened, and the sha256 of samples of its contents: enough to
+        tell it from another file, if not from itself with a few bytes changed.
+
+        Raises:
+            CheckpointError: if it cannot be read.
+        """
+        digest = hashlib.sha256()
+        step = max(self.size // _SAMPLES, 1)
+        for start in range(0, self.size, step):
+            digest.update(self.read(start, min(_SAMPLE_BYTES, step, self.size - start)))
+        return self.path.name, self.size, self._modified, digest.hexdigest()
+
+    def require_unchanged(self) -> None:
+        """
+        Raises:
+            CheckpointError: if the path now leads to another file, or to none.
+        """
+        try:
+            found = self.path.stat()
+        except OSError as error:
+            raise CheckpointError(f"the source changed while it was read: {error.strerror}", path=self.path) from error
+        if (found.st_size, found.st_mtime_ns) != (self.size, self._modified):
+            raise CheckpointError("the source changed while it was read", path=self.path)
+
+    def read(self, start: int, count: int) -> bytes:
+        """So many bytes.
+
+        Raises:
+            CheckpointError: see `read_into`.
+        """
+        data = bytearray(count)
+        self.read_into(start, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, start: int, target: memoryview) -> None:
+        """Fill a buffer of bytes.
+
+        Raises:
+            CheckpointError: if the file ends before, or cannot be read.
+        """
+        done = 0
+        while done < len(target):
+            try:
+                count = os.preadv(self._descriptor, [target[done : done + _AT_ONCE]], start + done)
+            except OSError as error:
+                raise _unreadable(self.path, error) from error
+            if count == 0:
+                raise CheckpointError(
+                    "was cut off while it was read", path=self.path,
+                    found=f"{os.fstat(self._descriptor).st_size} bytes", expected=f"{self.size} bytes",
+                )  # fmt: skip
+            done += count
+
+    def stream(self) -> io.BufferedReader:
+        """The file for readers that want one with a position of its own."""
+        return io.BufferedReader(_Stream(self))
+
+    def sha256(self) -> str:
+        """In hexadecimal; one pass over the file.
+
+        Raises:
+            CheckpointError: if it cannot be read, or a range has another CRC-32 than it must.
+        """
+        digest = hashlib.sha256()
+        position = 0
+        for expected in self.checksums:
+            for piece in self._pieces(position, expected.start):
+                digest.update(piece)
+            crc = 0
+            for piece in self._pieces(expected.start, expected.stop):
+                digest.update(piece)
+                crc = zlib.crc32(piece, crc)
+            if crc != expected.crc:
+                raise CheckpointError(
+                    f"record '{expected.name}' is damaged", path=self.path, found=f"CRC-32 {crc:08x}",
+                    expected=f"{expected.crc:08x}", hint="download it again",
+                )  # fmt: skip
+            position = expected.stop
+        for piece in self._pieces(position, self.size):
+            digest.update(piece)
+        return digest.hexdigest()
+
+    def _pieces(self, start: int, stop: int) -> Iterator[memoryview]:
+        """A range in pieces, each in the same buffer."""
+        buffer = memoryview(bytearray(max(min(_PIECE, stop - start), 0)))
+        for position in range(start, stop, _PIECE):
+            piece = buffer[: stop - position]
+            self.read_into(position, piece)
+            yield piece
+
+
+def open_weights(path: Path) -> SourceFile:
+    """Open a file of weights that is not a placeholder for them.
+
+    Raises:
+        CheckpointError: for a missing or empty file, one that is no regular file, a git-lfs
+            pointer, an HTML or JSON error page.
+    """
+    if not os.path.exists(path):
+        raise CheckpointError("the weight file is missing", path=path, hint="download it again")
+    file = SourceFile(path)
+    size = file.size
+    head = file.read(0, min(size, 512))
+    if not head:
+        raise CheckpointError("the weight file is empty", path=path, found="0 bytes")
+    if head.startswith(_LFS):
+        raise CheckpointError(
+            "is a git-lfs pointer, not weights", path=path, found=f"{size} bytes", hint="run 'git lfs pull'"
+        )
+    text = head.lstrip().lower()
+    if text.startswith(_HTML):
+        raise CheckpointError(
+            "is an HTML page, not weights", path=path, found=f"{size} bytes",
+            hint="the download failed; log in or accept the licence, and download again",
+        )  # fmt: skip
+    if text.startswith((b'{"error', b'{"message', b'{"detail', b"invalid username", b"access to model")):
+        raise CheckpointError(
+            "is an error message of a server, not weights", path=path, found=f"{size} bytes",
+            hint="download it again",
+        )  # fmt: skip
+    return file
+
+
+class _Stream(io.RawIOBase):
+    """A source file with a position."""
+
+    def __init__(self, file: SourceFile) -> None:
+        self._file = file
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._file.size}[whence]
+        if position < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        self._position = position
+        return position
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        target = memoryview(buffer)[: max(self._file.size - self._position, 0)]
+        self._file.read_into(self._position, target)
+        self._position += len(target)
+        return len(target)
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    if isinstance(error, FileNotFoundError):
+        return CheckpointError("the file is missing", path=path)
+    return CheckpointError(f"cannot be read: {error.strerror}", path=path)

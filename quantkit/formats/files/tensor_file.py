@@ -1,0 +1,195 @@
+"""Tensors read from where they lie in a file, each one fresh, whole or in part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import CheckpointError
+from quantkit.formats.files.source import SourceFile
+from quantkit.tensors.tensor_slice import TensorSlice
+
+_BUFFER = 1 << 23  # bytes that are read at a time where they are not all wanted
+_MAX_DIMS = 64  # of torch
+_MAX_SIZE = (1 << 63) - 1
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as a file's header lists it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class View:
+    """Where a tensor's elements lie: the first at byte `start`, others by strides in elements."""
+
+    dtype: torch.dtype
+    start: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def span(self) -> int:
+        """Elements from the first to the last in the file."""
+        return extent(self.shape, self.stride)
+
+    def narrow(self, axis: int, start: int, length: int) -> View:
+        """Part of an axis."""
+        shape = (*self.shape[:axis], length, *self.shape[axis + 1 :])
+        return replace(self, start=self.start + start * self.stride[axis] * self.dtype.itemsize, shape=shape)
+
+    def of(self, part: TensorSlice | None) -> list[View]:
+        """A part, range by range."""
+        if part is None:
+            return [self]
+        return [self.narrow(part.axis, start, stop - start) for start, stop in part.ranges]
+
+
+class TensorFile:
+    """The tensors of one open file.
+
+    Attributes:
+        tensors: what there is, by name, in the file's order.
+        notes: what a user should know about the file.
+    """
+
+    def __init__(self, source: SourceFile, views: Mapping[str, View], notes: Sequence[str] = ()) -> None:
+        """
+        Args:
+            views: of which each lies in the file.
+
+        Raises:
+            CheckpointError: if a tensor, by repeating elements, is larger than the file.
+        """
+        self.source = source
+        self.notes = notes
+        self.tensors = {name: StoredTensor(name, view.dtype, view.shape) for name, view in views.items()}
+        self._views = views
+        for name, tensor in self.tensors.items():
+            if tensor.nbytes > source.size:
+                raise CheckpointError(
+                    f"tensor '{name}' is larger than its file", path=source.path, found=f"{tensor.nbytes} bytes",
+                    expected=f"at most {source.size}",
+                )  # fmt: skip
+
+    @property
+    def path(self) -> Path:
+        return self.source.path
+
+    def read(self, name: str, part: TensorSlice | None = None) -> Tensor:
+        """A tensor, or a part of it.
+
+        Raises:
+            CheckpointError: if the file was cut off meanwhile, or cannot be read.
+        """
+        tensor = self.tensors[name]
+        shape = list(tensor.shape)
+        if part is not None:
+            shape[part.axis] = part.size
+        target = torch.empty(shape, dtype=tensor.dtype)
+        self.read_into(target, name, part)
+        return target
+
+    def read_into(self, target: Tensor, name: str, part: TensorSlice | None = None) -> None:
+        """Fill a tensor of the right shape and dtype, contiguous or not.
+
+        Raises:
+            CheckpointError: see `read`.
+        """
+        start = 0
+        for view in self._views[name].of(part):
+            if part is None:
+                self._fill(target, view)
+            else:
+                self._fill(target.narrow(part.axis, start, view.shape[part.axis]), view)
+                start += view.shape[part.axis]
+
+    def row_parts(self, name: str) -> Iterator[TensorSlice]:
+        """A tensor's rows, a few megabytes at a time."""
+        rows, *rest = self.tensors[name].shape
+        step = max(1, _BUFFER // max(1, math.prod(rest) * self.tensors[name].dtype.itemsize))
+        for start in range(0, rows, step):
+            yield TensorSlice(0, ((start, min(start + step, rows)),))
+
+    def _fill(self, target: Tensor, view: View) -> None:
+        if target.numel() == 0:
+            return
+        span = view.span
+        if target.is_contiguous() and view.stride == target.stride():
+            self.source.read_into(view.start, _bytes(target))
+        elif span * view.dtype.itemsize <= _BUFFER:
+            flat = torch.empty(span, dtype=view.dtype)
+            self.source.read_into(view.start, _bytes(flat))
+            target.copy_(flat.as_strided(view.shape, view.stride))
+        else:
+            axis = max(range(len(view.shape)), key=lambda a: view.stride[a] * (view.shape[a] > 1))
+            size = view.shape[axis]
+            step = max(1, size * _BUFFER // (span * view.dtype.itemsize))
+            for start in range(0, size, step):
+                length = min(step, size - start)
+                self._fill(target.narrow(axis, start, length), view.narrow(axis, start, length))
+
+
+def same_tensor(one: TensorFile, name: str, other: TensorFile, other_name: str) -> bool:
+    """Whether two tensors are equal in shape, dtype and every element; only pieces of them are in memory."""
+    a, b = one.tensors[name], other.tensors[other_name]
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    if not a.shape:
+        return torch.equal(one.read(name), other.read(other_name))
+    return all(torch.equal(one.read(name, part), other.read(other_name, part)) for part in one.row_parts(name))
+
+
+def sizes(value: object) -> tuple[int, ...]:
+    """A shape or strides as a file has them.
+
+    Raises:
+        ValueError: if it is no list of a few whole numbers that a tensor can have.
+    """
+    if not isinstance(value, (list, tuple)) or len(value) > _MAX_DIMS:
+        raise ValueError("a shape is no short list")
+    return tuple(whole_number(size) for size in value)
+
+
+def whole_number(value: object) -> int:
+    """A size or an offset as a file has it.
+
+    Raises:
+        ValueError: if it is another type, negative, or past 63 bits.
+    """
+    if type(value) is not int or not 0 <= value <= _MAX_SIZE:
+        raise ValueError(f"a size or an offset is {value!r:.40}")
+    return value
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides in elements, as torch counts them."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """How many elements lie from a tensor's first to its last."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.view(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,1 @@
+"""How an output folder comes to be: atomic, durable, resumable."""

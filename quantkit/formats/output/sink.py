@@ -1,0 +1,234 @@
+"""Appending to files in the background: written, hashed, and durable at each sync."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from quantkit.formats.output.destination import destination_errors
+from quantkit.formats.output.own_folder import OwnFolder, not_ours
+
+IN_FLIGHT_BYTES = 1 << 26
+"""What may be on its way to the disk at a time."""
+_PIECE = 1 << 22
+_FLUSH_BYTES = 1 << 26
+
+Data = bytes | memoryview
+
+
+class Sink:
+    """Files of one folder that only ever grow.
+
+    ``append`` returns before the data is written; one thread writes and one hashes. At
+    most a fixed number of bytes wait at a time, so the producer's memory stays bounded.
+    Whatever goes wrong in a thread is raised by the next call, as it is; what the system
+    refuses as a `DestinationError`.
+    """
+
+    def __init__(self, folder: OwnFolder, sizes: Mapping[str, int], hashes: Mapping[str, str]) -> None:
+        """Take up files at the given sizes, dropping anything beyond.
+
+        Raises:
+            DestinationError: if a file cannot be opened.
+            ResumeError: if what a file holds up to its size has not the given sha256.
+        """
+        self._folder = folder
+        self._sizes = dict(sizes)
+        self._files: dict[str, _GrowingFile] = {}
+        self._hashes: dict[str, Any] = {}
+        self._waiting = 0
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+        self._workers: list[_Worker] = []
+        try:
+            for name, size in sizes.items():
+                self._files[name] = self._open(name, size)
+                self._hashes[name] = self._files[name].hash(folder.path / name)
+            if changed := [name for name, digest in self.hashes().items() if digest != hashes[name]]:
+                raise not_ours(folder.path / changed[0])
+            for title, step in (("write", self._write), ("hash", self._hash)):
+                self._workers.append(_Worker(title, self._guarded(step)))
+        except BaseException:
+            self.abandon()
+            raise
+
+    def append(self, name: str, data: Data) -> None:
+        """Queue bytes for the end of a file; they must not change until written.
+
+        Raises:
+            DestinationError: if an earlier write failed.
+        """
+        size = len(data)
+        with self._changed:
+            while self._failure is None and self._waiting and self._waiting + size > IN_FLIGHT_BYTES:
+                self._changed.wait()
+            self._raise_failure()
+            self._waiting += size
+        self._sizes[name] = self._sizes.get(name, 0) + size
+        chunk = _Chunk(name, data, len(self._workers))
+        for worker in self._workers:
+            worker.queue.put(chunk)
+
+    def sync(self) -> dict[str, int]:
+        """Wait until everything is on disk; the sizes of the files.
+
+        Raises:
+            DestinationError: if a write failed.
+        """
+        with self._changed:
+            while self._failure is None and self._waiting:
+                self._changed.wait()
+            self._raise_failure()
+        for name, file in self._files.items():
+            with destination_errors(self._folder.path / name):
+                file.flush()
+        return dict(self._sizes)
+
+    def hashes(self) -> dict[str, str]:
+        """The sha256 of each file, in hexadecimal; call it when synced."""
+        return {name: digest.hexdigest() for name, digest in self._hashes.items()}
+
+    def close(self) -> dict[str, str]:
+        """Stop the threads and close the files; the sha256 of each, in hexadecimal.
+
+        Raises:
+            DestinationError: if a write failed.
+        """
+        self.abandon()
+        self._raise_failure()
+        return self.hashes()
+
+    def abandon(self) -> None:
+        """Stop the threads and close the files, whatever has failed."""
+        for worker in self._workers:
+            worker.stop()
+        for file in self._files.values():
+            file.close()
+
+    def _open(self, name: str, size: int) -> _GrowingFile:
+        with destination_errors(self._folder.path / name):
+            return _GrowingFile(self._folder.open(name, create=not size, buffering=0), size)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _guarded(self, step: Callable[[_Chunk], None]) -> Callable[[_Chunk], None]:
+        """A step whose failure stops the work but never the thread: those who wait for a chunk must be told."""
+
+        def handle(chunk: _Chunk) -> None:
+            try:
+                if self._failure is None:
+                    step(chunk)
+            except BaseException as error:
+                self._failure = error
+            finally:
+                self._finish(chunk)
+
+        return handle
+
+    def _write(self, chunk: _Chunk) -> None:
+        if chunk.name not in self._files:
+            self._files[chunk.name] = self._open(chunk.name, 0)
+        with destination_errors(self._folder.path / chunk.name):
+            self._files[chunk.name].write(chunk.data)
+
+    def _hash(self, chunk: _Chunk) -> None:
+        digest = self._hashes.setdefault(chunk.name, hashlib.sha256())
+        for piece in _pieces(chunk.data):
+            digest.update(piece)
+
+    def _finish(self, chunk: _Chunk) -> None:
+        with self._changed:
+            chunk.users -= 1
+            if chunk.users == 0:
+                self._waiting -= len(chunk.data)
+                chunk.data = b""  # the producer's memory is free before it is told so
+                self._changed.notify_all()
+
+
+class _Chunk:
+    """Bytes for the end of a file, and how many workers still need them."""
+
+    def __init__(self, name: str, data: Data, users: int) -> None:
+        self.name = name
+        self.data = data
+        self.users = users
+
+
+class _Worker:
+    """A thread that handles chunks in order."""
+
+    def __init__(self, title: str, handle: Callable[[_Chunk], None]) -> None:
+        self.queue: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
+        self._handle = handle
+        self._thread = threading.Thread(target=self._work, name=f"quantkit-{title}", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self.queue.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (chunk := self.queue.get()) is not None:
+            self._handle(chunk)
+
+
+class _GrowingFile:
+    """A file written from its end, flushed often so that the page cache stays small."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file = file
+        if file.seek(0, os.SEEK_END) > size:
+            file.truncate(size)
+        self._position = size
+        self._flushed = size
+
+    def hash(self, path: Path) -> Any:
+        """The sha256 so far.
+
+        Raises:
+            DestinationError: if it cannot be read.
+            ResumeError: if the file ends before the size it was taken up with.
+        """
+        digest, length = hashlib.sha256(), 0
+        with destination_errors(path):
+            self._file.seek(0)
+            while piece := self._file.read(_PIECE):
+                digest.update(piece)
+                length += len(piece)
+        if length != self._position:
+            raise not_ours(path)
+        return digest
+
+    def write(self, data: Data) -> None:
+        self._file.seek(self._position)
+        for piece in _pieces(data):
+            done = 0
+            while done < len(piece):
+                done += self._file.write(piece[done:])
+            self._position += len(piece)
+            if self._position - self._flushed >= _FLUSH_BYTES:
+                self.flush()
+
+    def flush(self) -> None:
+        """Wait until the data is on disk, and let the cache forget it."""
+        os.fsync(self._file.fileno())
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file.fileno(), 0, self._position, os.POSIX_FADV_DONTNEED)
+        self._flushed = self._position
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+def _pieces(data: Data) -> list[memoryview]:
+    view = memoryview(data)
+    return [view[start : start + _PIECE] for start in range(0, len(view), _PIECE)]

@@ -1,0 +1,264 @@
+"""The folder an output is built in before it takes its final name.
+
+``DST.partial`` lies beside ``DST``; a journal in it says what is safely on disk, so
+that a killed run can go on. Only a complete output is renamed to ``DST``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import DestinationError, RequestError, ResumeError
+from quantkit.formats.output.destination import destination_errors, is_there, rename_new
+from quantkit.formats.output.journal import NAME as JOURNAL
+from quantkit.formats.output.journal import Journal, require_idle
+from quantkit.formats.output.own_folder import OwnFolder, in_the_way, not_ours
+
+SCRATCH = ".activations"
+"""How the names of folders begin that are of use only to the run that made them."""
+_SUFFIX = ".partial"
+_SPACE_MARGIN = 16 << 20
+
+
+class Staging:
+    """An output folder under construction, locked against a second writer.
+
+    Attributes:
+        dst: the final folder.
+        path, folder: the partial one.
+        entries: what the journal of an interrupted run says after its fingerprint.
+    """
+
+    def __init__(self, dst: Path, fingerprint: Mapping[str, Any], needed_bytes: int, *, resume: bool) -> None:
+        """Create the partial folder, or take up an interrupted one.
+
+        Args:
+            dst: the final folder; it must not exist.
+            fingerprint: inputs and options, JSON; a resumed run must have the same.
+            needed_bytes: size of the whole output.
+            resume: go on where an interrupted run stopped, if there is one.
+
+        Raises:
+            RequestError: if `dst` is no name for a folder.
+            DestinationError: if `dst` exists, cannot be written or has too little space.
+            ResumeError: if an interrupted run is there and `resume` is not set, or it
+                had other inputs or options, or is still running, or what is there is
+                not what an interrupted run leaves.
+        """
+        self.dst = dst
+        self.path = partial_folder(dst)
+        require_absent(dst)
+        require_room_to_build(self.path, resume=resume)
+        with contextlib.ExitStack() as held:
+            self.folder = self._made_or_taken_up(needed_bytes)
+            held.callback(self.folder.close)
+            self._journal = Journal(self.folder)
+            held.callback(self._journal.close)
+            self._sweep()
+            written = sum(self.folder.size(name) for name in self.folder.names())
+            require_space(self.path, needed_bytes - written)
+            self.entries = self._after(json.loads(json.dumps(fingerprint)))
+            self._held = held.pop_all()
+
+    def record(self, entry: Mapping[str, Any]) -> None:
+        """Append one line to the journal and wait until it is on disk."""
+        self._journal.append(entry)
+
+    def require_in_place(self) -> None:
+        """
+        Raises:
+            DestinationError: if the folder is no longer what its path leads to.
+        """
+        if not self.folder.is_at(self.path):
+            raise DestinationError("was moved or replaced while it was written", path=self.path)
+
+    def commit(self, files: Collection[str]) -> None:
+        """Give the finished folder its final name.
+
+        Args:
+            files: what it is to hold.
+
+        Raises:
+            DestinationError: if that name has been taken meanwhile, or the folder holds anything else.
+            ResumeError: if something in it is no plain file.
+        """
+        self._sweep()
+        self._require_only(files)
+        self.folder.sync()
+        try:
+            with destination_errors(self.dst):
+                rename_new(self.path, self.dst)
+        except DestinationError as error:
+            if not isinstance(error.__cause__, FileExistsError):
+                raise
+            raise DestinationError(
+                "appeared while writing; nothing is overwritten", path=self.dst,
+                hint="move it away and repeat the command with --resume",
+            ) from error  # fmt: skip
+        # The model is there and whole: nothing from here on may fail it. The journal goes last, since without it
+        # a rename that is refused could not be tried again.
+        with contextlib.suppress(OSError, DestinationError):
+            _sync_folder(self.dst.parent)
+            self.folder.remove(JOURNAL)
+            self.folder.sync()
+        self.close()
+
+    def close(self) -> None:
+        """Release the lock; the partial folder stays for a later resume."""
+        self._held.close()
+
+    def discard(self) -> None:
+        """Remove the partial folder: what failed would fail again."""
+        if self.folder.is_at(self.path):
+            shutil.rmtree(self.path, ignore_errors=True)  # it does not go through links
+        self.close()
+
+    def _made_or_taken_up(self, needed_bytes: int) -> OwnFolder:
+        with destination_errors(self.path):
+            if is_there(self.path):
+                return OwnFolder(self.path)
+            require_space(self.path, needed_bytes)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir()
+        return OwnFolder(self.path, made=True)
+
+    def _sweep(self) -> None:
+        """Remove what earlier runs, of however many processes, had for themselves."""
+        for name in self.folder.names():
+            if name.startswith(SCRATCH):
+                self.folder.remove(name)
+
+    def _require_only(self, files: Collection[str]) -> None:
+        names = self.folder.names()
+        for name in names:
+            self.folder.size(name)
+        if strange := sorted({*names} - {*files, JOURNAL}):
+            raise DestinationError(
+                "is no part of the output, which is complete", path=self.path / strange[0],
+                hint="move it away and repeat the command with --resume",
+            )  # fmt: skip
+        if gone := sorted({*files} - {*names}):
+            raise DestinationError("has gone since it was written", path=self.path / gone[0])
+        self.require_in_place()
+
+    def _after(self, fingerprint: dict[str, Any]) -> list[dict[str, Any]]:
+        """What the journal says after the fingerprint, which must be this one."""
+        if not self._journal.entries:
+            self.record({"fingerprint": fingerprint})
+            return []
+        first, *rest = self._journal.entries
+        before = first.get("fingerprint")
+        if not isinstance(before, dict):
+            raise not_ours(self.path / JOURNAL)
+        if before != fingerprint:
+            changed = sorted(k for k in {*before, *fingerprint} if before.get(k) != fingerprint.get(k))
+            raise ResumeError(
+                "the interrupted run had other inputs or options", path=self.path,
+                found=f"changed {', '.join(changed)}", hint="repeat its command, or remove the folder and start anew",
+            )  # fmt: skip
+        return rest
+
+
+def require_name(dst: Path) -> None:
+    """Refuse a destination that cannot be the name of a new folder.
+
+    Raises:
+        RequestError: if it is empty, or leads to a folder that is always there, or is that of an unfinished output.
+    """
+    if dst.name in ("", "..") or "\0" in dst.name:
+        raise RequestError(
+            "the destination is no name for a new folder", found=repr(str(dst)), hint="name a folder that is not there"
+        )
+    if dst.name.endswith(_SUFFIX):
+        raise RequestError(
+            f"names that end in {_SUFFIX} are for unfinished outputs", found=dst, hint="choose another destination"
+        )
+
+
+def require_new_names(source: Path, dst: Path) -> None:
+    """Refuse a destination that is the source, or is built where that is.
+
+    Raises:
+        RequestError: if it is.
+    """
+    if os.path.realpath(source) in (os.path.realpath(dst), os.path.realpath(partial_folder(dst))):
+        raise RequestError("source and destination are the same folder", found=dst)
+
+
+def require_absent(dst: Path) -> None:
+    """Refuse a destination that is there.
+
+    Raises:
+        DestinationError: if it is.
+    """
+    with destination_errors(dst):
+        there = is_there(dst)
+    if there:
+        raise DestinationError(
+            "exists already; nothing is overwritten", path=dst, hint="choose another name or remove it"
+        )
+
+
+def require_room_to_build(partial: Path, *, resume: bool) -> None:
+    """Refuse a partial folder that is there, unless an interrupted run of this user left it and is to go on.
+
+    Raises:
+        ResumeError: if it is, or another process is writing there.
+        DestinationError: if it cannot be looked into.
+    """
+    with destination_errors(partial):
+        if not is_there(partial):
+            return
+    folder = OwnFolder(partial)
+    try:
+        names = [name for name in folder.names() if not name.startswith(SCRATCH)]
+        if names and JOURNAL not in names:
+            raise in_the_way(partial)
+        if names:
+            require_idle(folder)
+    finally:
+        folder.close()
+    if not resume:
+        raise ResumeError(
+            "an interrupted run is there", path=partial, hint="add --resume to go on with it, or remove it"
+        )
+
+
+def require_space(folder: Path, needed_bytes: int) -> None:
+    """Refuse a disk that is too full; `folder` need not be there yet.
+
+    Raises:
+        DestinationError: if less is free than needed, with a little to spare.
+    """
+    with destination_errors(folder):
+        there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
+        free = shutil.disk_usage(there).free
+    if free < needed_bytes + _SPACE_MARGIN:
+        raise DestinationError(
+            "too little space on the disk", path=folder.parent, found=f"{free / 1e9:.2f} GB free",
+            expected=f"{(needed_bytes + _SPACE_MARGIN) / 1e9:.2f} GB",
+        )  # fmt: skip
+
+
+def partial_folder(dst: Path) -> Path:
+    """Where an output is built.
+
+    Raises:
+        RequestError: see `require_name`.
+    """
+    require_name(dst)
+    return dst.with_name(dst.name + _SUFFIX)
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

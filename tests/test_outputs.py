@@ -1,0 +1,241 @@
+"""`--json`, `--report` and `--plot`: what is written, where, and what is refused before the work."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+from command import Capture, run
+
+from quantkit.cli.files import Outputs, replace
+from quantkit.errors import DestinationError, RequestError
+from quantkit.formats import manifest
+
+
+@pytest.fixture(scope="module")
+def int8(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Path:
+    import quantkit
+
+    folder = tmp_path_factory.mktemp("outputs") / "int8"
+    quantkit.quantize(demo_model, folder, "int8")
+    return folder
+
+
+# What the commands write
+
+
+@pytest.mark.parametrize("command", ["inspect", "plan convert", "verify one", "verify two", "bench"])
+def test_json_to_a_file_leaves_stdout_as_it_is_and_to_stdout_has_it_alone(
+    command: str, int8: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    arguments: list[str | Path] = {
+        "inspect": ["inspect", int8],
+        "plan convert": ["plan", "convert", int8, tmp_path / "out"],
+        "verify one": ["verify", int8],
+        "verify two": ["verify", int8, int8],
+        "bench": ["bench", int8, "--batch", "1", "--prompt-lengths", "4", "--runs", "1"],
+    }[command]
+    file = tmp_path / "found.json"
+    code, out, err = run(capfd, *arguments, "--json", file)
+    assert (code, err) == (0, "")
+    lines = len(out.splitlines())
+    assert lines > 0
+    value = json.loads(file.read_text())
+    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
+    code, out, err = run(capfd, *arguments, "--json", "-")
+    assert (code, len(err.splitlines())) == (0, lines)
+    assert _shape(json.loads(out)) == _shape(value)
+
+
+def _shape(value: Any) -> Any:
+    """The keys; figures of speed and of time differ from run to run."""
+    return {key: _shape(one) for key, one in value.items()} if isinstance(value, dict) else type(value)
+
+
+def test_convert_and_quantize_write_what_they_made(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+    for dst, *arguments in (["out", "convert"], ["int4", "quantize", "--scheme", "int4-g96"]):
+        file = tmp_path / "made.json"
+        command, *options = arguments
+        code, out, err = run(capfd, command, demo_model, tmp_path / dst, *options, "--json", file)
+        assert (code, out) == (0, f"wrote {tmp_path / dst}\n")
+        value = json.loads(file.read_text())
+        assert value["path"] == str(tmp_path / dst)
+        assert [f"quantkit: note: {note}" for note in value["notes"]] == err.splitlines()
+        assert value["manifest"] == json.loads((tmp_path / dst / "quantkit.json").read_text())
+        assert value["bits_per_weight"] == 8 * value["weight_bytes"] / value["manifest"]["model"]["parameters"]
+    assert value["manifest"]["quality"]["passed"] is True
+    code, out, err = run(capfd, "convert", demo_model, tmp_path / "again", "--json", "-")
+    assert (code, err) == (0, f"wrote {tmp_path / 'again'}\n")
+    assert json.loads(out)["manifest"]["job"] == "convert"
+
+
+def test_verify_writes_its_report_whatever_the_verdict(
+    int8: Path, demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    broken = oracle.copy(int8, tmp_path / "broken")
+    oracle.edit_json(broken / "config.json", rms_norm_eps=1e-3)
+    found = {}
+    for code, folder in ((10, int8), (11, broken)):
+        assert run(capfd, "verify", demo_model, folder, "--json", tmp_path / "report.json")[0] == code
+        found[code] = json.loads((tmp_path / "report.json").read_text())
+    assert (found[10]["verdict"], found[10]["problems"]) == ("within_bound", [])
+    assert len(found[10]["differing"]) == 28
+    assert all(one["within"] and one["relative_error"] <= one["bound"] for one in found[10]["differing"])
+    assert found[10]["probes"]["speech"]["divergence"]["kl"] > 0
+    assert found[11]["verdict"] == "different"
+    assert "norm_eps" in found[11]["problems"][0]
+
+
+def test_verify_of_one_folder_writes_what_it_found(int8: Path, tmp_path: Path, capfd: Capture) -> None:
+    code, out, _ = run(capfd, "verify", int8, "--json", tmp_path / "report.json")
+    value = json.loads((tmp_path / "report.json").read_text())
+    assert (code, value["findings"]) == (0, out.splitlines())
+    assert value["manifest"] == manifest.read(int8)
+
+
+# Old spellings
+
+
+@pytest.mark.parametrize("place", ["last", "first", "before an option"])
+def test_json_without_a_path_is_stdout_with_a_note(place: str, demo_model: Path, capfd: Capture) -> None:
+    arguments: list[str | Path] = {
+        "last": ["inspect", demo_model, "--json"],
+        "first": ["inspect", "--json", demo_model],
+        "before an option": ["inspect", "--json", "--weights", "meta", demo_model],
+    }[place]
+    code, out, err = run(capfd, *arguments)
+    assert code == 0
+    assert json.loads(out)["parameters"] > 0
+    assert err.splitlines()[0] == (
+        "quantkit: note: --json takes a path now, and - for stdout; without one it goes with the next release"
+    )
+
+
+def test_plan_takes_json_without_a_path_too(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+    for arguments in (["convert", demo_model, tmp_path / "out", "--json"], ["convert", "--json", demo_model, "out"]):
+        code, out, err = run(capfd, "plan", *arguments)
+        assert code == 0
+        assert json.loads(out)["disk_bytes"] > 0
+        assert "--json takes a path now" in err
+
+
+def test_json_with_a_path_has_no_note(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+    for arguments in (["--json", tmp_path / "a", demo_model], [demo_model, f"--json={tmp_path / 'a'}"]):
+        code, _, err = run(capfd, "inspect", *arguments)
+        assert (code, err) == (0, "")
+        assert json.loads((tmp_path / "a").read_text())
+    assert run(capfd, "inspect", "--json", tmp_path / "b")[0] == 3  # as it is taken for the model
+    assert not (tmp_path / "b").exists()
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("command", ["inspect", "plan convert", "convert", "quantize", "verify", "eval", "bench"])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+def test_a_file_of_a_model_is_never_replaced_nor_added(
+    command: str, name: str, int8: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    model = oracle.copy(int8, tmp_path / "model")
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    makes = [tmp_path / "out"] if command.endswith(("convert", "quantize")) else []
+    scheme = ["--scheme", "int8"] if command == "quantize" else []
+    code, out, err = run(capfd, *command.split(), model, *makes, *scheme, "--json", model / name)
+    assert (code, out) == (5, "")
+    assert "is a file in a model's folder" in err
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_new_file_that_a_model_would_read_is_not_added(demo_model: Path, tmp_path: Path) -> None:
+    model = oracle.copy(demo_model, tmp_path / "model")
+    with pytest.raises(DestinationError, match="is a file in a model's folder"):
+        Outputs(str(model / "generation_config.json"))
+    Outputs(str(model / "evaluation.json"))
+
+
+def test_the_destination_is_not_a_place_for_json(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+    for name in ("out", "out.partial"):
+        code, _, err = run(capfd, "convert", demo_model, tmp_path / "out", "--json", tmp_path / name)
+        assert code == 5
+        assert "is where the model is to be written" in err
+    code, _, err = run(capfd, "convert", demo_model, tmp_path / "out", "--json", tmp_path / "out" / "made.json")
+    assert code == 5
+    assert "cannot be written there" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_command_reads_is_not_overwritten(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text('{"default": "int8"}')
+    arguments = ["quantize", demo_model, tmp_path / "out", "--recipe", recipe, "--json", recipe]
+    code, _, err = run(capfd, *arguments)
+    assert code == 5
+    assert "is read by this command" in err
+    assert recipe.read_text() == '{"default": "int8"}'
+    with pytest.raises(DestinationError, match="is read by this command"):
+        Outputs(None, report=recipe.rename(tmp_path / "text.txt"), reads=[tmp_path / "text.txt"])
+
+
+def test_a_folder_and_one_file_twice_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DestinationError, match="is a folder"):
+        Outputs(str(tmp_path))
+    with pytest.raises(RequestError, match="two outputs go to one file"):
+        Outputs(str(tmp_path / "out.md"), report=tmp_path / "out.md")
+
+
+@pytest.mark.parametrize(("option", "name"), [("report", "out.html"), ("report", "out.pdf"), ("plot", "out.jpg")])
+def test_a_suffix_of_another_kind_of_file_is_refused(option: str, name: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=rf"found \{Path(name).suffix}, expected \.(md|png)"):
+        Outputs(None, **{option: tmp_path / name})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["out", "out.md", "out.MD", "out.markdown", "out.txt"])
+def test_markdown_goes_by_several_suffixes(name: str, tmp_path: Path) -> None:
+    Outputs(None, report=tmp_path / name).write({}, report=lambda: "# text\n")
+    assert (tmp_path / name).read_text() == "# text\n"
+
+
+# How files are written
+
+
+def test_a_file_is_there_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "found.json"
+    Outputs(str(file)).write({"a": 1})
+
+    def refused(self: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", refused)
+    with pytest.raises(DestinationError, match="the disk is full"):
+        Outputs(str(file)).write({"a": 2})
+    assert json.loads(file.read_text()) == {"a": 1}
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    Outputs(str(tmp_path / "found.json")).write({"a": [float("nan"), (float("inf"), 1.5)]})
+    assert json.loads((tmp_path / "found.json").read_text()) == {"a": [None, [None, 1.5]]}
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read: list[bytes] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
+    reader.start()
+    replace(pipe, b"content")
+    reader.join()
+    assert read == [b"content"]
+    assert pipe.is_fifo()
+
+
+def test_a_name_of_a_hyphen_is_a_file_where_a_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Outputs("./-").write([1])
+    assert json.loads((tmp_path / "-").read_text()) == [1]

@@ -1,0 +1,129 @@
+"""Recipes: which scheme each layer gets, and the files that hold them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantkit.errors import RequestError
+from quantkit.tensors.recipe import Override, Recipe
+from quantkit.tensors.scheme import QuantScheme
+
+COLUMNS = {
+    "model.layers.0.self_attn.q_proj": 128,
+    "model.layers.0.mlp.down_proj": 352,
+    "model.layers.1.self_attn.q_proj": 128,
+    "model.layers.1.mlp.down_proj": 352,
+    "model.layers.10.self_attn.q_proj": 128,
+    "lm_head": 128,
+}
+
+
+def _recipe(default: str, *overrides: tuple[str, str | None]) -> Recipe:
+    parsed = (Override(p, None if s is None else QuantScheme.parse(s)) for p, s in overrides)
+    return Recipe(QuantScheme.parse(default), tuple(parsed))
+
+
+def test_the_head_keeps_its_floats_unless_named() -> None:
+    assert set(_recipe("int8").assign(COLUMNS)) == set(COLUMNS) - {"lm_head"}
+    assert str(_recipe("int8", ("lm_head", "int4-g32")).assign(COLUMNS)["lm_head"]) == "int4-g32"
+    assert "lm_head" in _recipe("int8", ("*", "int8")).assign(COLUMNS)
+
+
+def test_later_overrides_win() -> None:
+    recipe = _recipe("int4-g32", ("*.down_proj", "int8"), ("model.layers.1.*", None), ("*.1.self_attn.*", "int4"))
+    assigned = {module: str(scheme) for module, scheme in recipe.assign(COLUMNS).items()}
+    assert assigned == {
+        "model.layers.0.self_attn.q_proj": "int4-g32",
+        "model.layers.0.mlp.down_proj": "int8",
+        "model.layers.1.self_attn.q_proj": "int4",
+        "model.layers.10.self_attn.q_proj": "int4-g32",
+    }
+
+
+def test_patterns_match_whole_names_and_their_case() -> None:
+    with pytest.raises(RequestError, match=r"matches no linear layer"):
+        _recipe("int8", ("q_proj", None)).assign(COLUMNS)
+    with pytest.raises(RequestError, match=r"matches no linear layer"):
+        _recipe("int8", ("*.Q_PROJ", None)).assign(COLUMNS)
+    kept = set(COLUMNS) - set(_recipe("int8", ("model.layers.1.*", None)).assign(COLUMNS))
+    assert kept == {"lm_head", "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.down_proj"}
+
+
+@pytest.mark.parametrize("scheme", ["int8", None])
+def test_a_pattern_that_matches_nothing_is_refused(scheme: str | None) -> None:
+    with pytest.raises(RequestError, match=r"pattern matches no linear layer \(found '\*.w1', expected a glob"):
+        _recipe("int4-g32", ("lm_head", None), ("*.w1", scheme)).assign(COLUMNS)
+
+
+def test_assigned_schemes_are_fitted() -> None:
+    assigned = _recipe("int4-g128").assign(COLUMNS)
+    assert str(assigned["model.layers.0.mlp.down_proj"]) == "int4-g32"
+    assert str(assigned["model.layers.0.self_attn.q_proj"]) == "int4-g128"
+
+
+def test_keeping_wins_over_all_before() -> None:
+    recipe = _recipe("int8", ("*.down_proj", "int4")).keeping(["*.down_proj", "*.10.*"])
+    assert recipe.requested("model.layers.0.mlp.down_proj") is None
+    assert recipe.requested("model.layers.10.self_attn.q_proj") is None
+    assert recipe.requested("model.layers.0.self_attn.q_proj") == QuantScheme(8, None)
+
+
+def test_a_recipe_survives_its_file(tmp_path: Path) -> None:
+    recipe = _recipe("int4-g128-asym", ("*.down_proj", "int8"), ("lm_head", None))
+    path = tmp_path / "recipe.json"
+    path.write_text(json.dumps(recipe.to_json()))
+    assert Recipe.from_json(path) == recipe
+
+
+def test_a_recipe_file_needs_no_overrides(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.json"
+    path.write_text('{"default": "int8"}')
+    assert Recipe.from_json(str(path)) == Recipe(QuantScheme(8, None))
+
+
+BAD_RECIPES: dict[str, Any] = {
+    "no json": "{",
+    "a list": [],
+    "a string": "int8",
+    "no default": {"overrides": []},
+    "a number as default": {"default": 4},
+    "null as default": {"default": None},
+    "a bad default": {"default": "int3"},
+    "an unknown key": {"default": "int8", "override": []},
+    "overrides of strings": {"default": "int8", "overrides": ["lm_head"]},
+    "overrides of null": {"default": "int8", "overrides": None},
+    "an override without scheme": {"default": "int8", "overrides": [{"pattern": "lm_head"}]},
+    "an override without pattern": {"default": "int8", "overrides": [{"scheme": "int8"}]},
+    "an override with a bad scheme": {"default": "int8", "overrides": [{"pattern": "lm_head", "scheme": "none"}]},
+    "a null scheme": {"default": "int8", "overrides": [{"pattern": "lm_head", "scheme": None}]},
+    "a numeric pattern": {"default": "int8", "overrides": [{"pattern": 1, "scheme": "int8"}]},
+    "an unknown key in an override": {
+        "default": "int8",
+        "overrides": [{"pattern": "lm_head", "scheme": "int8", "gruop": 32}],
+    },
+}
+
+
+@pytest.mark.parametrize("case", BAD_RECIPES)
+def test_errors_in_a_recipe_file_name_the_file(case: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.json"
+    content = BAD_RECIPES[case]
+    path.write_text(content if case == "no json" else json.dumps(content))
+    with pytest.raises(RequestError) as caught:
+        Recipe.from_json(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_recipe_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"absent.json: cannot read the recipe"):
+        Recipe.from_json(tmp_path / "absent.json")
+
+
+def test_a_recipe_file_of_other_bytes_is_named(tmp_path: Path) -> None:
+    (tmp_path / "recipe.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RequestError, match=r"recipe.json: cannot read the recipe"):
+        Recipe.from_json(tmp_path / "recipe.json")
