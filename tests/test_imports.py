@@ -46,7 +46,7 @@ ONLY = {
 NO_TORCH = {
     "quantkit", "quantkit.errors", "quantkit.json_values", "quantkit.architectures", "quantkit.tensors.scheme",
     "quantkit.tensors.recipe", "quantkit.text.contained", "quantkit.text.tokenizer", "quantkit.formats.manifest",
-    "quantkit.formats.files.source",
+    "quantkit.formats.files.source", "quantkit.calibration.effort",
 }  # fmt: skip
 
 # Loaded by their backend alone, and only where it may serve.
@@ -139,6 +139,12 @@ def test_jax_is_asked_for_in_one_room_and_torchax_in_one_module() -> None:
 def test_one_module_knows_whether_torch_has_a_process_group() -> None:
     users = {m for m, tree in MODULES.items() if any(n.startswith("torch.distributed") for n in _imports(tree))}
     assert users - {"quantkit.calibration.ranks"} == {"quantkit.distributed.group"}
+
+
+def test_only_jobs_import_the_xla_room() -> None:
+    users = {module for module, tree in MODULES.items() if any(n.startswith(XLA) for n in _imports(tree))}
+    assert users
+    assert {_room(module) for module in users} == {"xla", "jobs"}
 
 
 def test_the_light_modules_do_without_torch() -> None:
