@@ -106,6 +106,13 @@ def test_guarded_rooms_import_only_what_they_may(prefix: str) -> None:
             assert _rooms(_imports(tree)) <= ONLY[prefix], module
 
 
+def test_what_is_imported_of_ours_is_there() -> None:
+    """Also within functions, where a name that has moved is missed only by whoever calls them."""
+    for module, tree in MODULES.items():
+        wanted = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+        assert not {name for name in wanted if name.startswith("quantkit")} - set(MODULES), module
+
+
 def test_every_module_belongs_to_a_room() -> None:
     assert {_room(m) for m in MODULES if "." in m} == set(RANKS)
 
