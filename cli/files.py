@@ -129,8 +129,8 @@ def _require_writable(path: Path, reads: Iterable[Path | str | None], makes: Pat
         DestinationError: if a file cannot be written there, or must not be.
     """
     from quantkit.formats.detect import is_model_folder
+    from quantkit.formats.output.staging import partial_folder
     from quantkit.formats.registry import read_names
-    from quantkit.formats.staging import partial_folder
 
     if path.is_dir():
         raise DestinationError("is a folder", path=path, expected="a file to write")

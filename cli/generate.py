@@ -143,10 +143,8 @@ def _on_devices(asked: Asked) -> Iterator[str]:
             asked.path, devices=asked.tp, dtype=asked.dtype, weights=asked.weights,
             multi_host=asked.multi_host, progress=progress,
         )  # fmt: skip
-    from quantkit.xla.generate import generate as job
-
     ids = tokenizer.encode(asked.prompt, specials=True)
-    tokens = job(model, ids, **asked.sampling())
+    tokens = model.generate(ids, **asked.sampling())
     shown = asked.prompt if model.first else ""
     yield shown
     for piece in text_pieces(tokenizer, ids, tokens):

@@ -48,15 +48,10 @@ def generate(
     name of a shape such as llama-2-70b. It takes minutes. A model that does not fit is an error.
     """
     from quantkit.evals.synthetic import shaped
-    from quantkit.model.device import float_type
-    from quantkit.xla.require import require_compiler
+    from quantkit.jobs.estimate import estimate_slice
 
     outputs = Outputs(data)
-    checkpoint = shaped(model, scheme)
-    require_compiler()
-    from quantkit.xla.estimate import estimate_slice
-
-    _tell(estimate_slice(checkpoint, target, batch=batch, context=context, dtype=float_type(dtype)), outputs)
+    _tell(estimate_slice(shaped(model, scheme), target, batch=batch, context=context, dtype=dtype), outputs)
 
 
 def _convert(data: str | None, **given: Any) -> None:

@@ -141,6 +141,12 @@ def test_one_module_knows_whether_torch_has_a_process_group() -> None:
     assert users - {"quantkit.calibration.ranks"} == {"quantkit.distributed.group"}
 
 
+def test_only_jobs_import_the_xla_room() -> None:
+    users = {module for module, tree in MODULES.items() if any(n.startswith(XLA) for n in _imports(tree))}
+    assert users
+    assert {_room(module) for module in users} == {"xla", "jobs"}
+
+
 def test_the_light_modules_do_without_torch() -> None:
     for module in {m for m in MODULES if m in NO_TORCH or m.startswith("quantkit.architectures.")}:
         assert not {n for n in _imports(MODULES[module]) if n.split(".")[0] == "torch"}, module

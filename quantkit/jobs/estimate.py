@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +17,6 @@ from quantkit.architectures.topology import input_groups, linear_columns, sizes
 from quantkit.calibration.effort import Effort, activation_bytes, batch_samples, followed_share
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint
 from quantkit.formats.container import Encoder, Output
-from quantkit.formats.containers.hf import SafetensorsEncoder
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.output.sink import IN_FLIGHT_BYTES
 from quantkit.formats.output.staging import partial_folder, require_absent, require_room_to_build, require_space
@@ -27,11 +26,16 @@ from quantkit.jobs.output import SHARD_BYTES
 from quantkit.jobs.prepare import prepare, tensor_blocks, too_few_tokens
 from quantkit.jobs.settings import gptq_settings
 from quantkit.memory import resident_bytes
+from quantkit.model.device import float_type
 from quantkit.quality.measures import TOKENS_THROUGH_THE_HEAD
 from quantkit.quality.windows import measured_tokens, window_length
 from quantkit.solver.gptq import WEIGHTS_AT_ONCE
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
+from quantkit.xla.require import require_compiler
+
+if TYPE_CHECKING:
+    from quantkit.xla.estimate import SliceEstimate
 
 _LIBRARIES = 40 << 20  # what the mathematics libraries and threads set up once work begins
 _SOLVER_MATRICES = 10  # that the solver holds of the rows it is at
@@ -155,6 +159,24 @@ def estimate_quantize(
     return Estimate(dict(kinds), phases[phase], phase, on_device, disk, scratch, seconds, checked, notes)
 
 
+def estimate_slice(
+    checkpoint: Checkpoint, target: str, *, batch: int = 1, context: int | None = None,
+    dtype: str | torch.dtype | None = None,
+) -> SliceEstimate:  # fmt: skip
+    """What generation takes of each chip of a TPU slice, as `quantkit.xla.estimate` finds it.
+
+    Args:
+        dtype: of activations and float weights, such as ``bf16``; None is the checkpoint's own.
+
+    Raises:
+        RequestError: as there, or if jax, torchax or the compiler for TPUs is not installed.
+    """
+    require_compiler()
+    from quantkit.xla.estimate import estimate_slice as estimate
+
+    return estimate(checkpoint, target, batch=batch, context=context, dtype=float_type(dtype))
+
+
 def _require_room(dst: Path, needed: int, resume: bool) -> None:
     require_absent(dst)
     require_room_to_build(partial_folder(dst), resume=resume)
@@ -171,7 +193,7 @@ def _streaming(source: Checkpoint, encoder: Encoder) -> int:
     for item in encoder.planned:
         name = item.name if item.name in source.names() else "model.embed_tokens.weight"
         count, dtype = math.prod(item.shape), source.info(name).dtype
-        copied = item.scheme is None and (item.dtype != dtype or not isinstance(encoder, SafetensorsEncoder))
+        copied = item.scheme is None and (item.dtype != dtype or encoder.rearranges)
         largest = max(largest, count * dtype.itemsize + copied * count * item.dtype.itemsize)
     return resident_bytes() + largest + min(IN_FLIGHT_BYTES, encoder.total_bytes())
 

@@ -21,7 +21,7 @@ from quantkit.calibration.effort import (
 )
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.model.load import usable_device
+from quantkit.model.device import usable_device
 from quantkit.text.tokenizer import Tokenizer
 
 METHODS = ("rtn", "gptq")
