@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.architectures.config import ModelConfig, config_from_hf
-from quantkit.architectures.naming import Entry, entries, linear_columns
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.families import config_from_hf
+from quantkit.architectures.topology import Parameter, linear_columns, parameters
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, TensorInfo
 from quantkit.formats.detect import open_checkpoint
@@ -57,28 +58,28 @@ class SyntheticCheckpoint:
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._entries = {entry.name: entry for entry in entries(self.config)}
+        self._entries = {parameter.name: parameter for parameter in parameters(self.config)}
 
     def names(self) -> list[str]:
         return list(self._entries)
 
     def info(self, name: str) -> TensorInfo:
-        entry = self._entries[name]
-        return TensorInfo(entry.shape, torch.bfloat16, self._scheme(entry))
+        parameter = self._entries[name]
+        return TensorInfo(parameter.shape, torch.bfloat16, self._scheme(parameter))
 
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
         whole = self._whole(name)
         return whole if part is None else part.of_weight(whole)
 
     def _whole(self, name: str) -> Tensor | QuantTensor:
-        entry, generator = self._entries[name], torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        scheme = self._scheme(entry)
-        if len(entry.shape) == 1:
-            return torch.ones(entry.shape, dtype=torch.bfloat16)
+        parameter, generator = self._entries[name], torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        scheme = self._scheme(parameter)
+        if len(parameter.shape) == 1:
+            return torch.ones(parameter.shape, dtype=torch.bfloat16)
         if scheme is None:
-            return torch.empty(entry.shape, dtype=torch.bfloat16).normal_(0, _SPREAD, generator=generator)
-        rows, columns = entry.shape
-        codes = torch.randint(0, scheme.levels, entry.shape, dtype=torch.uint8, generator=generator)
+            return torch.empty(parameter.shape, dtype=torch.bfloat16).normal_(0, _SPREAD, generator=generator)
+        rows, columns = parameter.shape
+        codes = torch.randint(0, scheme.levels, parameter.shape, dtype=torch.uint8, generator=generator)
         scale = torch.full((rows, scheme.groups(columns)), 4 * _SPREAD / scheme.levels, dtype=torch.bfloat16)
         zero = None if scheme.symmetric else torch.full(scale.shape, scheme.levels // 2, dtype=torch.uint8)
         return QuantTensor(codes, scale, zero, scheme)
@@ -86,8 +87,8 @@ class SyntheticCheckpoint:
     def files(self) -> list[SourceFile]:
         return []
 
-    def _scheme(self, entry: Entry) -> QuantScheme | None:
-        return self.schemes.get(entry.module) if entry.row.linear else None
+    def _scheme(self, parameter: Parameter) -> QuantScheme | None:
+        return self.schemes.get(parameter.module) if parameter.is_linear_weight else None
 
 
 def synthetic(shape: str, scheme: str | None, head: str | None = None) -> SyntheticCheckpoint:

@@ -26,6 +26,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen3": ("qwen3", {}),
     "qwen3-bias": ("qwen3", {"attention_bias": True}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
+    "smollm3-window": ("smollm3", {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 5}),
 }
 ROPES: dict[str, dict[str, Any]] = {
     "theta": {"rope_type": "default", "rope_theta": 500000.0},
@@ -66,7 +68,9 @@ def test_rope_scaling_equals_that_of_transformers(rope: str, length: int, tmp_pa
     _require_parity(model, tmp_path / "model", length)
 
 
-@pytest.mark.parametrize("case", ["llama", "mistral-window", "qwen2", "qwen3", "llama-tied"])
+@pytest.mark.parametrize(
+    "case", ["llama", "mistral-window", "qwen2", "qwen3", "llama-tied", "smollm3", "smollm3-window"]
+)
 def test_greedy_generation_through_the_cache_equals_that_of_transformers(case: str, tmp_path: Path) -> None:
     kind, changes = CASES[case]
     model = oracle.make(kind, **changes, eos_token_id=None)
@@ -89,7 +93,7 @@ def test_cached_steps_give_the_logits_of_one_pass(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", ["llama", "mistral-window", "qwen3", "dynamic"])
+@pytest.mark.parametrize("case", ["llama", "mistral-window", "qwen3", "smollm3-window", "dynamic"])
 def test_prefill_and_decode_are_one_graph_each(case: str, tmp_path: Path) -> None:
     from quantkit.model.cache import KVCache
 

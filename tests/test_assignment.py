@@ -9,7 +9,7 @@ import pytest
 from command import Capture, run
 from test_config import _keys
 
-from quantkit.architectures.config import config_from_hf
+from quantkit.architectures.families import config_from_hf
 from quantkit.jobs.scheme_map import SchemeMap
 from quantkit.tensors.scheme import QuantScheme, Recipe
 

@@ -103,7 +103,7 @@ def test_random_weights_make_a_model_of_the_shape(scheme: str | None, head: str 
         weight = made.load("lm_head.weight")
         assert isinstance(weight, QuantTensor)
         assert str(weight.scheme) == (head or "int8")
-    small = replace(made.config, num_layers=1)
+    small = replace(made.config, layers=made.config.layers[:1])
     model = load_model(replace(made, config=small))
     assert model(torch.tensor([[1, 2, 3]]), torch.arange(3)).isfinite().all()
 

@@ -15,7 +15,7 @@ from command import Capture, run
 from safetensors.torch import load_file, save_file
 
 import quantkit
-from quantkit.calibration import pipeline, states
+from quantkit.calibration import activation_store, pipeline
 from quantkit.data.files import excerpt
 from quantkit.errors import DestinationError, NonFiniteError, RequestError
 from quantkit.formats.checkpoint import Checkpoint
@@ -192,7 +192,7 @@ def test_full_disk_under_the_activations_is_told_and_resumable(
     demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = _contents(_quantize(demo_model, tmp_path / "whole", text))
-    write, count = states._write, []
+    write, count = activation_store._write, []
 
     def full(path: Path, value: Any) -> None:
         count.append(path)
@@ -200,7 +200,7 @@ def test_full_disk_under_the_activations_is_told_and_resumable(
             raise OSError(errno.ENOSPC, "No space left on device")
         write(path, value)
 
-    monkeypatch.setattr(states, "_write", full)
+    monkeypatch.setattr(activation_store, "_write", full)
     with pytest.raises(DestinationError, match=r"activations cannot be written: No space.*--resume"):
         _quantize(demo_model, tmp_path / "out", text, activation_memory=0)
     assert not list((tmp_path / "out.partial").glob(".activations*"))

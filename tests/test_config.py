@@ -11,7 +11,8 @@ import oracle
 import pytest
 from transformers import AutoConfig
 
-from quantkit.architectures.config import ModelConfig, config_from_hf, config_to_hf
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.families import config_from_hf, config_to_hf
 from quantkit.errors import CheckpointError, UnsupportedError
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
@@ -29,6 +30,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True, "eos_token_id": None}),
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen2-idle-window": ("qwen2", {"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 1}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 1, 0], "attention_bias": True, "mlp_bias": True}),
+    "smollm3-interval": ("smollm3", {"num_hidden_layers": 5, "no_rope_layer_interval": 2}),
+    "smollm3-window": ("smollm3", {"no_rope_layer_interval": 3, "use_sliding_window": True, "sliding_window": 5}),
+    "smollm3-types": (
+        "smollm3", {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 5}
+    ),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "qwen3-biases": ("qwen3", {"attention_bias": True}),
     "qwen3-layers": (
@@ -98,6 +105,8 @@ def _require_same_meaning(ours: ModelConfig, theirs: Any) -> None:
     ends = theirs.eos_token_id
     assert ours.eos_token_ids == (() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,))
     assert list(ours.windows) == _windows(theirs)
+    rotary = getattr(theirs, "no_rope_layers", [1] * theirs.num_hidden_layers)  # whose name says the opposite
+    assert [layer.rotary for layer in ours.layers] == [bool(rotated) for rotated in rotary]
 
 
 def _windows(theirs: Any) -> list[int | None]:

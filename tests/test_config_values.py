@@ -16,9 +16,9 @@ from command import Capture, run
 from test_config import ROPES, _keys, _transformers_config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from quantkit.architectures.config import config_from_hf
+from quantkit.architectures.families import config_from_hf
 from quantkit.architectures.meta_params import config_from_meta
-from quantkit.architectures.naming import entries
+from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.json_values import read_json, read_settings
 from quantkit.model.rope import Rotary
@@ -243,6 +243,6 @@ def test_a_long_context_makes_no_large_table(kind: str, context: int) -> None:
 
 def test_as_many_layers_as_may_be_are_listed_at_once() -> None:
     config = config_from_hf({**_keys("llama"), "num_hidden_layers": 1024}, "config.json")
-    assert len(entries(config)) == 9 * 1024 + 3
+    assert len(parameters(config)) == 9 * 1024 + 3
     with pytest.raises(QuantkitError):
         config_from_hf({**_keys("llama"), "num_hidden_layers": 1025}, "config.json")

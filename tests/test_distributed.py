@@ -91,13 +91,13 @@ def test_the_hessian_is_that_of_all_samples(demo_model: Path, tmp_path: Path, mo
     tokens = torch.randint(3, 2000, (6, 1024), generator=torch.Generator().manual_seed(0))
     source = open_checkpoint(demo_model)
     seen: list[Any] = []
-    finish = pipeline.InputStatistics.finish
+    finish = pipeline.HessianAccumulator.finish
 
     def watched(self: Any, ranks: Any) -> None:
         finish(self, ranks)
         seen.append((self.paired if self.hessian is None else self.hessian).clone())
 
-    monkeypatch.setattr(pipeline.InputStatistics, "finish", watched)
+    monkeypatch.setattr(pipeline.HessianAccumulator, "finish", watched)
     for part in (tokens, tokens[:2], tokens[2:]):
         states = ActivationStore(tmp_path / "states", 10**9)
         scheme = {"model.layers.0.mlp.down_proj": QuantScheme.parse("int8")}

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import quantkit
-from quantkit.architectures.config import ModelConfig, config_from_hf
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.families import config_from_hf
 from quantkit.architectures.meta_params import config_from_meta, config_to_meta
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.formats.detect import open_checkpoint

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 import quantkit
-from quantkit.architectures.config import ModelConfig, config_from_hf
-from quantkit.architectures.naming import linear_columns
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.families import config_from_hf
+from quantkit.architectures.topology import linear_columns
 from quantkit.distributed.group import Group
 from quantkit.distributed.sharded import Sharded
 from quantkit.distributed.split import layout
@@ -52,7 +53,7 @@ def _schemes(config: ModelConfig, scheme: str) -> dict[str, QuantScheme]:
 def test_the_kv_heads_of_a_process(heads: int, kv_heads: int, size: int, rank: int, expected: list[int]) -> None:
     config = _config(num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=8 * heads)
     found = layout(config, {}, rank, size)
-    rows = [row for start, stop in found.ranges["k"] for row in range(start, stop)]
+    rows = [row for start, stop in found.ranges["kv"] for row in range(start, stop)]
     assert rows == [head * 8 + row for head in expected for row in range(8)]
     assert (found.config.num_heads, found.config.num_kv_heads) == (heads // size, len(expected))
 
@@ -72,7 +73,7 @@ def test_the_feed_forward_width_goes_by_whole_groups(scheme: str | None, size: i
     schemes = {} if scheme is None else _schemes(config, scheme)
     found = [layout(config, schemes, rank, size) for rank in range(size)]
     assert {one.config.intermediate_size for one in found} == widths
-    stops = [one.ranges["f"][0] for one in found]
+    stops = [one.ranges["intermediate"][0] for one in found]
     assert [start for start, _ in stops] == [0, *(stop for _, stop in stops[:-1])]
     assert stops[-1][1] == 11008
 
@@ -83,7 +84,9 @@ def test_groups_are_halved_where_whole_ones_go_too_unevenly() -> None:
     for size, group in ((1, 128), (2, 64), (4, 32)):  # of three groups one process would have two
         found = [layout(config, schemes, rank, size) for rank in range(size)]
         assert {one.config.intermediate_size for one in found} == {384 // size}
-        assert {schemes["model.layers.0.mlp.down_proj"].cut(*one.ranges["f"][0]).group_size for one in found} == {group}
+        assert {
+            schemes["model.layers.0.mlp.down_proj"].cut(*one.ranges["intermediate"][0]).group_size for one in found
+        } == {group}
 
 
 def test_too_many_processes_are_refused() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.naming import Entry, entries
+from quantkit.architectures.config import LayerConfig, ModelConfig
+from quantkit.architectures.topology import Parameter, parameters
 from quantkit.errors import RequestError
 from quantkit.evals.synthetic import synthetic
 from quantkit.tensors.qtensor import quantize_rtn
@@ -21,16 +21,17 @@ SCHEMES = ["int8", "int4-g32", "int4-g128", "int4-g128-asym", "int8-g64-asym"]
 
 def _config(**changes: int) -> ModelConfig:
     sizes = {"hidden_size": 256, "intermediate_size": 704, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32}
-    return replace(synthetic("llama-160m", None).config, **{**sizes, "vocab_size": 99, "num_layers": 1, **changes})
+    config = replace(synthetic("llama-160m", None).config, layers=(LayerConfig(),))
+    return replace(config, **{**sizes, "vocab_size": 99, **changes})
 
 
-def _entry(config: ModelConfig, child: str) -> Entry:
-    return next(entry for entry in entries(config) if entry.name.endswith(child + ".weight"))
+def _entry(config: ModelConfig, child: str) -> Parameter:
+    return next(parameter for parameter in parameters(config) if parameter.name.endswith(child + ".weight"))
 
 
-def _weight(layout: Layout, entry: Entry, value: object, rank: int) -> Tensor:
+def _weight(layout: Layout, parameter: Parameter, value: object, rank: int) -> Tensor:
     """What a device's leaves mean, [O, I]."""
-    leaves = {leaf.name.rpartition(".")[2]: leaf.value for leaf in layout.leaves(entry, value, rank)}  # type: ignore[arg-type]
+    leaves = {leaf.name.rpartition(".")[2]: leaf.value for leaf in layout.leaves(parameter, value, rank)}  # type: ignore[arg-type]
     if "weight" in leaves:
         return leaves["weight"]
     zero = leaves["zero"].float().unsqueeze(-1) if "zero" in leaves else 0
@@ -43,15 +44,15 @@ def _weight(layout: Layout, entry: Entry, value: object, rank: int) -> Tensor:
 @pytest.mark.parametrize("child", ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj", "lm_head"])
 def test_the_parts_make_up_the_weight(child: str, scheme: str | None, devices: int) -> None:
     config = _config()
-    entry = _entry(config, child)
-    weight = torch.randn(entry.shape)
+    parameter = _entry(config, child)
+    weight = torch.randn(parameter.shape)
     value, schemes = weight, {}
     if scheme is not None:
-        schemes = {entry.module: QuantScheme.parse(scheme).fitted(entry.shape[1])}
-        value = quantize_rtn(weight, schemes[entry.module], torch.float16)
+        schemes = {parameter.module: QuantScheme.parse(scheme).fitted(parameter.shape[1])}
+        value = quantize_rtn(weight, schemes[parameter.module], torch.float16)
         weight = value.dequantize()
     layout = Layout(config, schemes, devices)
-    parts = [_weight(layout, entry, value, rank) for rank in range(devices)]
+    parts = [_weight(layout, parameter, value, rank) for rank in range(devices)]
     assert len({part.shape for part in parts}) == 1
     if child == "k_proj" and devices == 8:  # each head twice
         assert all(torch.equal(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True))
@@ -69,17 +70,21 @@ def test_the_parts_make_up_the_weight(child: str, scheme: str | None, devices: i
 def test_groups_that_do_not_divide_are_padded_or_cut(devices: int, group: int, expected: tuple[int, int]) -> None:
     config = _config(intermediate_size=11008, num_heads=16, num_kv_heads=16)
     scheme = QuantScheme(4, group)
-    entry = _entry(config, "down_proj")
-    share = Layout(config, {entry.module: scheme}, devices).share(entry)
+    parameter = _entry(config, "down_proj")
+    share = Layout(config, {parameter.module: scheme}, devices).share(parameter)
     assert (share.group, share.count * devices) == expected
-    assert Layout(config, {entry.module: scheme}, devices).share(_entry(config, "gate_proj")).count == share.count
+    assert Layout(config, {parameter.module: scheme}, devices).share(_entry(config, "gate_proj")).count == share.count
 
 
 def test_biases_of_sums_are_whole_and_the_others_divided() -> None:
     config = replace(_config(), qkv_bias=True, output_bias=True, mlp_bias=True)
     layout = Layout(config, {}, 4)
     axes = {
-        entry.name.split(".")[-2]: layout.share(entry).axis for entry in entries(config) if entry.name.endswith("bias")
+        one.name.split(".")[-2]: layout.share(one).axis
+        for one in parameters(config)
+        if one.name.endswith("bias")
+        for parameter in parameters(config)
+        if parameter.name.endswith("bias")
     }
     assert axes == {
         "q_proj": 0,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from command import Capture, run
 
-from quantkit.architectures.naming import linear_columns
+from quantkit.architectures.topology import linear_columns
 from quantkit.errors import RequestError
 from quantkit.evals.synthetic import shaped
 from quantkit.formats.checkpoint import schemes

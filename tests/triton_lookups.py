@@ -56,7 +56,8 @@ pytestmark = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(
 def _stored(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows [B, K, S, Dh] as a cache keeps them."""
     batch, shared, length, size = rows.shape
-    config = replace(open_checkpoint(DEMO_MODEL).config, num_layers=1, num_kv_heads=shared, head_dim=size)
+    config = open_checkpoint(DEMO_MODEL).config
+    config = replace(config, layers=config.layers[:1], num_kv_heads=shared, head_dim=size)
     cache = KVCache(config, batch, length, dtype, DEVICE)
     return cache.update(0, torch.arange(length, device=DEVICE), rows.to(DEVICE), rows.to(DEVICE))[0]
 

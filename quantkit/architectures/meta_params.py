@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantkit.architectures.config import (
-    LEAST_EPS,
-    MOST_CONTEXT,
-    MOST_EPS,
-    MOST_HEADS,
-    MOST_LAYERS,
-    MOST_WIDTH,
+    MAX_CONTEXT,
+    MAX_EPS,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_WIDTH,
+    MIN_EPS,
+    LayerConfig,
     ModelConfig,
 )
-from quantkit.architectures.rope import LEAST_THETA, MOST_THETA, SCALE, RopeConfig
+from quantkit.architectures.rope import MAX_THETA, MIN_THETA, SCALE, RopeConfig
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.json_values import Settings, shown
 
@@ -62,35 +63,30 @@ def config_from_meta(
         raise UnsupportedError("mixture-of-experts and vision models are not supported", path=where)
     if unknown := sorted(set(params) - _KNOWN - {"quantization_args", "lora_args"}):
         raise UnsupportedError("unknown keys", path=where, found=shown(unknown))
-    stated = settings.whole("vocab_size", -1, MOST_WIDTH) if settings.has("vocab_size") else -1
+    stated = settings.whole("vocab_size", -1, MAX_WIDTH) if settings.has("vocab_size") else -1
     if stated not in (-1, vocab_size):
         raise CheckpointError("vocab_size disagrees with the embedding", path=where, found=stated, expected=vocab_size)
-    heads, dim = settings.whole("n_heads", 1, MOST_HEADS), settings.whole("dim", 1, MOST_WIDTH)
-    layers = settings.whole("n_layers", 1, MOST_LAYERS)
-    norm_eps = settings.number("norm_eps", LEAST_EPS, MOST_EPS)
+    heads, dim = settings.whole("n_heads", 1, MAX_HEADS), settings.whole("dim", 1, MAX_WIDTH)
+    layers = settings.whole("n_layers", 1, MAX_LAYERS)
+    norm_eps = settings.number("norm_eps", MIN_EPS, MAX_EPS)
     rope = _rope(settings, dim)
     return ModelConfig(
         architecture="llama",
         vocab_size=vocab_size,
         hidden_size=dim,
         intermediate_size=intermediate_size,
-        num_layers=layers,
+        layers=(LayerConfig(),) * layers,
         num_heads=heads,
-        num_kv_heads=settings.whole("n_kv_heads", 1, MOST_HEADS) if settings.has("n_kv_heads") else heads,
-        head_dim=settings.whole("head_dim", 1, MOST_HEADS) if settings.has("head_dim") else dim // heads,
+        num_kv_heads=settings.whole("n_kv_heads", 1, MAX_HEADS) if settings.has("n_kv_heads") else heads,
+        head_dim=settings.whole("head_dim", 1, MAX_HEADS) if settings.has("head_dim") else dim // heads,
         norm_eps=norm_eps,
         rope=rope,
         max_context=(
-            settings.whole("max_seq_len", 1, MOST_CONTEXT)
+            settings.whole("max_seq_len", 1, MAX_CONTEXT)
             if settings.has("max_seq_len")
             else _family_context(rope, norm_eps)
         ),
         tied_embeddings=tied_embeddings,
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        windows=(None,) * layers,
         dtype=dtype,
         bos_token_id=None,
         eos_token_ids=(),
@@ -101,13 +97,17 @@ def config_to_meta(config: ModelConfig) -> dict[str, Any]:
     """Meta's params.json for a model that the Meta format can hold.
 
     Raises:
-        UnsupportedError: if the model has biases, q/k norms, sliding windows, a head
-            size or a rope scaling that Meta's format has no words for.
+        UnsupportedError: if the model has features, a head size or a rope scaling that Meta's format has no words for.
     """
     reasons = {
         "attention or MLP biases": config.qkv_bias or config.output_bias or config.mlp_bias,
         "q/k norms": config.qk_norm,
-        "sliding-window attention": any(w is not None for w in config.windows),
+        "sliding-window attention": any(window is not None for window in config.windows),
+        "layers without rotary positions": not all(layer.rotary for layer in config.layers),
+        "norms elsewhere than before attention and feed-forward": config.norms != "before",
+        "attention sinks": config.sinks,
+        "experts": config.experts is not None,
+        "latent attention": config.latent_attention is not None,
         "a head size other than dim / n_heads": config.head_dim * config.num_heads != config.hidden_size,
         f"{config.rope.type} rope scaling": not _meta_can_say(config.rope),
     }
@@ -141,7 +141,7 @@ def assumed_rope_factor(params: Mapping[str, Any], config: ModelConfig) -> float
 
 
 def _rope(settings: Settings, dim: int) -> RopeConfig:
-    theta = settings.number("rope_theta", LEAST_THETA, MOST_THETA) if settings.has("rope_theta") else 10000.0
+    theta = settings.number("rope_theta", MIN_THETA, MAX_THETA) if settings.has("rope_theta") else 10000.0
     if not settings.flag("use_scaled_rope", False):
         return RopeConfig(theta=theta)
     assumed = 8.0 if dim >= _LLAMA_31_MIN_WIDTH else 32.0

@@ -27,15 +27,15 @@ _BETA_FAST, _BETA_SLOW = 32.0, 1.0  # YaRN's own, where a config says nothing
 # Present in published files, without effect on the arithmetic.
 _IGNORED = {"rope_type", "type", "rope_theta", "finetuned", "original_max_position_embeddings"}
 # What numbers may be: far beyond what is published, and within what float32 computes without loss of sense.
-MOST_THETA = 1e15
-LEAST_THETA = 1.001  # of 1 all dimensions turn alike
+MAX_THETA = 1e15
+MIN_THETA = 1.001  # of 1 all dimensions turn alike
 SCALE = (1e-3, 1e6)
 _TURNS = (1e-3, 1e6)
 _BOUNDS = {
     "factor": SCALE, "low_freq_factor": _TURNS, "high_freq_factor": _TURNS, "beta_fast": _TURNS, "beta_slow": _TURNS,
     "attention_factor": (1e-3, 1e3), "mscale": (0.0, 1e3), "mscale_all_dim": (0.0, 1e3),
 }  # fmt: skip
-_MOST_CONTEXT = 2**31 - 1
+_MAX_CONTEXT = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class RopeConfig:
                 raise CheckpointError(f"rope scaling lacks the key '{name}'", path=where)
         base = inner if "rope_theta" in stated else whole
         rope = cls(
-            theta=base.number("rope_theta", LEAST_THETA, MOST_THETA) if base.has("rope_theta") else 10000.0,
+            theta=base.number("rope_theta", MIN_THETA, MAX_THETA) if base.has("rope_theta") else 10000.0,
             type=kind,
             original_context=_original_context(kind, inner, whole),
             truncate=inner.flag("truncate", "truncate" not in stated),  # null is false, as in transformers
@@ -131,5 +131,5 @@ def _original_context(kind: str, inner: Settings, whole: Settings) -> int | None
     key = "original_max_position_embeddings"
     for settings, name in ((whole, key), (inner, key), (whole, "max_position_embeddings")):
         if settings.has(name):
-            return settings.whole(name, 1, _MOST_CONTEXT)
+            return settings.whole(name, 1, _MAX_CONTEXT)
     return None

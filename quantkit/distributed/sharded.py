@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit.architectures.naming import entries
+from quantkit.architectures.topology import parameters
 from quantkit.distributed.group import Group
 from quantkit.distributed.split import layout
 from quantkit.errors import CheckpointError
@@ -64,7 +64,7 @@ class Sharded:
         self._source = source
         self.group = group
         self._layout = layout(source.config, schemes(source), group.rank, group.size)
-        self._entries = {entry.name: entry for entry in entries(source.config)}
+        self._entries = {parameter.name: parameter for parameter in parameters(source.config)}
         self.config = self._layout.config
         self.path, self.format = source.path, source.format
         self.extra_config: Mapping[str, Any] = source.extra_config
@@ -100,7 +100,7 @@ class Sharded:
     @property
     def first_row(self) -> int:
         """The first of this process's rows of the vocabulary."""
-        return self._layout.ranges["v"][0][0]
+        return self._layout.ranges["vocab"][0][0]
 
     def files(self) -> list[SourceFile]:
         return self._source.files()
@@ -117,7 +117,7 @@ class Sharded:
 
     def _rows(self, name: str) -> int:
         """How many rows every process has of a tensor that goes by the vocabulary; 0 for others."""
-        return self._layout.vocabulary if self._entries[name].row.shape[0] == "v" else 0
+        return self._layout.vocabulary if self._entries[name].dims[0] == "vocab" else 0
 
 
 def _filled(value: Tensor | QuantTensor, rows: int) -> Tensor | QuantTensor:

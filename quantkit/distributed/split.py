@@ -15,12 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.naming import Entry, entries
+from quantkit.architectures.topology import SPLIT, Parameter, parameters
 from quantkit.errors import RequestError
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.tensor_slice import TensorSlice
 
-_CUT = "qkfv"  # sizes in the table that are shared out
 _LEAST_GROUP = 32  # that the CPU kernels take
 _UNEVEN = 1.125
 
@@ -39,10 +38,10 @@ class Layout:
     ranges: Mapping[str, tuple[tuple[int, int], ...]]
     vocabulary: int
 
-    def part(self, entry: Entry) -> TensorSlice | None:
+    def part(self, parameter: Parameter) -> TensorSlice | None:
         """The part of a tensor; None where it is whole on every process."""
-        for axis, symbol in enumerate(entry.row.shape):
-            if symbol in _CUT:
+        for axis, symbol in enumerate(parameter.dims):
+            if symbol in SPLIT:
                 return TensorSlice(axis, self.ranges[symbol])
         return None
 
@@ -71,17 +70,12 @@ def layout(config: ModelConfig, schemes: Mapping[str, QuantScheme], rank: int, s
         raise RequestError("there are too many processes for the vocabulary", found=size, expected=config.vocab_size)
     own = replace(config, num_heads=heads, num_kv_heads=len(shared), intermediate_size=inner[1] - inner[0])
     ranges = {
-        "q": ((rank * heads * width, (rank + 1) * heads * width),),
-        "k": _merged([(head * width, (head + 1) * width) for head in shared]),
-        "f": (inner,),
-        "v": ((rank * rows, last),),
+        "query": ((rank * heads * width, (rank + 1) * heads * width),),
+        "kv": _merged([(head * width, (head + 1) * width) for head in shared]),
+        "intermediate": (inner,),
+        "vocab": ((rank * rows, last),),
     }
     return Layout(own, ranges, rows)
-
-
-def row_parallel_modules(config: ModelConfig) -> list[str]:
-    """The linears whose inputs are shared out, so that their results must be added up."""
-    return [entry.module for entry in entries(config) if entry.row.linear and entry.row.split == "columns"]
 
 
 def _kv_heads(queries: range, per_head: int) -> list[int]:
@@ -95,7 +89,7 @@ def _kv_heads(queries: range, per_head: int) -> list[int]:
 def _inner_range(config: ModelConfig, schemes: Mapping[str, QuantScheme], rank: int, size: int) -> tuple[int, int]:
     """The range of the feed-forward width."""
     width = config.intermediate_size
-    downs = [entry.module for entry in entries(config) if entry.row.linear and entry.row.shape == "df"]
+    downs = [p.module for p in parameters(config) if p.is_linear_weight and p.dims == ("hidden", "intermediate")]
     sizes = [schemes[module].group_size for module in downs if module in schemes]
     unit = math.lcm(*(group for group in sizes if group is not None))
 

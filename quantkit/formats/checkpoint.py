@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.naming import entries
+from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.source import SourceFile
 from quantkit.tensors.qtensor import QuantTensor
@@ -85,7 +85,7 @@ def schemes(checkpoint: Checkpoint) -> dict[str, QuantScheme]:
     return {name.removesuffix(".weight"): scheme for name, scheme in found if scheme is not None}
 
 
-def parameters(checkpoint: Checkpoint) -> int:
+def parameter_count(checkpoint: Checkpoint) -> int:
     """How many weights a model has, as if all were floats; tied ones counted once."""
     return sum(math.prod(checkpoint.info(name).shape) for name in checkpoint.names())
 
@@ -98,7 +98,7 @@ def require_complete(found: Mapping[str, TensorInfo], config: ModelConfig, path:
         UnsupportedError: if unexpected tensors belong to a quantization scheme, or a
             weight is not stored as floats.
     """
-    expected = {entry.name: entry.shape for entry in entries(config)}
+    expected = {entry.name: entry.shape for entry in parameters(config)}
     if unexpected := [name for name in found if name not in expected]:
         raise_unexpected(unexpected, path)
     if missing := [name for name in expected if name not in found]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.naming import Entry, entries
+from quantkit.architectures.topology import Parameter, parameters
 from quantkit.errors import RequestError
 from quantkit.formats import compressed_tensors as ct
 from quantkit.formats.meta import to_interleaved
@@ -179,12 +179,12 @@ class MetaEncoder:
 
     def encode(self, index: int, value: Tensor | QuantTensor) -> Iterator[Chunk]:
         assert isinstance(value, Tensor), "Meta's format holds floats only"
-        entry = self._entries[self.planned[index].name]
-        if entry.row.rotary:
+        parameter = self._entries[self.planned[index].name]
+        if parameter.rotary:
             value = to_interleaved(value, self._config.head_dim)
-        part = self._part_of(self.planned[index], entry)
+        part = self._part_of(self.planned[index], parameter)
         for rank, (file, encoder) in enumerate(zip(self._files, self._zips, strict=True)):
-            data = tensor_bytes(self._slice(value, entry, rank), part)
+            data = tensor_bytes(self._slice(value, parameter, rank), part)
             if index == 0:
                 yield file, encoder.start()
             yield file, encoder.before(index, data)
@@ -204,26 +204,26 @@ class MetaEncoder:
     def extra_files(self) -> dict[str, bytes]:
         return {}
 
-    def _slice(self, value: Tensor, entry: Entry, rank: int) -> Tensor:
-        axis = self._axis_of(entry)
+    def _slice(self, value: Tensor, parameter: Parameter, rank: int) -> Tensor:
+        axis = self._axis_of(parameter)
         if axis is None:
             return value
-        pieces = self._pieces(entry)
+        pieces = self._pieces(parameter)
         size = value.shape[axis] // pieces
         return value.narrow(axis, rank * pieces // self._shards * size, size)
 
-    def _pieces(self, entry: Entry) -> int:
+    def _pieces(self, parameter: Parameter) -> int:
         """Into how many different pieces a tensor is cut; fewer than shards where KV heads repeat."""
-        return min(self._shards, self._config.num_kv_heads) if entry.row.shape.startswith("k") else self._shards
+        return min(self._shards, self._config.num_kv_heads) if parameter.dims[0] == "kv" else self._shards
 
-    def _axis_of(self, entry: Entry) -> int | None:
-        return {"none": None, "rows": 0, "columns": 1, "vocabulary": self._axis}[entry.row.split]
+    def _axis_of(self, parameter: Parameter) -> int | None:
+        return self._axis if parameter.role == "embedding" else parameter.split_axis
 
-    def _part_of(self, planned: Planned, entry: Entry) -> StoredTensor:
+    def _part_of(self, planned: Planned, parameter: Parameter) -> StoredTensor:
         shape = list(planned.shape)
-        if (axis := self._axis_of(entry)) is not None:
-            shape[axis] //= self._pieces(entry)
-        name = entry.meta_name()
+        if (axis := self._axis_of(parameter)) is not None:
+            shape[axis] //= self._pieces(parameter)
+        name = parameter.meta_name
         assert name is not None
         return StoredTensor(name, planned.dtype, tuple(shape))
 
@@ -243,10 +243,10 @@ def _stored(planned: Planned) -> list[StoredTensor]:
     return ct.stored(planned.name, planned.shape, planned.dtype, planned.scheme)
 
 
-def _with_head(config: ModelConfig) -> dict[str, Entry]:
+def _with_head(config: ModelConfig) -> dict[str, Parameter]:
     """The table's entries, the output projection among them even where it is tied:
     readers of Meta's format expect it."""
-    return {e.name: e for e in entries(replace(config, tied_embeddings=False))}
+    return {e.name: e for e in parameters(replace(config, tied_embeddings=False))}
 
 
 def _require_divisible(config: ModelConfig, shards: int, embedding_axis: int) -> None:

@@ -10,9 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quantkit.architectures.config import ModelConfig, config_to_hf
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.families import config_to_hf
 from quantkit.architectures.meta_params import config_to_meta
-from quantkit.architectures.naming import linear_columns
+from quantkit.architectures.topology import linear_columns
 from quantkit.data.files import gate_texts
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.formats import compressed_tensors as ct

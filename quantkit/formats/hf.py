@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from quantkit.architectures.config import config_from_hf, config_to_hf
-from quantkit.architectures.naming import entries, linear_columns, split_derived
+from quantkit.architectures.families import config_from_hf, config_to_hf
+from quantkit.architectures.names import split_derived
+from quantkit.architectures.topology import linear_columns, parameters
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats import compressed_tensors as ct
 from quantkit.formats import pth_io, safetensors_io
@@ -63,7 +64,7 @@ class HFCheckpoint:
         self._drop_tied_head()
         self._infos = self._join_quantized()
         require_complete(self._infos, self.config, path)
-        self._order = [entry.name for entry in entries(self.config)]
+        self._order = [entry.name for entry in parameters(self.config)]
 
     def names(self) -> list[str]:
         return list(self._order)

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.architectures.config import MOST_HEADS, MOST_WIDTH, ModelConfig
+from quantkit.architectures.config import MAX_HEADS, MAX_WIDTH, ModelConfig
 from quantkit.architectures.meta_params import assumed_rope_factor, config_from_meta
-from quantkit.architectures.naming import TABLE, Entry, entries, split_derived
+from quantkit.architectures.names import META, split_derived
+from quantkit.architectures.topology import Parameter, parameters
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats import pth_io
 from quantkit.formats.checkpoint import DTYPE_NAMES, TensorInfo, raise_unexpected, require_complete
@@ -63,7 +64,7 @@ class MetaCheckpoint:
         self._weights = self._same_tensors([shard.tensors for shard in self._shards])
         self.embedding_axis = 1
         self.config = self._read_config(params, params_path)
-        self._entries = {entry.name: entry for entry in entries(self.config)}
+        self._entries = {parameter.name: parameter for parameter in parameters(self.config)}
         self._check()
         if (factor := assumed_rope_factor(params, self.config)) is not None:
             self.notes.append(
@@ -79,8 +80,8 @@ class MetaCheckpoint:
         return list(self._entries)
 
     def info(self, name: str) -> TensorInfo:
-        entry = self._entries[name]
-        return TensorInfo(entry.shape, self._dtypes[self._meta_name(entry)])
+        parameter = self._entries[name]
+        return TensorInfo(parameter.shape, self._dtypes[self._meta_name(parameter)])
 
     def files(self) -> list[SourceFile]:
         return [*(shard.source for shard in self._shards), self._params]
@@ -92,13 +93,13 @@ class MetaCheckpoint:
         Raises:
             CheckpointError: if copies that must agree among shards do not.
         """
-        entry = self._entries[name]
-        stored, axis, copies = self._meta_name(entry), self._axis(entry), self._copies(entry)
+        parameter = self._entries[name]
+        stored, axis, copies = self._meta_name(parameter), self._axis(parameter), self._copies(parameter)
         pieces = [(self._shards[i : i + copies], part) for i in range(0, len(self._shards), copies)]
         if part is not None and part.axis == axis:
             pieces = _overlaps([holders for holders, _ in pieces], self._shapes[stored][axis], part)
         sizes = [self._shapes[stored][axis] if p is None or p.axis != axis else p.size for _, p in pieces]
-        shape = list(entry.shape)
+        shape = list(parameter.shape)
         if part is not None:
             shape[part.axis] = part.size
         joined = torch.empty(shape, dtype=self._dtypes[stored])
@@ -106,7 +107,7 @@ class MetaCheckpoint:
         for size, (holders, wanted) in zip(sizes, pieces, strict=True):
             target = joined.narrow(axis, start, size)
             start += size
-            if not entry.row.rotary:
+            if not parameter.rotary:
                 holders[0].read_into(target, stored, wanted)
             else:
                 target.copy_(to_rotate_half(holders[0].read(stored, wanted), self.config.head_dim))
@@ -114,9 +115,9 @@ class MetaCheckpoint:
                 self._require_equal(stored, holders[0], other, wanted)
         return joined
 
-    def _meta_name(self, entry: Entry) -> str:
-        name = entry.meta_name()
-        assert name is not None, entry.name
+    def _meta_name(self, parameter: Parameter) -> str:
+        name = parameter.meta_name
+        assert name is not None, parameter.name
         return name
 
     def _same_tensors(self, shards: Sequence[Mapping[str, StoredTensor]]) -> set[str]:
@@ -144,7 +145,7 @@ class MetaCheckpoint:
         count = len(self._paths)
         for needed in ("tok_embeddings.weight", "layers.0.attention.wq.weight", "layers.0.feed_forward.w1.weight"):
             if needed not in self._weights:
-                known = {row.meta for row in TABLE if row.meta}
+                known = {f"{module.format(layer='{}')}.weight" for module in META.values()}
                 strangers = [n for n in self._weights if re.sub(r"\.\d+\.", ".{}.", n) not in known]
                 if strangers:
                     raise_unexpected(strangers, self._paths[0])
@@ -156,10 +157,10 @@ class MetaCheckpoint:
         if dtype not in DTYPE_NAMES:
             raise UnsupportedError("weights are not stored as floats", path=self._paths[0], found=dtype)
         settings, stated = Settings(params, params_path), dim
-        if settings.has("dim") and settings.whole("dim", 1, MOST_WIDTH) != dim:
+        if settings.has("dim") and settings.whole("dim", 1, MAX_WIDTH) != dim:
             raise CheckpointError("dim disagrees with the weights", path=params_path, found=params["dim"], expected=dim)
         if settings.has("n_heads") and settings.has("head_dim"):
-            stated = settings.whole("n_heads", 1, MOST_HEADS) * settings.whole("head_dim", 1, MOST_HEADS)
+            stated = settings.whole("n_heads", 1, MAX_HEADS) * settings.whole("head_dim", 1, MAX_HEADS)
         if query_rows * count != stated:
             self._wrong_count(stated // query_rows)
         if width == dim:
@@ -221,34 +222,33 @@ class MetaCheckpoint:
         if strangers:
             raise_unexpected(strangers, self._paths[0])
         found = {
-            entry.name: TensorInfo(self._joined_shape(entry, name), self._dtypes[name])
-            for name, entry in known.items()
+            parameter.name: TensorInfo(self._joined_shape(parameter, name), self._dtypes[name])
+            for name, parameter in known.items()
             if name in self._weights
         }
         require_complete(found, self.config, self.path)
 
-    def _joined_shape(self, entry: Entry, name: str) -> tuple[int, ...]:
+    def _joined_shape(self, parameter: Parameter, name: str) -> tuple[int, ...]:
         joined = list(self._shapes[name])
-        if entry.row.split != "none" and len(joined) == 2:
-            axis = self._axis(entry)
-            joined[axis] = joined[axis] * len(self._paths) // self._replicas(entry)
+        if parameter.split_axis is not None and len(joined) == 2:
+            axis = self._axis(parameter)
+            joined[axis] = joined[axis] * len(self._paths) // self._replicas(parameter)
         return tuple(joined)
 
-    def _axis(self, entry: Entry) -> int:
+    def _axis(self, parameter: Parameter) -> int:
         """The axis that the shards divide, if any."""
-        split = entry.row.split
-        return self.embedding_axis if split == "vocabulary" else int(split == "columns")
+        return self.embedding_axis if parameter.role == "embedding" else parameter.split_axis or 0
 
-    def _copies(self, entry: Entry) -> int:
+    def _copies(self, parameter: Parameter) -> int:
         """How many shards, one after the other, hold the same piece."""
-        return len(self._shards) if entry.row.split == "none" else self._replicas(entry)
+        return len(self._shards) if parameter.split_axis is None else self._replicas(parameter)
 
-    def _replicas(self, entry: Entry) -> int:
+    def _replicas(self, parameter: Parameter) -> int:
         """How many shards hold each KV head: more than one only where a shard holds just one."""
-        if not entry.row.shape.startswith("k"):
+        if parameter.dims[0] != "kv":
             return 1
         shards, heads = len(self._shards), self.config.num_kv_heads
-        one_each = self._shapes[self._meta_name(entry)][0] == self.config.head_dim
+        one_each = self._shapes[self._meta_name(parameter)][0] == self.config.head_dim
         return shards // heads if one_each and shards > heads and shards % heads == 0 else 1
 
     def _require_equal(self, name: str, one: TensorFile, other: TensorFile, part: TensorSlice | None) -> None:

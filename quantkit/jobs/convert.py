@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.architectures.naming import entries
+from quantkit.architectures.topology import parameters
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
@@ -127,7 +127,7 @@ def conversion(
 def _plan(source: Checkpoint, dtype: torch.dtype | None, *, with_head: bool) -> list[Planned]:
     config = replace(source.config, tied_embeddings=source.config.tied_embeddings and not with_head)
     planned = []
-    for entry in entries(config):
+    for entry in parameters(config):
         doubled = entry.name == "lm_head.weight" and source.config.tied_embeddings
         info = source.info("model.embed_tokens.weight" if doubled else entry.name)
         planned.append(Planned(entry.name, entry.shape, dtype or info.dtype, info.scheme))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.naming import entries, linear_columns
+from quantkit.architectures.topology import linear_columns, parameters
 from quantkit.calibration.pipeline import Effort, activation_bytes, batch_samples, followed_share
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint
 from quantkit.formats.encoders import Encoder, SafetensorsEncoder
@@ -197,7 +197,7 @@ def _forward(source: Checkpoint, tokens: int, *, models: int) -> int:
 
 def _shapes(config: ModelConfig) -> list[tuple[int, ...]]:
     """[O, I] of the linears of a block, in order."""
-    return [entry.shape for entry in entries(config) if entry.row.linear and entry.layer == 0]
+    return [parameter.shape for parameter in parameters(config) if parameter.is_linear_weight and parameter.layer == 0]
 
 
 def _sites(config: ModelConfig) -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ import torch
 
 from quantkit.errors import CheckpointError
 from quantkit.formats import manifest
-from quantkit.formats.checkpoint import DTYPE_NAMES, Checkpoint, TensorInfo, parameters
+from quantkit.formats.checkpoint import DTYPE_NAMES, Checkpoint, TensorInfo, parameter_count
 from quantkit.formats.compressed_tensors import stored
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
@@ -81,7 +81,7 @@ def inspect(path: str | Path, *, weights: str | None = None) -> Inspection:
     config = checkpoint.config
     tokenizer, notes = checked_tokenizer(checkpoint)
     infos = {name: checkpoint.info(name) for name in checkpoint.names()}
-    count = parameters(checkpoint)
+    count = parameter_count(checkpoint)
     size = sum(_bytes(name, info) for name, info in infos.items())
     kinds = Counter(DTYPE_NAMES[i.dtype] if i.scheme is None else str(i.scheme) for i in infos.values())
     rope = config.rope

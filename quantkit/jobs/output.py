@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError, DestinationError
 from quantkit.formats import manifest
-from quantkit.formats.checkpoint import Checkpoint, parameters
+from quantkit.formats.checkpoint import Checkpoint, parameter_count
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.encoders import Encoder, Planned
 from quantkit.formats.safetensors_io import require_readable
@@ -137,7 +137,7 @@ def _require_readable(folder: Path) -> None:
 
 def model_summary(source: Checkpoint, dtype: str) -> dict[str, object]:
     """The few facts about a model that a reader of the manifest looks for first."""
-    return {"architecture": source.config.architecture, "parameters": parameters(source), "dtype": dtype}
+    return {"architecture": source.config.architecture, "parameters": parameter_count(source), "dtype": dtype}
 
 
 def _bytes(item: Planned) -> int:

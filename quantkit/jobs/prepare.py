@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.naming import entries
+from quantkit.architectures.topology import parameters
 from quantkit.calibration.data import Calibration
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, schemes
@@ -56,9 +56,9 @@ def planned_tensors(source: Checkpoint, assigned: Mapping[str, QuantScheme]) -> 
     scale_dtype = FLOAT_DTYPES[source.config.dtype]
     return [
         Planned(e.name, e.shape, scale_dtype, assigned[e.module])
-        if e.row.linear and e.module in assigned and e.name.endswith(".weight")
+        if e.is_linear_weight and e.module in assigned
         else Planned(e.name, e.shape, source.info(e.name).dtype)
-        for e in entries(source.config)
+        for e in parameters(source.config)
     ]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from quantkit.architectures.naming import entries
+from quantkit.architectures.topology import parameters
 from quantkit.calibration.layers import GptqSolver, LayerSolver, solve_rtn
 from quantkit.calibration.pipeline import activation_bytes
 from quantkit.calibration.ranks import Ranks
@@ -157,7 +157,7 @@ def quantize(
         begin(0, partial_folder(dst))
         solver.follow()
         return []
-    ends = {entry.layer: entry.name for entry in entries(source.config)}.values()
+    ends = {entry.layer: entry.name for entry in parameters(source.config)}.values()
     work = Work(
         "quantize", encoder, produce, hf_side_files(source, source.config, assigned), describe, options,
         begin=begin, scratch_bytes=scratch, computed_by=computed_by,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.naming import linear_columns
+from quantkit.architectures.topology import linear_columns
 from quantkit.errors import RequestError
 from quantkit.tensors.scheme import QuantScheme, Recipe
 

@@ -82,7 +82,7 @@ def _same_lookup(model: Decoder, lookup: CachedAttention, dtypes: set[torch.dtyp
     """Whether attention is the same for queries of these dtypes, over either kind of cache, for one token and for
     many of those that it is used for."""
     many = _MANY if most is None else min(most, _MANY)
-    config = dataclasses.replace(model.config, num_layers=1)
+    config = dataclasses.replace(model.config, layers=model.config.layers[:1])
     every = torch.arange(_POSITIONS, device=model.device)
     rows = 2, config.num_kv_heads, _POSITIONS, config.head_dim
     for cached in (model.dtype, torch.int8):

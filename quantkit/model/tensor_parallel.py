@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quantkit.architectures.topology import row_parallel_modules
 from quantkit.distributed.collectives import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -17,7 +18,6 @@ from quantkit.distributed.collectives import (
     looked_up,
 )
 from quantkit.distributed.sharded import Sharded
-from quantkit.distributed.split import row_parallel_modules
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.decoder import Decoder
 

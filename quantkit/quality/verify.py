@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.architectures.naming import entries
+from quantkit.architectures.topology import parameters
 from quantkit.data.files import gate_texts
 from quantkit.errors import CheckpointError
 from quantkit.formats import manifest
@@ -148,7 +148,7 @@ def verify(a: str | Path, b: str | Path, *, progress: Progress = silent) -> Veri
     problems += _token_problems(reference, other)
     if schemes(reference) and not schemes(other):
         reference, other = other, reference
-    names = [e.name for e in entries(replace(reference.config, tied_embeddings=False))]
+    names = [e.name for e in parameters(replace(reference.config, tied_embeddings=False))]
     differing: list[TensorDifference] = []
     probes: dict[str, Probe] = {}
     bound = BOUNDS["float16"]

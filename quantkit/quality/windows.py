@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quantkit.data.files import gate_texts
-from quantkit.formats.checkpoint import Checkpoint, parameters
+from quantkit.formats.checkpoint import Checkpoint, parameter_count
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.quality.measures import text_windows
 from quantkit.text.tokenizer import Tokenizer
@@ -58,4 +58,4 @@ def measured_tokens(checkpoint: Checkpoint) -> int:
 
 def _count(checkpoint: Checkpoint) -> int:
     """Windows of each text."""
-    return 1 if parameters(checkpoint) > _LARGE_PARAMETERS else _WINDOWS
+    return 1 if parameter_count(checkpoint) > _LARGE_PARAMETERS else _WINDOWS

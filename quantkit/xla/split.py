@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.naming import Entry
+from quantkit.architectures.topology import Parameter
 from quantkit.errors import RequestError
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
@@ -90,9 +90,9 @@ class Layout:
             config, num_heads=config.num_heads // devices, num_kv_heads=max(1, config.num_kv_heads // devices)
         )
 
-    def share(self, entry: Entry) -> Share:
+    def share(self, parameter: Parameter) -> Share:
         """What each device has of one tensor of the checkpoint."""
-        child = entry.module.rpartition(".")[2]
+        child = parameter.module.rpartition(".")[2]
         size = self.config.head_dim
         if child == "q_proj":
             return self._even(0, self.config.num_heads * size)
@@ -104,22 +104,22 @@ class Layout:
         if child in ("embed_tokens", "lm_head"):
             return self._even(0, self.config.vocab_size)
         if child in ("gate_proj", "up_proj"):
-            _, width = self._columns(entry.module.replace(child, "down_proj"), self.config.intermediate_size)
+            _, width = self._columns(parameter.module.replace(child, "down_proj"), self.config.intermediate_size)
             return self._even(0, width)
-        if child in COLUMNS and entry.name.endswith(".weight"):
-            group, width = self._columns(entry.module, entry.shape[1])
+        if child in COLUMNS and parameter.name.endswith(".weight"):
+            group, width = self._columns(parameter.module, parameter.shape[1])
             return replace(self._even(1, width), group=group)
         return Share(None)
 
-    def leaves(self, entry: Entry, value: Tensor | QuantTensor, rank: int) -> list[Leaf]:
+    def leaves(self, parameter: Parameter, value: Tensor | QuantTensor, rank: int) -> list[Leaf]:
         """A tensor of the checkpoint as it lies on one device.
 
         A quantized weight becomes codes [G, O, I / G] less half their levels, ``scale`` [G, O] and, if it has
         them, ``zero`` [G, O] less the same. Works on the meta device as well.
         """
-        share = self.share(entry)
+        share = self.share(parameter)
         if isinstance(value, Tensor):
-            return [Leaf(entry.name, _cut(value, share, share.axis, rank))]
+            return [Leaf(parameter.name, _cut(value, share, share.axis, rank))]
         middle = value.scheme.levels // 2
         codes = _cut(value.codes, share, share.axis, rank).short() - middle
         parameters = {"scale": value.scale}
@@ -133,8 +133,8 @@ class Layout:
                 parameters[name] = _cut(repeated, share, 1, rank, share.group)
         grouped = codes.char().view(codes.shape[0], parameters["scale"].shape[1], -1)
         return [
-            Leaf(f"{entry.module}.codes", grouped.transpose(0, 1), nibbles=value.scheme.bits == 4),
-            *(Leaf(f"{entry.module}.{name}", each.t()) for name, each in parameters.items()),
+            Leaf(f"{parameter.module}.codes", grouped.transpose(0, 1), nibbles=value.scheme.bits == 4),
+            *(Leaf(f"{parameter.module}.{name}", each.t()) for name, each in parameters.items()),
         ]
 
     def _even(self, axis: int, size: int) -> Share:

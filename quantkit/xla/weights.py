@@ -16,7 +16,7 @@ import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch import Tensor
 
-from quantkit.architectures.naming import entries
+from quantkit.architectures.topology import parameters
 from quantkit.formats.checkpoint import Checkpoint, TensorInfo
 from quantkit.model.rope import inverse_frequencies
 from quantkit.progress import Progress, silent
@@ -40,11 +40,11 @@ def load_state(
     """
     state: dict[str, jax.Array] = {}
     ranks = [rank for rank, device in enumerate(mesh.devices.flat) if device.process_index == jax.process_index()]
-    found = entries(layout.config)
-    for index, entry in enumerate(found):
-        progress(index, len(found), entry.name)
-        value = _cast(checkpoint.load(entry.name), dtype)
-        parts = {rank: layout.leaves(entry, value, rank) for rank in ranks}
+    found = parameters(layout.config)
+    for index, parameter in enumerate(found):
+        progress(index, len(found), parameter.name)
+        value = _cast(checkpoint.load(parameter.name), dtype)
+        parts = {rank: layout.leaves(parameter, value, rank) for rank in ranks}
         for leaves in zip(*parts.values(), strict=True):
             state[leaves[0].name] = _placed(mesh, dict(zip(ranks, leaves, strict=True)))
         del value, parts
@@ -61,8 +61,8 @@ def abstract_state(
         infos: of every tensor.
     """
     leaves = list(_derived(layout))
-    for entry in entries(layout.config):
-        leaves += layout.leaves(entry, _cast(_imagined(infos[entry.name]), dtype), 0)
+    for parameter in parameters(layout.config):
+        leaves += layout.leaves(parameter, _cast(_imagined(infos[parameter.name]), dtype), 0)
     return {leaf.name: abstract(mesh, (len(mesh.devices.flat), *leaf.value.shape), _dtype(leaf)) for leaf in leaves}
 
 

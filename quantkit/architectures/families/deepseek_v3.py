@@ -1,0 +1,42 @@
+"""DeepSeek-V3 (2412.19437): latent attention; experts, some of which take every token, after a few dense layers."""
+
+from __future__ import annotations
+
+from quantkit.architectures.config import (
+    MAX_EXPERTS,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_WIDTH,
+    ExpertsConfig,
+    LatentAttentionConfig,
+    LayerConfig,
+    ModelConfig,
+)
+from quantkit.architectures.families.family import Family, layer_count, read_config
+from quantkit.json_values import Settings
+
+
+def _read(settings: Settings) -> ModelConfig:
+    latent = LatentAttentionConfig(
+        query_rank=settings.whole("q_lora_rank", 1, MAX_WIDTH) if settings.has("q_lora_rank") else None,
+        kv_rank=settings.whole("kv_lora_rank", 1, MAX_WIDTH),
+        rope_dim=settings.whole("qk_rope_head_dim", 2, MAX_HEADS),
+        plain_dim=settings.whole("qk_nope_head_dim", 1, MAX_HEADS),
+        value_dim=settings.whole("v_head_dim", 1, MAX_HEADS),
+    )
+    size = settings.whole("moe_intermediate_size", 1, MAX_WIDTH)
+    experts = ExpertsConfig(
+        count=settings.whole("n_routed_experts", 1, MAX_EXPERTS),
+        size=size,
+        shared_size=size * settings.whole("n_shared_experts", 0, MAX_EXPERTS),
+        score_correction=True,
+    )
+    dense = settings.whole("first_k_dense_replace", 0, MAX_LAYERS)
+    layers = [LayerConfig(experts=layer >= dense) for layer in range(layer_count(settings))]
+    return read_config(
+        settings, layers, head_dim=latent.rope_dim, output_bias=settings.flag("attention_bias", False),
+        experts=experts, latent_attention=latent,
+    )  # fmt: skip
+
+
+FAMILY = Family("deepseek_v3", "DeepseekV3ForCausalLM", _read, runs=False)

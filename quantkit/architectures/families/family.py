@@ -1,0 +1,179 @@
+"""What a family of models is, and how most of its config.json is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quantkit.architectures.config import (
+    MAX_CONTEXT,
+    MAX_EPS,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_WIDTH,
+    MIN_EPS,
+    LayerConfig,
+    ModelConfig,
+)
+from quantkit.architectures.rope import RopeConfig
+from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.json_values import Settings, shown
+
+DEFAULT_WINDOW = 4096  # of transformers, where the key is absent; null means none
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class StackedExperts:
+    """One tensor on disk with the weights of all experts of a layer, [E, ...].
+
+    Attributes:
+        name: of the tensor, without a leaf.
+        roles: the linears of each expert that it holds, their outputs side by side.
+        transposed: whether inputs come before outputs.
+        interleaved: whether the outputs of several roles alternate.
+        bias: the name of the tensor of their biases, if they have any.
+    """
+
+    name: str
+    roles: tuple[str, ...]
+    transposed: bool = False
+    interleaved: bool = False
+    bias: str | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family: its config.json, and its names on disk where they are not the canonical ones.
+
+    Attributes:
+        model_type: the key of config.json that tells it.
+        class_name: transformers' class, for ``architectures`` in config.json.
+        read: a config.json to a `ModelConfig`; raises `CheckpointError` or `UnsupportedError`.
+        write: the keys of config.json that say what `ModelConfig` says beyond `config_to_hf`'s own.
+        names: modules on disk by role, where they differ from `names.CANONICAL`.
+        fused: linears that are one on disk: the fused role of the topology to the module's name.
+        stacked: experts that are one tensor on disk.
+        runs: whether the decoder computes all that its configs say.
+    """
+
+    model_type: str
+    class_name: str
+    read: Callable[[Settings], ModelConfig]
+    write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
+    names: Mapping[str, str] = field(default_factory=dict)
+    fused: Mapping[str, str] = field(default_factory=dict)
+    stacked: tuple[StackedExperts, ...] = ()
+    runs: bool = True
+
+
+def read_config(
+    settings: Settings,
+    layers: Sequence[LayerConfig] | None = None,
+    *,
+    activations: tuple[str, ...] = ("silu", "swish"),
+    activation_key: str = "hidden_act",
+    kv_heads_required: bool = True,
+    head_dim: int | None = None,
+    head_dim_required: bool = False,
+    tied_by_default: bool = False,
+    **features: Any,
+) -> ModelConfig:
+    """What all families' configs say alike.
+
+    Args:
+        layers: what each layer does; without it all are alike and plain.
+        activations: that the family's feed-forward may have.
+        kv_heads_required: whether ``num_key_value_heads`` must be there, null standing for as many as heads.
+        head_dim: if the file does not say it; else the hidden size over the heads.
+        tied_by_default: whether the head is the embedding where nothing is said.
+        features: further fields of `ModelConfig`.
+
+    Raises:
+        CheckpointError: if a key is missing, or its value of the wrong type or out of range.
+        UnsupportedError: for an activation or setting quantkit does not know.
+    """
+    if activation_key in settings.values and settings.text(activation_key) not in activations:
+        raise UnsupportedError(
+            "activation is not supported", path=settings.path, found=settings.values[activation_key],
+            expected=activations[0],
+        )  # fmt: skip
+    heads = settings.whole("num_attention_heads", 1, MAX_HEADS)
+    hidden = settings.whole("hidden_size", 1, MAX_WIDTH)
+    layers = (LayerConfig(),) * layer_count(settings) if layers is None else tuple(layers)
+    if "num_key_value_heads" not in settings.values and kv_heads_required:
+        settings.need("num_key_value_heads")
+    own_kv_heads = settings.has("num_key_value_heads")
+    stated_head_dim = settings.has("head_dim") or head_dim_required
+    ends = settings.ids("eos_token_id")
+    starts = settings.ids("bos_token_id")
+    return ModelConfig(
+        architecture=settings.text("model_type"),
+        vocab_size=settings.whole("vocab_size", 1, MAX_WIDTH),
+        hidden_size=hidden,
+        intermediate_size=settings.whole("intermediate_size", 1, MAX_WIDTH),
+        layers=layers,
+        num_heads=heads,
+        num_kv_heads=settings.whole("num_key_value_heads", 1, MAX_HEADS) if own_kv_heads else heads,
+        head_dim=settings.whole("head_dim", 1, MAX_HEADS) if stated_head_dim else head_dim or hidden // heads,
+        norm_eps=settings.number("rms_norm_eps", MIN_EPS, MAX_EPS),
+        rope=RopeConfig.from_hf(settings.values, settings.path),
+        max_context=settings.whole("max_position_embeddings", 1, MAX_CONTEXT),
+        tied_embeddings=settings.flag("tie_word_embeddings", tied_by_default),
+        dtype=_dtype(settings),
+        bos_token_id=starts[0] if starts else None,
+        eos_token_ids=ends,
+        **features,
+    ).validated(settings.path)
+
+
+def layer_count(settings: Settings) -> int:
+    """How many layers a config says there are."""
+    return settings.whole("num_hidden_layers", 1, MAX_LAYERS)
+
+
+def layer_types(settings: Settings, layers: int) -> list[str]:
+    """The kind of attention of each layer; empty where the file does not say it.
+
+    Raises:
+        CheckpointError: if the kinds are unknown, or not as many as layers.
+    """
+    key = "layer_types"
+    types = settings.texts(key) if settings.has(key) else []
+    if settings.has(key) and (len(types) != layers or set(types) - {_FULL, _SLIDING}):
+        raise CheckpointError(
+            "layer_types does not fit the layers", path=settings.path, found=shown(types),
+            expected=f"{_FULL} or {_SLIDING} for each of {layers}",
+        )  # fmt: skip
+    return types
+
+
+def sliding_window(settings: Settings, default: int | None = DEFAULT_WINDOW) -> int | None:
+    """The window that a config gives to its sliding layers; None where it says there is none."""
+    if "sliding_window" not in settings.values:
+        return default
+    return settings.whole("sliding_window", 1, MAX_CONTEXT) if settings.has("sliding_window") else None
+
+
+def windowed(types: Sequence[str], window: int | None) -> list[LayerConfig]:
+    """Layers whose kind of attention is given."""
+    return [LayerConfig(window=window if kind == _SLIDING else None) for kind in types]
+
+
+def written_layer_types(config: ModelConfig) -> list[str]:
+    """The key ``layer_types``."""
+    return [_FULL if window is None else _SLIDING for window in config.windows]
+
+
+def only_window(config: ModelConfig) -> int | None:
+    """The window of the layers that have one; a family has no more than one."""
+    return next((window for window in config.windows if window is not None), None)
+
+
+def _dtype(settings: Settings) -> str:
+    key = "dtype" if settings.has("dtype") else "torch_dtype"
+    value = settings.text(key).removeprefix("torch.") if settings.has(key) else "float32"
+    if value not in ("float32", "float16", "bfloat16"):
+        raise UnsupportedError("dtype is not supported", path=settings.path, found=value)
+    return value

@@ -1,0 +1,318 @@
+"""The one description of a model's tensors: for each layer its linears by role, in the order of the data's flow.
+
+Naming, calibration, fusion at load, the splits of tensor parallelism and of XLA, estimates and the rules of runtimes
+read it; nothing else says which linears there are or what they share. It follows from the features in a
+`ModelConfig` alone; what a family calls its tensors on disk is in its own file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.names import BLOCK, CANONICAL, meta_weight
+
+SPLIT = frozenset(
+    {"query", "kv", "intermediate", "vocab", "expert_intermediate", "shared_intermediate", "latent_query", "latent_kv",
+     "latent_value"}
+)  # fmt: skip
+"""Sizes that tensor parallelism divides among processes or devices; all others are whole on each."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer by its role.
+
+    Attributes:
+        role: what it does: ``attention.q``, ``mlp.down``, ``expert.up``, ``head``.
+        dims: its outputs and inputs, as names of `sizes`.
+        site: what feeds it; the linears of a layer with one site read the same tensor, so they share a Hessian.
+        fused: the role of the linear that takes the place of all with the same word, their rows one below the other.
+        bias: whether it has one.
+        rotary: whether its rows lie in pairs that are rotated, head by head.
+        quantizable: routers are not: a token's choice of experts should not change.
+    """
+
+    role: str
+    dims: tuple[str, str]
+    site: str
+    fused: str | None = None
+    bias: bool = False
+    rotary: bool = False
+    quantizable: bool = True
+
+    @property
+    def parallel(self) -> Literal["column", "row", "replicated"]:
+        """How tensor parallelism cuts it: by outputs, by inputs (then the results are added up), or not."""
+        if self.dims[0] in SPLIT:
+            return "column"
+        return "row" if self.dims[1] in SPLIT else "replicated"
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A tensor that is no part of a linear: a norm's weight, attention sinks.
+
+    Attributes:
+        leaf: what its name ends with after the module's; nothing where it is empty.
+    """
+
+    role: str
+    dims: tuple[str, ...]
+    leaf: str = "weight"
+
+
+@dataclass(frozen=True)
+class ExpertBank:
+    """Experts that are alike: as many times the same linears."""
+
+    count: int
+    linears: tuple[Linear, ...]
+
+
+Item = Linear | Vector | ExpertBank
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One tensor of a model.
+
+    Attributes:
+        dims: names of its `sizes`, one for each axis.
+        linear: that it is the weight or bias of.
+        expert: its number in the bank.
+    """
+
+    role: str
+    module: str
+    leaf: str
+    dims: tuple[str, ...]
+    shape: tuple[int, ...]
+    layer: int | None = None
+    expert: int | None = None
+    linear: Linear | None = None
+
+    @property
+    def name(self) -> str:
+        """The canonical name."""
+        return f"{self.module}.{self.leaf}" if self.leaf else self.module
+
+    @property
+    def meta_name(self) -> str | None:
+        """Meta's name, or None where its format has no such tensor."""
+        return meta_weight(self.role, self.layer) if self.leaf == "weight" else None
+
+    @property
+    def is_linear_weight(self) -> bool:
+        return self.linear is not None and self.leaf == "weight"
+
+    @property
+    def rotary(self) -> bool:
+        """Whether its rows are permuted head by head between layouts."""
+        return self.linear is not None and self.linear.rotary
+
+    @property
+    def split_axis(self) -> int | None:
+        """The axis that tensor parallelism divides; None where the tensor is whole everywhere."""
+        return next((axis for axis, dim in enumerate(self.dims) if dim in SPLIT), None)
+
+
+@dataclass(frozen=True)
+class InputGroup:
+    """The linears of a layer that read the same tensor, so that they share a Hessian.
+
+    Attributes:
+        modules: their names within the block.
+        expert: whose they are, where they are an expert's.
+    """
+
+    site: str
+    linears: tuple[Linear, ...]
+    modules: tuple[str, ...]
+    expert: int | None = None
+
+    @property
+    def writes(self) -> bool:
+        """Whether what they give is added to the hidden states; then it is one linear."""
+        return self.linears[0].dims[0] == "hidden"
+
+
+def sizes(config: ModelConfig) -> dict[str, int]:
+    """The numbers behind the names in `dims`."""
+    found = {
+        "vocab": config.vocab_size,
+        "hidden": config.hidden_size,
+        "intermediate": config.intermediate_size,
+        "query": config.num_heads * config.head_dim,
+        "kv": config.num_kv_heads * config.head_dim,
+        "heads": config.num_heads,
+        "head_dim": config.head_dim,
+    }
+    if config.experts is not None:
+        found |= {
+            "experts": config.experts.count,
+            "expert_intermediate": config.experts.size,
+            "shared_intermediate": config.experts.shared_size,
+        }
+    if config.latent_attention is not None:
+        latent = config.latent_attention
+        found |= {
+            "query_rank": latent.query_rank or 0,
+            "kv_rank": latent.kv_rank,
+            "kv_rank_and_rope": latent.kv_rank + latent.rope_dim,
+            "latent_query": config.num_heads * (latent.plain_dim + latent.rope_dim),
+            "latent_kv": config.num_heads * (latent.plain_dim + latent.value_dim),
+            "latent_value": config.num_heads * latent.value_dim,
+        }
+    return found
+
+
+def block_items(config: ModelConfig, layer: int) -> list[Item]:
+    """What one layer consists of, in the order of the data's flow."""
+    before, after = config.norms in ("before", "both"), config.norms in ("after", "both")
+    attention = list(_latent_attention(config) if config.latent_attention else _attention(config))
+    feed_forward = list(_experts(config) if config.layers[layer].experts else _mlp(config))
+    items: list[Item] = []
+    for branch, inside in (("attention", attention), ("mlp", feed_forward)):
+        items += [Vector(f"{branch}.norm", ("hidden",))] if before else []
+        items += inside
+        items += [Vector(f"{branch}.output_norm", ("hidden",))] if after else []
+    return items
+
+
+def parameters(config: ModelConfig) -> list[Parameter]:
+    """Every tensor that a model has, in the order of its layers, as files have them."""
+    counts = sizes(config)
+    found = list(_parameters(Vector("embedding", ("vocab", "hidden")), counts, None))
+    for layer in range(config.num_layers):
+        for item in block_items(config, layer):
+            if isinstance(item, ExpertBank):
+                for expert in range(item.count):
+                    for linear in item.linears:
+                        found += _parameters(linear, counts, layer, expert)
+            else:
+                found += _parameters(item, counts, layer)
+    found += _parameters(Vector("norm", ("hidden",)), counts, None)
+    if not config.tied_embeddings:
+        found += _parameters(HEAD, counts, None)
+    return found
+
+
+HEAD = Linear("head", ("vocab", "hidden"), "head.in")
+
+
+def linear_columns(config: ModelConfig) -> dict[str, int]:
+    """Every linear module that may be quantized, with its number of inputs."""
+    return {
+        p.module: p.shape[1] for p in parameters(config) if p.is_linear_weight and p.linear and p.linear.quantizable
+    }
+
+
+def row_parallel_modules(config: ModelConfig) -> list[str]:
+    """The linears whose inputs are divided among processes, so that their results must be added up."""
+    return [p.module for p in parameters(config) if p.is_linear_weight and p.linear and p.linear.parallel == "row"]
+
+
+def input_groups(config: ModelConfig, layer: int) -> list[InputGroup]:
+    """The linears of a layer that may be quantized, those that share their inputs together, in the order of the
+    data's flow."""
+    groups: dict[tuple[str, int | None], list[tuple[Linear, str]]] = {}
+    for linear, expert in _linears(config, layer):
+        if linear.quantizable:
+            groups.setdefault((linear.site, expert), []).append((linear, _within(linear.role, expert)))
+    return [
+        InputGroup(site, tuple(linear for linear, _ in found), tuple(module for _, module in found), expert)
+        for (site, expert), found in groups.items()
+    ]
+
+
+def fused_modules(config: ModelConfig, layer: int) -> dict[str, tuple[str, ...]]:
+    """The linears that become one when a model is loaded: its name within the block, and theirs, in order."""
+    found: dict[str, list[str]] = {}
+    for linear, expert in _linears(config, layer):
+        if linear.fused is not None:
+            found.setdefault(_within(linear.fused, expert), []).append(_within(linear.role, expert))
+    return {fused: tuple(modules) for fused, modules in found.items()}
+
+
+def _attention(config: ModelConfig) -> Iterator[Item]:
+    q, k, v = (
+        Linear(f"attention.{role}", (size, "hidden"), "attention.in", "attention.qkv", config.qkv_bias, role != "v")
+        for role, size in (("q", "query"), ("k", "kv"), ("v", "kv"))
+    )
+    yield from (q, k, v)
+    yield Linear("attention.output", ("hidden", "query"), "attention.out", bias=config.output_bias)
+    if config.qk_norm:
+        yield Vector("attention.q_norm", ("head_dim",))
+        yield Vector("attention.k_norm", ("head_dim",))
+    if config.sinks:
+        yield Vector("attention.sinks", ("heads",), leaf="")
+
+
+def _latent_attention(config: ModelConfig) -> Iterator[Item]:
+    assert config.latent_attention is not None
+    if config.latent_attention.query_rank is None:
+        yield Linear("attention.q", ("latent_query", "hidden"), "attention.in")
+    else:
+        yield Linear("attention.q_down", ("query_rank", "hidden"), "attention.in", "attention.qkv_down")
+    yield Linear(
+        "attention.kv_down", ("kv_rank_and_rope", "hidden"), "attention.in",
+        None if config.latent_attention.query_rank is None else "attention.qkv_down",
+    )  # fmt: skip
+    if config.latent_attention.query_rank is not None:
+        yield Vector("attention.q_down_norm", ("query_rank",))
+        yield Linear("attention.q_up", ("latent_query", "query_rank"), "attention.q_up.in")
+    yield Vector("attention.kv_down_norm", ("kv_rank",))
+    yield Linear("attention.kv_up", ("latent_kv", "kv_rank"), "attention.kv_up.in")
+    yield Linear("attention.output", ("hidden", "latent_value"), "attention.out", bias=config.output_bias)
+
+
+def _mlp(config: ModelConfig) -> Iterator[Item]:
+    yield from _gated("mlp", "intermediate", "mlp.in", config.mlp_bias)
+
+
+def _experts(config: ModelConfig) -> Iterator[Item]:
+    experts = config.experts
+    assert experts is not None
+    yield Linear("router", ("experts", "hidden"), "mlp.in", bias=experts.router_bias, quantizable=False)
+    if experts.score_correction:
+        yield Vector("router.score_correction", ("experts",), leaf="")
+    yield ExpertBank(experts.count, tuple(_gated("expert", "expert_intermediate", "expert.in", experts.bias)))
+    if experts.shared_size:
+        yield from _gated("shared_expert", "shared_intermediate", "mlp.in", False)
+
+
+def _gated(role: str, size: str, site: str, bias: bool) -> Iterator[Linear]:
+    """A gated feed-forward."""
+    for part in ("gate", "up"):
+        yield Linear(f"{role}.{part}", (size, "hidden"), site, f"{role}.gate_up", bias)
+    yield Linear(f"{role}.down", ("hidden", size), f"{role}.out", bias=bias)
+
+
+def _linears(config: ModelConfig, layer: int) -> Iterator[tuple[Linear, int | None]]:
+    for item in block_items(config, layer):
+        if isinstance(item, Linear):
+            yield item, None
+        elif isinstance(item, ExpertBank):
+            for expert in range(item.count):
+                yield from ((linear, expert) for linear in item.linears)
+
+
+def _parameters(
+    item: Linear | Vector, counts: Mapping[str, int], layer: int | None, expert: int | None = None
+) -> Iterator[Parameter]:
+    module = CANONICAL[item.role].format(layer=layer, expert=expert)
+    linear = item if isinstance(item, Linear) else None
+    leaves = {"weight": item.dims} if linear else {item.leaf if isinstance(item, Vector) else "": item.dims}
+    if linear and linear.bias:
+        leaves["bias"] = item.dims[:1]
+    for leaf, dims in leaves.items():
+        shape = tuple(counts[dim] for dim in dims)
+        yield Parameter(item.role, module, leaf, dims, shape, layer, expert, linear)
+
+
+def _within(role: str, expert: int | None) -> str:
+    """A module's name within its block."""
+    return CANONICAL[role].removeprefix(BLOCK).format(expert=expert)

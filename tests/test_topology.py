@@ -1,0 +1,155 @@
+"""The topology: a model's tensors by role, for families that run and for families that do not yet."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+from safetensors import safe_open
+
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.disk import disk_tensors
+from quantkit.architectures.families import config_from_hf, families
+from quantkit.architectures.names import CANONICAL
+from quantkit.architectures.topology import (
+    ExpertBank,
+    block_items,
+    fused_modules,
+    input_groups,
+    linear_columns,
+    parameters,
+    row_parallel_modules,
+)
+from quantkit.errors import UnsupportedError
+from quantkit.json_values import Settings
+
+_ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+_YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "rope_theta": 150000.0}
+_DEEPSEEK = {
+    "num_key_value_heads": 8, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16, "first_k_dense_replace": 1, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8, "v_head_dim": 6, "n_shared_experts": 2,
+}  # fmt: skip
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "mistral": ("mistral", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "smollm3": ("smollm3", {}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "head_dim": 8, "rope_parameters": _YARN}),
+    "gemma2": ("gemma2", {"head_dim": 8, "pad_token_id": 0}),
+    "phi3": ("phi3", {"pad_token_id": 0}),
+    "deepseek-v3": ("deepseek_v3", {**_DEEPSEEK, "q_lora_rank": 12}),
+    "deepseek-v3-lite": ("deepseek_v3", {**_DEEPSEEK, "q_lora_rank": None}),
+}
+
+
+def _saved(case: str, folder: Path) -> tuple[ModelConfig, dict[str, tuple[int, ...]]]:
+    """The config of a tiny model of transformers, and the shapes of the tensors that it saves."""
+    kind, changes = CASES[case]
+    oracle.save(oracle.make(kind, **{**_ENDS, **changes}), folder)
+    config = families()[kind].read(Settings(json.loads((folder / "config.json").read_text()), folder))
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return config, {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tensors_on_disk_are_those_that_transformers_saves(case: str, tmp_path: Path) -> None:
+    config, saved = _saved(case, tmp_path)
+    assert {tensor.name: tensor.shape for tensor in disk_tensors(config)} == saved
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_canonical_tensor_is_in_one_tensor_on_disk(case: str, tmp_path: Path) -> None:
+    config, _ = _saved(case, tmp_path)
+    stored = [part for tensor in disk_tensors(config) for part in tensor.parts]
+    assert sorted(stored) == sorted(parameter.name for parameter in parameters(config))
+    assert len(set(stored)) == len(stored)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_linears_but_routers_belong_to_one_group_of_inputs(case: str, tmp_path: Path) -> None:
+    config, _ = _saved(case, tmp_path)
+    grouped = [
+        f"model.layers.{layer}.{module}"
+        for layer in range(config.num_layers)
+        for group in input_groups(config, layer)
+        for module in group.modules
+    ]
+    assert sorted([*grouped, *([] if config.tied_embeddings else ["lm_head"])]) == sorted(linear_columns(config))
+    assert not any("router" in group.linears[0].role for group in input_groups(config, config.num_layers - 1))
+
+
+def test_the_groups_of_a_dense_block_follow_the_data(tmp_path: Path) -> None:
+    config, _ = _saved("llama", tmp_path)
+    assert [(group.site, group.modules, group.writes) for group in input_groups(config, 1)] == [
+        ("attention.in", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), False),
+        ("attention.out", ("self_attn.o_proj",), True),
+        ("mlp.in", ("mlp.gate_proj", "mlp.up_proj"), False),
+        ("mlp.out", ("mlp.down_proj",), True),
+    ]
+    assert fused_modules(config, 1) == {
+        "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    }
+    assert row_parallel_modules(config)[:2] == ["model.layers.0.self_attn.o_proj", "model.layers.0.mlp.down_proj"]
+
+
+def test_each_expert_has_inputs_of_its_own(tmp_path: Path) -> None:
+    config, _ = _saved("mixtral", tmp_path)
+    groups = [group for group in input_groups(config, 0) if group.expert is not None]
+    assert [(group.site, group.expert) for group in groups] == [
+        (site, expert) for expert in range(4) for site in ("expert.in", "expert.out")
+    ]
+    assert groups[2].modules == ("mlp.experts.1.gate_proj", "mlp.experts.1.up_proj")
+
+
+def test_dense_layers_stand_before_sparse_ones(tmp_path: Path) -> None:
+    config, _ = _saved("deepseek-v3", tmp_path)
+    sparse = [any(isinstance(item, ExpertBank) for item in block_items(config, layer)) for layer in range(3)]
+    assert sparse == [False, True, True]
+    shared = next(group for group in input_groups(config, 1) if group.site == "mlp.in")
+    assert shared.modules == ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
+
+
+def test_stacked_experts_say_how_they_lie(tmp_path: Path) -> None:
+    config, saved = _saved("gpt-oss", tmp_path)
+    stacked = {tensor.name: tensor for tensor in disk_tensors(config) if tensor.stacked}
+    gate_up = stacked["model.layers.0.mlp.experts.gate_up_proj"]
+    assert gate_up.stacked is not None
+    assert gate_up.stacked.transposed
+    assert gate_up.stacked.interleaved
+    assert gate_up.parts[:3] == (
+        "model.layers.0.mlp.experts.0.gate_proj.weight", "model.layers.0.mlp.experts.0.up_proj.weight",
+        "model.layers.0.mlp.experts.1.gate_proj.weight",
+    )  # fmt: skip
+    assert saved[gate_up.name] == (4, 64, 2 * 96)
+
+
+def test_windows_and_positions_are_told_layer_by_layer(tmp_path: Path) -> None:
+    config, _ = _saved("gemma2", tmp_path)
+    assert config.windows == (4096, None, 4096)
+    gpt, _ = _saved("gpt-oss", tmp_path / "gpt")
+    assert gpt.windows == (128, None, 128)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "gemma2", "phi3", "deepseek_v3"])
+def test_families_that_do_not_run_are_refused_by_name(kind: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"found {kind}, expected llama, mistral, qwen2, qwen3, smollm3"):
+        config_from_hf({"model_type": kind}, "config.json")
+
+
+def test_canonical_names_tell_roles_apart() -> None:
+    assert len(set(CANONICAL.values())) == len(CANONICAL)
+
+
+def test_configs_differ_by_their_layers(tmp_path: Path) -> None:
+    gemma, _ = _saved("gemma2", tmp_path)
+    assert gemma.differences(gemma) == []
+    llama, _ = _saved("llama", tmp_path / "llama")
+    assert "window of layer 0: 4096 against None" in gemma.differences(llama)
