@@ -95,8 +95,8 @@ def verify(a: Path, b: Path | None) -> None:
     model against the perplexities there.
     Exit code: 0 the same, 10 within the bound of the scheme, 11 different.
     """
+    from quantkit.quality.manifest_check import verify_files
     from quantkit.quality.verify import verify as job
-    from quantkit.quality.verify import verify_files
 
     if b is None:
         with bar("verify", unit="step") as progress:

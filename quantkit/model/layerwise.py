@@ -1,23 +1,31 @@
-"""Run a checkpoint block by block, its weights read from disk as they are needed."""
+"""Run a checkpoint block by block, its weights read from disk as they are needed.
+
+Batches go through a block packed: their tokens lie one after the other, [1, N, D], so that each weight is read once
+for all. Figures keep the bits that a batch gets alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from quantkit.architectures.config import ModelConfig
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.attention import causal_attention
 from quantkit.model.decoder import RMSNorm
 from quantkit.model.load import BLOCK_PREFIX
 from quantkit.model.offload import offloaded_block
-from quantkit.model.product import wide_product
+from quantkit.model.product import wide_products
 from quantkit.model.rope import Rotary
 from quantkit.model.tensor_parallel import TensorParallel
 from quantkit.progress import Progress, silent
+
+TOKENS_THROUGH_A_BLOCK = 2048
+"""Packed at most, unless one batch has more."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +39,36 @@ class Batch:
     def from_start(cls, tokens: Tensor) -> Batch:
         """Sequences at positions 0, 1, 2, ..."""
         return cls(tokens, torch.arange(tokens.shape[1]))
+
+
+class _Pack:
+    """Batches one after the other: tokens [1, N], of which each sees those of its own sequence only."""
+
+    def __init__(self, batches: Sequence[Batch], config: ModelConfig, rotary: Rotary) -> None:
+        self.tokens = torch.cat([batch.tokens.flatten() for batch in batches]).unsqueeze(0)
+        self.lengths = [batch.tokens.numel() for batch in batches]
+        self._shapes = [batch.tokens.shape for batch in batches]
+        self._attends = [causal_attention(batch.positions, config.windows) for batch in batches]
+        turned = [rotary(batch.positions) for batch in batches]
+        self.angles = (
+            torch.cat([cos.repeat(shape[0], 1) for (cos, _), shape in zip(turned, self._shapes, strict=True)]),
+            torch.cat([sin.repeat(shape[0], 1) for (_, sin), shape in zip(turned, self._shapes, strict=True)]),
+        )
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """An `Attend` for B = 1 and T = N."""
+        own = zip(*(self._unpacked(heads) for heads in (queries, keys, values)), strict=True)
+        mixed = [attend(layer, *heads) for attend, heads in zip(self._attends, own, strict=True)]
+        return torch.cat([one.flatten(0, 1) for one in mixed]).unsqueeze(0)
+
+    def split(self, states: Tensor) -> list[Tensor]:
+        """States [1, N, D] by batch, each [B, T, D]."""
+        pieces = states[0].split(self.lengths)
+        return [piece.unflatten(0, shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
+
+    def _unpacked(self, heads: Tensor) -> list[Tensor]:
+        """Heads [1, H, N, Dh] by batch, each [B, H, T, Dh]."""
+        return [piece.transpose(1, 2) for piece in self.split(heads.transpose(1, 2))]
 
 
 @torch.inference_mode()
@@ -47,35 +85,50 @@ def layerwise_hidden(
     """
     tp = TensorParallel(checkpoint, group)
     checkpoint, config = tp.checkpoint, tp.checkpoint.config
-    embedding = _tensor(checkpoint, "model.embed_tokens.weight")
-    states = [tp.embed(batch.tokens, embedding).float() for batch in batches]
-    del embedding
     rotary = Rotary(config)
-    angles = [rotary(batch.positions) for batch in batches]
-    attends = [causal_attention(batch.positions, config.windows) for batch in batches]
+    packs = [_Pack(some, config, rotary) for some in _grouped(batches)]
+    embedding = _tensor(checkpoint, "model.embed_tokens.weight")
+    states = [tp.embed(pack.tokens, embedding).float() for pack in packs]
+    del embedding
     for layer in range(config.num_layers):
         progress(layer, config.num_layers, f"layer {layer}")
-        block = offloaded_block(checkpoint, layer)
-        tp.connect(block, BLOCK_PREFIX.format(layer))
-        for index, state in enumerate(states):
-            states[index] = block(state, angles[index], attends[index])
+        for index, pack in enumerate(packs):
+            block = offloaded_block(checkpoint, layer, pack.lengths)
+            tp.connect(block, BLOCK_PREFIX.format(layer))
+            states[index] = block(states[index], pack.angles, pack.attend)
     norm = RMSNorm(config.hidden_size, config.norm_eps)
     norm.weight = torch.nn.Parameter(_tensor(checkpoint, "model.norm.weight").float(), requires_grad=False)
     progress(config.num_layers, config.num_layers, "")
     for index, state in enumerate(states):
         states[index] = norm(state)
-    return states
+    return [own for pack, state in zip(packs, states, strict=True) for own in pack.split(state)]
 
 
 @torch.inference_mode()
-def head_logits(checkpoint: Checkpoint, hidden: Tensor, *, group: ProcessGroup = SINGLE) -> Tensor:
-    """Logits [N, V] of hidden states [N, D], in float32, the head taken in pieces; `group` as in `layerwise_hidden`."""
+def head_logits(checkpoint: Checkpoint, hidden: Sequence[Tensor], *, group: ProcessGroup = SINGLE) -> list[Tensor]:
+    """Logits [N, V] of each of some hidden states [N, D], in float32; the head is read once, and taken in pieces.
+
+    Args:
+        group: as for `layerwise_hidden`.
+    """
     tp = TensorParallel(checkpoint, group)
     tied = checkpoint.config.tied_embeddings
     head = tp.checkpoint.load("model.embed_tokens.weight" if tied else "lm_head.weight")
-    logits = wide_product(hidden, head)
+    logits = wide_products(hidden, head)
     del head  # the largest tensor there is, and with two models at hand there are two
-    return tp.gather_logits(logits)
+    return [tp.gather_logits(one) for one in logits]
+
+
+def _grouped(batches: Sequence[Batch]) -> Iterator[list[Batch]]:
+    """Batches in order, as many together as may be packed."""
+    group: list[Batch] = []
+    for batch in batches:
+        if group and sum(one.tokens.numel() for one in group) + batch.tokens.numel() > TOKENS_THROUGH_A_BLOCK:
+            yield group
+            group = []
+        group.append(batch)
+    if group:
+        yield group
 
 
 def _tensor(checkpoint: Checkpoint, name: str) -> Tensor:

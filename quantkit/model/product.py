@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,11 +20,18 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
 def wide_product(x: Tensor, weight: Tensor | QuantTensor) -> Tensor:
     """``x @ weight.T`` in float32, [..., I] to [..., O], the weight made float32 some rows at a time."""
-    wide = x.float()
-    out = wide.new_empty(*x.shape[:-1], weight.shape[0])
+    return wide_products([x], weight)[0]
+
+
+def wide_products(xs: Sequence[Tensor], weight: Tensor | QuantTensor) -> list[Tensor]:
+    """`wide_product` of each x, with the same bits as alone; the weight is made float32 once for all."""
+    wide = [x.float() for x in xs]
+    outs = [x.new_empty(*x.shape[:-1], weight.shape[0]) for x in wide]
     for start, stop in row_chunks(*weight.shape):
-        out[..., start:stop] = F.linear(wide, float_rows(weight, start, stop))
-    return out
+        rows = float_rows(weight, start, stop)
+        for x, out in zip(wide, outs, strict=True):
+            out[..., start:stop] = F.linear(x, rows)
+    return outs
 
 
 def for_few_rows(few: Product, most: int) -> Product:
