@@ -6,13 +6,13 @@ from typing import Any
 
 import click
 
+from quantkit.calibration.effort import ACTIVATION_MEMORY, MAX_LENGTH, SAMPLES, SEED
 from quantkit.cli import options
 from quantkit.cli.commands import finish
 from quantkit.cli.files import Outputs
 from quantkit.cli.output import bar, note
 from quantkit.cli.processes import together
 from quantkit.errors import RequestError
-from quantkit.jobs.defaults import ACTIVATION_MEMORY, MOST_LENGTH, SAMPLES, SEED
 
 
 @click.command()
@@ -26,7 +26,7 @@ from quantkit.jobs.defaults import ACTIVATION_MEMORY, MOST_LENGTH, SAMPLES, SEED
 )
 @click.option("--calibration", help="Text for GPTQ: a file, or a hub dataset owner/name:config:split.")
 @click.option("--samples", type=int, help=f"Calibration samples; {SAMPLES} by default.")
-@click.option("--length", type=int, help=f"Tokens in each; the model's context by default, {MOST_LENGTH} at most.")
+@click.option("--length", type=int, help=f"Tokens in each; the model's context by default, {MAX_LENGTH} at most.")
 @click.option("--seed", type=int, help=f"Of the samples' places in the text; {SEED} by default.")
 @click.option("--thorough", is_flag=True, help="Slower GPTQ, closer to the source.")
 @click.option(

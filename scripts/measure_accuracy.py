@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import quantkit
+from quantkit.calibration.block_quantizer import BlockQuantizer
 from quantkit.calibration.data import load_calibration
-from quantkit.calibration.pipeline import BlockQuantizer
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.layerwise import Batch
 from quantkit.quality.measures import compare_batches, text_windows

@@ -15,7 +15,7 @@ from command import Capture, run
 from safetensors.torch import load_file, save_file
 
 import quantkit
-from quantkit.calibration import activation_store, pipeline
+from quantkit.calibration import activation_store, group_solver
 from quantkit.data.files import excerpt
 from quantkit.errors import DestinationError, NonFiniteError, RequestError
 from quantkit.formats.checkpoint import Checkpoint
@@ -170,8 +170,8 @@ def test_two_runs_and_a_resumed_one_give_equal_bytes(
         solved.append(arguments[0].shape)
         return solve(*arguments, **options)
 
-    solve = pipeline.solve
-    monkeypatch.setattr(pipeline, "solve", counted)
+    solve = group_solver.solve
+    monkeypatch.setattr(group_solver, "solve", counted)
     assert _contents(_quantize(demo_model, tmp_path / "resumed", text, resume=True)) == first
     assert len(solved) == 2 * 4  # blocks 0 and 1 were on disk
 

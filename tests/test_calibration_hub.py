@@ -54,6 +54,29 @@ print(json.dumps([results, str(before) == str(settings())]))
 """
 
 
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "parquet"])
+def test_text_from_a_file_does_not_bring_in_the_library_for_hubs(suffix: str, tmp_path: Path) -> None:
+    file = tmp_path / f"text.{suffix}"
+    text = "The people of the United States and of the world. " * 200
+    file.write_bytes(
+        {"txt": text.encode(), "jsonl": _lines({"text": text}), "parquet": _parquet(tmp_path, text)}[suffix]
+    )
+    code = (
+        "import sys\n"
+        "from quantkit.cli.main import main\n"
+        "try:\n"
+        "    main(sys.argv[1:])\n"
+        "except SystemExit as stop:\n"
+        "    assert stop.code == 0\n"
+        "print(sorted({'datasets', 'huggingface_hub', 'pandas'} & set(sys.modules)))\n"
+    )
+    options = ["--scheme", "int8", "--method", "gptq", "--samples", "2", "--length", "32", "--accept-quality-loss"]
+    command = ["quantize", DEMO_MODEL, tmp_path / "out", *options, "--calibration", file]
+    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
 def _lines(*rows: dict[str, object]) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,9 @@ def test_the_demo_measures_every_checkpoint(tmp_path: Path) -> None:
     assert [row.bits_per_weight for row in ranked] == sorted((row.bits_per_weight for row in ranked), reverse=True)
     assert [row.kl for row in ranked] == sorted(row.kl for row in ranked)
     assert rows["int8"].perplexity == pytest.approx(rows["bf16"].perplexity, rel=0.005)
+    value = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert [row["name"] for row in value["rows"]] == list(rows)
+    assert value["verdicts"] == {"bf16": "same", **dict.fromkeys(SCHEMES, "within_bound")}
     text = "\n".join(report.lines())
     assert all(name in text for name in rows)
     assert all(sample.startswith("My fellow citizens") for sample in report.samples.values())

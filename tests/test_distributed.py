@@ -14,8 +14,9 @@ import torch
 
 import quantkit
 from quantkit.calibration.activation_store import ActivationStore
+from quantkit.calibration.block_quantizer import BlockQuantizer
+from quantkit.calibration.effort import STANDARD
 from quantkit.calibration.hessian import HessianAccumulator
-from quantkit.calibration.pipeline import STANDARD, BlockQuantizer
 from quantkit.data.files import excerpt
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.checkpoint import schemes
@@ -75,22 +76,20 @@ def test_three_processes_make_what_one_makes(demo_model: Path, text: Path, tmp_p
 
 def test_the_hessian_is_that_of_all_samples(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one process adds up is what two add up together."""
-    from quantkit.calibration import pipeline
-
     tokens = torch.randint(3, 2000, (6, 1024), generator=torch.Generator().manual_seed(0))
     source = open_checkpoint(demo_model)
     seen: list[Any] = []
-    finish = pipeline.HessianAccumulator.finish
+    finish = HessianAccumulator.finish
 
     def watched(self: Any, group: Any) -> None:
         finish(self, group)
         seen.append((self.paired if self.hessian is None else self.hessian).clone())
 
-    monkeypatch.setattr(pipeline.HessianAccumulator, "finish", watched)
+    monkeypatch.setattr(HessianAccumulator, "finish", watched)
     for part in (tokens, tokens[:2], tokens[2:]):
         states = ActivationStore(tmp_path / "states", 10**9)
         scheme = {"model.layers.0.mlp.down_proj": QuantScheme.parse("int8")}
-        BlockQuantizer(source, part, scheme, torch.float32, states, torch.device("cpu"), STANDARD, SINGLE).next_block()
+        BlockQuantizer(source, part, scheme, states, torch.device("cpu"), STANDARD, SINGLE).next_block()
     whole, first, second = seen
     torch.testing.assert_close(first + second, whole, rtol=1e-4, atol=1e-2)
     assert torch.equal(whole, whole.t())

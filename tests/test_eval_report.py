@@ -7,6 +7,7 @@ import math
 import re
 import struct
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import oracle
@@ -136,6 +137,15 @@ def test_the_picture_is_a_png_with_as_many_panels_as_there_is_to_show(found: Eva
     assert width(picture(replace(found, rows=found.rows[2:], reference=None))) == both / 2
     with pytest.raises(RequestError, match="nothing to draw"):
         picture(replace(found, rows=found.rows[2:], layer_errors={}))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "start"), [("", b"\x89PNG"), (".PNG", b"\x89PNG"), (".pdf", b"%PDF"), (".svg", b"<?xml")]
+)
+def test_the_suffix_decides_the_kind_of_picture(suffix: str, start: bytes, found: Evaluation, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    Outputs(None, plot=tmp_path / f"out{suffix}").write({}, picture=partial(picture, found))
+    assert (tmp_path / f"out{suffix}").read_bytes().startswith(start)
 
 
 def test_without_a_text_the_excerpt_is_measured_on_and_said_to_be(folders: dict[str, Path]) -> None:

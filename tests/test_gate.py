@@ -18,7 +18,7 @@ import yaml
 from command import Capture, run
 
 import quantkit
-from quantkit.calibration import pipeline
+from quantkit.calibration import group_solver
 from quantkit.data.files import excerpt, gate_texts
 from quantkit.errors import CheckpointError, NonFiniteError, QualityError
 from quantkit.formats.detect import open_checkpoint
@@ -90,15 +90,15 @@ def test_a_layer_that_is_broken_after_it_was_solved_is_stopped_and_named(
     calls = []
 
     def broken(*arguments: Any, **options: Any) -> Any:
-        quantized, report = pipeline_solve(*arguments, **options)
+        quantized, report = real_solve(*arguments, **options)
         calls.append(quantized.shape)
         if len(calls) == 6:  # layer 1, output projection
             order = torch.randperm(quantized.shape[0], generator=torch.Generator().manual_seed(0))
             quantized = QuantTensor(quantized.codes[order], quantized.scale[order], None, quantized.scheme)
         return quantized, report
 
-    pipeline_solve = pipeline.solve
-    monkeypatch.setattr(pipeline, "solve", broken)
+    real_solve = group_solver.solve
+    monkeypatch.setattr(group_solver, "solve", broken)
     with pytest.raises(QualityError, match=r"largest weight errors: model\.layers\.1\.self_attn\.o_proj \(1\.\d+\)"):
         quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", calibration=text, **CALIBRATION)  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()
@@ -112,11 +112,11 @@ def test_a_layer_that_gptq_cannot_solve_is_rounded_and_stops_it(
         if weight.shape[1] == 384 and len(seen) < 1:
             seen.append(weight)
             raise SingularError("the Hessian stays singular")
-        return pipeline_solve(weight, *arguments, **options)
+        return real_solve(weight, *arguments, **options)
 
     seen: list[Any] = []
-    pipeline_solve = pipeline.solve
-    monkeypatch.setattr(pipeline, "solve", singular)
+    real_solve = group_solver.solve
+    monkeypatch.setattr(group_solver, "solve", singular)
     with pytest.raises(QualityError, match=r"layer 'model\.layers\.0\.mlp\.down_proj' was rounded to nearest"):
         quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", calibration=text, **CALIBRATION)  # type: ignore[arg-type]
     quantkit.quantize(

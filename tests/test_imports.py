@@ -46,7 +46,7 @@ ONLY = {
 NO_TORCH = {
     "quantkit", "quantkit.errors", "quantkit.json_values", "quantkit.architectures", "quantkit.tensors.scheme",
     "quantkit.tensors.recipe", "quantkit.text.contained", "quantkit.text.tokenizer", "quantkit.formats.manifest",
-    "quantkit.formats.files.source",
+    "quantkit.formats.files.source", "quantkit.calibration.effort",
 }  # fmt: skip
 
 # Loaded by their backend alone, and only where it may serve.

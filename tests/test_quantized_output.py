@@ -512,7 +512,7 @@ def test_recipes_that_cannot_be_are_refused_before_anything_is_written(
 def test_the_demo_model_quantizes_from_its_meta_shards(demo_model: Path, tmp_path: Path) -> None:
     quantkit.quantize(demo_model, tmp_path / "out", "int4-g32")
     text = "The old house stood at the end of the road"
-    model, tokenizer = quantkit.load(tmp_path / "out", dtype=torch.float32, backend="reference")
+    model, tokenizer = quantkit.load(tmp_path / "out", device="cpu", dtype=torch.float32, backend="reference")
     tokens = torch.tensor([tokenizer.encode(text)])
     expected = oracle.logits(oracle.load(tmp_path / "out"), tokens)
     assert (_logits(model, tokens) - expected).abs().max() < 1e-4

@@ -134,6 +134,11 @@ class InputGroup:
     expert: int | None = None
 
     @property
+    def branch(self) -> str:
+        """The residual branch of the block that they are in."""
+        return "attention" if self.site.startswith("attention.") else "mlp"
+
+    @property
     def writes(self) -> bool:
         """Whether what they give is added to the hidden states; then it is one linear."""
         return self.linears[0].dims[0] == "hidden"

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration.activation_store import ActivationStore
+from quantkit.calibration.block_quantizer import BlockQuantizer
 from quantkit.calibration.data import Calibration
-from quantkit.calibration.pipeline import BlockQuantizer, Effort, Result
+from quantkit.calibration.effort import Effort
+from quantkit.calibration.group_solver import Result
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import NonFiniteError
-from quantkit.formats.checkpoint import DTYPE_NAMES, FLOAT_DTYPES, Checkpoint
+from quantkit.formats.checkpoint import DTYPE_NAMES, Checkpoint
 from quantkit.formats.output.staging import SCRATCH
 from quantkit.formats.output.writer import Written
 from quantkit.memory import give_back, keep_out_of_heap
@@ -118,16 +120,16 @@ class GptqQuantizer:
         open_layers = [block.layer for block in blocks if block.layer is not None and not _finished(block, written)]
         self._unsolved = 1 + max(open_layers, default=-1)
         scratch = written.folder / f"{SCRATCH}-{self._group.rank}"
-        states = ActivationStore(scratch, self._memory_bytes)
+        store = ActivationStore(scratch, self._memory_bytes)
         try:
             if self._unsolved:
                 self._blocks = BlockQuantizer(
-                    self._source, self._calibration.tokens, self._schemes, FLOAT_DTYPES[self._source.config.dtype],
-                    states, self._device, self._effort, self._group,
+                    self._source, self._calibration.tokens, self._schemes, store, self._device, self._effort,
+                    self._group,
                 )  # fmt: skip
             yield
         finally:
-            states.close()
+            store.close()
             self._blocks = None
             give_back()
         self._group.wait()  # until no process has anything left on disk

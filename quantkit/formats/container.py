@@ -43,9 +43,14 @@ class Encoder(Protocol):
     """Turns the values of a fixed list of tensors, in order, into what is appended to files.
 
     It only ever appends, in one fixed order, so an interrupted output can be continued from any tensor.
+
+    Attributes:
+        planned: what the values are to be.
+        rearranges: whether floats are copied on their way, as where rows are permuted or weights are cut.
     """
 
     planned: Sequence[TensorSpec]
+    rearranges: bool
 
     def total_bytes(self) -> int:
         """Size of all files, or a little more."""

@@ -14,10 +14,9 @@ import torch
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import input_groups, linear_columns, sizes
-from quantkit.calibration.pipeline import Effort, activation_bytes, batch_samples, followed_share
+from quantkit.calibration.effort import Effort, activation_bytes, batch_samples, followed_share
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint
 from quantkit.formats.container import Encoder, Output
-from quantkit.formats.containers.hf import SafetensorsEncoder
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.output.sink import IN_FLIGHT_BYTES
 from quantkit.formats.output.staging import partial_folder, require_absent, require_room_to_build, require_space
@@ -194,7 +193,7 @@ def _streaming(source: Checkpoint, encoder: Encoder) -> int:
     for item in encoder.planned:
         name = item.name if item.name in source.names() else "model.embed_tokens.weight"
         count, dtype = math.prod(item.shape), source.info(name).dtype
-        copied = item.scheme is None and (item.dtype != dtype or not isinstance(encoder, SafetensorsEncoder))
+        copied = item.scheme is None and (item.dtype != dtype or encoder.rearranges)
         largest = max(largest, count * dtype.itemsize + copied * count * item.dtype.itemsize)
     return resident_bytes() + largest + min(IN_FLIGHT_BYTES, encoder.total_bytes())
 

@@ -9,10 +9,18 @@ from pathlib import Path
 import torch
 
 from quantkit.calibration.data import Calibration, load_calibration
-from quantkit.calibration.pipeline import Effort, activation_bytes, effort_of
+from quantkit.calibration.effort import (
+    ACTIVATION_MEMORY,
+    MAX_LENGTH,
+    SAMPLES,
+    SEED,
+    STANDARD,
+    THOROUGH,
+    Effort,
+    activation_bytes,
+)
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.jobs.defaults import ACTIVATION_MEMORY, MOST_LENGTH, SAMPLES, SEED
 from quantkit.model.device import usable_device
 from quantkit.text.tokenizer import Tokenizer
 
@@ -25,7 +33,7 @@ class GptqSettings:
 
     Attributes:
         text, samples, length, seed: as for `load_calibration`; without a length it is the model's context,
-            `MOST_LENGTH` at most.
+            `MAX_LENGTH` at most.
         thorough: follow the float model on all samples.
         memory_bytes: activations held in memory.
         device: where it computes.
@@ -42,7 +50,7 @@ class GptqSettings:
     @property
     def effort(self) -> Effort:
         """What is done about drift."""
-        return effort_of(self.thorough)
+        return THOROUGH if self.thorough else STANDARD
 
     def scratch_bytes(self, source: Checkpoint, drawn: Calibration) -> int:
         """What of the activations goes to disk."""
@@ -57,7 +65,7 @@ class GptqSettings:
         if tokenizer is None:
             raise RequestError("calibration needs a tokenizer, and the source has none", path=source.path)
         context = source.config.max_context
-        length = min(context, MOST_LENGTH) if self.length is None else self.length
+        length = min(context, MAX_LENGTH) if self.length is None else self.length
         if length > context:
             raise RequestError("samples exceed the model's context", found=length, expected=context)
         return load_calibration(self.text, tokenizer, samples=self.samples, length=length, seed=self.seed)

@@ -14,7 +14,7 @@ _FLOAT_TYPES = {
 
 
 def usable_device(name: str | torch.device | None) -> torch.device:
-    """A device by torch's name for it, if numbers can be put there and read back; for None a GPU if there is one.
+    """A device by torch's name for it, checked by writing and reading a number; for None a GPU if there is one.
 
     Raises:
         RequestError: if not.
@@ -24,7 +24,7 @@ def usable_device(name: str | torch.device | None) -> torch.device:
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, ImportError) as error:  # all these are torch's ways to say no
+    except (RuntimeError, AssertionError, ImportError) as error:  # torch raises any of these
         raise RequestError("the device cannot be used", found=name, expected="cpu, or cuda with a GPU") from error
     return device
 

@@ -73,11 +73,12 @@ class Codec(Protocol):
         """What it decodes to; None for floats."""
         ...
 
-    def spec(self, raw: RawModule, shape: tuple[int, int]) -> TensorSpec:
+    def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
         """The weight that a module's tensors are, as their headers tell it.
 
         Args:
-            shape: [O, I] that the architecture calls for; what the tensors say of it goes before.
+            expected: the weight [O, I] that the architecture calls for, in the model's float type; what the
+                tensors say of it goes before.
 
         Raises:
             CheckpointError, UnsupportedError: if a tensor is missing, or its shape does not go with the codec.

@@ -39,17 +39,18 @@ class PackQuantized:
 
     scheme: QuantScheme
 
-    def spec(self, raw: RawModule, shape: tuple[int, int]) -> TensorSpec:
+    def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
         packed, scale = raw.find(_PACKED), raw.find(_SCALE)
         if packed is None or scale is None:
             raise CheckpointError(
                 f"the config quantizes '{raw.name}', but its packed weight or scale is missing", path=raw.path
             )
-        if shape[1] % (self.scheme.group_size or 1):
+        (rows, columns), found = expected.shape, packed.shape
+        if columns % (self.scheme.group_size or 1):
             raise UnsupportedError(
                 f"group size of '{raw.name}' does not divide its row", path=raw.path, found=self.scheme
             )
-        return TensorSpec(f"{raw.name}.weight", (packed.shape[0], shape[1]), scale.dtype, self.scheme)
+        return TensorSpec(expected.name, (found[0] if found else rows, columns), scale.dtype, self.scheme)
 
     def stored(self, spec: TensorSpec) -> list[StoredTensor]:
         module = spec.name.removesuffix("weight")

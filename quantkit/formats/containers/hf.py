@@ -89,6 +89,8 @@ class HuggingFace:
 class SafetensorsEncoder:
     """Hugging Face shards ``model-0000N-of-0000M.safetensors``, or one ``model.safetensors``."""
 
+    rearranges = False
+
     def __init__(self, planned: Sequence[TensorSpec], shard_bytes: int, method: QuantMethod) -> None:
         """
         Args:

@@ -13,7 +13,7 @@ from quantkit.architectures.families import config_from_hf, config_to_hf
 from quantkit.architectures.names import split_derived
 from quantkit.architectures.topology import linear_columns, parameters
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.formats.checkpoint import require_complete
+from quantkit.formats.checkpoint import FLOAT_DTYPES, require_complete
 from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule
 from quantkit.formats.files import pth_io, safetensors_io
 from quantkit.formats.files.source import SourceFile
@@ -60,8 +60,7 @@ class HFCheckpoint:
         self._stored: dict[str, StoredTensor] = {}
         self._home: dict[str, TensorFile] = {}
         self._read_headers(kind)
-        self._columns = linear_columns(self.config)
-        self._method, codecs = read_codecs(raw, self._columns, self._config_path, methods)
+        self._method, codecs = read_codecs(raw, linear_columns(self.config), self._config_path, methods)
         self._codecs = {f"{module}.weight": codec for module, codec in codecs.items()}
         self._drop_tied_head()
         self._specs = self._join_quantized()
@@ -161,11 +160,11 @@ class HFCheckpoint:
     def _join_quantized(self) -> dict[str, TensorSpec]:
         """Every tensor, the several of a quantized module as the one weight that they are."""
         shapes = {parameter.name: parameter.shape for parameter in parameters(self.config)}
+        dtype = FLOAT_DTYPES[self.config.dtype]
         stored = dict(self._stored)
         joined = {}
         for name, codec in self._codecs.items():
-            rows, columns = shapes[name]
-            spec = codec.spec(self._raw(name), (rows, columns))
+            spec = codec.spec(self._raw(name), TensorSpec(name, shapes[name], dtype))
             for expected in codec.stored(spec):
                 found = stored.pop(expected.name, None)
                 if found is None or found.shape != expected.shape or found.dtype != expected.dtype:

@@ -78,7 +78,9 @@ class Meta:
 
 
 class MetaEncoder:
-    """Meta's ``consolidated.NN.pth``: every weight split over the shards as the table says."""
+    """Meta's ``consolidated.NN.pth``: every weight cut along the axis that its sizes divide."""
+
+    rearranges = True
 
     def __init__(self, planned: Sequence[TensorSpec], config: ModelConfig, shards: int, *, embedding_axis: int) -> None:
         """
@@ -90,9 +92,9 @@ class MetaEncoder:
         self._config = config
         self._shards = shards
         self._axis = embedding_axis
-        self._entries = _with_head(config)
+        self._parameters = _with_head(config)
         _require_divisible(config, shards, embedding_axis)
-        stored = [[self._part_of(p, self._entries[p.name]) for p in planned]] * shards
+        stored = [[self._part_of(p, self._parameters[p.name]) for p in planned]] * shards
         self._files = [f"consolidated.{rank:02d}.pth" for rank in range(shards)]
         self._zips = [PthEncoder(f"consolidated.{rank:02d}", part) for rank, part in enumerate(stored)]
 
@@ -104,7 +106,7 @@ class MetaEncoder:
 
     def encode(self, index: int, value: Tensor | QuantTensor) -> Iterator[Chunk]:
         assert isinstance(value, Tensor), "Meta's format holds floats only"
-        parameter = self._entries[self.planned[index].name]
+        parameter = self._parameters[self.planned[index].name]
         if parameter.rotary:
             value = to_interleaved(value, self._config.head_dim)
         part = self._part_of(self.planned[index], parameter)
@@ -164,9 +166,8 @@ def _require_same_tokens(folder: Path, path: Path) -> None:
 
 
 def _with_head(config: ModelConfig) -> dict[str, Parameter]:
-    """The table's entries, the output projection among them even where it is tied:
-    readers of Meta's format expect it."""
-    return {e.name: e for e in parameters(replace(config, tied_embeddings=False))}
+    """The tensors of a model, the head among them even where it is tied: readers of Meta's format expect it."""
+    return {p.name: p for p in parameters(replace(config, tied_embeddings=False))}
 
 
 def _require_divisible(config: ModelConfig, shards: int, embedding_axis: int) -> None:

@@ -31,6 +31,8 @@ from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.text.tokenizer import load_tokenizer
 
 _SHARD = re.compile(r"consolidated\.(\d+)\.pth")
+_EMBEDDING, _HEAD = (f"{META[role]}.weight" for role in ("embedding", "head"))
+_QUERY, _GATE = (f"{META[role].format(layer=0)}.weight" for role in ("attention.q", "mlp.gate"))  # of the first layer
 
 
 def shard_paths(folder: Path) -> list[Path]:
@@ -65,7 +67,7 @@ class MetaCheckpoint:
         self._weights = self._same_tensors([shard.tensors for shard in self._shards])
         self.embedding_axis = 1
         self.config = self._read_config(params, params_path)
-        self._entries = {parameter.name: parameter for parameter in parameters(self.config)}
+        self._parameters = {parameter.name: parameter for parameter in parameters(self.config)}
         self._check()
         if (factor := assumed_rope_factor(params, self.config)) is not None:
             self.notes.append(
@@ -85,10 +87,10 @@ class MetaCheckpoint:
         return "quantkit, Meta's reference code"
 
     def names(self) -> list[str]:
-        return list(self._entries)
+        return list(self._parameters)
 
     def info(self, name: str) -> TensorSpec:
-        parameter = self._entries[name]
+        parameter = self._parameters[name]
         return TensorSpec(name, parameter.shape, self._dtypes[self._meta_name(parameter)])
 
     def files(self) -> list[SourceFile]:
@@ -101,7 +103,7 @@ class MetaCheckpoint:
         Raises:
             CheckpointError: if copies that must agree among shards do not.
         """
-        parameter = self._entries[name]
+        parameter = self._parameters[name]
         stored, axis, copies = self._meta_name(parameter), self._axis(parameter), self._copies(parameter)
         pieces = [(self._shards[i : i + copies], part) for i in range(0, len(self._shards), copies)]
         if part is not None and part.axis == axis:
@@ -151,17 +153,17 @@ class MetaCheckpoint:
     def _read_config(self, params: Mapping[str, Any], params_path: Path) -> ModelConfig:
         """The architecture; what params.json leaves open comes from the shapes."""
         count = len(self._paths)
-        for needed in ("tok_embeddings.weight", "layers.0.attention.wq.weight", "layers.0.feed_forward.w1.weight"):
+        for needed in (_EMBEDDING, _QUERY, _GATE):
             if needed not in self._weights:
                 known = {f"{module.format(layer='{}')}.weight" for module in META.values()}
                 strangers = [n for n in self._weights if re.sub(r"\.\d+\.", ".{}.", n) not in known]
                 if strangers:
                     raise_unexpected(strangers, self._paths[0])
                 raise CheckpointError(f"tensor '{needed}' is missing", path=self._paths[0])
-        rows, width = self._shape("tok_embeddings.weight", 2)
-        query_rows, dim = self._shape("layers.0.attention.wq.weight", 2)
-        feed_forward, _ = self._shape("layers.0.feed_forward.w1.weight", 2)
-        dtype = self._dtypes["layers.0.attention.wq.weight"]
+        rows, width = self._shape(_EMBEDDING, 2)
+        query_rows, dim = self._shape(_QUERY, 2)
+        feed_forward, _ = self._shape(_GATE, 2)
+        dtype = self._dtypes[_QUERY]
         if dtype not in DTYPE_NAMES:
             raise UnsupportedError("weights are not stored as floats", path=self._paths[0], found=dtype)
         settings, stated = Settings(params, params_path), dim
@@ -200,9 +202,9 @@ class MetaCheckpoint:
 
     def _tied(self) -> bool:
         """Whether the output projection is absent or the embedding over again."""
-        if "output.weight" not in self._weights:
+        output, embedding = _HEAD, _EMBEDDING
+        if output not in self._weights:
             return True
-        output, embedding = "output.weight", "tok_embeddings.weight"
         if self._dtypes[output] != self._dtypes[embedding] or len(self._shapes[output]) != 2:
             return False
         (rows, columns), (embedding_rows, embedding_columns) = self._shapes[output], self._shapes[embedding]
@@ -224,9 +226,9 @@ class MetaCheckpoint:
 
     def _check(self) -> None:
         """Hold every shard's shapes against the table."""
-        known = {self._meta_name(e): e for e in self._entries.values()}
-        output_is_double = self.config.tied_embeddings and "output.weight" in self._weights
-        strangers = self._weights - set(known) - ({"output.weight"} if output_is_double else set())
+        known = {self._meta_name(e): e for e in self._parameters.values()}
+        head_is_double = self.config.tied_embeddings and _HEAD in self._weights
+        strangers = self._weights - set(known) - ({_HEAD} if head_is_double else set())
         if strangers:
             raise_unexpected(strangers, self._paths[0])
         found = {

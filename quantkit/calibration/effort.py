@@ -1,0 +1,73 @@
+"""How much calibration does: batches, what is done about drift, and the memory and disk that activations take.
+
+Without torch, so that the command line's help can tell the defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.topology import input_groups, sizes
+
+SAMPLES = 128
+MAX_LENGTH = 2048
+"""Tokens of a sample by default: the model's context, but no more than this."""
+SEED = 0
+ACTIVATION_MEMORY = 4 * 10**9
+"""Bytes of activations in memory."""
+
+_BATCH_TOKENS = 2048
+_BATCH_VALUES = 1 << 22  # of the feed-forward's inner states
+_MIN_FOLLOWED = 4  # batches
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is done about the drift between the quantized model and the float one.
+
+    Attributes:
+        stride: the float stream takes every so many batches, though never fewer than four.
+        damping: least damping of the Hessian that tells drift from noise.
+    """
+
+    stride: int
+    damping: float
+
+    def follows(self, index: int, batches: int) -> bool:
+        """Whether the float stream takes a batch."""
+        return index % max(1, min(self.stride, batches // _MIN_FOLLOWED)) == 0
+
+
+STANDARD = Effort(4, 0.1)
+THOROUGH = Effort(1, 0.01)
+
+
+def batch_samples(config: ModelConfig, length: int) -> int:
+    """How many samples of a length go through the model together."""
+    return max(1, min(_BATCH_TOKENS, _BATCH_VALUES // config.intermediate_size) // length)
+
+
+def followed_share(config: ModelConfig, shape: Sequence[int], effort: Effort) -> float:
+    """The share of the batches of samples of a shape [N, T] that the float stream takes."""
+    samples, length = shape
+    batches = -(-samples // batch_samples(config, length))
+    return sum(effort.follows(index, batches) for index in range(batches)) / batches
+
+
+def activation_bytes(config: ModelConfig, shape: Sequence[int], effort: Effort, memory_bytes: int) -> tuple[int, int]:
+    """What the streams, and the widest inputs between two passes, take up for samples of a shape [N, T].
+
+    It is that of one process with all samples. Several share them and have the memory each, so they put less
+    on the disk, unless their shares are so few batches that they follow more of them.
+
+    Returns:
+        Bytes in memory, where there is room for so many, and bytes on disk.
+    """
+    samples, length = shape
+    groups = (group for layer in range(config.num_layers) for group in input_groups(config, layer))
+    width = max(sizes(config)[group.linears[0].dims[1]] for group in groups if group.writes)
+    total = int(4 * samples * length * ((1 + followed_share(config, shape, effort)) * config.hidden_size + width))
+    held = min(total, memory_bytes)
+    return held, total - held

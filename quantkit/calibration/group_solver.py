@@ -1,0 +1,131 @@
+"""GPTQ for linears that share their inputs: those of one scheme together, by all processes together."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.calibration.hessian import HessianAccumulator
+from quantkit.distributed.group import ProcessGroup
+from quantkit.solver.gptq import Damped, GptqReport, SingularError, compensated, solve
+from quantkit.tensors.qtensor import ROUNDING, QuantTensor, quantize_rtn, row_chunks
+from quantkit.tensors.scheme import QuantScheme
+
+Result = tuple[QuantTensor, dict[str, object]]
+"""Codes, and what the manifest says of how they were found."""
+
+
+@dataclass(frozen=True)
+class GroupSolver:
+    """Quantizes linears, given sums over the inputs that they share.
+
+    Attributes:
+        schemes: by name of the linear.
+        scale_dtype: dtype the scales are stored in.
+        damping: least damping of the Hessian that tells drift from noise.
+        group: the processes; each solves its share of the rows, and all get all of them.
+    """
+
+    schemes: Mapping[str, QuantScheme]
+    scale_dtype: torch.dtype
+    damping: float
+    group: ProcessGroup
+
+    def solve(
+        self, linears: Mapping[str, nn.Linear], statistics: HessianAccumulator, *, outputs: bool
+    ) -> dict[str, Result]:
+        """Results on the CPU, by name; a Hessian that stays singular leaves the linears rounded to nearest.
+
+        Args:
+            linears: by name; float32.
+            statistics: of all processes; used up.
+            outputs: whether the drift is that of the outputs.
+
+        Raises:
+            NonFiniteError: if a weight or the Hessian holds NaN or Inf.
+        """
+        by_scheme: dict[QuantScheme, list[str]] = defaultdict(list)
+        for name in linears:
+            by_scheme[self.schemes[name]].append(name)
+        weights = {scheme: _stacked([linears[name] for name in names]) for scheme, names in by_scheme.items()}
+        try:
+            solved = self._solve_rows(weights, statistics, outputs=outputs)
+        except SingularError as error:
+            return {name: self._rounded(name, linear.weight, str(error)) for name, linear in linears.items()}
+        results: dict[str, Result] = {}
+        for scheme, names in by_scheme.items():
+            start = 0
+            for name in names:
+                rows = start, start + len(linears[name].weight)
+                quantized, report = solved[scheme]
+                results[name] = quantized.rows(*rows), _record(report.rows(*rows))
+                start = rows[1]
+        return results
+
+    def _solve_rows(
+        self, weights: Mapping[QuantScheme, Tensor], statistics: HessianAccumulator, *, outputs: bool
+    ) -> dict[QuantScheme, tuple[QuantTensor, GptqReport]]:
+        """GPTQ on all rows [O, I] of each scheme."""
+        parts = {scheme: (rows[self.group.share(len(rows))], len(rows)) for scheme, rows in weights.items()}
+        hessian, paired, drift = statistics.release()
+        diagonal = paired.diagonal().clone()
+        factor = torch.linalg.cholesky(Damped.of_(paired, self.damping).matrix)
+        if hessian is None:
+            hessian = paired
+            hessian.diagonal().copy_(diagonal)
+        del paired
+        targets = {}
+        for scheme, (part, total) in parts.items():
+            targets[scheme] = torch.empty_like(part)
+            own_drift = drift[self.group.share(total)] if outputs else drift
+            for start, stop in row_chunks(*part.shape):
+                pull = own_drift[start:stop] if outputs else part[start:stop] @ own_drift
+                targets[scheme][start:stop] = compensated(part[start:stop], factor, pull)
+        del factor, drift
+        damped = Damped.of_(hessian)
+        found = {}
+        for scheme, (part, total) in parts.items():
+            solved = solve(part, damped, scheme, self.scale_dtype, target=targets.pop(scheme))
+            found[scheme] = self._joined(*solved, total)
+        return found
+
+    def _joined(self, quantized: QuantTensor, report: GptqReport, total: int) -> tuple[QuantTensor, GptqReport]:
+        """The rows of all processes, on the CPU."""
+        codes, error, energy = (self.group.join(rows, total) for rows in (quantized.codes, report.error, report.energy))
+        scale = self.group.join(quantized.scale.float(), total).to(self.scale_dtype)
+        zero = None if quantized.zero is None else self.group.join(quantized.zero, total)
+        return (
+            QuantTensor(codes, scale, zero, quantized.scheme).to("cpu"),
+            GptqReport(report.damping, report.dead_columns, error.cpu(), energy.cpu()),
+        )
+
+    def _rounded(self, name: str, weight: Tensor, reason: str) -> Result:
+        """What a linear falls back to."""
+        quantized = quantize_rtn(weight, self.schemes[name], self.scale_dtype).to("cpu")
+        return quantized, {"solver": ROUNDING, "fallback": reason}
+
+
+def _stacked(linears: Sequence[nn.Linear]) -> Tensor:
+    """The rows of some linears, one below the other; the linears' own weights become views of them."""
+    if len(linears) == 1:
+        return linears[0].weight
+    rows = torch.cat([linear.weight for linear in linears])
+    start = 0
+    for linear in linears:
+        stop = start + len(linear.weight)
+        linear.weight = nn.Parameter(rows[start:stop], requires_grad=False)
+        start = stop
+    return rows
+
+
+def _record(report: GptqReport) -> dict[str, object]:
+    return {
+        "solver": "gptq",
+        "output_error": float(f"{report.output_error:.4g}"),
+        "damping": report.damping,
+        "dead_columns": report.dead_columns,
+    }

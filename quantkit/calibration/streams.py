@@ -1,0 +1,145 @@
+"""The calibration samples on their way through the model, in two streams: one through the quantized layers and, for
+some of the samples, one through the float layers. How far the two have drifted apart goes into each layer's target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.topology import InputGroup
+from quantkit.calibration.activation_store import ActivationStore
+from quantkit.calibration.effort import Effort, batch_samples
+from quantkit.calibration.hessian import HessianAccumulator
+from quantkit.model.attention import causal_attention
+from quantkit.model.decoder import Block, Step
+from quantkit.model.rope import Rotary
+
+QUANTIZED, FLOAT, INNER = "quantized", "float", "inner"  # what the store holds of a batch
+
+
+class Streams:
+    """The hidden states of all batches, before one branch of one block after the other.
+
+    A branch of the quantized stream is finished one pass late, when its last linear has been quantized and the
+    states are needed again; until then what that linear is applied to is kept.
+    """
+
+    def __init__(
+        self, config: ModelConfig, samples: Tensor, embedding: Tensor, store: ActivationStore, device: torch.device,
+        effort: Effort,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            samples: tokens [N, T]; there may be none.
+            embedding: of all tokens, [V, D].
+            store: holds the states.
+            device: where blocks are run.
+            effort: says which batches the float stream takes.
+        """
+        self._store = store
+        self._device = device
+        self._effort = effort
+        length = samples.shape[1]
+        batches = torch.split(samples, batch_samples(config, length)) if len(samples) else ()
+        self._batches = len(batches)
+        for index, batch in enumerate(batches):
+            for stream in (QUANTIZED, FLOAT)[: 1 + self._follows(index)]:
+                store.put((stream, index), nn.functional.embedding(batch, embedding).float())
+        positions = torch.arange(length, device=device)
+        angles = Rotary(config).to(device)(positions)
+        self._step = Step(angles, causal_attention(positions, config.windows))
+        self._unfinished: tuple[str, Block] | None = None
+
+    def gather(self, group: InputGroup, quantized: Block, floats: Block, found: HessianAccumulator) -> None:
+        """Add up the inputs of linears within a branch."""
+        for index in range(self._batches):
+            x = self._current(index)
+            inputs = self._inputs(group, quantized, x)
+            if self._follows(index):
+                y = self._take(FLOAT, index)
+                found.add_pair(inputs, self._inputs(group, floats, y) - inputs)
+                self._put(FLOAT, index, y)
+            else:
+                found.add(inputs)
+            self._put(QUANTIZED, index, x)
+        self._unfinished = None
+
+    def reach_end(self, group: InputGroup, quantized: Block, floats: Block, found: HessianAccumulator | None) -> None:
+        """Run a branch up to its last linear, the float stream through it; add up its inputs where `found` is given.
+
+        The drift is that of the linear's outputs.
+        """
+        linear = floats.get_submodule(group.modules[0])
+        for index in range(self._batches):
+            x = self._current(index)
+            inner = quantized.inner(group.branch, x, self._step)
+            inputs = inner if found is None else self._inputs(group, quantized, x, inner)
+            if self._follows(index):
+                y = self._take(FLOAT, index)
+                y, outputs = self._finish(group.branch, floats, y, linear)
+                if found is not None:
+                    found.add_pair(inputs, outputs - linear(inputs))
+                self._put(FLOAT, index, y)
+            elif found is not None:
+                found.add(inputs)
+            self._put(INNER, index, inner)
+            self._put(QUANTIZED, index, x)
+        self._unfinished = None
+
+    def finish_later(self, branch: str, quantized: Block) -> None:
+        """Have the next pass finish a branch whose last linear has now been quantized."""
+        self._unfinished = branch, quantized
+
+    def _follows(self, index: int) -> bool:
+        return self._effort.follows(index, self._batches)
+
+    def _current(self, index: int) -> Tensor:
+        """The quantized stream's states [B, T, D] before the branch at work."""
+        x = self._take(QUANTIZED, index)
+        if self._unfinished is None:
+            return x
+        branch, block = self._unfinished
+        return block.finish(branch, x, self._take(INNER, index), self._step)
+
+    def _inputs(self, group: InputGroup, block: Block, x: Tensor, inner: Tensor | None = None) -> Tensor:
+        """What a block applies the linears of a group to, [..., I], for hidden states [B, T, D]; it runs no further.
+
+        Args:
+            inner: what `Block.inner` gave for the branch, if it has been run.
+        """
+        found = []
+
+        def listen(at: str, value: Tensor) -> None:
+            if at == group.site:
+                found.append(value)
+                raise _Reached
+
+        step = replace(self._step, tap=listen)
+        try:
+            block.finish(group.branch, x, block.inner(group.branch, x, step) if inner is None else inner, step)
+        except _Reached:
+            return found[0]
+        raise RuntimeError(f"the {group.branch} branch of a block has no site {group.site}")
+
+    def _finish(self, branch: str, floats: Block, y: Tensor, linear: nn.Module) -> tuple[Tensor, Tensor]:
+        """States [B, T, D] after a branch, and what its last linear gave for it, [B, T, D]."""
+        outputs: list[Tensor] = []
+        hook = linear.register_forward_hook(lambda module, given, result: outputs.append(result))
+        try:
+            return floats.finish(branch, y, floats.inner(branch, y, self._step), self._step), outputs[0]
+        finally:
+            hook.remove()
+
+    def _take(self, stream: str, index: int) -> Tensor:
+        return self._store.take((stream, index)).to(self._device)
+
+    def _put(self, stream: str, index: int, value: Tensor) -> None:
+        self._store.put((stream, index), value.cpu())
+
+
+class _Reached(Exception):
+    """Ends a run of a block at a site."""

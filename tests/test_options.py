@@ -1,0 +1,127 @@
+"""One habit for all commands: options of one name have one spelling, one meaning and one default."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import click
+import pytest
+import torch
+from command import Capture, run
+
+import quantkit
+from quantkit.cli.main import quantkit as root
+from quantkit.cli.output import note
+from quantkit.errors import RequestError
+from quantkit.evals.bench import Job, bench
+from quantkit.evals.evaluate import evaluate
+from quantkit.model.device import float_type
+
+
+def _commands() -> dict[str, click.Command]:
+    """All commands by name, those of groups too."""
+    found: dict[str, click.Command] = {}
+    for name, command in root.commands.items():
+        if isinstance(command, click.Group):
+            found |= {f"{name} {inner}": one for inner, one in command.commands.items()}
+        else:
+            found[name] = command
+    return found
+
+
+COMMANDS = _commands()
+NO_GPU = r"device cannot be used \(found cuda"
+WITH_JSON = set(COMMANDS) - {"generate"}
+
+
+def _options(name: str) -> dict[str, click.Option]:
+    """The options of that name, by command."""
+    return {
+        command: option
+        for command, of in COMMANDS.items()
+        for option in of.params
+        if isinstance(option, click.Option) and f"--{name}" in option.opts
+    }
+
+
+@pytest.mark.parametrize("name", ["weights", "device", "dtype", "json", "compile", "resume"])
+def test_what_has_one_name_is_told_alike(name: str) -> None:
+    options = _options(name)
+    assert len(options) > 1
+    assert len({(option.help, str(option.type), repr(option.default)) for option in options.values()}) == 1
+
+
+def test_json_takes_a_path_in_every_command_that_finds_something() -> None:
+    options = _options("json")
+    assert set(options) == WITH_JSON
+    assert not any(option.is_flag for option in options.values())
+
+
+def test_a_device_is_a_gpu_if_there_is_one_wherever_one_is_chosen() -> None:
+    options = _options("device")
+    assert set(options) == {"plan quantize", "quantize", "eval", "generate", "bench"}
+    assert all("a GPU if there is one" in (option.help or "") for option in options.values())
+
+
+def test_every_command_and_every_option_says_what_it_is(capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for group in ([], ["plan"]):
+        listing = run(capfd, *group, "--help")[1].split("Commands:")[1].split("Exit codes")[0]
+        assert "..." not in listing
+        assert all(re.fullmatch(r"  \w+ +[A-Z].*\.", line) for line in listing.splitlines() if line.strip()), listing
+    for name, command in COMMANDS.items():
+        silent = [p.name for p in command.params if isinstance(p, click.Option) and not (p.help or p.hidden)]
+        assert not silent, name
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here a GPU would be used")
+def test_without_a_device_a_gpu_is_asked_for_where_torch_sees_one(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: Capture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    text = tmp_path / "text.txt"
+    text.write_text("The people of the United States. " * 100)
+    with pytest.raises(RequestError, match=NO_GPU):
+        quantkit.load(demo_model)
+    quantkit.load(demo_model, device="cpu")
+    with pytest.raises(RequestError, match=NO_GPU):
+        quantkit.quantize(demo_model, tmp_path / "out", "int8", method="gptq", calibration=text)
+    with pytest.raises(RequestError, match=NO_GPU):
+        evaluate([demo_model], texts=[text], window=64, speed=True)
+    with pytest.raises(RequestError, match=NO_GPU):
+        evaluate([demo_model], tasks=["winogrande"])
+    assert evaluate([demo_model], texts=[text], window=64).device == "cpu"  # perplexity is always computed there
+    code, _, err = run(capfd, "generate", demo_model, "--prompt", "x")
+    assert code == 2
+    assert "device cannot be used (found cuda" in err
+
+
+def test_each_measurement_of_bench_asks_for_the_same(demo_model: Path) -> None:
+    job = Job(demo_model, None, None, None, (4,), (), None, 1, None, None, "nonsense")
+    with pytest.raises(RequestError, match=r"device cannot be used \(found nonsense"):
+        bench([job])
+
+
+def test_a_device_without_use_is_refused(demo_model: Path, capfd: Capture) -> None:
+    code, out, err = run(capfd, "eval", demo_model, "--device", "cuda")
+    assert (code, out) == (2, "")
+    assert "a device goes with tasks or speed; perplexity is computed on the CPU" in err
+
+
+@pytest.mark.parametrize("spelled", ["fp32", "float32", torch.float32])
+def test_float_types_are_spelled_as_one_likes(spelled: str | torch.dtype, demo_model: Path) -> None:
+    assert quantkit.load(demo_model, device="cpu", dtype=spelled)[0].dtype is torch.float32
+
+
+@pytest.mark.parametrize("spelled", ["fp8", "int8", "", torch.int8, 32])
+def test_another_float_type_is_refused(spelled: object) -> None:
+    with pytest.raises(RequestError, match="unknown float type"):
+        float_type(spelled)  # type: ignore[arg-type]
+
+
+def test_of_several_processes_the_first_has_notes(monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        note(f"from {rank}")
+    assert capfd.readouterr().err == "quantkit: note: from 0\n"
