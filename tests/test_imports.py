@@ -145,7 +145,7 @@ def test_jax_is_asked_for_in_one_room_and_torchax_in_one_module() -> None:
 
 def test_one_module_knows_whether_torch_has_a_process_group() -> None:
     users = {m for m, tree in MODULES.items() if any(n.startswith("torch.distributed") for n in _imports(tree))}
-    assert users - {"quantkit.calibration.ranks"} == {"quantkit.distributed.group"}
+    assert users == {"quantkit.distributed.group"}
 
 
 def test_only_jobs_import_the_xla_room() -> None:
