@@ -24,8 +24,8 @@ from quantkit.errors import CheckpointError, NonFiniteError, QualityError
 from quantkit.formats.detect import open_checkpoint
 from quantkit.quality import gate
 from quantkit.quality.bounds import BOUNDS
+from quantkit.quality.manifest_check import verify_files
 from quantkit.quality.measures import compare, text_windows
-from quantkit.quality.verify import verify_files
 from quantkit.solver.gptq import SingularError
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.text.tokenizer import load_tokenizer
