@@ -61,7 +61,7 @@ class _Pack:
 
     def split(self, states: Tensor) -> list[Tensor]:
         """States [1, N, D] by batch, each [B, T, D]."""
-        pieces = states[0].split(self.lengths)
+        pieces = torch.split(states[0], self.lengths)
         return [piece.unflatten(0, shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
 
     def _unpacked(self, heads: Tensor) -> list[Tensor]:

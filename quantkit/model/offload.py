@@ -33,7 +33,7 @@ class OffloadedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[1, N, I] float32 to [1, N, O] float32."""
         weight = self._checkpoint.load(self._name + ".weight")
-        out = torch.cat(wide_products(x.split(self._lengths, dim=1), weight), dim=1)
+        out = torch.cat(wide_products(torch.split(x, self._lengths, dim=1), weight), dim=1)
         if self._bias:
             bias = self._checkpoint.load(self._name + ".bias")
             assert isinstance(bias, Tensor)

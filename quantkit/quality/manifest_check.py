@@ -76,8 +76,8 @@ def recheck(folder: Path, made: Mapping[str, Any], *, progress: Progress = silen
     texts = measured_windows(checkpoint)
     known = {one.text for one in recorded.texts if one.text in texts and texts[one.text][0] == one.sha256}
     again = {name: windows for name, (_, windows) in texts.items() if name in known}
-    measured = token_perplexities(checkpoint, list(again.values()), progress=progress) if again else []
-    perplexities = dict(zip(again, measured, strict=True))
+    values = token_perplexities(checkpoint, list(again.values()), progress=progress) if again else []
+    perplexities = dict(zip(again, values, strict=True))
     lines = []
     for one in recorded.texts:
         if one.text not in perplexities:
