@@ -62,7 +62,7 @@ class _Pack:
     def split(self, states: Tensor) -> list[Tensor]:
         """States [1, N, D] by batch, each [B, T, D]."""
         pieces = torch.split(states[0], self.lengths)
-        return [piece.unflatten(0, shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
+        return [piece.view(*shape, *piece.shape[1:]) for piece, shape in zip(pieces, self._shapes, strict=True)]
 
     def _unpacked(self, heads: Tensor) -> list[Tensor]:
         """Heads [1, H, N, Dh] by batch, each [B, H, T, Dh]."""
