@@ -84,10 +84,11 @@ class BlockQuantizer:
                 elif statistics is not None:
                     self._streams.gather(group, quantized, floats, statistics)
                 give_back()
+                solved: dict[str, Result] = {}
                 if finished is not None:
                     solved = {module: (_quantized(finished(f"{name}.weight")), {}) for module, name in wanted.items()}
-                else:
-                    solved = {} if statistics is None else self._solve(group, wanted, floats, statistics)
+                elif statistics is not None:
+                    solved = self._solve(group, wanted, floats, statistics)
                 del statistics
                 give_back()
                 self._install(group, solved, floats, quantized)

@@ -16,7 +16,7 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.output.staging import require_name, require_new_names
 from quantkit.formats.registry import CONTAINERS, target
-from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, new_output
+from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, writing
 from quantkit.progress import Progress, silent
 from quantkit.tensors.finite import checked_cast
 from quantkit.tensors.qtensor import QuantTensor
@@ -60,16 +60,16 @@ def convert(
     """
     work, notes = conversion(src, dst, to=to, mp=mp, dtype=dtype, weights=weights, allow_nonfinite=allow_nonfinite)
     source = work.source
-    with new_output(work, Path(dst), resume=resume, source_check=source_check, progress=progress) as output:
-        for spec in output.missing:
-            output.put(spec.name, _value(source, spec, allow_nonfinite))
-        output.seal()
+    with writing(work, Path(dst), resume=resume, source_check=source_check, progress=progress) as writer:
+        for spec in writer.missing:
+            writer.put(spec.name, _value(source, spec, allow_nonfinite))
+        writer.seal()
         details = {
             "model": model_summary(source, source.config.dtype if dtype is None else DTYPES[dtype]),
             "options": work.options,
             "schemes": {module: str(scheme) for module, scheme in schemes(source).items()},
         }
-        notes += output.commit(details)
+        notes += writer.commit(details)
     return notes
 
 

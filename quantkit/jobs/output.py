@@ -63,7 +63,7 @@ class Work:
 
 
 @contextmanager
-def new_output(work: Work, dst: Path, *, resume: bool, source_check: bool, progress: Progress) -> Iterator[Output]:
+def writing(work: Work, dst: Path, *, resume: bool, source_check: bool, progress: Progress) -> Iterator[JobWriter]:
     """Begin a new checkpoint, or go on with an interrupted one, and look whether its source predicts a text at all.
 
     Leaving it by an error removes or keeps what is there, as `CheckpointWriter` does.
@@ -83,10 +83,10 @@ def new_output(work: Work, dst: Path, *, resume: bool, source_check: bool, progr
         checked: SourceCheck | str = "skipped as asked"
         if source_check:
             checked = _checked(work, progress)
-        yield Output(work, writer, hashes, checked, progress)
+        yield JobWriter(work, writer, hashes, checked, progress)
 
 
-class Output:
+class JobWriter:
     """A checkpoint that a job writes: tensors with `put`, then `seal`, then `commit`.
 
     Attributes:

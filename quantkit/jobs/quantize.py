@@ -13,7 +13,7 @@ from quantkit.formats.output.writer import Written
 from quantkit.formats.registry import HF
 from quantkit.jobs.card import NAME as CARD
 from quantkit.jobs.card import model_card
-from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, new_output
+from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, writing
 from quantkit.jobs.prepare import prepare, tensor_blocks, too_few_tokens
 from quantkit.jobs.settings import gptq_settings
 from quantkit.progress import Progress, silent
@@ -109,23 +109,23 @@ def quantize(
                 quantizer.solve(block)  # the first process writes it
         return []
     work = Work("quantize", source, encoder, HF.side_files(planned), options, computed_by, scratch)
-    with new_output(work, dst, resume=resume, source_check=source_check, progress=progress) as output:
-        with quantizer.running(blocks, Written(encoder, output.path, output.done)):
+    with writing(work, dst, resume=resume, source_check=source_check, progress=progress) as writer:
+        with quantizer.running(blocks, Written(encoder, writer.path, writer.done)):
             for block in blocks:
                 for name, tensor, record in quantizer.solve(block):
-                    output.put(name, tensor, record)
+                    writer.put(name, tensor, record)
                     del tensor  # before the next one is made
                 if settings is not None:
-                    output.checkpoint()  # what takes long to solve is not solved again
-        result = output.seal()
-        gate = run_gate(source, result, output.records, progress=progress)
+                    writer.checkpoint()  # what takes long to solve is not solved again
+        result = writer.seal()
+        gate = run_gate(source, result, writer.records, progress=progress)
         if not accept_quality_loss:
             require_passed(gate, source, result, dst)
         elif (problem := gate.problem()) is not None:
             notes.append(f"{dst}: {problem[0]}: {problem[1]}, expected {problem[2]}; accepted")
         details = {
             "model": model_summary(source, source.config.dtype), **options,
-            "quality": gate.to_json(accepted=accept_quality_loss), "modules": scheme_map.describe(output.records),
+            "quality": gate.to_json(accepted=accept_quality_loss), "modules": scheme_map.describe(writer.records),
         }  # fmt: skip
-        notes += output.commit(details, {CARD: model_card(source, schemes, options, gate)})
+        notes += writer.commit(details, {CARD: model_card(source, schemes, options, gate)})
     return [*source.notes, *notes]

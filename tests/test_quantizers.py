@@ -1,0 +1,156 @@
+"""How the tensors of a quantized model are found: in the writer's order, and few of them in memory at a time."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import quantkit
+from quantkit.architectures.topology import input_groups
+from quantkit.calibration.quantizers import RtnQuantizer
+from quantkit.calibration.streams import Streams
+from quantkit.data.files import EXCERPT
+from quantkit.errors import NonFiniteError
+from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.container import Output
+from quantkit.formats.containers.hf import SafetensorsEncoder
+from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.output.writer import CheckpointWriter, Written
+from quantkit.formats.registry import HF
+from quantkit.jobs.prepare import tensor_blocks
+from quantkit.model.attention import causal_attention
+from quantkit.model.decoder import Step
+from quantkit.model.load import load_model
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.spec import TensorSpec
+
+GPTQ: dict[str, Any] = {"method": "gptq", "calibration": EXCERPT, "samples": 12, "length": 64}
+
+
+class Watched:
+    """A checkpoint that knows which of the tensors that it gave are still in memory."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._given: list[weakref.ref[Tensor]] = []
+        self.path, self.format, self.config = checkpoint.path, checkpoint.format, checkpoint.config
+        self.extra_config, self.notes = checkpoint.extra_config, checkpoint.notes
+        self.names, self.info, self.files = checkpoint.names, checkpoint.info, checkpoint.files
+
+    @property
+    def alive(self) -> int:
+        return sum(ref() is not None for ref in self._given)
+
+    def load(self, name: str, part: Any = None) -> Tensor | QuantTensor:
+        value = self._checkpoint.load(name, part)
+        assert isinstance(value, Tensor)
+        assert self.alive == 0, f"{name} is read before the last tensor is let go"
+        self._given.append(weakref.ref(value))
+        return value
+
+
+def _encoder(source: Checkpoint, planned: list[TensorSpec]) -> SafetensorsEncoder:
+    encoder = HF.encoder(Output(source, source.config, planned, 10**9))
+    assert isinstance(encoder, SafetensorsEncoder)
+    return encoder
+
+
+def test_rounding_holds_one_tensor_at_a_time(demo_model: Path, tmp_path: Path) -> None:
+    source = Watched(open_checkpoint(demo_model))
+    schemes = {f"model.layers.1.{name}": QuantScheme.parse("int8") for name in ("mlp.up_proj", "self_attn.q_proj")}
+    blocks = tensor_blocks(source, schemes)
+    planned = [spec for block in blocks for spec in block.tensors]
+    assert [spec.name for spec in planned] == source.names()
+    assert [block.layer for block in blocks] == [None, *range(source.config.num_layers), None]
+    quantizer = RtnQuantizer(source, allow_nonfinite=False)
+    found, already = [], 2
+    with quantizer.running(blocks, Written(_encoder(source, planned), tmp_path, already)):
+        for block in blocks:
+            for name, tensor, record in quantizer.solve(block):
+                found.append(name)
+                assert isinstance(tensor, QuantTensor) == (record is not None) == (name[: -len(".weight")] in schemes)
+                del tensor
+    assert found == source.names()[already:]
+    assert source.alive == 0
+
+
+def test_the_writer_takes_tensors_in_the_encoders_order_only(demo_model: Path, tmp_path: Path) -> None:
+    source = open_checkpoint(demo_model)
+    (block, *_) = tensor_blocks(source, {})
+    encoder = _encoder(source, list(block.tensors))
+    value = source.load(block.tensors[0].name)
+    given = "'model.norm.weight' was given, and 'model.embed_tokens.weight' is the next"
+    with (
+        pytest.raises(RuntimeError, match=given),
+        CheckpointWriter(tmp_path / "out", encoder, {}, {}, needed_bytes=0, resume=False) as writer,
+    ):
+        writer.put("model.norm.weight", value)
+
+
+@pytest.fixture
+def damaged(demo_model: Path, tmp_path: Path) -> Callable[[str], Path]:
+    def damage(name: str) -> Path:
+        quantkit.convert(demo_model, tmp_path / "source")
+        weights = load_file(tmp_path / "source" / "model.safetensors")
+        weights[name].view(-1)[0] = torch.nan
+        save_file(weights, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
+        return tmp_path / "source"
+
+    return damage
+
+
+@pytest.mark.parametrize("module", ["input_layernorm", "self_attn.q_proj", "post_attention_layernorm", "mlp.down_proj"])
+@pytest.mark.parametrize("allowed", [True, False])
+def test_what_makes_a_block_nonfinite_is_named(
+    allowed: bool, module: str, damaged: Callable[[str], Path], tmp_path: Path
+) -> None:
+    name = f"model.layers.1.{module}.weight"
+    source = damaged(name)
+    with pytest.raises(NonFiniteError, match=f"tensor '{name}' holds 1 values that are NaN"):
+        quantkit.quantize(
+            source, tmp_path / "out", "int4-g64", **GPTQ, source_check=False, allow_nonfinite=allowed,
+        )  # fmt: skip
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_blocks_behind_the_last_that_is_quantized_are_not_run(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = open_checkpoint(demo_model).config.num_layers
+    passes = []
+    reach_end = Streams.reach_end
+
+    def counted(self: Streams, *arguments: Any) -> None:
+        passes.append(arguments[0].site)
+        reach_end(self, *arguments)
+
+    monkeypatch.setattr(Streams, "reach_end", counted)
+    kept = [f"model.layers.{layer}.*" for layer in range(1, layers)]
+    quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", **GPTQ, keep=kept)
+    assert passes == ["attention.out", "mlp.out"]
+
+
+def test_a_block_taps_the_sites_of_the_topology_in_its_order(demo_model: Path) -> None:
+    model = load_model(demo_model, dtype=torch.float32, device="cpu", backend="reference")
+    positions = torch.arange(5)
+    x = model.model.embed_tokens(torch.randint(3, 100, (2, 5)))
+    told: list[tuple[str, int]] = []
+    step = Step(
+        model.rotary(positions), causal_attention(positions, model.config.windows),
+        lambda site, inputs: told.append((site, inputs.shape[-1])),
+    )  # fmt: skip
+    for layer, block in enumerate(model.model.layers):
+        told.clear()
+        with torch.inference_mode():
+            block(x, step)
+        groups = input_groups(model.config, layer)
+        assert told == [(group.site, block.get_submodule(group.modules[0]).in_features) for group in groups]
+        assert [group.branch for group in groups] == ["attention", "attention", "mlp", "mlp"]
