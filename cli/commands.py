@@ -76,8 +76,8 @@ def verify(a: Path, b: Path | None, data: str | None) -> None:
     Exit code: 0 the same, 10 within the bound of the scheme, 11 different.
     """
     from quantkit.formats import manifest
+    from quantkit.quality.manifest_check import verify_files
     from quantkit.quality.verify import verify as job
-    from quantkit.quality.verify import verify_files
 
     outputs = Outputs(data)
     with bar("verify", unit="step") as progress:

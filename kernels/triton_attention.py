@@ -30,7 +30,7 @@ _SCALE_BYTES = 4
 
 
 class Tile(NamedTuple):
-    """What one program holds: queries, positions of the cache, columns of both; and how often, while more comes."""
+    """What one program holds: queries, positions of the cache, columns of both; and the stages of its loads."""
 
     block_m: int
     block_n: int
@@ -167,7 +167,7 @@ def tile_for(rows: int, size: int, dtype: torch.dtype, card: Card) -> Tile:
 
 
 def spans_for(pairs: int, rows: int, length: int, tile: Tile, card: Card) -> int:
-    """How many programs share a cache of so many positions: as many as the processors have room for."""
+    """How many programs share a cache of so many positions: as many as fit on the processors."""
     wanted = triton.cdiv(_WAVES * card.processors, pairs * triton.cdiv(rows, tile.block_m))
     return int(min(wanted, triton.cdiv(length, tile.block_n), _MAX_SPANS))
 

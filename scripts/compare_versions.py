@@ -4,8 +4,8 @@
 
 OLD_PYTHON and NEW_PYTHON are the interpreters of two environments, MODEL a Meta folder of floats, TEXT a text to
 calibrate on. The order of the jobs is that of `JOBS`; a job may read what an earlier one wrote. Prints a table in
-Markdown and exits with 1 if a file differs. Of `quantkit.json`, the version and format version are left aside, keys are
-compared under their newest names, and so is the model card's own hash where only its words changed (`--words`).
+Markdown and exits with 1 if a file differs. Of `quantkit.json`, the version and format version are left aside, keys and
+reasons are compared in their newest words. `--words` leaves the model card aside too.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ JOBS: dict[str, tuple[int, list[str]]] = {
 """By the folder that each makes: the number of processes, and the arguments; `@` leads to what an earlier job made."""
 
 _RENAMED = {"plan": "recipe", "tensors": "modules"}
+_REWORDED = {"kept as float by the plan": "kept as float by the recipe"}
 _VERSIONS = ("quantkit_version", "format_version")
 
 
@@ -70,7 +71,10 @@ def differences(old: Path, new: Path, *, words: bool) -> list[str]:
 
 def _manifest(path: Path, *, words: bool) -> dict[str, Any]:
     """A manifest under its newest keys, without what tells versions apart."""
-    made = {_RENAMED.get(key, key): value for key, value in json.loads(path.read_text()).items()}
+    text = path.read_text()
+    for old, new in _REWORDED.items():
+        text = text.replace(old, new)
+    made = {_RENAMED.get(key, key): value for key, value in json.loads(text).items()}
     for key in _VERSIONS:
         made.pop(key, None)
     if words:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,20 +17,26 @@ import pytest
 import torch
 import yaml
 from command import Capture, run
+from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit.calibration import group_solver
 from quantkit.data.files import excerpt, gate_texts
 from quantkit.errors import CheckpointError, NonFiniteError, QualityError
+from quantkit.formats.checkpoint import schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.quality import gate
+from quantkit.quality.baseline import RtnCheckpoint, is_baseline, rtn_baseline
 from quantkit.quality.bounds import BOUNDS
+from quantkit.quality.manifest_check import verify_files
 from quantkit.quality.measures import compare, text_windows
-from quantkit.quality.verify import verify_files
 from quantkit.solver.gptq import SingularError
 from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.text.tokenizer import load_tokenizer
 
+_INT4 = QuantScheme.parse("int4-g64")
 CALIBRATION = {"method": "gptq", "samples": 48, "length": 128}
 
 
@@ -151,14 +158,11 @@ def test_the_figures_are_those_measured_apart(demo_model: Path, tmp_path: Path) 
         assert one["text"] == name
         assert one["tokens"] == 512
         assert one["kl"] == pytest.approx(found.divergence.kl, rel=1e-4)
-        assert one["kl_bound"] == pytest.approx(1.01 * found.divergence.kl, rel=1e-4)  # it is the yardstick itself
+        assert one["kl_bound"] == pytest.approx(1.01 * found.divergence.kl, rel=1e-4)  # it is its own baseline
         assert one["perplexity"] == pytest.approx(found.perplexity, rel=1e-4)
 
 
-def test_the_yardstick_of_long_groups_is_groups_of_128(demo_model: Path) -> None:
-    from quantkit.quality.baseline import rtn_baseline
-    from quantkit.tensors.scheme import QuantScheme
-
+def test_the_baseline_of_long_groups_is_groups_of_128(demo_model: Path) -> None:
     down = "model.layers.0.mlp.down_proj"
     source = open_checkpoint(demo_model)
     for given, expected in (
@@ -173,6 +177,114 @@ def test_the_yardstick_of_long_groups_is_groups_of_128(demo_model: Path) -> None
         assert isinstance(value, QuantTensor)
         assert str(value.scheme) == expected
         assert rounded.info("model.layers.1.mlp.down_proj.weight").scheme is None
+
+
+class _Counting:
+    """A checkpoint that counts how often each tensor is read whole."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.reads: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def load(self, name: str, part: TensorSlice | None = None) -> Any:
+        self.reads[name] += part is None
+        return self._inner.load(name, part)
+
+
+def _records(folder: Path) -> dict[str, Any]:
+    return {f"{module}.weight": facts for module, facts in _manifest(folder)["tensors"].items()}
+
+
+def test_rounding_reads_each_weight_of_two_models_once(demo_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    quantkit.quantize(demo_model, folder, "int4-g64")
+    source, result = _Counting(open_checkpoint(demo_model)), _Counting(open_checkpoint(folder))
+    found = gate.run_gate(source, result, _records(folder))
+    for one in (source, result):
+        assert one.reads == dict.fromkeys(one.names(), 1)
+    assert found.to_json(accepted=False) == _manifest(folder)["quality"]
+
+
+def test_gptq_reads_each_weight_once_and_the_source_for_its_baseline(
+    demo_model: Path, text: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "out"
+    quantkit.quantize(demo_model, folder, "int4-g64", calibration=text, **CALIBRATION)  # type: ignore[arg-type]
+    source, result = _Counting(open_checkpoint(demo_model)), _Counting(open_checkpoint(folder))
+    gate.run_gate(source, result, _records(folder))
+    solved = {f"{module}.weight" for module in schemes(result)}  # whose errors are held against those of rounding
+    assert result.reads == {name: 1 + (name in solved) for name in result.names()}
+    assert source.reads == {name: 2 + (name in solved) for name in source.names()}
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4-g64", "int4-g32-asym"])
+def test_a_baseline_that_is_not_run_would_give_the_same_figures(
+    scheme: str, demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "out"
+    quantkit.quantize(demo_model, folder, scheme, accept_quality_loss=True)
+    ran: list[RtnCheckpoint] = []
+
+    def baseline(*arguments: Any) -> RtnCheckpoint:
+        ran.append(_Counting(rtn_baseline(*arguments)))  # type: ignore[arg-type]
+        return ran[-1]
+
+    monkeypatch.setattr(gate, "rtn_baseline", baseline)
+    source, result, records = open_checkpoint(demo_model), open_checkpoint(folder), _records(folder)
+    short = gate.run_gate(source, result, records)
+    monkeypatch.setattr(gate, "is_baseline", lambda *_: False)
+    assert gate.run_gate(source, result, records) == short
+    assert [one.reads.total() > 0 for one in ran] == [False, True]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("damage", ["codes", "scale", "solver", "fallback", "scheme", "dtype", "kept"])
+def test_a_result_that_is_not_its_baseline_is_told(damage: str, demo_model: Path, tmp_path: Path) -> None:
+    quantkit.quantize(demo_model, tmp_path / "out", "int8")
+    records = _records(tmp_path / "out")
+    name, kept = "model.layers.2.mlp.down_proj.weight", "model.layers.1.input_layernorm.weight"
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    source = open_checkpoint(demo_model)
+    baseline = rtn_baseline(source, schemes(open_checkpoint(tmp_path / "out")))
+    assert is_baseline(open_checkpoint(tmp_path / "out"), baseline, records)
+    if damage == "codes":
+        tensors[name + "_packed"] = tensors[name + "_packed"].flip(0)
+    elif damage == "scale":
+        tensors[name + "_scale"] *= 2
+    elif damage == "kept":
+        tensors[kept] *= 2
+    elif damage == "dtype":
+        tensors[kept] = tensors[kept].double().to(torch.float32)
+    elif damage == "scheme":
+        baseline = rtn_baseline(source, dict.fromkeys(schemes(open_checkpoint(tmp_path / "out")), _INT4))
+    else:
+        records[name] = {**records[name], damage: "gptq"}
+    save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    assert not is_baseline(open_checkpoint(tmp_path / "out"), baseline, records)
+
+
+def test_scales_of_another_type_than_the_source_are_not_its_baseline(tmp_path: Path) -> None:
+    """A source of mixed types: what counts is each tensor's own."""
+    source = oracle.save(oracle.make("llama"), tmp_path / "m")
+    tensors = load_file(source / "model.safetensors")
+    for name in tensors:
+        if "mlp" in name:
+            tensors[name] = tensors[name].bfloat16()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    quantkit.quantize(source, tmp_path / "out", "int8", accept_quality_loss=True)
+    opened, result = open_checkpoint(source), open_checkpoint(tmp_path / "out")
+    baseline = rtn_baseline(opened, schemes(result))
+    assert is_baseline(result, baseline, _records(tmp_path / "out"))
+    for name in result.names():
+        assert baseline.info(name).dtype == result.info(name).dtype
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    for name in tensors:
+        if name.endswith("down_proj.weight_scale"):
+            tensors[name] = tensors[name].half()
+    save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    assert not is_baseline(open_checkpoint(tmp_path / "out"), baseline, _records(tmp_path / "out"))
 
 
 def test_verify_measures_again(demo_model: Path, tmp_path: Path) -> None:

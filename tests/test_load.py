@@ -38,7 +38,7 @@ def test_large_tensors_are_copied_in_parts(demo_model: Path, monkeypatch: pytest
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
-def test_unfilled_modules_have_no_memory_but_right_angles(demo_model: Path) -> None:
+def test_meta_init_leaves_modules_without_memory_but_with_right_angles(demo_model: Path) -> None:
     config = load_model(demo_model).config
     with meta_init():
         model = Decoder(config)

@@ -87,7 +87,7 @@ def test_no_more_hidden_states_are_held_than_the_budget_allows(
 
     window = 20 * oracle.SIZES["hidden_size"] * 4
     monkeypatch.setattr(measures, "STATES_BYTES", 3 * window)
-    monkeypatch.setattr(measures, "_TOKENS_THROUGH_A_BLOCK", 40)
+    monkeypatch.setattr(measures, "TOKENS_THROUGH_A_BLOCK", 40)
     parts = compare(reference, [other], tokens, reference_hidden=counted)[0]
     assert sizes == [2 * window, 2 * window, 3 * window]  # in batches of two windows
     assert parts.divergence.kl == pytest.approx(whole.divergence.kl, rel=1e-5)

@@ -10,13 +10,27 @@ from pathlib import Path
 
 import pytest
 
+import quantkit
+
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def _blocks() -> list[tuple[str, str]]:
-    """The code blocks marked to be run: language and text."""
-    return re.findall(r"<!-- run -->\n```(\w*)\n(.*?)```", README, re.DOTALL)
+HUB_MODEL, HUB_TEXT = "Qwen/Qwen2.5-0.5B", "Salesforce/wikitext:wikitext-2-raw-v1:train"
+
+
+def _blocks(mark: str = "run") -> list[tuple[str, str]]:
+    """The code blocks with a mark: language and text."""
+    return re.findall(rf"<!-- {mark} -->\n```(\w*)\n(.*?)```", README, re.DOTALL)
+
+
+def _run(line: str, folder: Path) -> str:
+    """What a command line prints."""
+    done = subprocess.run(
+        shlex.split(line), cwd=folder, env=_environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, (line, done.stderr)
+    return done.stdout
 
 
 def _environment() -> dict[str, str]:
@@ -29,16 +43,25 @@ def test_the_examples_run_in_order(tmp_path: Path) -> None:
     blocks = _blocks()
     assert [language for language, _ in blocks] == ["", "python"]
     for line in blocks[0][1].splitlines():
-        done = subprocess.run(
-            shlex.split(line), cwd=tmp_path, env=_environment(), capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, (line, done.stderr)
-        assert done.stdout.strip()
+        assert _run(line, tmp_path).strip()
     script = subprocess.run(
         [sys.executable, "-c", blocks[1][1]], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert script.returncode == 0, script.stderr
     assert len(script.stdout.split()) > 5
+
+
+def test_the_way_from_download_to_generation_runs_with_a_small_model(demo_model: Path, tmp_path: Path) -> None:
+    """The hub's model and text stand for small ones that are here."""
+    ((_, text),) = _blocks("run: hub")
+    download, *lines = text.splitlines()
+    folder = HUB_MODEL.partition("/")[2]
+    assert download == f"hf download {HUB_MODEL} --local-dir {folder}"
+    quantkit.convert(demo_model, tmp_path / folder)
+    for line in lines:
+        small = line.replace(HUB_TEXT, f"{ROOT / 'quantkit/data/excerpt.txt'} --samples 16 --length 128")
+        assert _run(small, tmp_path).strip(), line
+    assert any(HUB_TEXT in line for line in lines)
 
 
 def test_every_command_is_shown() -> None:

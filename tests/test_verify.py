@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit.errors import CheckpointError
-from quantkit.quality.verify import Verdict, verify, verify_files
+from quantkit.quality.manifest_check import verify_files
+from quantkit.quality.verify import Verdict, verify
 
 
 @pytest.fixture(scope="module")

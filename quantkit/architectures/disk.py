@@ -37,7 +37,7 @@ def disk_tensors(config: ModelConfig) -> list[DiskTensor]:
         if any(parameter.role in stacked.roles for stacked in family.stacked):
             continue
         linear = parameter.linear
-        if linear is not None and linear.fused in family.fused:
+        if linear is not None and linear.fused is not None and linear.fused in family.fused:
             name = _named(family.fused[linear.fused], parameter)
             fused.setdefault(name, []).append(parameter)
         else:

@@ -15,8 +15,8 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.names import BLOCK, CANONICAL, meta_weight
 
 SPLIT = frozenset(
-    {"query", "kv", "intermediate", "vocab", "expert_intermediate", "shared_intermediate", "latent_query", "latent_kv",
-     "latent_value"}
+    {"query", "kv", "heads", "intermediate", "vocab", "expert_intermediate", "shared_intermediate", "latent_query",
+     "latent_kv", "latent_value"}
 )  # fmt: skip
 """Sizes that tensor parallelism divides among processes or devices; all others are whole on each."""
 

@@ -205,8 +205,8 @@ def _checked_tokens(source: Checkpoint, source_check: bool) -> int:
 
 
 def _gate(source: Checkpoint) -> int:
-    """Peak of the gate, which holds the hidden states of three models on one text."""
-    return _forward(source, measured_tokens(source) // 2, models=3)
+    """Peak of the gate, which holds the hidden states of three models on all texts."""
+    return _forward(source, measured_tokens(source), models=3)
 
 
 def _forward(source: Checkpoint, tokens: int, *, models: int) -> int:

@@ -12,7 +12,7 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.model.decoder import Decoder
-from quantkit.model.device import float_type, usable_device
+from quantkit.model.device import float_type
 from quantkit.model.load import load_model
 from quantkit.progress import Progress, silent
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
@@ -44,10 +44,10 @@ def load(
     Raises:
         QuantkitError: of the kind that says what is wrong.
     """
-    place, float_dtype = usable_device(device if device is not None else tp.device), float_type(dtype)
+    float_dtype = float_type(dtype)
     checkpoint: Checkpoint = open_checkpoint(path, weights)
     tokenizer, _ = checked_tokenizer(checkpoint)
-    model = load_model(checkpoint, device=place, dtype=float_dtype, backend=backend, group=tp)
+    model = load_model(checkpoint, device=device, dtype=float_dtype, backend=backend, group=tp)
     return model, tokenizer or load_tokenizer(path)
 
 

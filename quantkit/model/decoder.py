@@ -1,4 +1,4 @@
-"""The decoder, block by block, in the architecture's terms.
+"""The decoder, from the whole model down to its norms.
 
 B batch, T new positions, D hidden size, H heads, K KV heads, Dh head size, F feed-forward size, V vocabulary.
 Modules are named as Hugging Face names their tensors, so a checkpoint's canonical names are its state's. What a
@@ -82,18 +82,119 @@ class DecoderOps:
     single_threaded: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm (1910.07467), computed in float32."""
+class Decoder(nn.Module):
+    """A causal language model.
 
-    def __init__(self, size: int, eps: float) -> None:
+    `ops` is the one seam for kernels: whoever loads a decoder may replace it.
+
+    Positions are tensors and the cache is static, so no step depends on data: the whole forward can be compiled.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
-        self.eps = eps
+        self.config = config
+        self.model = Backbone(config)
+        self.lm_head: nn.Module | None = None
+        if not config.tied_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.rotary = Rotary(config)
+        self.group: ProcessGroup = SINGLE  # the processes that share the model
+        self.ops = DecoderOps()
 
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        mean = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / x.shape[-1]
-        return (wide * torch.rsqrt(mean + self.eps)).to(x.dtype).mul_(self.weight)
+    @property
+    def device(self) -> torch.device:
+        return self.model.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.norm.weight.dtype
+
+    def forward(self, tokens: Tensor, positions: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Logits [B, T, V] for tokens [B, T] at positions [T]."""
+        return self.head(self.hidden(tokens, positions, cache))
+
+    def hidden(self, tokens: Tensor, positions: Tensor, cache: KVCache | None = None, *, first: bool = False) -> Tensor:
+        """Hidden states [B, T, D] after the final norm, for tokens [B, T] at positions [T].
+
+        Args:
+            cache: stores keys and values; attention sees all positions stored so far.
+                Without one it sees the given tokens only.
+            first: the cache holds nothing yet that the tokens should see.
+        """
+        x = self.model.embed_tokens(tokens)
+        angles = self.rotary(positions)
+        if self.ops.blocks is not None:
+            x = self.ops.blocks(x, positions, angles, cache, first=first)
+        else:
+            step = Step(angles, self._attend(positions, cache, first=first))
+            for block in self.model.layers:
+                x = block(x, step)
+        return self.model.norm(x)  # type: ignore[no-any-return]
+
+    def _attend(self, positions: Tensor, cache: KVCache | None, *, first: bool) -> Attend:
+        windows = self.config.windows
+        if cache is None:
+            return causal_attention(positions, windows)
+        if first:
+            return prefill_attention(cache, positions, windows)
+        return cached_attention(cache, positions, windows, self.ops.cached_attention)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of hidden states [..., D], in their dtype: float32 where kernels compute whole blocks, else
+        the model's."""
+        if self.lm_head is None:
+            return self.ops.float_linear(hidden, self.model.embed_tokens.weight)
+        if isinstance(self.lm_head, nn.Linear):
+            return self.ops.float_linear(hidden, self.lm_head.weight)
+        logits: Tensor = self.lm_head(hidden)
+        return logits
+
+
+class Backbone(nn.Module):
+    """Embedding, layers and final norm."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+
+
+class Block(nn.Module):
+    """One decoder layer: residual branches one after the other, each behind its norm.
+
+    A branch has two halves: `inner` leads up to its last linear, `finish` applies that and adds its output to the
+    hidden states.
+    """
+
+    BRANCHES: ClassVar = ("attention", "mlp")
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        """Hidden states [B, T, D] to hidden states."""
+        for branch in self.BRANCHES:
+            x = self.finish(branch, x, self.inner(branch, x, step), step)
+        return x
+
+    def inner(self, branch: str, x: Tensor, step: Step) -> Tensor:
+        """What a branch's last linear is applied to, [B, T, I], for hidden states [B, T, D]."""
+        if branch == "attention":
+            return self.self_attn.inner(self.input_layernorm(x), step)
+        return self.mlp.inner(self.post_attention_layernorm(x), step)
+
+    def finish(self, branch: str, x: Tensor, inner: Tensor, step: Step) -> Tensor:
+        """Hidden states [B, T, D] with a branch's output added, given what `inner` returned for them."""
+        return x + (self.self_attn if branch == "attention" else self.mlp).output(inner, step)
+
+    def fused_linears(self) -> tuple[nn.Module | None, ...]:
+        """The linears in the order of the data's flow, one for each site; None where a site's are not fused."""
+        return self.self_attn.qkv_proj, self.self_attn.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj
 
 
 class Attention(nn.Module):
@@ -168,116 +269,15 @@ class MLP(nn.Module):
         return out
 
 
-class Block(nn.Module):
-    """One decoder layer: residual branches one after the other, each behind its norm.
+class RMSNorm(nn.Module):
+    """Root-mean-square norm (1910.07467), computed in float32."""
 
-    A branch has two halves: `inner` leads up to its last linear, `finish` applies that and adds its output to the
-    hidden states.
-    """
-
-    BRANCHES: ClassVar = ("attention", "mlp")
-
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config)
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
-        """Hidden states [B, T, D] to hidden states."""
-        for branch in self.BRANCHES:
-            x = self.finish(branch, x, self.inner(branch, x, step), step)
-        return x
-
-    def inner(self, branch: str, x: Tensor, step: Step) -> Tensor:
-        """What a branch's last linear is applied to, [B, T, I], for hidden states [B, T, D]."""
-        if branch == "attention":
-            return self.self_attn.inner(self.input_layernorm(x), step)
-        return self.mlp.inner(self.post_attention_layernorm(x), step)
-
-    def finish(self, branch: str, x: Tensor, inner: Tensor, step: Step) -> Tensor:
-        """Hidden states [B, T, D] with a branch's output added, given what `inner` returned for them."""
-        return x + (self.self_attn if branch == "attention" else self.mlp).output(inner, step)
-
-    def fused_linears(self) -> tuple[nn.Module | None, ...]:
-        """The linears in the order of the data's flow, one for each site; None where a site's are not fused."""
-        return self.self_attn.qkv_proj, self.self_attn.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj
-
-
-class Backbone(nn.Module):
-    """Embedding, layers and final norm."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-
-
-class Decoder(nn.Module):
-    """A causal language model.
-
-    `ops` is the one seam for kernels: whoever loads a decoder may replace it.
-
-    Positions are tensors and the cache is static, so no step depends on data: the whole forward can be compiled.
-    """
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.model = Backbone(config)
-        self.lm_head: nn.Module | None = None
-        if not config.tied_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.rotary = Rotary(config)
-        self.group: ProcessGroup = SINGLE  # the processes that share the model
-        self.ops = DecoderOps()
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.embed_tokens.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.norm.weight.dtype
-
-    def hidden(self, tokens: Tensor, positions: Tensor, cache: KVCache | None = None, *, first: bool = False) -> Tensor:
-        """Hidden states [B, T, D] after the final norm, for tokens [B, T] at positions [T].
-
-        Args:
-            cache: stores keys and values; attention sees all positions stored so far.
-                Without one it sees the given tokens only.
-            first: the cache holds nothing yet that the tokens should see.
-        """
-        x = self.model.embed_tokens(tokens)
-        angles = self.rotary(positions)
-        if self.ops.blocks is not None:
-            x = self.ops.blocks(x, positions, angles, cache, first=first)
-        else:
-            step = Step(angles, self._attend(positions, cache, first=first))
-            for block in self.model.layers:
-                x = block(x, step)
-        return self.model.norm(x)  # type: ignore[no-any-return]
-
-    def _attend(self, positions: Tensor, cache: KVCache | None, *, first: bool) -> Attend:
-        windows = self.config.windows
-        if cache is None:
-            return causal_attention(positions, windows)
-        if first:
-            return prefill_attention(cache, positions, windows)
-        return cached_attention(cache, positions, windows, self.ops.cached_attention)
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of hidden states [..., D], in their dtype: float32 where kernels compute whole blocks, else
-        the model's."""
-        if self.lm_head is None:
-            return self.ops.float_linear(hidden, self.model.embed_tokens.weight)
-        if isinstance(self.lm_head, nn.Linear):
-            return self.ops.float_linear(hidden, self.lm_head.weight)
-        logits: Tensor = self.lm_head(hidden)
-        return logits
-
-    def forward(self, tokens: Tensor, positions: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Logits [B, T, V] for tokens [B, T] at positions [T]."""
-        return self.head(self.hidden(tokens, positions, cache))
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        mean = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / x.shape[-1]
+        return (wide * torch.rsqrt(mean + self.eps)).to(x.dtype).mul_(self.weight)

@@ -1,22 +1,30 @@
-"""Run a checkpoint layer by layer, its weights read from disk as they are needed."""
+"""Run a checkpoint block by block, its weights read from disk as they are needed.
+
+Batches go through a block packed: their tokens lie one after the other, [1, N, D], so that each weight is read once
+for all. Figures keep the bits that a batch gets alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from quantkit.architectures.config import ModelConfig
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.attention import causal_attention
 from quantkit.model.decoder import Block, RMSNorm, Step
-from quantkit.model.linear import float32_linear
+from quantkit.model.linear import float32_linears
 from quantkit.model.load import BLOCK_PREFIX, fill, meta_init
 from quantkit.model.rope import Rotary
 from quantkit.model.tensor_parallel import TensorParallel
 from quantkit.progress import Progress, silent
+
+TOKENS_THROUGH_A_BLOCK = 2048
+"""Packed at most, unless one batch has more."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +38,37 @@ class Batch:
     def from_start(cls, tokens: Tensor) -> Batch:
         """Sequences at positions 0, 1, 2, ..."""
         return cls(tokens, torch.arange(tokens.shape[1]))
+
+
+class _Pack:
+    """Batches one after the other: tokens [1, N], of which each sees those of its own sequence only."""
+
+    def __init__(self, batches: Sequence[Batch], config: ModelConfig, rotary: Rotary) -> None:
+        self.tokens = torch.cat([batch.tokens.flatten() for batch in batches]).unsqueeze(0)
+        self.lengths = [batch.tokens.numel() for batch in batches]
+        self._shapes = [batch.tokens.shape for batch in batches]
+        self._attends = [causal_attention(batch.positions, config.windows) for batch in batches]
+        turned = [rotary(batch.positions) for batch in batches]
+        angles = (
+            torch.cat([cos.repeat(shape[0], 1) for (cos, _), shape in zip(turned, self._shapes, strict=True)]),
+            torch.cat([sin.repeat(shape[0], 1) for (_, sin), shape in zip(turned, self._shapes, strict=True)]),
+        )
+        self.step = Step(angles, self._attend)
+
+    def _attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """An `Attend` for B = 1 and T = N."""
+        own = zip(*(self._unpacked(heads) for heads in (queries, keys, values)), strict=True)
+        mixed = [attend(layer, *heads) for attend, heads in zip(self._attends, own, strict=True)]
+        return torch.cat([one.flatten(0, 1) for one in mixed]).unsqueeze(0)
+
+    def split(self, states: Tensor) -> list[Tensor]:
+        """States [1, N, D] by batch, each [B, T, D]."""
+        pieces = torch.split(states[0], self.lengths)
+        return [torch.unflatten(piece, 0, shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
+
+    def _unpacked(self, heads: Tensor) -> list[Tensor]:
+        """Heads [1, H, N, Dh] by batch, each [B, H, T, Dh]."""
+        return [piece.transpose(1, 2) for piece in self.split(heads.transpose(1, 2))]
 
 
 @torch.inference_mode()
@@ -46,49 +85,70 @@ def layerwise_hidden(
     """
     tp = TensorParallel(checkpoint, group)
     checkpoint, config = tp.checkpoint, tp.checkpoint.config
-    embedding = _tensor(checkpoint, "model.embed_tokens.weight")
-    states = [tp.embed(batch.tokens, embedding).float() for batch in batches]
-    del embedding
     rotary = Rotary(config)
-    steps = [Step(rotary(batch.positions), causal_attention(batch.positions, config.windows)) for batch in batches]
+    packs = [_Pack(some, config, rotary) for some in _grouped(batches)]
+    embedding = _tensor(checkpoint, "model.embed_tokens.weight")
+    states = [tp.embed(pack.tokens, embedding).float() for pack in packs]
+    del embedding
     for layer in range(config.num_layers):
         progress(layer, config.num_layers, f"layer {layer}")
-        block = offloaded_block(checkpoint, layer)
-        tp.connect(block, BLOCK_PREFIX.format(layer))
-        for index, state in enumerate(states):
-            states[index] = block(state, steps[index])
+        for index, pack in enumerate(packs):
+            block = offloaded_block(checkpoint, layer, pack.lengths)
+            tp.connect(block, BLOCK_PREFIX.format(layer))
+            states[index] = block(states[index], pack.step)
     norm = RMSNorm(config.hidden_size, config.norm_eps)
     norm.weight = nn.Parameter(_tensor(checkpoint, "model.norm.weight").float(), requires_grad=False)
     progress(config.num_layers, config.num_layers, "")
     for index, state in enumerate(states):
         states[index] = norm(state)
-    return states
+    return [own for pack, state in zip(packs, states, strict=True) for own in pack.split(state)]
 
 
 @torch.inference_mode()
-def head_logits(checkpoint: Checkpoint, hidden: Tensor, *, group: ProcessGroup = SINGLE) -> Tensor:
-    """Logits [N, V] of hidden states [N, D], in float32; `group` as in `layerwise_hidden`."""
+def head_logits(checkpoint: Checkpoint, hidden: Sequence[Tensor], *, group: ProcessGroup = SINGLE) -> list[Tensor]:
+    """Logits [N, V] of each of some hidden states [N, D], in float32; the head is read once, and taken in pieces.
+
+    Args:
+        group: as for `layerwise_hidden`.
+    """
     tp = TensorParallel(checkpoint, group)
     tied = checkpoint.config.tied_embeddings
     head = tp.checkpoint.load("model.embed_tokens.weight" if tied else "lm_head.weight")
-    logits = float32_linear(hidden, head)
-    del head  # the largest tensor of a model, and where two models are compared there are two
-    return tp.gather_logits(logits)
+    logits = float32_linears(hidden, head)
+    del head  # the largest tensor there is, and with two models at hand there are two
+    return [tp.gather_logits(one) for one in logits]
+
+
+def _grouped(batches: Sequence[Batch]) -> Iterator[list[Batch]]:
+    """Batches in order, as many together as may be packed."""
+    group: list[Batch] = []
+    for batch in batches:
+        if group and sum(one.tokens.numel() for one in group) + batch.tokens.numel() > TOKENS_THROUGH_A_BLOCK:
+            yield group
+            group = []
+        group.append(batch)
+    if group:
+        yield group
 
 
 class OffloadedLinear(nn.Module):
-    """``x @ weight.T + bias`` in float32; the weight stays on disk and is read at every call."""
+    """``x @ weight.T + bias`` in float32, the weight read at every call, some rows at a time.
 
-    def __init__(self, checkpoint: Checkpoint, name: str, bias: bool) -> None:
+    The tokens of several sequences, one after the other, are multiplied sequence by sequence: a matrix product's bits
+    depend on its size.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, name: str, bias: bool, lengths: Sequence[int]) -> None:
         super().__init__()
         self._checkpoint = checkpoint
         self._name = name
         self._bias = bias
+        self._lengths = list(lengths)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., I] float32 to [..., O] float32."""
+        """[1, N, I] float32 to [1, N, O] float32."""
         weight = self._checkpoint.load(self._name + ".weight")
-        out = float32_linear(x, weight)
+        out = torch.cat(float32_linears(torch.split(x, self._lengths, dim=1), weight), dim=1)
         if self._bias:
             bias = self._checkpoint.load(self._name + ".bias")
             assert isinstance(bias, Tensor)
@@ -96,15 +156,19 @@ class OffloadedLinear(nn.Module):
         return out
 
 
-def offloaded_block(checkpoint: Checkpoint, layer: int) -> Block:
-    """One decoder layer on the CPU in float32, its linears offloaded; only the norms are in memory."""
+def offloaded_block(checkpoint: Checkpoint, layer: int, lengths: Sequence[int]) -> Block:
+    """One decoder layer on the CPU in float32, of which only the norms are in memory.
+
+    Args:
+        lengths: of what it is given [1, N, D], how many tokens belong together; their sum is N.
+    """
     with meta_init():
         block = Block(checkpoint.config, layer)
     prefix = BLOCK_PREFIX.format(layer)
     for name, module in list(block.named_modules()):
         if isinstance(module, nn.Linear):
             parent, _, child = name.rpartition(".")
-            linear = OffloadedLinear(checkpoint, prefix + name, module.bias is not None)
+            linear = OffloadedLinear(checkpoint, prefix + name, module.bias is not None, lengths)
             setattr(block.get_submodule(parent), child, linear)
         elif "weight" in module._parameters:
             fill(module, checkpoint, f"{prefix}{name}.", torch.device("cpu"), torch.float32, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +22,18 @@ def float_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def float32_linear(x: Tensor, weight: Tensor | QuantTensor) -> Tensor:
     """``x @ weight.T`` in float32, [..., I] to [..., O]; the weight is converted to float32 some rows at a time."""
-    wide = x.float()
-    out = wide.new_empty(*x.shape[:-1], weight.shape[0])
+    return float32_linears([x], weight)[0]
+
+
+def float32_linears(xs: Sequence[Tensor], weight: Tensor | QuantTensor) -> list[Tensor]:
+    """`float32_linear` of each x, with the same bits as alone; the weight is converted once for all."""
+    wide = [x.float() for x in xs]
+    outs = [x.new_empty(*x.shape[:-1], weight.shape[0]) for x in wide]
     for start, stop in row_chunks(*weight.shape):
-        out[..., start:stop] = F.linear(wide, float_rows(weight, start, stop))
-    return out
+        rows = float_rows(weight, start, stop)
+        for x, out in zip(wide, outs, strict=True):
+            out[..., start:stop] = F.linear(x, rows)
+    return outs
 
 
 def for_few_rows(kernel: FloatLinear, max_rows: int) -> FloatLinear:

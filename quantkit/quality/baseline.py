@@ -1,14 +1,16 @@
-"""What rounding to nearest makes of a model: the yardstick of the gate."""
+"""The RTN baseline: what rounding to nearest makes of a model. The gate holds results against it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint
 from quantkit.formats.files.source import SourceFile
-from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
+from quantkit.tensors.qtensor import ROUNDING, QuantTensor, quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
@@ -16,7 +18,7 @@ from quantkit.tensors.tensor_slice import TensorSlice
 _COARSEST = 128
 
 
-def rtn_baseline(source: Checkpoint, assigned: Mapping[str, QuantScheme]) -> Rounded:
+def rtn_baseline(source: Checkpoint, assigned: Mapping[str, QuantScheme]) -> RtnCheckpoint:
     """The source rounded in the schemes given by module, but int4 never in groups longer than 128."""
 
     def fine(module: str, scheme: QuantScheme) -> QuantScheme:
@@ -24,10 +26,10 @@ def rtn_baseline(source: Checkpoint, assigned: Mapping[str, QuantScheme]) -> Rou
         columns = source.info(module + ".weight").shape[1]
         return QuantScheme(4, _COARSEST, scheme.symmetric).fitted(columns) if coarse else scheme
 
-    return Rounded(source, {module: fine(module, scheme) for module, scheme in assigned.items()})
+    return RtnCheckpoint(source, {module: fine(module, scheme) for module, scheme in assigned.items()})
 
 
-class Rounded:
+class RtnCheckpoint:
     """A float checkpoint as it would be with some layers rounded to nearest, computed as it is read."""
 
     def __init__(self, source: Checkpoint, assigned: Mapping[str, QuantScheme]) -> None:
@@ -45,8 +47,8 @@ class Rounded:
         return self._source.names()
 
     def info(self, name: str) -> TensorSpec:
-        info = self._source.info(name)
-        return TensorSpec(name, info.shape, info.dtype, self._assigned.get(name.removesuffix(".weight")))
+        info, scheme = self._source.info(name), self._assigned.get(name.removesuffix(".weight"))
+        return TensorSpec(name, info.shape, info.dtype if scheme is None else self._scale_dtype, scheme)
 
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
         scheme = self._assigned.get(name.removesuffix(".weight"))
@@ -60,3 +62,40 @@ class Rounded:
 
     def files(self) -> list[SourceFile]:
         return self._source.files()
+
+
+def is_baseline(result: Checkpoint, baseline: Checkpoint, records: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether a result is its own baseline, so that running both would give the same figures twice.
+
+    It is where the records say that every quantized layer was only rounded, all tensors agree in scheme and dtype,
+    and rows read from both have the same bits: the first, the last and some between of every tensor.
+
+    Args:
+        records: what the manifest says of tensors, by name.
+    """
+    if baseline.config.differences(result.config) or baseline.names() != result.names():
+        return False
+    for name in result.names():
+        own, expected = result.info(name), baseline.info(name)
+        if (own.shape, own.dtype, own.scheme) != (expected.shape, expected.dtype, expected.scheme):
+            return False
+        record = records.get(name) or {}
+        if own.scheme is not None and (record.get("solver") != ROUNDING or "fallback" in record):
+            return False
+    some = {name: _some_rows(result.info(name).shape[0], result.config.head_dim) for name in result.names()}
+    return all(_same_bits(result.load(name, rows), baseline.load(name, rows)) for name, rows in some.items())
+
+
+def _some_rows(count: int, head_dim: int) -> TensorSlice:
+    """Rows of a tensor: whole heads, as readers of rotary rows require."""
+    last = max(count // head_dim - 1, 0)
+    starts = sorted({head_dim * index for index in (0, last // 2, last)})
+    return TensorSlice(0, tuple((start, min(start + head_dim, count)) for start in starts))
+
+
+def _same_bits(a: Tensor | QuantTensor, b: Tensor | QuantTensor) -> bool:
+    if isinstance(a, QuantTensor) and isinstance(b, QuantTensor):
+        zeros = [one.zero for one in (a, b) if one.zero is not None]
+        same_zeros = not zeros or (len(zeros) == 2 and torch.equal(*zeros))
+        return a.scheme == b.scheme and torch.equal(a.codes, b.codes) and torch.equal(a.scale, b.scale) and same_zeros
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)

@@ -11,21 +11,20 @@ from typing import Any
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, QualityError
-from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, schemes
-from quantkit.formats.detect import open_checkpoint
 from quantkit.progress import Progress, silent
-from quantkit.quality.baseline import rtn_baseline
-from quantkit.quality.bounds import BOUNDS, REPEATABLE, coarser, weight_bound
-from quantkit.quality.measures import Quality, compare, token_perplexity
+from quantkit.quality.baseline import is_baseline, rtn_baseline
+from quantkit.quality.bounds import BOUNDS, coarser, weight_bound
+from quantkit.quality.measures import Quality, compare_texts
 from quantkit.quality.windows import WINDOW, measured_windows
 from quantkit.tensors.qtensor import ROUNDING, QuantTensor, relative_error
 
 _WORST = 3
 
 SLACK = 1.01
+"""How many times the KL of the RTN baseline a result may have."""
 FLOOR = 1e-3
-"""A KL below this is never held against rounding."""
+"""A KL below this is never held against the baseline."""
 
 
 @dataclass(frozen=True)
@@ -133,9 +132,10 @@ def run_gate(
 ) -> Gate:
     """Measure a quantized model against its source on texts that are not for calibration.
 
-    The mean KL may be no more than that of a yardstick: the source rounded to nearest in
+    The mean KL may be no more than that of the RTN baseline: the source rounded to nearest in
     the same schemes, groups longer than 128 and whole rows of int4 counted as groups of
-    128; nor more than `BOUNDS`, where the fewest bits decide.
+    128; nor more than `BOUNDS`, where the fewest bits decide. A result that is its own baseline
+    is run once.
 
     Args:
         source: the float model.
@@ -146,13 +146,15 @@ def run_gate(
         NonFiniteError: if a model's logits are NaN or Inf.
     """
     assigned = schemes(result)
-    yardstick = rtn_baseline(source, assigned)
+    baseline = rtn_baseline(source, assigned)
+    others = [result] if is_baseline(result, baseline, records) else [result, baseline]
     bound = coarser(BOUNDS[f"int{scheme.bits}"] for scheme in assigned.values())
+    measured = measured_windows(source)
+    lost = compare_texts(source, others, [windows for _, windows in measured.values()], progress=progress)
     texts = []
-    for name, (digest, windows) in measured_windows(source).items():
-        found, rounded = compare(source, [result, yardstick], windows, progress=progress)
-        limit = min(bound.kl, max(FLOOR, SLACK * rounded.divergence.kl))
-        texts.append(_text_result(name, digest, found, limit))
+    for (name, (digest, _)), by_model in zip(measured.items(), lost, strict=True):
+        limit = min(bound.kl, max(FLOOR, SLACK * by_model[-1].divergence.kl))
+        texts.append(_text_result(name, digest, by_model[0], limit))
     fallbacks = {
         name.removesuffix(".weight"): str(record["fallback"])
         for name, record in records.items()
@@ -180,45 +182,6 @@ def require_passed(gate: Gate, source: Checkpoint, result: Checkpoint, dst: Path
         hint=f"largest weight errors: {worst}; choose a finer scheme or GPTQ with more text, or keep it with"
         " --accept-quality-loss (and --resume)",
     )  # fmt: skip
-
-
-def recheck(folder: Path, made: Mapping[str, Any], *, progress: Progress = silent) -> list[str]:
-    """Hold a quantized folder against the figures in its manifest; lines for people.
-
-    The source is not needed: the model's own perplexities are measured again.
-
-    Raises:
-        CheckpointError: if the manifest does not tell of a gate.
-        QualityError: if a perplexity is another than the manifest's, or the model did not
-            pass its gate when it was made.
-    """
-    quality: Any = made.get("quality")
-    recorded = Gate.from_json(quality, folder / manifest.NAME)
-    checkpoint = open_checkpoint(folder)
-    texts = measured_windows(checkpoint)
-    lines = []
-    for one in recorded.texts:
-        if one.text not in texts or texts[one.text][0] != one.sha256:
-            lines.append(f"'{one.text}' is not the text it was measured on; not measured again")
-            continue
-        found = token_perplexity(checkpoint, texts[one.text][1], progress=progress)
-        if not (math.isfinite(found) and math.isclose(found, one.perplexity, rel_tol=REPEATABLE)):
-            raise QualityError(
-                f"perplexity on '{one.text}' is not what the manifest says", path=folder, found=f"{found:.4g}",
-                expected=f"{one.perplexity:.4g}", hint="make it again",
-            )  # fmt: skip
-        lines.append(
-            f"'{one.text}': perplexity {found:.4g} as recorded (source {one.source_perplexity:.4g}),"
-            f" KL {one.kl:.3g} (bound {one.kl_bound:.3g})"
-        )
-    what, measured, allowed = recorded.problem() or ("", None, None)
-    if what or quality.get("passed") is not True:
-        raise QualityError(
-            "did not pass its gate when it was made" + (f": {what}" if what else ""), path=folder,
-            found=measured, expected=allowed,
-            hint="it was kept with --accept-quality-loss" if quality.get("accepted") else "make it again",
-        )  # fmt: skip
-    return lines
 
 
 def _distorted(

@@ -1,15 +1,14 @@
 """How far two models are apart, and how well one predicts a text.
 
 All in natural logarithms and float32. One decoder block is in memory at a time, and long texts are
-taken in parts, whose hidden states are no more than `STATES_BYTES` of each model.
+taken in parts, whose hidden states are no more than `STATES_BYTES` of each model. Of a part, each weight is read once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -20,15 +19,15 @@ from torch import Tensor
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.model.layerwise import Batch, head_logits, layerwise_hidden
+from quantkit.model.layerwise import TOKENS_THROUGH_A_BLOCK, Batch, head_logits, layerwise_hidden
 from quantkit.progress import Progress, silent
 from quantkit.tensors.finite import finite_logits
 
 STATES_BYTES = 256 << 20
 NOT_SCORED = -100
 """Stands for a target where nothing is predicted; cross entropy leaves it out."""
-_TOKENS_THROUGH_A_BLOCK = 2048
 TOKENS_THROUGH_THE_HEAD = 64
+_LOGITS_BYTES = 64 << 20  # of one model, that are in memory together
 
 
 @dataclass(frozen=True)
@@ -94,28 +93,40 @@ def compare_batches(
 ) -> list[Quality]:
     """Hold one checkpoint against another on every batch, all in one pass; figures are NaN where logits are not
     finite."""
+    tallies = [[_Tally()] for _ in batches]
+    targets = [Windows.of(batch.tokens).targets for batch in batches]
     first = layerwise_hidden(reference, batches, progress=progress)
     second = layerwise_hidden(other, batches, progress=progress)
-    results = []
-    for expected, found, batch in zip(first, second, batches, strict=True):
-        tally = _Tally()
-        tally.add(reference, other, expected, found, Windows.of(batch.tokens).targets, head_logits)
-        results.append(tally.quality())
-    return results
+    _compare_logits(reference, [other], tallies, targets, first, [second], SINGLE, finite=False)
+    return [tally.quality() for (tally,) in tallies]
 
 
-@torch.inference_mode()
 def compare(
     reference: Checkpoint, others: Sequence[Checkpoint], windows: Tensor, *,
     reference_hidden: Hidden = layerwise_hidden, group: ProcessGroup = SINGLE, progress: Progress = silent,
 ) -> list[Quality]:  # fmt: skip
-    """Hold checkpoints against one reference on windows [W, T] of token ids.
+    """`compare_texts` on one text; what each of the others lost."""
+    (found,) = compare_texts(
+        reference, others, [windows], reference_hidden=reference_hidden, group=group, progress=progress
+    )
+    return found
+
+
+@torch.inference_mode()
+def compare_texts(
+    reference: Checkpoint, others: Sequence[Checkpoint], texts: Sequence[Tensor], *,
+    reference_hidden: Hidden = layerwise_hidden, group: ProcessGroup = SINGLE, progress: Progress = silent,
+) -> list[list[Quality]]:  # fmt: skip
+    """Hold checkpoints against one reference on texts, each as windows [W, T] of token ids.
 
     All T positions are compared; perplexity is that of the tokens after the first.
 
     Args:
         reference_hidden: gives the reference's hidden states; a place for a cache.
         group: the processes that share each model.
+
+    Returns:
+        For each text what each of the others lost.
 
     Raises:
         RequestError: if a vocabulary differs from the reference's in size.
@@ -127,19 +138,26 @@ def compare(
             "cannot be compared with the reference", path=odd[0].path,
             found=f"{odd[0].config.vocab_size} tokens", expected=f"a vocabulary of {size}",
         )  # fmt: skip
-    logits = partial(_finite_logits, group=group)
-    tallies = [_Tally() for _ in others]
-    parts = _parts([Windows.of(windows)], max(c.config.hidden_size for c in (reference, *others)))
+    tallies = [[_Tally() for _ in others] for _ in texts]
+    width = max(checkpoint.config.hidden_size for checkpoint in (reference, *others))
+    parts = _parts([Windows.of(windows) for windows in texts], width)
     runs = len(parts) * (len(others) + 1)
     for index, part in enumerate(parts):
-        batches = [Batch.from_start(one.tokens) for one in part]
+        batches = [Batch.from_start(one.tokens) for _, one in part]
+        targets = [one.targets for _, one in part]
         run = index * (len(others) + 1)
         first = reference_hidden(reference, batches, group=group, progress=_stretch(progress, run, runs))
-        for number, (other, tally) in enumerate(zip(others, tallies, strict=True), 1):
-            second = layerwise_hidden(other, batches, group=group, progress=_stretch(progress, run + number, runs))
-            for expected, found, one in zip(first, second, part, strict=True):
-                tally.add(reference, other, expected, found, one.targets, logits)
-    return [tally.quality() for tally in tallies]
+        size = 4 * width * sum(one.numel() for one in targets)
+        for some in _pieces(len(others), max(1, 2 * STATES_BYTES // size - 1)):
+            seconds = [
+                layerwise_hidden(
+                    others[number], batches, group=group, progress=_stretch(progress, run + number + 1, runs)
+                )
+                for number in range(some.start, some.stop)
+            ]
+            held = [tallies[text][some] for text, _ in part]
+            _compare_logits(reference, others[some], held, targets, first, seconds, group, finite=True)
+    return [[tally.quality() for tally in of_text] for of_text in tallies]
 
 
 @torch.inference_mode()
@@ -152,30 +170,34 @@ def log_loss(
         NonFiniteError: if the model's logits are NaN or Inf.
     """
     loss = 0.0
-    parts = _parts(windows, checkpoint.config.hidden_size)
-    for index, part in enumerate(parts):
-        batches = [Batch.from_start(one.tokens) for one in part]
-        states = layerwise_hidden(checkpoint, batches, group=group, progress=_stretch(progress, index, len(parts)))
-        for hidden, one in zip(states, part, strict=True):
-            scored = one.targets != NOT_SCORED
-            rows, targets = hidden[scored], one.targets[scored]
-            for piece in _pieces(len(targets), TOKENS_THROUGH_THE_HEAD):
-                logits = _finite_logits(checkpoint, rows[piece], group=group)
-                loss += F.cross_entropy(logits, targets[piece], reduction="sum").item()
+    for _, some in _losses(checkpoint, windows, group, progress):
+        loss += some
     return loss
 
 
-def token_perplexity(
-    checkpoint: Checkpoint, windows: Tensor, *, group: ProcessGroup = SINGLE, progress: Progress = silent
-) -> float:
-    """Perplexity per token over windows [W, T]: each token but a window's first is predicted
+@torch.inference_mode()
+def token_perplexities(
+    checkpoint: Checkpoint, texts: Sequence[Tensor], *, group: ProcessGroup = SINGLE, progress: Progress = silent
+) -> list[float]:
+    """Perplexity per token over each text, as windows [W, T]: each token but a window's first is predicted
     from those before it in the window.
 
     Raises:
         NonFiniteError: if the model's logits are NaN or Inf.
     """
-    scored = Windows.of(windows)
-    return perplexity(log_loss(checkpoint, [scored], group=group, progress=progress), scored.scored)
+    scored = [Windows.of(windows) for windows in texts]
+    losses = [0.0] * len(scored)
+    for text, some in _losses(checkpoint, scored, group, progress):
+        losses[text] += some
+    return [perplexity(loss, one.scored) for loss, one in zip(losses, scored, strict=True)]
+
+
+def token_perplexity(
+    checkpoint: Checkpoint, windows: Tensor, *, group: ProcessGroup = SINGLE, progress: Progress = silent
+) -> float:
+    """`token_perplexities` of one text."""
+    (found,) = token_perplexities(checkpoint, [windows], group=group, progress=progress)
+    return found
 
 
 def perplexity(loss: float, count: int) -> float:
@@ -207,21 +229,15 @@ class _Tally:
         self._scored = 0
         self._losses = [0.0, 0.0]
 
-    def add(
-        self, reference: Checkpoint, other: Checkpoint, expected: Tensor, found: Tensor, targets: Tensor,
-        logits: Callable[[Checkpoint, Tensor], Tensor],
-    ) -> None:  # fmt: skip
-        """Take in a batch: both models' hidden states [B, T, D] and the targets [B, T]."""
-        expected, found, targets = expected.flatten(0, 1), found.flatten(0, 1), targets.flatten()
-        for rows in _pieces(len(targets), TOKENS_THROUGH_THE_HEAD):
-            p, q = logits(reference, expected[rows]), logits(other, found[rows])
-            difference = (p - q).abs().max().item()
-            self._largest = difference if math.isnan(difference) else max(self._largest, difference)
-            self._agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
-            log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
-            self._kl.append((log_p.exp() * (log_p - log_q)).sum(-1, dtype=torch.float64))
-            for index, log in enumerate((log_p, log_q)):
-                self._losses[index] += F.nll_loss(log, targets[rows], reduction="sum", ignore_index=NOT_SCORED).item()
+    def add(self, p: Tensor, q: Tensor, targets: Tensor) -> None:
+        """Take in the logits [N, V] of both and the targets [N]."""
+        difference = (p - q).abs().max().item()
+        self._largest = difference if math.isnan(difference) else max(self._largest, difference)
+        self._agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
+        log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
+        self._kl.append((log_p.exp() * (log_p - log_q)).sum(-1, dtype=torch.float64))
+        for index, log in enumerate((log_p, log_q)):
+            self._losses[index] += F.nll_loss(log, targets, reduction="sum", ignore_index=NOT_SCORED).item()
         self._scored += int((targets != NOT_SCORED).sum())
 
     def divergence(self) -> Divergence:
@@ -234,27 +250,76 @@ class _Tally:
         return Quality(self.divergence(), *(perplexity(loss, self._scored) for loss in self._losses))
 
 
-def _finite_logits(checkpoint: Checkpoint, hidden: Tensor, *, group: ProcessGroup) -> Tensor:
-    """Logits [N, V] of hidden states [N, D].
+def _compare_logits(
+    reference: Checkpoint, others: Sequence[Checkpoint], tallies: Sequence[Sequence[_Tally]],
+    targets: Sequence[Tensor], first: Sequence[Tensor], seconds: Sequence[Sequence[Tensor]],
+    group: ProcessGroup, *, finite: bool,
+) -> None:  # fmt: skip
+    """Tell the tallies what the models make of their hidden states.
+
+    Args:
+        tallies: by batch, then by which of the others.
+        targets: of each batch [B, T].
+        first: the reference's hidden states [B, T, D] of each batch.
+        seconds: those of each of the others, by batch.
+        finite: logits that are NaN or Inf are an error.
+    """
+    for rows in head_pieces([one.numel() for one in targets], reference.config.vocab_size):
+        expected = _logits(reference, [first[batch].flatten(0, 1)[some] for batch, some in rows], group, finite=finite)
+        for number, (other, states) in enumerate(zip(others, seconds, strict=True)):
+            found = _logits(other, [states[batch].flatten(0, 1)[some] for batch, some in rows], group, finite=finite)
+            for (batch, some), p, q in zip(rows, expected, found, strict=True):
+                tallies[batch][number].add(p, q, targets[batch].flatten()[some])
+
+
+def _losses(
+    checkpoint: Checkpoint, texts: Sequence[Windows], group: ProcessGroup, progress: Progress
+) -> Iterator[tuple[int, float]]:
+    """Minus the log probability of a few scored targets after the other, with the index of their text."""
+    parts = _parts(texts, checkpoint.config.hidden_size)
+    for index, part in enumerate(parts):
+        batches = [Batch.from_start(one.tokens) for _, one in part]
+        states = layerwise_hidden(checkpoint, batches, group=group, progress=_stretch(progress, index, len(parts)))
+        targets = [one.targets.flatten() for _, one in part]
+        scored = [(one != NOT_SCORED).nonzero().squeeze(-1) for one in targets]
+        for rows in head_pieces([len(one) for one in scored], checkpoint.config.vocab_size):
+            chosen = [(batch, scored[batch][some]) for batch, some in rows]
+            found = _logits(checkpoint, [states[batch].flatten(0, 1)[own] for batch, own in chosen], group, finite=True)
+            for (batch, own), logits in zip(chosen, found, strict=True):
+                yield part[batch][0], F.cross_entropy(logits, targets[batch][own], reduction="sum").item()
+
+
+def _logits(checkpoint: Checkpoint, hidden: Sequence[Tensor], group: ProcessGroup, *, finite: bool) -> list[Tensor]:
+    """Logits [N, V] of each of some hidden states [N, D].
 
     Raises:
-        NonFiniteError: if one is NaN or Inf.
+        NonFiniteError: if they are to be finite, and one is NaN or Inf.
     """
-    return finite_logits(head_logits(checkpoint, hidden, group=group), checkpoint.path)
+    found = head_logits(checkpoint, hidden, group=group)
+    return [finite_logits(logits, checkpoint.path) for logits in found] if finite else found
 
 
-def _parts(windows: Sequence[Windows], hidden_size: int) -> list[list[Windows]]:
-    """Split windows into batches, and these into parts whose hidden states fit the budget."""
-    parts: list[list[Windows]] = [[]]
+def head_pieces(counts: Sequence[int], vocab_size: int) -> Iterator[list[tuple[int, slice]]]:
+    """Rows of several matrices, few at a time, as the head takes them: index and rows. Those of one list are so few
+    that their logits may be in memory together.
+    """
+    every = [(index, rows) for index, count in enumerate(counts) for rows in _pieces(count, TOKENS_THROUGH_THE_HEAD)]
+    for some in _pieces(len(every), max(1, _LOGITS_BYTES // (4 * TOKENS_THROUGH_THE_HEAD * vocab_size))):
+        yield every[some]
+
+
+def _parts(texts: Sequence[Windows], hidden_size: int) -> list[list[tuple[int, Windows]]]:
+    """Split texts into batches, each with its text's index, and these into parts whose hidden states fit the budget."""
+    parts: list[list[tuple[int, Windows]]] = [[]]
     held = 0
-    for one in windows:
+    for index, one in enumerate(texts):
         count, length = one.tokens.shape
-        for rows in _pieces(count, max(1, _TOKENS_THROUGH_A_BLOCK // length)):
+        for rows in _pieces(count, max(1, TOKENS_THROUGH_A_BLOCK // length)):
             size = (rows.stop - rows.start) * length * hidden_size * 4
             if parts[-1] and held + size > STATES_BYTES:
                 parts.append([])
                 held = 0
-            parts[-1].append(Windows(one.tokens[rows], one.targets[rows]))
+            parts[-1].append((index, Windows(one.tokens[rows], one.targets[rows])))
             held += size
     return parts
 

@@ -16,7 +16,7 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.model.layerwise import Batch, head_logits, layerwise_hidden
 from quantkit.progress import Progress, silent
-from quantkit.quality.measures import TOKENS_THROUGH_THE_HEAD, text_windows
+from quantkit.quality.measures import head_pieces, text_windows
 from quantkit.quality.windows import window_length
 from quantkit.tensors.finite import all_finite, checked_cast, nonfinite_logits
 from quantkit.tensors.qtensor import QuantTensor
@@ -113,15 +113,16 @@ def _loss(source: Checkpoint, hidden: Tensor, window: Tensor) -> float:
         CheckpointError: if the logits are the same at every position.
     """
     loss = 0.0
-    low = high = torch.empty(0)
-    for start in range(0, len(window), TOKENS_THROUGH_THE_HEAD):
-        logits = head_logits(source, hidden[start : start + TOKENS_THROUGH_THE_HEAD])
-        if not all_finite(logits):
-            return math.nan
-        targets = window[start + 1 : start + 1 + len(logits)]
-        loss += F.cross_entropy(logits[: len(targets)], targets, reduction="sum").item()
-        low = torch.minimum(low, logits.amin(0)) if start else logits.amin(0)
-        high = torch.maximum(high, logits.amax(0)) if start else logits.amax(0)
+    low = torch.full((source.config.vocab_size,), math.inf)
+    high = -low
+    for some in head_pieces([len(window)], source.config.vocab_size):
+        pieces = [rows for _, rows in some]
+        for rows, logits in zip(pieces, head_logits(source, [hidden[rows] for rows in pieces]), strict=True):
+            if not all_finite(logits):
+                return math.nan
+            targets = window[rows.start + 1 : rows.stop + 1]
+            loss += F.cross_entropy(logits[: len(targets)], targets, reduction="sum").item()
+            low, high = torch.minimum(low, logits.amin(0)), torch.maximum(high, logits.amax(0))
     if (high - low).max() <= _FLAT * (high.max() - low.min()):
         raise CheckpointError(
             "the source's logits do not depend on its input", path=source.path,

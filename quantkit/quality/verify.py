@@ -14,24 +14,20 @@ from torch import Tensor
 
 from quantkit.architectures.topology import parameters
 from quantkit.data.files import gate_texts
-from quantkit.errors import CheckpointError
-from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
-from quantkit.formats.registry import CONTAINERS, read_names
+from quantkit.formats.registry import CONTAINERS
 from quantkit.json_values import read_json
 from quantkit.model.layerwise import Batch
 from quantkit.progress import Progress, silent
 from quantkit.quality.bounds import BOUNDS, Bound, coarser, exceeds, same_but_rounded, type_name, weight_bound
-from quantkit.quality.gate import recheck
 from quantkit.quality.measures import Divergence, compare_batches
 from quantkit.quality.windows import measured_windows
 from quantkit.tensors.qtensor import QuantTensor, float_rows, frobenius, row_chunks
 from quantkit.text.compare import first_difference, vocabulary_texts
 
 _RANDOM_TOKENS = 64
-_WEIGHT_FILES = {".safetensors", ".pth", ".bin", ".gguf"}
 
 
 class Verdict(Enum):
@@ -176,46 +172,6 @@ def verify(a: str | Path, b: str | Path, *, progress: Progress = silent) -> Veri
         probes = _probed(reference, other, bound, progress)
     verdict = _judge(problems, differing, probes)
     return VerifyReport(verdict, problems, len(names), differing, probes, bound)
-
-
-def verify_files(folder: str | Path, *, progress: Progress = silent) -> list[str]:
-    """Hold a folder against its manifest: the sha256 of its files and, if it was quantized, its quality.
-
-    Returns:
-        What was found, for people.
-
-    Raises:
-        CheckpointError: if there is no manifest, a file is missing or changed, or one of weights,
-            of the config or of the tokenizer was added; see also `recheck`.
-        QualityError: see `recheck`.
-    """
-    folder = Path(folder)
-    made = manifest.read(folder)
-    listed = made["files"]
-    for path in sorted(folder.iterdir()):
-        if path.name not in listed and (path.suffix in _WEIGHT_FILES or _decides(path.name)):
-            raise CheckpointError(
-                "the manifest does not list this file", path=path, hint="what is read must be what was written"
-            )
-    for name, expected in listed.items():
-        path = folder / name
-        if Path(name).name != name or not path.is_file():
-            raise CheckpointError("a file of the manifest is missing", path=path)
-        found = manifest.file_sha256(path)
-        if found != expected:
-            raise CheckpointError(
-                "the file is not what quantkit wrote", path=path, found=f"sha256 {found[:12]}", expected=expected[:12],
-                hint="copy or make it again",
-            )  # fmt: skip
-    lines = [f"{folder}: all {len(listed)} files are as quantkit wrote them"]
-    if made.get("job") == "quantize" or "quality" in made:
-        lines += recheck(folder, made, progress=progress)
-    return lines
-
-
-def _decides(name: str) -> bool:
-    """Whether a file beside the weights has a say in what is loaded."""
-    return name in read_names() or name.endswith(".index.json")
 
 
 def _config_problems(a: Checkpoint, b: Checkpoint) -> list[str]:

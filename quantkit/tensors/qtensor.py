@@ -15,6 +15,7 @@ ROUNDING = "round-to-nearest"
 """What manifests call the solver that only rounds: `quantize_rtn`."""
 
 _CHUNK_ELEMENTS = 1 << 20
+_CACHED_ELEMENTS = 1 << 17  # whose float32 temporaries stay in a core's cache
 _SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -108,7 +109,7 @@ def quantize_rtn(weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) 
     zero = None
     if not scheme.symmetric:
         zero = torch.empty(rows, groups, dtype=torch.uint8, device=weight.device)
-    for start, stop in row_chunks(rows, columns):
+    for start, stop in row_chunks(rows, columns, _CACHED_ELEMENTS):
         grouped = weight[start:stop].float().view(stop - start, groups, -1)
         step = _steps(grouped, scheme, scale_dtype)
         scale[start:stop] = step
@@ -120,7 +121,7 @@ def quantize_rtn(weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) 
             offset = (-low / wide).round().clamp(0, scheme.levels - 1)
             zero[start:stop] = offset.squeeze(-1).to(torch.uint8)
         grid = (grouped / wide).round_().add_(offset).clamp_(0, scheme.levels - 1)
-        codes[start:stop] = grid.view(stop - start, columns).to(torch.uint8)
+        codes[start:stop] = grid.view(stop - start, columns).to(torch.int16)  # torch is slow from floats to bytes
     return QuantTensor(codes, scale, zero, scheme)
 
 
@@ -140,9 +141,9 @@ def stacked(parts: Sequence[QuantTensor]) -> QuantTensor | None:
 def relative_error(quantized: QuantTensor, weight: Tensor) -> float:
     """Frobenius norm of the weight error over that of the weight; 0 for all zeros."""
     error = norm = 0.0
-    for start, stop in row_chunks(*quantized.shape):
+    for start, stop in row_chunks(*quantized.shape, _CACHED_ELEMENTS):
         reference = weight[start:stop].float()
-        error = math.hypot(error, frobenius(quantized.rows(start, stop).dequantize() - reference))
+        error = math.hypot(error, frobenius(quantized.rows(start, stop).dequantize().sub_(reference)))
         norm = math.hypot(norm, frobenius(reference))
     return error / norm if norm else 0.0
 
@@ -160,9 +161,9 @@ def float_rows(value: Tensor | QuantTensor, start: int, stop: int) -> Tensor:
     return value[start:stop].float()
 
 
-def row_chunks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
-    """Row ranges of a few million elements, so that float32 temporaries stay small."""
-    step = max(1, _CHUNK_ELEMENTS // max(1, columns))
+def row_chunks(rows: int, columns: int, elements: int = _CHUNK_ELEMENTS) -> Iterator[tuple[int, int]]:
+    """Row ranges of so many elements, a million by default, so that float32 temporaries stay small."""
+    step = max(1, elements // max(1, columns))
     for start in range(0, rows, step):
         yield start, min(start + step, rows)
 
@@ -197,9 +198,10 @@ def unpack_int32(words: Tensor, bits: int, count: int) -> Tensor:
 
 def _steps(grouped: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) -> Tensor:
     """Scales [O, G] in the stored dtype; 1 where a group is all zeros or too small to scale."""
+    high, low = grouped.amax(-1), grouped.amin(-1)
     if scheme.symmetric:
-        step = grouped.abs().amax(-1) / ((scheme.levels - 1) / 2)
+        step = torch.maximum(high, -low) / ((scheme.levels - 1) / 2)
     else:
-        step = (grouped.amax(-1).clamp(min=0) - grouped.amin(-1).clamp(max=0)) / (scheme.levels - 1)
+        step = (high.clamp(min=0) - low.clamp(max=0)) / (scheme.levels - 1)
     stored = step.to(scale_dtype)
     return torch.where(stored > 0, stored, torch.ones_like(stored))

@@ -122,7 +122,11 @@ class QuantMethod(Protocol):
         ...
 
     def write_settings(self, schemes: Mapping[str, QuantScheme], modules: Iterable[str]) -> dict[str, Any]:
-        """The settings of a folder: all its linear modules, of which some have a scheme."""
+        """The settings of a folder: all its linear modules, of which some have a scheme.
+
+        Raises:
+            UnsupportedError: if they can't tell these schemes apart.
+        """
         ...
 
     def codec(self, scheme: QuantScheme) -> Codec | Reason:
