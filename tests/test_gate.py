@@ -195,7 +195,7 @@ class _Counting:
 
 
 def _records(folder: Path) -> dict[str, Any]:
-    return {f"{module}.weight": facts for module, facts in _manifest(folder)["tensors"].items()}
+    return {f"{module}.weight": facts for module, facts in _manifest(folder)["modules"].items()}
 
 
 def test_rounding_reads_each_weight_of_two_models_once(demo_model: Path, tmp_path: Path) -> None:

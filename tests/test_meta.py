@@ -437,6 +437,7 @@ def test_a_rope_factor_that_params_json_leaves_out_is_assumed_and_said(
         ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "linear rope"),
         ("llama", {"rope_parameters": {**SCALED, "factor": 8.0, "high_freq_factor": 3.0, "rope_theta": 1e4}}, "llama3"),
         ("mistral", {"sliding_window": 7}, "sliding-window"),
+        ("smollm3", {"no_rope_layers": [1, 0, 1]}, "layers without rotary positions"),
         ("qwen2", {}, "biases"),
         ("qwen3", {}, "q/k norms"),
     ],
