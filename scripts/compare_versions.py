@@ -93,6 +93,7 @@ def main() -> None:
     parser.add_argument("--words", action="store_true", help="model cards may differ")
     parser.add_argument("--jobs", default=",".join(JOBS), help="by name, separated by commas")
     options = parser.parse_args()
+    options.work = options.work.resolve()
     options.work.mkdir()
     any_differs = False
     print("| job | processes | files | bytes | differing |\n|---|---|---|---|---|")
