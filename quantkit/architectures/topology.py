@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.config import LayerConfig, ModelConfig
 from quantkit.architectures.names import BLOCK, CANONICAL, meta_weight
 
 SPLIT = frozenset(
@@ -191,8 +191,11 @@ def parameters(config: ModelConfig) -> list[Parameter]:
     """Every tensor that a model has, in the order of its layers, as files have them."""
     counts = sizes(config)
     found = list(_parameters(Vector("embedding", ("vocab", "hidden")), counts, None))
-    for layer in range(config.num_layers):
-        for item in block_items(config, layer):
+    alike: dict[LayerConfig, list[Item]] = {}  # of up to a thousand layers
+    for layer, features in enumerate(config.layers):
+        if features not in alike:
+            alike[features] = block_items(config, layer)
+        for item in alike[features]:
             if isinstance(item, ExpertBank):
                 for expert in range(item.count):
                     for linear in item.linears:
