@@ -13,6 +13,7 @@ from quantkit.errors import DestinationError, RequestError
 from quantkit.json_values import finite
 
 STDOUT = "-"
+_MODELS_OWN = (".safetensors", ".bin", ".pth", ".gguf", ".index.json")
 _MARKDOWN = ("", ".md", ".markdown", ".txt")
 _PICTURES = {"": "png", ".png": "png", ".pdf": "pdf", ".svg": "svg"}
 
@@ -99,13 +100,11 @@ class Outputs:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write a file that is there whole or not at all; a pipe or device is written to.
+    """Write a file that is there whole or not at all; a pipe, a device or what a link leads to is written to.
 
     Raises:
         DestinationError: if it cannot be written.
     """
-    from quantkit.formats.output.destination import destination_error
-
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         if _is_special(path):
@@ -115,12 +114,12 @@ def replace(path: Path, content: bytes) -> None:
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise destination_error(error, path) from error
+        raise DestinationError(f"cannot be written: {error.strerror or error}", path=path) from error
 
 
 def _is_special(path: Path) -> bool:
-    """Whether it is a pipe or a device."""
-    return path.exists() and not path.is_file()
+    """Whether it is a pipe, a device or a link: what is written goes through it."""
+    return path.is_symlink() or (path.exists() and not path.is_file())
 
 
 def _require_writable(path: Path, reads: Iterable[Path | str | None], makes: Path | None) -> None:
@@ -136,9 +135,10 @@ def _require_writable(path: Path, reads: Iterable[Path | str | None], makes: Pat
         raise DestinationError("is a folder", path=path, expected="a file to write")
     if not os.access(path if _is_special(path) else path.parent, os.W_OK) or not path.parent.is_dir():
         raise DestinationError("cannot be written there", path=path, expected="a folder that can be written in")
-    if is_model_folder(path.parent) and (path.exists() or path.name in read_names()):
+    names_a_model = path.name in read_names() or path.name.endswith(_MODELS_OWN)
+    if is_model_folder(path.parent) and (path.exists() or names_a_model):
         raise DestinationError(
-            "is a file in a model's folder; nothing is overwritten there", path=path, hint="choose another name"
+            "is a file of a model's folder, or would be read as one", path=path, hint="choose another name"
         )
     if any(one is not None and path.exists() and os.path.realpath(path) == os.path.realpath(one) for one in reads):
         raise DestinationError("is read by this command; it is not overwritten", path=path, hint="choose another name")

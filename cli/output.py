@@ -15,27 +15,31 @@ from quantkit.progress import Progress
 
 def say(lines: Iterable[str], *, err: bool = False) -> None:
     """Print lines, with `err` to stderr; a reader that has closed its end misses them, and the command goes on to
-    its exit code."""
+    its exit code. So it does where stderr takes nothing: results are on stdout then."""
     try:
         click.echo("\n".join(lines), err=err)
-        sys.stdout.flush()
+        (sys.stderr if err else sys.stdout).flush()
     except BrokenPipeError:
-        drop_output()
+        drop_output(err=err)
+    except OSError:
+        if not err:
+            raise
+        drop_output(err=True)
 
 
 def mention(line: str, *, err: bool = False) -> None:
     """Print a line that nothing depends on: what it tells of has been done, whether or not it can be printed."""
     try:
         click.echo(line, err=err)
-        sys.stdout.flush()
+        (sys.stderr if err else sys.stdout).flush()
     except OSError:
-        drop_output()
+        drop_output(err=err)
 
 
 def note(line: str) -> None:
     """Tell the user something on stderr; of the processes of a group the first one does."""
     if os.environ.get("RANK", "0") == "0":
-        click.echo(f"quantkit: note: {line}", err=True)
+        mention(f"quantkit: note: {line}", err=True)
 
 
 @contextmanager
@@ -67,6 +71,6 @@ def open_missing_streams() -> None:
         sys.stderr = os.fdopen(2, "w", closefd=False)
 
 
-def drop_output() -> None:
-    """Let standard output lead nowhere from now on, so that what is left of it does no harm."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def drop_output(*, err: bool = False) -> None:
+    """Let standard output, or stderr, lead nowhere from now on, so that what is left of it does no harm."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), (sys.stderr if err else sys.stdout).fileno())

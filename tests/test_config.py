@@ -33,6 +33,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"no_rope_layers": [1, 1, 0], "attention_bias": True, "mlp_bias": True}),
     "smollm3-interval": ("smollm3", {"num_hidden_layers": 5, "no_rope_layer_interval": 2}),
     "smollm3-window": ("smollm3", {"no_rope_layer_interval": 3, "use_sliding_window": True, "sliding_window": 5}),
+    "smollm3-no-theta": ("smollm3", {"rope_parameters": {"rope_type": "default"}}),
     "smollm3-types": (
         "smollm3", {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 5}
     ),

@@ -103,5 +103,5 @@ def test_a_report_never_replaces_a_file_of_a_model(
     before = config.read_bytes()
     code, _, err = run(capfd, command, tmp_path / "m", "--json", config)
     assert code == 5
-    assert "is a file in a model's folder" in err
+    assert "is a file of a model's folder" in err
     assert config.read_bytes() == before

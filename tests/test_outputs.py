@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -147,16 +149,19 @@ def test_a_file_of_a_model_is_never_replaced_nor_added(
     scheme = ["--scheme", "int8"] if command == "quantize" else []
     code, out, err = run(capfd, *command.split(), model, *makes, *scheme, "--json", model / name)
     assert (code, out) == (5, "")
-    assert "is a file in a model's folder" in err
+    assert "is a file of a model's folder" in err
     assert {path.name: path.read_bytes() for path in model.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_a_new_file_that_a_model_would_read_is_not_added(demo_model: Path, tmp_path: Path) -> None:
     model = oracle.copy(demo_model, tmp_path / "model")
-    with pytest.raises(DestinationError, match="is a file in a model's folder"):
+    with pytest.raises(DestinationError, match="is a file of a model's folder"):
         Outputs(str(model / "generation_config.json"))
     Outputs(str(model / "evaluation.json"))
+    for name in ("model-00001-of-00002.safetensors", "consolidated.09.pth", "pytorch_model.bin.index.json"):
+        with pytest.raises(DestinationError, match="would be read as one"):
+            Outputs(str(model / name))
 
 
 def test_the_destination_is_not_a_place_for_json(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
@@ -212,7 +217,7 @@ def test_a_file_is_there_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", refused)
-    with pytest.raises(DestinationError, match="the disk is full"):
+    with pytest.raises(DestinationError, match="No space left on device"):
         Outputs(str(file)).write({"a": 2})
     assert json.loads(file.read_text()) == {"a": 1}
     assert list(tmp_path.iterdir()) == [file]
@@ -233,6 +238,35 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     reader.join()
     assert read == [b"content"]
     assert pipe.is_fifo()
+
+
+def test_a_link_stays_and_what_it_leads_to_is_written(tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("old")
+    (tmp_path / "link").symlink_to("there")
+    replace(tmp_path / "link", b"content")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "there").read_bytes() == b"content"
+
+
+def test_a_full_disk_under_json_says_nothing_of_resuming(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+    code, _, err = run(capfd, "convert", demo_model, tmp_path / "out", "--json", "/dev/full")
+    assert code == 5
+    assert "No space left on device" in err
+    assert "resume" not in err
+
+
+@pytest.mark.parametrize("stderr", ["/dev/full", "closed pipe"])
+def test_json_reaches_stdout_whatever_becomes_of_stderr(stderr: str, demo_model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "quantkit.cli", "inspect", str(demo_model), "--json", "-"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=full if stderr == "/dev/full" else writer, cwd=tmp_path, check=False
+        )
+    os.close(writer)
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["format"]
 
 
 def test_a_name_of_a_hyphen_is_a_file_where_a_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import oracle
 import pytest
+import transformers
 from safetensors import safe_open
 
 from quantkit.architectures.config import ModelConfig
@@ -23,7 +24,7 @@ from quantkit.architectures.topology import (
     parameters,
     row_parallel_modules,
 )
-from quantkit.errors import UnsupportedError
+from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.json_values import Settings
 
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2}
@@ -153,3 +154,33 @@ def test_configs_differ_by_their_layers(tmp_path: Path) -> None:
     assert gemma.differences(gemma) == []
     llama, _ = _saved("llama", tmp_path / "llama")
     assert "window of layer 0: 4096 against None" in gemma.differences(llama)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"no_rope_layers": [1, 0]},
+        {"no_rope_layers": [1, 0, 2]},
+        {"no_rope_layers": [1, 0, True]},
+        {"no_rope_layers": "101"},
+        {"no_rope_layer_interval": 0},
+        {"layer_types": ["sliding_attention"] * 3, "sliding_window": None},
+    ],
+)
+def test_smollm3_layers_that_make_no_sense_are_refused(changes: dict[str, Any]) -> None:
+    raw = {
+        **oracle.SIZES, "model_type": "smollm3", "rms_norm_eps": 1e-6, "no_rope_layers": None, **changes,
+    }  # fmt: skip
+    with pytest.raises(CheckpointError):
+        config_from_hf(raw, "config.json")
+
+
+@pytest.mark.parametrize("kind", [kind for kind, _ in CASES.values()])
+def test_the_base_of_rotary_positions_is_the_familys_where_a_config_says_none(kind: str, tmp_path: Path) -> None:
+    kind, changes = next((one, changes) for one, changes in CASES.values() if one == kind)
+    raw = json.loads((oracle.save(oracle.make(kind, **{**_ENDS, **changes}), tmp_path) / "config.json").read_text())
+    raw.pop("rope_parameters")
+    raw.pop("rope_theta", None)
+    theirs = transformers.AutoConfig.for_model(**raw)
+    expected = theirs.rope_parameters["rope_theta"]
+    assert families()[kind].read(Settings(raw, "config.json")).rope.theta == expected

@@ -29,6 +29,7 @@ _IGNORED = {"rope_type", "type", "rope_theta", "finetuned", "original_max_positi
 # What numbers may be: far beyond what is published, and within what float32 computes without loss of sense.
 MAX_THETA = 1e15
 MIN_THETA = 1.001  # of 1 all dimensions turn alike
+DEFAULT_THETA = 10000.0
 SCALE = (1e-3, 1e6)
 _TURNS = (1e-3, 1e6)
 _BOUNDS = {
@@ -47,7 +48,7 @@ class RopeConfig:
     (2309.00071), Llama 3.1's frequency scaling.
     """
 
-    theta: float = 10000.0
+    theta: float = DEFAULT_THETA
     type: str = "default"
     factor: float = 1.0
     original_context: int | None = None
@@ -61,8 +62,11 @@ class RopeConfig:
     truncate: bool = True
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any], path: object) -> RopeConfig:
+    def from_hf(cls, raw: Mapping[str, Any], path: object, default_theta: float = DEFAULT_THETA) -> RopeConfig:
         """Read ``rope_parameters`` or ``rope_theta`` with ``rope_scaling``.
+
+        Args:
+            default_theta: the family's own, where the file says none.
 
         Raises:
             UnsupportedError: for a rope type or setting that quantkit does not compute.
@@ -88,7 +92,7 @@ class RopeConfig:
                 raise CheckpointError(f"rope scaling lacks the key '{name}'", path=where)
         base = inner if "rope_theta" in stated else whole
         rope = cls(
-            theta=base.number("rope_theta", MIN_THETA, MAX_THETA) if base.has("rope_theta") else 10000.0,
+            theta=base.number("rope_theta", MIN_THETA, MAX_THETA) if base.has("rope_theta") else default_theta,
             type=kind,
             original_context=_original_context(kind, inner, whole),
             truncate=inner.flag("truncate", "truncate" not in stated),  # null is false, as in transformers

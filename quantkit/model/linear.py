@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from quantkit.kernels.dispatch import select_backend
 from quantkit.tensors.qtensor import QuantTensor, float_rows, row_chunks
 
+_FLOAT_ELEMENTS = 1 << 21  # of a weight that are float32 at a time
+_TILE = 16  # matrix products are slow for other numbers of rows
+
 FloatLinear = Callable[[Tensor, Tensor], Tensor]
 """``x @ weight.T``, [..., I] to [..., O] in the dtype of x, whatever float dtype the weight has."""
 
@@ -29,7 +32,9 @@ def float32_linears(xs: Sequence[Tensor], weight: Tensor | QuantTensor) -> list[
     """`float32_linear` of each x, with the same bits as alone; the weight is converted once for all."""
     wide = [x.float() for x in xs]
     outs = [x.new_empty(*x.shape[:-1], weight.shape[0]) for x in wide]
-    for start, stop in row_chunks(*weight.shape):
+    columns = weight.shape[1]
+    chunk = max(_TILE, _FLOAT_ELEMENTS // max(columns, 1) // _TILE * _TILE)
+    for start, stop in row_chunks(*weight.shape, chunk * columns):
         rows = float_rows(weight, start, stop)
         for x, out in zip(wide, outs, strict=True):
             out[..., start:stop] = F.linear(x, rows)

@@ -27,7 +27,7 @@ STATES_BYTES = 256 << 20
 NOT_SCORED = -100
 """Stands for a target where nothing is predicted; cross entropy leaves it out."""
 TOKENS_THROUGH_THE_HEAD = 64
-_LOGITS_BYTES = 64 << 20  # of one model, that are in memory together
+_LOGITS_BYTES = 32 << 20  # of one model, that are in memory together
 
 
 @dataclass(frozen=True)

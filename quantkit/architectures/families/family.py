@@ -16,7 +16,7 @@ from quantkit.architectures.config import (
     LayerConfig,
     ModelConfig,
 )
-from quantkit.architectures.rope import RopeConfig
+from quantkit.architectures.rope import DEFAULT_THETA, RopeConfig
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.json_values import Settings, shown
 
@@ -78,6 +78,7 @@ def read_config(
     head_dim: int | None = None,
     head_dim_required: bool = False,
     tied_by_default: bool = False,
+    default_theta: float = DEFAULT_THETA,
     **features: Any,
 ) -> ModelConfig:
     """What all families' configs say alike.
@@ -88,6 +89,7 @@ def read_config(
         kv_heads_required: whether ``num_key_value_heads`` must be there, null standing for as many as heads.
         head_dim: if the file does not say it; else the hidden size over the heads.
         tied_by_default: whether the head is the embedding where nothing is said.
+        default_theta: of the rotary embedding, where nothing is said.
         features: further fields of `ModelConfig`.
 
     Raises:
@@ -118,7 +120,7 @@ def read_config(
         num_kv_heads=settings.whole("num_key_value_heads", 1, MAX_HEADS) if own_kv_heads else heads,
         head_dim=settings.whole("head_dim", 1, MAX_HEADS) if stated_head_dim else head_dim or hidden // heads,
         norm_eps=settings.number("rms_norm_eps", MIN_EPS, MAX_EPS),
-        rope=RopeConfig.from_hf(settings.values, settings.path),
+        rope=RopeConfig.from_hf(settings.values, settings.path, default_theta),
         max_context=settings.whole("max_position_embeddings", 1, MAX_CONTEXT),
         tied_embeddings=settings.flag("tie_word_embeddings", tied_by_default),
         dtype=_dtype(settings),

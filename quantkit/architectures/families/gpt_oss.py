@@ -35,7 +35,9 @@ def _read(settings: Settings) -> ModelConfig:
     layers = [
         LayerConfig(window=window if kind == "sliding_attention" else None, experts=True) for kind in types[:count]
     ]
-    return read_config(settings, layers, qkv_bias=bias, output_bias=bias, sinks=True, experts=experts)
+    return read_config(
+        settings, layers, default_theta=150000.0, qkv_bias=bias, output_bias=bias, sinks=True, experts=experts
+    )
 
 
 FAMILY = Family(

@@ -16,7 +16,7 @@ def _read(settings: Settings) -> ModelConfig:
         size=settings.whole("intermediate_size", 1, MAX_WIDTH),
     )
     layer = LayerConfig(window=sliding_window(settings, None), experts=True)
-    return read_config(settings, [layer] * layer_count(settings), experts=experts)
+    return read_config(settings, [layer] * layer_count(settings), default_theta=1e6, experts=experts)
 
 
 FAMILY = Family(

@@ -18,12 +18,13 @@ from quantkit.errors import CheckpointError
 from quantkit.json_values import Settings, shown
 
 _INTERVAL = 4
+_THETA = 2e6
 
 
 def _read(settings: Settings) -> ModelConfig:
     bias = settings.flag("attention_bias", False)
     return read_config(
-        settings, _layers(settings), tied_by_default=True, qkv_bias=bias, output_bias=bias,
+        settings, _layers(settings), tied_by_default=True, default_theta=_THETA, qkv_bias=bias, output_bias=bias,
         mlp_bias=settings.flag("mlp_bias", False),
     )  # fmt: skip
 
@@ -34,6 +35,8 @@ def _layers(settings: Settings) -> list[LayerConfig]:
     window = sliding_window(settings, None)
     windowed = settings.flag("use_sliding_window", False)
     types = layer_types(settings, count)  # where they are listed the flag says nothing, as in transformers
+    if window is None and "sliding_attention" in types:
+        raise CheckpointError("layer_types has windows, and sliding_window none", path=settings.path)
     slides = [kind == "sliding_attention" for kind in types] or [windowed and not rotated for rotated in rotary]
     return [
         LayerConfig(window=window if slid else None, rotary=rotated)
@@ -48,10 +51,14 @@ def _rotary(settings: Settings, count: int) -> list[bool]:
         interval_key = "no_rope_layer_interval"
         interval = settings.whole(interval_key, 1, MAX_LAYERS) if settings.has(interval_key) else _INTERVAL
         return [(layer + 1) % interval != 0 for layer in range(count)]
-    stated = settings.ids(key)
-    if len(stated) < count or not set(stated) <= {0, 1}:
+    stated = settings.need(key)
+    if (
+        not isinstance(stated, list)
+        or len(stated) < count
+        or not all(type(one) is int and one in (0, 1) for one in stated)
+    ):
         raise CheckpointError(
-            f"{key} does not fit the layers", path=settings.path, found=shown(list(stated)),
+            f"{key} does not fit the layers", path=settings.path, found=shown(stated),
             expected=f"0 or 1 for each of {count}",
         )  # fmt: skip
     return [rotated == 1 for rotated in stated[:count]]
