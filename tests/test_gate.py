@@ -180,17 +180,19 @@ def test_the_baseline_of_long_groups_is_groups_of_128(demo_model: Path) -> None:
 
 
 class _Counting:
-    """A checkpoint that counts how often each tensor is read whole."""
+    """A checkpoint that counts how often each tensor is read whole, and how many rows otherwise."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
         self.reads: Counter[str] = Counter()
+        self.rows: Counter[str] = Counter()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def load(self, name: str, part: TensorSlice | None = None) -> Any:
         self.reads[name] += part is None
+        self.rows[name] += 0 if part is None else part.size
         return self._inner.load(name, part)
 
 
@@ -204,7 +206,8 @@ def test_rounding_reads_each_weight_of_two_models_to_compare_and_to_run_it(demo_
     source, result = _Counting(open_checkpoint(demo_model)), _Counting(open_checkpoint(folder))
     found = gate.run_gate(source, result, _records(folder))
     for one in (source, result):
-        assert one.reads == dict.fromkeys(one.names(), 2)
+        assert one.reads == dict.fromkeys(one.names(), 1)
+        assert one.rows == {name: one.info(name).shape[0] for name in one.names()}
     assert found.to_json(accepted=False) == _manifest(folder)["quality"]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
 _COARSEST = 128
+_AT_ONCE = 1 << 23  # values that are compared at a time
 
 
 def rtn_baseline(source: Checkpoint, assigned: Mapping[str, QuantScheme]) -> RtnCheckpoint:
@@ -82,7 +84,18 @@ def is_baseline(result: Checkpoint, baseline: Checkpoint, records: Mapping[str, 
         record = records.get(name) or {}
         if own.scheme is not None and (record.get("solver") != ROUNDING or "fallback" in record):
             return False
-    return all(_same_bits(result.load(name), baseline.load(name)) for name in result.names())
+    return all(
+        _same_bits(result.load(name, rows), baseline.load(name, rows))
+        for name in result.names()
+        for rows in _pieces(result.info(name).shape, result.config.head_dim)
+    )
+
+
+def _pieces(shape: tuple[int, ...], head_dim: int) -> Iterator[TensorSlice]:
+    """Rows of a tensor, some at a time; whole heads, as readers of rotary rows require."""
+    step = max(1, _AT_ONCE // (math.prod(shape[1:]) * head_dim)) * head_dim
+    for start in range(0, shape[0], step):
+        yield TensorSlice(0, ((start, min(start + step, shape[0])),))
 
 
 def _same_bits(a: Tensor | QuantTensor, b: Tensor | QuantTensor) -> bool:
