@@ -32,9 +32,9 @@ def float32_linears(xs: Sequence[Tensor], weight: Tensor | QuantTensor) -> list[
     """`float32_linear` of each x, with the same bits as alone; the weight is converted once for all."""
     wide = [x.float() for x in xs]
     outs = [x.new_empty(*x.shape[:-1], weight.shape[0]) for x in wide]
-    columns = weight.shape[1]
+    count, columns = weight.shape
     chunk = max(_TILE, _FLOAT_ELEMENTS // max(columns, 1) // _TILE * _TILE)
-    for start, stop in row_chunks(*weight.shape, chunk * columns):
+    for start, stop in row_chunks(count, columns, chunk * columns):
         rows = float_rows(weight, start, stop)
         for x, out in zip(wide, outs, strict=True):
             out[..., start:stop] = F.linear(x, rows)
