@@ -135,8 +135,9 @@ def _require_writable(path: Path, reads: Iterable[Path | str | None], makes: Pat
         raise DestinationError("is a folder", path=path, expected="a file to write")
     if not os.access(path if _is_special(path) else path.parent, os.W_OK) or not path.parent.is_dir():
         raise DestinationError("cannot be written there", path=path, expected="a folder that can be written in")
-    names_a_model = path.name in read_names() or path.name.endswith(_MODELS_OWN)
-    if is_model_folder(path.parent) and (path.exists() or names_a_model):
+    there = Path(os.path.realpath(path))  # where a link leads
+    names_a_model = there.name in read_names() or there.name.endswith(_MODELS_OWN)
+    if is_model_folder(there.parent) and (path.exists() or names_a_model):
         raise DestinationError(
             "is a file of a model's folder, or would be read as one", path=path, hint="choose another name"
         )

@@ -248,6 +248,13 @@ def test_a_link_stays_and_what_it_leads_to_is_written(tmp_path: Path) -> None:
     assert (tmp_path / "there").read_bytes() == b"content"
 
 
+def test_a_link_into_a_models_folder_is_refused(demo_model: Path, tmp_path: Path) -> None:
+    model = oracle.copy(demo_model, tmp_path / "model")
+    (tmp_path / "link").symlink_to(next(model.glob("params.json")))
+    with pytest.raises(DestinationError, match="is a file of a model's folder"):
+        Outputs(str(tmp_path / "link"))
+
+
 def test_a_full_disk_under_json_says_nothing_of_resuming(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
     code, _, err = run(capfd, "convert", demo_model, tmp_path / "out", "--json", "/dev/full")
     assert code == 5

@@ -111,6 +111,7 @@ class JobWriter:
         self.missing: Sequence[TensorSpec] = planned[self.done :]
         self._sizes = [int(torch.Size(spec.shape).numel()) * spec.dtype.itemsize for spec in planned]
         self._next = self.done
+        self._bytes, self._total = sum(self._sizes[: self.done]), sum(self._sizes)
         self._tell()
 
     def put(self, name: str, value: Tensor | QuantTensor, record: Mapping[str, object] | None = None) -> None:
@@ -122,6 +123,7 @@ class JobWriter:
         """
         self._hashes.require_sound()
         self._writer.put(name, value, record)
+        self._bytes += self._sizes[self._next]
         self._next += 1
         self._tell()
 
@@ -170,7 +172,7 @@ class JobWriter:
     def _tell(self) -> None:
         planned = self._work.encoder.planned
         name = planned[self._next].name if self._next < len(planned) else ""
-        self._progress(sum(self._sizes[: self._next]), sum(self._sizes), name)
+        self._progress(self._bytes, self._total, name)
 
 
 def _checked(work: Work, progress: Progress) -> SourceCheck | str:
