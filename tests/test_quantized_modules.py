@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import oracle
 import pytest
 from command import Capture, run
 from compressed_tensors.utils import match_name
+from work import counted_calls
 
 import quantkit
 from quantkit.errors import CheckpointError, UnsupportedError
@@ -95,17 +95,13 @@ def test_a_pattern_that_takes_for_ever_is_given_up(pattern: str, place: str, mon
         raw["config_groups"]["one"]["targets"] = [pattern] * 50
     else:
         raw["ignore"] = [pattern] * 50
-    started = time.monotonic()
     with pytest.raises(CheckpointError, match=r"^x/config\.json: .*pattern"):
         _read(raw)
-    assert time.monotonic() - started < 6
 
 
 @pytest.mark.parametrize("pattern", ["re:(a|.)*(a|.)*X", "re:(.*)*(.*)*(.*)*$X", "re:" + "(.*.*)*" * 20 + "X"])
 def test_a_pattern_that_only_pythons_own_matching_never_ends_is_matched(pattern: str) -> None:
-    started = time.monotonic()
     assert _read(_config(one=([pattern], {}))) == {}
-    assert time.monotonic() - started < 1
 
 
 @pytest.mark.parametrize("pattern", ["re:(", "re:[", "re:*", "re:(?R)", r"re:\p{L}", "re:(?P<a>.)(?P<a>.)",
@@ -115,12 +111,12 @@ def test_an_invalid_pattern_is_named(pattern: str) -> None:
         _read(_config(one=([pattern], {})))
 
 
-def test_many_names_take_no_time() -> None:
+def test_a_name_among_many_is_looked_at_once() -> None:
     raw = _config(one=(["Linear"], {}))
-    raw["ignore"] = [f"model.layers.{index}" for index in range(200_000)]
-    started = time.monotonic()
-    assert len(_read(raw)) == len(MODULES)
-    assert time.monotonic() - started < 2
+    raw["ignore"] = [f"model.layers.{index}" for index in range(20_000)]
+    with counted_calls() as calls:
+        assert len(_read(raw)) == len(MODULES)
+    assert calls[0] < 10 * 20_000
 
 
 WRONG: dict[str, Change] = {
