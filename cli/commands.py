@@ -23,7 +23,7 @@ def demo(output: Path | None, data: str | None) -> None:
     from quantkit.evals.demo import run_demo
 
     outputs = Outputs(data, makes=output)
-    with bar("demo", unit="step") as progress:
+    with bar() as progress:
         report = run_demo(output, progress=progress)
     outputs.say(report.lines())
     outputs.write(report.to_json())
@@ -59,7 +59,7 @@ def convert(data: str | None, **given: Any) -> None:
         outputs = Outputs(data, makes=given["dst"])
         if not group.first:
             return
-        with bar("convert") as progress:
+        with bar() as progress:
             notes = job(**given, progress=progress)
     finish(given["dst"], notes, outputs)
 
@@ -80,7 +80,7 @@ def verify(a: Path, b: Path | None, data: str | None) -> None:
     from quantkit.quality.verify import verify as job
 
     outputs = Outputs(data)
-    with bar("verify", unit="step") as progress:
+    with bar() as progress:
         if b is not None:
             report = job(a, b, progress=progress)
         else:

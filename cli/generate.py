@@ -138,7 +138,7 @@ def _on_devices(asked: Asked) -> Iterator[str]:
     from quantkit.jobs.load import load_xla
     from quantkit.runtime.stream import text_pieces
 
-    with bar("load", unit="tensor") as progress:
+    with bar() as progress:
         model, tokenizer = load_xla(
             asked.path, devices=asked.tp, dtype=asked.dtype, weights=asked.weights,
             multi_host=asked.multi_host, progress=progress,

@@ -15,6 +15,7 @@ from quantkit.cli.output import drop_output, open_missing_streams
 from quantkit.cli.plan import plan
 from quantkit.cli.processes import INTERNAL_ERROR, INTERRUPTED
 from quantkit.cli.quantize import quantize
+from quantkit.cli.spelling import as_options
 from quantkit.errors import DestinationError, QuantkitError
 from quantkit.version import __version__
 
@@ -59,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
     except QuantkitError as error:
         if debug:
             traceback.print_exc()
-        click.echo(f"quantkit: error: {error}", err=True)
+        click.echo(f"quantkit: error: {as_options(str(error))}", err=True)
         code = error.exit_code
     except BrokenPipeError:
         drop_output()

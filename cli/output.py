@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import click
 from tqdm import tqdm
 
+from quantkit.cli.spelling import as_options
 from quantkit.progress import Progress
 
 
@@ -17,7 +18,7 @@ def say(lines: Iterable[str], *, err: bool = False) -> None:
     """Print lines, with `err` to stderr; a reader that has closed its end misses them, and the command goes on to
     its exit code. So it does where stderr takes nothing: results are on stdout then."""
     try:
-        click.echo("\n".join(lines), err=err)
+        click.echo("\n".join(map(as_options, lines)), err=err)
         (sys.stderr if err else sys.stdout).flush()
     except BrokenPipeError:
         drop_output(err=err)
@@ -39,19 +40,23 @@ def mention(line: str, *, err: bool = False) -> None:
 def note(line: str) -> None:
     """Tell the user something on stderr; of the processes of a group the first one does."""
     if os.environ.get("RANK", "0") == "0":
-        mention(f"quantkit: note: {line}", err=True)
+        mention(f"quantkit: note: {as_options(line)}", err=True)
 
 
 @contextmanager
-def bar(title: str, unit: str = "B", *, show: bool = True) -> Iterator[Progress]:
-    """A bar on stderr that a job's progress calls move, silent where that is no terminal; it starts anew when the
-    total changes."""
-    with tqdm(desc=title, unit=unit, unit_scale=unit == "B", disable=None if show else True, leave=False) as line:
+def bar(*, show: bool = True) -> Iterator[Progress]:
+    """A bar on stderr that a job's progress calls move, silent where that is no terminal; it starts anew with each
+    phase."""
+    with tqdm(disable=None if show else True, leave=False) as line:
+        begun: tuple[str, int] | None = None
 
-        def report(done: int, total: int, name: str) -> None:
-            if line.total != total:
+        def report(phase: str, done: int, total: int, unit: str, /) -> None:
+            nonlocal begun
+            if begun != (phase, total):
+                begun = phase, total
+                line.set_description(phase, refresh=False)
+                line.unit = f" {unit}"
                 line.reset(total)
-            line.set_postfix_str(name, refresh=False)
             line.update(done - line.n)
 
         yield report

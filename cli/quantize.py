@@ -59,7 +59,7 @@ def quantize(data: str | None, **given: Any) -> None:
             require_same_checkpoint(open_checkpoint(arguments["src"], arguments["weights"]), group)
         notes: list[str] = []
         if shared or group.first:
-            with bar("quantize", show=group.first) as progress:
+            with bar(show=group.first) as progress:
                 notes = job(**arguments, group=group, progress=progress)
     if group.first:
         finish(arguments["dst"], notes, outputs)

@@ -137,9 +137,9 @@ def bench(jobs: Sequence[Job], *, group: ProcessGroup = SINGLE, progress: Progre
         return [_measure(jobs[0], group)]
     found = []
     for index, job in enumerate(jobs):
-        progress(index, len(jobs), str(job.path or job.shape))
+        progress("bench", index, len(jobs), "models")
         found.append(_measured_apart(job))
-    progress(len(jobs), len(jobs), "")
+    progress("bench", len(jobs), len(jobs), "models")
     return found
 
 

@@ -16,7 +16,7 @@ from quantkit.jobs.convert import convert
 from quantkit.jobs.inspect import inspect
 from quantkit.jobs.load import load
 from quantkit.jobs.quantize import quantize
-from quantkit.progress import Progress, silent
+from quantkit.progress import Progress, in_phase, silent
 from quantkit.quality import measures
 from quantkit.quality.verify import Verdict, verify
 from quantkit.runtime.generate import generate
@@ -93,11 +93,11 @@ def run_demo(output: Path | None = None, *, progress: Progress = silent) -> Demo
 
 def _run(folder: Path, progress: Progress) -> DemoReport:
     steps = len(SCHEMES) + 1
-    progress(0, steps, "convert")
+    progress("convert", 0, steps, "steps")
     paths = [folder / "bf16", *(folder / scheme for scheme in SCHEMES)]
     convert(DEMO_MODEL, paths[0])
     for index, scheme in enumerate(SCHEMES, 1):
-        progress(index, steps, f"quantize to {scheme}")
+        progress(f"quantize to {scheme}", index, steps, "steps")
         quantize(paths[0], paths[index], scheme)
     verdicts = {path.name: verify(DEMO_MODEL, path).verdict for path in paths}
     expected = {path.name: Verdict.WITHIN_BOUND for path in paths} | {"bf16": Verdict.SAME}
@@ -105,7 +105,7 @@ def _run(folder: Path, progress: Progress) -> DemoReport:
         raise QuantkitError(
             f"the demo's {wrong[0]} is {verdicts[wrong[0]].name.lower()}", expected=expected[wrong[0]].name.lower()
         )
-    rows = compare(paths[0], paths[1:], excerpt(), progress=progress)
+    rows = compare(paths[0], paths[1:], excerpt(), progress=in_phase(progress, "compare"))
     samples = {}
     for path in paths:
         model, tokenizer = load(path, device="cpu")

@@ -26,7 +26,7 @@ from quantkit.formats import manifest
 from quantkit.jobs.inspect import inspect
 from quantkit.model.device import usable_device
 from quantkit.model.layerwise import layerwise_hidden
-from quantkit.progress import Progress, silent
+from quantkit.progress import Progress, in_phase, silent
 from quantkit.quality.measures import Divergence, Hidden, compare, token_perplexity
 
 
@@ -94,7 +94,7 @@ def evaluate(
             for measured, model, stream, (perplexity, apart) in zip(measures, models, cut, found, strict=True):
                 documents = score_documents(
                     model.checkpoint, model.tokenizer, text, model.rolling_window, group=group,
-                    progress=_named(progress, model),
+                    progress=in_phase(progress, model.name),
                 )  # fmt: skip
                 measured[text.name] = TextMeasures(stream.tokens, documents, perplexity, apart)
         answers = [_ask(model, questions, where, group, progress) if tasks else ({}, []) for model in models]
@@ -148,7 +148,7 @@ _Fixed = list[tuple[float, Divergence | None]]
 def _alone(models: Sequence[Model], read: Sequence[Stream], group: ProcessGroup, progress: Progress) -> _Fixed:
     """Each model's token perplexity."""
     return [
-        (token_perplexity(model.checkpoint, stream.windows, group=group, progress=_named(progress, model)), None)
+        (token_perplexity(model.checkpoint, stream.windows, group=group, progress=in_phase(progress, model.name)), None)
         for model, stream in zip(models, read, strict=True)
     ]
 
@@ -159,7 +159,12 @@ def _held_against(
     """Each model's token perplexity and, of all but the first, the divergence from the first."""
     reference, *others = (model.checkpoint for model in models)
     found = compare(
-        reference, others, read[0].windows, reference_hidden=hidden, group=group, progress=_named(progress, models[0])
+        reference,
+        others,
+        read[0].windows,
+        reference_hidden=hidden,
+        group=group,
+        progress=in_phase(progress, models[0].name),
     )
     return [(found[0].reference_perplexity, None), *((one.perplexity, one.divergence) for one in found)]
 
@@ -173,7 +178,7 @@ def _ask(
     """A model's scores in the tasks, and the backends of its quantized layers there."""
     lm = as_lm(
         model.checkpoint, model.tokenizer, model.rolling_window, device=device, group=group,
-        progress=_named(progress, model),
+        progress=in_phase(progress, model.name),
     )  # fmt: skip
     return run_tasks(questions, lm), lm.backends
 
@@ -210,10 +215,3 @@ def _layer_errors(folder: Path) -> tuple[dict[str, float], str]:
         if errors:
             return dict(sorted(errors.items(), key=lambda item: -item[1])), kind
     return {}, ""
-
-
-def _named(progress: Progress, model: Model) -> Progress:
-    def report(done: int, total: int, name: str) -> None:
-        progress(done, total, f"{model.name}: {name}")
-
-    return report

@@ -91,7 +91,7 @@ class Scorer:
         """Continuations, each cut before the first of its stop texts."""
         texts = []
         for index, request in enumerate(requests):
-            self._progress(index, len(requests), "texts")
+            self._progress("tasks", index, len(requests), "texts")
             texts.append(self._continue(*request.args))
         return texts
 
@@ -128,7 +128,7 @@ class Scorer:
         scores: dict[int, tuple[float, bool]] = {}
         order = sorted(range(len(items)), key=lambda index: -len(items[index][0]))
         while len(scores) < len(items):
-            self._progress(len(scores), len(items), "requests")
+            self._progress("tasks", len(scores), len(items), "requests")
             width = len(items[order[len(scores)]][0])
             batch = order[len(scores) : len(scores) + max(1, _TOKENS_AT_ONCE // width)]
             tokens = torch.tensor([items[index][0] + [0] * (width - len(items[index][0])) for index in batch])

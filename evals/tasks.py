@@ -70,7 +70,7 @@ def open_tasks(names: Sequence[str], data: Path | None) -> Iterator[list[Any]]:
     if (absent := [name for name in names if name not in local]) and not _hub_answers():
         raise RequestError(
             f"the data of task '{absent[0]}' are not here, and the hub cannot be reached",
-            hint=f"give them as {absent[0]}.jsonl in a folder named with --task-data",
+            hint=f"give them as {absent[0]}.jsonl in a folder, `task_data`",
         )
     index = _manager().task_index
     if unknown := [name for name in names if name not in index]:
@@ -159,7 +159,7 @@ def _load(name: str, file: Path | None, scratch: str) -> list[Any]:
         if file is not None:
             raise RequestError(f"does not fit the task: {error!r}", path=file) from error
         raise RequestError(
-            f"the data of task '{name}' cannot be had: {error!r}", hint=f"give them as {name}.jsonl with --task-data"
+            f"the data of task '{name}' cannot be had: {error!r}", hint=f"give them as {name}.jsonl in `task_data`"
         ) from error
     return [loaded["groups"][name]] if name in loaded.get("groups", {}) else list(loaded["tasks"].values())
 

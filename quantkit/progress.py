@@ -6,10 +6,23 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Called with the bytes done and in all, and the name of what is being worked on."""
+    """Called as a job advances: what it is at, how much of that is done, of how much, and what is counted.
 
-    def __call__(self, done: int, total: int, name: str) -> None: ...
+    For instance ``("gate", 3, 24, "layers")``. A phase begins with a call of its name, often at 0, and its total
+    may be another than that of the phase before.
+    """
+
+    def __call__(self, phase: str, done: int, total: int, unit: str, /) -> None: ...
 
 
-def silent(done: int, total: int, name: str) -> None:
+def silent(phase: str, done: int, total: int, unit: str, /) -> None:
     """Tell nobody."""
+
+
+def in_phase(progress: Progress, name: str) -> Progress:
+    """Tell `progress` of everything as of one phase, as a job does that calls others as parts of its own."""
+
+    def report(_phase: str, done: int, total: int, unit: str, /) -> None:
+        progress(name, done, total, unit)
+
+    return report

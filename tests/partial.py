@@ -43,10 +43,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def interrupted(job: Callable[..., Any], src: Path, dst: Path, share: float = 0.6) -> Path:
-    """Run a job until a share of its bytes is written, and stop it as Ctrl-C does; the partial folder."""
+    """Run a job until a share of its layers is written, and stop it as Ctrl-C does; the partial folder."""
 
-    def progress(done: int, total: int, name: str) -> None:
-        if name and done >= share * total:
+    def progress(phase: str, done: int, total: int, unit: str) -> None:
+        if share * total <= done < total:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -158,8 +158,11 @@ def test_two_runs_and_a_resumed_one_give_equal_bytes(
     first, again = (_contents(_quantize(demo_model, tmp_path / name, text)) for name in ("first", "again"))
     assert first == again
 
-    def interrupt(done: int, total: int, name: str) -> None:
-        if name.startswith("model.layers.2.mlp"):
+    told = []
+
+    def interrupt(phase: str, done: int, total: int, unit: str) -> None:
+        told.append((phase, done))
+        if told.count(("quantize", 2)) == 3:  # in the midst of block 2
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -179,7 +182,7 @@ def test_two_runs_and_a_resumed_one_give_equal_bytes(
 def test_activations_on_disk_change_nothing(demo_model: Path, text: Path, tmp_path: Path) -> None:
     made = []
 
-    def watch(done: int, total: int, name: str) -> None:
+    def watch(phase: str, done: int, total: int, unit: str) -> None:
         made.append(len(list((tmp_path / "disk.partial" / ".activations-0").glob("*"))))
 
     in_memory = _contents(_quantize(demo_model, tmp_path / "memory", text))
@@ -201,7 +204,7 @@ def test_full_disk_under_the_activations_is_told_and_resumable(
         write(path, value)
 
     monkeypatch.setattr(activation_store, "_write", full)
-    with pytest.raises(DestinationError, match=r"activations cannot be written: No space.*--resume"):
+    with pytest.raises(DestinationError, match=r"activations cannot be written: No space.*`resume=True`"):
         _quantize(demo_model, tmp_path / "out", text, activation_memory=0)
     assert not list((tmp_path / "out.partial").glob(".activations*"))
     monkeypatch.undo()

@@ -337,7 +337,7 @@ def test_a_source_that_changes_during_a_conversion_is_an_error(
             if how == "replaced":
                 path.write_bytes((saved / "pytorch_model.bin").read_bytes())
 
-    def progress(done: int, total: int, name: str) -> None:
+    def progress(phase: str, done: int, total: int, unit: str) -> None:
         if path.exists() and path.stat().st_mtime_ns == before and (when == "opened" or done > 0):
             change()
 
@@ -482,7 +482,7 @@ def test_damage_ends_a_job_before_its_end(pickled: Path, tmp_path: Path, monkeyp
 
     monkeypatch.setattr(manifest, "SourceHashes", Finished)
     with pytest.raises(CheckpointError, match="is damaged"):
-        convert(pickled, tmp_path / "out", progress=lambda done, total, name: seen.append(name))
+        convert(pickled, tmp_path / "out", progress=lambda *now: seen.append(now[0]))
     assert len(seen) == 1
 
 

@@ -100,7 +100,7 @@ def test_another_tokenizer_is_noticed(source: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["changed", "gone"])
 def test_a_file_beside_the_weights_that_changes_meanwhile_is_noticed(how: str, source: Path, tmp_path: Path) -> None:
-    def progress(done: int, total: int, name: str) -> None:
+    def progress(phase: str, done: int, total: int, unit: str) -> None:
         if done == total:
             _change(source, how)
 

@@ -111,7 +111,7 @@ def test_what_is_no_plain_file_is_refused(
 def test_what_is_planted_while_a_run_goes_on_is_refused(
     plant: Callable[[Path, Path], None], demo_model: Path, dst: Path, victim: Path
 ) -> None:
-    def progress(done: int, total: int, name: str) -> None:
+    def progress(phase: str, done: int, total: int, unit: str) -> None:
         if done == total:
             plant(partial(dst) / "tokenizer.model", victim)
 
@@ -251,10 +251,10 @@ def test_only_what_is_listed_is_shipped(demo_model: Path, tmp_path: Path) -> Non
     whole, dst = tmp_path / "whole", tmp_path / "out"
     quantkit.convert(demo_model, whole)
 
-    def progress(done: int, total: int, name: str) -> None:
+    def progress(phase: str, done: int, total: int, unit: str) -> None:
         (partial(dst) / "notes.txt").write_text("mine")
 
-    with pytest.raises(DestinationError, match=r"notes\.txt: is no part of the output.*--resume"):
+    with pytest.raises(DestinationError, match=r"notes\.txt: is no part of the output.*`resume=True`"):
         quantkit.convert(demo_model, dst, source_check=False, progress=progress)
     assert not dst.exists()
     (partial(dst) / "notes.txt").rename(tmp_path / "notes.txt")
@@ -263,7 +263,7 @@ def test_only_what_is_listed_is_shipped(demo_model: Path, tmp_path: Path) -> Non
 
 
 def test_a_file_that_is_gone_is_noticed(demo_model: Path, dst: Path) -> None:
-    def progress(done: int, total: int, name: str) -> None:
+    def progress(phase: str, done: int, total: int, unit: str) -> None:
         for path in partial(dst).glob("model-00001-*"):
             path.unlink()
 
@@ -273,7 +273,7 @@ def test_a_file_that_is_gone_is_noticed(demo_model: Path, dst: Path) -> None:
 
 
 def test_another_folder_of_the_same_name_is_not_taken_for_the_output(demo_model: Path, dst: Path) -> None:
-    def progress(done: int, total: int, name: str) -> None:
+    def progress(phase: str, done: int, total: int, unit: str) -> None:
         if done == total:
             partial(dst).rename(dst.with_name("moved"))
             partial(dst).mkdir()
@@ -300,7 +300,7 @@ def test_a_failed_run_removes_no_more_than_its_own_folder(demo_model: Path, tmp_
     source, dst = tmp_path / "source", tmp_path / "out"
     shutil.copytree(demo_model, source)
 
-    def progress(done: int, total: int, name: str) -> None:
+    def progress(phase: str, done: int, total: int, unit: str) -> None:
         if done == total:
             partial(dst).rename(tmp_path / "moved")
             partial(dst).symlink_to(victim.parent)
@@ -318,7 +318,7 @@ def test_an_output_that_found_its_name_taken_is_finished_later(
     whole, dst = tmp_path / "whole", tmp_path / "out"
     quantkit.convert(demo_model, whole)
 
-    def progress(done: int, total: int, name: str) -> None:
+    def progress(phase: str, done: int, total: int, unit: str) -> None:
         if done < total:
             return
         if "folder" in obstacle:
@@ -330,7 +330,7 @@ def test_an_output_that_found_its_name_taken_is_finished_later(
         if obstacle == "link":
             dst.symlink_to(tmp_path / "nowhere")
 
-    with pytest.raises(DestinationError, match=r"appeared while writing.*--resume"):
+    with pytest.raises(DestinationError, match=r"appeared while writing.*`resume=True`"):
         quantkit.convert(demo_model, dst, source_check=False, progress=progress)
     assert (partial(dst) / JOURNAL).is_file()
     code, _, err = run(capfd, "convert", demo_model, dst, "--resume")

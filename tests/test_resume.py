@@ -55,8 +55,8 @@ convert.SHARD_BYTES = quantize.SHARD_BYTES = 300_000
 torch.set_num_threads(1)  # sums of floats depend on it
 src, dst, limit = sys.argv[1], sys.argv[2], float(sys.argv[3])
 
-def progress(done, total, name):
-    if done >= limit * total and name:
+def progress(phase, done, total, unit):
+    if limit * total <= done < total:
         os.kill(os.getpid(), signal.SIGKILL)
 
 """
@@ -112,10 +112,11 @@ def test_a_killed_run_resumes_to_the_same_bytes(
 def test_a_resumed_run_does_not_do_again_what_is_on_disk(demo_model: Path, tmp_path: Path) -> None:
     dst = tmp_path / "out"
     _killed("quantize", demo_model, dst, 0.6)
-    names: list[str] = []
-    quantkit.quantize(demo_model, dst, "int4-g32", resume=True, progress=lambda done, total, name: names.append(name))
-    assert "model.embed_tokens.weight" not in names
-    assert "lm_head.weight" in names
+    told: list[tuple[str, int, int, str]] = []
+    quantkit.quantize(demo_model, dst, "int4-g32", resume=True, progress=lambda *now: told.append(now))
+    written = [(done, total) for phase, done, total, _ in told if phase == "quantize"]
+    assert written[0][0] > 0
+    assert written[-1][0] == written[-1][1]
 
 
 def test_another_source_of_the_same_names_sizes_and_times_is_told(demo_model: Path, tmp_path: Path) -> None:
@@ -162,7 +163,7 @@ def test_a_partial_file_that_was_tampered_with_is_refused(damage: str, demo_mode
 def _interrupt(monkeypatch: pytest.MonkeyPatch, demo_model: Path, dst: Path) -> None:
     """Leave a partial output behind, as Ctrl-C does."""
 
-    def progress(done: int, total: int, name: str) -> None:
+    def progress(phase: str, done: int, total: int, unit: str) -> None:
         if done > total / 2:
             raise KeyboardInterrupt
 
@@ -175,7 +176,7 @@ def test_an_interrupted_run_is_not_overwritten_unasked(
     demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _interrupt(monkeypatch, demo_model, tmp_path / "out")
-    with pytest.raises(ResumeError, match="--resume"):
+    with pytest.raises(ResumeError, match="`resume=True`"):
         quantkit.convert(demo_model, tmp_path / "out")
 
 
@@ -225,7 +226,7 @@ def test_a_disk_that_fills_up_leaves_a_resumable_run(
         real(self, data)
 
     monkeypatch.setattr(sink._GrowingFile, "write", full)
-    with pytest.raises(DestinationError, match=r"disk is full.*--resume"):
+    with pytest.raises(DestinationError, match=r"disk is full.*`resume=True`"):
         JOBS[job](demo_model, dst)
     assert not dst.exists()
     monkeypatch.setattr(sink._GrowingFile, "write", real)
@@ -247,7 +248,7 @@ def test_a_source_that_changes_meanwhile_is_noticed(demo_model: Path, tmp_path: 
     source = tmp_path / "source"
     shutil.copytree(demo_model, source)
 
-    def touch(done: int, total: int, name: str) -> None:
+    def touch(phase: str, done: int, total: int, unit: str) -> None:
         if done == total:
             os.utime(source / "consolidated.00.pth", (1, 1))
 
@@ -260,7 +261,7 @@ def test_a_source_that_changes_meanwhile_is_noticed(demo_model: Path, tmp_path: 
 def test_a_destination_that_appears_meanwhile_is_left_alone(demo_model: Path, tmp_path: Path) -> None:
     dst = tmp_path / "out"
 
-    def appear(done: int, total: int, name: str) -> None:
+    def appear(phase: str, done: int, total: int, unit: str) -> None:
         dst.mkdir(exist_ok=True)
 
     with pytest.raises(DestinationError, match="appeared while writing"):

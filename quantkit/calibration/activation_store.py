@@ -54,7 +54,7 @@ class ActivationStore:
         except OSError as error:
             raise DestinationError(
                 f"calibration activations cannot be written: {error.strerror or error}", path=self._folder,
-                hint="free some space, or give more --activation-memory, and repeat the command with --resume",
+                hint="free some space, or give more `activation_memory`, and repeat it with `resume=True`",
             ) from error  # fmt: skip
         self._files[key] = path, value.shape
 

@@ -87,9 +87,7 @@ class Estimate:
         if self.scratch_bytes:
             out[-2] += f", and {self.scratch_bytes / 1e9:.2f} GB of activations while it runs"
         if self.source_check_tokens:
-            out.append(
-                f"first: the source is tried on {self.source_check_tokens} tokens of a text; see --no-source-check"
-            )
+            out.append(f"first: the source is tried on {self.source_check_tokens} tokens of a text; see `source_check`")
         return [*out, *(f"note: {note}" for note in self.notes)]
 
 

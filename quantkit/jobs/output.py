@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, DestinationError
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, parameter_count
@@ -19,7 +19,7 @@ from quantkit.formats.container import Encoder
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.files.safetensors_io import require_readable
 from quantkit.formats.output.writer import CheckpointWriter
-from quantkit.progress import Progress
+from quantkit.progress import Progress, in_phase
 from quantkit.quality.source_check import SourceCheck, check_source
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
@@ -109,9 +109,12 @@ class JobWriter:
         self.path = writer.path
         self.done = writer.done
         self.missing: Sequence[TensorSpec] = planned[self.done :]
-        self._sizes = [int(torch.Size(spec.shape).numel()) * spec.dtype.itemsize for spec in planned]
+        layers = {one.name: one.layer for one in parameters(work.source.config)}
+        last = {layers.get(spec.name): index for index, spec in enumerate(planned)}
+        ends = sorted(index for layer, index in last.items() if layer is not None)
+        self._ends = {*ends[:-1], len(planned) - 1}  # what follows the last layer counts with it
         self._next = self.done
-        self._bytes, self._total = sum(self._sizes[: self.done]), sum(self._sizes)
+        self._whole = sum(index < self.done for index in self._ends)
         self._tell()
 
     def put(self, name: str, value: Tensor | QuantTensor, record: Mapping[str, object] | None = None) -> None:
@@ -123,7 +126,7 @@ class JobWriter:
         """
         self._hashes.require_sound()
         self._writer.put(name, value, record)
-        self._bytes += self._sizes[self._next]
+        self._whole += self._next in self._ends
         self._next += 1
         self._tell()
 
@@ -170,14 +173,14 @@ class JobWriter:
         return [] if note is None else [f"{source.path}: {note}"]
 
     def _tell(self) -> None:
-        planned = self._work.encoder.planned
-        name = planned[self._next].name if self._next < len(planned) else ""
-        self._progress(self._bytes, self._total, name)
+        self._progress(self._work.job, self._whole, self._work.source.config.num_layers, "layers")
 
 
 def _checked(work: Work, progress: Progress) -> SourceCheck | str:
     """What the source makes of a text, or why that was not measured."""
-    found = check_source(work.source, allow_nonfinite=work.options["allow_nonfinite"] is True, progress=progress)
+    allow_nonfinite = work.options["allow_nonfinite"] is True
+    told = in_phase(progress, "check of the source")
+    found = check_source(work.source, allow_nonfinite=allow_nonfinite, progress=told)
     return found if isinstance(found, SourceCheck) else f"not measured: {found}"
 
 

@@ -44,8 +44,8 @@ def prepare(
     misfits = scheme_map.misfit_lines()
     if misfits and strict:
         raise RequestError(
-            f"schemes do not fit: {'; '.join(misfits)} without --strict", path=source.path,
-            hint="choose another group size, or leave --strict out",
+            f"schemes do not fit: {'; '.join(misfits)} without `strict=True`", path=source.path,
+            hint="choose another group size, or leave `strict=True` out",
         )  # fmt: skip
     notes += [f"{source.path}: {line}" for line in misfits]
     if not all(scheme.symmetric for scheme in scheme_map.schemes.values()):

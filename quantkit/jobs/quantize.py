@@ -16,7 +16,7 @@ from quantkit.jobs.card import model_card
 from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, writing
 from quantkit.jobs.prepare import prepare, tensor_blocks, too_few_tokens
 from quantkit.jobs.settings import gptq_settings
-from quantkit.progress import Progress, silent
+from quantkit.progress import Progress, in_phase, silent
 from quantkit.quality.gate import require_passed, run_gate
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
@@ -118,7 +118,7 @@ def quantize(
                 if settings is not None:
                     writer.checkpoint()  # what takes long to solve is not solved again
         result = writer.seal()
-        gate = run_gate(source, result, writer.records, progress=progress)
+        gate = run_gate(source, result, writer.records, progress=in_phase(progress, "gate"))
         if not accept_quality_loss:
             require_passed(gate, source, result, dst)
         elif (problem := gate.problem()) is not None:

@@ -92,14 +92,14 @@ def gptq_settings(
     if calibration is None:
         options = {
             "samples": samples, "length": length, "seed": seed, "thorough": thorough or None,
-            "activation-memory": activation_memory, "device": device,
+            "activation_memory": activation_memory, "device": device,
         }  # fmt: skip
         if unused := [name for name, value in options.items() if value is not None]:
-            raise RequestError(f"--{unused[0]} goes with the method gptq, and only with it")
+            raise RequestError(f"`{unused[0]}` goes with the method gptq, and only with it")
         return None
     memory = ACTIVATION_MEMORY if activation_memory is None else activation_memory
     if not 0 <= memory < math.inf:
-        raise RequestError("--activation-memory is no amount of memory", found=f"{memory / 1e9:g} GB")
+        raise RequestError("`activation_memory` is no amount of memory", found=f"{memory / 1e9:g} GB")
     return GptqSettings(
         calibration, SAMPLES if samples is None else samples, length, SEED if seed is None else seed, thorough,
         int(memory), usable_device(device),

@@ -91,14 +91,14 @@ def layerwise_hidden(
     states = [tp.embed(pack.tokens, embedding).float() for pack in packs]
     del embedding
     for layer in range(config.num_layers):
-        progress(layer, config.num_layers, f"layer {layer}")
+        progress("layers", layer, config.num_layers, "layers")
         for index, pack in enumerate(packs):
             block = offloaded_block(checkpoint, layer, pack.lengths)
             tp.connect(block, BLOCK_PREFIX.format(layer))
             states[index] = block(states[index], pack.step)
     norm = RMSNorm(config.hidden_size, config.norm_eps)
     norm.weight = nn.Parameter(_tensor(checkpoint, "model.norm.weight").float(), requires_grad=False)
-    progress(config.num_layers, config.num_layers, "")
+    progress("layers", config.num_layers, config.num_layers, "layers")
     for index, state in enumerate(states):
         states[index] = norm(state)
     return [own for pack, state in zip(packs, states, strict=True) for own in pack.split(state)]

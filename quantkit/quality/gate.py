@@ -180,7 +180,7 @@ def require_passed(gate: Gate, source: Checkpoint, result: Checkpoint, dst: Path
     raise QualityError(
         problem[0], path=dst, found=problem[1], expected=problem[2],
         hint=f"largest weight errors: {worst}; choose a finer scheme or GPTQ with more text, or keep it with"
-        " --accept-quality-loss (and --resume)",
+        " `accept_quality_loss=True` (and `resume=True`)",
     )  # fmt: skip
 
 

@@ -98,6 +98,6 @@ def recheck(folder: Path, made: Mapping[str, Any], *, progress: Progress = silen
         raise QualityError(
             "did not pass its gate when it was made" + (f": {what}" if what else ""), path=folder,
             found=measured, expected=allowed,
-            hint="it was kept with --accept-quality-loss" if quality.get("accepted") else "make it again",
+            hint="it was kept with `accept_quality_loss=True`" if quality.get("accepted") else "make it again",
         )  # fmt: skip
     return lines

@@ -332,7 +332,7 @@ def _pieces(count: int, size: int) -> Iterator[slice]:
 def _stretch(progress: Progress, index: int, count: int) -> Progress:
     """The progress of one of `count` equal stretches of a way."""
 
-    def report(done: int, total: int, name: str) -> None:
-        progress(index * total + done, count * total, name)
+    def report(phase: str, done: int, total: int, unit: str, /) -> None:
+        progress(phase, index * total + done, count * total, unit)
 
     return report

@@ -26,7 +26,7 @@ NOTED_BITS_PER_BYTE = 3.0
 
 _LETTERS = 8192  # enough for a window of any tokenizer
 _FLAT = 1e-3  # of the logits' range
-_SKIP = "--no-source-check goes on without this check"
+_SKIP = "`source_check=False` goes on without this check"
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,7 @@ def verify(a: str | Path, b: str | Path, *, progress: Progress = silent) -> Veri
     bound = BOUNDS["float16"]
     if comparable:
         for index, name in enumerate(names):
-            progress(index, len(names), name)
+            progress("tensors", index, len(names), "tensors")
             difference, allowed = _compare(reference, other, name)
             if difference is not None:
                 differing.append(difference)

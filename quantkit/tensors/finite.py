@@ -24,7 +24,7 @@ def checked_cast(tensor: Tensor, dtype: torch.dtype, name: str, path: Path, allo
     what = f"{before} values that are NaN or Inf" if before else f"{after} values that overflow {dtype}"
     raise NonFiniteError(
         f"tensor '{name}' holds {what}", path=path, found=f"{after} of {result.numel()}",
-        hint="use the source's own dtype or repair it; --allow-nonfinite writes it all the same",
+        hint="use the source's own dtype or repair it; `allow_nonfinite=True` writes it all the same",
     )  # fmt: skip
 
 

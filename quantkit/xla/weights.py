@@ -43,13 +43,13 @@ def load_state(
     ranks = [rank for rank, device in enumerate(mesh.devices.flat) if device.process_index == jax.process_index()]
     found = parameters(split.config)
     for index, parameter in enumerate(found):
-        progress(index, len(found), parameter.name)
+        progress("load", index, len(found), "tensors")
         value = _cast(checkpoint.load(parameter.name), dtype)
         shards = {rank: split.leaves(parameter, value, rank) for rank in ranks}
         for leaves in zip(*shards.values(), strict=True):
             state[leaves[0].name] = _placed(mesh, dict(zip(ranks, leaves, strict=True)))
         del value, shards
-    progress(len(found), len(found), "")
+    progress("load", len(found), len(found), "tensors")
     return {**state, **{leaf.name: _placed(mesh, dict.fromkeys(ranks, leaf)) for leaf in _derived(split)}}
 
 

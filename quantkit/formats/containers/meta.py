@@ -180,7 +180,7 @@ def _require_divisible(config: ModelConfig, shards: int, embedding_axis: int) ->
         sizes["hidden size"] = config.hidden_size
     for name, size in sizes.items():
         if shards < 1 or size % shards:
-            raise RequestError(f"{shards} shards do not divide the {name}", found=size, hint="choose another --mp")
+            raise RequestError(f"{shards} shards do not divide the {name}", found=size, hint="choose another `mp`")
     kv_heads = config.num_kv_heads
     if kv_heads % shards and shards % kv_heads:
         raise RequestError(f"{shards} shards neither divide nor are a multiple of the KV heads", found=kv_heads)

@@ -99,7 +99,7 @@ class Staging:
                 raise
             raise DestinationError(
                 "appeared while writing; nothing is overwritten", path=self.dst,
-                hint="move it away and repeat the command with --resume",
+                hint="move it away and repeat it with `resume=True`",
             ) from error  # fmt: skip
         # The model is there and whole: nothing from here on may fail it. The journal goes last, since without it
         # a rename that is refused could not be tried again.
@@ -141,7 +141,7 @@ class Staging:
         if strange := sorted({*names} - {*files, JOURNAL}):
             raise DestinationError(
                 "is no part of the output, which is complete", path=self.path / strange[0],
-                hint="move it away and repeat the command with --resume",
+                hint="move it away and repeat it with `resume=True`",
             )  # fmt: skip
         if gone := sorted({*files} - {*names}):
             raise DestinationError("has gone since it was written", path=self.path / gone[0])
@@ -226,7 +226,7 @@ def require_room_to_build(partial: Path, *, resume: bool) -> None:
         folder.close()
     if not resume:
         raise ResumeError(
-            "an interrupted run is there", path=partial, hint="add --resume to go on with it, or remove it"
+            "an interrupted run is there", path=partial, hint="add `resume=True` to go on with it, or remove it"
         )
 
 

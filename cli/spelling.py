@@ -1,0 +1,26 @@
+"""Options as each caller spells them: the library names Python's arguments, the command line its own options."""
+
+from __future__ import annotations
+
+import re
+
+_ARGUMENT = re.compile(r"`(?P<name>[a-z]\w*)(?:=(?P<value>[^`]*))?`")
+
+
+def as_options(text: str) -> str:
+    """A message of the library in the command line's spelling.
+
+    In such messages an argument stands between backquotes: `` `resume=True` `` becomes ``--resume``,
+    `` `source_check=False` `` becomes ``--no-source-check``, `` `to="meta"` `` becomes ``--to meta``, and a bare name
+    is its option's.
+    """
+    return _ARGUMENT.sub(_option, text)
+
+
+def _option(found: re.Match[str]) -> str:
+    name, value = found["name"].replace("_", "-"), found["value"]
+    if value in (None, "True"):
+        return f"--{name}"
+    if value == "False":
+        return f"--no-{name}"
+    return f"--{name} {value.strip(chr(34))}"
