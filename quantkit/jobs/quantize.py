@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
 from quantkit.calibration.quantizers import GptqQuantizer, Quantizer, RtnQuantizer
 from quantkit.distributed.group import SINGLE, ProcessGroup
-from quantkit.formats.container import Output
+from quantkit.formats.container import Output, weight_size
 from quantkit.formats.output.staging import partial_folder
 from quantkit.formats.output.writer import Written
 from quantkit.formats.registry import HF
@@ -15,6 +17,7 @@ from quantkit.jobs.card import NAME as CARD
 from quantkit.jobs.card import model_card
 from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, writing
 from quantkit.jobs.prepare import prepare, tensor_blocks, too_few_tokens
+from quantkit.jobs.result import QuantizeResult
 from quantkit.jobs.settings import gptq_settings
 from quantkit.progress import Progress, in_phase, silent
 from quantkit.quality.gate import require_passed, run_gate
@@ -44,7 +47,7 @@ def quantize(
     source_check: bool = True,
     group: ProcessGroup = SINGLE,
     progress: Progress = silent,
-) -> list[str]:
+) -> QuantizeResult:
     """Write the model in `src`, quantized, to the new folder `dst`, if it passes the gate.
 
     All decoder linears are quantized; ``lm_head`` and the embedding keep their floats
@@ -68,15 +71,17 @@ def quantize(
         keep: globs of modules that keep their floats.
         strict: refuse a layer whose shape does not fit its scheme.
         accept_quality_loss: keep a result that does not pass the gate; see `run_gate`.
-        group: the processes that share the calibration; each calls this alike, and the first one writes.
+        group: the processes that share the calibration; each calls this alike, the first one writes, and the
+            others wait for it.
         weights, resume, allow_nonfinite, source_check, progress: as in `convert`.
 
     Returns:
-        Notes for the user.
+        What was written; in each process of a group the same.
 
     Raises:
         QuantkitError: of the kind that says what is wrong; `dst` is then not there.
     """
+    began = time.monotonic()
     settings = gptq_settings(
         method, calibration, samples=samples, length=length, seed=seed, thorough=thorough,
         activation_memory=activation_memory, device=device,
@@ -107,7 +112,8 @@ def quantize(
         with quantizer.running(blocks, Written(encoder, partial_folder(dst))):
             for block in blocks:
                 quantizer.solve(block)  # the first process writes it
-        return []
+        told: QuantizeResult = group.told_by_first()
+        return told
     work = Work("quantize", source, encoder, HF.side_files(planned), options, computed_by, scratch)
     with writing(work, dst, resume=resume, source_check=source_check, progress=progress) as writer:
         with quantizer.running(blocks, Written(encoder, writer.path, writer.done)):
@@ -118,6 +124,7 @@ def quantize(
                 if settings is not None:
                     writer.checkpoint()  # what takes long to solve is not solved again
         result = writer.seal()
+        size = weight_size(result)
         gate = run_gate(source, result, writer.records, progress=in_phase(progress, "gate"))
         if not accept_quality_loss:
             require_passed(gate, source, result, dst)
@@ -127,5 +134,11 @@ def quantize(
             "model": model_summary(source, source.config.dtype), **options,
             "quality": gate.to_json(accepted=accept_quality_loss), "modules": scheme_map.describe(writer.records),
         }  # fmt: skip
-        notes += writer.commit(details, {CARD: model_card(source, schemes, options, gate)})
-    return [*source.notes, *notes]
+        written = writer.commit(details, {CARD: model_card(source, schemes, options, gate)})
+    counts = Counter(map(str, schemes.values()))
+    found = QuantizeResult(
+        dst, dict(counts.most_common()), *size, method, None if settings is None else drawn.to_json(),
+        gate, accept_quality_loss, time.monotonic() - began, [*source.notes, *notes, *writer.notes], written,
+    )  # fmt: skip
+    group.tell_others(found)
+    return found
