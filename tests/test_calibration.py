@@ -23,6 +23,7 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.model.layerwise import Batch
 from quantkit.model.load import load_model
 from quantkit.quality.measures import compare_batches, text_windows
+from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
 
 SPLIT = 11000  # characters to calibrate on; the rest is to measure on
@@ -42,7 +43,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _quantize(model: Path, dst: Path, text: Path, scheme: str = "int4-g64", **options: object) -> Path:
+def _quantize(model: Path, dst: Path, text: Path, scheme: str | QuantScheme = "int4-g64", **options: object) -> Path:
     settings = {"samples": 24, "length": 128, **options}
     quantkit.quantize(model, dst, scheme, method="gptq", calibration=text, **settings)  # type: ignore[arg-type]
     return dst
@@ -115,9 +116,9 @@ def test_a_device_that_cannot_be_used_is_refused_wherever_a_model_is_run(demo_mo
                 load(demo_model, device=name)
 
 
-@pytest.mark.parametrize("scheme", ["int4-g64", "int4-g128-asym", "int4"])
+@pytest.mark.parametrize("scheme", ["int4-g64", "int4-g128-asym", QuantScheme(4, None)], ids=str)
 def test_gptq_is_much_closer_to_the_source_than_rounding(
-    scheme: str, demo_model: Path, text: Path, tmp_path: Path, tokenizer: Tokenizer
+    scheme: str | QuantScheme, demo_model: Path, text: Path, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     quantkit.quantize(demo_model, tmp_path / "rtn", scheme, accept_quality_loss=True)
     _quantize(demo_model, tmp_path / "gptq", text, scheme, samples=64)
