@@ -11,11 +11,12 @@ import click
 
 from quantkit.cli import options
 from quantkit.cli.files import Outputs
+from quantkit.cli.help import Command, exit_codes
 from quantkit.cli.output import bar, mention, note
 from quantkit.cli.processes import together
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--output", type=options.PATH, help="Keep the checkpoints in this new folder.")
 @options.data
 def demo(output: Path | None, data: str | None) -> None:
@@ -43,7 +44,7 @@ def inspect(path: Path, weights: str | None, data: str | None) -> None:
     outputs.write(found.to_json())
 
 
-@click.command()
+@click.command(cls=Command)
 @options.writing
 @click.option("--to", type=click.Choice(["hf", "meta"]), default="hf", show_default=True, help="Target format.")
 @click.option("--mp", type=int, default=1, show_default=True, help="Number of Meta model-parallel shards.")
@@ -64,7 +65,7 @@ def convert(data: str | None, **given: Any) -> None:
     finish(given["dst"], notes, outputs)
 
 
-@click.command()
+@click.command(cls=Command, epilog=exit_codes(0, 10, 11))
 @click.argument("a", type=options.PATH)
 @click.argument("b", type=options.PATH, required=False)
 @options.data
@@ -73,7 +74,6 @@ def verify(a: Path, b: Path | None, data: str | None) -> None:
 
     With A alone, its files are held against the sha256 in its manifest, and a quantized
     model against the perplexities there.
-    Exit code: 0 the same, 10 within the bound of the scheme, 11 different.
     """
     from quantkit.formats import manifest
     from quantkit.quality.manifest_check import verify_files

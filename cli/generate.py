@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli import options
+from quantkit.cli.help import Command
 from quantkit.cli.output import bar
 from quantkit.cli.processes import together
 from quantkit.errors import RequestError
@@ -64,7 +65,7 @@ class Asked:
                 raise RequestError(problem)
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("path", type=options.PATH)
 @click.option("--prompt", required=True, help="The text to continue; special tokens may be spelled out.")
 @click.option("--max-new-tokens", type=int, default=100, show_default=True, help="Tokens to generate at most.")

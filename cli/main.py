@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import traceback
 
@@ -10,6 +11,7 @@ import click
 
 from quantkit.cli.commands import convert, demo, inspect, verify
 from quantkit.cli.generate import generate
+from quantkit.cli.help import COMPLETION, complete, completion, exit_codes
 from quantkit.cli.measure import bench, evaluate
 from quantkit.cli.output import drop_output, open_missing_streams
 from quantkit.cli.plan import plan
@@ -19,28 +21,23 @@ from quantkit.cli.spelling import as_options
 from quantkit.errors import DestinationError, QuantkitError
 from quantkit.version import __version__
 
-_EXIT_CODES = """\b
-Exit codes: 0 done; 1 a bug; 2 a request that makes no sense; 3 a damaged source;
-4 an unsupported one; 5 a destination that cannot be written; 6 an interrupted run
-in the way; 7 NaN or Inf; 8 too far from its source; 9 processes that differ or are lost; 130 Ctrl-C.
-verify: 0 the same, 10 within the bound of the scheme, 11 different.
-"""
 
-
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}, epilog=_EXIT_CODES)
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}, epilog=exit_codes())
 @click.option("--debug", is_flag=True, expose_value=False, help="Show a traceback with an error; comes first.")
 @click.version_option(__version__)
 def quantkit() -> None:
     """Convert, quantize, verify and run Llama-family language models."""
 
 
-for command in (demo, inspect, plan, convert, quantize, verify, evaluate, generate, bench):
+for command in (demo, inspect, plan, convert, quantize, verify, evaluate, generate, bench, completion):
     quantkit.add_command(command)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code."""
     open_missing_streams()
+    if instruction := os.environ.get(COMPLETION):
+        sys.exit(complete(quantkit, instruction))
     logging.getLogger("torch").setLevel(logging.ERROR)
     _show_log()
     arguments = sys.argv[1:] if arguments is None else arguments

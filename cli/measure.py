@@ -9,13 +9,14 @@ import click
 
 from quantkit.cli import options
 from quantkit.cli.files import Outputs
+from quantkit.cli.help import Command
 from quantkit.cli.output import bar
 from quantkit.cli.processes import together
 from quantkit.errors import RequestError
 from quantkit.json_values import shown
 
 
-@click.command("eval")
+@click.command("eval", cls=Command)
 @click.argument("paths", type=options.PATH, nargs=-1, required=True)
 @click.option("--text", "texts", type=options.PATH, multiple=True, help="Text to measure on, UTF-8; repeatable.")
 @click.option("--tasks", default="", help="Tasks of lm-evaluation-harness, separated by commas.")
@@ -56,7 +57,7 @@ def evaluate(
             outputs.write(found.to_json(), report=partial(markdown, found), picture=partial(picture, found))
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("paths", type=options.PATH, nargs=-1)
 @click.option("--synthetic", metavar="SHAPE", help="Random weights of a named shape instead, such as tinyllama-1.1b.")
 @click.option("--scheme", "quantized", multiple=True, help="Of the random weights; repeatable; floats without.")

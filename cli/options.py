@@ -8,16 +8,17 @@ from typing import Any
 
 import click
 
+from quantkit.cli.help import Command
 from quantkit.cli.output import note
 
-Command = Callable[..., Any]
+Function = Callable[..., Any]
 PATH = click.Path(path_type=Path)
 
 src = click.argument("src", type=PATH)
 dst = click.argument("dst", type=PATH)
 weights = click.option(
-    "--weights", type=click.Choice(["meta", "safetensors", "bin"]),
-    help="Which set of weights to read where a folder holds several.",
+    "--weights", type=click.Choice(["meta", "safetensors", "bin"]), metavar="KIND",
+    help="Which weights to read where a folder holds several: meta, safetensors or bin.",
 )  # fmt: skip
 device = click.option("--device", metavar="DEVICE", help="Where to compute: cpu or cuda; a GPU if there is one.")
 dtype = click.option(
@@ -28,23 +29,27 @@ compiled = click.option(
 )
 data = click.option("--json", "data", metavar="PATH", help="Write everything found as JSON; - is stdout.")
 report = click.option("--report", type=PATH, help="Write the report, in Markdown.")
+table = click.option(
+    "--table", type=click.Choice(["terminal", "markdown", "latex", "csv"]), default="terminal", show_default=True,
+    help="How tables are printed.",
+)  # fmt: skip
 
 _RESUME = click.option("--resume", is_flag=True, help="Go on with an interrupted run of the same command.")
 _NONFINITE = click.option("--allow-nonfinite", is_flag=True, help="Write NaN, Inf and overflowing floats as they are.")
 _SOURCE_CHECK = click.option(
-    "--source-check/--no-source-check", default=True, show_default=True,
-    help="See first that SRC predicts a text at all, where it has a tokenizer.",
+    "--source-check/--no-source-check", default=True,
+    help="Whether to see first that SRC predicts a text at all; by default, where it has a tokenizer.",
 )  # fmt: skip
 
 
-def writing(command: Command) -> Command:
+def writing(command: Function) -> Function:
     """The arguments and options that all commands which write a checkpoint have."""
     for option in (data, _SOURCE_CHECK, _NONFINITE, _RESUME, weights, dst, src):
         command = option(command)
     return command
 
 
-def backend(more: str = "") -> Callable[[Command], Command]:
+def backend(more: str = "") -> Callable[[Function], Function]:
     """The option for kernels.
 
     Args:
@@ -54,12 +59,12 @@ def backend(more: str = "") -> Callable[[Command], Command]:
     return click.option("--backend", help=about + more)
 
 
-def plot(what: str) -> Callable[[Command], Command]:
+def plot(what: str) -> Callable[[Function], Function]:
     """The option for a picture of something."""
     return click.option("--plot", type=PATH, help=f"Draw {what}: a .png, .pdf or .svg file.")
 
 
-class BareJson(click.Command):
+class BareJson(Command):
     """Takes ``--json`` without a path for ``--json -``, as it was spelled once."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

@@ -10,12 +10,13 @@ from quantkit.calibration.effort import ACTIVATION_MEMORY, MAX_LENGTH, SAMPLES, 
 from quantkit.cli import options
 from quantkit.cli.commands import finish
 from quantkit.cli.files import Outputs
+from quantkit.cli.help import Command
 from quantkit.cli.output import bar, note
 from quantkit.cli.processes import together
 from quantkit.errors import RequestError
 
 
-@click.command()
+@click.command(cls=Command)
 @options.writing
 @click.option("--scheme", help="int8, int4-g32, int4-g64 or int4-g128; -asym for zero points.")
 @click.option("--head", metavar="SCHEME", help="Of the output head too, which keeps its floats by default.")

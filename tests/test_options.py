@@ -32,7 +32,7 @@ def _commands() -> dict[str, click.Command]:
 
 COMMANDS = _commands()
 NO_GPU = r"device cannot be used \(found cuda"
-WITH_JSON = set(COMMANDS) - {"generate"}
+WITH_JSON = set(COMMANDS) - {"generate", "completion"}
 
 
 def _options(name: str) -> dict[str, click.Option]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
@@ -11,6 +12,8 @@ from quantkit.formats.registry import CONTAINERS
 
 Found = tuple[str, Container]
 """A set of weights, by the name that ``--weights`` takes, and whose it is."""
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
 def open_checkpoint(path: str | Path, weights: str | None = None) -> StoredCheckpoint:
@@ -33,7 +36,7 @@ def open_checkpoint(path: str | Path, weights: str | None = None) -> StoredCheck
     if weights is not None and weights not in spelled:
         raise RequestError("unknown kind of weights", found=weights, expected=", ".join(spelled))
     if not folder.exists():
-        raise CheckpointError("does not exist", path=folder)
+        raise CheckpointError("does not exist", path=folder, hint=_download(str(path)))
     found = _present(folder)
     if not found and not folder.is_dir():
         raise _not_a_folder(folder)
@@ -76,6 +79,13 @@ def _choose(folder: Path, found: list[Found]) -> Found:
             hint=f"pick one with {' or '.join(f'`weights={kind}`' for kind, _ in chosen)}",
         )  # fmt: skip
     return (indexed or chosen)[0]
+
+
+def _download(path: str) -> str | None:
+    """What to do about a path that is none, but could be a model's name on a hub."""
+    if _HUB_NAME.fullmatch(path) is None:
+        return None
+    return f"if it is a model of the Hugging Face hub: hf download {path} --local-dir {path.split('/')[1]}"
 
 
 def _not_a_folder(path: Path) -> Exception:

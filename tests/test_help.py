@@ -1,0 +1,90 @@
+"""Help pages and completion: what a user sees before anything is computed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import click
+import pytest
+from command import Capture, run
+
+from quantkit.cli.help import _SECTIONS, EXIT_CODES, SHELLS
+from quantkit.cli.main import quantkit
+from quantkit.cli.processes import INTERRUPTED
+from quantkit.errors import QuantkitError
+from quantkit.quality.verify import Verdict
+
+COMMANDS = {
+    (*path, name): command
+    for path, group in (((), quantkit), (("plan",), quantkit.commands["plan"]))
+    for name, command in group.commands.items()  # type: ignore[attr-defined]
+}
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_help_fits_a_terminal_and_begins_with_a_sentence(path: tuple[str, ...], capfd: Capture) -> None:
+    code, out, _ = run(capfd, *path, "--help")
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 100
+    summary = COMMANDS[path].get_short_help_str(70)
+    assert not summary.endswith("...")
+
+
+@pytest.mark.parametrize("name", _SECTIONS)
+def test_every_option_stands_in_one_group(name: str, capfd: Capture) -> None:
+    command = quantkit.commands[name]
+    options = {one.name for one in command.params if isinstance(one, click.Option)}
+    listed = [option for names in _SECTIONS[name].values() for option in names]
+    assert len(listed) == len(set(listed))
+    assert set(listed) <= options
+    _, out, _ = run(capfd, name, "--help")
+    places = [out.index(f"{title}:\n") for title in _SECTIONS[name] if f"{title}:\n" in out]
+    assert places == sorted(places)
+    assert len(places) > 2
+
+
+def test_help_ends_with_every_exit_code(capfd: Capture) -> None:
+    _, out, _ = run(capfd, "--help")
+    listed = out[out.index("Exit codes:") :].splitlines()[1:]
+    assert [int(line.split()[0]) for line in listed] == list(EXIT_CODES)
+    kinds = {kind.exit_code for kind in QuantkitError.__subclasses__()} | {verdict.value for verdict in Verdict}
+    assert {*kinds, INTERRUPTED} <= set(EXIT_CODES)
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_shell_is_given_its_script(shell: str, capfd: Capture) -> None:
+    code, out, _ = run(capfd, "completion", shell)
+    assert code == 0
+    assert "_QUANTKIT_COMPLETE=" in out
+
+
+def _completions(*words: str) -> list[str]:
+    environment = {
+        **os.environ, "_QUANTKIT_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(["quantkit", *words]),
+        "COMP_CWORD": str(len(words)),
+    }  # fmt: skip
+    command = [sys.executable, "-m", "quantkit.cli"]
+    return subprocess.check_output(command, env=environment, text=True, cwd="/").splitlines()
+
+
+def test_commands_and_options_are_completed() -> None:
+    assert _completions("qu") == ["plain,quantize"]
+    assert "plain,--calibration" in _completions("quantize", "--cal")
+    assert _completions("quantize", "--method", "g") == ["plain,gptq"]
+    assert [line.split(",")[0] for line in _completions("quantize", "x")] == ["file"]
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.2-1B"])
+def test_a_name_on_a_hub_is_told_how_to_get(name: str, capfd: Capture) -> None:
+    code, _, err = run(capfd, "inspect", name)
+    assert code == 3
+    assert f"hf download {name} --local-dir {name.split('/')[1]}" in err
+
+
+@pytest.mark.parametrize("path", ["a/b/c", "/a/b", "../b"])
+def test_any_other_path_is_none_of_a_hub(path: str, capfd: Capture) -> None:
+    code, _, err = run(capfd, "inspect", path)
+    assert code == 3
+    assert "hf download" not in err
