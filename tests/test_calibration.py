@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,19 @@ def _contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("options", [{"method": "gptq"}, {"calibration": "text.txt"}, {"method": "awq"}])
-def test_method_and_calibration_go_together(options: dict[str, str], demo_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(RequestError):
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"method": "gptq"}, "the method gptq needs calibration text: `calibration=FILE`, or a hub dataset such as "),
+        ({"calibration": "text.txt"}, '`calibration` goes with `method="gptq"`'),
+        ({"samples": "4"}, '`samples` goes with `method="gptq"`'),
+        ({"method": "awq"}, "unknown method (found awq, expected rtn or gptq)"),
+    ],
+)
+def test_method_and_calibration_go_together(
+    options: dict[str, str], words: str, demo_model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(RequestError, match=re.escape(words)):
         quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", **options)  # type: ignore[arg-type]
 
 
@@ -81,7 +92,7 @@ def test_rounding_has_no_use_for_settings_of_gptq(
     command = ["quantize"] if job == "quantize" else ["plan", "quantize"]
     code, _, err = run(capfd, *command, demo_model, tmp_path / "out", "--scheme", "int8", *option)
     assert code == 2
-    assert f"{option[0]} goes with the method gptq, and only with it" in err
+    assert f"{option[0]} goes with --method gptq" in err
     assert not list(tmp_path.iterdir())
 
 

@@ -161,6 +161,18 @@ def test_compressed_tensors_decompresses_to_our_values(scheme: str, dtype: torch
         assert torch.equal(_decompressed(tmp_path / "out", module), ours.dequantize())
 
 
+@pytest.mark.parametrize("scheme", [None, 4, {"default": "int8"}])
+def test_what_is_no_scheme_is_told_with_those_that_are(scheme: Any, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="give a scheme: int8, int4-g32, int4-g64 or int4-g128, or a Recipe"):
+        quantkit.quantize(_source(tmp_path / "float"), tmp_path / "out", scheme)
+
+
+def test_one_pattern_of_layers_to_keep_needs_no_list(tmp_path: Path) -> None:
+    quantkit.quantize(_source(tmp_path / "float"), tmp_path / "out", "int8", keep="*.0.*")
+    modules = _manifest(tmp_path / "out")["modules"]
+    assert all((".0." in name or name == "lm_head") == (facts["scheme"] is None) for name, facts in modules.items())
+
+
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32", "int4-g32-asym"])
 def test_what_is_read_back_is_what_round_to_nearest_gave(scheme: str, tmp_path: Path) -> None:
     source = _source(tmp_path / "float", dtype=torch.bfloat16)
