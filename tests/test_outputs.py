@@ -68,7 +68,7 @@ def _shape(value: Any) -> Any:
 
 
 def test_convert_and_quantize_write_what_they_made(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
-    for dst, *arguments in (["out", "convert"], ["int4", "quantize", "--scheme", "int4-g96"]):
+    for dst, *arguments in (["out", "convert"], ["int4", "quantize", "--scheme", "int4-g64-asym"]):
         file = tmp_path / "made.json"
         command, *options = arguments
         code, out, err = run(capfd, command, demo_model, tmp_path / dst, *options, "--json", file)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import oracle
 import pytest
 from command import Capture, run
 
@@ -100,7 +101,7 @@ def test_it_takes_the_arguments_of_the_command(command: str) -> None:
         (["quantize", "{src}", "{tmp}/out", "--scheme", "int5"], 2),
         (["quantize", "{src}", "{tmp}/out", "--scheme", "int4-g64", "--method", "gptq"], 2),
         (["quantize", "{src}", "{tmp}/out", "--scheme", "int4-g64", "--keep", "nothing"], 2),
-        (["quantize", "{src}", "{tmp}/out", "--scheme", "int4-g96", "--strict"], 2),
+        (["quantize", "{odd}", "{tmp}/out", "--scheme", "int4-g64", "--strict"], 2),
         (["quantize", "{tmp}", "{tmp}/out", "--scheme", "int8"], 3),
         (["quantize", "{src}", "{tmp}/there", "--scheme", "int8"], 5),
         (["quantize", "{src}", "{tmp}/begun", "--scheme", "int8"], 6),
@@ -113,7 +114,9 @@ def test_what_would_fail_is_said(
 ) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "begun.partial").mkdir()
-    found, out, err = run(capfd, "plan", *(part.format(src=demo_model, tmp=tmp_path) for part in arguments))
+    odd = oracle.save(oracle.make("llama", intermediate_size=96), tmp_path / "odd")  # which 64 does not divide
+    named = {"src": demo_model, "tmp": tmp_path, "odd": odd}
+    found, out, err = run(capfd, "plan", *(part.format(**named) for part in arguments))
     assert (found, out) == (code, "")
     assert err.startswith("quantkit: error: ")
 

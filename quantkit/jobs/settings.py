@@ -87,16 +87,19 @@ def gptq_settings(
     """
     if method not in METHODS:
         raise RequestError("unknown method", found=method, expected=" or ".join(METHODS))
-    if (method == "gptq") != (calibration is not None):
-        raise RequestError("calibration text goes with the method gptq, and only with it")
-    if calibration is None:
+    if method != "gptq":
         options = {
-            "samples": samples, "length": length, "seed": seed, "thorough": thorough or None,
-            "activation_memory": activation_memory, "device": device,
+            "calibration": calibration, "samples": samples, "length": length, "seed": seed,
+            "thorough": thorough or None, "activation_memory": activation_memory, "device": device,
         }  # fmt: skip
         if unused := [name for name, value in options.items() if value is not None]:
-            raise RequestError(f"`{unused[0]}` goes with the method gptq, and only with it")
+            raise RequestError(f'`{unused[0]}` goes with `method="gptq"`')
         return None
+    if calibration is None:
+        raise RequestError(
+            "the method gptq needs calibration text: `calibration=FILE`, or a hub dataset"
+            " such as Salesforce/wikitext:wikitext-2-raw-v1:train"
+        )
     memory = ACTIVATION_MEMORY if activation_memory is None else activation_memory
     if not 0 <= memory < math.inf:
         raise RequestError("`activation_memory` is no amount of memory", found=f"{memory / 1e9:g} GB")
