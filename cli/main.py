@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import traceback
+from typing import TextIO
 
 import click
 
@@ -14,9 +15,10 @@ from quantkit.cli.entry import interrupted_code, tell_interrupted, terminable
 from quantkit.cli.generate import generate
 from quantkit.cli.help import COMPLETION, complete, completion, exit_codes
 from quantkit.cli.measure import bench, evaluate
-from quantkit.cli.output import drop_output, mention, open_missing_streams
+from quantkit.cli.output import drop_output, open_missing_streams
 from quantkit.cli.plan import plan
 from quantkit.cli.processes import INTERNAL_ERROR
+from quantkit.cli.progress import room_to_print
 from quantkit.cli.quantize import quantize
 from quantkit.cli.spelling import as_options
 from quantkit.errors import DestinationError, QuantkitError
@@ -87,11 +89,15 @@ def _show_log() -> None:
     log.setLevel(logging.INFO)
 
 
-class _Notes(logging.Handler):
+class _Notes(logging.StreamHandler[TextIO]):
     """A line on stderr for each record, beside a bar where there is one."""
 
+    def format(self, record: logging.LogRecord) -> str:
+        return f"quantkit: note: {as_options(record.getMessage())}"
+
     def emit(self, record: logging.LogRecord) -> None:
-        mention(f"quantkit: note: {as_options(record.getMessage())}", err=True)
+        with room_to_print():
+            super().emit(record)
 
 
 def _one_line(error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterable
 
@@ -10,6 +11,8 @@ import click
 
 from quantkit.cli.progress import room_to_print
 from quantkit.cli.spelling import as_options
+
+_MOST_COLUMNS = 100
 
 
 def say(lines: Iterable[str], *, err: bool = False) -> None:
@@ -31,6 +34,11 @@ def mention(line: str, *, err: bool = False) -> None:
         _print(line, err=err)
     except OSError:
         drop_output(err=err)
+
+
+def columns() -> int:
+    """That a table may take up: those of the terminal, at most 100."""
+    return min(_MOST_COLUMNS, shutil.get_terminal_size((_MOST_COLUMNS, 24)).columns)
 
 
 def note(line: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -72,6 +73,7 @@ class ProgressDisplay:
         self._ticking = ticking and show
         self._phase: _Phase | None = None
         self._told = 0.0
+        self._stream = sys.stderr  # others may lead theirs elsewhere for a while
         self._bar: tqdm[None] | None = None
         self._lock = threading.RLock()
         self._ended = threading.Event()
@@ -123,14 +125,14 @@ class ProgressDisplay:
         phase = self._phase
         if self._silent or phase is None:
             return
-        terminal = self._bar is not None or sys.stderr.isatty()
+        terminal = self._stream.isatty()
         if not begins and now - self._told < (_DRAW_SECONDS if terminal else _LINE_SECONDS):
             return
         self._told = now
         if terminal:
             self._draw(phase, now)
         else:
-            click.echo(phase.line(now), err=True)
+            click.echo(phase.line(now), file=self._stream)
 
     def _draw(self, phase: _Phase, now: float) -> None:
         if self._bar is None:
@@ -138,7 +140,7 @@ class ProgressDisplay:
 
             self._bar = tqdm(
                 desc=phase.name, initial=phase.done, total=max(phase.total, 1), unit=phase.unit, bar_format=_FORMAT,
-                file=sys.stderr, leave=False, dynamic_ncols=True,
+                file=self._stream, leave=False, dynamic_ncols=True,
             )  # fmt: skip
             _shown.add(self)
         bar = self._bar
@@ -177,6 +179,6 @@ def room_to_print() -> Iterator[None]:
 
 def _clock_time(seconds: float) -> str:
     """``0:40``, ``12:05``, ``1:02:03``."""
-    minutes, rest = divmod(round(max(seconds, 0)), 60)
+    minutes, rest = divmod(max(math.ceil(seconds), 1), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

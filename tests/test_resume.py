@@ -311,7 +311,7 @@ def test_an_interrupted_command_says_what_is_kept_and_can_be_resumed(
         time.sleep(0.02)
     time.sleep(0.3)
     child.send_signal(number)
-    out, err = child.communicate(timeout=30)
+    out, err = child.communicate(timeout=300)
     assert (child.returncode, out) == (code, "")
     assert without_progress(err) == f"quantkit: interrupted; {_partial(dst)} is kept: add --resume\n"
     assert not dst.exists()
