@@ -11,8 +11,8 @@ import click
 
 from quantkit.cli import options
 from quantkit.cli.help import Command
-from quantkit.cli.output import bar
 from quantkit.cli.processes import together
+from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def _on_devices(asked: Asked) -> Iterator[str]:
     from quantkit.jobs.load import load_xla
     from quantkit.runtime.stream import text_pieces
 
-    with bar() as progress:
+    with ProgressDisplay() as progress:
         model, tokenizer = load_xla(
             asked.path, devices=asked.tp, dtype=asked.dtype, weights=asked.weights,
             multi_host=asked.multi_host, progress=progress,

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
 
+from quantkit.cli.entry import ignore_signals, interrupted_code
 from quantkit.errors import QuantkitError
 
 if TYPE_CHECKING:
     from quantkit.distributed.group import ProcessGroup
 
 INTERNAL_ERROR = 1
-INTERRUPTED = 130
 
 
 @contextmanager
@@ -45,7 +44,10 @@ def together(options: Mapping[str, object] | None = None, device: str | None = N
             yield group
             _leave(group)
     except BaseException as error:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's and the launcher's: the second comes too late
+        ignore_signals()
+        if isinstance(error, KeyboardInterrupt) and not group.first:  # the first says what it has left
+            group.leave()
+            raise click.exceptions.Exit(exit_code(error)) from error
         told_here = group.is_first_to_fail()
         code = exit_code(error)
         if group.first:
@@ -68,4 +70,4 @@ def exit_code(error: BaseException) -> int:
     """What a process exits with for an error."""
     if isinstance(error, (QuantkitError, click.ClickException, click.exceptions.Exit)):
         return error.exit_code
-    return INTERRUPTED if isinstance(error, (KeyboardInterrupt, click.exceptions.Abort)) else INTERNAL_ERROR
+    return interrupted_code(error) if isinstance(error, (KeyboardInterrupt, click.exceptions.Abort)) else INTERNAL_ERROR

@@ -11,8 +11,9 @@ from quantkit.cli import options
 from quantkit.cli.commands import finish
 from quantkit.cli.files import Outputs
 from quantkit.cli.help import Command
-from quantkit.cli.output import bar, note
+from quantkit.cli.output import note
 from quantkit.cli.processes import together
+from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
 from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 
@@ -61,7 +62,7 @@ def quantize(data: str | None, **given: Any) -> None:
         if shared and group.size > 1:
             require_same_checkpoint(open_checkpoint(arguments["src"], arguments["weights"]), group)
         if shared or group.first:
-            with bar(show=group.first) as progress:
+            with ProgressDisplay(show=group.first) as progress:
                 made = job(**arguments, group=group, progress=progress)
     if group.first:
         finish(made, outputs)

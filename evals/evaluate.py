@@ -82,7 +82,7 @@ def evaluate(
     read = [streams(models, text, length, alike=against is not None) for text in chosen]
     hidden = layerwise_hidden if cache_logits is None else StateCache(cache_logits)
     loaded: contextlib.AbstractContextManager[list[Any]] = (
-        open_tasks(tasks, task_data) if tasks else contextlib.nullcontext([])
+        open_tasks(tasks, task_data, progress=progress) if tasks else contextlib.nullcontext([])
     )
     measures: list[dict[str, TextMeasures]] = [{} for _ in models]
     with loaded as questions:
@@ -94,14 +94,15 @@ def evaluate(
             for measured, model, stream, (perplexity, apart) in zip(measures, models, cut, found, strict=True):
                 documents = score_documents(
                     model.checkpoint, model.tokenizer, text, model.rolling_window, group=group,
-                    progress=in_phase(progress, model.name),
+                    progress=in_phase(progress, f"{model.name}: word perplexity"),
                 )  # fmt: skip
                 measured[text.name] = TextMeasures(stream.tokens, documents, perplexity, apart)
         answers = [_ask(model, questions, where, group, progress) if tasks else ({}, []) for model in models]
     prompt = chosen[0].raw if chosen else excerpt()
-    paces = [
-        decoding_speed(model.checkpoint, model.tokenizer, prompt, where, group) if speed else None for model in models
-    ]
+    paces: list[Speed | None] = [None for _ in models]
+    for index, model in enumerate(models if speed else []):
+        progress("speed", index, len(models), "models")
+        paces[index] = decoding_speed(model.checkpoint, model.tokenizer, prompt, where, group)
     errors, kind = _layer_errors(models[-1].checkpoint.path)
     packages = ("quantkit", "torch", *(["lm_eval"] if tasks else []))
     return Evaluation(
@@ -147,10 +148,11 @@ _Fixed = list[tuple[float, Divergence | None]]
 
 def _alone(models: Sequence[Model], read: Sequence[Stream], group: ProcessGroup, progress: Progress) -> _Fixed:
     """Each model's token perplexity."""
-    return [
-        (token_perplexity(model.checkpoint, stream.windows, group=group, progress=in_phase(progress, model.name)), None)
-        for model, stream in zip(models, read, strict=True)
-    ]
+    found: _Fixed = []
+    for model, stream in zip(models, read, strict=True):
+        told = in_phase(progress, f"{model.name}: token perplexity")
+        found.append((token_perplexity(model.checkpoint, stream.windows, group=group, progress=told), None))
+    return found
 
 
 def _held_against(
@@ -164,7 +166,7 @@ def _held_against(
         read[0].windows,
         reference_hidden=hidden,
         group=group,
-        progress=in_phase(progress, models[0].name),
+        progress=in_phase(progress, f"divergence from {models[0].name}"),
     )
     return [(found[0].reference_perplexity, None), *((one.perplexity, one.divergence) for one in found)]
 
@@ -176,10 +178,9 @@ def _ask(
     model: Model, questions: Sequence[Any], device: torch.device, group: ProcessGroup, progress: Progress
 ) -> _Answers:
     """A model's scores in the tasks, and the backends of its quantized layers there."""
-    lm = as_lm(
-        model.checkpoint, model.tokenizer, model.rolling_window, device=device, group=group,
-        progress=in_phase(progress, model.name),
-    )  # fmt: skip
+    told = in_phase(progress, f"{model.name}: tasks")
+    told("tasks", 0, len(questions), "tasks")
+    lm = as_lm(model.checkpoint, model.tokenizer, model.rolling_window, device=device, group=group, progress=told)
     return run_tasks(questions, lm), lm.backends
 
 

@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
+from quantkit.formats import manifest
 from quantkit.formats.container import Container, StoredCheckpoint
 from quantkit.formats.files.source import SourceFile
+from quantkit.formats.output.staging import require_finished
 from quantkit.formats.registry import CONTAINERS
 
 Found = tuple[str, Container]
@@ -28,9 +30,15 @@ def open_checkpoint(path: str | Path, weights: str | None = None) -> StoredCheck
         weights: ``meta``, ``safetensors`` or ``bin`` to pick a set.
 
     Raises:
-        CheckpointError: if there is no checkpoint, it is ambiguous, or it is damaged.
+        CheckpointError: if there is no checkpoint, it is ambiguous, damaged or not finished.
         UnsupportedError: if its kind is known and cannot be read.
     """
+    require_finished(Path(path), manifest.NAME)
+    return open_unfinished(path, weights)
+
+
+def open_unfinished(path: str | Path, weights: str | None = None) -> StoredCheckpoint:
+    """`open_checkpoint`, also of a folder that has not got its name yet: for who is writing it."""
     folder = Path(path)
     spelled = {kind: text for container in CONTAINERS.values() for kind, text in container.weights.items()}
     if weights is not None and weights not in spelled:

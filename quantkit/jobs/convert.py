@@ -64,6 +64,7 @@ def convert(
     work, notes = conversion(src, dst, to=to, mp=mp, dtype=dtype, weights=weights, allow_nonfinite=allow_nonfinite)
     source = work.source
     with writing(work, Path(dst), resume=resume, source_check=source_check, progress=progress) as writer:
+        writer.tell()
         for spec in writer.missing:
             writer.put(spec.name, _value(source, spec, allow_nonfinite))
         size = weight_size(writer.seal())

@@ -103,7 +103,7 @@ def quantize(
         scratch = settings.scratch_bytes(source, drawn)
         quantizer = GptqQuantizer(
             source, drawn, schemes, device=settings.device, memory_bytes=settings.memory_bytes,
-            effort=settings.effort, allow_nonfinite=allow_nonfinite, group=group,
+            effort=settings.effort, allow_nonfinite=allow_nonfinite, group=group, progress=progress,
         )  # fmt: skip
     blocks = tensor_blocks(source, schemes)
     planned = Output(source, source.config, [spec for block in blocks for spec in block.tensors], SHARD_BYTES)
@@ -116,8 +116,11 @@ def quantize(
         return told
     work = Work("quantize", source, encoder, HF.side_files(planned), options, computed_by, scratch)
     with writing(work, dst, resume=resume, source_check=source_check, progress=progress) as writer:
-        with quantizer.running(blocks, Written(encoder, writer.path, writer.done)):
+        written = Written(encoder, writer.path, writer.done)
+        with quantizer.running(blocks, written):
             for block in blocks:
+                if not written.names.issuperset(spec.name for spec in block.tensors):
+                    writer.tell()
                 for name, tensor, record in quantizer.solve(block):
                     writer.put(name, tensor, record)
                     del tensor  # before the next one is made
