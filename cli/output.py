@@ -51,6 +51,11 @@ def note(line: str) -> None:
         mention(f"quantkit: note: {as_options(line)}", err=True)
 
 
+def warn(line: str) -> None:
+    """Warn the user of what was found, on stderr."""
+    mention(f"quantkit: warning: {as_options(line)}", err=True)
+
+
 @contextmanager
 def bar(*, show: bool = True) -> Iterator[Progress]:
     """A bar on stderr that a job's progress calls move, silent where that is no terminal; it starts anew with each
