@@ -32,6 +32,10 @@ compiled = click.option(
 )
 data = click.option("--json", "data", metavar="PATH", help="Write everything found as JSON; - is stdout.")
 report = click.option("--report", type=PATH, help="Write the report, in Markdown.")
+table = click.option(
+    "--table", type=click.Choice(["terminal", "markdown", "latex", "csv"]), default="terminal", show_default=True,
+    help="How tables are printed.",
+)  # fmt: skip
 
 _RESUME = click.option("--resume", is_flag=True, help="Go on with an interrupted run of the same command.")
 _NONFINITE = click.option("--allow-nonfinite", is_flag=True, help="Write NaN, Inf and overflowing floats as they are.")

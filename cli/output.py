@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ from tqdm import tqdm
 
 from quantkit.cli.spelling import as_options
 from quantkit.progress import Progress
+
+_MOST_COLUMNS = 100
 
 
 def say(lines: Iterable[str], *, err: bool = False) -> None:
@@ -35,6 +38,11 @@ def mention(line: str, *, err: bool = False) -> None:
         (sys.stderr if err else sys.stdout).flush()
     except OSError:
         drop_output(err=err)
+
+
+def columns() -> int:
+    """That a table may take up: those of the terminal, at most 100."""
+    return min(_MOST_COLUMNS, shutil.get_terminal_size((_MOST_COLUMNS, 24)).columns)
 
 
 def note(line: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 from quantkit.formats.output.journal import NAME, Journal
 from quantkit.formats.output.own_folder import OwnFolder
 
-LONGEST = 60
+LONGEST = 300
 Change = Callable[[dict[str, Any]], Any]
 
 

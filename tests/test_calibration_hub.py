@@ -123,7 +123,7 @@ def _ask(folder: Path, *sources: str, **environment: str) -> Answers:
     with os.fdopen(ours, "rb", buffering=0) as terminal:
         done = subprocess.run(
             [sys.executable, "-c", SCRIPT, *sources], stdout=subprocess.PIPE, stderr=its, check=False, cwd=folder,
-            timeout=120,
+            timeout=600,
             env={**os.environ, "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1",
                  **environment},
         )  # fmt: skip

@@ -306,7 +306,7 @@ def test_ctrl_c_ends_with_130_and_can_be_resumed(demo_model: Path, tmp_path: Pat
         time.sleep(0.02)
     time.sleep(0.3)
     child.send_signal(signal.SIGINT)
-    out, err = child.communicate(timeout=30)
+    out, err = child.communicate(timeout=300)
     assert (child.returncode, out, err) == (130, "", "\nquantkit: interrupted\n")
     assert not dst.exists()
     with pytest.raises(SystemExit) as exit_:

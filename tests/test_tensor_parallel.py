@@ -301,7 +301,7 @@ def test_a_lost_process_and_an_interruption_end_the_job(
             os.kill(int(_children(job.pid)[-1]), how)
         else:
             os.killpg(job.pid, how)
-        assert job.wait(timeout=15) != 0
+        assert job.wait(timeout=120) != 0
         assert not _children(job.pid)
     finally:
         if job.poll() is None:

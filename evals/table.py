@@ -1,0 +1,162 @@
+"""Tables of figures: for a terminal, in Markdown, LaTeX and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Literal
+
+Style = Literal["terminal", "markdown", "latex", "csv"]
+
+NONE = "-"
+"""A cell without a figure."""
+WIDTH = 100
+"""The most columns that a table takes up in a terminal."""
+
+_GAP = "  "
+_NUMBER = re.compile(r"[-+±(]*\d")
+_PLUS_MINUS = re.compile(r"(?P<open>\(?)(?P<value>\S+) ± (?P<error>.*?)\)?(?P<exponent>e[-+]\d+)?")
+_FIGURE = re.compile(r"(?P<digits>\(?[-+]?\d+(\.\d+)?( ± \d+(\.\d+)?)?\)?)(e(?P<exponent>[-+]?\d+))?")
+_ESCAPES = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"} | {
+    "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}",
+} | {sign: "\\" + sign for sign in "&%$#_{}"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under heads; a figure with its error is spelled ``0.0123 ± 0.0004``, one that is not there `NONE`."""
+
+    title: str | None
+    head: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
+def render(tables: Sequence[Table], style: Style, *, width: int = WIDTH) -> list[str]:
+    """Tables as lines, a blank one between two.
+
+    The first column stands to the left, and others that do not hold numbers.
+
+    Args:
+        style: Markdown's source is aligned too; LaTeX is for the package booktabs; CSV has no titles, and a column
+            of its own for errors.
+        width: of the terminal; a table that is wider is split into several, each with the first column.
+    """
+    if style == "terminal":
+        blocks = [_terminal(table, width) for table in tables]
+    else:
+        writers: dict[str, Callable[[Table], list[str]]] = {"markdown": _markdown, "latex": _latex, "csv": _csv}
+        blocks = [writers[style](table) for table in tables]
+    return [line for block in blocks for line in (*block, "")][:-1]
+
+
+def _terminal(table: Table, width: int) -> list[str]:
+    lines = [] if table.title is None else textwrap.wrap(table.title, width)
+    columns = _columns(table)
+    columns = [_wrapped(columns[0], 2 * width // 5), *columns[1:]]
+    room = width - _wide(columns[0]) - len(_GAP)
+    columns = [columns[0], *(_wrapped(column, room) for column in columns[1:])]
+    to_right = _to_right(table)
+    for index, some in enumerate(_side_by_side([_wide(column) for column in columns], width)):
+        lines += [""] if index else []
+        widths = [_wide(columns[place]) for place in some]
+        rows = list(zip(*(columns[place] for place in some), strict=True))
+        for row in (rows[0], ["-" * wide for wide in widths], *rows[1:]):
+            for parts in zip_longest(*(cell.split("\n") for cell in row), fillvalue=""):
+                cells = [_padded(*one) for one in zip(parts, widths, (to_right[place] for place in some), strict=True)]
+                lines.append(_GAP.join(cells).rstrip())
+    return lines
+
+
+def _side_by_side(widths: Sequence[int], width: int) -> Iterator[list[int]]:
+    """Columns that fit beside each other, the first in all."""
+    some, used = [0], widths[0]
+    for place, wide in enumerate(widths[1:], 1):
+        if len(some) > 1 and used + len(_GAP) + wide > width:
+            yield some
+            some, used = [0], widths[0]
+        some.append(place)
+        used += len(_GAP) + wide
+    yield some
+
+
+def _wrapped(column: Sequence[str], width: int) -> list[str]:
+    return ["\n".join(textwrap.wrap(cell, max(width, 1))) for cell in column]
+
+
+def _wide(column: Sequence[str]) -> int:
+    return max(len(line) for cell in column for line in cell.split("\n"))
+
+
+def _markdown(table: Table) -> list[str]:
+    columns = [[cell.replace("|", r"\|") for cell in column] for column in _columns(table)]
+    widths, to_right = [max(3, _wide(column)) for column in columns], _to_right(table)
+    lines = [
+        "| " + " | ".join(_padded(*one) for one in zip(row, widths, to_right, strict=True)) + " |"
+        for row in zip(*columns, strict=True)
+    ]
+    rule = ["-" * (wide - right) + ":" * right for wide, right in zip(widths, to_right, strict=True)]
+    title = [] if table.title is None else [table.title.replace("|", r"\|"), ""]
+    return [*title, lines[0], f"| {' | '.join(rule)} |", *lines[1:]]
+
+
+def _latex(table: Table) -> list[str]:
+    head, *rows = (" & ".join(map(_latex_cell, row)) + r" \\" for row in zip(*_columns(table), strict=True))
+    return [
+        *([] if table.title is None else [f"% {table.title}"]),
+        r"% \usepackage{booktabs}",
+        rf"\begin{{tabular}}{{{''.join('r' if right else 'l' for right in _to_right(table))}}}",
+        r"\toprule", head, r"\midrule", *rows, r"\bottomrule",
+        r"\end{tabular}",
+    ]  # fmt: skip
+
+
+def _latex_cell(text: str) -> str:
+    """A figure in mathematics, another text escaped."""
+    if text == NONE:
+        return "--"
+    figure = _FIGURE.fullmatch(text)
+    if figure is None:
+        return "".join(_ESCAPES.get(sign, sign) for sign in text)
+    power = "" if figure["exponent"] is None else rf" \times 10^{{{int(figure['exponent'])}}}"
+    digits = figure["digits"].replace("±", r"\pm")
+    return f"${digits}{power}$" if power or not digits[0].isdigit() or " " in digits else digits
+
+
+def _csv(table: Table) -> list[str]:
+    columns = []
+    for head, *cells in _columns(table):
+        found = [_PLUS_MINUS.fullmatch(cell) for cell in cells]
+        if any(found):
+            errors = [f"{one['error']}{one['exponent'] or ''}" if one else "" for one in found]
+            values = [
+                f"{one['value']}{one['exponent'] or ''}" if one else cell
+                for cell, one in zip(cells, found, strict=True)
+            ]
+            columns += [[head, *values], [f"{head} ±", *errors]]
+        else:
+            columns.append([head, *cells])
+    out = io.StringIO()
+    rows = zip(*([("" if cell == NONE else cell) for cell in column] for column in columns), strict=True)
+    csv.writer(out, lineterminator="\n").writerows(rows)
+    return out.getvalue().splitlines()
+
+
+def _columns(table: Table) -> list[list[str]]:
+    """The cells of each column, its head first, each on one line."""
+    return [[" ".join(cell.split()) for cell in column] for column in zip(table.head, *table.rows, strict=True)]
+
+
+def _to_right(table: Table) -> list[bool]:
+    """Which columns stand to the right: those of numbers, but never the first."""
+    columns = list(zip(*table.rows, strict=True)) or [()] * len(table.head)
+    numbers = [all(cell in ("", NONE) or _NUMBER.match(cell) for cell in column) for column in columns]
+    return [False, *numbers[1:]]
+
+
+def _padded(text: str, width: int, to_right: bool) -> str:
+    return text.rjust(width) if to_right else text.ljust(width)
