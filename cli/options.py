@@ -12,6 +12,7 @@ import click
 from quantkit.cli.help import Command
 from quantkit.cli.output import note
 from quantkit.json_values import shown
+from quantkit.tensors.dtypes import FLOAT_NAMES, SHORT_NAMES
 
 Function = Callable[..., Any]
 PATH = click.Path(path_type=Path)
@@ -24,8 +25,8 @@ weights = click.option(
 )  # fmt: skip
 device = click.option("--device", metavar="DEVICE", help="Where to compute: cpu or cuda; a GPU if there is one.")
 dtype = click.option(
-    "--dtype", type=click.Choice(["bf16", "fp16", "fp32", "bfloat16", "float16", "float32"]),
-    metavar="[bf16|fp16|fp32]", help="Float type; the model's own by default.",
+    "--dtype", type=click.Choice(list(FLOAT_NAMES)), metavar=f"[{'|'.join(SHORT_NAMES)}]",
+    help="Float type; the model's own by default.",
 )  # fmt: skip
 compiled = click.option(
     "--compile/--eager", "compiled", default=None, help="Through torch.compile or not; by default on GPUs only."

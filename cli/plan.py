@@ -48,24 +48,24 @@ def generate(
     name of a shape such as llama-2-70b. It takes minutes. A model that does not fit is an error.
     """
     from quantkit.evals.synthetic import shaped
-    from quantkit.jobs.estimate import estimate_slice
+    from quantkit.jobs.plan import generate as job
 
     outputs = Outputs(data)
-    _tell(estimate_slice(shaped(model, scheme), target, batch=batch, context=context, dtype=dtype), outputs)
+    _tell(job(shaped(model, scheme), target, batch=batch, context=context, dtype=dtype), outputs)
 
 
 def _convert(data: str | None, **given: Any) -> None:
-    from quantkit.jobs.estimate import estimate_convert
+    from quantkit.jobs.plan import convert as job
 
     outputs = Outputs(data, makes=given["dst"])
-    _tell(estimate_convert(**given), outputs)
+    _tell(job(**given), outputs)
 
 
 def _quantize(data: str | None, **given: Any) -> None:
-    from quantkit.jobs.estimate import estimate_quantize
+    from quantkit.jobs.plan import quantize as job
 
     outputs = Outputs(data, reads=(given["calibration"], given["recipe"], given["plan"]), makes=given["dst"])
-    _tell(estimate_quantize(**job_arguments(given)), outputs)
+    _tell(job(**job_arguments(given)), outputs)
 
 
 def _tell(estimate: Any, outputs: Outputs) -> None:

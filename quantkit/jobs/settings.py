@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 import torch
 
@@ -25,7 +26,8 @@ from quantkit.json_values import shown
 from quantkit.model.device import usable_device
 from quantkit.text.tokenizer import Tokenizer
 
-METHODS = ("rtn", "gptq")
+Method = Literal["rtn", "gptq"]
+METHODS = get_args(Method)
 
 
 @dataclass(frozen=True)
