@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from quantkit.runtime.stream import Pace
 
 STDIN = "-"
-_HOW = 'put it after the folder: quantkit generate DIR "Once upon a time"; or name a file: --prompt-file FILE, - for stdin'
+_HOW = (
+    'put it after the folder: quantkit generate DIR "Once upon a time"; or name a file: --prompt-file FILE, - for stdin'
+)
 
 
 @dataclass(frozen=True)

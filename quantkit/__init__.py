@@ -23,7 +23,7 @@ Run them:
 
 All take paths as `str` or `Path`, float types as "bf16", "bfloat16" or torch's, and memory in bytes. Jobs tell a
 `Progress` how far they are. What they give back, such as a `VerifyReport`, has `to_json()`, which gives all of it as
-plain values, and `lines()` for people; `help(quantkit.VerifyReport)` says what it holds.
+plain values, and most has `lines()` for people; `help(quantkit.VerifyReport)` says what it holds.
 
     >>> import quantkit
     >>> quantkit.quantize("model", "model-int4", "int4-g128")

@@ -151,9 +151,10 @@ def test_what_is_not_finite_is_named(sound: Path, tmp_path: Path) -> None:
 
 def test_plan_tells_of_the_check(sound: Path, tmp_path: Path) -> None:
     asked: dict[str, Any] = {"source_check": False}
+    plan, out = quantkit.plan, tmp_path / "o"
     for forecast, without in (
-        (quantkit.plan.convert(sound, tmp_path / "o"), quantkit.plan.convert(sound, tmp_path / "o", **asked)),
-        (quantkit.plan.quantize(sound, tmp_path / "o", "int8"), quantkit.plan.quantize(sound, tmp_path / "o", "int8", **asked)),
+        (plan.convert(sound, out), plan.convert(sound, out, **asked)),
+        (plan.quantize(sound, out, "int8"), plan.quantize(sound, out, "int8", **asked)),
     ):
         assert forecast.source_check_tokens == 256
         assert any("256 tokens of a text" in line for line in forecast.lines())

@@ -108,7 +108,8 @@ def conversion(
     side_files = container.side_files(output)
     encoder = container.encoder(output)
     notes += container.notes(output)
-    options: dict[str, object] = {"to": to, "mp": mp, "dtype": cast and _SHORT[cast], "allow_nonfinite": allow_nonfinite}
+    short = None if cast is None else _SHORT[cast]
+    options: dict[str, object] = {"to": to, "mp": mp, "dtype": short, "allow_nonfinite": allow_nonfinite}
     return Work("convert", source, encoder, side_files, options), [*source.notes, *notes]
 
 
