@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,6 +13,10 @@ from quantkit.cli.files import Outputs
 from quantkit.cli.help import Command, exit_codes
 from quantkit.cli.output import bar, mention, note
 from quantkit.cli.processes import together
+
+if TYPE_CHECKING:
+    from quantkit.formats.detect import WeightKind
+    from quantkit.jobs.result import ConvertResult, QuantizeResult
 
 
 @click.command(cls=Command)
@@ -34,7 +37,7 @@ def demo(output: Path | None, data: str | None) -> None:
 @click.argument("path", type=options.PATH)
 @options.weights
 @options.data
-def inspect(path: Path, weights: str | None, data: str | None) -> None:
+def inspect(path: Path, weights: WeightKind | None, data: str | None) -> None:
     """Say what model PATH holds, from headers alone."""
     from quantkit.jobs.inspect import inspect as job
 
@@ -61,8 +64,8 @@ def convert(data: str | None, **given: Any) -> None:
         if not group.first:
             return
         with bar() as progress:
-            notes = job(**given, progress=progress)
-    finish(given["dst"], notes, outputs)
+            made = job(**given, progress=progress)
+    finish(made, outputs)
 
 
 @click.command(cls=Command, epilog=exit_codes(0, 10, 11))
@@ -94,16 +97,10 @@ def verify(a: Path, b: Path | None, data: str | None) -> None:
     sys.exit(report.verdict.value)
 
 
-def finish(dst: Path, notes: Sequence[str], outputs: Outputs) -> None:
+def finish(made: ConvertResult | QuantizeResult, outputs: Outputs) -> None:
     """Tell what a command has written, and what there is to note about it."""
-    for line in notes:
+    for line in made.notes:
         note(line)
-    mention(f"wrote {dst}", err=outputs.stdout_is_taken)
-    if not outputs.wants_data:
-        return
-    from quantkit.formats import manifest
-    from quantkit.jobs.inspect import inspect as look
-
-    found = look(dst)
-    sizes = {"weight_bytes": found.weight_bytes, "bits_per_weight": found.bits_per_weight}
-    outputs.write({"path": str(dst), "notes": list(notes), **sizes, "manifest": manifest.read(dst)})
+    for line in made.lines():
+        mention(line, err=outputs.stdout_is_taken)
+    outputs.write(made.to_json())

@@ -15,9 +15,11 @@ from quantkit.cli.help import Command
 from quantkit.cli.output import bar, mention
 from quantkit.cli.processes import together
 from quantkit.errors import RequestError
+from quantkit.tensors.dtypes import FloatName
 
 if TYPE_CHECKING:
     from quantkit.distributed.group import ProcessGroup
+    from quantkit.formats.detect import WeightKind
     from quantkit.runtime.stream import Pace
 
 STDIN = "-"
@@ -38,7 +40,7 @@ class Asked:
     temperature: float
     top_p: float
     seed: int | None
-    dtype: str | None
+    dtype: FloatName | None
     backend: str | None
     device: str | None
     tp: int | None
@@ -47,7 +49,7 @@ class Asked:
     compiled: bool | None
     draft: Path | None
     draft_tokens: int | None
-    weights: str | None
+    weights: WeightKind | None
 
     def sampling(self) -> dict[str, Any]:
         return {

@@ -11,6 +11,7 @@ from quantkit.cli.commands import convert as convert_command
 from quantkit.cli.files import Outputs
 from quantkit.cli.quantize import job_arguments
 from quantkit.cli.quantize import quantize as quantize_command
+from quantkit.tensors.dtypes import FloatName
 
 
 class _Group(click.Group):
@@ -40,8 +41,9 @@ def plan() -> None:
 @options.dtype
 @options.data
 def generate(
-    model: str, target: str, batch: int, context: int | None, scheme: str | None, dtype: str | None, data: str | None
-) -> None:
+    model: str, target: str, batch: int, context: int | None, scheme: str | None, dtype: FloatName | None,
+    data: str | None,
+) -> None:  # fmt: skip
     """Say what each chip of a TPU slice would hold and exchange.
 
     The slice's own compiler says it; no TPU is needed. MODEL is a folder, one with nothing but a config.json, or the

@@ -55,13 +55,14 @@ def together(
     except BaseException as error:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's and the launcher's: the second comes too late
         told_here = group.is_first_to_fail()
+        code = exit_code(error)
         if group.first:
-            group.tell_end(exit_code(error))
+            group.tell_end(code)
         elif not told_here:
-            group.let_the_first_speak()
+            code = group.let_the_first_speak() or code
         if told_here:
             raise
-        raise click.exceptions.Exit(exit_code(error)) from error
+        raise click.exceptions.Exit(code) from error
 
 
 def _leave(group: ProcessGroup) -> None:

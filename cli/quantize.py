@@ -58,12 +58,11 @@ def quantize(data: str | None, **given: Any) -> None:
         outputs = Outputs(data, reads=reads, makes=arguments["dst"])
         if shared and group.size > 1:
             require_same_checkpoint(open_checkpoint(arguments["src"], arguments["weights"]), group)
-        notes: list[str] = []
         if shared or group.first:
             with bar(show=group.first) as progress:
-                notes = job(**arguments, group=group, progress=progress)
+                made = job(**arguments, group=group, progress=progress)
     if group.first:
-        finish(arguments["dst"], notes, outputs)
+        finish(made, outputs)
 
 
 def job_arguments(given: dict[str, Any]) -> dict[str, Any]:

@@ -51,7 +51,10 @@ if TYPE_CHECKING:
     from quantkit.jobs.load import load as load
     from quantkit.jobs.plan import Estimate as Estimate
     from quantkit.jobs.quantize import quantize as quantize
+    from quantkit.jobs.result import ConvertResult as ConvertResult
+    from quantkit.jobs.result import QuantizeResult as QuantizeResult
     from quantkit.progress import Progress as Progress
+    from quantkit.quality.gate import Gate as Gate
     from quantkit.quality.verify import Verdict as Verdict
     from quantkit.quality.verify import VerifyReport as VerifyReport
     from quantkit.quality.verify import verify as verify
@@ -75,10 +78,13 @@ _JOBS = {
     "verify": "quantkit.quality.verify",
 }
 _TYPES = {
+    "ConvertResult": "quantkit.jobs.result",
     "Estimate": "quantkit.jobs.plan",
     "Evaluation": "quantkit.evals.results",
+    "Gate": "quantkit.quality.gate",
     "Inspection": "quantkit.jobs.inspect",
     "QuantScheme": "quantkit.tensors.scheme",
+    "QuantizeResult": "quantkit.jobs.result",
     "Recipe": "quantkit.tensors.recipe",
     "Verdict": "quantkit.quality.verify",
     "VerifyReport": "quantkit.quality.verify",

@@ -27,7 +27,7 @@ from quantkit.tensors.dtypes import FLOAT_NAMES, FloatName, float_name
 from quantkit.text.tokenizer import JsonTokenizer, SentencePieceTokenizer, TiktokenTokenizer
 
 FUNCTIONS = ("convert", "evaluate", "generate", "inspect", "load", "open_checkpoint", "quantize", "stream", "verify")
-REPORTS = ("Estimate", "Evaluation", "Inspection", "VerifyReport")
+REPORTS = ("ConvertResult", "Estimate", "Evaluation", "Gate", "Inspection", "QuantizeResult", "VerifyReport")
 
 
 def test_everything_is_there_and_torch_is_not_until_it_is_used() -> None:
@@ -108,7 +108,8 @@ def _require_told(function: Any) -> None:
 def test_every_report_has_plain_values_for_json(name: str) -> None:
     report = getattr(quantkit, name)
     assert dataclasses.is_dataclass(report)
-    assert not [one for one in inspect.signature(report.to_json).parameters.values() if one.name != "self"]
+    arguments = list(inspect.signature(report.to_json).parameters.values())[1:]
+    assert all(one.default is not inspect.Parameter.empty for one in arguments)
 
 
 def test_reports_are_json(demo_model: Path, tmp_path: Path) -> None:

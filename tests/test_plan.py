@@ -85,6 +85,8 @@ def test_layers_are_counted_by_what_becomes_of_them(demo_model: Path, tmp_path: 
     forecast = quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", keep=["*.layers.0.*"])
     assert forecast.layers == {"int4-g64": 21, "float": 8}
     assert "21 x int4-g64" in forecast.lines()[0]
+    alone = quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", keep="*.layers.0.*")
+    assert alone.layers == forecast.layers
 
 
 @pytest.mark.parametrize("command", ["convert", "quantize"])

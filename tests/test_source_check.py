@@ -114,10 +114,10 @@ def test_the_figures_are_those_of_transformers(sound: Path) -> None:
 def test_a_source_that_predicts_poorly_gets_a_note(
     sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not any("poorly" in note for note in quantkit.convert(sound, tmp_path / "one"))
+    assert not any("poorly" in note for note in quantkit.convert(sound, tmp_path / "one").notes)
     monkeypatch.setattr(source_check, "NOTED_BITS_PER_BYTE", 1.0)
-    assert any("bits a byte" in note for note in quantkit.convert(sound, tmp_path / "two"))
-    assert any("bits a byte" in note for note in quantkit.quantize(sound, tmp_path / "three", "int8"))
+    assert any("bits a byte" in note for note in quantkit.convert(sound, tmp_path / "two").notes)
+    assert any("bits a byte" in note for note in quantkit.quantize(sound, tmp_path / "three", "int8").notes)
 
 
 def test_a_source_without_tokenizer_cannot_be_tried(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.checkpoint import Checkpoint, parameter_count
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.files.tensor_file import StoredTensor
 from quantkit.tensors.qtensor import QuantTensor
@@ -173,6 +173,12 @@ class Container(Protocol):
     def notes(self, output: Output) -> list[str]:
         """What a user should know of an output though it is no error."""
         ...
+
+
+def weight_size(checkpoint: StoredCheckpoint) -> tuple[int, float]:
+    """What a checkpoint's tensors occupy on disk in bytes, and in bits for each of its parameters."""
+    size = sum(checkpoint.stored_bytes(name) for name in checkpoint.names())
+    return size, 8 * size / parameter_count(checkpoint)
 
 
 def tensor_bytes(tensor: Tensor, expected: StoredTensor) -> memoryview:

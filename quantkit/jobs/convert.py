@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -12,12 +13,13 @@ from torch import Tensor
 from quantkit.architectures.topology import parameters
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, schemes
-from quantkit.formats.container import Output
+from quantkit.formats.container import Output, weight_size
 from quantkit.formats.detect import WeightKind, open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.output.staging import require_name, require_new_names
 from quantkit.formats.registry import CONTAINERS, target
 from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, writing
+from quantkit.jobs.result import ConvertResult
 from quantkit.progress import Progress, silent
 from quantkit.tensors.dtypes import SHORT_NAMES, FloatName, float_name
 from quantkit.tensors.finite import checked_cast
@@ -40,7 +42,7 @@ def convert(
     allow_nonfinite: bool = False,
     source_check: bool = True,
     progress: Progress = silent,
-) -> list[str]:
+) -> ConvertResult:
     """Write the model in `src` to the new folder `dst`.
 
     Args:
@@ -56,24 +58,28 @@ def convert(
         progress: told of every tensor.
 
     Returns:
-        Notes for the user.
+        What was written: path, size, bits a weight, notes.
 
     Raises:
         QuantkitError: of the kind that says what is wrong; `dst` is then not there.
+
+    Example:
+        >>> quantkit.convert("Llama-3.2-1B", "Llama-3.2-1B-hf", dtype="bf16")
     """
+    began = time.monotonic()
     work, notes = conversion(src, dst, to=to, mp=mp, dtype=dtype, weights=weights, allow_nonfinite=allow_nonfinite)
     source = work.source
     with writing(work, Path(dst), resume=resume, source_check=source_check, progress=progress) as writer:
         for spec in writer.missing:
             writer.put(spec.name, _value(source, spec, allow_nonfinite))
-        writer.seal()
+        size = weight_size(writer.seal())
         details = {
             "model": model_summary(source, float_name(dtype) or source.config.dtype),
             "options": work.options,
             "schemes": {module: str(scheme) for module, scheme in schemes(source).items()},
         }
-        notes += writer.commit(details)
-    return notes
+        written = writer.commit(details)
+    return ConvertResult(Path(dst), *size, time.monotonic() - began, [*notes, *writer.notes], written)
 
 
 def conversion(

@@ -10,6 +10,7 @@ from typing import Any
 from quantkit.errors import CheckpointError
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import DTYPE_NAMES, parameter_count
+from quantkit.formats.container import weight_size
 from quantkit.formats.detect import WeightKind, open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.text.tokenizer import Tokenizer
@@ -89,8 +90,7 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None) -> Inspectio
     config = checkpoint.config
     tokenizer, notes = checked_tokenizer(checkpoint)
     specs = [checkpoint.info(name) for name in checkpoint.names()]
-    count = parameter_count(checkpoint)
-    size = sum(checkpoint.stored_bytes(spec.name) for spec in specs)
+    size, bits_per_weight = weight_size(checkpoint)
     kinds = Counter(DTYPE_NAMES[spec.dtype] if spec.scheme is None else str(spec.scheme) for spec in specs)
     rope = config.rope
     return Inspection(
@@ -105,9 +105,9 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None) -> Inspectio
         context=config.max_context,
         rope=f"theta {rope.theta:g}" + ("" if rope.type == "default" else f", {rope.type} x{rope.factor:g}"),
         tied_embeddings=config.tied_embeddings,
-        parameters=count,
+        parameters=parameter_count(checkpoint),
         weight_bytes=size,
-        bits_per_weight=8 * size / count,
+        bits_per_weight=bits_per_weight,
         tensors=dict(kinds.most_common()),
         tokenizer="none" if tokenizer is None else _describe(tokenizer),
         made_by=_made_by(checkpoint.path),

@@ -15,7 +15,7 @@ from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, DestinationError
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, parameter_count
-from quantkit.formats.container import Encoder
+from quantkit.formats.container import Encoder, StoredCheckpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.files.safetensors_io import require_readable
 from quantkit.formats.output.writer import CheckpointWriter
@@ -134,7 +134,7 @@ class JobWriter:
         """Make everything so far durable, so that a later run goes on from here."""
         self._writer.checkpoint()
 
-    def seal(self) -> Checkpoint:
+    def seal(self) -> StoredCheckpoint:
         """Complete the weights and what goes beside them; the result, opened.
 
         Raises:
@@ -147,11 +147,17 @@ class JobWriter:
         return _read_back(self.path)
 
     @property
+    def notes(self) -> list[str]:
+        """What one should know of the source, as a text went through it."""
+        note = self._checked.note() if isinstance(self._checked, SourceCheck) else None
+        return [] if note is None else [f"{self._work.source.path}: {note}"]
+
+    @property
     def records(self) -> dict[str, Any]:
         """What was recorded with tensors, by name, of all runs; complete once sealed."""
         return self._writer.records
 
-    def commit(self, details: Mapping[str, object], files: Mapping[str, bytes] | None = None) -> list[str]:
+    def commit(self, details: Mapping[str, object], files: Mapping[str, bytes] | None = None) -> dict[str, Any]:
         """Write the manifest and give the folder its name.
 
         Args:
@@ -159,18 +165,17 @@ class JobWriter:
             files: more to put beside the weights.
 
         Returns:
-            Notes for the user.
+            What the manifest holds.
         """
         for name, content in (files or {}).items():
             self._writer.add_file(name, content)
         checked, source = self._checked, self._work.source
-        content = manifest.build(
+        written = manifest.build(
             self._work.job, source.format, self._source_hashes, self._writer.hashes,
             {"source_check": checked.to_json() if isinstance(checked, SourceCheck) else checked, **details},
         )  # fmt: skip
-        self._writer.commit(manifest.NAME, content)
-        note = checked.note() if isinstance(checked, SourceCheck) else None
-        return [] if note is None else [f"{source.path}: {note}"]
+        self._writer.commit(manifest.NAME, manifest.encoded(written))
+        return written
 
     def _tell(self) -> None:
         self._progress(self._work.job, self._whole, self._work.source.config.num_layers, "layers")
@@ -184,7 +189,7 @@ def _checked(work: Work, progress: Progress) -> SourceCheck | str:
     return found if isinstance(found, SourceCheck) else f"not measured: {found}"
 
 
-def _read_back(folder: Path) -> Checkpoint:
+def _read_back(folder: Path) -> StoredCheckpoint:
     """What was written, opened by our reader and by the safetensors library; headers only.
 
     Raises:

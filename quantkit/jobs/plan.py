@@ -149,7 +149,7 @@ def quantize(
     thorough: bool = False,
     activation_memory: int | None = None,
     device: str | torch.device | None = None,
-    keep: Iterable[str] = (),
+    keep: str | Iterable[str] = (),
     strict: bool = False,
     accept_quality_loss: bool = False,
     weights: WeightKind | None = None,

@@ -12,7 +12,7 @@ from quantkit.calibration.data import Calibration
 from quantkit.calibration.quantizers import TensorBlock
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, schemes
-from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.detect import WeightKind, open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.output.staging import require_name, require_new_names
 from quantkit.jobs.scheme_map import SchemeMap
@@ -23,8 +23,8 @@ from quantkit.text.tokenizer import Tokenizer
 
 
 def prepare(
-    src: str | Path, dst: Path, scheme: str | QuantScheme | Recipe, *, keep: Iterable[str], strict: bool,
-    weights: str | None,
+    src: str | Path, dst: Path, scheme: str | QuantScheme | Recipe, *, keep: str | Iterable[str],
+    strict: bool, weights: WeightKind | None,
 ) -> tuple[Checkpoint, SchemeMap, Tokenizer | None, list[str]]:  # fmt: skip
     """Open a source of floats and assign the schemes; with notes for the user.
 
@@ -40,7 +40,7 @@ def prepare(
             "the source is quantized already", path=source.path, found=str(next(iter(already.values()))),
             hint="start from the float model",
         )  # fmt: skip
-    scheme_map = SchemeMap.of(_recipe(scheme).keeping(keep), source.config)
+    scheme_map = SchemeMap.of(_recipe(scheme).keeping([keep] if isinstance(keep, str) else keep), source.config)
     misfits = scheme_map.misfit_lines()
     if misfits and strict:
         raise RequestError(

@@ -9,7 +9,6 @@ Source: the compressed-tensors package's pack-quantized compressor.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -129,14 +128,18 @@ class CompressedTensors:
         return found
 
     def write_settings(self, schemes: Mapping[str, QuantScheme], modules: Iterable[str]) -> dict[str, Any]:
-        """The most frequent scheme targets every ``Linear``; the others name their modules; linears without a
+        """One scheme for linears of decoder blocks targets every ``Linear``. Otherwise each names its modules:
+        transformers warns of targets that come behind ``Linear``, and vLLM takes a name's own target, but not that
+        of q, k and v, which it fuses, before that of the class; its output head is no ``Linear``. Linears without a
         scheme are listed under ``ignore``."""
-        ranked = [scheme for scheme, _ in Counter(schemes.values()).most_common()]
+        by_scheme: dict[QuantScheme, list[str]] = {}
+        for module, scheme in schemes.items():
+            by_scheme.setdefault(scheme, []).append(module)
+        of_class = len(by_scheme) == 1 and "lm_head" not in schemes
         groups = {}
-        for index, scheme in enumerate(ranked):
-            targets = ["Linear"] if index == 0 else [m for m, s in schemes.items() if s == scheme]
+        for index, (scheme, named) in enumerate(sorted(by_scheme.items(), key=lambda item: -len(item[1]))):
             groups[f"group_{index}"] = {
-                "targets": targets,
+                "targets": ["Linear"] if of_class else named,
                 "weights": {
                     "num_bits": scheme.bits,
                     "type": "int",
