@@ -16,6 +16,7 @@ from quantkit.cli.processes import together
 from quantkit.cli.progress import ProgressDisplay
 
 if TYPE_CHECKING:
+    from quantkit.formats.detect import WeightKind
     from quantkit.jobs.result import ConvertResult, QuantizeResult
 
 
@@ -37,7 +38,7 @@ def demo(output: Path | None, data: str | None) -> None:
 @click.argument("path", type=options.PATH)
 @options.weights
 @options.data
-def inspect(path: Path, weights: str | None, data: str | None) -> None:
+def inspect(path: Path, weights: WeightKind | None, data: str | None) -> None:
     """Say what model PATH holds, from headers alone."""
     from quantkit.jobs.inspect import inspect as job
 

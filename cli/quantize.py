@@ -34,9 +34,9 @@ from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 @click.option("--thorough", is_flag=True, help="Slower GPTQ, closer to the source.")
 @click.option(
     "--activation-memory",
-    type=float,
-    metavar="GB",
-    help=f"Calibration activations held in memory, {ACTIVATION_MEMORY / 1e9:g} by default; more go to DST's disk.",
+    type=options.memory,
+    metavar="AMOUNT",
+    help=f"Calibration activations held in memory, {ACTIVATION_MEMORY / 1e9:g}GB by default; more go to DST's disk.",
 )
 @options.device
 @click.option("--accept-quality-loss", is_flag=True, help="Keep a result that is too far from its source.")
@@ -90,6 +90,4 @@ def job_arguments(given: dict[str, Any]) -> dict[str, Any]:
         if scheme is None:
             raise RequestError("--head goes with --scheme", hint="a recipe names lm_head among its overrides")
         scheme = Recipe(QuantScheme.parse(scheme), (Override("lm_head", QuantScheme.parse(head)),))
-    if given["activation_memory"] is not None:
-        given["activation_memory"] *= 1e9
     return {**given, "scheme": scheme if path is None else Recipe.from_json(path)}

@@ -105,8 +105,12 @@ class Gate:
             )  # fmt: skip
         return None
 
-    def to_json(self, *, accepted: bool) -> dict[str, Any]:
-        """The manifest's form."""
+    def to_json(self, *, accepted: bool = False) -> dict[str, Any]:
+        """The manifest's form.
+
+        Args:
+            accepted: whether the result was to be kept whatever this says.
+        """
         return {
             "passed": self.problem() is None,
             "accepted": accepted,

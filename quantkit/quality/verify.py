@@ -148,6 +148,9 @@ def verify(a: str | Path, b: str | Path, *, progress: Progress = silent) -> Veri
         a, b: the folders.
         progress: told of every tensor and layer.
 
+    Returns:
+        What differs, by how much, and the verdict.
+
     Raises:
         QuantkitError: if either cannot be read.
     """
