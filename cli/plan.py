@@ -62,10 +62,12 @@ def _convert(data: str | None, **given: Any) -> None:
 
 
 def _quantize(data: str | None, **given: Any) -> None:
+    outputs = Outputs(data, reads=(given["calibration"], given["recipe"], given["plan"]), makes=given["dst"])
+    arguments = job_arguments(given)
+
     from quantkit.jobs.estimate import estimate_quantize
 
-    outputs = Outputs(data, reads=(given["calibration"], given["recipe"], given["plan"]), makes=given["dst"])
-    _tell(estimate_quantize(**job_arguments(given)), outputs)
+    _tell(estimate_quantize(**arguments), outputs)
 
 
 def _tell(estimate: Any, outputs: Outputs) -> None:
