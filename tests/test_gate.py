@@ -95,6 +95,19 @@ def test_figures_that_are_no_numbers_do_not_pass(figures: dict[str, float]) -> N
     assert gate.Gate([one], math.nan, {}, {}).problem() is not None
 
 
+def test_errors_are_told_and_missed_in_earlier_manifests() -> None:
+    told = gate.TextResult("speech", "0", 512, 0.01234, 0.1, 1.0, 0.9, 50.0, 51.0, 0.00041, 0.0023)
+    found = gate.Gate([told], 1.25, {}, {})
+    value = found.to_json(accepted=False)
+    assert gate.Gate.from_json(value, Path("quantkit.json")) == found
+    assert (str(told.kl_estimate), str(told.perplexity_ratio)) == ("0.0123 ± 0.0004", "1.0200 ± 0.0023")
+    for key in ("kl_error", "ratio_error"):
+        del value["texts"][0][key]
+    (earlier,) = gate.Gate.from_json(value, Path("quantkit.json")).texts
+    assert earlier == replace(told, kl_error=None, ratio_error=None)
+    assert str(earlier.kl_estimate) == "0.0123"
+
+
 def test_a_layer_that_is_broken_after_it_was_solved_is_stopped_and_named(
     demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
