@@ -21,13 +21,14 @@ from quantkit.errors import QuantkitError, RequestError
 from quantkit.evals.models import backend_names
 from quantkit.evals.synthetic import synthetic
 from quantkit.evals.timing import PROMPT, Decoding, bandwidth, prefill_once, seconds, weight_bytes
-from quantkit.formats.checkpoint import DTYPE_NAMES, Checkpoint, schemes
+from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.json_values import shown
 from quantkit.memory import enough_memory, resident_bytes, total_bytes
 from quantkit.model.device import usable_device
 from quantkit.model.load import load_model
 from quantkit.progress import Progress, silent
+from quantkit.tensors.dtypes import DType
 
 NEW = 48  # tokens decoded in a run
 RUNS = 5
@@ -244,7 +245,7 @@ def _measure_model(job: Job, group: ProcessGroup) -> Bench:
         decode[batch] = _rate(batch * NEW, Decoding(model, batch, NEW, job.compiled).run, job.runs)
     peak = _peak_bytes(model.device)
     return Bench(
-        checkpoint.path.name, bool(schemes(checkpoint)), backend_names(model), DTYPE_NAMES[model.dtype],
+        checkpoint.path.name, bool(schemes(checkpoint)), backend_names(model), DType.of(model.dtype),
         _device_name(model.device), torch.get_num_threads(), load_seconds, (firsts[0], statistics.median(firsts[1:])),
         prefill, decode, weight_bytes(model), bandwidth(model.device), peak,
     )  # fmt: skip

@@ -6,12 +6,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from quantkit.architectures.topology import parameters
 from quantkit.errors import RequestError, UnsupportedError
-from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, schemes
+from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.container import Output, weight_size
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
@@ -20,6 +19,7 @@ from quantkit.formats.registry import CONTAINERS, target
 from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, writing
 from quantkit.jobs.result import ConvertResult
 from quantkit.progress import Progress, silent
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.finite import checked_cast
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
@@ -104,7 +104,7 @@ def conversion(
             path=source.path, found=str(next(iter(quantized.values()))), hint="start from the float model",
         )  # fmt: skip
     config = source.config if dtype is None else source.config.with_dtype(DTYPES[dtype])
-    cast = None if dtype is None else FLOAT_DTYPES[DTYPES[dtype]]
+    cast = None if dtype is None else DType(DTYPES[dtype])
     specs = _specs(source, cast, with_head=container.stores_tied_head)
     output = Output(source, config, specs, SHARD_BYTES, tokenizer, mp, method)
     side_files = container.side_files(output)
@@ -119,10 +119,10 @@ def _value(source: Checkpoint, spec: TensorSpec, allow_nonfinite: bool) -> Tenso
     value = source.load(_stored_name(source, spec.name))
     if isinstance(value, QuantTensor):
         return value
-    return checked_cast(value, spec.dtype, spec.name, source.path, allow_nonfinite)
+    return checked_cast(value, spec.dtype.torch, spec.name, source.path, allow_nonfinite)
 
 
-def _specs(source: Checkpoint, dtype: torch.dtype | None, *, with_head: bool) -> list[TensorSpec]:
+def _specs(source: Checkpoint, dtype: DType | None, *, with_head: bool) -> list[TensorSpec]:
     config = replace(source.config, tied_embeddings=source.config.tied_embeddings and not with_head)
     specs = []
     for parameter in parameters(config):

@@ -15,7 +15,7 @@ import torch
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import input_groups, linear_columns, sizes
 from quantkit.calibration.effort import Effort, activation_bytes, batch_samples, followed_share
-from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint
+from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.container import Encoder, Output
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.output.sink import IN_FLIGHT_BYTES
@@ -30,6 +30,7 @@ from quantkit.model.device import float_type
 from quantkit.quality.measures import TOKENS_THROUGH_THE_HEAD
 from quantkit.quality.windows import measured_tokens, window_length
 from quantkit.solver.gptq import WEIGHTS_AT_ONCE
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.xla.require import require_compiler
@@ -216,7 +217,7 @@ def _forward(source: Checkpoint, tokens: int, *, models: int) -> int:
     )
     states = 4 * tokens * (2 * models * config.hidden_size + 4 * config.intermediate_size)
     logits = 4 * 8 * TOKENS_THROUGH_THE_HEAD * config.vocab_size
-    head = config.vocab_size * config.hidden_size * FLOAT_DTYPES[config.dtype].itemsize
+    head = config.vocab_size * config.hidden_size * DType(config.dtype).itemsize
     return resident_bytes() + _LIBRARIES + head + states + logits + 3 * widest
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from quantkit.errors import CheckpointError
 from quantkit.formats import manifest
-from quantkit.formats.checkpoint import DTYPE_NAMES, parameter_count
+from quantkit.formats.checkpoint import parameter_count
 from quantkit.formats.container import weight_size
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
@@ -80,7 +80,7 @@ def inspect(path: str | Path, *, weights: str | None = None) -> Inspection:
     tokenizer, notes = checked_tokenizer(checkpoint)
     specs = [checkpoint.info(name) for name in checkpoint.names()]
     size, bits_per_weight = weight_size(checkpoint)
-    kinds = Counter(DTYPE_NAMES[spec.dtype] if spec.scheme is None else str(spec.scheme) for spec in specs)
+    kinds = Counter(str(spec.dtype if spec.scheme is None else spec.scheme) for spec in specs)
     rope = config.rope
     return Inspection(
         path=str(path),

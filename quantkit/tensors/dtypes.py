@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch import dtype as TorchDType
 
 
@@ -83,6 +85,12 @@ class DType(StrEnum):
 
         dtype: TorchDType = getattr(torch, self.value)
         return dtype
+
+    def empty(self, shape: Sequence[int]) -> Tensor:
+        """A tensor to be filled."""
+        import torch
+
+        return torch.empty(shape, dtype=self.torch)
 
 
 FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)

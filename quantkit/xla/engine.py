@@ -20,13 +20,14 @@ from jax.sharding import Mesh
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.errors import RequestError
-from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, schemes
+from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.kernels.build import cache_folder
 from quantkit.model.decoder import Decoder
 from quantkit.progress import Progress, silent
 from quantkit.runtime.engine import bucket as power_of_two
 from quantkit.runtime.request import checked_length
 from quantkit.runtime.sampling import SamplingParams
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.finite import nonfinite_logits
 from quantkit.xla.model import sharded_decoder
 from quantkit.xla.products import AXIS
@@ -104,7 +105,7 @@ def model_on_devices(
     """
     mesh = device_mesh(devices, multi_host=multi_host)
     split = DeviceSplit(checkpoint.config, schemes(checkpoint), mesh.size)
-    dtype = dtype or FLOAT_DTYPES[checkpoint.config.dtype]
+    dtype = dtype or DType(checkpoint.config.dtype).torch
     state = load_state(checkpoint, split, mesh, dtype, progress=progress)
     return XlaModel(split, mesh, sharded_decoder(split), state, dtype)
 
