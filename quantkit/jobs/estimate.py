@@ -21,6 +21,7 @@ from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.output.sink import IN_FLIGHT_BYTES
 from quantkit.formats.output.staging import partial_folder, require_absent, require_room_to_build, require_space
 from quantkit.formats.registry import HF
+from quantkit.jobs.card import Labels
 from quantkit.jobs.convert import conversion
 from quantkit.jobs.output import SHARD_BYTES
 from quantkit.jobs.prepare import prepare, tensor_blocks, too_few_tokens
@@ -120,13 +121,15 @@ def estimate_quantize(
     calibration: str | Path | None = None, samples: int | None = None, length: int | None = None,
     seed: int | None = None, thorough: bool = False, activation_memory: float | None = None, device: str | None = None,
     keep: Iterable[str] = (), strict: bool = False, accept_quality_loss: bool = False,
-    weights: str | None = None, resume: bool = False, allow_nonfinite: bool = False, source_check: bool = True,
+    base_model: str | None = None, license: str | None = None, weights: str | None = None, resume: bool = False,
+    allow_nonfinite: bool = False, source_check: bool = True,
 ) -> Estimate:  # fmt: skip
     """What `quantize` with the same arguments would take; calibration text is read and cut as it would be.
 
     Raises:
         QuantkitError: as `quantize` does for what can be told without reading weights.
     """
+    Labels(base_model, license)
     settings = gptq_settings(
         method, calibration, samples=samples, length=length, seed=seed, thorough=thorough,
         activation_memory=activation_memory, device=device,
