@@ -11,10 +11,12 @@ import click
 from quantkit.cli import options
 from quantkit.cli.files import Outputs
 from quantkit.cli.help import Command, exit_codes
-from quantkit.cli.output import bar, mention, note
+from quantkit.cli.output import mention, note
 from quantkit.cli.processes import together
+from quantkit.cli.progress import ProgressDisplay
 
 if TYPE_CHECKING:
+    from quantkit.formats.detect import WeightKind
     from quantkit.jobs.result import ConvertResult, QuantizeResult
 
 
@@ -26,7 +28,7 @@ def demo(output: Path | None, data: str | None) -> None:
     from quantkit.evals.demo import run_demo
 
     outputs = Outputs(data, makes=output)
-    with bar() as progress:
+    with ProgressDisplay() as progress:
         report = run_demo(output, progress=progress)
     outputs.say(report.lines())
     outputs.write(report.to_json())
@@ -36,7 +38,7 @@ def demo(output: Path | None, data: str | None) -> None:
 @click.argument("path", type=options.PATH)
 @options.weights
 @options.data
-def inspect(path: Path, weights: str | None, data: str | None) -> None:
+def inspect(path: Path, weights: WeightKind | None, data: str | None) -> None:
     """Say what model PATH holds, from headers alone."""
     from quantkit.jobs.inspect import inspect as job
 
@@ -62,7 +64,7 @@ def convert(data: str | None, **given: Any) -> None:
         outputs = Outputs(data, makes=given["dst"])
         if not group.first:
             return
-        with bar() as progress:
+        with ProgressDisplay() as progress:
             made = job(**given, progress=progress)
     finish(made, outputs)
 
@@ -82,7 +84,7 @@ def verify(a: Path, b: Path | None, data: str | None) -> None:
     from quantkit.quality.verify import verify as job
 
     outputs = Outputs(data)
-    with bar() as progress:
+    with ProgressDisplay() as progress:
         if b is not None:
             report = job(a, b, progress=progress)
         else:

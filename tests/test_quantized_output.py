@@ -14,6 +14,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from safetensors.torch import load_file, save_file
+from schemes import any_scheme
 from torch import Tensor
 
 import quantkit
@@ -23,7 +24,6 @@ from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
 from quantkit.tensors.recipe import Override, Recipe
-from quantkit.tensors.scheme import QuantScheme
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -44,8 +44,8 @@ def _source(folder: Path, case: str = "llama", dtype: torch.dtype = torch.float3
 
 
 def _recipe(default: str, *overrides: tuple[str, str | None]) -> Recipe:
-    parsed = (Override(p, None if s is None else QuantScheme.parse(s)) for p, s in overrides)
-    return Recipe(QuantScheme.parse(default), tuple(parsed))
+    parsed = (Override(p, None if s is None else any_scheme(s)) for p, s in overrides)
+    return Recipe(any_scheme(default), tuple(parsed))
 
 
 def _ours(folder: Path, tokens: Tensor) -> Tensor:
@@ -152,13 +152,25 @@ def test_compressed_tensors_decompresses_to_our_values(scheme: str, dtype: torch
         tmp_path / "float", dtype=dtype, num_hidden_layers=1, num_attention_heads=3, num_key_value_heads=1, head_dim=10,
         hidden_size=96,
     )  # fmt: skip
-    quantkit.quantize(source, tmp_path / "out", scheme, accept_quality_loss=True)
+    quantkit.quantize(source, tmp_path / "out", any_scheme(scheme), accept_quality_loss=True)
     for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj", "mlp.down_proj"):
         module = f"model.layers.0.{name}"
         ours = _module(tmp_path / "out", module)
         assert ours.scale.dtype == dtype
         assert (ours.zero is None) == ("asym" not in scheme)
         assert torch.equal(_decompressed(tmp_path / "out", module), ours.dequantize())
+
+
+@pytest.mark.parametrize("scheme", [None, 4, {"default": "int8"}])
+def test_what_is_no_scheme_is_told_with_those_that_are(scheme: Any, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="give a scheme: int8, int4-g32, int4-g64 or int4-g128, or a Recipe"):
+        quantkit.quantize(_source(tmp_path / "float"), tmp_path / "out", scheme)
+
+
+def test_one_pattern_of_layers_to_keep_needs_no_list(tmp_path: Path) -> None:
+    quantkit.quantize(_source(tmp_path / "float"), tmp_path / "out", "int8", keep="*.0.*")
+    modules = _manifest(tmp_path / "out")["modules"]
+    assert all((".0." in name or name == "lm_head") == (facts["scheme"] is None) for name, facts in modules.items())
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32", "int4-g32-asym"])
@@ -169,7 +181,7 @@ def test_what_is_read_back_is_what_round_to_nearest_gave(scheme: str, tmp_path: 
     for layer in range(LAYERS):
         for name in ("self_attn.q_proj", "mlp.down_proj"):
             weight = floats[f"model.layers.{layer}.{name}.weight"]
-            expected = quantize_rtn(weight, QuantScheme.parse(scheme), torch.bfloat16)
+            expected = quantize_rtn(weight, any_scheme(scheme), torch.bfloat16)
             found = _module(tmp_path / "out", f"model.layers.{layer}.{name}")
             assert torch.equal(found.codes, expected.codes)
             assert torch.equal(found.scale, expected.scale)

@@ -178,6 +178,12 @@ class ProcessGroup:
         except RuntimeError as error:
             raise _lost() from error
 
+    def leave(self) -> None:
+        """Say that this process will not be there to be told of the first one's end."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                self._store.add(_HEARD, 1)
+
     def let_the_first_speak(self) -> int | None:
         """Wait a little for the first process to end: a launcher stops all others once one has failed.
 

@@ -187,9 +187,9 @@ def _quality(gate: Gate, made: Made) -> list[str]:
     ]
     meaning = (
         "Perplexity is per token, and so is KL, the mean of KL(source \u2016 this model) in nats. The most that is"
-        f" allowed, the bound, is what rounding to nearest in the same schemes loses and {100 * (SLACK - 1):.2g} % more;"
-        f" it is never above {highest:g} or below {FLOOR:g}. Unless told to, quantkit finishes no model beyond its"
-        f" bound, nor one with more than {gate.perplexity_ratio_bound:g} times its source's perplexity."
+        f" allowed, the bound, is what rounding to nearest in the same schemes loses and {100 * (SLACK - 1):.2g} %"
+        f" more; it is never above {highest:g} or below {FLOOR:g}. Unless told to, quantkit finishes no model beyond"
+        f" its bound, nor one with more than {gate.perplexity_ratio_bound:g} times its source's perplexity."
     )
     if made.settings is None and all(math.isclose(one.kl_bound, SLACK * one.kl, rel_tol=1e-3) for one in gate.texts):
         meaning += " This model is itself rounded to nearest, which is why it comes so close to its bound."

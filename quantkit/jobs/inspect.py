@@ -11,7 +11,7 @@ from quantkit.errors import CheckpointError
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import parameter_count
 from quantkit.formats.container import weight_size
-from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.detect import WeightKind, open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.text.tokenizer import Tokenizer
 
@@ -50,6 +50,7 @@ class Inspection:
     notes: list[str]
 
     def to_json(self) -> dict[str, Any]:
+        """All of it, as plain values."""
         return asdict(self)
 
     def lines(self) -> list[str]:
@@ -69,11 +70,21 @@ class Inspection:
         ]
 
 
-def inspect(path: str | Path, *, weights: str | None = None) -> Inspection:
+def inspect(path: str | Path, *, weights: WeightKind | None = None) -> Inspection:
     """Look at a checkpoint without reading its weights.
+
+    Args:
+        path: a Meta or Hugging Face folder.
+        weights: picks one of several sets of weights in the folder: ``meta``, ``safetensors`` or ``bin``.
+
+    Returns:
+        Architecture, sizes, float types and schemes, tokenizer, and who can load it.
 
     Raises:
         QuantkitError: of the kind that says what is wrong with it.
+
+    Example:
+        >>> print(*quantkit.inspect("model-int4").lines(), sep="\\n")
     """
     checkpoint = open_checkpoint(path, weights)
     config = checkpoint.config

@@ -16,7 +16,7 @@ from quantkit.errors import CheckpointError, DestinationError
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, parameter_count
 from quantkit.formats.container import Encoder, StoredCheckpoint
-from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.detect import open_unfinished
 from quantkit.formats.files.safetensors_io import require_readable
 from quantkit.formats.folder import tokenizer_files
 from quantkit.formats.output.writer import CheckpointWriter
@@ -78,8 +78,9 @@ def writing(work: Work, dst: Path, *, resume: bool, source_check: bool, progress
     """
     needed = work.encoder.total_bytes() + work.scratch_bytes
     with CheckpointWriter(
-        dst, work.encoder, work.fingerprint(), work.side_files, needed_bytes=needed, resume=resume
-    ) as writer:
+        dst, work.encoder, work.fingerprint(), work.side_files, needed_bytes=needed, resume=resume,
+        progress=progress,
+    ) as writer:  # fmt: skip
         hashes = manifest.SourceHashes([*work.source.files(), *tokenizer_files(work.source.path)])
         checked: SourceCheck | str = "skipped as asked"
         if source_check:
@@ -116,7 +117,6 @@ class JobWriter:
         self._ends = {*ends[:-1], len(planned) - 1}  # what follows the last layer counts with it
         self._next = self.done
         self._whole = sum(index < self.done for index in self._ends)
-        self._tell()
 
     def put(self, name: str, value: Tensor | QuantTensor, record: Mapping[str, object] | None = None) -> None:
         """Write the next tensor, with what the manifest shall say of it.
@@ -129,7 +129,11 @@ class JobWriter:
         self._writer.put(name, value, record)
         self._whole += self._next in self._ends
         self._next += 1
-        self._tell()
+        self.tell()
+
+    def tell(self) -> None:
+        """Tell how many layers are written."""
+        self._progress(self._work.job, self._whole, self._work.source.config.num_layers, "layers")
 
     def checkpoint(self) -> None:
         """Make everything so far durable, so that a later run goes on from here."""
@@ -142,7 +146,7 @@ class JobWriter:
             CheckpointError: if the source changed since it was opened.
             DestinationError: if the result cannot be read back.
         """
-        self._source_hashes = self._hashes.result()
+        self._source_hashes = self._hashes.result(self._progress)
         self._writer.seal()
         self._writer.require_in_place()
         return _read_back(self.path)
@@ -178,9 +182,6 @@ class JobWriter:
         self._writer.commit(manifest.NAME, manifest.encoded(written))
         return written
 
-    def _tell(self) -> None:
-        self._progress(self._work.job, self._whole, self._work.source.config.num_layers, "layers")
-
 
 def _checked(work: Work, progress: Progress) -> SourceCheck | str:
     """What the source makes of a text, or why that was not measured."""
@@ -198,7 +199,7 @@ def _read_back(folder: Path) -> StoredCheckpoint:
         RuntimeError: if the library finds other tensors than ours.
     """
     try:
-        result = open_checkpoint(folder)
+        result = open_unfinished(folder)
         for path in sorted(folder.glob("*.safetensors")):
             require_readable(path)
     except CheckpointError as error:
