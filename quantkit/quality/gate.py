@@ -38,6 +38,7 @@ class TextResult:
         kl_bound: the most the mean may be.
         top1_agreement: share of positions with the same likeliest token.
         source_perplexity, perplexity: per token.
+        rounding_kl: the mean KL of the RTN baseline; None for a result that is its own, or where nobody wrote it down.
     """
 
     text: str
@@ -49,6 +50,31 @@ class TextResult:
     top1_agreement: float
     source_perplexity: float
     perplexity: float
+    rounding_kl: float | None = None
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> TextResult:
+        """What `asdict` gave.
+
+        Raises:
+            ArithmeticError, AttributeError, LookupError, TypeError, ValueError: if it is of another form.
+        """
+        kinds = {"str": str, "int": int, "float": float}
+        told = {field.name: kinds[str(field.type)](value[field.name]) for field in fields(cls) if field.type in kinds}
+        rounding = value.get("rounding_kl")
+        return cls(**told, rounding_kl=None if rounding is None else float(rounding))
+
+    @property
+    def perplexity_ratio(self) -> float:
+        """Perplexity over that of the source."""
+        return self.perplexity / self.source_perplexity
+
+    def limit(self, digits: int = 3) -> str:
+        """What the mean KL may be, in words."""
+        words = f"at most {self.kl_bound:.{digits}g}"
+        if self.rounding_kl is None:
+            return words
+        return f"{words}; rounding to nearest gives {self.rounding_kl:.{digits}g}"
 
 
 @dataclass(frozen=True)
@@ -71,22 +97,25 @@ class Gate:
         """What is wrong, found and expected, if anything is; NaN is beyond every bound."""
         for one in self.texts:
             if not one.kl <= one.kl_bound:
+                digits = _telling_apart(one.kl, one.kl_bound)
                 return (
-                    "the result is too far from its source", f"a mean KL of {one.kl:.3g} on '{one.text}'",
-                    f"at most {one.kl_bound:.3g}",
-                )  # fmt: skip
-            ratio = one.perplexity / one.source_perplexity
-            if not ratio <= self.perplexity_ratio_bound:
+                    "the result is too far from its source",
+                    f"a mean KL(source || result) of {one.kl:.{digits}g} nats a token on '{one.text}'",
+                    one.limit(digits),
+                )
+            if not one.perplexity_ratio <= self.perplexity_ratio_bound:
+                digits = _telling_apart(one.perplexity_ratio, self.perplexity_ratio_bound)
                 return (
-                    "the result predicts worse than its source", f"{ratio:.3g} times the perplexity on '{one.text}'",
+                    "the result predicts worse than its source",
+                    f"{one.perplexity_ratio:.{digits}g} times the perplexity on '{one.text}'",
                     f"at most {self.perplexity_ratio_bound:g} times",
-                )  # fmt: skip
+                )
         for layer, reason in self.fallbacks.items():
             return f"layer '{layer}' was rounded to nearest", reason, "a layer that GPTQ can solve"
         for layer, (error, bound) in self.distorted.items():
             return (
                 f"the weights of layer '{layer}' changed more than its scheme explains",
-                f"a relative error of {error:.3g}", f"at most {bound:.3g}",
+                f"an error of {error:.3g} relative to the weights (Frobenius norms)", f"at most {bound:.3g}",
             )  # fmt: skip
         return None
 
@@ -109,12 +138,8 @@ class Gate:
         Raises:
             CheckpointError: if it is of another form, or tells of no text.
         """
-        kinds = {"str": str, "int": int, "float": float}
         try:
-            texts = [
-                TextResult(**{field.name: kinds[str(field.type)](one[field.name]) for field in fields(TextResult)})
-                for one in value["texts"]
-            ]
+            texts = [TextResult.from_json(one) for one in value["texts"]]
             distorted = {
                 str(layer): (float(error), float(bound)) for layer, (error, bound) in value.get("distorted", {}).items()
             }
@@ -132,10 +157,10 @@ def run_gate(
 ) -> Gate:
     """Measure a quantized model against its source on texts that are not for calibration.
 
-    The mean KL may be no more than that of the RTN baseline: the source rounded to nearest in
-    the same schemes, groups longer than 128 and whole rows of int4 counted as groups of
-    128; nor more than `BOUNDS`, where the fewest bits decide. A result that is its own baseline
-    is run once.
+    The mean KL may be no more than `BOUNDS` says, where the fewest bits decide; nor, but for a
+    little slack, than that of the RTN baseline: the source rounded to nearest in the same schemes,
+    groups longer than 128 and whole rows of int4 counted as groups of 128. A result that is its
+    own baseline is run once.
 
     Args:
         source: the float model.
@@ -147,14 +172,16 @@ def run_gate(
     """
     assigned = schemes(result)
     baseline = rtn_baseline(source, assigned)
-    others = [result] if is_baseline(result, baseline, records) else [result, baseline]
+    rounded = is_baseline(result, baseline, records)
+    others = [result] if rounded else [result, baseline]
     bound = coarser(BOUNDS[f"int{scheme.bits}"] for scheme in assigned.values())
     measured = measured_windows(source)
     lost = compare_texts(source, others, [windows for _, windows in measured.values()], progress=progress)
     texts = []
     for (name, (digest, _)), by_model in zip(measured.items(), lost, strict=True):
-        limit = min(bound.kl, max(FLOOR, SLACK * by_model[-1].divergence.kl))
-        texts.append(_text_result(name, digest, by_model[0], limit))
+        rounding = None if rounded else by_model[1].divergence.kl
+        limit = bound.kl if rounding is None else min(bound.kl, max(FLOOR, SLACK * rounding))
+        texts.append(_text_result(name, digest, by_model[0], limit, rounding))
     fallbacks = {
         name.removesuffix(".weight"): str(record["fallback"])
         for name, record in records.items()
@@ -179,7 +206,7 @@ def require_passed(gate: Gate, source: Checkpoint, result: Checkpoint, dst: Path
     worst = ", ".join(f"{module} ({error:.2g})" for error, module in sorted(errors, reverse=True)[:_WORST])
     raise QualityError(
         problem[0], path=dst, found=problem[1], expected=problem[2],
-        hint=f"largest weight errors: {worst}; choose a finer scheme or GPTQ with more text, or keep it with"
+        hint=f"largest relative weight errors: {worst}; choose a finer scheme or GPTQ with more text, or keep it with"
         " `accept_quality_loss=True` (and `resume=True`)",
     )  # fmt: skip
 
@@ -207,12 +234,17 @@ def _pair(source: Checkpoint, result: Checkpoint, module: str) -> tuple[QuantTen
     return quantized, weight
 
 
-def _text_result(name: str, digest: str, found: Quality, limit: float) -> TextResult:
+def _text_result(name: str, digest: str, found: Quality, limit: float, rounding: float | None) -> TextResult:
     measured = found.divergence
     return TextResult(
         name, digest, measured.tokens, *map(_rounded, (measured.kl, measured.kl_p99, limit, measured.top1_agreement,
-        found.reference_perplexity, found.perplexity)),
+        found.reference_perplexity, found.perplexity)), rounding_kl=None if rounding is None else _rounded(rounding),
     )  # fmt: skip
+
+
+def _telling_apart(value: float, bound: float) -> int:
+    """How many digits a figure needs, three at least, to look other than its bound."""
+    return next((digits for digits in range(3, 17) if f"{value:.{digits}g}" != f"{bound:.{digits}g}"), 17)
 
 
 def _rounded(value: float) -> float:
