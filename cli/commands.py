@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from quantkit.cli import options
 from quantkit.cli.files import Outputs
 from quantkit.cli.help import Command, exit_codes
-from quantkit.cli.output import bar, mention, note
+from quantkit.cli.output import mention, note
 from quantkit.cli.processes import together
+from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
+
+if TYPE_CHECKING:
+    from quantkit.formats.detect import WeightKind
+    from quantkit.jobs.result import ConvertResult, QuantizeResult
 
 
 @click.command(cls=Command)
@@ -25,7 +29,7 @@ def demo(output: Path | None, data: str | None) -> None:
     from quantkit.evals.demo import run_demo
 
     outputs = Outputs(data, makes=output)
-    with bar() as progress:
+    with ProgressDisplay() as progress:
         report = run_demo(output, progress=progress)
     outputs.say(report.lines())
     outputs.write(report.to_json())
@@ -35,7 +39,7 @@ def demo(output: Path | None, data: str | None) -> None:
 @click.argument("path", type=options.PATH)
 @options.weights
 @options.data
-def inspect(path: Path, weights: str | None, data: str | None) -> None:
+def inspect(path: Path, weights: WeightKind | None, data: str | None) -> None:
     """Say what model PATH holds, from headers alone."""
     from quantkit.jobs.inspect import inspect as job
 
@@ -61,9 +65,9 @@ def convert(data: str | None, **given: Any) -> None:
         outputs = Outputs(data, makes=given["dst"])
         if not group.first:
             return
-        with bar() as progress:
-            notes = job(**given, progress=progress)
-    finish(given["dst"], notes, outputs)
+        with ProgressDisplay() as progress:
+            made = job(**given, progress=progress)
+    finish(made, outputs)
 
 
 @click.command(cls=Command, epilog=exit_codes(0, 10, 11))
@@ -78,13 +82,13 @@ def verify(a: Path, b: Path | None, allow_bound: bool, data: str | None) -> None
     model against the perplexities there.
     """
     if allow_bound and b is None:
-        raise RequestError("--allow-bound goes with two models", hint="one alone has no bound; it is as it was made")
+        raise RequestError("--allow-bound goes with two models")
     outputs = Outputs(data)
 
     from quantkit.quality.verify import VerifyReport
     from quantkit.quality.verify import verify as job
 
-    with bar() as progress:
+    with ProgressDisplay() as progress:
         report = job(a, progress=progress) if b is None else job(a, b, progress=progress)
     outputs.say(report.lines())
     outputs.write(report.to_json())
@@ -92,16 +96,10 @@ def verify(a: Path, b: Path | None, allow_bound: bool, data: str | None) -> None
         sys.exit(report.verdict.value)
 
 
-def finish(dst: Path, notes: Sequence[str], outputs: Outputs) -> None:
+def finish(made: ConvertResult | QuantizeResult, outputs: Outputs) -> None:
     """Tell what a command has written, and what there is to note about it."""
-    for line in notes:
+    for line in made.notes:
         note(line)
-    mention(f"wrote {dst}", err=outputs.stdout_is_taken)
-    if not outputs.wants_data:
-        return
-    from quantkit.formats import manifest
-    from quantkit.jobs.inspect import inspect as look
-
-    found = look(dst)
-    sizes = {"weight_bytes": found.weight_bytes, "bits_per_weight": found.bits_per_weight}
-    outputs.write({"path": str(dst), "notes": list(notes), **sizes, "manifest": manifest.read(dst)})
+    for line in made.lines():
+        mention(line, err=outputs.stdout_is_taken)
+    outputs.write(made.to_json())

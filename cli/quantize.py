@@ -11,8 +11,9 @@ from quantkit.cli import options
 from quantkit.cli.commands import finish
 from quantkit.cli.files import Outputs
 from quantkit.cli.help import Command
-from quantkit.cli.output import bar, note
+from quantkit.cli.output import note
 from quantkit.cli.processes import together
+from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
 from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 
@@ -33,9 +34,9 @@ from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 @click.option("--thorough", is_flag=True, help="Slower GPTQ, closer to the source.")
 @click.option(
     "--activation-memory",
-    type=float,
-    metavar="GB",
-    help=f"Calibration activations held in memory, {ACTIVATION_MEMORY / 1e9:g} by default; more go to DST's disk.",
+    type=options.memory,
+    metavar="AMOUNT",
+    help=f"Calibration activations held in memory, {ACTIVATION_MEMORY / 1e9:g}GB by default; more go to DST's disk.",
 )
 @options.device
 @click.option("--accept-quality-loss", is_flag=True, help="Keep a result that is too far from its source.")
@@ -60,12 +61,11 @@ def quantize(data: str | None, **given: Any) -> None:
         outputs = Outputs(data, reads=reads, makes=arguments["dst"])
         if shared and group.size > 1:
             require_same_checkpoint(open_checkpoint(arguments["src"], arguments["weights"]), group)
-        notes: list[str] = []
         if shared or group.first:
-            with bar(show=group.first) as progress:
-                notes = job(**arguments, group=group, progress=progress)
+            with ProgressDisplay(show=group.first) as progress:
+                made = job(**arguments, group=group, progress=progress)
     if group.first:
-        finish(arguments["dst"], notes, outputs)
+        finish(made, outputs)
 
 
 def job_arguments(given: dict[str, Any]) -> dict[str, Any]:
@@ -90,6 +90,4 @@ def job_arguments(given: dict[str, Any]) -> dict[str, Any]:
         if scheme is None:
             raise RequestError("--head goes with --scheme", hint="a recipe names lm_head among its overrides")
         scheme = Recipe(QuantScheme.parse(scheme), (Override("lm_head", QuantScheme.parse(head)),))
-    if given["activation_memory"] is not None:
-        given["activation_memory"] *= 1e9
     return {**given, "scheme": scheme if path is None else Recipe.from_json(path)}

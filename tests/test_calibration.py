@@ -249,8 +249,8 @@ def test_a_nan_in_one_weight_names_the_layer(tmp_path: Path, demo_model: Path, t
 
 
 def test_too_few_tokens_are_noted(demo_model: Path, text: Path, tmp_path: Path) -> None:
-    notes = quantkit.quantize(
+    found = quantkit.quantize(
         demo_model, tmp_path / "out", "int4-g64", method="gptq", calibration=text, samples=2, length=32,
         accept_quality_loss=True,
     )  # fmt: skip
-    assert any("64 calibration tokens are fewer than the widest layer's 384 inputs" in note for note in notes)
+    assert any("64 calibration tokens are fewer than the widest layer's 384 inputs" in note for note in found.notes)

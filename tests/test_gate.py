@@ -29,6 +29,7 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.quality import gate
 from quantkit.quality.baseline import is_baseline, rtn_baseline
 from quantkit.quality.bounds import BOUNDS
+from quantkit.quality.figures import Estimate
 from quantkit.quality.measures import compare, text_windows
 from quantkit.quality.verify import verify
 from quantkit.solver.gptq import SingularError
@@ -93,6 +94,19 @@ def test_figures_that_are_no_numbers_do_not_pass(figures: dict[str, float]) -> N
     assert gate.Gate([one], 1.25, {}, {}).problem() is None
     assert gate.Gate([replace(one, **figures)], 1.25, {}, {}).problem() is not None  # type: ignore[arg-type]
     assert gate.Gate([one], math.nan, {}, {}).problem() is not None
+
+
+def test_errors_are_told_and_missed_in_earlier_manifests() -> None:
+    told = gate.TextResult("speech", "0", 512, 0.01234, 0.1, 1.0, 0.9, 50.0, 51.0, 0.00041, 0.0023)
+    found = gate.Gate([told], 1.25, {}, {})
+    value = found.to_json(accepted=False)
+    assert gate.Gate.from_json(value, Path("quantkit.json")) == found
+    assert (str(told.kl_estimate), str(told.perplexity_ratio)) == ("0.0123 ± 0.0004", "1.0200 ± 0.0023")
+    for key in ("kl_error", "ratio_error"):
+        del value["texts"][0][key]
+    (earlier,) = gate.Gate.from_json(value, Path("quantkit.json")).texts
+    assert earlier == replace(told, kl_error=None, ratio_error=None)
+    assert str(earlier.kl_estimate) == "0.0123"
 
 
 def test_a_layer_that_is_broken_after_it_was_solved_is_stopped_and_named(
@@ -315,7 +329,8 @@ def test_gptq_is_told_beside_rounding(demo_model: Path, text: Path, tmp_path: Pa
     ):
         assert one["kl_bound"] == pytest.approx(gate.SLACK * one["rounding_kl"], rel=1e-3)
         words = f"at most {one['kl_bound']:.3g}; rounding to nearest gives {one['rounding_kl']:.3g}"
-        assert line.endswith(f"KL from its source {one['kl']:.3g} nats a token ({words})")
+        assert line.endswith(f" nats a token ({words})")
+        assert f"KL from its source {Estimate(one['kl'], one['kl_error'])} nats" in line
 
 
 def test_a_figure_just_beyond_its_bound_is_told_with_the_digits_that_show_it() -> None:

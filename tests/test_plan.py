@@ -13,9 +13,9 @@ import oracle
 import pytest
 from command import Capture, run
 
-from quantkit.cli.main import quantkit
+import quantkit
+from quantkit.cli.main import quantkit as root
 from quantkit.data.files import excerpt
-from quantkit.jobs.estimate import estimate_convert, estimate_quantize
 
 GPTQ = ["--method", "gptq", "--samples", "60", "--length", "256"]
 
@@ -73,8 +73,8 @@ def test_memory_and_disk_are_within_a_fifth_of_what_happens(
 
 def test_activations_beyond_the_budget_are_on_disk(demo_model: Path, text: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"method": "gptq", "calibration": text, "samples": 60, "length": 256}
-    inside = estimate_quantize(demo_model, tmp_path / "out", "int4-g64", **settings)
-    beyond = estimate_quantize(demo_model, tmp_path / "out", "int4-g64", activation_memory=10**6, **settings)
+    inside = quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", **settings)
+    beyond = quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", activation_memory=10**6, **settings)
     tokens = 60 * 256
     assert inside.scratch_bytes == 0
     assert beyond.scratch_bytes == pytest.approx(4 * tokens * (128 + 128 / 4 + 384) - 10**6, rel=0.1)
@@ -83,15 +83,17 @@ def test_activations_beyond_the_budget_are_on_disk(demo_model: Path, text: Path,
 
 
 def test_layers_are_counted_by_what_becomes_of_them(demo_model: Path, tmp_path: Path) -> None:
-    forecast = estimate_quantize(demo_model, tmp_path / "out", "int4-g64", keep=["*.layers.0.*"])
+    forecast = quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", keep=["*.layers.0.*"])
     assert forecast.layers == {"int4-g64": 21, "float": 8}
     assert "21 x int4-g64" in forecast.lines()[0]
+    alone = quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", keep="*.layers.0.*")
+    assert alone.layers == forecast.layers
 
 
 @pytest.mark.parametrize("command", ["convert", "quantize"])
 def test_it_takes_the_arguments_of_the_command(command: str) -> None:
-    group: Any = quantkit.commands["plan"]
-    planned, real = group.commands[command], quantkit.commands[command]
+    group: Any = root.commands["plan"]
+    planned, real = group.commands[command], root.commands[command]
     assert planned.params == real.params
 
 
@@ -129,6 +131,6 @@ def test_a_full_disk_is_said(demo_model: Path, tmp_path: Path, monkeypatch: pyte
 
 
 def test_planning_leaves_nothing(demo_model: Path, tmp_path: Path) -> None:
-    forecast = estimate_convert(demo_model, tmp_path / "deep" / "out")
+    forecast = quantkit.plan.convert(demo_model, tmp_path / "deep" / "out")
     assert forecast.seconds > 0
     assert not list(tmp_path.iterdir())

@@ -116,7 +116,7 @@ def test_mixed_schemes_kept_layers_and_a_quantized_head_load_in_transformers(tmp
 
 def test_rows_that_no_group_divides_fall_back_to_int8_and_load_in_transformers(tmp_path: Path) -> None:
     source = _source(tmp_path / "float", intermediate_size=80, eos_token_id=None)
-    notes = quantkit.quantize(source, tmp_path / "out", "int4-g32")
+    notes = quantkit.quantize(source, tmp_path / "out", "int4-g32").notes
     assert any("int4-g32 does not divide the rows of 2 layers, model.layers.0.mlp.down_proj first" in n for n in notes)
     _require_parity(tmp_path / "out", source)
     tensors = _manifest(tmp_path / "out")["modules"]
@@ -212,10 +212,56 @@ def test_compressed_tensors_parses_the_quantization_config(tmp_path: Path) -> No
         assert group.weights is not None
         found[tuple(group.targets)[:1]] = (group.weights.num_bits, group.weights.strategy, group.weights.group_size)
     assert found == {
-        ("Linear",): (8, "channel", None),
+        ("model.layers.1.self_attn.q_proj",): (8, "channel", None),
         ("model.layers.0.self_attn.q_proj",): (4, "group", 32),
         ("model.layers.0.self_attn.v_proj",): (8, "group", 32),
     }
+
+
+SPELLED = {
+    "one scheme": _recipe("int4-g32"),
+    "a row that no group divides": _recipe("int4-g128"),
+    "a head of the same scheme": _recipe("int8", ("lm_head", "int8")),
+    "mixed": MIXED,
+    "queries, keys and values apart": _recipe("int4-g32", ("*.[qkv]_proj", "int8")),
+}
+
+
+@pytest.mark.parametrize("case", SPELLED)
+def test_transformers_has_no_complaint_about_the_config(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """compressed-tensors warns of each target that comes behind another for the same module."""
+    source = _source(tmp_path / "float", eos_token_id=None)
+    quantkit.quantize(source, tmp_path / "out", SPELLED[case], accept_quality_loss=True)
+    _require_parity(tmp_path / "out", source)
+    assert caplog.messages == []
+    assert "match" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("case", SPELLED)
+def test_runtimes_that_fuse_linears_find_the_scheme_of_their_parts(case: str, tmp_path: Path) -> None:
+    """vLLM and SGLang look for a linear's name among the targets, then for one that is part of its class's name, then
+    for the names of those that it is fused from; an output head is no linear to them."""
+    quantkit.quantize(_source(tmp_path / "float"), tmp_path / "out", SPELLED[case], accept_quality_loss=True)
+    groups = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"].values()
+    bits = {target: group["weights"]["num_bits"] for group in groups for target in group["targets"]}
+
+    def found(name: str, kind: str, parts: list[str]) -> int | None:
+        of_class = [target for target in bits if target.lower() in kind.lower()]
+        return bits.get(name) or next(map(bits.get, of_class), None) or next(map(bits.get, parts), None)
+
+    checkpoint = open_checkpoint(tmp_path / "out")
+    fused = {"self_attn.qkv_proj": "q_proj", "self_attn.o_proj": "o_proj", "mlp.down_proj": "down_proj"}
+    for layer in range(LAYERS):
+        for name, part in fused.items():
+            whole = f"model.layers.{layer}.{name}"
+            first = f"{whole.rsplit('.', 1)[0]}.{part}"
+            scheme = checkpoint.info(f"{first}.weight").scheme
+            assert scheme is not None
+            assert found(whole, "QKVParallelLinear", [first]) == scheme.bits
+    head = checkpoint.info("lm_head.weight").scheme
+    assert found("lm_head", "ParallelLMHead", []) == (None if head is None else head.bits)
 
 
 def _foreign(folder: Path, groups: dict[str, Any], ignore: list[str], **weights: Any) -> dict[str, Tensor]:

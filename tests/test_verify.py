@@ -188,7 +188,7 @@ def test_a_script_may_allow_the_bound(source: Path, tmp_path: Path, capfd: Captu
 def test_a_folder_taken_for_the_path_of_json_is_told(source: Path, capfd: Capture) -> None:
     code, _, err = run(capfd, "verify", "--json", source, source)
     assert code == 5
-    assert err == f"quantkit: error: {source}: is a folder; --json takes the path of a file to write; - is stdout\n"
+    assert err == f"quantkit: error: {source}: is a folder; --json takes the path of a file, or - for stdout\n"
 
 
 @pytest.mark.parametrize(

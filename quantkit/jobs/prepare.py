@@ -11,12 +11,13 @@ from quantkit.architectures.topology import Parameter, parameters
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.quantizers import TensorBlock
 from quantkit.errors import RequestError, UnsupportedError
-from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, schemes
-from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.checkpoint import Checkpoint, schemes
+from quantkit.formats.detect import WeightKind, open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.output.staging import require_name, require_new_names
 from quantkit.jobs.scheme_map import SchemeMap
 from quantkit.json_values import shown
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 from quantkit.tensors.spec import TensorSpec
@@ -24,8 +25,8 @@ from quantkit.text.tokenizer import Tokenizer
 
 
 def prepare(
-    src: str | Path, dst: Path, scheme: str | QuantScheme | Recipe, *, keep: Iterable[str], strict: bool,
-    weights: str | None,
+    src: str | Path, dst: Path, scheme: str | QuantScheme | Recipe, *, keep: str | Iterable[str],
+    strict: bool, weights: WeightKind | None,
 ) -> tuple[Checkpoint, SchemeMap, Tokenizer | None, list[str]]:  # fmt: skip
     """Open a source of floats and assign the schemes; with notes for the user.
 
@@ -61,7 +62,7 @@ def tensor_blocks(source: Checkpoint, schemes: Mapping[str, QuantScheme]) -> lis
     Args:
         schemes: by module.
     """
-    scale_dtype = FLOAT_DTYPES[source.config.dtype]
+    scale_dtype = DType(source.config.dtype)
 
     def spec(parameter: Parameter) -> TensorSpec:
         name, shape = parameter.name, parameter.shape

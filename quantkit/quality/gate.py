@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.progress import Progress, silent
 from quantkit.quality.baseline import is_baseline, rtn_baseline
 from quantkit.quality.bounds import BOUNDS, coarser, weight_bound
+from quantkit.quality.figures import Estimate
 from quantkit.quality.measures import Quality, compare_texts
 from quantkit.quality.windows import WINDOW, measured_windows
 from quantkit.tensors.qtensor import ROUNDING, QuantTensor, relative_error
@@ -38,7 +39,10 @@ class TextResult:
         kl_bound: the most the mean may be.
         top1_agreement: share of positions with the same likeliest token.
         source_perplexity, perplexity: per token.
-        rounding_kl: the mean KL of the RTN baseline; None for a result that is its own, or where nobody wrote it down.
+        kl_error, ratio_error: standard errors of the mean KL and of the ratio of perplexities; None in manifests of
+            earlier versions, and where there are too few tokens.
+        rounding_kl: the mean KL of the RTN baseline; None in manifests of earlier versions, and for a result that is
+            its own baseline.
     """
 
     text: str
@@ -50,24 +54,19 @@ class TextResult:
     top1_agreement: float
     source_perplexity: float
     perplexity: float
+    kl_error: float | None = None
+    ratio_error: float | None = None
     rounding_kl: float | None = None
 
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> TextResult:
-        """What `asdict` gave.
-
-        Raises:
-            ArithmeticError, AttributeError, LookupError, TypeError, ValueError: if it is of another form.
-        """
-        kinds = {"str": str, "int": int, "float": float}
-        told = {field.name: kinds[str(field.type)](value[field.name]) for field in fields(cls) if field.type in kinds}
-        rounding = value.get("rounding_kl")
-        return cls(**told, rounding_kl=None if rounding is None else float(rounding))
+    @property
+    def kl_estimate(self) -> Estimate:
+        """The mean KL with its standard error."""
+        return Estimate(self.kl, self.kl_error)
 
     @property
-    def perplexity_ratio(self) -> float:
-        """Perplexity over that of the source."""
-        return self.perplexity / self.source_perplexity
+    def perplexity_ratio(self) -> Estimate:
+        """The result's perplexity over the source's, with its standard error."""
+        return Estimate(self.perplexity / self.source_perplexity, self.ratio_error)
 
     def limit(self, digits: int = 3) -> str:
         """What the mean KL may be, in words."""
@@ -103,11 +102,12 @@ class Gate:
                     f"a mean KL(source || result) of {one.kl:.{digits}g} nats a token on '{one.text}'",
                     one.limit(digits),
                 )
-            if not one.perplexity_ratio <= self.perplexity_ratio_bound:
-                digits = _telling_apart(one.perplexity_ratio, self.perplexity_ratio_bound)
+            ratio = one.perplexity_ratio.value
+            if not ratio <= self.perplexity_ratio_bound:
+                digits = _telling_apart(ratio, self.perplexity_ratio_bound)
                 return (
                     "the result predicts worse than its source",
-                    f"{one.perplexity_ratio:.{digits}g} times the perplexity on '{one.text}'",
+                    f"{ratio:.{digits}g} times the perplexity on '{one.text}'",
                     f"at most {self.perplexity_ratio_bound:g} times",
                 )
         for layer, reason in self.fallbacks.items():
@@ -119,8 +119,12 @@ class Gate:
             )  # fmt: skip
         return None
 
-    def to_json(self, *, accepted: bool) -> dict[str, Any]:
-        """The manifest's form."""
+    def to_json(self, *, accepted: bool = False) -> dict[str, Any]:
+        """The manifest's form.
+
+        Args:
+            accepted: whether the result was to be kept whatever this says.
+        """
         return {
             "passed": self.problem() is None,
             "accepted": accepted,
@@ -138,8 +142,18 @@ class Gate:
         Raises:
             CheckpointError: if it is of another form, or tells of no text.
         """
+        kinds = {"str": str, "int": int, "float": float, "float | None": float}
         try:
-            texts = [TextResult.from_json(one) for one in value["texts"]]
+            texts = [
+                TextResult(
+                    **{
+                        field.name: kinds[str(field.type)](one[field.name])
+                        for field in fields(TextResult)
+                        if field.default is MISSING or one.get(field.name) is not None
+                    }
+                )
+                for one in value["texts"]
+            ]
             distorted = {
                 str(layer): (float(error), float(bound)) for layer, (error, bound) in value.get("distorted", {}).items()
             }
@@ -238,7 +252,8 @@ def _text_result(name: str, digest: str, found: Quality, limit: float, rounding:
     measured = found.divergence
     return TextResult(
         name, digest, measured.tokens, *map(_rounded, (measured.kl, measured.kl_p99, limit, measured.top1_agreement,
-        found.reference_perplexity, found.perplexity)), rounding_kl=None if rounding is None else _rounded(rounding),
+        found.reference_perplexity, found.perplexity)),
+        *(None if one is None else _rounded(one) for one in (measured.kl_error, found.ratio_error, rounding)),
     )  # fmt: skip
 
 

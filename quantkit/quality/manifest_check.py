@@ -11,8 +11,9 @@ from typing import Any, NoReturn
 from quantkit.errors import CheckpointError, QualityError
 from quantkit.formats import manifest
 from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.output.staging import require_finished
 from quantkit.formats.registry import read_names
-from quantkit.progress import Progress, silent
+from quantkit.progress import Progress, in_phase, silent
 from quantkit.quality.bounds import REPEATABLE
 from quantkit.quality.gate import Gate, TextResult
 from quantkit.quality.measures import token_perplexities
@@ -47,7 +48,7 @@ class TextCheck:
             return f"'{one.text}' is not the text it was measured on; not measured again"
         return (
             f"'{one.text}': perplexity {self.perplexity:.4g} as recorded when it was made (its source"
-            f" {one.source_perplexity:.4g}); KL from its source {one.kl:.3g} nats a token ({one.limit()})"
+            f" {one.source_perplexity:.4g}); KL from its source {one.kl_estimate} nats a token ({one.limit()})"
         )
 
 
@@ -112,6 +113,7 @@ def verify_folder(folder: str | Path, *, progress: Progress = silent) -> FolderR
         QualityError: see `recheck`.
     """
     folder = Path(folder)
+    require_finished(folder, manifest.NAME)
     made = manifest.read(folder)
     listed = made["files"]
     for path in sorted(folder.iterdir()):
@@ -120,7 +122,8 @@ def verify_folder(folder: str | Path, *, progress: Progress = silent) -> FolderR
                 "the manifest does not list this file", path=path, hint="what is read must be what was written"
             )
     edited = {}
-    for name, expected in listed.items():
+    for index, (name, expected) in enumerate(listed.items()):
+        progress("sha256", index, len(listed), "files")
         path = folder / name
         if Path(name).name != name or not path.is_file():
             if name == _MODEL_CARD:
@@ -162,7 +165,8 @@ def recheck(folder: Path, made: Mapping[str, Any], *, progress: Progress = silen
     texts = measured_windows(checkpoint)
     known = {one.text for one in recorded.texts if one.text in texts and texts[one.text][0] == one.sha256}
     again = {name: windows for name, (_, windows) in texts.items() if name in known}
-    figures = token_perplexities(checkpoint, list(again.values()), progress=progress) if again else []
+    told = in_phase(progress, "perplexity")
+    figures = token_perplexities(checkpoint, list(again.values()), progress=told) if again else []
     perplexities = dict(zip(again, figures, strict=True))
     for one in recorded.texts:
         found = perplexities.get(one.text)

@@ -20,8 +20,9 @@ from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.registry import CONTAINERS
 from quantkit.json_values import read_json
 from quantkit.model.layerwise import Batch
-from quantkit.progress import Progress, silent
+from quantkit.progress import Progress, in_phase, silent
 from quantkit.quality.bounds import BOUNDS, Bound, coarser, exceeds, same_but_rounded, type_name, weight_bound
+from quantkit.quality.figures import Estimate
 from quantkit.quality.manifest_check import FolderReport, neither_true_nor_false, verify_folder
 from quantkit.quality.measures import Divergence, compare_batches
 from quantkit.quality.windows import measured_windows
@@ -68,12 +69,14 @@ class Probe:
         divergence: of the logits.
         perplexity_ratio: perplexity of the model that was changed over that of its reference; None where the tokens
             are no text.
+        ratio_error: its standard error; None where there are too few tokens.
         bound: on KL and, of texts, on that ratio; None where any figures are allowed that are numbers.
         within: whether they are within the bound.
     """
 
     divergence: Divergence
     perplexity_ratio: float | None
+    ratio_error: float | None
     bound: Bound | None
     within: bool
 
@@ -87,9 +90,9 @@ class Probe:
         line = f"logits on {name}, {found.tokens} tokens: "
         if found.largest_logit_difference == 0:
             return line + "equal"
-        line += f"KL {found.kl:.3g} nats a token"
+        line += f"KL {Estimate(found.kl, found.kl_error)} nats a token"
         line += "" if bound is None else f" (at most {bound.kl:g})"
-        line += "" if ratio is None else f", perplexity x {ratio:.4g}"
+        line += "" if ratio is None else f", perplexity x {Estimate(ratio, self.ratio_error)}"
         line += "" if ratio is None or bound is None else f" (at most {bound.perplexity_ratio:g})"
         line += f", same top token {found.top1_agreement:.1%}, largest difference {found.largest_logit_difference:.3g}"
         return line if self.within else f"{line}; beyond the bound"
@@ -325,17 +328,17 @@ def _probed(reference: Checkpoint, other: Checkpoint, bound: Bound, progress: Pr
     """
     texts = {name: Batch.from_start(windows) for name, (_, windows) in measured_windows(reference).items()}
     batches = {**texts, **_other_tokens(reference)}
-    measured = compare_batches(reference, other, list(batches.values()), progress=progress)
+    measured = compare_batches(reference, other, list(batches.values()), progress=in_phase(progress, "logits"))
     strict = not (schemes(reference) or schemes(other))
     probes = {}
     for name, found in zip(batches, measured, strict=True):
         if name in texts:
             ratio = found.perplexity / found.reference_perplexity
-            probes[name] = Probe(found.divergence, ratio, bound, not exceeds(found, bound))
+            probes[name] = Probe(found.divergence, ratio, found.ratio_error, bound, not exceeds(found, bound))
         else:
             kl = found.divergence.kl
             within = kl <= bound.kl if strict else math.isfinite(kl)
-            probes[name] = Probe(found.divergence, None, bound if strict else None, within)
+            probes[name] = Probe(found.divergence, None, None, bound if strict else None, within)
     return probes
 
 
