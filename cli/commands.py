@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from quantkit.cli import options
 from quantkit.cli.files import Outputs
 from quantkit.cli.help import Command, exit_codes
-from quantkit.cli.output import bar, columns, mention, note
+from quantkit.cli.output import columns, mention, note
 from quantkit.cli.processes import together
+from quantkit.cli.progress import ProgressDisplay
+
+if TYPE_CHECKING:
+    from quantkit.formats.detect import WeightKind
+    from quantkit.jobs.result import ConvertResult, QuantizeResult
 
 
 @click.command(cls=Command)
@@ -29,7 +33,7 @@ def demo(output: Path | None, quick: bool, data: str | None) -> None:
     from quantkit.evals.demo import run_demo
 
     outputs = Outputs(data, makes=output)
-    with bar() as progress:
+    with ProgressDisplay() as progress:
         report = run_demo(output, quick=quick, progress=progress)
     outputs.say([*report.lines(columns()), "", *_next_steps(output, report.rows[-1].name)])
     outputs.write(report.to_json())
@@ -41,7 +45,7 @@ def _next_steps(output: Path | None, quantized: str) -> list[str]:
     floats, last = shlex.quote(str(folder / "bf16")), shlex.quote(str(folder / quantized))
     lines = [
         *(["quantkit demo --output demo  # keeps these models"] if output is None else []),
-        f'quantkit generate {last} --prompt "The people"',
+        f'quantkit generate {last} "The people"',
         f"quantkit eval {last} --against {floats}",
         f"quantkit bench {floats} {last}",
         "quantkit quantize YOUR_MODEL NEW_FOLDER --scheme int4-g128",
@@ -53,7 +57,7 @@ def _next_steps(output: Path | None, quantized: str) -> list[str]:
 @click.argument("path", type=options.PATH)
 @options.weights
 @options.data
-def inspect(path: Path, weights: str | None, data: str | None) -> None:
+def inspect(path: Path, weights: WeightKind | None, data: str | None) -> None:
     """Say what model PATH holds, from headers alone."""
     from quantkit.jobs.inspect import inspect as job
 
@@ -79,9 +83,9 @@ def convert(data: str | None, **given: Any) -> None:
         outputs = Outputs(data, makes=given["dst"])
         if not group.first:
             return
-        with bar() as progress:
-            notes = job(**given, progress=progress)
-    finish(given["dst"], notes, outputs)
+        with ProgressDisplay() as progress:
+            made = job(**given, progress=progress)
+    finish(made, outputs)
 
 
 @click.command(cls=Command, epilog=exit_codes(0, 10, 11))
@@ -99,7 +103,7 @@ def verify(a: Path, b: Path | None, data: str | None) -> None:
     from quantkit.quality.verify import verify as job
 
     outputs = Outputs(data)
-    with bar() as progress:
+    with ProgressDisplay() as progress:
         if b is not None:
             report = job(a, b, progress=progress)
         else:
@@ -113,16 +117,10 @@ def verify(a: Path, b: Path | None, data: str | None) -> None:
     sys.exit(report.verdict.value)
 
 
-def finish(dst: Path, notes: Sequence[str], outputs: Outputs) -> None:
+def finish(made: ConvertResult | QuantizeResult, outputs: Outputs) -> None:
     """Tell what a command has written, and what there is to note about it."""
-    for line in notes:
+    for line in made.notes:
         note(line)
-    mention(f"wrote {dst}", err=outputs.stdout_is_taken)
-    if not outputs.wants_data:
-        return
-    from quantkit.formats import manifest
-    from quantkit.jobs.inspect import inspect as look
-
-    found = look(dst)
-    sizes = {"weight_bytes": found.weight_bytes, "bits_per_weight": found.bits_per_weight}
-    outputs.write({"path": str(dst), "notes": list(notes), **sizes, "manifest": manifest.read(dst)})
+    for line in made.lines():
+        mention(line, err=outputs.stdout_is_taken)
+    outputs.write(made.to_json())

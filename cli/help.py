@@ -64,7 +64,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         _OUTPUT: ("report", "data", "plot"),
     },
     "generate": {
-        "Prompt": ("prompt",),
+        "Prompt": ("prompt", "prompt_file"),
         "Sampling": ("max_new_tokens", "temperature", "top_p", "seed"),
         "Speculative decoding": ("draft", "draft_tokens"),
         _RUN: ("dtype", "backend", "device", "compiled", "int8_cache", "tp", "multi_host"),

@@ -11,8 +11,9 @@ import click
 from quantkit.cli import options
 from quantkit.cli.files import Outputs
 from quantkit.cli.help import Command
-from quantkit.cli.output import bar, columns, note, warn
+from quantkit.cli.output import columns, note, warn
 from quantkit.cli.processes import together
+from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
 from quantkit.json_values import shown
 
@@ -51,7 +52,7 @@ def evaluate(
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     with together({"tasks": tasks, "window": window, "speed": speed, "device": device}, "cpu") as group:
         outputs = Outputs(data, report=report, plot=plot, reads=texts)
-        with bar(show=group.first) as progress:
+        with ProgressDisplay(show=group.first) as progress:
             found = job(
                 paths, texts=texts, tasks=names, task_data=task_data, against=against, window=window,
                 cache_logits=cache_logits, speed=speed, device=device, group=group, progress=progress,
@@ -106,7 +107,7 @@ def bench(
         jobs = [Job(None, synthetic, scheme, head, *rest) for scheme in quantized or (None,)]
     with together({"measures": rest}, device) as group:
         outputs = Outputs(data, plot=plot)
-        with bar(show=group.first) as progress:
+        with ProgressDisplay(show=group.first) as progress:
             found = job(jobs, group=group, progress=progress)
         if group.first:
             warnings, notes = bench_report.warnings(found), bench_report.notes(found)

@@ -32,7 +32,7 @@ from quantkit.evals.timing import (
     seconds,
     weight_bytes,
 )
-from quantkit.formats.checkpoint import DTYPE_NAMES, Checkpoint, schemes
+from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.json_values import shown
 from quantkit.memory import enough_memory, resident_bytes, total_bytes
@@ -40,6 +40,7 @@ from quantkit.model.decoder import Decoder
 from quantkit.model.device import usable_device
 from quantkit.model.load import load_model
 from quantkit.progress import Progress, silent
+from quantkit.tensors.dtypes import DType
 
 NEW = 48  # tokens decoded in a run
 RUNS = 5
@@ -269,7 +270,7 @@ def _measure_model(job: Job, group: ProcessGroup, progress: Progress) -> Bench:
     if model.device.type == "cpu" and job.threads is None and group.size == 1 and 1 in decode:
         one_thread = _on_one_thread(model, job) if threads > 1 and read < _FEW_BYTES else None
     found = Bench(
-        name, bool(schemes(checkpoint)), backend_names(model), DTYPE_NAMES[model.dtype], _device_name(model.device),
+        name, bool(schemes(checkpoint)), backend_names(model), DType.of(model.dtype), _device_name(model.device),
         threads, os.cpu_count() or threads, other_load, load_seconds, (firsts[0], statistics.median(firsts[1:])),
         prefill, decode, one_thread, read, bandwidth(model.device), peak,
     )  # fmt: skip

@@ -15,11 +15,12 @@ from torch import nn
 from quantkit.distributed.group import ProcessGroup
 from quantkit.evals.models import backend_names
 from quantkit.evals.texts import token_ids
-from quantkit.formats.checkpoint import DTYPE_NAMES, Checkpoint
+from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate import generate
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.finite import finite_logits
 from quantkit.text.tokenizer import Tokenizer
 
@@ -194,6 +195,6 @@ def decoding_speed(
         count = sum(1 for _ in tokens)
         rates.append(count / (time.perf_counter() - started))
     return Speed(
-        statistics.median(rates), DTYPE_NAMES[model.dtype], backend_names(model), str(model.device),
+        statistics.median(rates), DType.of(model.dtype), backend_names(model), str(model.device),
         torch.get_num_threads(),
     )  # fmt: skip

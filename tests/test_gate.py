@@ -18,6 +18,7 @@ import torch
 import yaml
 from command import Capture, run
 from safetensors.torch import load_file, save_file
+from schemes import any_scheme
 
 import quantkit
 from quantkit.calibration import group_solver
@@ -32,7 +33,7 @@ from quantkit.quality.manifest_check import verify_files
 from quantkit.quality.measures import compare, text_windows
 from quantkit.solver.gptq import SingularError
 from quantkit.tensors.qtensor import QuantTensor
-from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.scheme import SCHEMES, QuantScheme
 from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.text.tokenizer import load_tokenizer
 
@@ -52,7 +53,10 @@ def _manifest(folder: Path) -> dict[str, Any]:
     return made
 
 
-def test_one_scale_per_row_of_int4_is_stopped(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_one_scale_per_row_of_int4_is_stopped(
+    demo_model: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SCHEMES, "int4", QuantScheme(4, None))  # which nobody is offered, for this reason
     dst = tmp_path / "int4"
     code, _, err = run(capfd, "quantize", demo_model, dst, "--scheme", "int4")
     assert code == 8
@@ -89,6 +93,19 @@ def test_figures_that_are_no_numbers_do_not_pass(figures: dict[str, float]) -> N
     assert gate.Gate([one], 1.25, {}, {}).problem() is None
     assert gate.Gate([replace(one, **figures)], 1.25, {}, {}).problem() is not None  # type: ignore[arg-type]
     assert gate.Gate([one], math.nan, {}, {}).problem() is not None
+
+
+def test_errors_are_told_and_missed_in_earlier_manifests() -> None:
+    told = gate.TextResult("speech", "0", 512, 0.01234, 0.1, 1.0, 0.9, 50.0, 51.0, 0.00041, 0.0023)
+    found = gate.Gate([told], 1.25, {}, {})
+    value = found.to_json(accepted=False)
+    assert gate.Gate.from_json(value, Path("quantkit.json")) == found
+    assert (str(told.kl_estimate), str(told.perplexity_ratio)) == ("0.0123 ± 0.0004", "1.0200 ± 0.0023")
+    for key in ("kl_error", "ratio_error"):
+        del value["texts"][0][key]
+    (earlier,) = gate.Gate.from_json(value, Path("quantkit.json")).texts
+    assert earlier == replace(told, kl_error=None, ratio_error=None)
+    assert str(earlier.kl_estimate) == "0.0123"
 
 
 def test_a_layer_that_is_broken_after_it_was_solved_is_stopped_and_named(
@@ -171,7 +188,7 @@ def test_the_baseline_of_long_groups_is_groups_of_128(demo_model: Path) -> None:
         ("int4-g64", "int4-g64"),
         ("int8", "int8"),
     ):
-        rounded = rtn_baseline(source, {down: QuantScheme.parse(given)})
+        rounded = rtn_baseline(source, {down: any_scheme(given)})
         assert str(rounded.info(down + ".weight").scheme) == expected
         value = rounded.load(down + ".weight")
         assert isinstance(value, QuantTensor)

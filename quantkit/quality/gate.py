@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.progress import Progress, silent
 from quantkit.quality.baseline import is_baseline, rtn_baseline
 from quantkit.quality.bounds import BOUNDS, coarser, weight_bound
+from quantkit.quality.figures import Estimate
 from quantkit.quality.measures import Quality, compare_texts
 from quantkit.quality.windows import WINDOW, measured_windows
 from quantkit.tensors.qtensor import ROUNDING, QuantTensor, relative_error
@@ -38,6 +39,8 @@ class TextResult:
         kl_bound: the most the mean may be.
         top1_agreement: share of positions with the same likeliest token.
         source_perplexity, perplexity: per token.
+        kl_error, ratio_error: standard errors of the mean KL and of the ratio of perplexities; None in manifests of
+            earlier versions, and where there are too few tokens.
     """
 
     text: str
@@ -49,6 +52,18 @@ class TextResult:
     top1_agreement: float
     source_perplexity: float
     perplexity: float
+    kl_error: float | None = None
+    ratio_error: float | None = None
+
+    @property
+    def kl_estimate(self) -> Estimate:
+        """The mean KL with its standard error."""
+        return Estimate(self.kl, self.kl_error)
+
+    @property
+    def perplexity_ratio(self) -> Estimate:
+        """The result's perplexity over the source's, with its standard error."""
+        return Estimate(self.perplexity / self.source_perplexity, self.ratio_error)
 
 
 @dataclass(frozen=True)
@@ -90,8 +105,12 @@ class Gate:
             )  # fmt: skip
         return None
 
-    def to_json(self, *, accepted: bool) -> dict[str, Any]:
-        """The manifest's form."""
+    def to_json(self, *, accepted: bool = False) -> dict[str, Any]:
+        """The manifest's form.
+
+        Args:
+            accepted: whether the result was to be kept whatever this says.
+        """
         return {
             "passed": self.problem() is None,
             "accepted": accepted,
@@ -109,10 +128,16 @@ class Gate:
         Raises:
             CheckpointError: if it is of another form, or tells of no text.
         """
-        kinds = {"str": str, "int": int, "float": float}
+        kinds = {"str": str, "int": int, "float": float, "float | None": float}
         try:
             texts = [
-                TextResult(**{field.name: kinds[str(field.type)](one[field.name]) for field in fields(TextResult)})
+                TextResult(
+                    **{
+                        field.name: kinds[str(field.type)](one[field.name])
+                        for field in fields(TextResult)
+                        if field.default is MISSING or one.get(field.name) is not None
+                    }
+                )
                 for one in value["texts"]
             ]
             distorted = {
@@ -212,6 +237,7 @@ def _text_result(name: str, digest: str, found: Quality, limit: float) -> TextRe
     return TextResult(
         name, digest, measured.tokens, *map(_rounded, (measured.kl, measured.kl_p99, limit, measured.top1_agreement,
         found.reference_perplexity, found.perplexity)),
+        *(None if error is None else _rounded(error) for error in (measured.kl_error, found.ratio_error)),
     )  # fmt: skip
 
 

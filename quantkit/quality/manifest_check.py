@@ -10,8 +10,9 @@ from typing import Any
 from quantkit.errors import CheckpointError, QualityError
 from quantkit.formats import manifest
 from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.output.staging import require_finished
 from quantkit.formats.registry import read_names
-from quantkit.progress import Progress, silent
+from quantkit.progress import Progress, in_phase, silent
 from quantkit.quality.bounds import REPEATABLE
 from quantkit.quality.gate import Gate
 from quantkit.quality.measures import token_perplexities
@@ -32,6 +33,7 @@ def verify_files(folder: str | Path, *, progress: Progress = silent) -> list[str
         QualityError: see `recheck`.
     """
     folder = Path(folder)
+    require_finished(folder, manifest.NAME)
     made = manifest.read(folder)
     listed = made["files"]
     for path in sorted(folder.iterdir()):
@@ -39,7 +41,8 @@ def verify_files(folder: str | Path, *, progress: Progress = silent) -> list[str
             raise CheckpointError(
                 "the manifest does not list this file", path=path, hint="what is read must be what was written"
             )
-    for name, expected in listed.items():
+    for index, (name, expected) in enumerate(listed.items()):
+        progress("sha256", index, len(listed), "files")
         path = folder / name
         if Path(name).name != name or not path.is_file():
             raise CheckpointError("a file of the manifest is missing", path=path)
@@ -76,7 +79,8 @@ def recheck(folder: Path, made: Mapping[str, Any], *, progress: Progress = silen
     texts = measured_windows(checkpoint)
     known = {one.text for one in recorded.texts if one.text in texts and texts[one.text][0] == one.sha256}
     again = {name: windows for name, (_, windows) in texts.items() if name in known}
-    figures = token_perplexities(checkpoint, list(again.values()), progress=progress) if again else []
+    told = in_phase(progress, "perplexity")
+    figures = token_perplexities(checkpoint, list(again.values()), progress=told) if again else []
     perplexities = dict(zip(again, figures, strict=True))
     lines = []
     for one in recorded.texts:

@@ -20,7 +20,7 @@ from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.registry import CONTAINERS
 from quantkit.json_values import read_json
 from quantkit.model.layerwise import Batch
-from quantkit.progress import Progress, silent
+from quantkit.progress import Progress, in_phase, silent
 from quantkit.quality.bounds import BOUNDS, Bound, coarser, exceeds, same_but_rounded, type_name, weight_bound
 from quantkit.quality.measures import Divergence, compare_batches
 from quantkit.quality.windows import measured_windows
@@ -147,6 +147,9 @@ def verify(a: str | Path, b: str | Path, *, progress: Progress = silent) -> Veri
     Args:
         a, b: the folders.
         progress: told of every tensor and layer.
+
+    Returns:
+        What differs, by how much, and the verdict.
 
     Raises:
         QuantkitError: if either cannot be read.
@@ -278,7 +281,7 @@ def _probed(reference: Checkpoint, other: Checkpoint, bound: Bound, progress: Pr
     """
     texts = {name: Batch.from_start(windows) for name, (_, windows) in measured_windows(reference).items()}
     batches = {**texts, **_other_tokens(reference)}
-    measured = compare_batches(reference, other, list(batches.values()), progress=progress)
+    measured = compare_batches(reference, other, list(batches.values()), progress=in_phase(progress, "logits"))
     strict = not (schemes(reference) or schemes(other))
     probes = {}
     for name, found in zip(batches, measured, strict=True):
