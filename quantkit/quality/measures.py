@@ -107,8 +107,8 @@ def compare_batches(
     finite."""
     tallies = [[_Tally()] for _ in batches]
     targets = [Windows.of(batch.tokens).targets for batch in batches]
-    first = layerwise_hidden(reference, batches, progress=progress)
-    second = layerwise_hidden(other, batches, progress=progress)
+    first = layerwise_hidden(reference, batches, progress=_stretch(progress, 0, 2))
+    second = layerwise_hidden(other, batches, progress=_stretch(progress, 1, 2))
     _compare_logits(reference, [other], tallies, targets, first, [second], SINGLE, finite=False)
     return [tally.quality() for (tally,) in tallies]
 
