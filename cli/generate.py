@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli import options
+from quantkit.cli.entry import raise_if_interrupted
 from quantkit.cli.help import Command
 from quantkit.cli.processes import together
 from quantkit.cli.progress import ProgressDisplay
@@ -101,6 +102,7 @@ def generate(**given: Any) -> None:
 
 def _say(pieces: Iterator[str]) -> None:
     for piece in pieces:
+        raise_if_interrupted()
         click.echo(piece, nl=False)
 
 
