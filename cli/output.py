@@ -47,6 +47,11 @@ def note(line: str) -> None:
         mention(f"quantkit: note: {as_options(line)}", err=True)
 
 
+def warn(line: str) -> None:
+    """Warn the user of what was found, on stderr."""
+    mention(f"quantkit: warning: {as_options(line)}", err=True)
+
+
 def _print(text: str, *, err: bool) -> None:
     with room_to_print():
         click.echo(text, err=err)

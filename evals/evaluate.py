@@ -31,16 +31,16 @@ from quantkit.quality.measures import Divergence, Hidden, compare, token_perplex
 
 
 def evaluate(
-    paths: Sequence[Path],
+    paths: str | Path | Sequence[str | Path],
     *,
-    texts: Sequence[Path] = (),
-    tasks: Sequence[str] = (),
-    task_data: Path | None = None,
-    against: Path | None = None,
+    texts: str | Path | Sequence[str | Path] = (),
+    tasks: str | Sequence[str] = (),
+    task_data: str | Path | None = None,
+    against: str | Path | None = None,
     window: int | None = None,
-    cache_logits: Path | None = None,
+    cache_logits: str | Path | None = None,
     speed: bool = False,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     group: ProcessGroup = SINGLE,
     progress: Progress = silent,
 ) -> Evaluation:
@@ -50,9 +50,9 @@ def evaluate(
     excerpt that ships with quantkit is the text.
 
     Args:
-        paths: Meta or Hugging Face folders, at least one.
-        texts: files of UTF-8.
-        tasks: names of lm-evaluation-harness.
+        paths: a Meta or Hugging Face folder, or several.
+        texts: a file of UTF-8, or several.
+        tasks: a name of lm-evaluation-harness, or several.
         task_data: a folder with tasks' data, see `open_tasks`.
         against: the reference's folder.
         window: tokens of a window; by default a model's context, at most `FIXED_WINDOW`
@@ -64,25 +64,36 @@ def evaluate(
         group: the processes that share the models; all call this alike and get the same.
         progress: told of every layer and question.
 
+    Returns:
+        The figures of each model, in the order of `paths` and after the reference's; `to_json()` has all of them.
+
     Raises:
         QuantkitError: of the kind that says what is wrong, before a model runs where
             that can be known.
+
+    Example:
+        >>> found = quantkit.evaluate("model-int4", against="model", texts="wiki.txt")
+        >>> found.rows[1].texts["wiki"].divergence.kl
     """
+    folders, files = _several(paths), _several(texts)
+    tasks = [tasks] if isinstance(tasks, str) else tasks
     if task_data is not None and not tasks:
         raise RequestError("data of tasks go with tasks, and none are named")
     if cache_logits is not None and against is None:
         raise RequestError("only a reference's logits are kept, and none is given")
     if cache_logits is not None and group.size > 1:
         raise RequestError("a reference's logits are kept by one process alone")
-    where = _device(device, group, used=bool(tasks) or speed)
-    models = open_models(paths, against, window, group)
-    chosen, notes = _texts(texts, use_excerpt=not tasks)
+    where = _device(None if device is None else str(device), group, used=bool(tasks) or speed)
+    models = open_models(folders, None if against is None else Path(against), window, group)
+    chosen, notes = _texts(files, use_excerpt=not tasks)
     group.require_same({f"text {text.name}": text.sha256 for text in chosen})
     length = fixed_window(models, window)
     read = [streams(models, text, length, alike=against is not None) for text in chosen]
-    hidden = layerwise_hidden if cache_logits is None else StateCache(cache_logits)
+    hidden = layerwise_hidden if cache_logits is None else StateCache(Path(cache_logits))
     loaded: contextlib.AbstractContextManager[list[Any]] = (
-        open_tasks(tasks, task_data, progress=progress) if tasks else contextlib.nullcontext([])
+        open_tasks(tasks, None if task_data is None else Path(task_data), progress=progress)
+        if tasks
+        else contextlib.nullcontext([])
     )
     measures: list[dict[str, TextMeasures]] = [{} for _ in models]
     with loaded as questions:
@@ -116,6 +127,11 @@ def evaluate(
         versions={name: importlib.metadata.version(name) for name in packages},
         notes=notes,
     )
+
+
+def _several(paths: str | Path | Sequence[str | Path]) -> list[Path]:
+    """One path or several."""
+    return [Path(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths)]
 
 
 def _device(name: str | None, group: ProcessGroup, *, used: bool) -> torch.device:

@@ -17,7 +17,7 @@ from quantkit.calibration.effort import Effort
 from quantkit.calibration.group_solver import Result
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import NonFiniteError
-from quantkit.formats.checkpoint import DTYPE_NAMES, Checkpoint
+from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.output.staging import SCRATCH
 from quantkit.formats.output.writer import Written
 from quantkit.memory import give_back, keep_out_of_heap
@@ -172,12 +172,12 @@ def _solved(source: Checkpoint, spec: TensorSpec, result: Result | None, allow_n
     weight = source.load(spec.name)
     assert isinstance(weight, Tensor)
     if spec.scheme is None:
-        return spec.name, checked_cast(weight, spec.dtype, spec.name, source.path, allow_nonfinite), None
+        return spec.name, checked_cast(weight, spec.dtype.torch, spec.name, source.path, allow_nonfinite), None
     checked_cast(weight, weight.dtype, spec.name, source.path, allow_nonfinite=False)
-    quantized, record = result or (quantize_rtn(weight, spec.scheme, spec.dtype), {"solver": ROUNDING})
+    quantized, record = result or (quantize_rtn(weight, spec.scheme, spec.dtype.torch), {"solver": ROUNDING})
     if not all_finite(quantized.scale):
         raise NonFiniteError(
-            f"tensor '{spec.name}' holds values too large for scales in {DTYPE_NAMES[spec.dtype]}",
+            f"tensor '{spec.name}' holds values too large for scales in {spec.dtype}",
             path=source.path, hint="convert the source to another dtype first",
         )  # fmt: skip
     return spec.name, quantized, {**record, "relative_error": float(f"{relative_error(quantized, weight):.4g}")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Literal
 
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.formats import manifest
@@ -18,7 +19,11 @@ Found = tuple[str, Container]
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
-def open_checkpoint(path: str | Path, weights: str | None = None) -> StoredCheckpoint:
+WeightKind = Literal["meta", "safetensors", "bin"]
+"""A set of weights of a folder that holds several."""
+
+
+def open_checkpoint(path: str | Path, weights: WeightKind | None = None) -> StoredCheckpoint:
     """Open the checkpoint in a folder; headers only.
 
     Where a folder holds several sets of weights, safetensors win over ``.bin``, and a
@@ -28,6 +33,9 @@ def open_checkpoint(path: str | Path, weights: str | None = None) -> StoredCheck
     Args:
         path: a Meta or Hugging Face folder.
         weights: ``meta``, ``safetensors`` or ``bin`` to pick a set.
+
+    Returns:
+        The checkpoint: its config, and its tensors by canonical names, read when they are asked for.
 
     Raises:
         CheckpointError: if there is no checkpoint, it is ambiguous, damaged or not finished.

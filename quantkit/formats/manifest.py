@@ -39,9 +39,9 @@ def build(
     source_hashes: Mapping[str, str],
     file_hashes: Mapping[str, str],
     details: Mapping[str, Any],
-) -> bytes:
-    """The manifest's bytes."""
-    value = {
+) -> dict[str, Any]:
+    """What the manifest holds."""
+    return {
         "format_version": FORMAT_VERSION,
         "quantkit_version": __version__,
         "job": job,
@@ -49,6 +49,10 @@ def build(
         **details,
         "files": dict(file_hashes),
     }
+
+
+def encoded(value: Mapping[str, Any]) -> bytes:
+    """The manifest's bytes."""
     return json.dumps(value, indent=2).encode() + b"\n"
 
 

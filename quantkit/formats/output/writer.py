@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError, DestinationError, QualityError, QuantkitError, ResumeError
 from quantkit.formats.container import Encoder
-from quantkit.formats.containers.hf import SafetensorsEncoder
+from quantkit.formats.containers.hf_encoder import SafetensorsEncoder
 from quantkit.formats.output.journal import NAME as JOURNAL
 from quantkit.formats.output.journal import SafePoint
 from quantkit.formats.output.own_folder import not_ours
