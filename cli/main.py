@@ -22,7 +22,6 @@ from quantkit.cli.progress import room_to_print
 from quantkit.cli.quantize import quantize
 from quantkit.cli.spelling import as_options
 from quantkit.errors import DestinationError, QuantkitError
-from quantkit.formats.output.staging import kept
 from quantkit.version import __version__
 
 
@@ -101,6 +100,9 @@ class _Notes(logging.StreamHandler[TextIO]):
 
 
 def _with_kept(told: str, error: Exception) -> str:
+    """What is told of an error, with what a job that it ended has left."""
+    from quantkit.formats.output.staging import kept
+
     left = kept(error)
     return f"{told}; {left}" if left else told
 
