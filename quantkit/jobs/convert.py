@@ -79,8 +79,8 @@ def convert(
             "options": work.options,
             "schemes": {module: str(scheme) for module, scheme in schemes(source).items()},
         }
-        written = writer.commit(details)
-    return ConvertResult(Path(dst), *size, time.monotonic() - began, [*notes, *writer.notes], written)
+        manifest = writer.commit(details)
+    return ConvertResult(Path(dst), *size, time.monotonic() - began, [*notes, *writer.notes], manifest)
 
 
 def conversion(

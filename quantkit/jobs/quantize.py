@@ -155,10 +155,10 @@ def quantize(
         }  # fmt: skip
         others = {"weights": weights, "allow_nonfinite": allow_nonfinite, "accept_quality_loss": accept_quality_loss}
         made = Made(scheme_map, *size, settings, drawn, others, labels)
-        written = writer.commit(details, {CARD: model_card(source, made, gate)})
+        manifest = writer.commit(details, {CARD: model_card(source, made, gate)})
     found = QuantizeResult(
         dst, scheme_map.counts(), *size, method, None if drawn is None else drawn.to_json(),
-        gate, accept_quality_loss, time.monotonic() - began, [*source.notes, *notes, *writer.notes], written,
+        gate, accept_quality_loss, time.monotonic() - began, [*source.notes, *notes, *writer.notes], manifest,
     )  # fmt: skip
     group.tell_others(found)
     return found
