@@ -88,7 +88,7 @@ def size_text(count: int) -> str:
 def _schemes(schemes: dict[str, int]) -> str:
     if len(schemes) == 1:
         return next(iter(schemes))
-    return " and ".join(f"{scheme} ({count} layers)" for scheme, count in schemes.items())
+    return " and ".join(f"{scheme} ({count} layer{'s' * (count > 1)})" for scheme, count in schemes.items())
 
 
 def _size(weight_bytes: int, bits_per_weight: float) -> str:
