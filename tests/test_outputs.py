@@ -23,8 +23,8 @@ from quantkit.formats import manifest
 
 LINES = {
     "convert": r"2\.62 MB, 16\.00 bits a weight, [\d.]+ s\n",
-    "quantize": r"int4-g64-asym, 1\.\d+ MB, \d\.\d\d bits a weight, KL 0\.\d+ ± 0\.\d+,"
-    r" perplexity [+-]\d\.\d % ± \d\.\d %, [\d.]+ s\n",
+    "quantize": r"int4-g64-asym \(28 layers\) and int8 \(1 layer\), 1\.\d+ MB, \d\.\d\d bits a weight,"
+    r" KL 0\.\d+ ± 0\.\d+, perplexity [+-]\d\.\d % ± \d\.\d %, [\d.]+ s\n",
 }
 """What the commands say of what they made of the demo's model, after its path."""
 
@@ -79,7 +79,7 @@ def test_all_commands_that_find_something_out_write_json() -> None:
 
 
 def test_convert_and_quantize_write_what_they_made(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
-    for dst, *arguments in (["out", "convert"], ["int4", "quantize", "--scheme", "int4-g64-asym"]):
+    for dst, *arguments in (["out", "convert"], ["int4", "quantize", "--scheme", "int4-g64-asym", "--head", "int8"]):
         file = tmp_path / "made.json"
         command, *options = arguments
         code, out, err = run(capfd, command, demo_model, tmp_path / dst, *options, "--json", file)
