@@ -15,6 +15,7 @@ from quantkit.cli.help import Command, exit_codes
 from quantkit.cli.output import columns, mention, note
 from quantkit.cli.processes import together
 from quantkit.cli.progress import ProgressDisplay
+from quantkit.errors import RequestError
 
 if TYPE_CHECKING:
     from quantkit.formats.detect import WeightKind
@@ -91,30 +92,27 @@ def convert(data: str | None, **given: Any) -> None:
 @click.command(cls=Command, epilog=exit_codes(0, 10, 11))
 @click.argument("a", type=options.PATH)
 @click.argument("b", type=options.PATH, required=False)
+@click.option("--allow-bound", is_flag=True, help="Exit with 0, not 10, where the two are within their bound.")
 @options.data
-def verify(a: Path, b: Path | None, data: str | None) -> None:
+def verify(a: Path, b: Path | None, allow_bound: bool, data: str | None) -> None:
     """Say whether two models are the same, or how far apart.
 
     With A alone, its files are held against the sha256 in its manifest, and a quantized
     model against the perplexities there.
     """
-    from quantkit.formats import manifest
-    from quantkit.quality.manifest_check import verify_files
+    if allow_bound and b is None:
+        raise RequestError("--allow-bound goes with two models")
+    outputs = Outputs(data)
+
+    from quantkit.quality.verify import VerifyReport
     from quantkit.quality.verify import verify as job
 
-    outputs = Outputs(data)
     with ProgressDisplay() as progress:
-        if b is not None:
-            report = job(a, b, progress=progress)
-        else:
-            lines = verify_files(a, progress=progress)
-    if b is None:
-        outputs.say(lines)
-        outputs.write({"path": str(a), "findings": lines, "manifest": manifest.read(a)})
-        return
+        report = job(a, progress=progress) if b is None else job(a, b, progress=progress)
     outputs.say(report.lines())
     outputs.write(report.to_json())
-    sys.exit(report.verdict.value)
+    if isinstance(report, VerifyReport) and not (allow_bound and report.ok):
+        sys.exit(report.verdict.value)
 
 
 def finish(made: ConvertResult | QuantizeResult, outputs: Outputs) -> None:

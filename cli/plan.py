@@ -64,10 +64,12 @@ def _convert(data: str | None, **given: Any) -> None:
 
 
 def _quantize(data: str | None, **given: Any) -> None:
+    outputs = Outputs(data, reads=(given["calibration"], given["recipe"], given["plan"]), makes=given["dst"])
+    arguments = job_arguments(given)
+
     from quantkit.jobs.plan import quantize as job
 
-    outputs = Outputs(data, reads=(given["calibration"], given["recipe"], given["plan"]), makes=given["dst"])
-    _tell(job(**job_arguments(given)), outputs)
+    _tell(job(**arguments), outputs)
 
 
 def _tell(estimate: Any, outputs: Outputs) -> None:
