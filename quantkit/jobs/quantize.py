@@ -74,7 +74,7 @@ def quantize(
         device: where GPTQ computes, as torch spells it; a GPU by default if there is one.
         keep: glob, or several, of modules that keep their floats, such as ``*.layers.0.*``.
         strict: refuse a layer whose shape does not fit its scheme.
-        accept_quality_loss: keep a result that does not pass the gate; see `run_gate`.
+        accept_quality_loss: keep a result that is too far from its source.
         base_model, license: for the model card: the source's name on a hub, ``owner/name``, and a licence as hubs
             spell it; by default what the source says of itself.
         group: the processes that share the calibration; each calls this alike, the first one writes, and the
