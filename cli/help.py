@@ -56,6 +56,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "Method": ("method",),
         _CALIBRATION: ("calibration", "samples", "length", "seed", "thorough", "activation_memory", "device"),
         _CHECKS: ("source_check", "allow_nonfinite", "accept_quality_loss"),
+        "Model card": ("base_model", "license"),
         _OUTPUT: ("resume", "data"),
     },
     "eval": {

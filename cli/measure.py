@@ -110,10 +110,12 @@ def bench(
         with ProgressDisplay(show=group.first) as progress:
             found = job(jobs, group=group, progress=progress)
         if group.first:
-            outputs.say(render(bench_report.tables(found), table, width=columns()))
-            for line in bench_report.warnings(found):
+            warnings, notes = bench_report.warnings(found), bench_report.notes(found)
+            below = [""] if (warnings or notes) and table == "terminal" else []
+            outputs.say([*render(bench_report.tables(found), table, width=columns()), *below])
+            for line in warnings:
                 warn(line)
-            for line in bench_report.notes(found):
+            for line in notes:
                 note(line)
             outputs.write([one.to_json() for one in found], picture=partial(bench_report.picture, found))
 

@@ -41,6 +41,10 @@ from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 @options.device
 @click.option("--accept-quality-loss", is_flag=True, help="Keep a result that is too far from its source.")
 @click.option("--keep", multiple=True, metavar="PATTERN", help="Layers to keep as floats, a glob; repeatable.")
+@click.option("--base-model", metavar="NAME", help="Of SRC on a hub, owner/name, for the model card.")
+@click.option(
+    "--license", metavar="ID", help="For the model card, as hubs spell it: apache-2.0, ...; SRC's by default."
+)
 @click.option("--strict", is_flag=True, help="Fail if a layer's shape does not fit the scheme.")
 def quantize(data: str | None, **given: Any) -> None:
     """Quantize a model's linear layers to int8 or int4.

@@ -12,7 +12,6 @@ from quantkit.evals.table import NONE, Table
 from quantkit.evals.timing import PROMPT, Rate
 
 _WIDE_SPREAD = 0.3  # of runs: beyond it a median tells little
-_NAMED = 3  # of such figures
 _FASTER = 1.1  # times as fast: less may be chance
 _PANEL_INCHES, _DOTS_PER_INCH = (4.6, 3.8), 150
 _LEGEND_LETTERS, _LEGEND_KEY = 55, 8  # that fit below a panel, and what a name's key takes up
@@ -27,11 +26,11 @@ def tables(found: Sequence[Bench]) -> list[Table]:
         [(one.name, *map(_rate, of.values())) for one, of in zip(found, rates, strict=True)],
     )
     start = Table(
-        f"Seconds to load, and to the first token after a prompt of {PROMPT}: the first time, and later",
-        ("model", "load s", "first token s", "later s", "peak memory MB", "threads", "device"),
+        f"Loading, and from a prompt of {PROMPT} tokens to its first new token: the first time, and later",
+        ("model", "load s", "first token ms", "later ms", "peak memory MB", "threads", "device"),
         [
-            (one.name, _digits(one.load_seconds), *map(_digits, one.first_token_seconds), _digits(one.peak_bytes / 1e6),
-             str(one.threads), one.device)
+            (one.name, _digits(one.load_seconds), *(_digits(1000 * taken) for taken in one.first_token_seconds),
+             _digits(one.peak_bytes / 1e6), str(one.threads), one.device)
             for one in found
         ],
     )  # fmt: skip
@@ -56,8 +55,8 @@ def warnings(found: Sequence[Bench]) -> list[str]:
 def notes(found: Sequence[Bench]) -> list[str]:
     """A line for each model that one thread decodes faster than several."""
     return [
-        f"one thread decodes {one.name} faster: {_digits(one.one_thread.median)} tokens a second against"
-        f" {_digits(one.decode[1].median)}; try `threads=1`"
+        f"one thread decodes {one.name} faster ({_digits(one.one_thread.median)} tokens a second, not"
+        f" {_digits(one.decode[1].median)}): try `threads=1`"
         for one in found
         if one.one_thread is not None and one.one_thread.median > _FASTER * one.decode[1].median
     ]
@@ -117,15 +116,16 @@ def _busy(found: Sequence[Bench]) -> list[str]:
 
 def _unsteady(found: Sequence[Bench]) -> list[str]:
     wide = [
-        f"{what} of {one.name} by {rate.spread:.0%}"
+        (rate.spread, f"{what} of {one.name}")
         for one in found
         for what, rate in _rates(one).items()
         if rate.spread > _WIDE_SPREAD
     ]
     if not wide:
         return []
-    more = f" and {len(wide) - _NAMED} more" if len(wide) > _NAMED else ""
-    return [f"runs differ: {', '.join(wide[:_NAMED])}{more}; measure again on a quiet machine, or with more `runs`"]
+    spread, what = max(wide)
+    few = f"a figure spreads by {spread:.0%}" if len(wide) == 1 else f"{len(wide)} figures spread by up to {spread:.0%}"
+    return [f"{few} ({what}): measure again on a quiet machine, or with more `runs`"]
 
 
 def _slower_than_floats(found: Sequence[Bench]) -> list[str]:

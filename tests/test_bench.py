@@ -141,7 +141,7 @@ def test_tables_have_a_row_for_each_model_and_three_digits() -> None:
     speed, start, memory = bench_report.tables([FOUND, fast])
     assert speed.head == ("model", "prefill 16", "decode 1")
     assert speed.rows == [("a", "10 ± 10%", "10 ± 10%"), ("b", "10 ± 10%", "12300 ± 4%")]
-    assert [row[:4] for row in start.rows] == [("a", "1", "0.2", "0.1"), ("b", "0.0123", "0.2", "0.1")]
+    assert [row[:4] for row in start.rows] == [("a", "1", "200", "100"), ("b", "0.0123", "200", "100")]
     assert [(row[0], row[3], row[-1]) for row in memory.rows] == [("a", "50%", "cpu-exact"), ("b", "61728%", "torch")]
     printed = render([speed, start, memory], "terminal")
     assert max(map(len, printed)) <= 100
@@ -172,9 +172,10 @@ def test_a_quantized_model_slower_than_its_floats_is_named() -> None:
 def test_runs_that_differ_widely_are_named() -> None:
     wide, steady = Rate(10.0, 8.0, 14.0), Rate(10.0, 8.0, 13.0)
     (line,) = bench_report.warnings([replace(FOUND, prefill={16: wide}, decode={1: steady})])
-    assert line.startswith("runs differ: prefill 16 of a by 40%; measure again")
-    (line,) = bench_report.warnings([replace(FOUND, prefill={1: wide, 2: wide, 3: wide}, decode={1: wide})])
-    assert "prefill 3 of a by 40% and 1 more" in line
+    assert line.startswith("a figure spreads by 40% (prefill 16 of a): measure again")
+    wider = Rate(10.0, 8.0, 15.0)
+    (line,) = bench_report.warnings([replace(FOUND, prefill={1: wide, 2: wider, 3: wide}, decode={1: steady})])
+    assert line.startswith("3 figures spread by up to 50% (prefill 2 of a): measure again")
 
 
 @pytest.mark.parametrize(
@@ -192,7 +193,7 @@ def test_a_busy_machine_is_told(device: str, threads: int, load: float | None, b
 
 
 def test_threads_that_lose_are_told() -> None:
-    line = "one thread decodes a faster: 812 tokens a second against 340; try `threads=1`"
+    line = "one thread decodes a faster (812 tokens a second, not 340): try `threads=1`"
     one = replace(FOUND, decode={1: Rate(340.2, 330.0, 350.0)}, one_thread=Rate(812.3, 800.0, 820.0))
     assert bench_report.notes([one, FOUND]) == [line]
     assert bench_report.notes([replace(one, one_thread=Rate(350.0, 340.0, 360.0))]) == []
@@ -205,7 +206,7 @@ def test_warnings_and_notes_are_on_stderr(demo_model: Path, monkeypatch: pytest.
     assert (code, out.splitlines()[0]) == (0, "model,prefill 16,prefill 16 ±,decode 1,decode 1 ±")
     assert err.splitlines() == [
         "quantkit: warning: the machine is busy: other processes used 2.0 of its 2 cores; figures are low",
-        "quantkit: note: one thread decodes a faster: 20 tokens a second against 10; try --threads 1",
+        "quantkit: note: one thread decodes a faster (20 tokens a second, not 10): try --threads 1",
     ]
 
 

@@ -241,8 +241,8 @@ def test_transformers_has_no_complaint_about_the_config(
 
 @pytest.mark.parametrize("case", SPELLED)
 def test_runtimes_that_fuse_linears_find_the_scheme_of_their_parts(case: str, tmp_path: Path) -> None:
-    """vLLM and SGLang look for a linear's name among the targets, then for one that is part of its class's name, then
-    for the names of those that it is fused from; an output head is no linear to them."""
+    """Older vLLM and SGLang look for a linear's name among the targets, then for one that is part of its class's name,
+    then for the names of those that it is fused from; an output head is no linear to them."""
     quantkit.quantize(_source(tmp_path / "float"), tmp_path / "out", SPELLED[case], accept_quality_loss=True)
     groups = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"].values()
     bits = {target: group["weights"]["num_bits"] for group in groups for target in group["targets"]}
@@ -420,6 +420,30 @@ def test_quantizing_leaves_the_source_as_it_is(tmp_path: Path) -> None:
     quantkit.quantize(source, tmp_path / "out", "int4-g32")
     assert _contents(source) == before
     assert {path.name for path in tmp_path.iterdir()} == {"float", "out"}
+
+
+def test_the_manifest_tells_the_hashes_of_the_sources_tokenizer(demo_model: Path, tmp_path: Path) -> None:
+    """Of Meta's file, and of each that a Hugging Face folder has."""
+    quantkit.convert(demo_model, tmp_path / "hf")
+    quantkit.quantize(tmp_path / "hf", tmp_path / "int8", "int8")
+    for source, made in ((demo_model, "hf"), (tmp_path / "hf", "int8")):
+        told = _manifest(tmp_path / made)["source"]["sha256"]
+        read = {path.name for path in source.iterdir() if path.name.startswith("tokenizer")}
+        assert read <= set(told)
+        assert all(told[name] == hashlib.sha256((source / name).read_bytes()).hexdigest() for name in told)
+    assert read == {"tokenizer.json", "tokenizer.model", "tokenizer_config.json"}
+
+
+def test_a_tokenizer_that_changes_during_the_job_is_an_error(demo_model: Path, tmp_path: Path) -> None:
+    source = oracle.copy(demo_model, tmp_path / "m")
+    original = (source / "tokenizer.model").read_bytes()
+
+    def change(*_: object) -> None:
+        (source / "tokenizer.model").write_bytes(original + b"\n")
+
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model: the source changed while it was read"):
+        quantkit.convert(source, tmp_path / "out", source_check=False, progress=change)
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_manifest_tells_hashes_schemes_and_errors(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from quantkit.formats.checkpoint import Checkpoint, parameter_count
 from quantkit.formats.container import Encoder, StoredCheckpoint
 from quantkit.formats.detect import open_unfinished
 from quantkit.formats.files.safetensors_io import require_readable
+from quantkit.formats.folder import tokenizer_files
 from quantkit.formats.output.writer import CheckpointWriter
 from quantkit.progress import Progress, in_phase
 from quantkit.quality.source_check import SourceCheck, check_source
@@ -80,7 +81,7 @@ def writing(work: Work, dst: Path, *, resume: bool, source_check: bool, progress
         dst, work.encoder, work.fingerprint(), work.side_files, needed_bytes=needed, resume=resume,
         progress=progress,
     ) as writer:  # fmt: skip
-        hashes = manifest.SourceHashes(work.source.files())
+        hashes = manifest.SourceHashes([*work.source.files(), *tokenizer_files(work.source.path)])
         checked: SourceCheck | str = "skipped as asked"
         if source_check:
             checked = _checked(work, progress)

@@ -28,6 +28,7 @@ from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.output.sink import IN_FLIGHT_BYTES
 from quantkit.formats.output.staging import partial_folder, require_absent, require_room_to_build, require_space
 from quantkit.formats.registry import HF
+from quantkit.jobs.card import Labels
 from quantkit.jobs.convert import Target, conversion
 from quantkit.jobs.output import SHARD_BYTES
 from quantkit.jobs.prepare import prepare, tensor_blocks, too_few_tokens
@@ -152,6 +153,8 @@ def quantize(
     keep: str | Iterable[str] = (),
     strict: bool = False,
     accept_quality_loss: bool = False,
+    base_model: str | None = None,
+    license: str | None = None,
     weights: WeightKind | None = None,
     resume: bool = False,
     allow_nonfinite: bool = False,
@@ -165,6 +168,7 @@ def quantize(
     Raises:
         QuantkitError: as `quantkit.quantize` does for what can be told without reading weights.
     """
+    Labels(base_model, license)
     settings = gptq_settings(
         method, calibration, samples=samples, length=length, seed=seed, thorough=thorough,
         activation_memory=activation_memory, device=device,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from quantkit.formats.output.staging import partial_folder
 from quantkit.formats.output.writer import Written
 from quantkit.formats.registry import HF
 from quantkit.jobs.card import NAME as CARD
-from quantkit.jobs.card import model_card
+from quantkit.jobs.card import Labels, Made, model_card
 from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, writing
 from quantkit.jobs.prepare import prepare, tensor_blocks, too_few_tokens
 from quantkit.jobs.result import QuantizeResult
@@ -44,6 +43,8 @@ def quantize(
     keep: str | Iterable[str] = (),
     strict: bool = False,
     accept_quality_loss: bool = False,
+    base_model: str | None = None,
+    license: str | None = None,
     weights: WeightKind | None = None,
     resume: bool = False,
     allow_nonfinite: bool = False,
@@ -74,6 +75,8 @@ def quantize(
         keep: glob, or several, of modules that keep their floats, such as ``*.layers.0.*``.
         strict: refuse a layer whose shape does not fit its scheme.
         accept_quality_loss: keep a result that does not pass the gate; see `run_gate`.
+        base_model, license: for the model card: the source's name on a hub, ``owner/name``, and a licence as hubs
+            spell it; by default what the source says of itself.
         group: the processes that share the calibration; each calls this alike, the first one writes, and the
             others wait for it.
         weights, resume, allow_nonfinite, source_check, progress: as in `convert`.
@@ -94,6 +97,7 @@ def quantize(
         >>> print(made.bits_per_weight, made.quality.texts[0].kl)
     """
     began = time.monotonic()
+    labels = Labels(base_model, license)
     settings = gptq_settings(
         method, calibration, samples=samples, length=length, seed=seed, thorough=thorough,
         activation_memory=activation_memory, device=device,
@@ -105,7 +109,7 @@ def quantize(
         "recipe": scheme_map.recipe.to_json(), "method": method, "allow_nonfinite": allow_nonfinite,
     }  # fmt: skip
     computed_by: dict[str, object] = {}
-    scratch = 0
+    scratch, drawn = 0, None
     quantizer: Quantizer = RtnQuantizer(source, allow_nonfinite=allow_nonfinite)
     if settings is not None:
         drawn = settings.draw(tokenizer, source)
@@ -149,10 +153,11 @@ def quantize(
             "model": model_summary(source, source.config.dtype), **options,
             "quality": gate.to_json(accepted=accept_quality_loss), "modules": scheme_map.describe(writer.records),
         }  # fmt: skip
-        written = writer.commit(details, {CARD: model_card(source, schemes, options, gate)})
-    counts = Counter(map(str, schemes.values()))
+        others = {"weights": weights, "allow_nonfinite": allow_nonfinite, "accept_quality_loss": accept_quality_loss}
+        made = Made(scheme_map, *size, settings, drawn, others, labels)
+        written = writer.commit(details, {CARD: model_card(source, made, gate)})
     found = QuantizeResult(
-        dst, dict(counts.most_common()), *size, method, None if settings is None else drawn.to_json(),
+        dst, scheme_map.counts(), *size, method, None if drawn is None else drawn.to_json(),
         gate, accept_quality_loss, time.monotonic() - began, [*source.notes, *notes, *writer.notes], written,
     )  # fmt: skip
     group.tell_others(found)

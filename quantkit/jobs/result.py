@@ -77,6 +77,14 @@ class QuantizeResult:
         return [f"wrote {self.path}: {', '.join([*facts, _time(self.seconds)])}"]
 
 
+def size_text(count: int) -> str:
+    """A number of bytes for people."""
+    for size, unit in ((10**9, "GB"), (10**6, "MB")):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count / 1000:.3g} kB"
+
+
 def _schemes(schemes: dict[str, int]) -> str:
     if len(schemes) == 1:
         return next(iter(schemes))
@@ -84,7 +92,7 @@ def _schemes(schemes: dict[str, int]) -> str:
 
 
 def _size(weight_bytes: int, bits_per_weight: float) -> str:
-    return f"{weight_bytes / 1e6:.3g} MB, {bits_per_weight:.2f} bits a weight"
+    return f"{size_text(weight_bytes)}, {bits_per_weight:.2f} bits a weight"
 
 
 def _lost(quality: Gate) -> list[str]:

@@ -41,6 +41,8 @@ class TextResult:
         source_perplexity, perplexity: per token.
         kl_error, ratio_error: standard errors of the mean KL and of the ratio of perplexities; None in manifests of
             earlier versions, and where there are too few tokens.
+        rounding_kl: the mean KL of the RTN baseline; None in manifests of earlier versions, and for a result that is
+            its own baseline.
     """
 
     text: str
@@ -54,6 +56,7 @@ class TextResult:
     perplexity: float
     kl_error: float | None = None
     ratio_error: float | None = None
+    rounding_kl: float | None = None
 
     @property
     def kl_estimate(self) -> Estimate:
@@ -64,6 +67,13 @@ class TextResult:
     def perplexity_ratio(self) -> Estimate:
         """The result's perplexity over the source's, with its standard error."""
         return Estimate(self.perplexity / self.source_perplexity, self.ratio_error)
+
+    def limit(self, digits: int = 3) -> str:
+        """What the mean KL may be, in words."""
+        words = f"at most {self.kl_bound:.{digits}g}"
+        if self.rounding_kl is None:
+            return words
+        return f"{words}; rounding to nearest gives {self.rounding_kl:.{digits}g}"
 
 
 @dataclass(frozen=True)
@@ -86,22 +96,26 @@ class Gate:
         """What is wrong, found and expected, if anything is; NaN is beyond every bound."""
         for one in self.texts:
             if not one.kl <= one.kl_bound:
+                digits = _telling_apart(one.kl, one.kl_bound)
                 return (
-                    "the result is too far from its source", f"a mean KL of {one.kl:.3g} on '{one.text}'",
-                    f"at most {one.kl_bound:.3g}",
-                )  # fmt: skip
-            ratio = one.perplexity / one.source_perplexity
+                    "the result is too far from its source",
+                    f"a mean KL(source || result) of {one.kl:.{digits}g} nats a token on '{one.text}'",
+                    one.limit(digits),
+                )
+            ratio = one.perplexity_ratio.value
             if not ratio <= self.perplexity_ratio_bound:
+                digits = _telling_apart(ratio, self.perplexity_ratio_bound)
                 return (
-                    "the result predicts worse than its source", f"{ratio:.3g} times the perplexity on '{one.text}'",
+                    "the result predicts worse than its source",
+                    f"{ratio:.{digits}g} times the perplexity on '{one.text}'",
                     f"at most {self.perplexity_ratio_bound:g} times",
-                )  # fmt: skip
+                )
         for layer, reason in self.fallbacks.items():
             return f"layer '{layer}' was rounded to nearest", reason, "a layer that GPTQ can solve"
         for layer, (error, bound) in self.distorted.items():
             return (
                 f"the weights of layer '{layer}' changed more than its scheme explains",
-                f"a relative error of {error:.3g}", f"at most {bound:.3g}",
+                f"an error of {error:.3g} relative to the weights (Frobenius norms)", f"at most {bound:.3g}",
             )  # fmt: skip
         return None
 
@@ -157,10 +171,10 @@ def run_gate(
 ) -> Gate:
     """Measure a quantized model against its source on texts that are not for calibration.
 
-    The mean KL may be no more than that of the RTN baseline: the source rounded to nearest in
-    the same schemes, groups longer than 128 and whole rows of int4 counted as groups of
-    128; nor more than `BOUNDS`, where the fewest bits decide. A result that is its own baseline
-    is run once.
+    The mean KL may be no more than `BOUNDS` says, where the fewest bits decide; nor, but for a
+    little slack, than that of the RTN baseline: the source rounded to nearest in the same schemes,
+    groups longer than 128 and whole rows of int4 counted as groups of 128. A result that is its
+    own baseline is run once.
 
     Args:
         source: the float model.
@@ -172,14 +186,16 @@ def run_gate(
     """
     assigned = schemes(result)
     baseline = rtn_baseline(source, assigned)
-    others = [result] if is_baseline(result, baseline, records) else [result, baseline]
+    rounded = is_baseline(result, baseline, records)
+    others = [result] if rounded else [result, baseline]
     bound = coarser(BOUNDS[f"int{scheme.bits}"] for scheme in assigned.values())
     measured = measured_windows(source)
     lost = compare_texts(source, others, [windows for _, windows in measured.values()], progress=progress)
     texts = []
     for (name, (digest, _)), by_model in zip(measured.items(), lost, strict=True):
-        limit = min(bound.kl, max(FLOOR, SLACK * by_model[-1].divergence.kl))
-        texts.append(_text_result(name, digest, by_model[0], limit))
+        rounding = None if rounded else by_model[1].divergence.kl
+        limit = bound.kl if rounding is None else min(bound.kl, max(FLOOR, SLACK * rounding))
+        texts.append(_text_result(name, digest, by_model[0], limit, rounding))
     fallbacks = {
         name.removesuffix(".weight"): str(record["fallback"])
         for name, record in records.items()
@@ -204,7 +220,7 @@ def require_passed(gate: Gate, source: Checkpoint, result: Checkpoint, dst: Path
     worst = ", ".join(f"{module} ({error:.2g})" for error, module in sorted(errors, reverse=True)[:_WORST])
     raise QualityError(
         problem[0], path=dst, found=problem[1], expected=problem[2],
-        hint=f"largest weight errors: {worst}; choose a finer scheme or GPTQ with more text, or keep it with"
+        hint=f"largest relative weight errors: {worst}; choose a finer scheme or GPTQ with more text, or keep it with"
         " `accept_quality_loss=True` (and `resume=True`)",
     )  # fmt: skip
 
@@ -232,13 +248,18 @@ def _pair(source: Checkpoint, result: Checkpoint, module: str) -> tuple[QuantTen
     return quantized, weight
 
 
-def _text_result(name: str, digest: str, found: Quality, limit: float) -> TextResult:
+def _text_result(name: str, digest: str, found: Quality, limit: float, rounding: float | None) -> TextResult:
     measured = found.divergence
     return TextResult(
         name, digest, measured.tokens, *map(_rounded, (measured.kl, measured.kl_p99, limit, measured.top1_agreement,
         found.reference_perplexity, found.perplexity)),
-        *(None if error is None else _rounded(error) for error in (measured.kl_error, found.ratio_error)),
+        *(None if one is None else _rounded(one) for one in (measured.kl_error, found.ratio_error, rounding)),
     )  # fmt: skip
+
+
+def _telling_apart(value: float, bound: float) -> int:
+    """How many digits a figure needs, three at least, to look other than its bound."""
+    return next((digits for digits in range(3, 17) if f"{value:.{digits}g}" != f"{bound:.{digits}g}"), 17)
 
 
 def _rounded(value: float) -> float:

@@ -137,9 +137,9 @@ class CompressedTensors:
 
     def write_settings(self, schemes: Mapping[str, QuantScheme], modules: Iterable[str]) -> dict[str, Any]:
         """One scheme for linears of decoder blocks targets every ``Linear``. Otherwise each names its modules:
-        transformers warns of targets that come behind ``Linear``, and vLLM takes a name's own target, but not that
-        of q, k and v, which it fuses, before that of the class; its output head is no ``Linear``. Linears without a
-        scheme are listed under ``ignore``."""
+        compressed-tensors warns of targets that come behind ``Linear``, older vLLM puts the class before the names
+        that q, k and v have before it fuses them, and vLLM's output head is no ``Linear``. Linears without a scheme
+        are listed under ``ignore``."""
         by_scheme: dict[QuantScheme, list[str]] = {}
         for module, scheme in schemes.items():
             by_scheme.setdefault(scheme, []).append(module)
