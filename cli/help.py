@@ -62,7 +62,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "eval": {
         "What is measured": ("texts", "against", "window", "cache_logits", "tasks", "task_data", "speed"),
         _RUN: ("device",),
-        _OUTPUT: ("report", "data", "plot"),
+        _OUTPUT: ("table", "report", "data", "plot"),
     },
     "generate": {
         "Prompt": ("prompt", "prompt_file"),
