@@ -116,7 +116,10 @@ def bench(
         if group.first:
             warnings, notes = bench_report.warnings(found), bench_report.notes(found)
             below = [""] if (warnings or notes) and table == "terminal" else []
-            outputs.say([*render(bench_report.tables(found), table, width=columns()), *below])
+            tables = bench_report.tables(found)
+            if table == "csv":
+                tables = [bench_report.joined(tables)]
+            outputs.say([*render(tables, table, width=columns()), *below])
             for line in warnings:
                 warn(line)
             for line in notes:

@@ -56,10 +56,10 @@ def evaluate(
         paths: a Meta or Hugging Face folder, or several; ``NAME=PATH`` gives one a name in the tables.
         texts: a file of UTF-8, or several.
         tasks: a name of lm-evaluation-harness, or several.
-        task_data: a folder with tasks' data, see `open_tasks`.
+        task_data: a folder with tasks' data: TASK.jsonl, .json, .parquet or .txt.
         against: the reference's folder, or ``NAME=PATH``.
-        window: tokens of a window; by default a model's context, at most `FIXED_WINDOW`
-            for fixed and `ROLLING_WINDOW` for rolling windows.
+        window: tokens of a window; by default a model's context, at most 2048 for fixed and 8192 for rolling
+            windows.
         cache_logits: a folder that keeps what the reference's logits follow from.
         speed: also let each model generate.
         device: where tasks are answered and speed is measured, as torch spells it; None is a GPU if there is one,
