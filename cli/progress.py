@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from quantkit.cli.entry import raise_if_interrupted
+
 if TYPE_CHECKING:
     from tqdm import tqdm
 
@@ -80,6 +82,7 @@ class ProgressDisplay:
         self._ticker = threading.Thread(target=self._tick_on, name="quantkit-progress", daemon=True)
 
     def __enter__(self) -> ProgressDisplay:
+        raise_if_interrupted()
         if self._ticking:
             self._ticker.start()
         return self
@@ -96,6 +99,7 @@ class ProgressDisplay:
 
     def __call__(self, phase: str, done: int, total: int, unit: str, /) -> None:
         """Take what a job tells; see `quantkit.progress.Progress`."""
+        raise_if_interrupted()
         with self._writing():
             now, before = self._clock(), self._phase
             goes_on = before is not None and (before.name, before.total, before.unit) == (phase, total, unit)

@@ -10,9 +10,9 @@ import click
 import pytest
 from command import Capture, run
 
+from quantkit.cli.entry import INTERRUPTED, TERMINATED
 from quantkit.cli.help import _SECTIONS, EXIT_CODES, SHELLS
 from quantkit.cli.main import quantkit
-from quantkit.cli.entry import INTERRUPTED, TERMINATED
 from quantkit.errors import QuantkitError
 from quantkit.quality.verify import Verdict
 
