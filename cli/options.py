@@ -11,6 +11,7 @@ import click
 
 from quantkit.cli.help import Command
 from quantkit.cli.output import note
+from quantkit.errors import RequestError
 from quantkit.json_values import shown
 from quantkit.tensors.dtypes import FLOAT_NAMES, SHORT_NAMES
 
@@ -54,11 +55,11 @@ def memory(text: str) -> int:
     """The type of options that are amounts of memory: ``4GB``, ``512MB``, ``2GiB``; in bytes.
 
     Raises:
-        click.BadParameter: for anything else.
+        RequestError: for anything else.
     """
     found = _AMOUNT.fullmatch(text.strip())
     if found is None:
-        raise click.BadParameter(f"{shown(text)} is no amount of memory; write it as 4GB, 512MB or 2GiB")
+        raise RequestError("no amount of memory", found=shown(text), expected="one such as 4GB, 512MB or 2GiB")
     number, unit = float(found["number"]), (found["unit"] or "").upper()
     if not unit and not found["bytes"]:
         note(f"amounts of memory have units now: {text.strip()}GB; without one it goes with the next release")

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from quantkit.jobs.result import QuantizeResult as QuantizeResult
     from quantkit.progress import Progress as Progress
     from quantkit.quality.gate import Gate as Gate
+    from quantkit.quality.manifest_check import FolderReport as FolderReport
     from quantkit.quality.verify import Verdict as Verdict
     from quantkit.quality.verify import VerifyReport as VerifyReport
     from quantkit.quality.verify import verify as verify
@@ -81,6 +82,7 @@ _TYPES = {
     "ConvertResult": "quantkit.jobs.result",
     "Estimate": "quantkit.jobs.plan",
     "Evaluation": "quantkit.evals.results",
+    "FolderReport": "quantkit.quality.manifest_check",
     "Gate": "quantkit.quality.gate",
     "Inspection": "quantkit.jobs.inspect",
     "QuantScheme": "quantkit.tensors.scheme",

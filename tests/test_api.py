@@ -27,7 +27,9 @@ from quantkit.tensors.dtypes import FLOAT_NAMES, FloatName, float_name
 from quantkit.text.tokenizer import JsonTokenizer, SentencePieceTokenizer, TiktokenTokenizer
 
 FUNCTIONS = ("convert", "evaluate", "generate", "inspect", "load", "open_checkpoint", "quantize", "stream", "verify")
-REPORTS = ("ConvertResult", "Estimate", "Evaluation", "Gate", "Inspection", "QuantizeResult", "VerifyReport")
+REPORTS = (
+    "ConvertResult", "Estimate", "Evaluation", "FolderReport", "Gate", "Inspection", "QuantizeResult", "VerifyReport",
+)  # fmt: skip
 
 
 def test_everything_is_there_and_torch_is_not_until_it_is_used() -> None:

@@ -6,6 +6,7 @@ import os
 import pty
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from command import Capture, run
 
 import quantkit
+from quantkit.cli.main import quantkit as root
 from quantkit.errors import RequestError
 from quantkit.model.decoder import Decoder
 from quantkit.runtime.engine import Engine
@@ -125,7 +127,8 @@ def test_an_empty_text_is_refused_at_once(loaded: tuple[Decoder, Tokenizer]) -> 
 
 def test_without_a_number_a_hundred_tokens_come(loaded: tuple[Decoder, Tokenizer]) -> None:
     model, tokenizer = loaded
-    assert MAX_NEW_TOKENS == 100
+    (option,) = (one for one in root.commands["generate"].params if one.name == "max_new_tokens")
+    assert option.default == MAX_NEW_TOKENS
     whole = list(quantkit.generate(model, tokenizer.encode(PROMPT), max_new_tokens=MAX_NEW_TOKENS))
     assert list(quantkit.generate(model, tokenizer.encode(PROMPT))) == whole
 
@@ -241,6 +244,36 @@ def test_of_several_processes_the_first_reads_the_prompt(demo_model: Path, answe
     first, second = forked.group(2, command, "generate", demo_model, *options)
     assert (first.returncode, first.stdout) == (0, f"{PROMPT}{answer}\n"), first.stderr
     assert (second.returncode, second.stdout) == (0, ""), second.stderr
+
+
+_WAITING = """
+import sys
+import quantkit.runtime.stream
+def pieces(tokenizer, prompt, tokens):
+    yield " one"
+    sys.stdin.readline()
+    yield " two"
+quantkit.runtime.stream.text_pieces = pieces
+from quantkit.cli.main import main
+main(sys.argv[1:])
+"""
+
+
+def test_text_appears_piece_by_piece(demo_model: Path) -> None:
+    """Here the second comes only once the first has been read."""
+    command = [sys.executable, "-c", _WAITING, "generate", str(demo_model), "x"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, cwd="/") as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        giving_up = threading.Timer(300, process.kill)  # what is not shown would be waited for for ever
+        giving_up.start()
+        shown = b""
+        while len(shown) < len("x one") and (part := process.stdout.read(100)):
+            shown += part
+        assert shown == b"x one"
+        process.stdin.write(b"go on\n")
+        assert process.stdout.read() == b" two\n"
+        giving_up.cancel()
 
 
 def _on_a_terminal(*arguments: str | Path) -> Iterator[str]:

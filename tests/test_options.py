@@ -12,6 +12,7 @@ from command import Capture, run
 
 import quantkit
 from quantkit.cli.main import quantkit as root
+from quantkit.cli.options import memory
 from quantkit.cli.output import note
 from quantkit.errors import RequestError
 from quantkit.evals.bench import Job, bench
@@ -118,6 +119,58 @@ def test_float_types_are_spelled_as_one_likes(spelled: str | torch.dtype, demo_m
 def test_another_float_type_is_refused(spelled: object) -> None:
     with pytest.raises(RequestError, match="unknown float type"):
         float_type(spelled)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("spelled", "expected"),
+    [
+        ("4GB", 4 * 10**9),
+        ("512MB", 512 * 10**6),
+        ("2GiB", 2**31),
+        ("1.5 gb", 15 * 10**8),
+        (".5T", 5 * 10**11),
+        ("64k", 64000),
+        ("100B", 100),
+        ("0B", 0),
+    ],
+)
+def test_memory_is_spelled_with_its_unit(spelled: str, expected: int, capfd: Capture) -> None:
+    assert memory(spelled) == expected
+    assert capfd.readouterr().err == ""
+
+
+def test_memory_without_a_unit_is_of_gigabytes_for_now(capfd: Capture) -> None:
+    assert memory("4") == 4 * 10**9
+    err = capfd.readouterr().err
+    assert err == "quantkit: note: amounts of memory have units now: 4GB; without one it goes with the next release\n"
+
+
+@pytest.mark.parametrize("spelled", ["lots", "", "GB", "-1GB", "nan", "inf", "4XB", "4GBs", "1e9"])
+def test_what_is_no_memory_is_refused(spelled: str) -> None:
+    with pytest.raises(RequestError, match=r"no amount of memory \(found .*4GB, 512MB or 2GiB"):
+        memory(spelled)
+
+
+def test_the_command_hands_on_bytes(
+    demo_model: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, object] = {}
+
+    def planned(**arguments: object) -> quantkit.Estimate:
+        given.update(arguments)
+        raise RequestError("seen")
+
+    monkeypatch.setattr(quantkit.plan, "quantize", planned)
+    run(capfd, "plan", "quantize", demo_model, tmp_path / "o", "--scheme", "int8", "--activation-memory", "2GB")
+    assert given["activation_memory"] == 2 * 10**9
+
+
+@pytest.mark.parametrize("spelled", ["bf16", "bfloat16"])
+def test_the_command_takes_long_names_of_float_types(
+    spelled: str, demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    assert run(capfd, "plan", "convert", demo_model, tmp_path / "o", "--dtype", spelled)[0] == 0
+    assert "[bf16|fp16|fp32]" in run(capfd, "convert", "--help")[1]
 
 
 def test_of_several_processes_the_first_has_notes(monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:

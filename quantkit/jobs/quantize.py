@@ -74,7 +74,7 @@ def quantize(
         device: where GPTQ computes, as torch spells it; a GPU by default if there is one.
         keep: glob, or several, of modules that keep their floats, such as ``*.layers.0.*``.
         strict: refuse a layer whose shape does not fit its scheme.
-        accept_quality_loss: keep a result that does not pass the gate; see `run_gate`.
+        accept_quality_loss: keep a result that is too far from its source.
         base_model, license: for the model card: the source's name on a hub, ``owner/name``, and a licence as hubs
             spell it; by default what the source says of itself.
         group: the processes that share the calibration; each calls this alike, the first one writes, and the
@@ -155,10 +155,10 @@ def quantize(
         }  # fmt: skip
         others = {"weights": weights, "allow_nonfinite": allow_nonfinite, "accept_quality_loss": accept_quality_loss}
         made = Made(scheme_map, *size, settings, drawn, others, labels)
-        written = writer.commit(details, {CARD: model_card(source, made, gate)})
+        manifest = writer.commit(details, {CARD: model_card(source, made, gate)})
     found = QuantizeResult(
         dst, scheme_map.counts(), *size, method, None if drawn is None else drawn.to_json(),
-        gate, accept_quality_loss, time.monotonic() - began, [*source.notes, *notes, *writer.notes], written,
+        gate, accept_quality_loss, time.monotonic() - began, [*source.notes, *notes, *writer.notes], manifest,
     )  # fmt: skip
     group.tell_others(found)
     return found
