@@ -24,6 +24,7 @@ _BIT_TICKS = (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 _LONGEST_LABEL = 26
 _LABEL_AWAY = (9, 16, 26, 40, 58)  # points from a mark to its label
 _WIDE_RANGE = 5  # perplexities further apart stand on a logarithmic axis
+_WIDE_BITS = 1.6  # so do bits
 _SMALL, _SIZE = 7.5, 9
 
 
@@ -114,10 +115,14 @@ def _costs(axes: Any, found: Evaluation, points: Sequence[_Point]) -> None:
         axes.yaxis.set_minor_formatter(ticker.NullFormatter())
     else:
         axes.margins(y=0.25)
-    axes.set_xscale("log")
-    axes.set_xlim(min(bits) / 1.2, max(bits) * 1.2)
-    ticks = [tick for tick in _BIT_TICKS if min(bits) / 1.2 <= tick <= max(bits) * 1.2]
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    if max(bits) > _WIDE_BITS * min(bits):
+        axes.set_xscale("log")
+        axes.set_xlim(min(bits) / 1.2, max(bits) * 1.2)
+        ticks = [tick for tick in _BIT_TICKS if min(bits) / 1.2 <= tick <= max(bits) * 1.2]
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    else:
+        room = max(0.35 * (max(bits) - min(bits)), 0.02 * max(bits))  # for labels
+        axes.set_xlim(min(bits) - room, max(bits) + room)
     axes.minorticks_off()
     axes.set_xlabel("bits per weight", fontsize=_SIZE)
     if found.reference is None:
@@ -162,7 +167,7 @@ def _label(axes: Any, points: Sequence[_Point], renderer: Any) -> None:
         for away in _LABEL_AWAY:
             for right, up in ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1)):
                 label = _annotated(axes, point, right * away, up * away)
-                drawn = label.get_window_extent(renderer).padded(1)
+                drawn = _text_box(label, renderer)
                 overlaps = sum(_shared(drawn, other) for other in taken) + _outside(drawn, box)
                 if best is None or overlaps < best[0]:
                     if best is not None:
@@ -175,7 +180,7 @@ def _label(axes: Any, points: Sequence[_Point], renderer: Any) -> None:
             if best is not None and best[0] == 0:
                 break
         if best is not None:
-            taken.append(best[1].get_window_extent(renderer))
+            taken.append(_text_box(best[1], renderer))
 
 
 def _annotated(axes: Any, point: _Point, right: float, up: float) -> Any:
@@ -189,6 +194,12 @@ def _annotated(axes: Any, point: _Point, right: float, up: float) -> Any:
         arrowprops={"arrowstyle": "-", "color": point.color, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 4}
         if far else None,
     )  # fmt: skip
+
+
+def _text_box(label: Any, renderer: Any) -> Any:
+    """Where an annotation's text stands; its own extent has the line in it."""
+    label.update_positions(renderer)
+    return optional("matplotlib.text").Text.get_window_extent(label, renderer).padded(1)
 
 
 def _shared(one: Any, other: Any) -> float:
