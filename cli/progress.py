@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Never
 
 import click
 
@@ -76,7 +76,7 @@ class ProgressDisplay:
         self._phase: _Phase | None = None
         self._told = 0.0
         self._stream = sys.stderr  # others may lead theirs elsewhere for a while
-        self._bar: tqdm[None] | None = None
+        self._bar: tqdm[Never] | None = None
         self._lock = threading.RLock()
         self._ended = threading.Event()
         self._ticker = threading.Thread(target=self._tick_on, name="quantkit-progress", daemon=True)

@@ -150,7 +150,7 @@ def _label(axes: Any, points: Sequence[_Point], renderer: Any) -> None:
     box = axes.get_window_extent(renderer)
     marks = [axes.transData.transform((point.bits, point.cost)) for point in points]
     around = optional("matplotlib.transforms").Bbox.from_bounds
-    taken = [around(x - 8, y - 8, 16, 16) for x, y in marks]
+    taken = [around(x - 13, y - 13, 26, 26) for x, y in marks]
     if (legend := axes.get_legend()) is not None:
         taken.append(legend.get_window_extent(renderer))
     named: set[str] = set()

@@ -39,7 +39,7 @@ def tables(found: Evaluation) -> list[Table]:
 
 def sheet(found: Evaluation) -> Table:
     """Everything in one table, a row per text and model: what a program reads best."""
-    texts = list(found.texts) or [None]
+    texts: list[str | None] = [*found.texts] or [None]
     whole = [_table(None, found.rows, _all_columns(found, text)) for text in texts]
     return Table(None, whole[0].head, [row for one in whole for row in one.rows])
 

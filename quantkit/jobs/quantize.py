@@ -132,10 +132,10 @@ def quantize(
         return told
     work = Work("quantize", source, encoder, HF.side_files(planned), options, computed_by, scratch)
     with writing(work, dst, resume=resume, source_check=source_check, progress=progress) as writer:
-        written = Written(encoder, writer.path, writer.done)
-        with quantizer.running(blocks, written):
+        there = Written(encoder, writer.path, writer.done)
+        with quantizer.running(blocks, there):
             for block in blocks:
-                if not written.names.issuperset(spec.name for spec in block.tensors):
+                if not there.names.issuperset(spec.name for spec in block.tensors):
                     writer.tell()
                 for name, tensor, record in quantizer.solve(block):
                     writer.put(name, tensor, record)
