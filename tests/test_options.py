@@ -46,7 +46,7 @@ def _options(name: str) -> dict[str, click.Option]:
     }
 
 
-@pytest.mark.parametrize("name", ["weights", "device", "dtype", "json", "compile", "resume"])
+@pytest.mark.parametrize("name", ["weights", "device", "dtype", "json", "compile", "resume", "table"])
 def test_what_has_one_name_is_told_alike(name: str) -> None:
     options = _options(name)
     assert len(options) > 1
