@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -17,10 +16,15 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM came: all that Ctrl-C leaves sound is left sound."""
 
 
+_RAISED: dict[int, type[KeyboardInterrupt]] = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: Terminated}
+_USUAL = (signal.SIG_DFL, signal.default_int_handler)
+_came: list[int] = []
+
+
 def main() -> None:
     """Run the command line and exit with its code."""
     try:
-        with terminable():
+        with interruptible():
             from quantkit.cli.main import main as command
 
             command()
@@ -32,24 +36,38 @@ def main() -> None:
 
 
 @contextmanager
-def terminable() -> Iterator[None]:
-    """Let SIGTERM raise `Terminated`, unless whoever started the process has it ignored; once, so that nothing
-    disturbs what is done then."""
-    ours = threading.current_thread() is threading.main_thread()
-    if not ours or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, _terminate)
+def interruptible() -> Iterator[None]:
+    """Let Ctrl-C raise KeyboardInterrupt and SIGTERM `Terminated`; not what whoever started the process has ignored."""
+    before = {number: signal.getsignal(number) for number in _RAISED}
+    ours = [number for number, handler in before.items() if handler in _USUAL]
+    try:
+        for number in ours:
+            signal.signal(number, _interrupt)
+    except ValueError:  # signals are for the main thread
+        ours = []
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ours:
+            signal.signal(number, before[number])
+        if ours:
+            _came.clear()
+
+
+def raise_if_interrupted() -> None:
+    """Interrupt again what was interrupted where others have swallowed the exception, as imports do.
+
+    Raises:
+        KeyboardInterrupt: if a signal came.
+    """
+    if _came:
+        raise _RAISED[_came[0]]
 
 
 def ignore_signals() -> None:
     """Those of the terminal and of the launcher, of which the second comes too late."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in _RAISED:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def tell_interrupted(error: BaseException) -> None:
@@ -69,6 +87,9 @@ def interrupted_code(error: BaseException) -> int:
     return TERMINATED if isinstance(error, Terminated) else INTERRUPTED
 
 
-def _terminate(_number: int, _frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise Terminated
+def _interrupt(number: int, _frame: FrameType | None) -> None:
+    again = signal.SIGTERM in _came
+    _came.append(number)
+    if number == signal.SIGTERM and again:
+        return  # what the first has set off is under way
+    raise _RAISED[number]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli import options
+from quantkit.cli.entry import raise_if_interrupted
 from quantkit.cli.help import Command
 from quantkit.cli.output import mention
 from quantkit.cli.processes import together
@@ -152,6 +153,7 @@ def generate(**given: Any) -> None:
 
 def _say(pieces: Iterator[str]) -> None:
     for piece in pieces:
+        raise_if_interrupted()
         click.echo(piece, nl=False)
 
 

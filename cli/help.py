@@ -62,7 +62,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "eval": {
         "What is measured": ("texts", "against", "window", "cache_logits", "tasks", "task_data", "speed"),
         _RUN: ("device",),
-        _OUTPUT: ("report", "data", "plot"),
+        _OUTPUT: ("table", "report", "data", "plot"),
     },
     "generate": {
         "Prompt": ("prompt", "prompt_file"),
@@ -74,7 +74,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "Random weights": ("synthetic", "quantized", "head"),
         "What is measured": ("prompt_lengths", "batches", "runs"),
         _RUN: ("threads", "backend", "compiled", "device"),
-        _OUTPUT: ("data", "plot"),
+        _OUTPUT: ("table", "data", "plot"),
     },
 }
 """Options of commands by title, in order; all others stand at the end."""

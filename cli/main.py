@@ -11,7 +11,7 @@ from typing import TextIO
 import click
 
 from quantkit.cli.commands import convert, demo, inspect, verify
-from quantkit.cli.entry import interrupted_code, tell_interrupted, terminable
+from quantkit.cli.entry import interrupted_code, interruptible, tell_interrupted
 from quantkit.cli.generate import generate
 from quantkit.cli.help import COMPLETION, complete, completion, exit_codes
 from quantkit.cli.measure import bench, evaluate
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
     debug = arguments[:1] == ["--debug"]
     try:
         # Not through click's own main: it takes EOFError for Ctrl-C, and a closed pipe for an error.
-        with terminable(), quantkit.make_context("quantkit", list(arguments)) as context:
+        with interruptible(), quantkit.make_context("quantkit", list(arguments)) as context:
             code = quantkit.invoke(context)
     except click.exceptions.Exit as stop:
         code = stop.exit_code
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
     except QuantkitError as error:
         if debug:
             traceback.print_exc()
-        click.echo(f"quantkit: error: {as_options(str(error))}", err=True)
+        click.echo(f"quantkit: error: {as_options(_with_kept(str(error), error))}", err=True)
         code = error.exit_code
     except BrokenPipeError:
         drop_output()
@@ -75,9 +75,8 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:
         if debug:
             raise
-        click.echo(
-            f"quantkit: internal error: {type(error).__name__}: {_one_line(error)}; --debug shows more", err=True
-        )
+        told = _with_kept(f"{type(error).__name__}: {_one_line(error)}", error)
+        click.echo(f"quantkit: internal error: {as_options(told)}; --debug shows more", err=True)
         code = INTERNAL_ERROR
     sys.exit(code if isinstance(code, int) else 0)
 
@@ -98,6 +97,14 @@ class _Notes(logging.StreamHandler[TextIO]):
     def emit(self, record: logging.LogRecord) -> None:
         with room_to_print():
             super().emit(record)
+
+
+def _with_kept(told: str, error: Exception) -> str:
+    """What is told of an error, with what a job that it ended has left."""
+    from quantkit.formats.output.staging import kept
+
+    left = kept(error)
+    return f"{told}; {left}" if left else told
 
 
 def _one_line(error: Exception) -> str:

@@ -22,43 +22,47 @@ if TYPE_CHECKING:
 
 
 @click.command("eval", cls=Command)
-@click.argument("paths", type=options.PATH, nargs=-1, required=True)
+@click.argument("models", metavar="[NAME=]PATH...", nargs=-1, required=True)
 @click.option("--text", "texts", type=options.PATH, multiple=True, help="Text to measure on, UTF-8; repeatable.")
 @click.option("--tasks", default="", help="Tasks of lm-evaluation-harness, separated by commas.")
 @click.option("--task-data", type=options.PATH, help="Folder with data of tasks: TASK.jsonl, .json, .parquet or .txt.")
-@click.option("--against", type=options.PATH, help="The model that the others are held against.")
+@click.option("--against", metavar="[NAME=]PATH", help="The model that the others are held against.")
 @click.option("--window", type=int, help="Tokens in a window; see docs/evals.md for the defaults.")
 @click.option("--cache-logits", type=options.PATH, help="Folder that keeps what the reference's logits follow from.")
 @click.option("--speed", is_flag=True, help="Measure decoding as well.")
 @options.device
+@options.table
 @options.report
 @options.data
-@options.plot("perplexity by bits per weight, and the worst layers")
+@options.plot("KL or perplexity by bits per weight, and the worst layers")
 def evaluate(
-    paths: tuple[Path, ...], texts: tuple[Path, ...], tasks: str, task_data: Path | None, against: Path | None,
-    window: int | None, cache_logits: Path | None, speed: bool, device: str | None, report: Path | None,
-    data: str | None, plot: Path | None,
+    models: tuple[str, ...], texts: tuple[Path, ...], tasks: str, task_data: Path | None, against: str | None,
+    window: int | None, cache_logits: Path | None, speed: bool, device: str | None, table: Style,
+    report: Path | None, data: str | None, plot: Path | None,
 ) -> None:  # fmt: skip
     """Measure models: perplexity, divergence, tasks, speed.
 
-    The models in PATHS are put side by side. Perplexity and divergence are always computed in
+    The models in PATHs are put side by side, under the NAMEs given. Perplexity and divergence are always computed in
     float32 on the CPU; tasks and speed on --device. Under torchrun all processes share
     each model, on CPUs.
     """
     from quantkit.evals.evaluate import evaluate as job
     from quantkit.evals.plot import picture
-    from quantkit.evals.report import markdown, tables
+    from quantkit.evals.report import markdown, sheet, tables
+    from quantkit.evals.table import render
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     with together({"tasks": tasks, "window": window, "speed": speed, "device": device}, "cpu") as group:
         outputs = Outputs(data, report=report, plot=plot, reads=texts)
         with ProgressDisplay(show=group.first) as progress:
             found = job(
-                paths, texts=texts, tasks=names, task_data=task_data, against=against, window=window,
+                models, texts=texts, tasks=names, task_data=task_data, against=against, window=window,
                 cache_logits=cache_logits, speed=speed, device=device, group=group, progress=progress,
             )  # fmt: skip
         if group.first:
-            outputs.say([*tables(found), *found.notes])
+            outputs.say(render([sheet(found)] if table == "csv" else tables(found), table, width=columns()))
+            for line in found.notes:
+                note(line)
             outputs.write(found.to_json(), report=partial(markdown, found), picture=partial(picture, found))
 
 
@@ -112,7 +116,10 @@ def bench(
         if group.first:
             warnings, notes = bench_report.warnings(found), bench_report.notes(found)
             below = [""] if (warnings or notes) and table == "terminal" else []
-            outputs.say([*render(bench_report.tables(found), table, width=columns()), *below])
+            tables = bench_report.tables(found)
+            if table == "csv":
+                tables = [bench_report.joined(tables)]
+            outputs.say([*render(tables, table, width=columns()), *below])
             for line in warnings:
                 warn(line)
             for line in notes:

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Never
 
 import click
+
+from quantkit.cli.entry import raise_if_interrupted
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -74,12 +76,13 @@ class ProgressDisplay:
         self._phase: _Phase | None = None
         self._told = 0.0
         self._stream = sys.stderr  # others may lead theirs elsewhere for a while
-        self._bar: tqdm[None] | None = None
+        self._bar: tqdm[Never] | None = None
         self._lock = threading.RLock()
         self._ended = threading.Event()
         self._ticker = threading.Thread(target=self._tick_on, name="quantkit-progress", daemon=True)
 
     def __enter__(self) -> ProgressDisplay:
+        raise_if_interrupted()
         if self._ticking:
             self._ticker.start()
         return self
@@ -96,6 +99,7 @@ class ProgressDisplay:
 
     def __call__(self, phase: str, done: int, total: int, unit: str, /) -> None:
         """Take what a job tells; see `quantkit.progress.Progress`."""
+        raise_if_interrupted()
         with self._writing():
             now, before = self._clock(), self._phase
             goes_on = before is not None and (before.name, before.total, before.unit) == (phase, total, unit)

@@ -20,7 +20,7 @@ from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 
 @click.command(cls=Command)
 @options.writing
-@click.option("--scheme", help=f"{SPELLINGS}; int4-...-asym has zero points.")
+@click.option("--scheme", help=f"{SPELLINGS}; int4 with zero points: int4-g128-asym.")
 @click.option("--head", metavar="SCHEME", help="Of the output head too, which keeps its floats by default.")
 @click.option("--recipe", type=options.PATH, metavar="FILE", help="JSON with a default scheme and overrides.")
 @click.option("--plan", type=options.PATH, hidden=True, help="The old name of --recipe.")

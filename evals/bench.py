@@ -5,13 +5,16 @@ from __future__ import annotations
 import multiprocessing
 import os
 import resource
+import signal
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +200,7 @@ def _measured_apart(job: Job, progress: Progress) -> Bench:
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_tell, args=(job, sender), daemon=True)
-    process.start()
+    _start(process)
     sender.close()  # so that the process's end is the end of what can be received
     try:
         while isinstance(told := receiver.recv(), tuple):
@@ -215,6 +218,16 @@ def _measured_apart(job: Job, progress: Progress) -> Bench:
         raise told
     assert isinstance(told, Bench)
     return told
+
+
+def _start(process: BaseProcess) -> None:
+    """Start a process that Ctrl-C does not reach: who has started it ends it."""
+    resource_tracker.ensure_running()  # here, since it lets signals through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _tell(job: Job, sender: Connection) -> None:

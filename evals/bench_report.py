@@ -47,6 +47,15 @@ def tables(found: Sequence[Bench]) -> list[Table]:
     return [speed, start, memory]
 
 
+def joined(some: Sequence[Table]) -> Table:
+    """Tables of the same models as one, for those who compute with it."""
+    head, rows = some[0].head, some[0].rows
+    for table in some[1:]:
+        head += table.head[1:]
+        rows = [(*row, *more[1:]) for row, more in zip(rows, table.rows, strict=True)]
+    return Table(None, head, rows)
+
+
 def warnings(found: Sequence[Bench]) -> list[str]:
     """Why figures are not to be trusted, and which models quantization made slower."""
     return [*_busy(found), *_unsteady(found), *_slower_than_floats(found)]

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from quantkit.errors import CheckpointError, RequestError
 from quantkit.evals.cache import StateCache
 from quantkit.evals.harness import as_lm
 from quantkit.evals.models import Model, Stream, fixed_window, open_models, streams
+from quantkit.evals.names import short_names
 from quantkit.evals.results import Evaluation, Row, TextFacts, TextMeasures
 from quantkit.evals.rolling import score_documents
-from quantkit.evals.tasks import TaskScore, open_tasks, run_tasks
+from quantkit.evals.tasks import TaskScore, open_tasks, require_tasks, run_tasks
 from quantkit.evals.texts import Text, prefix_token, read_text, token_ids
 from quantkit.evals.timing import Speed, decoding_speed
 from quantkit.formats import manifest
@@ -27,7 +29,8 @@ from quantkit.jobs.inspect import inspect
 from quantkit.model.device import usable_device
 from quantkit.model.layerwise import layerwise_hidden
 from quantkit.progress import Progress, in_phase, silent
-from quantkit.quality.measures import Divergence, Hidden, compare, token_perplexity
+from quantkit.quality.figures import Estimate
+from quantkit.quality.measures import Divergence, Hidden, compare, perplexity_estimates
 
 
 def evaluate(
@@ -50,11 +53,11 @@ def evaluate(
     excerpt that ships with quantkit is the text.
 
     Args:
-        paths: a Meta or Hugging Face folder, or several.
+        paths: a Meta or Hugging Face folder, or several; ``NAME=PATH`` gives one a name in the tables.
         texts: a file of UTF-8, or several.
         tasks: a name of lm-evaluation-harness, or several.
         task_data: a folder with tasks' data: TASK.jsonl, .json, .parquet or .txt.
-        against: the reference's folder.
+        against: the reference's folder, or ``NAME=PATH``.
         window: tokens of a window; by default a model's context, at most 2048 for fixed and 8192 for rolling
             windows.
         cache_logits: a folder that keeps what the reference's logits follow from.
@@ -84,7 +87,9 @@ def evaluate(
     if cache_logits is not None and group.size > 1:
         raise RequestError("a reference's logits are kept by one process alone")
     where = _device(None if device is None else str(device), group, used=bool(tasks) or speed)
-    models = open_models(folders, None if against is None else Path(against), window, group)
+    if tasks:
+        require_tasks(tasks)
+    models = open_models(folders, against, window, group)
     chosen, notes = _texts(files, use_excerpt=not tasks)
     group.require_same({f"text {text.name}": text.sha256 for text in chosen})
     length = fixed_window(models, window)
@@ -102,26 +107,28 @@ def evaluate(
                 found = _alone(models, cut, group, progress)
             else:
                 found = _held_against(models, cut, hidden, group, progress)
-            for measured, model, stream, (perplexity, apart) in zip(measures, models, cut, found, strict=True):
+            for measured, model, stream, fixed in zip(measures, models, cut, found, strict=True):
                 documents = score_documents(
                     model.checkpoint, model.tokenizer, text, model.rolling_window, group=group,
                     progress=in_phase(progress, f"{model.name}: word perplexity"),
                 )  # fmt: skip
-                measured[text.name] = TextMeasures(stream.tokens, documents, perplexity, apart)
+                measured[text.name] = TextMeasures(
+                    stream.tokens, documents, fixed.perplexity.value, fixed.divergence, fixed.perplexity.error,
+                    fixed.ratio_error,
+                )  # fmt: skip
         answers = [_ask(model, questions, where, group, progress) if tasks else ({}, []) for model in models]
     prompt = chosen[0].raw if chosen else excerpt()
     paces: list[Speed | None] = [None for _ in models]
     for index, model in enumerate(models if speed else []):
         progress("speed", index, len(models), "models")
         paces[index] = decoding_speed(model.checkpoint, model.tokenizer, prompt, where, group)
-    errors, kind = _layer_errors(models[-1].checkpoint.path)
+    errors, kind = _layer_errors([model.checkpoint.path for model in models])
     packages = ("quantkit", "torch", *(["lm_eval"] if tasks else []))
     return Evaluation(
-        rows=[_row(*one) for one in zip(models, measures, answers, paces, strict=True)],
+        rows=[_row(*one) for one in zip(models, measures, answers, paces, errors, strict=True)],
         reference=None if against is None else models[0].name,
         texts={text.name: _facts(text) for text in chosen},
         window=length if chosen else None,
-        layer_errors=errors,
         layer_error=kind,
         device=where.type,
         versions={name: importlib.metadata.version(name) for name in packages},
@@ -151,7 +158,7 @@ def _texts(paths: Sequence[Path], *, use_excerpt: bool) -> tuple[list[Text], lis
     """The texts by names that tell them apart, and what to note about them."""
     texts = [read_text(path) for path in paths]
     if len({text.name for text in texts}) < len(texts):
-        texts = [Text(str(path), text.sha256, text.raw) for path, text in zip(paths, texts, strict=True)]
+        texts = [Text(name, text.sha256, text.raw) for name, text in zip(short_names(paths), texts, strict=True)]
     if texts or not use_excerpt:
         return texts, []
     raw = EXCERPT.read_bytes()
@@ -159,21 +166,27 @@ def _texts(paths: Sequence[Path], *, use_excerpt: bool) -> tuple[list[Text], lis
     return [Text("excerpt", hashlib.sha256(raw).hexdigest(), excerpt())], [note]
 
 
-_Fixed = list[tuple[float, Divergence | None]]
+@dataclass(frozen=True)
+class _Fixed:
+    """What fixed windows tell of one model on one text."""
+
+    perplexity: Estimate
+    divergence: Divergence | None = None
+    ratio_error: float | None = None
 
 
-def _alone(models: Sequence[Model], read: Sequence[Stream], group: ProcessGroup, progress: Progress) -> _Fixed:
+def _alone(models: Sequence[Model], read: Sequence[Stream], group: ProcessGroup, progress: Progress) -> list[_Fixed]:
     """Each model's token perplexity."""
-    found: _Fixed = []
+    found = []
     for model, stream in zip(models, read, strict=True):
         told = in_phase(progress, f"{model.name}: token perplexity")
-        found.append((token_perplexity(model.checkpoint, stream.windows, group=group, progress=told), None))
-    return found
+        found += perplexity_estimates(model.checkpoint, [stream.windows], group=group, progress=told)
+    return [_Fixed(one) for one in found]
 
 
 def _held_against(
     models: Sequence[Model], read: Sequence[Stream], hidden: Hidden, group: ProcessGroup, progress: Progress
-) -> _Fixed:
+) -> list[_Fixed]:
     """Each model's token perplexity and, of all but the first, the divergence from the first."""
     reference, *others = (model.checkpoint for model in models)
     found = compare(
@@ -184,7 +197,10 @@ def _held_against(
         group=group,
         progress=in_phase(progress, f"divergence from {models[0].name}"),
     )
-    return [(found[0].reference_perplexity, None), *((one.perplexity, one.divergence) for one in found)]
+    return [
+        _Fixed(Estimate(found[0].reference_perplexity, found[0].reference_perplexity_error)),
+        *(_Fixed(Estimate(one.perplexity, one.perplexity_error), one.divergence, one.ratio_error) for one in found),
+    ]
 
 
 _Answers = tuple[dict[str, TaskScore], list[str]]
@@ -200,7 +216,9 @@ def _ask(
     return run_tasks(questions, lm), lm.backends
 
 
-def _row(model: Model, texts: dict[str, TextMeasures], answers: _Answers, speed: Speed | None) -> Row:
+def _row(
+    model: Model, texts: dict[str, TextMeasures], answers: _Answers, speed: Speed | None, errors: dict[str, float]
+) -> Row:
     found = inspect(model.checkpoint.path)
     return Row(
         name=model.name,
@@ -213,6 +231,7 @@ def _row(model: Model, texts: dict[str, TextMeasures], answers: _Answers, speed:
         tasks=answers[0],
         task_backends=answers[1],
         speed=speed,
+        layer_errors=errors,
     )
 
 
@@ -221,14 +240,22 @@ def _facts(text: Text) -> TextFacts:
     return TextFacts(text.sha256, kind, len(text.documents), text.words, text.bytes)
 
 
-def _layer_errors(folder: Path) -> tuple[dict[str, float], str]:
-    """The errors that a folder's manifest tells of its quantized layers, worst first, and which they are."""
-    try:
-        listed = manifest.read(folder).get("modules", {})
-    except CheckpointError:
-        return {}, ""
+def _layer_errors(folders: Sequence[Path]) -> tuple[list[dict[str, float]], str]:
+    """The errors that each folder's manifest tells of its quantized layers, worst first, and which they are.
+
+    They are of one kind, so that they can be put side by side: of outputs if every manifest with errors has those.
+    """
+    listed = [_modules(folder) for folder in folders]
     for kind in ("output_error", "relative_error"):
-        errors = {name: record[kind] for name, record in listed.items() if record.get(kind) is not None}
-        if errors:
-            return dict(sorted(errors.items(), key=lambda item: -item[1])), kind
-    return {}, ""
+        errors = [{name: record[kind] for name, record in one.items() if record.get(kind) is not None}
+                  for one in listed]  # fmt: skip
+        if any(errors) and all(bool(found) or not one for found, one in zip(errors, listed, strict=True)):
+            return [dict(sorted(one.items(), key=lambda item: -item[1])) for one in errors], kind
+    return [{} for _ in folders], ""
+
+
+def _modules(folder: Path) -> dict[str, Any]:
+    try:
+        return dict(manifest.read(folder).get("modules", {}))
+    except CheckpointError:
+        return {}

@@ -135,6 +135,7 @@ class Scorer:
             tokens, positions = tokens.to(self._model.device), torch.arange(width, device=self._model.device)
             hidden = self._model.hidden(tokens, positions)  # causal: what is padded on the right is not seen
             for states, index in zip(hidden, batch, strict=True):
+                self._progress("tasks", len(scores), len(items), "requests")
                 ids, targets = items[index]
                 scores[index] = self._score_one(states[len(ids) - len(targets) : len(ids)], torch.tensor(targets))
         return [scores[index] for index in range(len(items))]

@@ -9,7 +9,7 @@ _DEVICES = {"cpu": "the CPU", "cuda": "a GPU"}
 
 
 def method(found: Evaluation) -> list[str]:
-    """A list in Markdown: units, BOS, windows, strides, hashes of texts, dtypes and backends."""
+    """A list in Markdown: units, errors, BOS, windows, strides, hashes of texts, dtypes and backends."""
     lines = [*found.notes, f"Made with {', '.join(f'{name} {one}' for name, one in found.versions.items())}."]
     if found.texts:
         lines += _perplexity(found)
@@ -18,6 +18,12 @@ def method(found: Evaluation) -> list[str]:
             f"KL: of {found.reference}'s distribution of the next token from the model's, per token, in nats. Top-1:"
             " the share of tokens for which both hold the same one likeliest. Both over all positions of token ppl's"
             " windows. Ppl ratio: of token ppl."
+        )
+        lines.append(
+            "±: one standard error of a mean over tokens, from the spread between 20 stretches of equal length that"
+            " the text is cut into (batch means), as neighbouring tokens are not independent. That of the ppl ratio is"
+            " from the differences of loss token by token (delta method). Figures without one are those of this very"
+            " text, to four digits; quantiles to two."
         )
     lines += [
         f"{name}: sha256 {text.sha256}, read {text.kind}; documents {text.documents}, words {text.words}, bytes"
@@ -60,7 +66,8 @@ def _tasks(found: Evaluation) -> str:
     )
     backends = _each({row.name: _backends(row.task_backends) for row in found.rows})
     return (
-        f"Tasks: by lm-evaluation-harness, {asked}; float32 on {_DEVICES.get(found.device, found.device)}, {backends}."
+        f"Tasks: by lm-evaluation-harness, {asked}; float32 on {_DEVICES.get(found.device, found.device)}, {backends};"
+        " ± is the harness's standard error over the questions."
     )
 
 

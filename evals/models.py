@@ -11,6 +11,7 @@ from torch import Tensor
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.distributed.shard import require_shareable
 from quantkit.errors import RequestError
+from quantkit.evals.names import named, short_names
 from quantkit.evals.texts import Text, measuring_tokenizer, token_ids
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
@@ -44,26 +45,20 @@ class Stream:
 
 
 def open_models(
-    paths: Sequence[Path], against: Path | None, window: int | None, group: ProcessGroup = SINGLE
+    paths: Sequence[str | Path], against: str | Path | None, window: int | None, group: ProcessGroup = SINGLE
 ) -> list[Model]:
-    """All models, the reference first and once, by names as short as tells them apart.
+    """All models, the reference first and once, by the names that they are given or as short as tells them apart.
 
     Args:
+        paths, against: folders, also as ``NAME=PATH``.
         group: the processes that share each model.
 
     Raises:
-        RequestError: if there is none but the reference, or the window exceeds a context.
+        RequestError: if there is none but the reference, two have one name, or the window exceeds a context.
         QuantkitError: if one cannot be opened.
     """
-    if against is not None:
-        paths = [against, *(path for path in paths if path.resolve() != against.resolve())]
-        if len(paths) == 1:
-            raise RequestError("there is no model but the reference", found=against)
-    names = [path.resolve().name for path in paths]
-    if len(set(names)) < len(names):
-        names = [str(path) for path in paths]
     models = []
-    for name, path in zip(names, paths, strict=True):
+    for name, path in _named_once(named(paths), None if against is None else named([against])[0]):
         checkpoint = open_checkpoint(path)
         require_shareable(checkpoint, group)
         context = checkpoint.config.max_context
@@ -74,6 +69,28 @@ def open_models(
         rolling = window or min(context, ROLLING_WINDOW)
         models.append(Model(name, checkpoint, measuring_tokenizer(checkpoint), rolling))
     return models
+
+
+def _named_once(
+    given: Sequence[tuple[str | None, Path]], reference: tuple[str | None, Path] | None
+) -> list[tuple[str, Path]]:
+    """Every model with its name, the reference first.
+
+    Raises:
+        RequestError: if there is none but the reference, or two have one name.
+    """
+    if reference is not None:
+        name, path = reference
+        same = [one for one in given if one[1].resolve() == path.resolve()]
+        given = [(name or next((called for called, _ in same if called), None), path),
+                 *(one for one in given if one not in same)]  # fmt: skip
+        if len(given) == 1:
+            raise RequestError("there is no model but the reference", found=path)
+    ends = short_names([path for _, path in given])
+    names = [name or end for (name, _), end in zip(given, ends, strict=True)]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise RequestError("two models have one name", found=twice[0], hint="give each another, as NAME=PATH")
+    return [(name, path) for name, (_, path) in zip(names, given, strict=True)]
 
 
 def backend_names(model: Decoder) -> list[str]:

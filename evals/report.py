@@ -1,4 +1,4 @@
-"""An evaluation as tables in Markdown, with what was measured and how."""
+"""An evaluation as tables, and as a report that says what was measured and how."""
 
 from __future__ import annotations
 
@@ -6,60 +6,108 @@ from collections.abc import Callable, Sequence
 
 from quantkit.evals.method import method
 from quantkit.evals.results import Evaluation, Row
+from quantkit.evals.table import NONE, Table, render
+from quantkit.quality.figures import Estimate, significant
+from quantkit.quality.measures import Divergence
 
 _Column = tuple[str, Callable[[Row], str]]
-_NONE = "-"
+_DIGITS = 4
+"""Of perplexities, as papers have them: they are those of this very text, and have no error as such."""
+_QUANTILE_DIGITS = 2
 
 
 def markdown(found: Evaluation) -> str:
     """The whole report."""
-    return "\n".join(["# Evaluation", "", *tables(found), "", "## How it was measured", "", *method(found), ""])
+    lines = ["# Evaluation", "", *render(tables(found), "markdown"), "", "## How it was measured", "", *method(found)]
+    return "\n".join([*lines, ""])
 
 
-def tables(found: Evaluation) -> list[str]:
+def tables(found: Evaluation) -> list[Table]:
     """A table for each text, a row per model, tasks and speed in the first; then one of divergence."""
-    size: list[_Column] = [
+    size, rest = _size_columns(), [*_task_columns(found), *_speed_columns(found)]
+    made = []
+    for text in found.texts:
+        title = f"On {text}:" if len(found.texts) > 1 else None
+        made.append(_table(title, found.rows, [*size, *_text_columns(text), *rest]))
+        rest = []
+    if not found.texts:
+        made.append(_table(None, found.rows, [*size, *rest]))
+    elif found.reference is not None:
+        made.append(_divergence_table(found, found.reference))
+    return made
+
+
+def sheet(found: Evaluation) -> Table:
+    """Everything in one table, a row per text and model: what a program reads best."""
+    texts: list[str | None] = [*found.texts] or [None]
+    whole = [_table(None, found.rows, _all_columns(found, text)) for text in texts]
+    return Table(None, whole[0].head, [row for one in whole for row in one.rows])
+
+
+def _all_columns(found: Evaluation, text: str | None) -> list[_Column]:
+    (model, *size), rest = _size_columns(), [*_task_columns(found), *_speed_columns(found)]
+    if text is None:
+        return [model, *size, *rest]
+    divergence = [] if found.reference is None else _divergence_columns(found, text)
+    return [model, ("text", lambda row: text), *size, *_text_columns(text), *divergence, *rest]
+
+
+def _size_columns() -> list[_Column]:
+    return [
         ("model", lambda row: row.name),
         ("MB", lambda row: f"{row.megabytes:.2f}"),
         ("bits/weight", lambda row: f"{row.bits_per_weight:.2f}"),
     ]
-    rest = [*_task_columns(found), *_speed_columns(found)]
-    blocks = []
-    for text in found.texts:
-        blocks.append([f"On {text}:"] if len(found.texts) > 1 else [])
-        blocks.append(_table(found.rows, [*size, *_text_columns(found, text), *rest]))
-        rest = []
-    if not found.texts:
-        blocks.append(_table(found.rows, [*size, *rest]))
-    elif found.reference is not None:
-        blocks.append([f"KL({found.reference} || model) per token, in nats:"])
-        blocks.append(_divergence_table(found))
-    return [line for block in blocks if block for line in (*block, "")][:-1]
 
 
-def _text_columns(found: Evaluation, text: str) -> list[_Column]:
-    columns: list[_Column] = [
-        ("word ppl", lambda row: f"{row.texts[text].documents.word_perplexity:.4f}"),
-        ("bits/byte", lambda row: f"{row.texts[text].documents.bits_per_byte:.4f}"),
-        ("token ppl", lambda row: f"{row.texts[text].token_perplexity:.4f}"),
+def _text_columns(text: str) -> list[_Column]:
+    return [
+        ("word ppl", lambda row: significant(row.texts[text].documents.word_perplexity, _DIGITS)),
+        ("bits/byte", lambda row: significant(row.texts[text].documents.bits_per_byte, _DIGITS)),
+        ("token ppl", lambda row: significant(row.texts[text].token_perplexity, _DIGITS)),
     ]
-    if found.reference is None:
-        return columns
 
-    def kl(row: Row) -> str:
-        apart = row.texts[text].divergence
-        return _NONE if apart is None else f"{apart.kl:.6f}"
 
-    def top1(row: Row) -> str:
-        apart = row.texts[text].divergence
-        return _NONE if apart is None else f"{apart.top1_agreement:.2%}"
+def _divergence_table(found: Evaluation, reference: str) -> Table:
+    made = [
+        _table(None, [row for row in found.rows if row.texts[text].divergence is not None],
+               [("model", lambda row: row.name), *_named_text(found, text), *_divergence_columns(found, text)])
+        for text in found.texts
+    ]  # fmt: skip
+    title = f"Against {reference}; KL({reference} || model) per token, in nats; ± is one standard error:"
+    return Table(title, made[0].head, [row for one in made for row in one.rows])
 
-    return [*columns, ("KL", kl), ("top-1", top1)]
+
+def _named_text(found: Evaluation, text: str) -> list[_Column]:
+    return [("text", lambda row: text)] if len(found.texts) > 1 else []
+
+
+def _divergence_columns(found: Evaluation, text: str) -> list[_Column]:
+    """Of rows that are held against the reference; the reference's own cells are empty."""
+
+    def column(head: str, shown: Callable[[Divergence], str]) -> _Column:
+        def cell(row: Row) -> str:
+            apart = row.texts[text].divergence
+            return NONE if apart is None else shown(apart)
+
+        return head, cell
+
+    def ratio(row: Row) -> str:
+        value, error = found.perplexity_ratio(row, text), row.texts[text].perplexity_ratio_error
+        return NONE if value is None or row.texts[text].divergence is None else str(Estimate(value, error))
+
+    return [
+        column("KL", lambda apart: str(Estimate(apart.kl, apart.kl_error))),
+        column("KL median", lambda apart: significant(apart.kl_median, _QUANTILE_DIGITS)),
+        column("KL 99 %", lambda apart: significant(apart.kl_p99, _QUANTILE_DIGITS)),
+        column("top-1, %", lambda apart: str(Estimate(apart.top1_agreement, apart.top1_error).times(100))),
+        ("ppl ratio", ratio),
+    ]
 
 
 def _task_columns(found: Evaluation) -> list[_Column]:
     def column(task: str) -> _Column:
-        return f"{task} {found.rows[0].tasks[task].metric}", lambda row: f"{row.tasks[task].value:.4f}"
+        return f"{task} {found.rows[0].tasks[task].metric}", lambda row: str(row.tasks[task].estimate)
 
     return [column(task) for task in found.rows[0].tasks]
 
@@ -67,32 +115,8 @@ def _task_columns(found: Evaluation) -> list[_Column]:
 def _speed_columns(found: Evaluation) -> list[_Column]:
     if found.rows[0].speed is None:
         return []
-    return [("tok/s", lambda row: _NONE if row.speed is None else f"{row.speed.tokens_per_second:.1f}")]
+    return [("tok/s", lambda row: NONE if row.speed is None else significant(row.speed.tokens_per_second))]
 
 
-def _divergence_table(found: Evaluation) -> list[str]:
-    heads = ["model", "text", "mean", "median", "99 %", "top-1", "ppl ratio"]
-    cells = [
-        [row.name, text, f"{apart.kl:.6f}", f"{apart.kl_median:.6f}", f"{apart.kl_p99:.6f}",
-         f"{apart.top1_agreement:.2%}", f"{found.perplexity_ratio(row, text):.5f}"]
-        for text in found.texts
-        for row in found.rows
-        if (apart := row.texts[text].divergence) is not None
-    ]  # fmt: skip
-    return _aligned(heads, cells)
-
-
-def _table(rows: Sequence[Row], columns: Sequence[_Column]) -> list[str]:
-    return _aligned([head for head, _ in columns], [[cell(row) for _, cell in columns] for row in rows])
-
-
-def _aligned(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
-    """A table in Markdown whose source is aligned too: the first column to the left, the others to the right."""
-    widths = [max(len(line[index]) for line in (heads, *cells)) for index in range(len(heads))]
-
-    def line(values: Sequence[str]) -> str:
-        padded = [value.rjust(width) for value, width in zip(values[1:], widths[1:], strict=True)]
-        return f"| {' | '.join([values[0].ljust(widths[0]), *padded])} |"
-
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    return [line(heads), line(rule), *(line(values) for values in cells)]
+def _table(title: str | None, rows: Sequence[Row], columns: Sequence[_Column]) -> Table:
+    return Table(title, tuple(head for head, _ in columns), [tuple(cell(row) for _, cell in columns) for row in rows])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from quantkit.evals.rolling import DocumentScore
@@ -32,12 +32,17 @@ class TextMeasures:
         documents: over its documents, in rolling windows.
         token_perplexity: over fixed windows.
         divergence: from the reference, over the same windows; None for the reference itself.
+        token_perplexity_error: its standard error, were the text another of its kind.
+        perplexity_ratio_error: that of token perplexity over the reference's, on this text and others of its kind;
+            None for the reference itself.
     """
 
     tokens: int
     documents: DocumentScore
     token_perplexity: float
     divergence: Divergence | None
+    token_perplexity_error: float | None = None
+    perplexity_ratio_error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,8 @@ class Row:
         adds_bos: whether the tokenizer begins a text with BOS.
         texts, tasks: measures by name.
         task_backends: what ran the quantized layers in the tasks; none where there are no such.
+        layer_errors: relative errors of its quantized layers by name, worst first, as its manifest tells them; of
+            their outputs, where all models that have any tell these.
     """
 
     name: str
@@ -64,6 +71,7 @@ class Row:
     tasks: dict[str, TaskScore]
     task_backends: list[str]
     speed: Speed | None
+    layer_errors: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -73,9 +81,7 @@ class Evaluation:
     Attributes:
         reference: its name.
         window: the fixed windows' length in tokens; None where no text was measured on.
-        layer_errors: relative errors of the last model's layers by name, worst first, as
-            its manifest tells them.
-        layer_error: which error that is: ``output_error`` or ``relative_error``.
+        layer_error: which errors of layers the rows have: ``output_error`` or ``relative_error``; empty where none.
         device: where tasks were answered and speed was measured.
         versions: of the packages that took part.
         notes: what one should know about the figures.
@@ -85,7 +91,6 @@ class Evaluation:
     reference: str | None
     texts: dict[str, TextFacts]
     window: int | None
-    layer_errors: dict[str, float]
     layer_error: str
     device: str
     versions: dict[str, str]
@@ -98,8 +103,8 @@ class Evaluation:
         return row.texts[text].token_perplexity / self.rows[0].texts[text].token_perplexity
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; what is infinite is None."""
-        value = asdict(self)
+        """Plain values; what is infinite is None. The last model's ``layer_errors`` stand at the top as well."""
+        value = {**asdict(self), "layer_errors": self.rows[-1].layer_errors}
         for row, plain in zip(self.rows, value["rows"], strict=True):
             for text in row.texts:
                 plain["texts"][text]["perplexity_ratio"] = self.perplexity_ratio(row, text)

@@ -100,7 +100,7 @@ def _markdown(table: Table) -> list[str]:
         for row in zip(*columns, strict=True)
     ]
     rule = ["-" * (wide - right) + ":" * right for wide, right in zip(widths, to_right, strict=True)]
-    title = [] if table.title is None else [table.title.replace("|", r"\|"), ""]
+    title = [] if table.title is None else [table.title, ""]
     return [*title, lines[0], f"| {' | '.join(rule)} |", *lines[1:]]
 
 

@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import io
 import logging
+import math
 import os
 import random
 import ssl
@@ -13,7 +14,7 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,15 @@ from quantkit.errors import QuantkitError, RequestError
 from quantkit.evals.extras import optional
 from quantkit.evals.texts import articles
 from quantkit.progress import Progress, silent
+from quantkit.quality.figures import Estimate
 
 _READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
 _SPLIT = "test"
 _HUB = "https://huggingface.co"
 _HUB_SECONDS = 5
+_NO_POOL = "DISABLE_MULTIPROC"  # read by the harness
+_RESAMPLES = 1000
+"""Of the errors that have no formula; means have one, and the harness takes it."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,8 @@ class TaskScore:
         metrics: all of them, under the harness's names (``acc,none``).
         shots: examples shown before each question; None in a group where they differ.
         documents: how many were asked; None for a group.
+        error: the value's standard error, as the harness gives it; None where it gives none.
+        errors: those of all metrics that have one, under the metrics' names.
     """
 
     metric: str
@@ -49,6 +56,28 @@ class TaskScore:
     metrics: dict[str, float]
     shots: int | None
     documents: int | None
+    error: float | None = None
+    errors: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def estimate(self) -> Estimate:
+        """The value with its standard error."""
+        return Estimate(self.value, self.error)
+
+
+def require_tasks(names: Sequence[str]) -> None:
+    """
+    Raises:
+        RequestError: if the harness is not installed, or does not know a task; names that are near are told.
+    """
+    optional("lm_eval")
+    index = _manager().task_index
+    if unknown := [name for name in names if name not in index]:
+        near = difflib.get_close_matches(unknown[0], index, 3)
+        raise RequestError(
+            "unknown task", found=unknown[0][:60], expected=" or ".join(near) or None,
+            hint=None if near else "python -m lm_eval ls tasks lists all of them",
+        )  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -66,17 +95,13 @@ def open_tasks(names: Sequence[str], data: Path | None, *, progress: Progress = 
         RequestError: if the harness is not installed, a task is unknown, or its data
             cannot be had or do not fit it.
     """
-    optional("lm_eval")
+    require_tasks(names)
     local = _local_files(names, data)
     if (absent := [name for name in names if name not in local]) and not _hub_answers():
         raise RequestError(
             f"the data of task '{absent[0]}' are not here, and the hub cannot be reached",
-            hint=f"give them as {absent[0]}.jsonl in a folder, `task_data`",
+            hint=f"give them as {absent[0]}.jsonl in a folder named with `task_data`",
         )
-    index = _manager().task_index
-    if unknown := [name for name in names if name not in index]:
-        near = difflib.get_close_matches(unknown[0], index, 3)
-        raise RequestError("unknown task", found=unknown[0], expected=" or ".join(near) or None)
     with tempfile.TemporaryDirectory(prefix="quantkit-tasks-") as scratch, _seeded():
         loaded = []
         for index, name in enumerate(names):
@@ -99,8 +124,8 @@ def run_tasks(tasks: Sequence[Any], lm: Any) -> dict[str, TaskScore]:
         if task.config.num_fewshot is None:
             task.set_config("num_fewshot", 0)
     try:
-        with _quiet():
-            found = evaluator.evaluate(lm, loaded, bootstrap_iters=0, log_samples=False)
+        with _quiet(), _one_process():
+            found = evaluator.evaluate(lm, loaded, bootstrap_iters=_RESAMPLES, log_samples=False)
     except QuantkitError:
         raise
     except Exception as error:  # whatever the harness or a task's own code raise
@@ -113,12 +138,20 @@ def run_tasks(tasks: Sequence[Any], lm: Any) -> dict[str, TaskScore]:
 
 
 def _score(values: Mapping[str, Any], shots: Any, samples: Mapping[str, int] | None) -> TaskScore:
-    metrics = {key: float(value) for key, value in values.items() if isinstance(value, float) and "_stderr" not in key}
+    figures = {key: float(value) for key, value in values.items() if isinstance(value, float)}
+    metrics = {key: value for key, value in figures.items() if "_stderr" not in key}
+    errors = {key: figures[of] for key in metrics if math.isfinite(figures.get(of := _error_of(key), math.nan))}
     metric = next((key for key in metrics if key.startswith("acc_norm,")), next(iter(metrics)))
     return TaskScore(
         metric.removesuffix(",none"), metrics[metric], metrics, shots if isinstance(shots, int) else None,
-        samples["effective"] if samples else None,
+        samples["effective"] if samples else None, errors.get(metric), errors,
     )  # fmt: skip
+
+
+def _error_of(metric: str) -> str:
+    """What the harness calls a metric's standard error."""
+    name, comma, kind = metric.partition(",")
+    return f"{name}_stderr{comma}{kind}"
 
 
 @cache
@@ -195,6 +228,21 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _one_process() -> Iterator[None]:
+    """Where the harness draws samples anew for an error, it does so here, and does not say so on stdout."""
+    before = os.environ.get(_NO_POOL)
+    os.environ[_NO_POOL] = "1"
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        if before is None:
+            del os.environ[_NO_POOL]
+        else:
+            os.environ[_NO_POOL] = before
 
 
 @contextlib.contextmanager

@@ -168,14 +168,14 @@ def test_it_takes_what_it_says_it_takes(demo_model: Path, tmp_path: Path) -> Non
     quantkit.quantize(demo_model, tmp_path / "int8", "int8")
     with pytest.raises(UnsupportedError, match="the source is quantized"):
         quantkit.convert(tmp_path / "int8", tmp_path / "out", to="loud")
-    with pytest.raises(RequestError, match="`mp` goes with `to=meta`"):
+    with pytest.raises(RequestError, match='`mp` goes with `to="meta"`'):
         quantkit.convert(demo_model, tmp_path / "out", to="loud", mp=2)
 
 
 def test_two_containers_in_one_folder_are_ambiguous(demo_model: Path, loud: Path) -> None:
     for file in demo_model.iterdir():
         shutil.copyfile(file, loud / file.name)
-    with pytest.raises(CheckpointError, match="`weights=meta` or `weights=loud`"):
+    with pytest.raises(CheckpointError, match='`weights="meta"` or `weights="loud"`'):
         open_checkpoint(loud)
     assert open_checkpoint(loud, "meta").format == "meta"
     with pytest.raises(RequestError, match=r"unknown kind of weights .*meta, safetensors, bin, loud"):

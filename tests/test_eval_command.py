@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import re
 import sys
 import urllib.error
 import urllib.request
@@ -43,13 +45,45 @@ def test_the_table_is_printed_and_the_files_are_written(
     cached = ["--cache-logits", tmp_path / "cache"]
     code, out, err = run(capfd, *given, *cached, *(part for pair in outputs.items() for part in pair))
     assert (code, err) == (0, "")
-    assert [line.split()[1] for line in out.splitlines() if line.startswith("| ")][2:4] == ["mini-en", "q"]
-    assert out.strip() in outputs["--report"].read_text()
+    first, second = out.strip().split("\n\n")
+    assert [line.split()[0] for line in first.splitlines()] == ["model", "-------", "mini-en", "q"]
+    assert [line.split()[0] for line in second.splitlines()] == ["Against", "model", "-----", "q"]
+    assert "±" in second
+    assert "|" not in first
     assert json.loads(outputs["--json"].read_text())["reference"] == "mini-en"
     assert outputs["--plot"].read_bytes().startswith(b"\x89PNG")
     assert len(list((tmp_path / "cache").iterdir())) == 1
     again = run(capfd, *given, *cached)
     assert again == (0, out, "")
+    code, printed, err = run(capfd, *given, *cached, "--table", "markdown")
+    assert (code, err) == (0, "")
+    assert printed.strip() in outputs["--report"].read_text()
+
+
+def test_tables_for_papers_and_programs_have_stdout_alone(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+    given = ["eval", f"a_b={demo_model}", "--window", "64", "--tasks", ""]
+    code, out, err = run(capfd, *given, "--table", "latex")
+    assert code == 0
+    assert out.startswith("% \\usepackage{booktabs}\n\\begin{tabular}{lrrrrr}\n")
+    assert "\na\\_b & " in out
+    assert err.startswith("quantkit: note: No text was given")
+    code, out, _ = run(capfd, *given, "--table", "csv")
+    (row,) = csv.DictReader(out.splitlines())
+    assert (row["model"], row["text"]) == ("a_b", "excerpt")
+    code, out, err = run(capfd, *given, "--table", "csv", "--json", "-")
+    assert json.loads(out)["rows"][0]["name"] == "a_b"
+    assert err.startswith("model,text,")
+
+
+def test_a_misspelt_task_is_told_as_such_before_anything_else(tmp_path: Path, capfd: Capture) -> None:
+    """Before the model is looked for, and before the hub is."""
+    pytest.importorskip("lm_eval")
+    code, out, err = run(capfd, "eval", tmp_path / "none", "--tasks", "hellaswag,winogrand")
+    assert (code, out) == (2, "")
+    assert err.startswith("quantkit: error: unknown task (found winogrand, expected winogrande")
+    code, _, err = run(capfd, "eval", tmp_path / "none", "--tasks", "xyzzy!")
+    assert code == 2
+    assert err == "quantkit: error: unknown task (found xyzzy!); python -m lm_eval ls tasks lists all of them\n"
 
 
 def test_tasks_without_data_or_network_are_one_line_at_once(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
@@ -90,8 +124,8 @@ def test_local_data_are_asked_for_a_task(demo_model: Path, tmp_path: Path, capfd
     code, out, err = run(capfd, "eval", demo_model, "--tasks", "winogrande", "--task-data", tmp_path)
     assert (code, err) == (0, "")
     head, _, row = out.splitlines()
-    assert head.split("|")[-2].strip() == "winogrande acc"
-    assert float(row.split("|")[-2]) in (0.0, 0.3333, 0.6667, 1.0)
+    assert head.endswith("  winogrande acc")
+    assert re.split("  +", row)[-1] in ("0", "0.3 ± 0.3", "0.7 ± 0.3", "1.00")
 
 
 @pytest.mark.parametrize("command", ["eval", "bench"])

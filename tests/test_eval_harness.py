@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import warnings
 from collections.abc import Iterator
@@ -102,6 +103,23 @@ def test_tasks_with_choices_give_the_same(ours: Any, theirs: Any, data: Path) ->
     assert scores[0]["winogrande"].metric == "acc"
     assert scores[0]["winogrande"].documents == 8
     assert 0 < scores[0]["hellaswag"].value < 1
+    share, error = scores[0]["hellaswag"].value, scores[0]["hellaswag"].error
+    assert error == pytest.approx((share * (1 - share) / 7) ** 0.5)  # of a mean over 8 questions
+    assert set(scores[0]["hellaswag"].errors) == set(scores[0]["hellaswag"].metrics) == {"acc,none", "acc_norm,none"}
+
+
+def test_an_error_without_a_formula_is_from_samples_drawn_anew_here(ours: Any, tmp_path: Path, capfd: Any) -> None:
+    """The harness would start a process a core for it, and say so on stdout."""
+    lines = [line for line in excerpt().splitlines() if len(line.split()) > 30][:6]
+    (tmp_path / "lambada_openai.jsonl").write_text(
+        "\n".join(json.dumps({"text": " ".join(line.split()[:20])}) for line in lines)
+    )
+    with open_tasks(["lambada_openai"], tmp_path) as loaded:
+        capfd.readouterr()
+        found = run_tasks(loaded, ours)["lambada_openai"]
+    assert capfd.readouterr().out == ""
+    assert found.errors["perplexity,none"] > 0
+    assert "DISABLE_MULTIPROC" not in os.environ
 
 
 def test_log_probabilities_are_the_same(ours: Any, theirs: Any) -> None:

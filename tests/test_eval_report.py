@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import html
 import json
 import math
 import re
@@ -19,12 +21,15 @@ from quantkit.data.files import EXCERPT, excerpt
 from quantkit.errors import CheckpointError, DestinationError, NonFiniteError, RequestError
 from quantkit.evals.evaluate import evaluate
 from quantkit.evals.method import method
+from quantkit.evals.models import open_models
 from quantkit.evals.plot import picture
-from quantkit.evals.report import markdown, tables
+from quantkit.evals.report import markdown, sheet, tables
 from quantkit.evals.results import Evaluation
 from quantkit.evals.rolling import DocumentScore
+from quantkit.evals.table import render
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.manifest import file_sha256
+from quantkit.quality.figures import Estimate
 from quantkit.quality.measures import compare, text_windows, token_perplexity
 from quantkit.text.tokenizer import load_tokenizer
 
@@ -90,14 +95,23 @@ def test_a_meta_folder_is_read_as_its_conversion_is(folders: dict[str, Path], de
 def test_the_report_says_what_was_measured_and_how(found: Evaluation, folders: dict[str, Path]) -> None:
     text = markdown(found)
     heads = [_cells(line) for line in text.splitlines() if line.startswith("| model")]
-    shared = ["model", "MB", "bits/weight", "word ppl", "bits/byte", "token ppl", "KL", "top-1"]
-    assert heads == [[*shared, "tok/s"], shared, ["model", "text", "mean", "median", "99 %", "top-1", "ppl ratio"]]
-    rows = [_cells(line) for line in tables(found) if line.startswith("| int4-g64")]
-    assert rows[0][5] == f"{found.rows[2].texts['first'].token_perplexity:.4f}"
+    shared = ["model", "MB", "bits/weight", "word ppl", "bits/byte", "token ppl"]
+    apart = ["KL", "KL median", "KL 99 %", "top-1, %", "ppl ratio"]
+    assert heads == [[*shared, "tok/s"], shared, ["model", "text", *apart]]
+    rows = [_cells(line) for line in text.splitlines() if line.startswith("| int4-g64")]
+    measured = found.rows[2].texts["first"]
+    assert rows[0][5] == f"{measured.token_perplexity:.4g}"
     assert len(rows) == 4
+    assert measured.divergence is not None
+    assert rows[2][1:3] == ["first", str(Estimate(measured.divergence.kl, measured.divergence.kl_error))]
+    ratio = found.perplexity_ratio(found.rows[2], "first")
+    assert ratio is not None
+    assert rows[2][6] == str(Estimate(ratio, measured.perplexity_ratio_error))
+    assert all(" ± " in rows[2][place] for place in (2, 5, 6))
     for fact in (
         file_sha256(folders["wiki.txt"]), "nats", "BOS", f"windows of {WINDOW} tokens, stride {WINDOW}", "float32",
-        "backend reference", "bfloat16", "WikiText, detokenized", "median of 3", f"torch {found.versions['torch']}",
+        "backend reference", "bfloat16", "batch means", "delta method",
+        "WikiText, detokenized", "median of 3", f"torch {found.versions['torch']}",
     ):  # fmt: skip
         assert fact in text, fact
     assert "None" not in text
@@ -112,10 +126,38 @@ def test_the_data_hold_every_figure(found: Evaluation, tmp_path: Path) -> None:
     assert one["divergence"]["kl_p99"] == found.rows[2].texts["first"].divergence.kl_p99  # type: ignore[union-attr]
     assert one["perplexity_ratio"] == found.perplexity_ratio(found.rows[2], "first")
     assert value["layer_error"] in ("output_error", "relative_error")
+    assert value["rows"][2]["layer_errors"] == value["layer_errors"]
     errors = list(value["layer_errors"].values())
     assert errors == sorted(errors, reverse=True)
     assert len(errors) == 28
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.md"]
+
+
+def test_errors_are_in_the_data_beside_their_values(found: Evaluation) -> None:
+    whole, _, int4 = (row["texts"]["first"] for row in found.to_json()["rows"])
+    assert (whole["divergence"], whole["perplexity_ratio_error"]) == (None, None)
+    for value, error in ((int4["divergence"]["kl"], int4["divergence"]["kl_error"]),
+                         (int4["divergence"]["top1_agreement"], int4["divergence"]["top1_error"]),
+                         (int4["perplexity_ratio"], int4["perplexity_ratio_error"]),
+                         (int4["token_perplexity"], int4["token_perplexity_error"])):  # fmt: skip
+        assert 0 < error < value
+    # Token by token, most of what makes a text hard is the same for both.
+    assert int4["perplexity_ratio_error"] < 0.1 * int4["token_perplexity_error"]
+    assert whole["token_perplexity_error"] == pytest.approx(int4["token_perplexity_error"], rel=0.2)
+
+
+def test_for_programs_there_is_one_table_of_all_rows(found: Evaluation) -> None:
+    lines = list(csv.DictReader(render([sheet(found)], "csv")))
+    assert [(line["model"], line["text"]) for line in lines] == [
+        (row.name, text) for text in ("first", "wiki") for row in found.rows
+    ]
+    apart = found.rows[2].texts["first"].divergence
+    assert apart is not None
+    assert apart.kl_error is not None
+    assert float(lines[2]["KL"]) == pytest.approx(apart.kl, rel=0.05)
+    assert float(lines[2]["KL ±"]) == pytest.approx(apart.kl_error, rel=0.3)
+    assert lines[0]["KL"] == lines[0]["KL ±"] == lines[0]["ppl ratio"] == ""
+    assert all(line["tok/s"] for line in lines)
 
 
 def test_what_is_infinite_is_null_in_the_data(found: Evaluation) -> None:
@@ -125,18 +167,61 @@ def test_what_is_infinite_is_null_in_the_data(found: Evaluation) -> None:
     assert changed.to_json()["rows"][0]["texts"]["first"]["documents"]["word_perplexity"] is None
 
 
-def test_the_picture_is_a_png_with_as_many_panels_as_there_is_to_show(found: Evaluation) -> None:
+def _named(found: Evaluation, names: list[str]) -> Evaluation:
+    """Another evaluation: the last model's row under several names, after the reference's."""
+    more = [replace(found.rows[-1], name=name) for name in names]
+    return replace(found, rows=[found.rows[0], *more])
+
+
+def test_the_picture_is_as_high_as_what_there_is_to_show(found: Evaluation) -> None:
     pytest.importorskip("matplotlib")
 
-    def width(png: bytes) -> int:
+    def size(shown: Evaluation) -> tuple[int, int]:
+        png = picture(shown)
         assert png.startswith(b"\x89PNG\r\n\x1a\n")
-        return int(struct.unpack(">I", png[16:20])[0])
+        width, height = struct.unpack(">II", png[16:24])
+        return width, height
 
-    both = width(picture(found))
-    assert width(picture(replace(found, layer_errors={}))) == both / 2
-    assert width(picture(replace(found, rows=found.rows[2:], reference=None))) == both / 2
+    bare = [replace(row, layer_errors={}) for row in found.rows]
+    whole, costs = size(found), size(replace(found, rows=bare))
+    layers = size(replace(found, rows=found.rows[2:], reference=None))
+    assert whole[0] == costs[0] == layers[0] == 1200
+    assert whole[1] == costs[1] + layers[1]
+    assert size(_named(found, list("abcdefg")))[1] > whole[1]  # panels in three rows
     with pytest.raises(RequestError, match="nothing to draw"):
-        picture(replace(found, rows=found.rows[2:], layer_errors={}))
+        picture(replace(found, rows=bare[2:], reference=None))
+
+
+def test_the_picture_names_each_model_once_and_knows_no_stray_texts(found: Evaluation) -> None:
+    """All that the SVG says, with text kept as text: names, figures of the axes, layers."""
+    pytest.importorskip("matplotlib")
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        drawn = picture(found, "svg").decode()
+    said = [html.unescape(text) for text in re.findall(r"<text[^>]*>([^<]*)</text>", drawn)]
+    assert said.count("int8") == said.count("int4-g64") == 2  # a label and the title of a panel
+    assert not [text for text in said if "bf16" in text and "distance from" not in text]
+    assert sum(text in said for text in ("first", "wiki")) == 2
+    layers = [text for text in said if re.fullmatch(r"\d+ (mlp|self_attn)\.\w+", text)]
+    assert len(layers) == 16
+    assert layers[:8] != layers[8:]
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "$x_1$ & \\frac", "模型", "_hidden"])
+def test_the_picture_takes_any_name(name: str, found: Evaluation) -> None:
+    pytest.importorskip("matplotlib")
+    assert picture(_named(found, [name, f"{name} again", f"{name} and again"]))
+
+
+def test_models_that_do_not_differ_are_left_out_of_a_logarithm(found: Evaluation) -> None:
+    pytest.importorskip("matplotlib")
+    text = found.rows[2].texts["first"]
+    assert text.divergence is not None
+    same = replace(text, divergence=replace(text.divergence, kl=0.0, kl_error=0.0))
+    rows = [found.rows[0], replace(found.rows[2], texts={"first": same}, layer_errors={})]
+    with pytest.raises(RequestError, match="nothing to draw"):
+        picture(replace(found, rows=rows, texts={"first": found.texts["first"]}))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +240,9 @@ def test_without_a_text_the_excerpt_is_measured_on_and_said_to_be(folders: dict[
     assert "excerpt that ships with quantkit" in alone.notes[0]
     assert alone.notes[0] in "\n".join(method(alone))
     assert alone.rows[0].texts["excerpt"].divergence is None
-    assert not any("KL" in line for line in tables(alone))
+    (table,) = tables(alone)
+    assert "KL" not in table.head
+    assert alone.rows[0].texts["excerpt"].token_perplexity_error is not None
 
 
 def test_models_and_texts_of_one_name_are_told_apart(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -163,8 +250,22 @@ def test_models_and_texts_of_one_name_are_told_apart(folders: dict[str, Path], t
     (tmp_path / "first.txt").write_text(folders["wiki.txt"].read_text())
     models, texts = [folders["int8"], tmp_path / "int8"], [folders["first.txt"], tmp_path / "first.txt"]
     both = evaluate(models, texts=texts, window=WINDOW)
-    assert [row.name for row in both.rows] == [str(path) for path in models]
-    assert list(both.texts) == [str(path) for path in texts]
+    assert [row.name for row in both.rows] == [f"{path.parent.name}/int8" for path in models]
+    assert list(both.texts) == [f"{path.parent.name}/first.txt" for path in texts]
+
+
+def test_models_are_called_as_one_likes(folders: dict[str, Path]) -> None:
+    int8, bf16 = folders["int8"], folders["bf16"]
+    names = [
+        [model.name for model in open_models(paths, against, WINDOW)]
+        for paths, against in (
+            ([f"ours={int8}", bf16], None), ([f"ours={int8}"], f"theirs={bf16}"), ([int8, f"theirs={bf16}"], bf16),
+        )
+    ]  # fmt: skip
+    assert names == [["ours", "bf16"], ["theirs", "ours"], ["theirs", "int8"]]
+    for paths in ([f"bf16={int8}", bf16], [int8, int8]):
+        with pytest.raises(RequestError, match=r"two models have one name \(found (bf16|int8)\); .*NAME=PATH"):
+            open_models(paths, None, WINDOW)
 
 
 @pytest.mark.parametrize(

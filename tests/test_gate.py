@@ -15,7 +15,6 @@ from typing import Any
 import oracle
 import pytest
 import torch
-import yaml
 from command import Capture, run
 from safetensors.torch import load_file, save_file
 from schemes import any_scheme
@@ -475,32 +474,6 @@ def test_a_model_whose_logits_are_not_finite_is_stopped(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match="logits"):
         quantkit.quantize(source, tmp_path / "out", "int8")
     assert not (tmp_path / "out").exists()
-
-
-def test_the_card_carries_licence_and_figures(demo_model: Path, tmp_path: Path) -> None:
-    quantkit.convert(demo_model, tmp_path / "m")
-    (tmp_path / "m" / "README.md").write_text("---\nlicense: llama2\nlanguage: [en]\ntags: [mine]\n---\n# M\n")
-    oracle.edit_json(tmp_path / "m" / "config.json", _name_or_path="owner/model")
-    quantkit.quantize(tmp_path / "m", tmp_path / "out", "int4-g64")
-    card = (tmp_path / "out" / "README.md").read_text()
-    _, head, body = card.split("---\n", 2)
-    facts = yaml.safe_load(head)
-    assert facts["base_model"] == "owner/model"
-    assert facts["license"] == "llama2"
-    assert facts["language"] == ["en"]
-    assert "int4-g64" in facts["tags"]
-    assert "mine" not in facts["tags"]
-    for one in _manifest(tmp_path / "out")["quality"]["texts"]:
-        assert f"| {one['text']} | {one['tokens']} | {one['kl']:.3g} |" in body
-    assert str(tmp_path) not in card
-
-
-@pytest.mark.parametrize("text", ["no head", "---\n: [", "---\n- a\n---\n", "---\nlicense: x"])
-def test_a_card_without_a_sound_head_is_no_obstacle(text: str, demo_model: Path, tmp_path: Path) -> None:
-    quantkit.convert(demo_model, tmp_path / "m")
-    (tmp_path / "m" / "README.md").write_text(text)
-    quantkit.quantize(tmp_path / "m", tmp_path / "out", "int8")
-    assert "license" not in yaml.safe_load((tmp_path / "out" / "README.md").read_text().split("---\n", 2)[1])
 
 
 def test_the_slack_in_the_docs_is_that_of_the_gate() -> None:

@@ -86,6 +86,6 @@ def test_a_request_that_makes_no_sense_is_told_without_torch() -> None:
     wrong = (
         "nonsense", "inspect", "convert SRC", "convert SRC DST --nonsense", "quantize SRC DST --method nonsense",
         "quantize SRC DST", "plan quantize SRC DST", "plan DIR", "verify", "eval", "bench --nonsense",
-        "generate DIR --max-new-tokens many",
+        "generate DIR", "generate DIR --max-new-tokens many",
     )  # fmt: skip
     assert set(_run(*(tuple(command.split()) for command in wrong))) == {2}

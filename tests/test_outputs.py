@@ -11,18 +11,20 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import click
 import oracle
 import pytest
 from command import Capture, run
 
 from quantkit.cli.files import Outputs, replace
+from quantkit.cli.main import quantkit
 from quantkit.errors import DestinationError, RequestError
 from quantkit.formats import manifest
 
 LINES = {
     "convert": r"2\.62 MB, 16\.00 bits a weight, [\d.]+ s\n",
-    "quantize": r"int4-g64 \(24 layers\) and int4-g96 \(4 layers\), 1\.\d+ MB, \d\.\d\d bits a weight, KL 0\.\d+,"
-    r" perplexity [+-][\d.]+ %, [\d.]+ s\n",
+    "quantize": r"int4-g64-asym \(28 layers\) and int8 \(1 layer\), 1\.\d+ MB, \d\.\d\d bits a weight,"
+    r" KL 0\.\d+ ± 0\.\d+, perplexity [+-]\d\.\d % ± \d\.\d %, [\d.]+ s\n",
 }
 """What the commands say of what they made of the demo's model, after its path."""
 
@@ -68,8 +70,16 @@ def _shape(value: Any) -> Any:
     return {key: _shape(one) for key, one in value.items()} if isinstance(value, dict) else type(value)
 
 
+def test_all_commands_that_find_something_out_write_json() -> None:
+    found = {name for name, command in quantkit.commands.items() if "data" in {one.name for one in command.params}}
+    plans = quantkit.commands["plan"]
+    assert isinstance(plans, click.Group)
+    assert found == set(quantkit.commands) - {"completion", "generate", "plan"}
+    assert all("data" in {one.name for one in command.params} for command in plans.commands.values())
+
+
 def test_convert_and_quantize_write_what_they_made(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
-    for dst, *arguments in (["out", "convert"], ["int4", "quantize", "--scheme", "int4-g64-asym"]):
+    for dst, *arguments in (["out", "convert"], ["int4", "quantize", "--scheme", "int4-g64-asym", "--head", "int8"]):
         file = tmp_path / "made.json"
         command, *options = arguments
         code, out, err = run(capfd, command, demo_model, tmp_path / dst, *options, "--json", file)

@@ -119,6 +119,14 @@ def test_errors_in_a_recipe_file_name_the_file(case: str, tmp_path: Path) -> Non
     assert str(path) in str(caught.value)
 
 
+def test_a_scheme_that_a_recipe_cannot_have_is_told_as_elsewhere(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.json"
+    path.write_text('{"default": "int8", "overrides": [{"pattern": "*", "scheme": "int4"}]}')
+    with pytest.raises(RequestError) as caught:
+        Recipe.from_json(path)
+    assert str(caught.value) == f"{path}: int4 needs a group size: int4-g128"
+
+
 def test_a_missing_recipe_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"absent.json: cannot read the recipe"):
         Recipe.from_json(tmp_path / "absent.json")

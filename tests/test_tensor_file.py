@@ -49,6 +49,7 @@ def test_a_view_is_read_whole(name: str, buffer: int, file: TensorFile, monkeypa
     found = file.read(name)
     assert torch.equal(found, VIEWS[name])
     assert found.is_contiguous()
+    assert file.read_bytes(name) == found.numpy().tobytes()
 
 
 @settings(deadline=None)
@@ -58,6 +59,7 @@ def test_a_part_is_read_as_torch_cuts_it(wanted: tuple[str, TensorSlice], buffer
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensor_file, "_BUFFER", buffer)
         found = file.read(name, part)
+        assert file.read_bytes(name, part) == found.numpy().tobytes()
         into = torch.zeros(*found.shape, 2)[..., 0]
         file.read_into(into, name, part)
     assert torch.equal(found, part.of(VIEWS[name]))
@@ -121,6 +123,13 @@ def test_equal_tensors_are_told_from_others(tmp_path: Path, monkeypatch: pytest.
     file = pth_io.open_file(tmp_path / "a.pth")
     assert [name for name in file.tensors if same_tensor(file, "a", file, name)] == ["a", "same"]
     assert same_tensor(file, "number", file, "number")
+
+
+def test_tensors_are_equal_by_their_bits(tmp_path: Path) -> None:
+    strange = torch.tensor([[float("nan"), 0.0], [float("inf"), -0.0]])
+    torch.save({"a": strange, "turned": strange.T.contiguous().T, "zeros": strange.abs()}, tmp_path / "a.pth")
+    file = pth_io.open_file(tmp_path / "a.pth")
+    assert [name for name in file.tensors if same_tensor(file, "a", file, name)] == ["a", "turned"]
 
 
 def test_rows_of_a_part_are_counted_from_its_first() -> None:

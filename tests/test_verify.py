@@ -37,6 +37,7 @@ def test_a_conversion_is_the_same_model(source: Path, tmp_path: Path) -> None:
     assert report.verdict is Verdict.SAME
     assert report.differing == []
     assert all(probe.divergence.largest_logit_difference == 0 for probe in report.probes.values())
+    assert report.lines() == ["tensors: 30 of 30 bit-equal", "logits: equal", "verdict: the same model"]
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32", "int4-g32-asym"])

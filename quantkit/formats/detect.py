@@ -92,7 +92,7 @@ def _choose(folder: Path, found: list[Found]) -> Found:
         raise CheckpointError(
             "holds two sets of weights", path=folder,
             found=" and ".join(container.weights[kind] for kind, container in chosen),
-            hint=f"pick one with {' or '.join(f'`weights={kind}`' for kind, _ in chosen)}",
+            hint="pick one with " + " or ".join(f'`weights="{kind}"`' for kind, _ in chosen),
         )  # fmt: skip
     return (indexed or chosen)[0]
 

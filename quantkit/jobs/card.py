@@ -6,10 +6,9 @@ calibration text it tells the last part of their paths.
 
 from __future__ import annotations
 
-import math
 import re
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,13 @@ from quantkit.calibration.data import Calibration
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, parameter_count
 from quantkit.jobs.command import file_name, quantize_command
-from quantkit.jobs.result import size_text
+from quantkit.jobs.result import growth_text, size_text
 from quantkit.jobs.scheme_map import SchemeMap
 from quantkit.jobs.settings import GptqSettings
 from quantkit.json_values import read_json, shown
 from quantkit.quality.bounds import BOUNDS, coarser
 from quantkit.quality.gate import FLOOR, SLACK, Gate
-from quantkit.quality.windows import WINDOW
+from quantkit.quality.windows import RANDOM, WINDOW
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.version import __version__
 
@@ -142,11 +141,11 @@ def _facts(source: Checkpoint, made: Made) -> list[str]:
     rows = {"size": f"{size_text(made.weight_bytes)}: {total} weights of {made.bits_per_weight:.2f} bits on average"}
     for index, (text, layer_count) in enumerate(chosen.counts().items()):
         layers = [module for module, scheme in chosen.schemes.items() if str(scheme) == text]
-        where = "" if index == 0 else f": {_layers(layers)}"
-        rows[text] = f"{_told(chosen.schemes[layers[0]])}; {layer_count} linear layers{where}"
-    kept = ["embedding, norms", *([_layers(floats)] if (floats := chosen.kept()) else [])]
+        where = "" if index == 0 else f": {_layers(layers, chosen.modules)}"
+        rows[text] = f"{_told(chosen.schemes[layers[0]])}; {layer_count} linear layer{'s' * (layer_count > 1)}{where}"
+    kept = ["embedding and norms", *([_layers(floats, chosen.modules)] if (floats := chosen.kept()) else [])]
     tied = ", which is the output head too" if source.config.tied_embeddings else ""
-    rows["kept as floats"] = f"{', '.join(kept)}{tied} ({source.config.dtype})"
+    rows["kept as floats"] = f"{'; '.join(kept)}{tied} ({source.config.dtype})"
     rows["method"] = _method(made)
     return ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items())]
 
@@ -160,40 +159,52 @@ def _method(made: Made) -> str:
     if made.settings is None or made.drawn is None:
         return "each weight rounded to nearest; no calibration text"
     samples, length = made.drawn.tokens.shape
-    text = made.drawn.source or file_name(made.settings.text) or "a text"
-    return (
-        f"GPTQ{', thorough,' if made.settings.thorough else ''} calibrated on {samples} samples of {length} tokens of"
-        f" {text} (sha256 {made.drawn.sha256[:12]}), at random places (seed {made.drawn.seed})"
-    )
+    name = made.drawn.source or file_name(made.settings.text)
+    text = f"{f'`{name}`' if name else 'a text'} (sha256 {made.drawn.sha256[:12]})"
+    way = ", the thorough way," if made.settings.thorough else ""
+    drawn = f"{samples} samples of {length} tokens of {text}, at random places (seed {made.drawn.seed})"
+    return f"GPTQ{way} calibrated on {drawn}"
 
 
 def _quality(gate: Gate, made: Made) -> list[str]:
     """The table of what was lost, and what its columns mean."""
     highest = coarser(BOUNDS[f"int{scheme.bits}"] for scheme in made.scheme_map.schemes.values()).kl
+    bound = f"is {highest:g} for its bits"
+    beside_rounding = any(one.rounding_kl is not None for one in gate.texts)
+    if beside_rounding:
+        bound += (
+            f", or {100 * (SLACK - 1):.2g} % above the KL of rounding to nearest in the same schemes where that is less"
+            f" (but never below {FLOOR:g})"
+        )
+    measured_on = "texts that come with it and are not for calibration"
+    if any(one.text == RANDOM for one in gate.texts):
+        measured_on = "random tokens, for want of a tokenizer"
+    heads = [
+        "text", "tokens", "source's perplexity", "this model's perplexity", "change of it", "KL", "most KL allowed",
+        *(["KL of rounding"] if beside_rounding else []), "KL, 99th percentile", "same likeliest token",
+    ]  # fmt: skip
+    rows = [
+        [
+            one.text, f"{one.tokens}", f"{one.source_perplexity:.4g}", f"{one.perplexity:.4g}",
+            growth_text(one.perplexity_ratio), f"{one.kl_estimate}", f"{one.kl_bound:.3g}",
+            *(["" if one.rounding_kl is None else f"{one.rounding_kl:.3g}"] if beside_rounding else []),
+            f"{one.kl_p99:.3g}", f"{one.top1_agreement:.1%}",
+        ]
+        for one in gate.texts
+    ]  # fmt: skip
     lines = [
         "## Quality", "",
         *_wrapped(
-            "Measured by quantkit against the source, in float32, on texts that come with it and are not for"
-            f" calibration, in windows of {WINDOW} tokens:"
+            f"Measured by quantkit against the source, in float32, on {measured_on}, in windows of {WINDOW} tokens:"
         ), "",
-        "| text | tokens | source's perplexity | this model's perplexity | KL | most KL allowed | KL, 99th percentile"
-        " | same likeliest token |",
-        "|---|---|---|---|---|---|---|---|",
+        *(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows)), "",
+        *_wrapped(
+            "Perplexity is per token, and so is KL, the mean of KL(source ‖ this model) in nats; ± is one"
+            f" standard error. The most KL allowed, this model's bound, {bound}. Unless told to, quantkit finishes no"
+            f" model beyond its bound, nor one with more than {gate.perplexity_ratio_bound:g} times its source's"
+            " perplexity."
+        ),
     ]  # fmt: skip
-    lines += [
-        f"| {one.text} | {one.tokens} | {one.source_perplexity:.4g} | {one.perplexity:.4g} | {one.kl:.3g}"
-        f" | {one.kl_bound:.3g} | {one.kl_p99:.3g} | {one.top1_agreement:.1%} |"
-        for one in gate.texts
-    ]
-    meaning = (
-        "Perplexity is per token, and so is KL, the mean of KL(source \u2016 this model) in nats. The most that is"
-        f" allowed, the bound, is what rounding to nearest in the same schemes loses and {100 * (SLACK - 1):.2g} %"
-        f" more; it is never above {highest:g} or below {FLOOR:g}. Unless told to, quantkit finishes no model beyond"
-        f" its bound, nor one with more than {gate.perplexity_ratio_bound:g} times its source's perplexity."
-    )
-    if made.settings is None and all(math.isclose(one.kl_bound, SLACK * one.kl, rel_tol=1e-3) for one in gate.texts):
-        meaning += " This model is itself rounded to nearest, which is why it comes so close to its bound."
-    lines += ["", *_wrapped(meaning)]
     problem = gate.problem()
     return lines if problem is None else [*lines, "", f"**Not within its bound: {problem[0]}; {problem[1]}.**"]
 
@@ -248,21 +259,36 @@ def _linked(base: str | None) -> str | None:
     return f"[{base}](https://huggingface.co/{base})" if base and "/" in base else base
 
 
-def _layers(modules: list[str]) -> str:
-    """Modules for people: those of several layers under one name, with the layers' numbers."""
-    numbers: dict[str, list[str]] = {}
+def _layers(modules: Iterable[str], every: Iterable[str]) -> str:
+    """Modules for people: whole layers by their numbers, others by their names, with the layers that have them.
+
+    Args:
+        modules: to tell of.
+        every: all that there are.
+    """
+    in_layers, every_in_layers = _by_layer(modules), _by_layer(every)
+    whole = [layer for layer, names in in_layers.items() if layer and names == every_in_layers[layer]]
+    parts = [f"all of layer{_few(whole)}"] if whole else []
+    found_in: dict[str, list[str]] = {}
+    for layer, names in in_layers.items():
+        for name in names if layer not in whole else ():
+            found_in.setdefault(name, []).append(layer)
+    together: dict[str, list[str]] = {}
+    for name, layers in found_in.items():
+        together.setdefault(f" of layer{_few(layers)}" if layers[0] else "", []).append(f"`{name}`")
+    return "; ".join([*parts, *(", ".join(names) + where for where, names in together.items())])
+
+
+def _by_layer(modules: Iterable[str]) -> dict[str, list[str]]:
+    """The names of modules in each layer, by its number; those of no layer under an empty one."""
+    names: dict[str, list[str]] = {}
     for module in modules:
         found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module)
-        numbers.setdefault(found[2] if found else module, []).extend([found[1]] if found else [])
-    by_layers: dict[tuple[str, ...], list[str]] = {}
-    for module, found_in in numbers.items():
-        by_layers.setdefault(tuple(found_in), []).append(f"`{module}`")
-    return ", ".join(
-        f"{', '.join(named)}{f' of layer{_few(layers)}' if layers else ''}" for layers, named in by_layers.items()
-    )
+        names.setdefault(found[1] if found else "", []).append(found[2] if found else module)
+    return names
 
 
-def _few(numbers: tuple[str, ...]) -> str:
+def _few(numbers: Sequence[str]) -> str:
     if len(numbers) > _NAMED_LAYERS:
         return f"s {numbers[0]} to {numbers[-1]} ({len(numbers)} of them)"
     return f"s {', '.join(numbers[:-1])} and {numbers[-1]}" if numbers[1:] else f" {numbers[0]}"

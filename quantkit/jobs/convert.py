@@ -79,8 +79,8 @@ def convert(
             "options": work.options,
             "schemes": {module: str(scheme) for module, scheme in schemes(source).items()},
         }
-        written = writer.commit(details)
-    return ConvertResult(Path(dst), *size, time.monotonic() - began, [*notes, *writer.notes], written)
+        manifest = writer.commit(details)
+    return ConvertResult(Path(dst), *size, time.monotonic() - began, [*notes, *writer.notes], manifest)
 
 
 def conversion(
@@ -96,14 +96,14 @@ def conversion(
     cast = float_name(dtype)
     if mp != 1 and not container.model_parallel:
         able = " or ".join(name for name, one in CONTAINERS.items() if one.model_parallel)
-        raise RequestError(f"`mp` goes with `to={able}`", found=f"`mp={mp}`")
+        raise RequestError(f'`mp` goes with `to="{able}"`', found=f"`mp={mp}`")
     require_name(Path(dst))
     source = open_checkpoint(src, weights)
     require_new_names(source.path, Path(dst))
     tokenizer, notes = checked_tokenizer(source)
     quantized = schemes(source)
     if method is not None and not quantized:
-        raise RequestError(f"the source is not quantized; `to={to}` converts one that is", hint="quantize it first")
+        raise RequestError(f'the source is not quantized; `to="{to}"` converts one that is', hint="quantize it first")
     if quantized and (not container.methods or cast is not None):
         raise UnsupportedError(
             "the source is quantized; it can be converted as it is, but not to another float type or to Meta",

@@ -94,4 +94,4 @@ def too_few_tokens(drawn: Calibration, config: ModelConfig) -> list[str]:
     tokens, width = drawn.tokens.numel(), max(config.intermediate_size, config.hidden_size)
     if tokens >= width:
         return []
-    return [f"{tokens} calibration tokens are fewer than the widest layer's {width} inputs; give more samples"]
+    return [f"{tokens} calibration tokens are fewer than the widest layer's {width} inputs; give more `samples`"]

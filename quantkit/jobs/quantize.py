@@ -132,10 +132,10 @@ def quantize(
         return told
     work = Work("quantize", source, encoder, HF.side_files(planned), options, computed_by, scratch)
     with writing(work, dst, resume=resume, source_check=source_check, progress=progress) as writer:
-        written = Written(encoder, writer.path, writer.done)
-        with quantizer.running(blocks, written):
+        there = Written(encoder, writer.path, writer.done)
+        with quantizer.running(blocks, there):
             for block in blocks:
-                if not written.names.issuperset(spec.name for spec in block.tensors):
+                if not there.names.issuperset(spec.name for spec in block.tensors):
                     writer.tell()
                 for name, tensor, record in quantizer.solve(block):
                     writer.put(name, tensor, record)
@@ -155,10 +155,10 @@ def quantize(
         }  # fmt: skip
         others = {"weights": weights, "allow_nonfinite": allow_nonfinite, "accept_quality_loss": accept_quality_loss}
         made = Made(scheme_map, *size, settings, drawn, others, labels)
-        written = writer.commit(details, {CARD: model_card(source, made, gate)})
+        manifest = writer.commit(details, {CARD: model_card(source, made, gate)})
     found = QuantizeResult(
         dst, scheme_map.counts(), *size, method, None if drawn is None else drawn.to_json(),
-        gate, accept_quality_loss, time.monotonic() - began, [*source.notes, *notes, *writer.notes], written,
+        gate, accept_quality_loss, time.monotonic() - began, [*source.notes, *notes, *writer.notes], manifest,
     )  # fmt: skip
     group.tell_others(found)
     return found

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.quality.figures import Estimate, weighted_mean
 from quantkit.quality.gate import Gate
 
 
@@ -85,10 +86,16 @@ def size_text(count: int) -> str:
     return f"{count / 1000:.3g} kB"
 
 
+def growth_text(ratio: Estimate) -> str:
+    """By how much a figure has grown, in percent."""
+    growth = Estimate(ratio.value - 1, ratio.error).times(100)
+    return f"{'' if growth.value < 0 else '+'}{growth} %".replace(" ±", " % ±")
+
+
 def _schemes(schemes: dict[str, int]) -> str:
     if len(schemes) == 1:
         return next(iter(schemes))
-    return " and ".join(f"{scheme} ({count} layers)" for scheme, count in schemes.items())
+    return " and ".join(f"{scheme} ({count} layer{'s' * (count > 1)})" for scheme, count in schemes.items())
 
 
 def _size(weight_bytes: int, bits_per_weight: float) -> str:
@@ -96,10 +103,11 @@ def _size(weight_bytes: int, bits_per_weight: float) -> str:
 
 
 def _lost(quality: Gate) -> list[str]:
-    tokens = sum(one.tokens for one in quality.texts)
-    kl = sum(one.kl * one.tokens for one in quality.texts) / tokens
-    ratio = sum(one.perplexity / one.source_perplexity * one.tokens for one in quality.texts) / tokens
-    return [f"KL {kl:.3g}", f"perplexity {100 * (ratio - 1):+.2g} %"]
+    """The mean KL, and by how much perplexity has grown, over all tokens of the gate's texts."""
+    tokens = [one.tokens for one in quality.texts]
+    kl = weighted_mean([one.kl_estimate for one in quality.texts], tokens)
+    ratio = weighted_mean([one.perplexity_ratio for one in quality.texts], tokens)
+    return [f"KL {kl}", f"perplexity {growth_text(ratio)}"]
 
 
 def _time(seconds: float) -> str:

@@ -70,7 +70,10 @@ class GptqSettings:
         context = source.config.max_context
         length = min(context, MAX_LENGTH) if self.length is None else self.length
         if length > context:
-            raise RequestError("samples exceed the model's context", found=length, expected=context)
+            raise RequestError(
+                "samples are longer than the model's context", found=f"{length} tokens", expected=f"at most {context}",
+                hint="give a smaller `length`",
+            )  # fmt: skip
         return load_calibration(self.text, tokenizer, samples=self.samples, length=length, seed=self.seed)
 
 

@@ -86,14 +86,11 @@ class Probe:
         Args:
             name: of the tokens.
         """
-        found, ratio, bound = self.divergence, self.perplexity_ratio, self.bound
-        line = f"logits on {name}, {found.tokens} tokens: "
+        found, ratio = self.divergence, self.perplexity_ratio
         if found.largest_logit_difference == 0:
-            return line + "equal"
-        line += f"KL {Estimate(found.kl, found.kl_error)} nats a token"
-        line += "" if bound is None else f" (at most {bound.kl:g})"
+            return f"{name}: equal"
+        line = f"{name}: KL {Estimate(found.kl, found.kl_error)}"
         line += "" if ratio is None else f", perplexity x {Estimate(ratio, self.ratio_error)}"
-        line += "" if ratio is None or bound is None else f" (at most {bound.perplexity_ratio:g})"
         line += f", same top token {found.top1_agreement:.1%}, largest difference {found.largest_logit_difference:.3g}"
         return line if self.within else f"{line}; beyond the bound"
 
@@ -155,13 +152,25 @@ class VerifyReport:
                 f"worst tensor: {worst.name}, relative error {worst.relative_error:.3g} ({allowed}),"
                 f" largest difference {worst.largest:.3g}"
             )
-        out += [probe.line(name) for name, probe in self.probes.items()]
+        out += self._of_logits()
         words = {
             Verdict.SAME: "the same model",
             Verdict.WITHIN_BOUND: "within the bound of the scheme",
             Verdict.DIFFERENT: "DIFFERENT",
         }
         return [*out, f"verdict: {words[self.verdict]}"]
+
+    def _of_logits(self) -> list[str]:
+        if not self.probes:
+            return []
+        if not any(probe.divergence.largest_logit_difference for probe in self.probes.values()):
+            return ["logits: equal"]
+        where = "" if all(probe.bound for probe in self.probes.values()) else " on texts"
+        bounds = f"at most {self.bound.kl:g}{where}; perplexity at most x {self.bound.perplexity_ratio:g}"
+        return [
+            f"logits: KL in nats a token, {bounds}",
+            *(f"  {probe.line(name)}" for name, probe in self.probes.items()),
+        ]
 
 
 @overload

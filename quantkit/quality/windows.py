@@ -16,6 +16,9 @@ from quantkit.text.tokenizer import Tokenizer
 WINDOW = 256
 """Tokens in a window, or the model's context where that is shorter."""
 
+RANDOM = "random tokens"
+"""What they are called where there is no text."""
+
 _LEAST = 2  # tokens, of which the first predicts the second
 _WINDOWS = 2
 _LARGE_PARAMETERS = 10**9
@@ -34,7 +37,7 @@ def measured_windows(checkpoint: Checkpoint) -> dict[str, tuple[str, Tensor]]:
         return found
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(checkpoint.config.vocab_size, (count, length), generator=generator)
-    return {"random tokens": (hashlib.sha256(tokens.numpy().tobytes()).hexdigest(), tokens)}
+    return {RANDOM: (hashlib.sha256(tokens.numpy().tobytes()).hexdigest(), tokens)}
 
 
 def _of_texts(tokenizer: Tokenizer, length: int, count: int) -> dict[str, tuple[str, Tensor]]:

@@ -50,14 +50,16 @@ class Recipe:
         try:
             settings = Settings(parsed(text, path), path)
             _require_keys(settings, {"default"}, {"overrides"})
-            overrides = tuple(map(_override, settings.objects("overrides")))
-            return cls(QuantScheme.parse(settings.text("default")), overrides)
+            default = settings.text("default")
+            overrides = [_texts(entry) for entry in settings.objects("overrides")]
         except QuantkitError as error:
             expected = '{"default": SCHEME, "overrides": [{"pattern": GLOB, "scheme": SCHEME or "keep"}]}'
             raise RequestError(
                 f"is not a quantization recipe: {error.problem}", path=path, found=error.found,
                 expected=error.expected or expected,
             ) from error  # fmt: skip
+        named = (Override(pattern, None if name == "keep" else _scheme(name, path)) for pattern, name in overrides)
+        return cls(_scheme(default, path), tuple(named))
 
     def to_json(self) -> dict[str, Any]:
         """The JSON form that `from_json` reads."""
@@ -99,10 +101,18 @@ class Recipe:
         return {m: s.fitted(columns[m]) for m, s in requested.items() if s is not None}
 
 
-def _override(entry: Settings) -> Override:
+def _texts(entry: Settings) -> tuple[str, str]:
+    """The pattern and the scheme of an override."""
     _require_keys(entry, {"pattern", "scheme"}, set())
-    pattern, scheme = entry.text("pattern"), entry.text("scheme")
-    return Override(pattern, None if scheme == "keep" else QuantScheme.parse(scheme))
+    return entry.text("pattern"), entry.text("scheme")
+
+
+def _scheme(name: str, path: str | Path) -> QuantScheme:
+    """`QuantScheme.parse` of what a file says."""
+    try:
+        return QuantScheme.parse(name)
+    except RequestError as error:
+        raise RequestError(error.problem, path=path, found=error.found, expected=error.expected) from error
 
 
 def _require_keys(settings: Settings, needed: set[str], optional: set[str]) -> None:

@@ -8,7 +8,6 @@ import fcntl
 import hashlib
 import json
 import os
-import socket
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -73,7 +72,7 @@ class Journal:
     def _lock(self, folder: OwnFolder) -> None:
         if not _locked(self._file, self._path):
             raise _in_use(_told(folder))
-        folder.write(WRITER, f"{os.getpid()} {socket.gethostname()}".encode())
+        folder.write(WRITER, f"{os.getpid()} {os.uname().nodename}".encode())
 
     def _read(self) -> int:
         """Take up what the lines say; how many bytes they are."""
@@ -132,7 +131,7 @@ def _writer(folder: OwnFolder) -> str:
             pid = int(number)
     except (OSError, QuantkitError, ValueError):
         return ""
-    if machine != socket.gethostname():
+    if machine != os.uname().nodename:
         return f" (pid {pid} on {machine})" if machine.isprintable() else ""
     return f" (pid {pid})" if pid > 0 and _runs(pid) else ""
 

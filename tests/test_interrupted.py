@@ -1,0 +1,294 @@
+"""Interruptions as users meet them: what is said, what is kept, who is writing, and what a partial folder is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import forked
+import pytest
+from command import Capture, run, without_progress
+from partial import contents, interrupted, partial
+
+import quantkit
+from quantkit.data.files import EXCERPT
+from quantkit.errors import CheckpointError, ResumeError
+from quantkit.formats.output.journal import WRITER
+
+SIGNALS = pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"]
+)
+
+
+@pytest.fixture(scope="module")
+def left(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What an interrupted conversion leaves."""
+    return interrupted(quantkit.convert, demo_model, tmp_path_factory.mktemp("left") / "out")
+
+
+@pytest.fixture
+def dst(left: Path, tmp_path: Path) -> Path:
+    """A destination that an interrupted run has begun."""
+    shutil.copytree(left, partial(tmp_path / "out"))
+    return tmp_path / "out"
+
+
+def _gone() -> int:
+    """The number of a process that has ended."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+# Who is writing
+
+
+@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.parametrize("job", ["convert", "plan.convert"])
+def test_who_is_writing_is_named(job: str, resume: bool, demo_model: Path, tmp_path: Path) -> None:
+    calls = {"convert": quantkit.convert, "plan.convert": quantkit.plan.convert}
+    told: list[ResumeError] = []
+
+    def progress(phase: str, done: int, total: int, unit: str) -> None:
+        with pytest.raises(ResumeError) as caught:
+            calls[job](demo_model, tmp_path / "out", resume=resume)
+        told.append(caught.value)
+
+    quantkit.convert(demo_model, tmp_path / "out", progress=progress)
+    assert {str(error) for error in told} == {
+        f"another quantkit process is writing to {partial(tmp_path / 'out')} (pid {os.getpid()});"
+        " wait until it is done, or choose another destination"
+    }
+    assert told[0].exit_code == 6
+    assert {path.name for path in (tmp_path / "out").iterdir()}.isdisjoint({WRITER, ".quantkit-journal.jsonl"})
+
+
+@pytest.mark.parametrize(
+    ("writer", "named"),
+    [
+        (f"{_gone()} {os.uname().nodename}", ""),
+        (f"{os.getpid()} {os.uname().nodename}", f" (pid {os.getpid()})"),
+        ("12 elsewhere", " (pid 12 on elsewhere)"),
+        ("0 " + os.uname().nodename, ""),
+        ("9" * 30 + " " + os.uname().nodename, ""),
+        ("12 else\nwhere", ""),
+        ("nobody", ""),
+        ("", ""),
+        (None, ""),
+    ],
+    ids=["gone", "running", "elsewhere", "zero", "huge", "lines", "words", "empty", "absent"],
+)
+def test_only_a_process_that_may_be_the_writer_is_named(
+    writer: str | None, named: str, demo_model: Path, dst: Path
+) -> None:
+    def progress(phase: str, done: int, total: int, unit: str) -> None:
+        if writer is None:
+            (partial(dst) / WRITER).unlink()
+        else:
+            (partial(dst) / WRITER).write_text(writer)
+        with pytest.raises(ResumeError) as caught:
+            quantkit.convert(demo_model, dst, resume=True)
+        assert f"is writing to {partial(dst)}{named}; wait" in str(caught.value)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantkit.convert(demo_model, dst, resume=True, progress=progress)
+
+
+def test_one_that_was_interrupted_is_not_called_a_writer(demo_model: Path, dst: Path) -> None:
+    (partial(dst) / WRITER).write_text(f"{os.getpid()} {os.uname().nodename}")
+    with pytest.raises(ResumeError, match="an interrupted run is there; add `resume=True`"):
+        quantkit.convert(demo_model, dst)
+
+
+# A partial folder in place of a model
+
+
+COMMANDS = [
+    "inspect SRC", "verify SRC", "verify SRC MODEL", "verify MODEL SRC", "eval SRC", "generate SRC --prompt x",
+    "quantize SRC DST --scheme int8", "convert SRC DST", "plan convert SRC DST", "bench SRC",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_partial_folder_is_told_for_what_it_is(
+    command: str, demo_model: Path, dst: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    places = {"SRC": partial(dst), "MODEL": demo_model, "DST": tmp_path / "new"}
+    code, out, err = run(capfd, *(places.get(word, word) for word in command.split()))
+    assert (code, out) == (3, "")
+    assert err == (
+        f"quantkit: error: {partial(dst)}: is no model yet but what an interrupted run of convert left;"
+        " add --resume to the command that began it\n"
+    )
+
+
+def test_under_another_name_it_is_the_same(dst: Path, tmp_path: Path) -> None:
+    partial(dst).rename(tmp_path / "renamed")
+    with pytest.raises(CheckpointError, match="what an interrupted run of convert left; add `resume=True`"):
+        quantkit.open_checkpoint(tmp_path / "renamed")
+
+
+@pytest.mark.parametrize("line", [b"", b"[]\n", b'{"fingerprint": {"job": "rm -rf"}}\n', b"[" * 99_999])
+def test_a_journal_that_says_nothing_names_no_job(line: bytes, dst: Path) -> None:
+    (partial(dst) / ".quantkit-journal.jsonl").write_bytes(line)
+    with pytest.raises(CheckpointError, match="what an interrupted run left"):
+        quantkit.inspect(partial(dst))
+
+
+def test_one_that_is_being_written_is_told_as_that(demo_model: Path, tmp_path: Path) -> None:
+    def progress(phase: str, done: int, total: int, unit: str) -> None:
+        with pytest.raises(CheckpointError, match=rf"is writing to .*out\.partial \(pid {os.getpid()}\); it is no"):
+            quantkit.inspect(partial(tmp_path / "out"))
+
+    quantkit.convert(demo_model, tmp_path / "out", progress=progress)
+
+
+def test_a_finished_model_whose_journal_could_not_be_removed_is_a_model(demo_model: Path, tmp_path: Path) -> None:
+    quantkit.convert(demo_model, tmp_path / "out")
+    (tmp_path / "out" / ".quantkit-journal.jsonl").write_text("")
+    assert quantkit.inspect(tmp_path / "out").layers == 4
+
+
+# Signals
+
+
+RAISING = """
+import os, sys, time
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "{module}":
+            sys.meta_path.remove(self)
+            {action}
+sys.meta_path.insert(0, Finder())
+from quantkit.cli.entry import main
+main()
+"""
+
+
+def _process(code: str, *arguments: str | Path) -> tuple[int, str, str]:
+    given = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(given, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, without_progress(done.stderr)
+
+
+@SIGNALS
+@pytest.mark.parametrize("module", ["click", "quantkit.cli.commands", "torch"])
+def test_an_interruption_of_an_import_is_told_in_one_line(
+    module: str, number: int, code: int, demo_model: Path, tmp_path: Path
+) -> None:
+    program = RAISING.format(module=module, action=f"os.kill(os.getpid(), {number})")
+    assert _process(program, "verify", demo_model, demo_model) == (code, "", "quantkit: interrupted\n")
+
+
+@SIGNALS
+def test_an_interruption_that_an_import_swallows_is_not_lost(number: int, code: int, demo_model: Path) -> None:
+    swallowed = f"""
+            try:
+                os.kill(os.getpid(), {number})
+            except BaseException:
+                pass"""
+    program = RAISING.format(module="torch", action=swallowed.strip())
+    assert _process(program, "verify", demo_model, demo_model) == (code, "", "quantkit: interrupted\n")
+
+
+def test_signals_are_the_commands_and_not_the_librarys(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    during: list[Any] = []
+
+    def progress(*now: object) -> None:
+        during.append([signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)])
+
+    quantkit.convert(demo_model, tmp_path / "out", progress=progress)
+    assert all(one == before for one in during)
+    run(capfd, "inspect", tmp_path / "out")
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_python_is_told_too_what_is_kept(demo_model: Path, tmp_path: Path) -> None:
+    def progress(phase: str, done: int, total: int, unit: str) -> None:
+        if done > 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        quantkit.convert(demo_model, tmp_path / "out", progress=progress)
+    assert caught.value.__notes__ == [f"{partial(tmp_path / 'out')} is kept: add `resume=True`"]
+
+
+def test_nothing_is_said_to_be_kept_that_is_not(
+    demo_model: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("quantkit.jobs.convert.open_checkpoint", interrupt)
+    code, out, err = run(capfd, "convert", demo_model, tmp_path / "out")
+    assert (code, out, err) == (130, "", "quantkit: interrupted\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_error_says_what_is_kept(
+    demo_model: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("quantkit.jobs.convert._value", fail)
+    code, _, err = run(capfd, "convert", demo_model, tmp_path / "out")
+    assert code == 1
+    assert err == (
+        f"quantkit: internal error: MemoryError: ; {partial(tmp_path / 'out')} is kept: add --resume;"
+        " --debug shows more\n"
+    )
+
+
+STOPPED = """
+import os, signal, sys
+from quantkit.calibration.block_quantizer import BlockQuantizer
+from quantkit.cli.entry import main
+step = BlockQuantizer.next_block
+def stopped(self, finished=None):
+    if self._layer == 2 and "--resume" not in sys.argv:
+        os.kill(os.getpid(), {number})
+    return step(self, finished)
+BlockQuantizer.next_block = stopped
+main()
+"""
+
+
+@pytest.mark.parametrize("who", ["all", "first", "second"])
+def test_processes_of_a_group_that_are_terminated_leave_what_can_be_resumed(
+    who: str, demo_model: Path, tmp_path: Path
+) -> None:
+    """A launcher that is told to stop tells all of them."""
+    given = ["--scheme", "int4-g64", "--method", "gptq", "--samples", "8", "--length", "64"]
+    command = ["quantize", demo_model, tmp_path / "out", *given, "--calibration", EXCERPT]
+    wanted = {"all": "True", "first": "os.environ['RANK'] == '0'", "second": "os.environ['RANK'] == '1'"}[who]
+    program = STOPPED.format(number=int(signal.SIGTERM)).replace("if ", f"if {wanted} and ", 1)
+    both = forked.group(2, program, *command)
+    told = [line for one in both for line in one.stderr.splitlines() if line.startswith("quantkit: ")]
+    told = without_progress("".join(f"{line}\n" for line in told)).splitlines()
+    kept = f"{partial(tmp_path / 'out')} is kept: add --resume"
+    if who == "second":
+        assert [one.returncode for one in both] == [9, 143]
+        assert told == [
+            f"quantkit: error: another process was lost; its own message or exit code tells why; {kept}"
+        ]  # fmt: skip
+    else:
+        assert both[0].returncode == 143
+        assert both[1].returncode == 143 if who == "all" else both[1].returncode != 0
+        assert told == [f"quantkit: interrupted; {kept}"]
+    if who != "all":
+        return
+    again = forked.group(2, program, *command, "--resume")
+    assert [one.returncode for one in again] == [0, 0], again[0].stderr
+    whole = forked.group(
+        2, program, *(tmp_path / "whole" if one == tmp_path / "out" else one for one in command), "--resume"
+    )
+    assert [one.returncode for one in whole] == [0, 0], whole[0].stderr
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")

@@ -1,0 +1,272 @@
+"""Progress: plain lines where nobody looks on, a bar that makes room on a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import forked
+import pytest
+from command import PROGRESS, Capture
+from partial import interrupted
+from terminal import on_terminal, screen
+
+import quantkit
+from quantkit.cli.output import note
+from quantkit.cli.progress import ProgressDisplay
+from quantkit.data.files import EXCERPT
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def passes(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Terminal(io.StringIO):
+    """A stream that says that it is one."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def _display(clock: Clock) -> ProgressDisplay:
+    """Made within the test: the streams of fixtures are others."""
+    return ProgressDisplay(clock=clock, ticking=False)
+
+
+def _on_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """A terminal in place of the standard streams."""
+    made = Terminal()
+    monkeypatch.setattr(sys, "stderr", made)
+    monkeypatch.setattr(sys, "stdout", made)
+    return made
+
+
+def _said(capfd: Capture) -> list[str]:
+    return capfd.readouterr().err.splitlines()
+
+
+# Plain lines
+
+
+def test_a_short_phase_is_one_line(clock: Clock, capfd: Capture) -> None:
+    display = _display(clock)
+    for done in range(25):
+        display("gate", done, 24, "layers")
+        clock.passes(1)
+    assert _said(capfd) == ["quantkit: gate: 0/24 layers"]
+
+
+def test_a_long_phase_tells_every_30_seconds_how_far_it_is(clock: Clock, capfd: Capture) -> None:
+    display = _display(clock)
+    for done in range(24):
+        display("quantize", done, 24, "layers")
+        clock.passes(10)
+    assert _said(capfd) == [
+        "quantkit: quantize: 0/24 layers",
+        "quantkit: quantize: 3/24 layers, 3:30 left",
+        "quantkit: quantize: 6/24 layers, 3:00 left",
+        "quantkit: quantize: 9/24 layers, 2:30 left",
+        "quantkit: quantize: 12/24 layers, 2:00 left",
+        "quantkit: quantize: 15/24 layers, 1:30 left",
+        "quantkit: quantize: 18/24 layers, 1:00 left",
+        "quantkit: quantize: 21/24 layers, 0:30 left",
+    ]
+
+
+def test_it_speaks_also_while_the_job_says_nothing(clock: Clock, capfd: Capture) -> None:
+    display = _display(clock)
+    display("quantize", 0, 4, "layers")
+    clock.passes(60)
+    display("quantize", 1, 4, "layers")
+    for _ in range(45):
+        clock.passes(1)
+        display.tick()
+    assert _said(capfd) == [
+        "quantkit: quantize: 0/4 layers",
+        "quantkit: quantize: 1/4 layers, 3:00 left",
+        "quantkit: quantize: 1/4 layers, 2:30 left",
+    ]
+
+
+def test_each_phase_has_a_line_when_it_begins(clock: Clock, capfd: Capture) -> None:
+    display = _display(clock)
+    for phase in ("check of the source", "convert"):
+        for done in range(3):
+            display(phase, done, 2, "layers")
+    assert _said(capfd) == ["quantkit: check of the source: 0/2 layers", "quantkit: convert: 0/2 layers"]
+
+
+def test_a_phase_of_several_stretches_has_one_line(clock: Clock, capfd: Capture) -> None:
+    display = _display(clock)
+    for total in (6, 5, 6):
+        for done in range(total):
+            display("tasks", done, total, "requests")
+    assert _said(capfd) == ["quantkit: tasks: 0/6 requests"]
+
+
+def test_the_time_left_does_not_count_what_was_there(clock: Clock, capfd: Capture) -> None:
+    display = _display(clock)
+    display("quantize", 90, 100, "layers")
+    clock.passes(3600)
+    display("quantize", 91, 100, "layers")
+    assert _said(capfd)[-1] == "quantkit: quantize: 91/100 layers, 9:00:00 left"
+
+
+def test_of_several_processes_the_others_are_silent(clock: Clock, capfd: Capture) -> None:
+    with ProgressDisplay(show=False, clock=clock) as progress:
+        progress("gate", 0, 2, "layers")
+        clock.passes(60)
+        progress.tick()
+    assert _said(capfd) == []
+
+
+def test_a_stderr_that_takes_nothing_is_no_obstacle(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        with _display(clock) as progress:
+            progress("gate", 0, 2, "layers")
+            progress("verify", 0, 2, "layers")
+        monkeypatch.undo()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # for what is left of it
+
+
+# A bar
+
+
+def test_a_bar_tells_phase_count_and_time_left_and_is_gone_at_the_end(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = _on_terminal(monkeypatch)
+    with _display(clock) as progress:
+        progress("quantize", 12, 24, "layers")
+        clock.passes(20)
+        progress("quantize", 18, 24, "layers")
+        (line,) = screen(terminal.getvalue())
+        assert line.startswith("quantize:  75%|")
+        assert line.endswith("| 18/24 layers, 0:20 left")
+        clock.passes(5)
+        progress.tick()
+        assert screen(terminal.getvalue())[0].endswith("| 18/24 layers, 0:15 left")
+        progress("gate", 0, 6, "layers")
+        (line,) = screen(terminal.getvalue())
+        assert line.startswith("gate:   0%|")
+        assert line.endswith("| 0/6 layers")
+    assert screen(terminal.getvalue()) == [""]
+
+
+def test_what_is_printed_while_a_bar_is_shown_stands_on_lines_of_its_own(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = _on_terminal(monkeypatch)
+    quantkit_log = logging.getLogger("quantkit")
+    monkeypatch.setattr(quantkit_log, "handlers", [])
+    monkeypatch.setattr(quantkit_log, "propagate", quantkit_log.propagate)
+    from quantkit.cli.main import _show_log
+
+    _show_log()
+    with _display(clock) as progress:
+        progress("quantize", 1, 24, "layers")
+        note("one of the `length` of a line, and `resume=True`")
+        quantkit_log.info("another")
+        lines = screen(terminal.getvalue())
+        assert lines[:2] == ["quantkit: note: one of the --length of a line, and --resume", "quantkit: note: another"]
+        assert lines[2].startswith("quantize:   4%|")
+        assert lines[2].endswith("| 1/24 layers")
+        assert len(lines) == 3
+    assert screen(terminal.getvalue())[2:] == [""]
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0.2, "0:01"), (40, "0:40"), (725, "12:05"), (3723, "1:02:03")])
+def test_times_are_read_off_a_clock(seconds: float, told: str, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = _on_terminal(monkeypatch)
+    with _display(clock) as display:
+        display("gate", 0, 2, "layers")
+        clock.passes(seconds)
+        display("gate", 1, 2, "layers")
+        assert screen(terminal.getvalue())[0].endswith(f"| 1/2 layers, {told} left")
+
+
+# Commands
+
+
+def test_a_command_leaves_nothing_but_its_result_on_a_terminal(demo_model: Path, tmp_path: Path) -> None:
+    code, text = on_terminal("convert", demo_model, tmp_path / "out", cwd=tmp_path)
+    assert code == 0
+    assert "check of the source:   0%|" in text
+    assert "convert:   0%|" in text
+    assert "4 layers" in text
+    line, end = screen(text)
+    assert line.startswith(f"wrote {tmp_path / 'out'}")
+    assert end == ""
+
+
+def test_the_table_of_tasks_begins_on_a_line_of_its_own_and_no_other_bars_are_shown(
+    demo_model: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("lm_eval")
+    (tmp_path / "winogrande.jsonl").write_text(
+        "\n".join(
+            json.dumps({"sentence": f"The _ of the {thing}.", "option1": "people", "option2": "horse", "answer": "1"})
+            for thing in ("world", "country", "union")
+        )
+    )
+    code, text = on_terminal("eval", demo_model, "--tasks", "winogrande", "--task-data", tmp_path, cwd=tmp_path)
+    assert code == 0, text
+    bars = {frame.split(":  ")[0] for frame in text.replace("\n", "\r").split("\r") if "%|" in frame}
+    assert bars == {"data of tasks", "mini-en: tasks"}
+    assert "it/s" not in text
+    lines = [line for line in screen(text) if line]
+    assert lines[0].lstrip("| ").startswith("model ")
+    assert lines[-1].lstrip("| ").startswith("mini-en ")
+
+
+GPTQ = ["--scheme", "int4-g64", "--method", "gptq", "--samples", "8", "--length", "64"]
+
+
+def test_a_resumed_gptq_run_tells_apart_what_was_there(demo_model: Path, tmp_path: Path) -> None:
+    def job(src: Path, dst: Path, **given: Any) -> None:
+        quantkit.quantize(
+            src, dst, "int4-g64", method="gptq", calibration=EXCERPT, samples=8, length=64,
+            **{**given, "source_check": False},
+        )  # fmt: skip
+
+    interrupted(job, demo_model, tmp_path / "out", share=0.6)
+    told: list[tuple[str, int, int, str]] = []
+    job(demo_model, tmp_path / "out", resume=True, progress=lambda *now: told.append(now))
+    phases = list(dict.fromkeys(phase for phase, *_ in told))
+    assert [phase for phase in phases if phase != "sha256 of the source"] == [
+        "check of what is there", "calibrate", "quantize", "gate",
+    ]  # fmt: skip
+    passed = [now for now in told if now[0] == "calibrate"]
+    assert passed == [("calibrate", done, 2, "layers") for done in range(2)]
+    assert next(now for now in told if now[0] == "quantize") == ("quantize", 2, 4, "layers")
+
+
+def test_of_a_group_the_first_process_tells(demo_model: Path, tmp_path: Path) -> None:
+    command = "from quantkit.cli.main import main; main()"
+    given = ["quantize", demo_model, tmp_path / "out", *GPTQ, "--calibration", EXCERPT]
+    first, second = forked.group(2, command, *given)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    phases = [found["phase"] for found in PROGRESS.finditer(first.stderr)]
+    assert phases[:2] == ["check of the source", "quantize"]
+    assert phases[-1] == "gate"
+    assert not PROGRESS.search(second.stderr)
