@@ -62,7 +62,7 @@ class Asked:
     def require_sense(self) -> None:
         """
         Raises:
-            RequestError: unless there is one prompt, or if options do not go together.
+            RequestError: unless one prompt is given, or if options do not go together.
         """
         sources = {"PROMPT": self.text, "--prompt": self.prompt, "--prompt-file": self.prompt_file}
         given = [name for name, value in sources.items() if value is not None]
@@ -70,6 +70,8 @@ class Asked:
             raise RequestError("there is no prompt", hint=_HOW)
         if len(given) > 1:
             raise RequestError("the prompt is given twice", found=" and ".join(given), expected="one of them")
+        if "" in (self.text, self.prompt):
+            raise RequestError("the prompt is empty")
         steps = self.int8_cache or self.compiled is not None
         xla, drafts = self.backend == "xla", self.draft is not None
         for wrong, problem in (
@@ -86,13 +88,12 @@ class Asked:
         """The prompt; where it is read from a file, without the new line at its end.
 
         Raises:
-            RequestError: if the file cannot be read or is no text, or the prompt is empty.
+            RequestError: if the file cannot be read, or holds no text.
         """
         file = STDIN if self.text == STDIN else self.prompt_file
         if file is None:
-            prompt = self.prompt or self.text or ""
-        else:
-            prompt = _content(file).removesuffix("\n").removesuffix("\r")
+            return self.prompt or self.text or ""
+        prompt = _content(file).removesuffix("\n").removesuffix("\r")
         if not prompt:
             raise RequestError("the prompt is empty", path=file)
         return prompt

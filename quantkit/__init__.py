@@ -1,7 +1,7 @@
 """Convert, quantize, verify and run Llama-family language models.
 
 Folders go in and come out, as Meta or Hugging Face publish them. quantkit never gives out a broken model: what is wrong
-is an exception of `quantkit.errors`.
+is raised, as one of the kinds of `QuantkitError` in `quantkit.errors`.
 
 Make and check models:
 

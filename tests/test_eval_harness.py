@@ -146,6 +146,14 @@ def test_generated_texts_are_the_same(ours: Any, theirs: Any) -> None:
     assert not any("." in text for text in texts[0])
 
 
+def test_progress_moves_within_a_batch(folder: Path) -> None:
+    told: list[tuple[str, int, int, str]] = []
+    checkpoint = open_checkpoint(folder)
+    lm = as_lm(checkpoint, measuring_tokenizer(checkpoint), CONTEXT, progress=lambda *now: told.append(now))
+    lm.loglikelihood([SimpleNamespace(args=("The peace of", f" the {ending}")) for ending in ENDINGS])
+    assert list(dict.fromkeys(told)) == [("tasks", done, len(ENDINGS), "requests") for done in range(len(ENDINGS))]
+
+
 @pytest.mark.parametrize("pair", [("a", excerpt()), ("The Con", "gress")])
 def test_an_answer_without_tokens_of_its_own_or_with_too_many_is_refused(ours: Any, pair: tuple[str, str]) -> None:
     with pytest.raises(RequestError, match="an answer has no tokens of its own, or more"):

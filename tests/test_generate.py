@@ -220,7 +220,9 @@ def test_a_prompt_that_is_none_is_refused(
     assert all(word.format(tmp=tmp_path) in err for word in words), err
 
 
-@pytest.mark.parametrize("options", ["", "x --draft-tokens 2", "x --tp 2", "x --backend xla --eager"])
+@pytest.mark.parametrize(
+    "options", ["", "x --prompt-file y", "x --draft-tokens 2", "x --tp 2", "x --backend xla --eager"]
+)
 def test_options_that_do_not_go_together_are_told_before_torch_is_imported(options: str) -> None:
     code = (
         "import sys\n"

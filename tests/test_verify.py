@@ -148,6 +148,14 @@ def test_a_model_card_may_be_edited_and_nothing_else(
         verify(folder)
 
 
+def test_a_model_that_quantkit_did_not_make_is_told(source: Path, tmp_path: Path) -> None:
+    words = r"has no quantkit\.json: quantkit did not make it; give the model that it is to be compared with"
+    with pytest.raises(CheckpointError, match=words):
+        verify(source)
+    with pytest.raises(CheckpointError, match="nowhere: does not exist"):
+        verify(tmp_path / "nowhere")
+
+
 def test_a_report_is_neither_true_nor_false(source: Path, tmp_path: Path) -> None:
     quantkit.convert(source, tmp_path / "same")
     alone, pair = quantkit.verify(tmp_path / "same"), quantkit.verify(source, tmp_path / "same")

@@ -114,6 +114,12 @@ def verify_folder(folder: str | Path, *, progress: Progress = silent) -> FolderR
     """
     folder = Path(folder)
     require_finished(folder, manifest.NAME)
+    if not (folder / manifest.NAME).exists():
+        open_checkpoint(folder)  # which says what else may be wrong with it
+        raise CheckpointError(
+            f"has no {manifest.NAME}: quantkit did not make it", path=folder,
+            hint="give the model that it is to be compared with",
+        )  # fmt: skip
     made = manifest.read(folder)
     listed = made["files"]
     for path in sorted(folder.iterdir()):
