@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from quantkit.arguments import as_path, require_flags, require_instance
 from quantkit.calibration.quantizers import GptqQuantizer, Quantizer, RtnQuantizer
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.container import Output, weight_size
@@ -21,7 +22,7 @@ from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, writing
 from quantkit.jobs.prepare import prepare, tensor_blocks, too_few_tokens
 from quantkit.jobs.result import QuantizeResult
 from quantkit.jobs.settings import Method, gptq_settings
-from quantkit.progress import Progress, in_phase, silent
+from quantkit.progress import Progress, heard, in_phase
 from quantkit.quality.gate import require_passed, run_gate
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
@@ -50,7 +51,7 @@ def quantize(
     allow_nonfinite: bool = False,
     source_check: bool = True,
     group: ProcessGroup = SINGLE,
-    progress: Progress = silent,
+    progress: Progress | None = None,
 ) -> QuantizeResult:
     """Write the model in `src`, quantized, to the new folder `dst`, if it passes the gate.
 
@@ -97,12 +98,16 @@ def quantize(
         >>> print(made.bits_per_weight, made.quality.texts[0].kl)
     """
     began = time.monotonic()
-    labels = Labels(base_model, license)
+    require_flags(
+        thorough=thorough, strict=strict, accept_quality_loss=accept_quality_loss, resume=resume,
+        allow_nonfinite=allow_nonfinite, source_check=source_check,
+    )  # fmt: skip
+    require_instance("group", group, ProcessGroup, "a ProcessGroup")
+    progress, dst, labels = heard(progress), as_path("dst", dst), Labels(base_model, license)
     settings = gptq_settings(
         method, calibration, samples=samples, length=length, seed=seed, thorough=thorough,
         activation_memory=activation_memory, device=device,
     )  # fmt: skip
-    dst = Path(dst)
     source, scheme_map, tokenizer, notes = prepare(src, dst, scheme, keep=keep, strict=strict, weights=weights)
     schemes = scheme_map.schemes
     options: dict[str, object] = {

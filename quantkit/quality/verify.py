@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quantkit.architectures.topology import parameters
+from quantkit.arguments import as_path, wrong_type
 from quantkit.data.files import gate_texts
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
@@ -20,7 +21,7 @@ from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.registry import CONTAINERS
 from quantkit.json_values import read_json
 from quantkit.model.layerwise import Batch
-from quantkit.progress import Progress, in_phase, silent
+from quantkit.progress import Progress, heard, in_phase
 from quantkit.quality.bounds import BOUNDS, Bound, coarser, exceeds, same_but_rounded, type_name, weight_bound
 from quantkit.quality.figures import Estimate
 from quantkit.quality.manifest_check import FolderReport, neither_true_nor_false, verify_folder
@@ -30,6 +31,15 @@ from quantkit.tensors.qtensor import QuantTensor, float_rows, frobenius, row_chu
 from quantkit.text.compare import first_difference, vocabulary_texts
 
 _RANDOM_TOKENS = 64
+
+
+class _NotGiven(Enum):
+    """Stands for an argument that was left out, where None is what a mistake would give."""
+
+    NOT_GIVEN = "not given"
+
+    def __repr__(self) -> str:
+        return "<not given>"
 
 
 class Verdict(Enum):
@@ -174,14 +184,16 @@ class VerifyReport:
 
 
 @overload
-def verify(a: str | Path, b: None = None, *, progress: Progress = silent) -> FolderReport: ...
+def verify(a: str | Path, *, progress: Progress | None = None) -> FolderReport: ...
 
 
 @overload
-def verify(a: str | Path, b: str | Path, *, progress: Progress = silent) -> VerifyReport: ...
+def verify(a: str | Path, b: str | Path, *, progress: Progress | None = None) -> VerifyReport: ...
 
 
-def verify(a: str | Path, b: str | Path | None = None, *, progress: Progress = silent) -> VerifyReport | FolderReport:
+def verify(
+    a: str | Path, b: str | Path | _NotGiven = _NotGiven.NOT_GIVEN, *, progress: Progress | None = None
+) -> VerifyReport | FolderReport:  # fmt: skip
     """Say whether two models are the same, or how far apart; of one alone, whether it is as quantkit made it.
 
     Two models: configs, end tokens, tokenizers, names, shapes, dequantized tensors and logits are compared.
@@ -194,22 +206,28 @@ def verify(a: str | Path, b: str | Path | None = None, *, progress: Progress = s
     there.
 
     Args:
-        a, b: the folders.
-        progress: told of every tensor and layer.
+        a, b: the folders; for one model alone `b` is left out, and None is refused.
+        progress: told of every tensor and layer; None tells nobody.
 
     Returns:
         A report with `same`, `ok`, `lines()` and `to_json()`: a `VerifyReport` of two models, a `FolderReport` of one.
 
     Raises:
         CheckpointError: if a single model has no manifest, or its files are not those that quantkit wrote.
+        RequestError: if a path is None or empty.
         QualityError: if a single model's perplexity is not what its manifest says, or it was too far from its source
             when it was made.
         QuantkitError: if a folder cannot be read.
     """
-    return verify_folder(a, progress=progress) if b is None else _verify_pair(a, b, progress)
+    first, progress = as_path("a", a), heard(progress)
+    if b is None:
+        raise wrong_type("b", b, "a path", hint="leave it out to check one model alone")
+    if isinstance(b, _NotGiven):
+        return verify_folder(first, progress=progress)
+    return _verify_pair(first, as_path("b", b), progress)
 
 
-def _verify_pair(a: str | Path, b: str | Path, progress: Progress) -> VerifyReport:
+def _verify_pair(a: Path, b: Path, progress: Progress) -> VerifyReport:
     reference, other = open_checkpoint(a), open_checkpoint(b)
     problems = _config_problems(reference, other)
     comparable = not problems

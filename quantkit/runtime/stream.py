@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from quantkit.arguments import require_flags, wrong_type
 from quantkit.errors import RequestError
 from quantkit.model.decoder import Decoder
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate import generate
-from quantkit.runtime.request import MAX_NEW_TOKENS, TokenIds, prompt_ids
+from quantkit.runtime.request import MAX_NEW_TOKENS, TokenIds, prompt_ids, require_model
 from quantkit.text.tokenizer import Tokenizer
 
 _UNFINISHED = "\ufffd"
@@ -48,6 +49,10 @@ def stream(
         >>> for piece in quantkit.stream(model, tokenizer, "My fellow citizens"):
         ...     print(piece, end="", flush=True)
     """
+    require_model("model", model, (Decoder, Engine))
+    if not callable(getattr(tokenizer, "encode", None)):
+        raise wrong_type("tokenizer", tokenizer, "the one that quantkit.load(path) gives")
+    require_flags(specials=specials)
     ids = text_ids(tokenizer, prompt, specials=specials) if isinstance(prompt, str) else prompt_ids(prompt)
     tokens = generate(model, ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
     return filter(None, text_pieces(tokenizer, ids, tokens))
