@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quantkit.arguments import as_whole, require_flags, require_instance
+from quantkit.arguments import as_path, as_text, as_whole, require_flags, require_instance
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import WeightKind, open_checkpoint
@@ -60,6 +60,8 @@ def load(
         >>> model, tokenizer = quantkit.load("model-int4", dtype="bf16")
     """
     float_dtype = float_type(dtype)
+    if backend is not None:
+        as_text("backend", backend)
     require_instance("tp", tp, ProcessGroup, "a ProcessGroup")
     checkpoint: Checkpoint = open_checkpoint(path, weights)
     tokenizer, _ = checked_tokenizer(checkpoint)
@@ -91,7 +93,7 @@ def load_xla(
         QuantkitError: of the kind that says what is wrong.
     """
     require_flags(multi_host=multi_host)
-    progress, float_dtype = heard(progress), float_type(dtype)
+    path, progress, float_dtype = as_path("path", path), heard(progress), float_type(dtype)
     devices = None if devices is None else as_whole("devices", devices)
     require_packages()
     from quantkit.xla.engine import model_on_devices

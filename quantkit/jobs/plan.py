@@ -170,10 +170,8 @@ def quantize(
     Raises:
         QuantkitError: as `quantkit.quantize` does for what can be told without reading weights.
     """
-    require_flags(
-        thorough=thorough, strict=strict, accept_quality_loss=accept_quality_loss, resume=resume,
-        allow_nonfinite=allow_nonfinite, source_check=source_check,
-    )  # fmt: skip
+    require_flags(thorough=thorough, strict=strict, accept_quality_loss=accept_quality_loss)
+    require_flags(resume=resume, allow_nonfinite=allow_nonfinite, source_check=source_check)
     dst = as_path("dst", dst)
     Labels(base_model, license)
     settings = gptq_settings(

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 import torch
 
-from quantkit.arguments import as_path, as_whole
+from quantkit.arguments import as_path, as_text, as_whole
 from quantkit.calibration.data import Calibration, load_calibration
 from quantkit.calibration.effort import (
     ACTIVATION_MEMORY,
@@ -92,7 +92,7 @@ def gptq_settings(
         RequestError: if the method is unknown, has not what it needs or is given what it has
             no use for; for a budget that is no number of bytes, or a device that cannot be used.
     """
-    if method not in METHODS:
+    if as_text("method", method) not in METHODS:
         raise RequestError("unknown method", found=method, expected=" or ".join(METHODS))
     if method != "gptq":
         options = {

@@ -50,7 +50,7 @@ def stream(
         ...     print(piece, end="", flush=True)
     """
     require_model("model", model, (Decoder, Engine))
-    if not callable(getattr(tokenizer, "encode", None)):
+    if not hasattr(tokenizer, "vocab_size"):
         raise wrong_type("tokenizer", tokenizer, "the one that quantkit.load(path) gives")
     require_flags(specials=specials)
     ids = text_ids(tokenizer, prompt, specials=specials) if isinstance(prompt, str) else prompt_ids(prompt)

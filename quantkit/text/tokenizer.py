@@ -10,15 +10,12 @@ import base64
 import binascii
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from quantkit.arguments import as_text, require_flags, token_rows, wrong_type
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.json_values import Settings, read_json, require_plain_file
 from quantkit.text.contained import contained, is_panic, quiet_on_failure
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -79,14 +76,14 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def decode(self, ids: Sequence[int] | Tensor) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens left out.
 
         A token alone need not be a whole character, and may lose the space before it: decode a text as a whole, or
         let `quantkit.stream` cut it into pieces.
 
         Args:
-            ids: of any tokens, in a list or a tensor [T] or [1, T]; what is beyond the vocabulary is left out.
+            ids: of any tokens; what is beyond the vocabulary is left out.
 
         Returns:
             The text; bytes that are no character become U+FFFD.
@@ -130,7 +127,7 @@ class SentencePieceTokenizer(Tokenizer):
         _require_known(ids, self.vocab_size, self._path)
         return ids if self.bos_id is None else [self.bos_id, *ids]
 
-    def decode(self, ids: Sequence[int] | Tensor) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         known = _known_ids(ids, self.vocab_size)
         with contained(self._path, _NO_TOKENS):
             text: str = self._model.decode(known)
@@ -171,7 +168,7 @@ class TiktokenTokenizer(Tokenizer):
             ids = self._encoding.encode(text, allowed_special=allowed, disallowed_special=())
         return [self._bos, *ids]
 
-    def decode(self, ids: Sequence[int] | Tensor) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         specials = set(self._specials.values())
         known = _known_ids(ids, self.vocab_size)
         with contained(self._path, _NO_TOKENS):
@@ -221,7 +218,7 @@ class JsonTokenizer(Tokenizer):
             return [self.bos_id, *ids]
         return ids
 
-    def decode(self, ids: Sequence[int] | Tensor) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         known = _known_ids(ids, self.vocab_size)
         with contained(self._path, _NO_TOKENS):
             text: str = self._engine.decode(known, skip_special_tokens=True)
@@ -352,7 +349,7 @@ def _require_text(text: str, specials: bool) -> None:
         raise RequestError("the text is not valid Unicode", found=f"{text[error.start]!r}") from error
 
 
-def _known_ids(ids: Sequence[int] | Tensor, vocab_size: int) -> list[int]:
+def _known_ids(ids: Sequence[int], vocab_size: int) -> list[int]:
     """Those that a vocabulary has.
 
     Raises:
