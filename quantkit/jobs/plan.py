@@ -34,7 +34,7 @@ from quantkit.jobs.convert import Target, conversion
 from quantkit.jobs.output import SHARD_BYTES
 from quantkit.jobs.prepare import prepare, tensor_blocks, too_few_tokens
 from quantkit.jobs.settings import Method, gptq_settings
-from quantkit.memory import resident_bytes
+from quantkit.memory import resident_bytes, size_text
 from quantkit.model.device import float_type
 from quantkit.quality.measures import TOKENS_THROUGH_THE_HEAD
 from quantkit.quality.windows import measured_tokens, window_length
@@ -91,14 +91,14 @@ class Estimate:
         kinds = ", ".join(f"{count} x {kind}" for kind, count in self.layers.items())
         out = [
             f"linear layers: {kinds}",
-            f"memory: {self.memory_bytes / 1e9:.2f} GB, in {self.phase}",
-            f"disk: {self.disk_bytes / 1e9:.2f} GB",
+            f"memory: {size_text(self.memory_bytes)}, in {self.phase}",
+            f"disk: {size_text(self.disk_bytes)}",
             f"time: about {_duration(self.seconds)} on this machine",
         ]
         if self.device_bytes:
-            out.insert(2, f"GPU memory: {self.device_bytes / 1e9:.2f} GB")
+            out.insert(2, f"GPU memory: {size_text(self.device_bytes)}")
         if self.scratch_bytes:
-            out[-2] += f", and {self.scratch_bytes / 1e9:.2f} GB of activations while it runs"
+            out[-2] += f", and {size_text(self.scratch_bytes)} of activations while it runs"
         if self.source_check_tokens:
             out.append(f"first: the source is tried on {self.source_check_tokens} tokens of a text; see `source_check`")
         return [*out, *(f"note: {note}" for note in self.notes)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
 from quantkit.arguments import require_flags, wrong_type
 from quantkit.errors import RequestError
@@ -27,7 +27,7 @@ def stream(
     top_p: float = 1.0,
     seed: int | None = None,
     specials: bool = False,
-) -> Iterator[str]:
+) -> Generator[str, None, None]:
     """Continue a prompt, piece of text by piece of text.
 
     Args:
@@ -38,7 +38,7 @@ def stream(
             text that others wrote.
 
     Returns:
-        An iterator over the text that each token adds, computed as it is asked for. The prompt is not repeated, and
+        A generator of the text that each token adds, computed as it is asked for; it may be left at any time. The prompt is not repeated, and
         a character that spans tokens comes whole with the last of them: joined, the pieces are the text.
 
     Raises:
@@ -55,7 +55,13 @@ def stream(
     require_flags(specials=specials)
     ids = text_ids(tokenizer, prompt, specials=specials) if isinstance(prompt, str) else prompt_ids(prompt)
     tokens = generate(model, ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    return filter(None, text_pieces(tokenizer, ids, tokens))
+    return _not_empty(text_pieces(tokenizer, ids, tokens))
+
+
+def _not_empty(pieces: Iterable[str]) -> Generator[str, None, None]:
+    for piece in pieces:
+        if piece:
+            yield piece
 
 
 def text_ids(tokenizer: Tokenizer, text: str, *, specials: bool) -> list[int]:
