@@ -11,7 +11,7 @@ from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import WeightKind, open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
-from quantkit.kernels.dispatch import BackendName
+from quantkit.kernels.dispatch import BackendName, require_backend
 from quantkit.model.decoder import Decoder
 from quantkit.model.device import float_type
 from quantkit.model.load import load_model
@@ -58,6 +58,7 @@ def load(
     Example:
         >>> model, tokenizer = quantkit.load("model-int4", dtype="bf16")
     """
+    require_backend(backend)
     float_dtype = float_type(dtype)
     checkpoint: Checkpoint = open_checkpoint(path, weights)
     tokenizer, _ = checked_tokenizer(checkpoint)

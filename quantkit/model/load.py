@@ -15,6 +15,7 @@ from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.distributed.shard import require_shareable
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
+from quantkit.kernels.dispatch import require_backend
 from quantkit.memory import give_back
 from quantkit.model.decoder import Decoder
 from quantkit.model.device import usable_device
@@ -52,6 +53,7 @@ def load_model(
         CheckpointError, UnsupportedError, RequestError: as opening, `usable_device` and dispatch do.
         GroupError, RequestError: as `require_shareable` does.
     """
+    require_backend(backend)
     checkpoint = open_checkpoint(source) if isinstance(source, (str, Path)) else source
     device = usable_device(device or group.device)
     dtype = dtype or DType(checkpoint.config.dtype).torch
