@@ -32,6 +32,7 @@ def load(
     backend: BackendName | None = None,
     weights: WeightKind | None = None,
     tp: ProcessGroup = SINGLE,
+    progress: Progress = silent,
 ) -> tuple[Decoder, Tokenizer]:
     """Open a checkpoint, quantized or not, with its tokenizer.
 
@@ -46,6 +47,7 @@ def load(
         weights: picks one of several sets of weights in the folder: ``meta``, ``safetensors`` or ``bin``.
         tp: the processes that share the model, from `quantkit.distributed.group.joined`; each calls this, and then
             the model, alike.
+        progress: told of every tensor.
 
     Returns:
         The model and its tokenizer, for `quantkit.generate` and `quantkit.stream`.
@@ -62,7 +64,7 @@ def load(
     float_dtype = float_type(dtype)
     checkpoint: Checkpoint = open_checkpoint(path, weights)
     tokenizer, _ = checked_tokenizer(checkpoint)
-    model = load_model(checkpoint, device=device, dtype=float_dtype, backend=backend, group=tp)
+    model = load_model(checkpoint, device=device, dtype=float_dtype, backend=backend, group=tp, progress=progress)
     return model, tokenizer or load_tokenizer(path)
 
 
