@@ -73,7 +73,7 @@ class _Formats(click.Choice[str]):
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if value.lower() == "gguf":
-            raise RequestError("GGUF is not written", expected=" or ".join(self.choices))
+            self.fail(f"GGUF is not written; choose {' or '.join(self.choices)}.", param, ctx)
         return super().convert(value, param, ctx)
 
 

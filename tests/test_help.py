@@ -118,7 +118,7 @@ def test_the_backends_offered_are_those_there_are(capfd: Capture) -> None:
     ("arguments", "words"),
     [
         (("run", "x"), "Did you mean 'generate'?"), (("chat",), "Did you mean 'generate'?"),
-        (("convert", "x", "y", "--to", "gguf"), "GGUF is not written (expected hf or meta)"),
+        (("convert", "x", "y", "--to", "gguf"), "GGUF is not written; choose hf or meta."),
         (("generate", "x", "-dash"), "For a prompt that begins with a dash: --prompt=TEXT"),
     ],
 )  # fmt: skip
