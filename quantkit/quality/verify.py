@@ -14,6 +14,8 @@ from torch import Tensor
 
 from quantkit.architectures.topology import parameters
 from quantkit.data.files import gate_texts
+from quantkit.errors import CheckpointError
+from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
@@ -21,12 +23,13 @@ from quantkit.formats.registry import CONTAINERS
 from quantkit.json_values import read_json
 from quantkit.model.layerwise import Batch
 from quantkit.progress import Progress, in_phase, silent
-from quantkit.quality.bounds import BOUNDS, Bound, coarser, exceeds, same_but_rounded, type_name, weight_bound
+from quantkit.quality.bounds import BOUNDS, Bound, coarser, coarsest, exceeds, same_but_rounded, type_name, weight_bound
 from quantkit.quality.figures import Estimate
 from quantkit.quality.manifest_check import FolderReport, neither_true_nor_false, verify_folder
 from quantkit.quality.measures import Divergence, compare_batches
 from quantkit.quality.windows import measured_windows
-from quantkit.tensors.qtensor import QuantTensor, float_rows, frobenius, row_chunks
+from quantkit.tensors.qtensor import ROUNDING, QuantTensor, float_rows, frobenius, row_chunks
+from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.compare import first_difference, vocabulary_texts
 
 _RANDOM_TOKENS = 64
@@ -220,10 +223,11 @@ def _verify_pair(a: str | Path, b: str | Path, progress: Progress) -> VerifyRepo
     differing: list[TensorDifference] = []
     probes: dict[str, Probe] = {}
     bound = BOUNDS["float16"]
+    compensated = {**_compensated(reference), **_compensated(other)}
     if comparable:
         for index, name in enumerate(names):
             progress("tensors", index, len(names), "tensors")
-            difference, allowed = _compare(reference, other, name)
+            difference, allowed = _compare(reference, other, name, compensated.get(name.removesuffix(".weight")))
             if difference is not None:
                 differing.append(difference)
                 bound = coarser((bound, allowed))
@@ -285,7 +289,21 @@ def _load(checkpoint: Checkpoint, name: str) -> Tensor | QuantTensor:
     return checkpoint.load(name)
 
 
-def _compare(a: Checkpoint, b: Checkpoint, name: str) -> tuple[TensorDifference | None, Bound]:
+def _compensated(checkpoint: Checkpoint) -> dict[str, QuantScheme]:
+    """For each quantized module the coarsest scheme whose losses its weight may make up for: its own if it was
+    rounded, as far as the manifest tells, else that of any module."""
+    assigned = schemes(checkpoint)
+    try:
+        records = manifest.read(checkpoint.path).get("modules", {})
+    except CheckpointError:
+        records = {}
+    rounded = {module for module, record in records.items() if record.get("solver") == ROUNDING}
+    return {module: scheme if module in rounded else coarsest(assigned.values()) for module, scheme in assigned.items()}
+
+
+def _compare(
+    a: Checkpoint, b: Checkpoint, name: str, coarsest: QuantScheme | None
+) -> tuple[TensorDifference | None, Bound]:
     """The difference of one tensor from that of the reference `a`, None if bit-equal, and the bound of its type."""
     first, second = _load(a, name), _load(b, name)
     bound = _bound_between(first, second)
@@ -302,15 +320,17 @@ def _compare(a: Checkpoint, b: Checkpoint, name: str) -> tuple[TensorDifference 
     if equal:
         return None, bound
     relative = error / norm if norm else math.inf
-    return TensorDifference(name, relative, largest, _allowed(first, second, relative)), bound
+    return TensorDifference(name, relative, largest, _allowed(first, second, relative, coarsest)), bound
 
 
-def _allowed(a: Tensor | QuantTensor, b: Tensor | QuantTensor, error: float) -> float:
-    """What the relative error of a tensor may be, against its reference `a`."""
+def _allowed(
+    a: Tensor | QuantTensor, b: Tensor | QuantTensor, error: float, coarsest: QuantScheme | None
+) -> float:  # fmt: skip
+    """What the relative error of a tensor may be, against its reference `a`; see `weight_bound`."""
     if isinstance(b, QuantTensor):
-        return weight_bound(b, a)
+        return weight_bound(b, a, coarsest or b.scheme)
     if isinstance(a, QuantTensor):
-        return weight_bound(a, b)
+        return weight_bound(a, b, coarsest or a.scheme)
     return error if a.dtype != b.dtype and same_but_rounded(a, b) else 0.0
 
 
