@@ -53,8 +53,7 @@ def open_unfinished(path: str | Path, weights: str | None = None) -> StoredCheck
     spelled = {kind: text for container in CONTAINERS.values() for kind, text in container.weights.items()}
     if weights is not None and as_text("weights", weights) not in spelled:
         raise RequestError("unknown kind of weights", found=weights, expected=", ".join(spelled))
-    if not folder.exists():
-        raise CheckpointError("does not exist", path=folder, hint=_download(str(path)))
+    require_there(path)
     found = _present(folder)
     if not found and not folder.is_dir():
         raise _not_a_folder(folder)
@@ -70,6 +69,15 @@ def open_unfinished(path: str | Path, weights: str | None = None) -> StoredCheck
         ignored = [spelled[other] for other, _ in found if other != kind]
         checkpoint.notes += [f"{folder}: {files} beside {spelled[kind]}; ignored" for files in ignored]
     return checkpoint
+
+
+def require_there(path: str | Path) -> None:
+    """
+    Raises:
+        CheckpointError: if nothing is at the path.
+    """
+    if not Path(path).exists():
+        raise CheckpointError("does not exist", path=path, hint=_download(str(path)))
 
 
 def is_model_folder(folder: Path) -> bool:

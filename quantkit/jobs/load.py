@@ -12,7 +12,7 @@ from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import WeightKind, open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
-from quantkit.kernels.dispatch import BackendName
+from quantkit.kernels.dispatch import BackendName, require_backend
 from quantkit.model.decoder import Decoder
 from quantkit.model.device import float_type
 from quantkit.model.load import load_model
@@ -33,6 +33,7 @@ def load(
     backend: BackendName | None = None,
     weights: WeightKind | None = None,
     tp: ProcessGroup = SINGLE,
+    progress: Progress = silent,
 ) -> tuple[Decoder, Tokenizer]:
     """Open a checkpoint, quantized or not, with its tokenizer.
 
@@ -47,6 +48,7 @@ def load(
         weights: picks one of several sets of weights in the folder: ``meta``, ``safetensors`` or ``bin``.
         tp: the processes that share the model, from `quantkit.distributed.group.joined`; each calls this, and then
             the model, alike.
+        progress: told of every tensor.
 
     Returns:
         The model and its tokenizer, for `quantkit.generate` and `quantkit.stream`.
@@ -59,13 +61,14 @@ def load(
     Example:
         >>> model, tokenizer = quantkit.load("model-int4", dtype="bf16")
     """
+    require_backend(backend)
     float_dtype = float_type(dtype)
     if backend is not None:
         as_text("backend", backend)
     require_instance("tp", tp, ProcessGroup, "a ProcessGroup")
     checkpoint: Checkpoint = open_checkpoint(path, weights)
     tokenizer, _ = checked_tokenizer(checkpoint)
-    model = load_model(checkpoint, device=device, dtype=float_dtype, backend=backend, group=tp)
+    model = load_model(checkpoint, device=device, dtype=float_dtype, backend=backend, group=tp, progress=progress)
     return model, tokenizer or load_tokenizer(path)
 
 
