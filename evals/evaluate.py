@@ -234,6 +234,7 @@ def _row(
         task_backends=answers[1],
         speed=speed,
         layer_errors=errors,
+        method=str(_manifest(model.checkpoint.path).get("method") or ""),
     )
 
 
@@ -247,7 +248,7 @@ def _layer_errors(folders: Sequence[Path]) -> tuple[list[dict[str, float]], str]
 
     They are of one kind, so that they can be put side by side: of outputs if every manifest with errors has those.
     """
-    listed = [_modules(folder) for folder in folders]
+    listed: list[dict[str, Any]] = [_manifest(folder).get("modules", {}) for folder in folders]
     for kind in ("output_error", "relative_error"):
         errors = [{name: record[kind] for name, record in one.items() if record.get(kind) is not None}
                   for one in listed]  # fmt: skip
@@ -256,8 +257,8 @@ def _layer_errors(folders: Sequence[Path]) -> tuple[list[dict[str, float]], str]
     return [{} for _ in folders], ""
 
 
-def _modules(folder: Path) -> dict[str, Any]:
+def _manifest(folder: Path) -> dict[str, Any]:
     try:
-        return dict(manifest.read(folder).get("modules", {}))
+        return dict(manifest.read(folder))
     except CheckpointError:
         return {}

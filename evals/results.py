@@ -60,6 +60,7 @@ class Row:
         task_backends: what ran the quantized layers in the tasks; none where there are no such.
         layer_errors: relative errors of its quantized layers by name, worst first, as its manifest tells them; of
             their outputs, where all models that have any tell these.
+        method: how it was quantized, ``rtn`` or ``gptq``; empty where its manifest does not say.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Row:
     task_backends: list[str]
     speed: Speed | None
     layer_errors: dict[str, float] = field(default_factory=dict)
+    method: str = ""
 
 
 @dataclass(frozen=True)
