@@ -33,7 +33,7 @@ def load(
     backend: BackendName | None = None,
     weights: WeightKind | None = None,
     tp: ProcessGroup = SINGLE,
-    progress: Progress = silent,
+    progress: Progress | None = None,
 ) -> tuple[Decoder, Tokenizer]:
     """Open a checkpoint, quantized or not, with its tokenizer.
 
@@ -48,7 +48,7 @@ def load(
         weights: picks one of several sets of weights in the folder: ``meta``, ``safetensors`` or ``bin``.
         tp: the processes that share the model, from `quantkit.distributed.group.joined`; each calls this, and then
             the model, alike.
-        progress: told of every tensor.
+        progress: told of every tensor; None tells nobody.
 
     Returns:
         The model and its tokenizer, for `quantkit.generate` and `quantkit.stream`.
@@ -68,7 +68,9 @@ def load(
     require_instance("tp", tp, ProcessGroup, "a ProcessGroup")
     checkpoint: Checkpoint = open_checkpoint(path, weights)
     tokenizer, _ = checked_tokenizer(checkpoint)
-    model = load_model(checkpoint, device=device, dtype=float_dtype, backend=backend, group=tp, progress=progress)
+    model = load_model(
+        checkpoint, device=device, dtype=float_dtype, backend=backend, group=tp, progress=heard(progress)
+    )
     return model, tokenizer or load_tokenizer(path)
 
 

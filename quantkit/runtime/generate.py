@@ -36,8 +36,8 @@ def generate(
 
     Returns:
         A generator of the ids of new tokens, which are computed as they are asked for, up to the model's end token
-        (not given out); it may be left at any time. To decode them one by one breaks characters and loses spaces; that is what `quantkit.stream`
-        is for.
+        (not given out); it may be left at any time. To decode them one by one breaks characters and loses spaces;
+        that is what `quantkit.stream` is for.
 
     Raises:
         RequestError: at once, if the prompt is a text or empty, holds unknown ids, or does not fit

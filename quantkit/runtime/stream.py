@@ -38,8 +38,9 @@ def stream(
             text that others wrote.
 
     Returns:
-        A generator of the text that each token adds, computed as it is asked for; it may be left at any time. The prompt is not repeated, and
-        a character that spans tokens comes whole with the last of them: joined, the pieces are the text.
+        A generator of the text that each token adds, computed as it is asked for; it may be left at any time. The
+        prompt is not repeated, and a character that spans tokens comes whole with the last of them: joined, the
+        pieces are the text.
 
     Raises:
         RequestError, NonFiniteError: as `quantkit.generate`.
