@@ -121,7 +121,7 @@ WRONG: tuple[tuple[str, tuple[str, ...], tuple[Any, ...]], ...] = (
     ("quantize", ("group",), (None, 3)),
     ("evaluate", ("group",), (None, 3)),
     ("load", ("tp",), (None, 2)),
-    *((name, ("progress",), PROGRESS) for name in ("convert", "quantize", "verify", "evaluate", "load_xla")),
+    *((name, ("progress",), PROGRESS) for name in ("convert", "quantize", "verify", "evaluate", "load", "load_xla")),
     ("generate", ("model",), ("g4", None, (1, 2))),
     ("stream", ("model",), ("g4", None, (1, 2))),
     ("stream", ("tokenizer",), ("g4", None)),
@@ -188,6 +188,7 @@ def test_verify_of_nothing_is_no_check_of_one_model(demo_model: Path, tmp_path: 
 def test_none_listens_to_no_progress(demo_model: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("The people of the United States. " * 40)
+    quantkit.load(demo_model, device="cpu", progress=None)
     quantkit.convert(demo_model, tmp_path / "hf", progress=None)
     quantkit.quantize(demo_model, tmp_path / "int8", "int8", progress=None)
     assert quantkit.verify(tmp_path / "int8", progress=None).ok

@@ -61,16 +61,13 @@ def load(
     Example:
         >>> model, tokenizer = quantkit.load("model-int4", dtype="bf16")
     """
-    require_backend(backend)
-    float_dtype = float_type(dtype)
     if backend is not None:
-        as_text("backend", backend)
+        require_backend(as_text("backend", backend))
+    path, progress, float_dtype = as_path("path", path), heard(progress), float_type(dtype)
     require_instance("tp", tp, ProcessGroup, "a ProcessGroup")
     checkpoint: Checkpoint = open_checkpoint(path, weights)
     tokenizer, _ = checked_tokenizer(checkpoint)
-    model = load_model(
-        checkpoint, device=device, dtype=float_dtype, backend=backend, group=tp, progress=heard(progress)
-    )
+    model = load_model(checkpoint, device=device, dtype=float_dtype, backend=backend, group=tp, progress=progress)
     return model, tokenizer or load_tokenizer(path)
 
 
