@@ -36,6 +36,20 @@ silent: Progress = _Silent()
 """Tells nobody."""
 
 
+def changes(progress: Progress) -> Progress:
+    """Tell `progress` only what is other than what it was told last."""
+    told: tuple[str, int, int, str] | None = None
+
+    def report(phase: str, done: int, total: int, unit: str, /) -> None:
+        nonlocal told
+        now = (phase, done, total, unit)
+        if now != told:
+            told = now
+            progress(*now)
+
+    return report
+
+
 def in_phase(progress: Progress, name: str) -> Progress:
     """Tell `progress` of everything as of one phase, as a job does that calls others as parts of its own."""
 

@@ -20,7 +20,7 @@ from quantkit.formats.output.staging import require_name, require_new_names
 from quantkit.formats.registry import CONTAINERS, target
 from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, writing
 from quantkit.jobs.result import ConvertResult
-from quantkit.progress import Progress, silent
+from quantkit.progress import Progress, changes, silent
 from quantkit.tensors.dtypes import SHORT_NAMES, DType, FloatName, float_name
 from quantkit.tensors.finite import checked_cast
 from quantkit.tensors.qtensor import QuantTensor
@@ -52,10 +52,10 @@ def convert(
         mp: number of Meta model-parallel shards.
         dtype: ``bf16``, ``fp16``, ``fp32``, or torch's; None keeps each tensor's own.
         weights: picks one of several sets of weights in `src`: ``meta``, ``safetensors`` or ``bin``.
-        resume: go on with an interrupted run.
+        resume: go on with an interrupted run; where there is none, begin.
         allow_nonfinite: write NaN and Inf, and values that overflow `dtype`, as they are.
         source_check: see first that the source predicts a packaged text at all, where it has a tokenizer.
-        progress: told of every tensor.
+        progress: told of every layer.
 
     Returns:
         What was written: path, size, bits a weight, notes.
@@ -67,6 +67,7 @@ def convert(
         >>> quantkit.convert("Llama-3.2-1B", "Llama-3.2-1B-hf", dtype="bf16")
     """
     began = time.monotonic()
+    progress = changes(progress)
     work, notes = conversion(src, dst, to=to, mp=mp, dtype=dtype, weights=weights, allow_nonfinite=allow_nonfinite)
     source = work.source
     with writing(work, Path(dst), resume=resume, source_check=source_check, progress=progress) as writer:

@@ -21,7 +21,7 @@ from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, writing
 from quantkit.jobs.prepare import prepare, tensor_blocks, too_few_tokens
 from quantkit.jobs.result import QuantizeResult
 from quantkit.jobs.settings import Method, gptq_settings
-from quantkit.progress import Progress, in_phase, silent
+from quantkit.progress import Progress, changes, in_phase, silent
 from quantkit.quality.gate import require_passed, run_gate
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
@@ -97,6 +97,7 @@ def quantize(
         >>> print(made.bits_per_weight, made.quality.texts[0].kl)
     """
     began = time.monotonic()
+    progress = changes(progress)
     labels = Labels(base_model, license)
     settings = gptq_settings(
         method, calibration, samples=samples, length=length, seed=seed, thorough=thorough,

@@ -20,7 +20,7 @@ from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.registry import CONTAINERS
 from quantkit.json_values import read_json
 from quantkit.model.layerwise import Batch
-from quantkit.progress import Progress, in_phase, silent
+from quantkit.progress import Progress, changes, in_phase, silent
 from quantkit.quality.bounds import BOUNDS, Bound, coarser, exceeds, same_but_rounded, type_name, weight_bound
 from quantkit.quality.figures import Estimate
 from quantkit.quality.manifest_check import FolderReport, neither_true_nor_false, verify_folder
@@ -206,6 +206,7 @@ def verify(a: str | Path, b: str | Path | None = None, *, progress: Progress = s
             when it was made.
         QuantkitError: if a folder cannot be read.
     """
+    progress = changes(progress)
     return verify_folder(a, progress=progress) if b is None else _verify_pair(a, b, progress)
 
 
