@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from quantkit.arguments import wrong_type
+
 
 class Progress(Protocol):
     """Called as a job advances: what it is at, how much of that is done, of how much, and what is counted.
@@ -36,8 +38,18 @@ silent: Progress = _Silent()
 """Tells nobody."""
 
 
-def changes(progress: Progress) -> Progress:
-    """Tell `progress` only what is other than what it was told last."""
+def heard(progress: Progress | None) -> Progress:
+    """The one to tell, where callers may have given none: it hears only what is other than what it heard last.
+
+    Raises:
+        RequestError: if it cannot be called.
+    """
+    if progress is None:
+        return silent
+    if not callable(progress):
+        raise wrong_type("progress", progress, "None, or a function of (phase, done, total, unit)")
+    if progress is silent:
+        return silent
     told: tuple[str, int, int, str] | None = None
 
     def report(phase: str, done: int, total: int, unit: str, /) -> None:

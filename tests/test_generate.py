@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from command import Capture, run
+from terminal import screen
 
 import quantkit
 from quantkit.cli.main import quantkit as root
@@ -272,6 +273,14 @@ def test_options_that_do_not_go_together_are_told_before_torch_is_imported(optio
     assert done.stderr.startswith("quantkit: error: ")
 
 
+def test_a_prompt_that_stands_before_the_model_is_told(demo_model: Path, capfd: Capture) -> None:
+    code, out, err = run(capfd, "generate", "A prompt", demo_model)
+    assert (code, out) == (2, "")
+    assert err == f"quantkit: error: the model comes first, then the prompt; quantkit generate {demo_model} PROMPT\n"
+    code, _, err = run(capfd, "generate", "A prompt", "another")
+    assert (code, err) == (3, "quantkit: error: A prompt: does not exist\n")
+
+
 def test_of_several_processes_the_first_reads_the_prompt(demo_model: Path, answer: str, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPT)
@@ -328,9 +337,14 @@ def _on_a_terminal(*arguments: str | Path) -> Iterator[str]:
         assert process.wait() == 0
 
 
-def test_on_a_terminal_the_last_line_tells_the_pace(demo_model: Path, answer: str) -> None:
-    shown = "".join(_on_a_terminal("generate", demo_model, PROMPT, *NEW, "--dtype", "fp32")).replace("\r\n", "\n")
-    text, _, last = shown.rstrip("\n").rpartition("\n")
+def test_on_a_terminal_loading_is_shown_until_text_appears_and_the_last_line_tells_the_pace(
+    demo_model: Path, answer: str
+) -> None:
+    shown = "".join(_on_a_terminal("generate", demo_model, PROMPT, *NEW, "--dtype", "fp32"))
+    begins = shown.index(PROMPT)
+    assert "load: " in shown[:begins]
+    assert "load: " not in shown[begins:]
+    text, _, last = "\n".join(screen(shown)).rstrip("\n").rpartition("\n")
     assert text == PROMPT + answer
     assert last.startswith("12 tokens, ")
     assert last.endswith(" s")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ import quantkit
 from quantkit.cli.output import note
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.data.files import EXCERPT
+from quantkit.progress import Progress
 
 
 class Clock:
@@ -219,6 +222,15 @@ def test_a_command_leaves_nothing_but_its_result_on_a_terminal(demo_model: Path,
     assert end == ""
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(0, 0), (0, 100), (40, 50)])
+def test_a_terminal_of_any_size_shows_a_bar(rows: int, columns: int, demo_model: Path, tmp_path: Path) -> None:
+    code, text = on_terminal("convert", demo_model, "out", cwd=tmp_path, rows=rows, columns=columns)
+    assert code == 0
+    drawn = [line for line in re.split(r"[\r\n]+", text) if "layers" in line]
+    assert drawn
+    assert max(map(len, drawn)) < (columns or 80)
+
+
 def test_the_table_of_tasks_begins_on_a_line_of_its_own_and_no_other_bars_are_shown(
     demo_model: Path, tmp_path: Path
 ) -> None:
@@ -270,3 +282,18 @@ def test_of_a_group_the_first_process_tells(demo_model: Path, tmp_path: Path) ->
     assert phases[:2] == ["check of the source", "quantize"]
     assert phases[-1] == "gate"
     assert not PROGRESS.search(second.stderr)
+
+
+def test_only_what_changes_is_told(demo_model: Path, tmp_path: Path) -> None:
+    told: dict[str, list[tuple[str, int, int, str]]] = {}
+
+    def listening(name: str) -> Progress:
+        return lambda *now: told.setdefault(name, []).append(now)
+
+    quantkit.convert(demo_model, tmp_path / "out", progress=listening("convert"))
+    quantkit.quantize(demo_model, tmp_path / "int8", "int8", progress=listening("quantize"))
+    quantkit.verify(demo_model, tmp_path / "out", progress=listening("verify"))
+    quantkit.evaluate(demo_model, progress=listening("evaluate"))
+    assert len(told) == 4
+    for events in told.values():
+        assert all(one != after for one, after in itertools.pairwise(events))

@@ -20,6 +20,7 @@ import torch
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import input_groups, linear_columns, sizes
+from quantkit.arguments import as_path, as_text, as_whole, require_flags
 from quantkit.calibration.effort import Effort, activation_bytes, batch_samples, followed_share
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.container import Encoder, Output
@@ -129,6 +130,7 @@ def convert(
     Raises:
         QuantkitError: as `quantkit.convert` does for what can be told without reading weights.
     """
+    require_flags(resume=resume, allow_nonfinite=allow_nonfinite, source_check=source_check)
     work, notes = conversion(src, dst, to=to, mp=mp, dtype=dtype, weights=weights, allow_nonfinite=allow_nonfinite)
     source = work.source
     disk = work.encoder.total_bytes() + _side_bytes(work.side_files)
@@ -175,12 +177,15 @@ def quantize(
     Raises:
         QuantkitError: as `quantkit.quantize` does for what can be told without reading weights.
     """
+    require_flags(thorough=thorough, strict=strict, accept_quality_loss=accept_quality_loss)
+    require_flags(resume=resume, allow_nonfinite=allow_nonfinite, source_check=source_check)
+    dst = as_path("dst", dst)
     Labels(base_model, license)
     settings = gptq_settings(
         method, calibration, samples=samples, length=length, seed=seed, thorough=thorough,
         activation_memory=activation_memory, device=device,
     )  # fmt: skip
-    source, assignment, tokenizer, notes = prepare(src, Path(dst), scheme, keep=keep, strict=strict, weights=weights)
+    source, assignment, tokenizer, notes = prepare(src, dst, scheme, keep=keep, strict=strict, weights=weights)
     assigned, config = assignment.schemes, source.config
     tensors = [spec for block in tensor_blocks(source, assigned) for spec in block.tensors]
     output = Output(source, config, tensors, SHARD_BYTES)
@@ -201,7 +206,7 @@ def quantize(
         phases["calibration"] = resident_bytes() + _LIBRARIES + held + codes + work_bytes
         flops += _calibration_flops(config, shape, effort)
         seconds += _calibration_seconds(config, shape, effort)
-    _require_room(Path(dst), disk + scratch, resume)
+    _require_room(dst, disk + scratch, resume)
     kinds = Counter(str(assigned[module]) if module in assigned else "float" for module in assignment.modules)
     phase = max(phases, key=lambda name: phases[name])
     seconds += flops / _flop_rate() + _writing_seconds(disk)
@@ -233,6 +238,10 @@ def generate(
             TPUs is not installed.
     """
     float_dtype = float_type(dtype)
+    target, batch = as_text("target", target), as_whole("batch", batch)
+    context = None if context is None else as_whole("context", context)
+    if not hasattr(model, "config"):
+        model = as_path("model", model)
     require_compiler()
     from quantkit.xla.estimate import estimate_slice
 

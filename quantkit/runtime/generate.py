@@ -9,7 +9,7 @@ import torch
 from quantkit.errors import RequestError
 from quantkit.model.decoder import Decoder
 from quantkit.runtime.engine import Engine
-from quantkit.runtime.request import MAX_NEW_TOKENS, TokenIds, checked_length, prompt_ids
+from quantkit.runtime.request import MAX_NEW_TOKENS, TokenIds, checked_length, prompt_ids, require_model
 from quantkit.runtime.sampling import SamplingParams, agreed, sample
 from quantkit.tensors.finite import finite_logits
 
@@ -36,8 +36,8 @@ def generate(
 
     Returns:
         A generator of the ids of new tokens, which are computed as they are asked for, up to the model's end token
-        (not given out); it may be left at any time. To decode them one by one breaks characters and loses spaces; that is what `quantkit.stream`
-        is for.
+        (not given out); it may be left at any time. To decode them one by one breaks characters and loses spaces;
+        that is what `quantkit.stream` is for.
 
     Raises:
         RequestError: at once, if the prompt is a text or empty, holds unknown ids, or does not fit
@@ -49,6 +49,7 @@ def generate(
         >>> ids = tokenizer.encode("My fellow citizens")
         >>> print(tokenizer.decode(list(quantkit.generate(model, ids, max_new_tokens=50))))
     """
+    require_model("model", model, (Decoder, Engine))
     decoder = model.model if isinstance(model, Engine) else model
     params = agreed(SamplingParams(temperature, top_p, seed), decoder.group)
     prompt = prompt_ids(ids)
@@ -56,7 +57,7 @@ def generate(
     engine = model if isinstance(model, Engine) else Engine(model, length)
     if length > engine.length:
         raise RequestError("prompt and new tokens exceed the engine", found=length, expected=f"at most {engine.length}")
-    return _tokens(engine, prompt, max_new_tokens, params)
+    return _tokens(engine, prompt, length - len(prompt), params)
 
 
 _LOOKS = {"cpu": 1}

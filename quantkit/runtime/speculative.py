@@ -11,10 +11,11 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
+from quantkit.arguments import as_whole
 from quantkit.errors import RequestError
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
-from quantkit.runtime.request import MAX_NEW_TOKENS, TokenIds, checked_length, prompt_ids
+from quantkit.runtime.request import MAX_NEW_TOKENS, TokenIds, checked_length, prompt_ids, require_model
 from quantkit.runtime.sampling import SamplingParams, agreed, probabilities
 from quantkit.tensors.finite import finite_logits
 
@@ -43,7 +44,10 @@ def speculate(
         RequestError: at once, as `generate` does, for either model; or if their vocabularies differ in size.
         NonFiniteError: if the logits of either are NaN or Inf.
     """
+    require_model("model", model, Decoder)
+    require_model("draft", draft, Decoder)
     params = agreed(SamplingParams(temperature, top_p, seed), model.group)
+    draft_tokens = as_whole("draft_tokens", draft_tokens)
     if draft_tokens < 1:
         raise RequestError("nothing to propose", found=f"{draft_tokens} draft tokens", expected="at least 1")
     if draft.config.vocab_size != model.config.vocab_size:

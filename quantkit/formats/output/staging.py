@@ -285,10 +285,10 @@ def mark_kept(error: BaseException, partial: Path) -> None:
 
 
 def kept(error: BaseException | None) -> str | None:
-    """What was noted with `mark_kept`, on an error or on one that it came of."""
+    """What was noted with `mark_kept`, on an error or on one that it came of, if it is still there."""
     while error is not None:
         for note in getattr(error, "__notes__", ()):
-            if note.endswith(_KEPT):
+            if note.endswith(_KEPT) and Path(note.removesuffix(f" {_KEPT}")).exists():
                 return str(note)
         error = error.__cause__ or error.__context__
     return None
