@@ -55,7 +55,9 @@ def evaluate(
 
     Args:
         paths: a Meta or Hugging Face folder, or several; ``NAME=PATH`` gives one a name in the tables.
-        texts: a file of UTF-8, or several.
+        texts: a file of UTF-8, or several. The result calls each by its name without the suffix (``wiki`` for
+            ``data/wiki.txt``) or, if two would be called the same, all by the shortest ends of their paths that tell
+            them apart (``a/wiki.txt`` and ``b/wiki.txt``).
         tasks: a name of lm-evaluation-harness, or several.
         task_data: a folder with tasks' data: TASK.jsonl, .json, .parquet or .txt.
         against: the reference's folder, or ``NAME=PATH``.
@@ -157,10 +159,17 @@ def _device(name: str | None, group: ProcessGroup, *, used: bool) -> torch.devic
 
 
 def _texts(paths: Sequence[Path], *, use_excerpt: bool) -> tuple[list[Text], list[str]]:
-    """The texts by names that tell them apart, and what to note about them."""
+    """The texts by names that tell them apart, and what to note about them.
+
+    Raises:
+        RequestError: if one cannot be read, or is given twice.
+    """
     texts = [read_text(path) for path in paths]
     if len({text.name for text in texts}) < len(texts):
-        texts = [Text(name, text.sha256, text.raw) for name, text in zip(short_names(paths), texts, strict=True)]
+        names = short_names(paths)
+        if twice := [name for index, name in enumerate(names) if name in names[:index]]:
+            raise RequestError("the same text is given twice", found=twice[0])
+        texts = [Text(name, text.sha256, text.raw) for name, text in zip(names, texts, strict=True)]
     if texts or not use_excerpt:
         return texts, []
     raw = EXCERPT.read_bytes()

@@ -82,7 +82,9 @@ class Evaluation:
     """Models side by side, the reference first where there is one.
 
     Attributes:
+        rows: the models, in order.
         reference: its name.
+        texts: what was measured on, by name.
         window: the fixed windows' length in tokens; None where no text was measured on.
         layer_error: which errors of layers the rows have: ``output_error`` or ``relative_error``; empty where none.
         device: where tasks were answered and speed was measured.
@@ -113,6 +115,13 @@ class Evaluation:
         if self.reference is None:
             return None
         return row.texts[text].token_perplexity / self.rows[0].texts[text].token_perplexity
+
+    def lines(self) -> list[str]:
+        """The tables as text: models side by side, and their divergence from the reference."""
+        from quantkit.evals.report import tables  # which knows this type
+        from quantkit.evals.table import render
+
+        return render(tables(self), "terminal")
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; what is infinite is None. The last model's ``layer_errors`` stand at the top as well."""

@@ -75,8 +75,8 @@ def require_tasks(names: Sequence[str]) -> None:
     if unknown := [name for name in names if name not in index]:
         near = difflib.get_close_matches(unknown[0], index, 3)
         raise RequestError(
-            "unknown task", found=unknown[0][:60], expected=" or ".join(near) or None,
-            hint=None if near else "python -m lm_eval ls tasks lists all of them",
+            "unknown task", found=unknown[0][:60],
+            hint=f"did you mean {' or '.join(near)}?" if near else "python -m lm_eval ls tasks lists all of them",
         )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ silent: Progress = _Silent()
 
 
 def heard(progress: Progress | None) -> Progress:
-    """The one to tell, where callers may have given none.
+    """The one to tell, where callers may have given none: it hears only what is other than what it heard last.
 
     Raises:
         RequestError: if it cannot be called.
@@ -48,7 +48,18 @@ def heard(progress: Progress | None) -> Progress:
         return silent
     if not callable(progress):
         raise wrong_type("progress", progress, "None, or a function of (phase, done, total, unit)")
-    return progress
+    if progress is silent:
+        return silent
+    told: tuple[str, int, int, str] | None = None
+
+    def report(phase: str, done: int, total: int, unit: str, /) -> None:
+        nonlocal told
+        now = (phase, done, total, unit)
+        if now != told:
+            told = now
+            progress(*now)
+
+    return report
 
 
 def in_phase(progress: Progress, name: str) -> Progress:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import quantkit
+from quantkit import errors
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.formats.detect import WeightKind
 from quantkit.formats.registry import CONTAINERS
@@ -124,6 +125,21 @@ def test_reports_are_json(demo_model: Path, tmp_path: Path) -> None:
         assert report.lines()
 
 
+def test_every_field_of_an_inspection_is_told_of() -> None:
+    told = (inspect.getdoc(quantkit.Inspection) or "").partition("Attributes:")[2]
+    assert not [one.name for one in dataclasses.fields(quantkit.Inspection) if one.name not in told]
+
+
+def test_docs_name_the_errors_that_are_worth_another_try() -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs" / "errors.md").read_text()
+    kinds = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, QuantkitError)]
+    worth_it = {one for one in kinds if one.retryable}
+    assert worth_it == {errors.BeingWrittenError, errors.NoSpaceError, errors.UnreachableError}
+    for kind in {*worth_it, errors.InterruptedRunError}:
+        again = "yes" if kind.retryable else "no"
+        assert f"| `{kind.__name__}`, a `{kind.__mro__[1].__name__}` | {kind.exit_code} | {again} |" in page
+
+
 def test_evaluate_takes_one_path_or_several_as_text_or_paths(demo_model: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("The people of the United States. " * 40)
@@ -139,10 +155,8 @@ def test_choices_are_those_there_are() -> None:
     assert typing.get_args(Method) == ("rtn", "gptq")
 
 
-@pytest.mark.parametrize("spelled", ["bf16", "bfloat16", torch.bfloat16])
-def test_a_float_type_is_taken_by_any_of_its_names_everywhere(
-    spelled: FloatName | torch.dtype, demo_model: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("spelled", ["bf16", "BF16", "bfloat16", torch.bfloat16])
+def test_a_float_type_is_taken_by_any_of_its_names_everywhere(spelled: Any, demo_model: Path, tmp_path: Path) -> None:
     assert quantkit.load(demo_model, device="cpu", dtype=spelled)[0].dtype is torch.bfloat16
     planned = quantkit.plan.convert(demo_model, tmp_path / "out", dtype=spelled)
     quantkit.convert(demo_model, tmp_path / "out", dtype=spelled)

@@ -257,6 +257,24 @@ def test_no_samples_make_no_sense(samples: int, length: int, text: Path, tokeniz
         load_calibration(text, tokenizer, samples=samples, length=length, seed=0)
 
 
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_more_samples_than_the_text_can_give_are_refused_at_once(
+    suffix: str, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    path = tmp_path / f"text{suffix}"
+    path.write_text('{"text": "a few words of text"}\n')
+    with pytest.raises(RequestError, match=r"more samples than letters .*found 1000000000 samples, expected at most"):
+        load_calibration(path, tokenizer, samples=10**9, length=4, seed=0)
+
+
+def test_what_cannot_be_drawn_is_refused_without_drawing(text: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    data.require_calibration(text, tokenizer, samples=3, length=8, seed=0)
+    few = tmp_path / "few.txt"
+    few.write_text("a few words of text")
+    with pytest.raises(RequestError, match="shorter than one sample"):
+        data.require_calibration(few, tokenizer, samples=3, length=800, seed=0)
+
+
 def test_local_text_needs_none_of_the_hubs_libraries(text: Path) -> None:
     code = (
         "import sys\n"

@@ -223,7 +223,7 @@ def test_a_line_that_a_task_cannot_use_is_told(
 def test_an_unknown_task_is_named_with_those_near_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "_hub_answers", lambda: True)
     with (
-        pytest.raises(RequestError, match=r"unknown task \(found helaswag, expected hellaswag"),
+        pytest.raises(RequestError, match=r"unknown task \(found helaswag\); did you mean hellaswag.*\?$"),
         open_tasks(["helaswag"], None),
     ):
         pass

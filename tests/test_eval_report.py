@@ -285,6 +285,16 @@ def test_models_and_texts_of_one_name_are_told_apart(folders: dict[str, Path], t
     assert list(both.texts) == [f"{path.parent.name}/first.txt" for path in texts]
 
 
+def test_a_text_that_is_given_twice_is_refused(folders: dict[str, Path]) -> None:
+    text = folders["first.txt"]
+    with pytest.raises(RequestError, match=r"the same text is given twice \(found .*first\.txt\)"):
+        evaluate(folders["int8"], texts=[text, text.parent / ".." / text.parent.name / text.name], window=WINDOW)
+
+
+def test_the_lines_are_the_tables(found: Evaluation) -> None:
+    assert found.lines() == render(tables(found), "terminal")
+
+
 def test_models_are_called_as_one_likes(folders: dict[str, Path]) -> None:
     int8, bf16 = folders["int8"], folders["bf16"]
     names = [

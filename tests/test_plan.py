@@ -16,6 +16,7 @@ from command import Capture, run
 import quantkit
 from quantkit.cli.main import quantkit as root
 from quantkit.data.files import excerpt
+from quantkit.text.tokenizer import JsonTokenizer
 
 GPTQ = ["--method", "gptq", "--samples", "60", "--length", "256"]
 
@@ -69,6 +70,45 @@ def test_memory_and_disk_are_within_a_fifth_of_what_happens(
     forecast, peak = _measured(tmp_path, *arguments)
     assert forecast["memory_bytes"] == pytest.approx(peak, rel=0.2)
     assert forecast["disk_bytes"] == pytest.approx(sum(file.stat().st_size for file in dst.iterdir()), rel=0.2)
+
+
+def test_no_samples_are_drawn(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "long.txt"
+    path.write_text(excerpt() * 20)
+    calls: list[int] = []
+    encode = JsonTokenizer.encode
+
+    def counted(self: JsonTokenizer, text: str, *, specials: bool = False) -> list[int]:
+        calls.append(len(text))
+        return encode(self, text, specials=specials)
+
+    monkeypatch.setattr(JsonTokenizer, "encode", counted)
+    found = quantkit.plan.quantize(
+        demo_model, tmp_path / "out", "int8", method="gptq", calibration=path, samples=10**5, length=64
+    )
+    assert found.seconds > 0
+    assert len([letters for letters in calls if letters >= 8 * 64]) == 1
+
+
+def test_time_counts_what_does_not_shrink_with_the_model(
+    demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantkit.jobs.plan._flop_rate", lambda: 1e30)
+    dst = tmp_path / "out"
+    seconds = [
+        quantkit.plan.convert(demo_model, dst, source_check=False).seconds,
+        quantkit.plan.convert(demo_model, dst).seconds,
+        quantkit.plan.quantize(demo_model, dst, "int8").seconds,
+        quantkit.plan.quantize(demo_model, dst, "int8", method="gptq", calibration=text, samples=8).seconds,
+        quantkit.plan.quantize(demo_model, dst, "int8", method="gptq", calibration=text, samples=99).seconds,
+    ]
+    assert seconds == sorted(set(seconds))
+    assert seconds[0] > 0.1
+
+
+def test_small_amounts_are_not_zero(demo_model: Path, tmp_path: Path) -> None:
+    assert "disk: 2." in str(lines := quantkit.plan.convert(demo_model, tmp_path / "out").lines())
+    assert "0.00" not in str(lines)
 
 
 def test_activations_beyond_the_budget_are_on_disk(demo_model: Path, text: Path, tmp_path: Path) -> None:

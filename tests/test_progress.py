@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ import quantkit
 from quantkit.cli.output import note
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.data.files import EXCERPT
+from quantkit.progress import Progress
 
 
 class Clock:
@@ -280,3 +282,18 @@ def test_of_a_group_the_first_process_tells(demo_model: Path, tmp_path: Path) ->
     assert phases[:2] == ["check of the source", "quantize"]
     assert phases[-1] == "gate"
     assert not PROGRESS.search(second.stderr)
+
+
+def test_only_what_changes_is_told(demo_model: Path, tmp_path: Path) -> None:
+    told: dict[str, list[tuple[str, int, int, str]]] = {}
+
+    def listening(name: str) -> Progress:
+        return lambda *now: told.setdefault(name, []).append(now)
+
+    quantkit.convert(demo_model, tmp_path / "out", progress=listening("convert"))
+    quantkit.quantize(demo_model, tmp_path / "int8", "int8", progress=listening("quantize"))
+    quantkit.verify(demo_model, tmp_path / "out", progress=listening("verify"))
+    quantkit.evaluate(demo_model, progress=listening("evaluate"))
+    assert len(told) == 4
+    for events in told.values():
+        assert all(one != after for one, after in itertools.pairwise(events))

@@ -56,7 +56,37 @@ def load_calibration(source: str | Path, tokenizer: Tokenizer, *, samples: int, 
         seed: of the places.
 
     Raises:
-        RequestError: if the text cannot be read or holds less than one sample, or the seed does not fit 64 bits.
+        RequestError: if the text cannot be read, holds less than one sample or fewer letters than samples are asked
+            for, or the seed does not fit 64 bits.
+    """
+    text, sha256, name = _read(source, samples, length, seed)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = None
+    if len(text) > max(_TOKENIZED_WHOLE, _LETTERS_PER_TOKEN * length):
+        tokens = _from_pieces(text, tokenizer, samples, length, generator)
+    if tokens is None:
+        tokens = _from_whole(text, tokenizer, samples, length, generator, source)
+    return Calibration(tokens, sha256, seed, name)
+
+
+def require_calibration(source: str | Path, tokenizer: Tokenizer, *, samples: int, length: int, seed: int) -> None:
+    """Check what `load_calibration` does with the same arguments, without drawing samples.
+
+    Raises:
+        RequestError: as that does.
+    """
+    text, _, _ = _read(source, samples, length, seed)
+    beginning = text[: max(_TOKENIZED_WHOLE, _LETTERS_PER_TOKEN * length)]
+    lead, ids = _tokenized(beginning, tokenizer)
+    if len(lead) + len(ids) < length:
+        _whole(text, tokenizer, length, source)
+
+
+def _read(source: str | Path, samples: int, length: int, seed: int) -> tuple[str, str, str | None]:
+    """As much of a text as samples need, the sha256 that the manifest tells, and the name of a dataset on the hub.
+
+    Raises:
+        RequestError: as `load_calibration` does, but for a text of too few tokens.
     """
     require_seed(seed)
     if samples < 1 or length < 2:
@@ -70,13 +100,12 @@ def load_calibration(source: str | Path, tokenizer: Tokenizer, *, samples: int, 
         sha256 = hashlib.sha256(text.encode()).hexdigest()
     if not text.strip():
         raise RequestError("the calibration text is empty", path=source)
-    generator = torch.Generator().manual_seed(seed)
-    tokens = None
-    if len(text) > max(_TOKENIZED_WHOLE, _LETTERS_PER_TOKEN * length):
-        tokens = _from_pieces(text, tokenizer, samples, length, generator)
-    if tokens is None:
-        tokens = _from_whole(text, tokenizer, samples, length, generator, source)
-    return Calibration(tokens, sha256, seed, None if dataset is None else str(dataset))
+    if samples > len(text):
+        raise RequestError(
+            "more samples than letters in the calibration text", path=source, found=f"{samples} samples",
+            expected=f"at most {len(text)}", hint="give more text, or fewer `samples`",
+        )  # fmt: skip
+    return text, sha256, None if dataset is None else str(dataset)
 
 
 def _from_whole(
@@ -87,6 +116,19 @@ def _from_whole(
     Raises:
         RequestError: if it holds less than one sample.
     """
+    lead, ids = _whole(text, tokenizer, length, source)
+    size = length - len(lead)
+    starts = torch.randint(len(ids) - size + 1, (samples,), generator=generator)
+    windows = torch.tensor(ids).unfold(0, size, 1)[starts]
+    return torch.cat([torch.tensor(lead, dtype=torch.long).expand(samples, len(lead)), windows], dim=1)
+
+
+def _whole(text: str, tokenizer: Tokenizer, length: int, source: str | Path) -> tuple[list[int], list[int]]:
+    """As `_tokenized`.
+
+    Raises:
+        RequestError: if the text holds less than one sample.
+    """
     lead, ids = _tokenized(text, tokenizer)
     size = length - len(lead)
     if len(ids) < size:
@@ -94,9 +136,7 @@ def _from_whole(
             "the calibration text is shorter than one sample", path=source, found=f"{len(ids)} tokens", expected=size,
             hint="give more text, or shorter samples",
         )  # fmt: skip
-    starts = torch.randint(len(ids) - size + 1, (samples,), generator=generator)
-    windows = torch.tensor(ids).unfold(0, size, 1)[starts]
-    return torch.cat([torch.tensor(lead, dtype=torch.long).expand(samples, len(lead)), windows], dim=1)
+    return lead, ids
 
 
 def _from_pieces(

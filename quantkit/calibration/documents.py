@@ -34,7 +34,7 @@ def joined(documents: Iterable[object], limit: int) -> str:
     return decoded(_BETWEEN.join(parts)[:limit], whole=False)
 
 
-def decoded(raw: bytes, *, whole: bool) -> str:
+def decoded(raw: bytes | bytearray, *, whole: bool) -> str:
     """The text of UTF-8 bytes; unless `whole`, a last character that was cut is left out.
 
     Raises:

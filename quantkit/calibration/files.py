@@ -36,7 +36,7 @@ def file_text(path: Path, limit: int) -> tuple[str, str]:
             elif suffix == PARQUET:
                 text = joined(_parquet_documents(path), limit)
             else:
-                raw = file.read(limit)
+                raw = _first_bytes(file, limit)
                 # In one go: what comes through a pipe is there once.
                 digest = hashlib.file_digest(file, lambda: hashlib.sha256(raw))
                 return decoded(raw, whole=len(raw) < limit), digest.hexdigest()
@@ -50,6 +50,14 @@ def file_text(path: Path, limit: int) -> tuple[str, str]:
     except ValueError as error:
         expected = {PARQUET: "Parquet", **dict.fromkeys(JSON_LINES, "JSON lines")}.get(suffix, "UTF-8 text")
         raise RequestError(f"is no calibration text: {error}", path=path, expected=expected) from error
+
+
+def _first_bytes(file: BinaryIO, limit: int) -> bytearray:
+    """What a file begins with: memory is taken as it comes, since a limit may be far beyond any file."""
+    raw = bytearray()
+    while len(raw) < limit and (part := file.read(min(limit - len(raw), _BUFFER))):
+        raw += part
+    return raw
 
 
 def _json_documents(file: BinaryIO, path: Path) -> Iterator[object]:

@@ -9,6 +9,7 @@ from quantkit.formats.container import Container
 from quantkit.formats.containers.hf import HuggingFace
 from quantkit.formats.containers.meta import Meta
 from quantkit.formats.folder import READ_BESIDE
+from quantkit.json_values import shown
 
 _NATIVE = CompressedTensors()
 
@@ -33,7 +34,7 @@ def target(name: str) -> tuple[Container, QuantMethod | None]:
     for container in CONTAINERS.values():
         if name in container.methods:
             return container, container.methods[name]
-    raise RequestError("unknown target format", found=name, expected=" or ".join(sorted(CONTAINERS)))
+    raise RequestError("unknown target format", found=shown(name), expected=" or ".join(sorted(CONTAINERS)))
 
 
 def read_names() -> set[str]:

@@ -53,10 +53,10 @@ def convert(
         mp: number of Meta model-parallel shards.
         dtype: ``bf16``, ``fp16``, ``fp32``, or torch's; None keeps each tensor's own.
         weights: picks one of several sets of weights in `src`: ``meta``, ``safetensors`` or ``bin``.
-        resume: go on with an interrupted run.
+        resume: go on with an interrupted run; where there is none, begin.
         allow_nonfinite: write NaN and Inf, and values that overflow `dtype`, as they are.
         source_check: see first that the source predicts a packaged text at all, where it has a tokenizer.
-        progress: told of every tensor; None tells nobody.
+        progress: told of every layer; None tells nobody.
 
     Returns:
         What was written: path, size, bits a weight, notes.

@@ -18,13 +18,22 @@ from quantkit.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Inspection:
-    """What `quantkit inspect` prints.
+    """What `quantkit.inspect` finds.
 
     Attributes:
+        path: the folder.
+        format: how it lies on disk: Meta, or Hugging Face, with which kind of weights.
+        architecture: as its config calls it.
+        layers, hidden_size, heads, kv_heads, vocabulary: sizes.
+        context: tokens that it can take at most.
+        rope: base and scaling of rotary embeddings.
+        tied_embeddings: whether the embedding is the output head too.
         parameters: weights, as if all were floats; tied ones counted once.
         weight_bytes: what the tensors occupy on disk.
         bits_per_weight: their average over all parameters.
         tensors: number of tensors by float type or scheme.
+        tokenizer: its kind, tokens and BOS; ``none`` where there is none.
+        made_by: version and job of quantkit that wrote it; None where that is not told.
         readers: who can load the folder.
         notes: what one should know though it is no error.
     """

@@ -54,6 +54,12 @@ _SOLVER_MATRICES = 10  # that the solver holds of the rows it is at
 _MANIFEST = 300  # bytes of quantkit.json for each linear layer
 _OF_ONE_SQUARE = 0.65  # of the products of a symmetric sum, what is computed
 _GUESSED_DISK_RATE = 5e8  # bytes a second through reading, hashing and writing; not measured here
+_LOGIT_FLOPS = 50  # that a softmax over one logit, and what is made of it, are worth
+# Seconds that do not shrink with the model, as measured on a small one:
+_SECONDS_OF_FILES = 0.12  # opened, hashed, synced and read back
+_SECONDS_OF_LAYER = 0.01  # of one model, to load and set up
+_SECONDS_OF_BATCH = 0.001  # through the linears that share an input
+_SECONDS_OF_COLUMN = 1e-4  # of a weight that GPTQ solves
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ class Estimate:
         device_bytes: peak on the GPU, if one computes.
         disk_bytes: of the output.
         scratch_bytes: on disk while it runs.
-        seconds: roughly, on this machine as busy as it is now.
+        seconds: roughly, on this machine while it does nothing else, and once Python and torch are loaded.
         source_check_tokens: of a text, on which the source is tried first; 0 where it is not.
         notes: what the user should know.
     """
@@ -134,7 +140,8 @@ def convert(
     if checked:
         phases["the check of the source"] = _forward(source, checked, models=1)
     phase = max(phases, key=lambda name: phases[name])
-    seconds = 2 * disk / _GUESSED_DISK_RATE + _forward_flops(source.config, checked) / _flop_rate()
+    seconds = _writing_seconds(disk) + _forward_flops(source.config, checked) / _flop_rate()
+    seconds += _pass_seconds(source.config, bool(checked))
     layers = {"as they are": len(linear_columns(source.config))}
     return Estimate(layers, phases[phase], phase, 0, disk, 0, seconds, checked, notes)
 
@@ -162,7 +169,7 @@ def quantize(
     allow_nonfinite: bool = False,
     source_check: bool = True,
 ) -> Estimate:
-    """What `quantkit.quantize` with the same arguments would take; calibration text is read and cut as it would be.
+    """What `quantkit.quantize` with the same arguments would take; calibration text is read, and no samples are drawn.
 
     Returns:
         Memory, disk and time, and what becomes of the layers.
@@ -187,10 +194,10 @@ def quantize(
     phases = {"writing": _streaming(source, encoder), "the gate": _gate(source)}
     checked = _checked_tokens(source, source_check)
     scratch, on_device, flops = 0, 0, _forward_flops(config, 3 * measured_tokens(source) + checked)
+    seconds = _pass_seconds(config, 3 + bool(checked))
     if settings is not None:
-        drawn = settings.draw(tokenizer, source)
-        notes += too_few_tokens(drawn, config)
-        effort, shape = settings.effort, drawn.tokens.shape
+        effort, shape = settings.effort, settings.shape(tokenizer, source)
+        notes += too_few_tokens(shape, config)
         held, scratch = activation_bytes(config, shape, effort, settings.memory_bytes)
         work_bytes = _gptq(config, batch_samples(config, shape[1]) * shape[1])
         codes = _block_weights(config)
@@ -198,10 +205,11 @@ def quantize(
             on_device, work_bytes = work_bytes, 0
         phases["calibration"] = resident_bytes() + _LIBRARIES + held + codes + work_bytes
         flops += _calibration_flops(config, shape, effort)
+        seconds += _calibration_seconds(config, shape, effort)
     _require_room(dst, disk + scratch, resume)
     kinds = Counter(str(assigned[module]) if module in assigned else "float" for module in assignment.modules)
     phase = max(phases, key=lambda name: phases[name])
-    seconds = flops / _flop_rate() + 2 * disk / _GUESSED_DISK_RATE
+    seconds += flops / _flop_rate() + _writing_seconds(disk)
     return Estimate(dict(kinds), phases[phase], phase, on_device, disk, scratch, seconds, checked, notes)
 
 
@@ -310,8 +318,28 @@ def _gptq(config: ModelConfig, tokens: int) -> int:
     return 4 * max(*passes, max(solves) + solver)
 
 
+def _writing_seconds(disk: int) -> float:
+    return _SECONDS_OF_FILES + 2 * disk / _GUESSED_DISK_RATE
+
+
+def _pass_seconds(config: ModelConfig, models: int) -> float:
+    """What passes through models take besides arithmetic."""
+    return models * config.num_layers * _SECONDS_OF_LAYER
+
+
+def _calibration_seconds(config: ModelConfig, shape: Sequence[int], effort: Effort) -> float:
+    """What calibration takes besides arithmetic."""
+    samples, length = shape
+    batches = -(-samples // batch_samples(config, length)) * (1 + followed_share(config, shape, effort))
+    groups = _groups(config)
+    columns = sum(columns for _, columns, _ in groups)
+    return config.num_layers * (columns * _SECONDS_OF_COLUMN + len(groups) * batches * _SECONDS_OF_BATCH)
+
+
 def _forward_flops(config: ModelConfig, tokens: int) -> int:
-    return 2 * tokens * config.num_layers * _block_weights(config)
+    """Of a pass through blocks, head and softmax."""
+    head = config.vocab_size * (2 * config.hidden_size + _LOGIT_FLOPS)
+    return tokens * (2 * config.num_layers * _block_weights(config) + head)
 
 
 def _block_weights(config: ModelConfig) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import Parameter, parameters
 from quantkit.arguments import as_path, as_texts
-from quantkit.calibration.data import Calibration
 from quantkit.calibration.quantizers import TensorBlock
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, schemes
@@ -95,9 +95,9 @@ def _recipe(scheme: str | QuantScheme | Recipe) -> Recipe:
     return Recipe(QuantScheme.parse(scheme))
 
 
-def too_few_tokens(drawn: Calibration, config: ModelConfig) -> list[str]:
-    """A note where a Hessian cannot have full rank."""
-    tokens, width = drawn.tokens.numel(), max(config.intermediate_size, config.hidden_size)
+def too_few_tokens(shape: Sequence[int], config: ModelConfig) -> list[str]:
+    """A note where samples of a shape [N, T] cannot give a Hessian full rank."""
+    tokens, width = math.prod(shape), max(config.intermediate_size, config.hidden_size)
     if tokens >= width:
         return []
     return [f"{tokens} calibration tokens are fewer than the widest layer's {width} inputs; give more `samples`"]

@@ -116,7 +116,7 @@ def quantize(
     quantizer: Quantizer = RtnQuantizer(source, allow_nonfinite=allow_nonfinite)
     if settings is not None:
         drawn = settings.draw(tokenizer, source)
-        notes += too_few_tokens(drawn, source.config)
+        notes += too_few_tokens(drawn.tokens.shape, source.config)
         options |= {"calibration": drawn.to_json(), "thorough": settings.thorough}
         computed_by = {"number of processes": group.size, "kind of device": settings.device.type}
         scratch = settings.scratch_bytes(source, drawn)

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 
 from quantkit.arguments import as_path, as_text, as_whole
-from quantkit.calibration.data import Calibration, load_calibration
+from quantkit.calibration.data import Calibration, load_calibration, require_calibration
 from quantkit.calibration.effort import (
     ACTIVATION_MEMORY,
     MAX_LENGTH,
@@ -66,6 +66,21 @@ class GptqSettings:
         Raises:
             RequestError: if the source has no tokenizer, or as `load_calibration` does.
         """
+        tokenizer, length = self._cut(tokenizer, source)
+        return load_calibration(self.text, tokenizer, samples=self.samples, length=length, seed=self.seed)
+
+    def shape(self, tokenizer: Tokenizer | None, source: Checkpoint) -> tuple[int, int]:
+        """Of the samples [N, T] that `draw` gives, which are not drawn.
+
+        Raises:
+            RequestError: as `draw` does.
+        """
+        tokenizer, length = self._cut(tokenizer, source)
+        require_calibration(self.text, tokenizer, samples=self.samples, length=length, seed=self.seed)
+        return self.samples, length
+
+    def _cut(self, tokenizer: Tokenizer | None, source: Checkpoint) -> tuple[Tokenizer, int]:
+        """What the text is cut with, and into how many tokens each."""
         if tokenizer is None:
             raise RequestError("calibration needs a tokenizer, and the source has none", path=source.path)
         context = source.config.max_context
@@ -75,7 +90,7 @@ class GptqSettings:
                 "samples are longer than the model's context", found=f"{length} tokens", expected=f"at most {context}",
                 hint="give a smaller `length`",
             )  # fmt: skip
-        return load_calibration(self.text, tokenizer, samples=self.samples, length=length, seed=self.seed)
+        return tokenizer, length
 
 
 def gptq_settings(

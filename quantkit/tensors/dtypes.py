@@ -106,14 +106,14 @@ FloatName = Literal["bf16", "fp16", "fp32", "bfloat16", "float16", "float32"]
 
 
 def float_name(dtype: FloatName | TorchDType | None) -> DType | None:
-    """A model's float type, given by a name such as ``bf16`` or ``bfloat16``, or as torch's own; None stays None.
+    """A model's float type, given by a name such as ``bf16`` or ``BFloat16``, or as torch's own; None stays None.
 
     Raises:
         RequestError: for anything else.
     """
     if dtype is None:
         return None
-    found = FLOAT_NAMES.get(str(dtype).removeprefix("torch."))
+    found = FLOAT_NAMES.get(str(dtype).removeprefix("torch.").lower())
     if found is None:
         raise RequestError("unknown float type", found=shown(dtype), expected=", ".join(FLOAT_NAMES))
     return found
