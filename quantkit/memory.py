@@ -24,6 +24,14 @@ def resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+def size_text(count: int) -> str:
+    """A number of bytes for people."""
+    for size, unit in ((10**9, "GB"), (10**6, "MB")):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count / 1000:.3g} kB"
+
+
 def total_bytes() -> int:
     """The machine's memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

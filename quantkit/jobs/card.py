@@ -19,10 +19,11 @@ from quantkit.calibration.data import Calibration
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, parameter_count
 from quantkit.jobs.command import file_name, quantize_command
-from quantkit.jobs.result import growth_text, size_text
+from quantkit.jobs.result import growth_text
 from quantkit.jobs.scheme_map import SchemeMap
 from quantkit.jobs.settings import GptqSettings
 from quantkit.json_values import read_json, shown
+from quantkit.memory import size_text
 from quantkit.quality.bounds import BOUNDS, coarser
 from quantkit.quality.gate import FLOOR, SLACK, Gate
 from quantkit.quality.windows import RANDOM, WINDOW

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.memory import size_text
 from quantkit.quality.figures import Estimate, weighted_mean
 from quantkit.quality.gate import Gate
 
@@ -76,14 +77,6 @@ class QuantizeResult:
         gate together."""
         facts = [_schemes(self.schemes), _size(self.weight_bytes, self.bits_per_weight), *_lost(self.quality)]
         return [f"wrote {self.path}: {', '.join([*facts, _time(self.seconds)])}"]
-
-
-def size_text(count: int) -> str:
-    """A number of bytes for people."""
-    for size, unit in ((10**9, "GB"), (10**6, "MB")):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count / 1000:.3g} kB"
 
 
 def growth_text(ratio: Estimate) -> str:

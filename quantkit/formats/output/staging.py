@@ -19,6 +19,7 @@ from quantkit.formats.output.destination import destination_errors, is_there, re
 from quantkit.formats.output.journal import NAME as JOURNAL
 from quantkit.formats.output.journal import WRITER, Journal, being_written, require_idle
 from quantkit.formats.output.own_folder import OwnFolder, in_the_way, not_ours
+from quantkit.memory import size_text
 
 SCRATCH = ".activations"
 """How the names of folders begin that are of use only to the run that made them."""
@@ -291,11 +292,14 @@ def require_space(folder: Path, needed_bytes: int) -> None:
     """
     with destination_errors(folder):
         there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
-        free = shutil.disk_usage(there).free
+        disk = shutil.disk_usage(there)
+    if disk.total == 0:  # of file systems that are none, such as /proc
+        raise DestinationError("cannot be written: it is on no disk", path=folder.parent)
+    free = disk.free
     if free < needed_bytes + _SPACE_MARGIN:
         raise DestinationError(
-            "too little space on the disk", path=folder.parent, found=f"{free / 1e9:.2f} GB free",
-            expected=f"{(needed_bytes + _SPACE_MARGIN) / 1e9:.2f} GB",
+            "too little space on the disk", path=folder.parent, found=f"{size_text(free)} free",
+            expected=size_text(needed_bytes + _SPACE_MARGIN),
         )  # fmt: skip
 
 
