@@ -99,5 +99,5 @@ def job_arguments(given: dict[str, Any]) -> dict[str, Any]:
     if head is not None:
         if scheme is None:
             raise RequestError("--head goes with --scheme", hint="a recipe names lm_head among its overrides")
-        scheme = Recipe(QuantScheme.parse(scheme), (Override("lm_head", QuantScheme.parse(head)),))
-    return {**given, "scheme": scheme if path is None else Recipe.from_json(path)}
+        return {**given, "scheme": Recipe(QuantScheme.parse(scheme), (Override("lm_head", QuantScheme.parse(head)),))}
+    return {**given, "scheme": QuantScheme.parse(scheme) if path is None else Recipe.from_json(path)}

@@ -22,8 +22,10 @@ def method(found: Evaluation) -> list[str]:
         lines.append(
             "±: one standard error of a mean over tokens, from the spread between 20 stretches of equal length that"
             " the text is cut into (batch means), as neighbouring tokens are not independent. That of the ppl ratio is"
-            " from the differences of loss token by token (delta method). Figures without one are those of this very"
-            " text, to four digits; quantiles to two."
+            " from the differences of loss token by token (delta method). It takes the text's tokens as a sample of"
+            " that text: another text may differ by several times as much, which only measuring on several shows."
+            " Figures without an error are those of this very text: four digits, or all before the point; quantiles"
+            " two."
         )
     lines += [
         f"{name}: sha256 {text.sha256}, read {text.kind}; documents {text.documents}, words {text.words}, bytes"

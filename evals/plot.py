@@ -17,14 +17,12 @@ from quantkit.quality.figures import significant
 
 _WORST = 8
 _INCHES, _DOTS_PER_INCH = 8.0, 150
-_COSTS_INCHES, _LAYERS_INCHES, _CAPTION_INCHES = 4.0, 1.75, 0.35
-_PANELS_A_ROW = 3
+_COSTS_INCHES, _LAYERS_INCHES = 4.0, 2.1
+_MOST_PANELS = 3
 _MARKS = "os^vDP*X"
-_BIT_TICKS = (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 _LONGEST_LABEL = 26
 _LABEL_AWAY = (9, 16, 26, 40, 58)  # points from a mark to its label
 _WIDE_RANGE = 5  # perplexities further apart stand on a logarithmic axis
-_WIDE_BITS = 1.6  # so do bits
 _SMALL, _SIZE = 7.5, 9
 
 
@@ -41,24 +39,23 @@ class _Point(NamedTuple):
 
 def picture(found: Evaluation, kind: str = "png") -> bytes:
     """KL from the reference, or without one word perplexity, by bits per weight; below it the worst layers of each
-    model that quantkit quantized.
+    model that quantkit quantized, where these are three at most and all of one method.
 
     Args:
         kind: ``png``, ``pdf`` or ``svg``.
 
     Raises:
         RequestError: if matplotlib is not installed, or there is neither a model to compare on a text nor a manifest
-            with layers' errors to show.
+            with layers' errors to show beside each other.
     """
     points = _points(found)
-    listed = [row for row in found.rows if row.layer_errors]
+    listed = _comparable(found)
     if not points and not listed:
-        raise RequestError("nothing to draw", expected="two models and a text, or a model that quantkit quantized")
-    across = min(_PANELS_A_ROW, len(listed))
-    if len(listed) == _PANELS_A_ROW + 1:
-        across = 2
-    down = math.ceil(len(listed) / across) if listed else 0
-    heights = [_COSTS_INCHES] * bool(points) + [_LAYERS_INCHES * down + _CAPTION_INCHES] * bool(listed)
+        raise RequestError(
+            "nothing to draw",
+            expected=f"two models and a text, or up to {_MOST_PANELS} models that quantkit quantized by one method",
+        )
+    heights = [_COSTS_INCHES] * bool(points) + [_LAYERS_INCHES] * bool(listed)
     figure = optional("matplotlib.figure").Figure(
         figsize=(_INCHES, sum(heights)), dpi=_DOTS_PER_INCH, layout="constrained"
     )
@@ -70,7 +67,7 @@ def picture(found: Evaluation, kind: str = "png") -> bytes:
         if axes is not None:
             _costs(axes, found, points)
         if listed:
-            _layers(next(halves), listed, found.layer_error, down, across)
+            _layers(next(halves), listed, found.layer_error)
         canvas = optional("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
         canvas.draw()
         if axes is not None:
@@ -79,6 +76,16 @@ def picture(found: Evaluation, kind: str = "png") -> bytes:
         out = io.BytesIO()
         figure.savefig(out, format=kind)
     return out.getvalue()
+
+
+def _comparable(found: Evaluation) -> list[Row]:
+    """Models whose worst layers can be read side by side; none where methods are mixed.
+
+    GPTQ moves weights further than rounding does, to keep the outputs: its weights' errors beside those of rounding
+    say the opposite of what is lost.
+    """
+    listed = [row for row in found.rows if row.layer_errors]
+    return listed if len(listed) <= _MOST_PANELS and len({row.method for row in listed}) == 1 else []
 
 
 def _points(found: Evaluation) -> list[_Point]:
@@ -115,23 +122,15 @@ def _costs(axes: Any, found: Evaluation, points: Sequence[_Point]) -> None:
         axes.yaxis.set_minor_formatter(ticker.NullFormatter())
     else:
         axes.margins(y=0.25)
-    if max(bits) > _WIDE_BITS * min(bits):
-        axes.set_xscale("log")
-        axes.set_xlim(min(bits) / 1.2, max(bits) * 1.2)
-        ticks = [tick for tick in _BIT_TICKS if min(bits) / 1.2 <= tick <= max(bits) * 1.2]
-        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    else:
-        room = max(0.35 * (max(bits) - min(bits)), 0.02 * max(bits))  # for labels
-        axes.set_xlim(min(bits) - room, max(bits) + room)
+    room = max(0.35 * (max(bits) - min(bits)), 0.02 * max(bits))  # for labels
+    axes.set_xlim(max(0, min(bits) - room), max(bits) + room)
     axes.minorticks_off()
     axes.set_xlabel("bits per weight", fontsize=_SIZE)
     if found.reference is None:
         axes.set_ylabel("word perplexity", fontsize=_SIZE)
     else:
         axes.set_ylabel("KL per token, nats", fontsize=_SIZE)
-        title = (
-            f"distance from {_short(found.reference)}, at {significant(found.rows[0].bits_per_weight)} bits a weight"
-        )
+        title = f"KL from {_short(found.reference)} ({significant(found.rows[0].bits_per_weight)} bits a weight)"
         axes.set_title(title, fontsize=_SIZE + 1, parse_math=False)
     axes.tick_params(labelsize=_SIZE)
     if len(found.texts) > 1:
@@ -214,12 +213,11 @@ def _outside(one: Any, box: Any) -> float:
     return 10 * float(one.width * one.height - _shared(one, box))
 
 
-def _layers(part: Any, rows: Sequence[Row], kind: str, down: int, across: int) -> None:
+def _layers(part: Any, rows: Sequence[Row], kind: str) -> None:
     """Bars of the largest errors, the worst on top: a panel a model, all of one scale."""
     of = {"output_error": "output", "relative_error": "weights"}[kind]
-    grid = list(part.subplots(down, across, squeeze=False).flat)
     most = max(error for row in rows for error in row.layer_errors.values())
-    for axes, row in zip(grid, rows, strict=False):
+    for axes, row in zip(part.subplots(1, len(rows), squeeze=False)[0], rows, strict=True):
         worst = list(row.layer_errors.items())[:_WORST][::-1]
         axes.barh(range(len(worst)), [100 * error for _, error in worst], color="0.55", height=0.7)
         axes.set_yticks(range(len(worst)), [_short(_layer_name(name)) for name, _ in worst], fontsize=_SMALL - 0.5)
@@ -227,10 +225,8 @@ def _layers(part: Any, rows: Sequence[Row], kind: str, down: int, across: int) -
         axes.set_xlim(0, 105 * most)
         axes.tick_params(axis="x", labelsize=_SMALL)
         axes.tick_params(axis="y", length=0)
-        axes.set_title(_in_two_lines(row.name, 72 // across), fontsize=_SIZE - 0.5, parse_math=False)
+        axes.set_title(_in_two_lines(row.name, 72 // len(rows)), fontsize=_SIZE - 0.5, parse_math=False)
         _plain(axes, "x")
-    for axes in grid[len(rows) :]:
-        axes.set_visible(False)
     part.supxlabel(f"worst {_WORST} layers: relative error of the {of}, %", fontsize=_SIZE)
 
 

@@ -14,6 +14,15 @@ _Column = tuple[str, Callable[[Row], str]]
 _DIGITS = 4
 """Of perplexities, as papers have them: they are those of this very text, and have no error as such."""
 _QUANTILE_DIGITS = 2
+_ERRORS = (
+    "± is one standard error for these tokens as a sample of their text; another text may differ by several times that."
+)
+_TASK_ERRORS = "Tasks: ± is one standard error over the questions."
+_KEYS = {
+    "MB": "size_mb", "bits/weight": "bits_per_weight", "bits/byte": "bits_per_byte", "KL, nats/token": "kl",
+    "KL median": "kl_median", "KL 99 %": "kl_p99", "top-1, %": "top1", "tok/s": "tokens_per_second",
+}  # fmt: skip
+"""Heads of columns for programs, where those for people have units or signs."""
 
 
 def markdown(found: Evaluation) -> str:
@@ -25,20 +34,21 @@ def markdown(found: Evaluation) -> str:
 def tables(found: Evaluation) -> list[Table]:
     """A table for each text, a row per model, tasks and speed in the first; then one of divergence."""
     size, rest = _size_columns(), [*_task_columns(found), *_speed_columns(found)]
+    asked = [_TASK_ERRORS] if found.rows[0].tasks else []
     made = []
     for text in found.texts:
-        title = f"On {text}:" if len(found.texts) > 1 else None
-        made.append(_table(title, found.rows, [*size, *_text_columns(text), *rest]))
-        rest = []
+        title = f"On {_counted(found, text)}; token ppl in windows of {found.window}."
+        made.append(_table(" ".join([title, *asked]), found.rows, [*size, *_text_columns(text), *rest]))
+        rest, asked = [], []
     if not found.texts:
-        made.append(_table(None, found.rows, [*size, *rest]))
+        made.append(_table(" ".join(asked) or None, found.rows, [*size, *rest]))
     elif found.reference is not None:
         made.append(_divergence_table(found, found.reference))
     return made
 
 
 def sheet(found: Evaluation) -> Table:
-    """Everything in one table, a row per text and model: what a program reads best."""
+    """Everything in one table, a row per text and model: what a program reads best, shares as fractions."""
     texts: list[str | None] = [*found.texts] or [None]
     whole = [_table(None, found.rows, _all_columns(found, text)) for text in texts]
     return Table(None, whole[0].head, [row for one in whole for row in one.rows])
@@ -47,9 +57,19 @@ def sheet(found: Evaluation) -> Table:
 def _all_columns(found: Evaluation, text: str | None) -> list[_Column]:
     (model, *size), rest = _size_columns(), [*_task_columns(found), *_speed_columns(found)]
     if text is None:
-        return [model, *size, *rest]
-    divergence = [] if found.reference is None else _divergence_columns(found, text)
-    return [model, ("text", lambda row: text), *size, *_text_columns(text), *divergence, *rest]
+        return _keyed([model, *size, *rest])
+    divergence = [] if found.reference is None else _divergence_columns(found, text, share=1)
+    return _keyed([model, ("text", lambda row: text), *size, *_text_columns(text), *divergence, *rest])
+
+
+def _keyed(columns: Sequence[_Column]) -> list[_Column]:
+    return [(_KEYS.get(head, head), cell) for head, cell in columns]
+
+
+def _counted(found: Evaluation, text: str) -> str:
+    """A text and its length, which is the models' own where their tokenizers differ."""
+    counts = {row.texts[text].tokens for row in found.rows}
+    return f"{text} ({' to '.join(str(count) for count in sorted({min(counts), max(counts)}))} tokens)"
 
 
 def _size_columns() -> list[_Column]:
@@ -74,7 +94,11 @@ def _divergence_table(found: Evaluation, reference: str) -> Table:
                [("model", lambda row: row.name), *_named_text(found, text), *_divergence_columns(found, text)])
         for text in found.texts
     ]  # fmt: skip
-    title = f"Against {reference}; KL({reference} || model) per token, in nats; ± is one standard error:"
+    texts = ", ".join(_counted(found, text) for text in found.texts)
+    title = (
+        f"Against {reference}, on {texts} in windows of {found.window}: KL({reference} || model), its median and 99th"
+        f" percentile; tokens whose likeliest is the same; ratio of token ppl. {_ERRORS}"
+    )
     return Table(title, made[0].head, [row for one in made for row in one.rows])
 
 
@@ -82,8 +106,12 @@ def _named_text(found: Evaluation, text: str) -> list[_Column]:
     return [("text", lambda row: text)] if len(found.texts) > 1 else []
 
 
-def _divergence_columns(found: Evaluation, text: str) -> list[_Column]:
-    """Of rows that are held against the reference; the reference's own cells are empty."""
+def _divergence_columns(found: Evaluation, text: str, *, share: float = 100) -> list[_Column]:
+    """Of rows that are held against the reference; the reference's own cells are empty.
+
+    Args:
+        share: what all tokens are, in the column of equal ones.
+    """
 
     def column(head: str, shown: Callable[[Divergence], str]) -> _Column:
         def cell(row: Row) -> str:
@@ -97,10 +125,10 @@ def _divergence_columns(found: Evaluation, text: str) -> list[_Column]:
         return NONE if value is None or row.texts[text].divergence is None else str(Estimate(value, error))
 
     return [
-        column("KL", lambda apart: str(Estimate(apart.kl, apart.kl_error))),
+        column("KL, nats/token", lambda apart: str(Estimate(apart.kl, apart.kl_error))),
         column("KL median", lambda apart: significant(apart.kl_median, _QUANTILE_DIGITS)),
         column("KL 99 %", lambda apart: significant(apart.kl_p99, _QUANTILE_DIGITS)),
-        column("top-1, %", lambda apart: str(Estimate(apart.top1_agreement, apart.top1_error).times(100))),
+        column("top-1, %", lambda apart: str(Estimate(apart.top1_agreement, apart.top1_error).times(share))),
         ("ppl ratio", ratio),
     ]
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from quantkit.errors import RequestError
 from quantkit.evals.rolling import DocumentScore
 from quantkit.evals.tasks import TaskScore
 from quantkit.evals.timing import Speed
-from quantkit.json_values import finite
+from quantkit.json_values import finite, shown
 from quantkit.quality.measures import Divergence
 
 
@@ -59,6 +60,7 @@ class Row:
         task_backends: what ran the quantized layers in the tasks; none where there are no such.
         layer_errors: relative errors of its quantized layers by name, worst first, as its manifest tells them; of
             their outputs, where all models that have any tell these.
+        method: how it was quantized, ``rtn`` or ``gptq``; empty where its manifest does not say.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Row:
     task_backends: list[str]
     speed: Speed | None
     layer_errors: dict[str, float] = field(default_factory=dict)
+    method: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,16 @@ class Evaluation:
     notes: list[str]
 
     def perplexity_ratio(self, row: Row, text: str) -> float | None:
-        """Token perplexity over the reference's."""
+        """Token perplexity over the reference's; None where there is no reference.
+
+        Args:
+            text: its name in `texts`.
+
+        Raises:
+            RequestError: if nothing was measured on it.
+        """
+        if text not in self.texts:
+            raise RequestError("no such text was measured on", found=shown(text), expected=", ".join(self.texts))
         if self.reference is None:
             return None
         return row.texts[text].token_perplexity / self.rows[0].texts[text].token_perplexity

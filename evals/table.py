@@ -22,6 +22,7 @@ _GAP = "  "
 _NUMBER = re.compile(r"[-+±(]*\d")
 _PLUS_MINUS = re.compile(r"(?P<open>\(?)(?P<value>\S+) ± (?P<error>.*?)\)?(?P<exponent>e[-+]\d+)?")
 _FIGURE = re.compile(r"(?P<digits>\(?[-+]?\d+(\.\d+)?( ± \d+(\.\d+)?)?\)?)(e(?P<exponent>[-+]?\d+))?")
+_PERCENT = re.compile(r"\d+(\.\d+)?%")
 _ESCAPES = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"} | {
     "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}",
 } | {sign: "\\" + sign for sign in "&%$#_{}"}  # fmt: skip
@@ -42,8 +43,8 @@ def render(tables: Sequence[Table], style: Style, *, width: int = WIDTH) -> list
     The first column stands to the left, and others that do not hold numbers.
 
     Args:
-        style: Markdown's source is aligned too; LaTeX is for the package booktabs; CSV has no titles, and a column
-            of its own for errors.
+        style: Markdown's source is aligned too; LaTeX is for the package booktabs, a title the caption; CSV has no
+            titles, heads in snake case, and for errors a column of its own.
         width: of the terminal; where a table is wider, its heads take up several lines, or it is split into several,
             each with the first column.
     """
@@ -120,13 +121,15 @@ def _markdown(table: Table) -> list[str]:
 
 def _latex(table: Table) -> list[str]:
     head, *rows = (" & ".join(map(_latex_cell, row)) + r" \\" for row in zip(*_columns(table), strict=True))
-    return [
-        *([] if table.title is None else [f"% {table.title}"]),
-        r"% \usepackage{booktabs}",
+    body = [
         rf"\begin{{tabular}}{{{''.join('r' if right else 'l' for right in _to_right(table))}}}",
         r"\toprule", head, r"\midrule", *rows, r"\bottomrule",
         r"\end{tabular}",
     ]  # fmt: skip
+    if table.title is not None:
+        caption = rf"\caption{{{_escaped(table.title)}}}"
+        body = [r"\begin{table}", r"\centering", caption, *body, r"\end{table}"]
+    return [r"% \usepackage{booktabs}", *body]
 
 
 def _latex_cell(text: str) -> str:
@@ -135,15 +138,20 @@ def _latex_cell(text: str) -> str:
         return "--"
     figure = _FIGURE.fullmatch(text)
     if figure is None:
-        return "".join(_ESCAPES.get(sign, sign) for sign in text)
+        return _escaped(text)
     power = "" if figure["exponent"] is None else rf" \times 10^{{{int(figure['exponent'])}}}"
     digits = figure["digits"].replace("±", r"\pm")
     return f"${digits}{power}$" if power or not digits[0].isdigit() or " " in digits else digits
 
 
+def _escaped(text: str) -> str:
+    return "".join(_ESCAPES.get(sign, sign) for sign in " ".join(text.split()))
+
+
 def _csv(table: Table) -> list[str]:
     columns = []
     for head, *cells in _columns(table):
+        key = re.sub(r"\W+", "_", head.lower()).strip("_")
         found = [_PLUS_MINUS.fullmatch(cell) for cell in cells]
         if any(found):
             errors = [f"{one['error']}{one['exponent'] or ''}" if one else "" for one in found]
@@ -151,13 +159,22 @@ def _csv(table: Table) -> list[str]:
                 f"{one['value']}{one['exponent'] or ''}" if one else cell
                 for cell, one in zip(cells, found, strict=True)
             ]
-            columns += [[head, *values], [f"{head} ±", *errors]]
+            spread = any(error.endswith("%") for error in errors)
+            columns += [[key, *values], _without_percent(f"{key}_{'spread' if spread else 'error'}", errors)]
         else:
-            columns.append([head, *cells])
+            columns.append(_without_percent(key, cells))
     out = io.StringIO()
     rows = zip(*([("" if cell == NONE else cell) for cell in column] for column in columns), strict=True)
     csv.writer(out, lineterminator="\n").writerows(rows)
     return out.getvalue().splitlines()
+
+
+def _without_percent(key: str, cells: Sequence[str]) -> list[str]:
+    """A column of CSV, its unit in its head."""
+    figures = [cell for cell in cells if cell not in ("", NONE)]
+    if not figures or not all(_PERCENT.fullmatch(cell) for cell in figures):
+        return [key, *cells]
+    return [f"{key}_percent", *(cell.removesuffix("%") for cell in cells)]
 
 
 def _columns(table: Table) -> list[list[str]]:

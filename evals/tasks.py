@@ -129,6 +129,9 @@ def run_tasks(tasks: Sequence[Any], lm: Any) -> dict[str, TaskScore]:
     except QuantkitError:
         raise
     except Exception as error:  # whatever the harness or a task's own code raise
+        for task in loaded["tasks"].values():
+            if place := _unusable(task):
+                raise RequestError(f"does not fit the task: {error!r}", path=place[0], found=place[1]) from error
         raise RequestError(f"the harness cannot run these tasks: {error!r}") from error
     values = {**found["results"], **found.get("groups", {})}
     return {
@@ -195,7 +198,8 @@ def _load(name: str, file: Path | None, scratch: str) -> list[Any]:
             loaded = _manager().load([spec])
     except Exception as error:  # whatever the harness, a task's own code or the data's reader raise
         if file is not None:
-            raise RequestError(f"does not fit the task: {error!r}", path=file) from error
+            line, cause = _first_bad_line(name, file, scratch), error.__cause__ or error  # datasets wraps its reader's
+            raise RequestError(f"does not fit the task: {cause!r}", path=file, found=line) from error
         raise RequestError(
             f"the data of task '{name}' cannot be had: {error!r}", hint=f"give them as {name}.jsonl in `task_data`"
         ) from error
@@ -212,6 +216,44 @@ def _local_task(name: str, file: Path, scratch: str) -> dict[str, Any]:
     return {**task, "dataset_kwargs": files}
 
 
+def _first_bad_line(name: str, file: Path, scratch: str) -> str | None:
+    """The first line of a file that its task cannot load, by halving what comes before it; None where it is no line."""
+    if file.suffix != ".jsonl":
+        return None
+    lines = file.read_bytes().split(b"\n")
+
+    def loads(start: int, end: int) -> bool:
+        part = Path(scratch) / f"{name}-{start}-{end}.jsonl"
+        part.write_bytes(b"\n".join(lines[start:end]))
+        try:
+            with _quiet():
+                _manager().load([{"group": "local data", "task": [_local_task(name, part, scratch)]}])
+        except Exception:  # as in `_load`
+            return False
+        return True
+
+    good, bad = 0, len(lines)
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if loads(0, middle) else (good, middle)
+    return None if loads(good, bad) else f"line {bad}"
+
+
+def _unusable(task: Any) -> tuple[Path, str] | None:
+    """The first line of a task's own file that makes no question of it."""
+    files = (task.config.dataset_kwargs or {}).get("data_files", {})
+    if not str(files.get(_SPLIT, "")).endswith(".jsonl"):
+        return None
+    made_by = (task.config.doc_to_choice, task.doc_to_choice), (task.config.doc_to_target, task.doc_to_target)
+    for number, document in enumerate(task.eval_docs, 1):
+        try:
+            for make in (task.doc_to_text, *(make for told, make in made_by if told is not None)):
+                make(document)
+        except Exception:  # whatever a task's own code raises
+            return Path(files[_SPLIT]), f"line {number}"
+    return None
+
+
 def _pages(data: Any) -> Any:
     pages = [page for row in data for page in articles(row["text"])]
     return optional("datasets").Dataset.from_list([{"page": page} for page in pages])
@@ -219,15 +261,17 @@ def _pages(data: Any) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the warnings and the progress bars of the harness and of `datasets`."""
-    logger = logging.getLogger("lm_eval")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Without the warnings and the progress bars of the harness and of `datasets`, and its word on bad files."""
+    levels = {"lm_eval": logging.ERROR, "datasets": logging.CRITICAL}
+    before = {name: logging.getLogger(name).level for name in levels}
     try:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
         with contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
-        logger.setLevel(level)
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""This process's memory: what it has, and giving it back to the system where the C library can."""
+"""Memory: amounts of it for people, what this process has, and giving it back where the C library can."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "Storage size calcul
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
-def resident_bytes() -> int:
-    """What this process holds in memory now, or at its peak where the system does not tell."""
-    status = Path("/proc/self/statm")
-    if status.exists():
-        return int(status.read_text().split()[1]) * resource.getpagesize()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
 def size_text(count: int) -> str:
     """A number of bytes for people."""
     for size, unit in ((10**9, "GB"), (10**6, "MB")):
         if count >= size:
             return f"{count / size:.3g} {unit}"
     return f"{count / 1000:.3g} kB"
+
+
+def resident_bytes() -> int:
+    """What this process holds in memory now, or at its peak where the system does not tell."""
+    status = Path("/proc/self/statm")
+    if status.exists():
+        return int(status.read_text().split()[1]) * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def total_bytes() -> int:

@@ -219,7 +219,7 @@ def test_warnings_and_notes_are_on_stderr(demo_model: Path, monkeypatch: pytest.
     head, row = csv.reader(out.splitlines())  # one table
     assert code == 0
     assert dict(zip(head, row, strict=True)).items() >= {
-        "model": "a", "decode 1": "10", "decode 1 ±": "10%", "load s": "1", "MB a token": "1000",
+        "model": "a", "decode_1": "10", "decode_1_spread_percent": "10", "load_s": "1", "mb_a_token": "1000",
     }.items()  # fmt: skip
     assert err.splitlines() == [
         "quantkit: warning: the machine is busy: other processes used 2.0 of its 2 cores; figures are low",

@@ -46,9 +46,11 @@ def test_the_table_is_printed_and_the_files_are_written(
     code, out, err = run(capfd, *given, *cached, *(part for pair in outputs.items() for part in pair))
     assert (code, err) == (0, "")
     first, second = out.strip().split("\n\n")
-    assert [line.split()[0] for line in first.splitlines()] == ["model", "-------", "mini-en", "q"]
-    assert [line.split()[0] for line in second.splitlines()] == ["Against", "model", "-----", "q"]
-    assert "±" in second
+    assert re.match(r"On speech \(\d+ tokens\); token ppl in windows of 128\.\n", first)
+    assert [line.split()[0] for line in first.splitlines()[1:]] == ["model", "-------", "mini-en", "q"]
+    assert [line.split()[0] for line in second.splitlines()[-3:]] == ["model", "-----", "q"]
+    assert re.match(r"Against mini-en, on speech \(\d+ tokens\) in windows of 128: ", second)
+    assert "±" in second.splitlines()[-1]
     assert "|" not in first
     assert json.loads(outputs["--json"].read_text())["reference"] == "mini-en"
     assert outputs["--plot"].read_bytes().startswith(b"\x89PNG")
@@ -64,7 +66,8 @@ def test_tables_for_papers_and_programs_have_stdout_alone(demo_model: Path, tmp_
     given = ["eval", f"a_b={demo_model}", "--window", "64", "--tasks", ""]
     code, out, err = run(capfd, *given, "--table", "latex")
     assert code == 0
-    assert out.startswith("% \\usepackage{booktabs}\n\\begin{tabular}{lrrrrr}\n")
+    assert out.startswith("% \\usepackage{booktabs}\n\\begin{table}\n\\centering\n\\caption{On excerpt (")
+    assert "\n\\begin{tabular}{lrrrrr}\n" in out
     assert "\na\\_b & " in out
     assert err.startswith("quantkit: note: No text was given")
     code, out, _ = run(capfd, *given, "--table", "csv")
@@ -123,7 +126,8 @@ def test_local_data_are_asked_for_a_task(demo_model: Path, tmp_path: Path, capfd
     )
     code, out, err = run(capfd, "eval", demo_model, "--tasks", "winogrande", "--task-data", tmp_path)
     assert (code, err) == (0, "")
-    head, _, row = out.splitlines()
+    title, head, _, row = out.splitlines()
+    assert title == "Tasks: ± is one standard error over the questions."
     assert head.endswith("  winogrande acc")
     assert re.split("  +", row)[-1] in ("0", "0.3 ± 0.3", "0.7 ± 0.3", "1.00")
 

@@ -192,6 +192,34 @@ def test_what_a_task_cannot_use_is_named(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.parametrize(
+    ("task", "bad"),
+    [
+        ("hellaswag", {"label": "x"}), ("hellaswag", None), ("hellaswag", {"ctx_b": None}),
+        ("winogrande", {"answer": "3"}), ("winogrande", {"sentence": "no gap"}),
+    ],
+)  # fmt: skip
+def test_a_line_that_a_task_cannot_use_is_told(
+    task: str, bad: dict[str, Any] | None, ours: Any, tmp_path: Path, capfd: Any
+) -> None:
+    """Whether it fails when it is read, when the task takes it in, or when it is asked."""
+    good = (
+        {"activity_label": "Speaking", "ctx_a": "We", "ctx_b": "need", "endings": ENDINGS, "label": "1"}
+        if task == "hellaswag"
+        else {"sentence": "The _ is here.", "option1": "peace", "option2": "horse", "answer": "1"}
+    )
+    lines = [json.dumps(good)] * 7
+    lines[4] = "{torn" if bad is None else json.dumps({**good, **bad})
+    (tmp_path / f"{task}.jsonl").write_text("\n".join(lines) + "\n")
+    capfd.readouterr()
+    with (
+        pytest.raises(RequestError, match=rf"{task}\.jsonl: does not fit the task: .*\(found line 5\)"),
+        open_tasks([task], tmp_path) as loaded,
+    ):
+        run_tasks(loaded, ours)
+    assert capfd.readouterr() == ("", "")
+
+
 def test_an_unknown_task_is_named_with_those_near_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "_hub_answers", lambda: True)
     with (

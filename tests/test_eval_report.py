@@ -96,7 +96,7 @@ def test_the_report_says_what_was_measured_and_how(found: Evaluation, folders: d
     text = markdown(found)
     heads = [_cells(line) for line in text.splitlines() if line.startswith("| model")]
     shared = ["model", "MB", "bits/weight", "word ppl", "bits/byte", "token ppl"]
-    apart = ["KL", "KL median", "KL 99 %", "top-1, %", "ppl ratio"]
+    apart = ["KL, nats/token", "KL median", "KL 99 %", "top-1, %", "ppl ratio"]
     assert heads == [[*shared, "tok/s"], shared, ["model", "text", *apart]]
     rows = [_cells(line) for line in text.splitlines() if line.startswith("| int4-g64")]
     measured = found.rows[2].texts["first"]
@@ -110,7 +110,7 @@ def test_the_report_says_what_was_measured_and_how(found: Evaluation, folders: d
     assert all(" ± " in rows[2][place] for place in (2, 5, 6))
     for fact in (
         file_sha256(folders["wiki.txt"]), "nats", "BOS", f"windows of {WINDOW} tokens, stride {WINDOW}", "float32",
-        "backend reference", "bfloat16", "batch means", "delta method",
+        "backend reference", "bfloat16", "batch means", "delta method", "another text may differ by several times",
         "WikiText, detokenized", "median of 3", f"torch {found.versions['torch']}",
     ):  # fmt: skip
         assert fact in text, fact
@@ -154,10 +154,36 @@ def test_for_programs_there_is_one_table_of_all_rows(found: Evaluation) -> None:
     apart = found.rows[2].texts["first"].divergence
     assert apart is not None
     assert apart.kl_error is not None
-    assert float(lines[2]["KL"]) == pytest.approx(apart.kl, rel=0.05)
-    assert float(lines[2]["KL ±"]) == pytest.approx(apart.kl_error, rel=0.3)
-    assert lines[0]["KL"] == lines[0]["KL ±"] == lines[0]["ppl ratio"] == ""
-    assert all(line["tok/s"] for line in lines)
+    assert list(lines[0]) == [
+        "model", "text", "size_mb", "bits_per_weight", "word_ppl", "bits_per_byte", "token_ppl", "kl", "kl_error",
+        "kl_median", "kl_p99", "top1", "top1_error", "ppl_ratio", "ppl_ratio_error", "tokens_per_second",
+    ]  # fmt: skip
+    assert float(lines[2]["kl"]) == pytest.approx(apart.kl, rel=0.05)
+    assert float(lines[2]["kl_error"]) == pytest.approx(apart.kl_error, rel=0.3)
+    assert float(lines[2]["top1"]) == pytest.approx(apart.top1_agreement, rel=0.05)
+    assert lines[0]["kl"] == lines[0]["kl_error"] == lines[0]["ppl_ratio"] == ""
+    assert all(line["tokens_per_second"] for line in lines)
+
+
+def test_each_table_says_what_it_is_of(found: Evaluation) -> None:
+    """Text, tokens, window, reference, unit and what ± is, so that it can stand alone in a paper."""
+    first, wiki, apart = tables(found)
+    counts = {name: found.rows[0].texts[name].tokens for name in ("first", "wiki")}
+    assert first.title == f"On first ({counts['first']} tokens); token ppl in windows of {WINDOW}."
+    assert wiki.title == f"On wiki ({counts['wiki']} tokens); token ppl in windows of {WINDOW}."
+    assert apart.title is not None
+    for told in (
+        f"on first ({counts['first']} tokens), wiki ({counts['wiki']} tokens) in windows of {WINDOW}",
+        "KL(bf16 || model)", "± is one standard error for these tokens", "another text may differ by several times",
+    ):  # fmt: skip
+        assert told in apart.title
+    assert "nats/token" in apart.head[2]
+    alone = tables(replace(found, texts={"first": found.texts["first"]}))
+    assert alone[0].title == first.title
+    measures = found.rows[2].texts["first"]
+    longer = replace(found.rows[2], texts={**found.rows[2].texts, "first": replace(measures, tokens=99999)})
+    other = tables(replace(found, rows=[found.rows[0], longer]))[0]
+    assert other.title == f"On first ({counts['first']} to 99999 tokens); token ppl in windows of {WINDOW}."
 
 
 def test_what_is_infinite_is_null_in_the_data(found: Evaluation) -> None:
@@ -187,7 +213,11 @@ def test_the_picture_is_as_high_as_what_there_is_to_show(found: Evaluation) -> N
     layers = size(replace(found, rows=found.rows[2:], reference=None))
     assert whole[0] == costs[0] == layers[0] == 1200
     assert whole[1] == costs[1] + layers[1]
-    assert size(_named(found, list("abcdefg")))[1] > whole[1]  # panels in three rows
+    assert size(_named(found, list("abc"))) == whole
+    assert size(_named(found, list("abcd"))) == costs  # too many to compare by their layers
+    assert {row.method for row in found.rows[1:]} == {"rtn"}
+    mixed = [*found.rows[:2], replace(found.rows[2], method="gptq")]  # errors of weights mislead there
+    assert size(replace(found, rows=mixed)) == costs
     with pytest.raises(RequestError, match="nothing to draw"):
         picture(replace(found, rows=bare[2:], reference=None))
 
@@ -201,7 +231,8 @@ def test_the_picture_names_each_model_once_and_knows_no_stray_texts(found: Evalu
         drawn = picture(found, "svg").decode()
     said = [html.unescape(text) for text in re.findall(r"<text[^>]*>([^<]*)</text>", drawn)]
     assert said.count("int8") == said.count("int4-g64") == 2  # a label and the title of a panel
-    assert not [text for text in said if "bf16" in text and "distance from" not in text]
+    assert not [text for text in said if "bf16" in text and text != "KL from bf16 (16.0 bits a weight)"]
+    assert "KL from bf16 (16.0 bits a weight)" in said
     assert sum(text in said for text in ("first", "wiki")) == 2
     layers = [text for text in said if re.fullmatch(r"\d+ (mlp|self_attn)\.\w+", text)]
     assert len(layers) == 16

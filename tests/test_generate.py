@@ -149,6 +149,40 @@ def test_without_a_number_a_hundred_tokens_come(loaded: tuple[Decoder, Tokenizer
     assert list(quantkit.generate(model, tokenizer.encode(PROMPT))) == whole
 
 
+LEFT_EARLY = """
+import sys
+import quantkit
+from quantkit.runtime.speculative import speculate
+model, tokenizer = quantkit.load(sys.argv[1], device="cpu")
+ids = tokenizer.encode("My fellow citizens")
+running = [
+    quantkit.stream(model, tokenizer, ids), quantkit.generate(model, ids), speculate(model, model, ids, draft_tokens=3),
+]
+for one in running:
+    for _ in one:
+        break
+"""
+
+
+def test_what_is_left_early_says_nothing_at_the_end_of_a_program(demo_model: Path) -> None:
+    command = [sys.executable, "-c", LEFT_EARLY, str(demo_model)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("name", ["stream", "generate"])
+def test_what_is_left_early_can_be_closed_and_leaves_the_thread_as_it_was(
+    name: str, loaded: tuple[Decoder, Tokenizer]
+) -> None:
+    model, tokenizer = loaded
+    ids = tokenizer.encode(PROMPT)
+    running = quantkit.stream(model, tokenizer, ids) if name == "stream" else quantkit.generate(model, ids)
+    next(running)
+    assert not torch.is_inference_mode_enabled()
+    running.close()
+    assert list(running) == []
+
+
 def test_the_first_token_is_not_kept_back(loaded: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a device draws several before the host looks at them."""
     monkeypatch.setattr("quantkit.runtime.generate._LOOKS", {})

@@ -69,8 +69,10 @@ def test_in_markdown_the_source_is_aligned_and_bars_are_escaped() -> None:
 
 def test_in_latex_names_are_escaped_and_figures_are_mathematics() -> None:
     assert render([TABLE], "latex") == [
-        "% Made of A & B:",
         r"% \usepackage{booktabs}",
+        r"\begin{table}",
+        r"\centering",
+        r"\caption{Made of A \& B:}",
         r"\begin{tabular}{lrrl}",
         r"\toprule",
         r"model & MB & KL & backend \\",
@@ -80,7 +82,9 @@ def test_in_latex_names_are_escaped_and_figures_are_mathematics() -> None:
         r"a\textbar{}b & 11.02 & $(1.2 \pm 0.3) \times 10^{-6}$ & cpu \\",
         r"\bottomrule",
         r"\end{tabular}",
+        r"\end{table}",
     ]
+    assert "table" not in "".join(render([Table(None, ("a",), [])], "latex")).replace("tabular", "")
     (row,) = (line for line in render([Table(None, ("a",), [(r"50%_#$&{}~^\<",)])], "latex") if "50" in line)
     assert row == r"50\%\_\#\$\&\{\}\textasciitilde{}\textasciicircum{}\textbackslash{}\textless{} \\"
     assert r"a & $-1.5$ & 12 $\pm$ 3 \% \\" in render([Table(None, ("", "", ""), [("a", "-1.5", "12 ± 3 %")])], "latex")
@@ -89,12 +93,24 @@ def test_in_latex_names_are_escaped_and_figures_are_mathematics() -> None:
 def test_in_csv_errors_have_columns_of_their_own() -> None:
     rows = list(csv.reader(render([Table(None, TABLE.head, [*TABLE.rows, ("x, y", "1", "0.5", '"')])], "csv")))
     assert rows == [
-        ["model", "MB", "KL", "KL ±", "backend"],
+        ["model", "mb", "kl", "kl_error", "backend"],
         ["bf16", "2.57", "", "", "torch"],
         ["int4_g64", "1.02", "0.0123", "0.0004", "cpu-fast"],
         ["a|b", "11.02", "1.2e-06", "0.3e-06", "cpu"],
         ["x, y", "1", "0.5", "", '"'],
     ]
+
+
+def test_in_csv_heads_are_for_programs_and_hold_the_unit() -> None:
+    head = ("model", "MB a token", "decode 1", "share", "gsm8k exact_match,strict-match")
+    rows = [("50%", "1.5", "10 ± 5%", "45%", "0.5 ± 0.1"), ("b", "2", "9 ± 12%", NONE, "0.25")]
+    found = list(csv.reader(render([Table(None, head, rows)], "csv")))
+    assert found == [
+        ["model", "mb_a_token", "decode_1", "decode_1_spread_percent", "share_percent",
+         "gsm8k_exact_match_strict_match", "gsm8k_exact_match_strict_match_error"],
+        ["50%", "1.5", "10", "5", "45", "0.5", "0.1"],
+        ["b", "2", "9", "12", "", "0.25", ""],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("style", ["terminal", "markdown", "latex", "csv"])

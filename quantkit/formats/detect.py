@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
+from quantkit.arguments import as_path, as_text
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.formats import manifest
 from quantkit.formats.container import Container, StoredCheckpoint
@@ -41,7 +42,8 @@ def open_checkpoint(path: str | Path, weights: WeightKind | None = None) -> Stor
         CheckpointError: if there is no checkpoint, it is ambiguous, damaged or not finished.
         UnsupportedError: if its kind is known and cannot be read.
     """
-    require_finished(Path(path), manifest.NAME)
+    path = as_path("path", path)
+    require_finished(path, manifest.NAME)
     return open_unfinished(path, weights)
 
 
@@ -49,7 +51,7 @@ def open_unfinished(path: str | Path, weights: str | None = None) -> StoredCheck
     """`open_checkpoint`, also of a folder that has not got its name yet: for who is writing it."""
     folder = Path(path)
     spelled = {kind: text for container in CONTAINERS.values() for kind, text in container.weights.items()}
-    if weights is not None and weights not in spelled:
+    if weights is not None and as_text("weights", weights) not in spelled:
         raise RequestError("unknown kind of weights", found=weights, expected=", ".join(spelled))
     require_there(path)
     found = _present(folder)

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from quantkit.arguments import as_text
 from quantkit.calibration.data import Calibration
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, parameter_count
@@ -61,7 +62,7 @@ class Labels:
             (self.base_model, _HUB_NAME, "base_model", "owner/name"),
             (self.license, _LICENSE, "license", "apache-2.0, llama3.1, other, ..."),
         ):
-            if value is not None and not pattern.fullmatch(value):
+            if value is not None and not pattern.fullmatch(as_text(option, value)):
                 raise RequestError(f"`{option}` is none that a hub knows", found=shown(value), expected=expected)
 
 

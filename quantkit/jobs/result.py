@@ -32,6 +32,7 @@ class ConvertResult:
     manifest: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
+        """All of it, as plain values."""
         return {**asdict(self), "path": str(self.path)}
 
     def lines(self) -> list[str]:
@@ -70,6 +71,7 @@ class QuantizeResult:
     manifest: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
+        """All of it, as plain values; ``quality`` as the manifest has it."""
         return {**asdict(self), "path": str(self.path), "quality": self.quality.to_json(accepted=self.accepted)}
 
     def lines(self) -> list[str]:

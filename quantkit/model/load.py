@@ -58,7 +58,7 @@ def load_model(
     """
     require_backend(backend)
     checkpoint = open_checkpoint(source) if isinstance(source, (str, Path)) else source
-    device = usable_device(device or group.device)
+    device = usable_device(group.device if device is None else device)
     dtype = dtype or DType(checkpoint.config.dtype).torch
     require_shareable(checkpoint, group)
     tp = TensorParallel(checkpoint, group)

@@ -14,7 +14,15 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import CheckpointError, DestinationError, QuantkitError, RequestError, ResumeError
+from quantkit.errors import (
+    CheckpointError,
+    DestinationError,
+    InterruptedRunError,
+    NoSpaceError,
+    QuantkitError,
+    RequestError,
+    ResumeError,
+)
 from quantkit.formats.output.destination import destination_errors, is_there, rename_new
 from quantkit.formats.output.journal import NAME as JOURNAL
 from quantkit.formats.output.journal import WRITER, Journal, being_written, require_idle
@@ -51,9 +59,10 @@ class Staging:
         Raises:
             RequestError: if `dst` is no name for a folder.
             DestinationError: if `dst` exists, cannot be written or has too little space.
-            ResumeError: if an interrupted run is there and `resume` is not set, or it
-                had other inputs or options, or is still running, or what is there is
-                not what an interrupted run leaves.
+            InterruptedRunError: if an interrupted run is there and `resume` is not set.
+            BeingWrittenError: if a job is writing there.
+            ResumeError: if the interrupted run had other inputs or options, or what is there is
+                not what one leaves.
         """
         self.dst = dst
         self.path = partial_folder(dst)
@@ -215,7 +224,8 @@ def require_room_to_build(partial: Path, *, resume: bool) -> None:
     """Refuse a partial folder that is there, unless an interrupted run of this user left it and is to go on.
 
     Raises:
-        ResumeError: if it is, or another process is writing there.
+        InterruptedRunError, BeingWrittenError: if it is, or a job is writing there.
+        ResumeError: if something else is there.
         DestinationError: if it cannot be looked into.
     """
     with destination_errors(partial):
@@ -231,7 +241,7 @@ def require_room_to_build(partial: Path, *, resume: bool) -> None:
     finally:
         folder.close()
     if not resume:
-        raise ResumeError(
+        raise InterruptedRunError(
             "an interrupted run is there", path=partial, hint="add `resume=True` to go on with it, or remove it"
         )
 
@@ -288,7 +298,7 @@ def require_space(folder: Path, needed_bytes: int) -> None:
     """Refuse a disk that is too full; `folder` need not be there yet.
 
     Raises:
-        DestinationError: if less is free than needed, with a little to spare.
+        NoSpaceError: if less is free than needed, with a little to spare.
     """
     with destination_errors(folder):
         there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
@@ -297,7 +307,7 @@ def require_space(folder: Path, needed_bytes: int) -> None:
         raise DestinationError("cannot be written: it is on no disk", path=folder.parent)
     free = disk.free
     if free < needed_bytes + _SPACE_MARGIN:
-        raise DestinationError(
+        raise NoSpaceError(
             "too little space on the disk", path=folder.parent, found=f"{size_text(free)} free",
             expected=size_text(needed_bytes + _SPACE_MARGIN),
         )  # fmt: skip
