@@ -136,9 +136,10 @@ class _WithPrompt(Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            if not error.possibilities:
-                error.message += " For a prompt that begins with a dash: --prompt=TEXT"
-            raise
+            if error.possibilities:
+                raise
+            told = error.format_message().rstrip(".")
+            raise click.UsageError(f"{told}; for a prompt that begins with a dash: --prompt=TEXT", ctx) from error
 
 
 @click.command(cls=_WithPrompt)

@@ -107,6 +107,8 @@ def _rates(one: Bench) -> dict[str, Rate]:
 
 
 def _rate(rate: Rate) -> str:
+    if rate.least == rate.most:  # of one run
+        return _digits(rate.median)
     return f"{_digits(rate.median)} ± {rate.spread:.0%}"
 
 

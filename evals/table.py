@@ -45,7 +45,8 @@ def render(tables: Sequence[Table], style: Style, *, width: int = WIDTH) -> list
     Args:
         style: Markdown's source is aligned too; LaTeX is for the package booktabs, a title the caption; CSV has no
             titles, heads in snake case, and for errors a column of its own.
-        width: of the terminal; a table that is wider is split into several, each with the first column.
+        width: of the terminal; where a table is wider, its heads take up several lines, or it is split into several,
+            each with the first column.
     """
     if style == "terminal":
         blocks = [_terminal(table, width) for table in tables]
@@ -61,6 +62,9 @@ def _terminal(table: Table, width: int) -> list[str]:
     columns = [_wrapped(columns[0], 2 * width // 5), *columns[1:]]
     room = width - _wide(columns[0]) - len(_GAP)
     columns = [columns[0], *(_wrapped(column, room) for column in columns[1:])]
+    narrow = [columns[0], *map(_narrow, columns[1:])]
+    if _total(columns) > width >= _total(narrow):
+        columns = narrow
     to_right = _to_right(table)
     for index, some in enumerate(_side_by_side([_wide(column) for column in columns], width)):
         lines += [""] if index else []
@@ -87,6 +91,16 @@ def _side_by_side(widths: Sequence[int], width: int) -> Iterator[list[int]]:
 
 def _wrapped(column: Sequence[str], width: int) -> list[str]:
     return ["\n".join(textwrap.wrap(cell, max(width, 1))) for cell in column]
+
+
+def _narrow(column: Sequence[str]) -> list[str]:
+    """A column whose head takes up no more than its cells do, or its longest word."""
+    head, *cells = column
+    return [*_wrapped([head], max([*map(len, head.split()), *([_wide(cells)] if cells else [])])), *cells]
+
+
+def _total(columns: Sequence[Sequence[str]]) -> int:
+    return sum(map(_wide, columns)) + len(_GAP) * (len(columns) - 1)
 
 
 def _wide(column: Sequence[str]) -> int:

@@ -149,7 +149,19 @@ def test_tables_have_a_row_for_each_model_and_three_digits() -> None:
     assert any("share of memory bandwidth" in line for line in printed)
 
 
+def test_one_run_has_no_spread() -> None:
+    speed, *_ = bench_report.tables([replace(FOUND, decode={1: Rate(12.0, 12.0, 12.0)})])
+    assert speed.rows == [("a", "10 ± 10%", "12")]
+
+
 def test_tables_of_default_lengths_fit_a_terminal() -> None:
+    rates = {size: Rate(1234.5, 1200.0, 1300.0) for size in (1, 4, 8)}
+    for name, width in (("Qwen2.5-0.5B-int4", 100), ("int4-g128", 80)):
+        one = replace(FOUND, name=name, prefill={16: RATE, 128: RATE, 512: RATE}, decode=rates)
+        for table in bench_report.tables([one]):
+            printed = render([table], "terminal", width=width)
+            assert sum(line.startswith("model ") for line in printed) == 1, table.head
+            assert max(map(len, printed)) <= width
     rates = {size: Rate(12345.6, 1.0, 99999.0) for size in (1, 4, 8)}
     one = replace(FOUND, name="Qwen2.5-0.5B-int4", prefill={16: RATE, 128: RATE, 512: RATE}, decode=rates)
     for table in bench_report.tables([one]):

@@ -126,6 +126,21 @@ def test_an_empty_text_is_refused_at_once(loaded: tuple[Decoder, Tokenizer]) -> 
         quantkit.stream(*loaded, "")
 
 
+@pytest.mark.parametrize(
+    ("prompt", "new", "hint"),
+    [
+        (4095, 2, "give a shorter prompt"), (4090, 100, "give a shorter prompt"), (5000, 1, "give a shorter prompt"),
+        (4000, 100, "ask for fewer with `max_new_tokens`"), (1, 5000, "ask for fewer with `max_new_tokens`"),
+    ],
+)  # fmt: skip
+def test_what_to_do_about_too_many_tokens_depends_on_the_prompt(
+    prompt: int, new: int, hint: str, loaded: tuple[Decoder, Tokenizer]
+) -> None:
+    with pytest.raises(RequestError, match=r"exceed the model's context") as caught:
+        quantkit.generate(loaded[0], [5] * prompt, max_new_tokens=new)
+    assert caught.value.hint == hint
+
+
 def test_without_a_number_a_hundred_tokens_come(loaded: tuple[Decoder, Tokenizer]) -> None:
     model, tokenizer = loaded
     (option,) = (one for one in root.commands["generate"].params if one.name == "max_new_tokens")

@@ -119,7 +119,7 @@ def test_the_backends_offered_are_those_there_are(capfd: Capture) -> None:
     [
         (("run", "x"), "Did you mean 'generate'?"), (("chat",), "Did you mean 'generate'?"),
         (("convert", "x", "y", "--to", "gguf"), "GGUF is not written; choose hf or meta."),
-        (("generate", "x", "-dash"), "For a prompt that begins with a dash: --prompt=TEXT"),
+        (("generate", "x", "-dash"), "; for a prompt that begins with a dash: --prompt=TEXT"),
     ],
 )  # fmt: skip
 def test_who_comes_from_elsewhere_is_told_the_way(arguments: tuple[str, ...], words: str, capfd: Capture) -> None:

@@ -322,6 +322,18 @@ def test_a_tensor_that_claims_terabytes_is_refused(hf: Path, capfd: Capture) -> 
     refused(capfd, 3, hf, path, "is truncated", f"expected {1 << 42}")
 
 
+def test_a_truncated_model_of_our_own_cannot_be_downloaded_again(
+    demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    run(capfd, "convert", demo_model, tmp_path / "made")
+    path = tmp_path / "made" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    line = refused(capfd, 3, tmp_path / "made", path, "is truncated", "expected", "; copy it or make it again\n")
+    assert "download" not in line
+    (tmp_path / "made" / "quantkit.json").unlink()
+    refused(capfd, 3, tmp_path / "made", path, "is truncated", "; download it again\n")
+
+
 # Damaged and hostile pickles
 
 

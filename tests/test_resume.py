@@ -239,10 +239,18 @@ def test_too_little_space_is_told_before_any_work(
 ) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9 - 10**6, 10**6))
-    with pytest.raises(NoSpaceError, match=r"too little space.*1 MB free") as caught:
+    with pytest.raises(NoSpaceError, match=r"too little space.*1 MB free, expected \d+(\.\d)? MB") as caught:
         quantkit.convert(demo_model, tmp_path / "out")
     assert caught.value.retryable
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_disk_cannot_be_written(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As /proc, whose size is 0."""
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 0))
+    with pytest.raises(DestinationError, match="cannot be written: it is on no disk"):
+        quantkit.convert(demo_model, tmp_path / "out")
 
 
 def test_a_source_that_changes_meanwhile_is_noticed(demo_model: Path, tmp_path: Path) -> None:

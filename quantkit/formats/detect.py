@@ -18,7 +18,7 @@ Found = tuple[str, Container]
 """A set of weights, by the name that ``--weights`` takes, and whose it is."""
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-
+_DOWNLOAD = "download it again"
 
 WeightKind = Literal["meta", "safetensors", "bin"]
 """A set of weights of a folder that holds several."""
@@ -64,7 +64,15 @@ def open_unfinished(path: str | Path, weights: str | None = None) -> StoredCheck
     else:
         listed = ", ".join(kind for kind, _ in found) or "none"
         raise CheckpointError(f"has no {weights} weights", path=folder, found=listed)
-    checkpoint = container.open(folder, kind)
+    try:
+        checkpoint = container.open(folder, kind)
+    except CheckpointError as error:
+        if _DOWNLOAD not in (error.hint or "") or not (folder / manifest.NAME).is_file():
+            raise
+        hint = (error.hint or "").replace(_DOWNLOAD, "copy it or make it again")  # it comes from no hub
+        raise CheckpointError(
+            error.problem, path=error.path, found=error.found, expected=error.expected, hint=hint
+        ) from error
     if weights is None:
         ignored = [spelled[other] for other, _ in found if other != kind]
         checkpoint.notes += [f"{folder}: {files} beside {spelled[kind]}; ignored" for files in ignored]

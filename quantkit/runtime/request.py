@@ -17,6 +17,9 @@ MAX_NEW_TOKENS = 100
 TokenIds = Sequence[int] | Tensor
 """A prompt as a model takes it: a list of ids, or a tensor of integers, [T] or [1, T]."""
 
+_WORTH_HAVING = 16
+"""New tokens: where a prompt leaves fewer, and fewer than asked for, the prompt is too long."""
+
 _SHOW_HOW = "tokenizer.encode(text) gives them, and quantkit.stream(model, tokenizer, text) takes the text itself"
 
 
@@ -67,8 +70,9 @@ def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int)
         raise RequestError("nothing to generate", found=f"{count} new tokens", expected="at least 1")
     length = len(ids) + count
     if length > config.max_context:
+        room, wanted = config.max_context - len(ids), min(max_new_tokens, _WORTH_HAVING)
         raise RequestError(
             "prompt and new tokens exceed the model's context", found=length, expected=f"at most {config.max_context}",
-            hint="ask for fewer with `max_new_tokens`",
+            hint="give a shorter prompt" if room < wanted else "ask for fewer with `max_new_tokens`",
         )  # fmt: skip
     return length

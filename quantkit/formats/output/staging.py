@@ -302,7 +302,10 @@ def require_space(folder: Path, needed_bytes: int) -> None:
     """
     with destination_errors(folder):
         there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
-        free = shutil.disk_usage(there).free
+        disk = shutil.disk_usage(there)
+    if disk.total == 0:  # of file systems that are none, such as /proc
+        raise DestinationError("cannot be written: it is on no disk", path=folder.parent)
+    free = disk.free
     if free < needed_bytes + _SPACE_MARGIN:
         raise NoSpaceError(
             "too little space on the disk", path=folder.parent, found=f"{size_text(free)} free",
