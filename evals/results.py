@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -9,7 +11,11 @@ from quantkit.evals.rolling import DocumentScore
 from quantkit.evals.tasks import TaskScore
 from quantkit.evals.timing import Speed
 from quantkit.json_values import finite
+from quantkit.quality.figures import Estimate
 from quantkit.quality.measures import Divergence
+
+_LEAST_TEXTS = 3
+"""Whose spread tells how far a text may be from another."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,18 @@ class TextMeasures:
     divergence: Divergence | None
     token_perplexity_error: float | None = None
     perplexity_ratio_error: float | None = None
+
+
+@dataclass(frozen=True)
+class OverTexts:
+    """A model's distance from the reference as the mean of its texts, each counted alike.
+
+    Errors are from the spread between the texts; the ratio is the geometric mean.
+    """
+
+    kl: Estimate
+    top1_agreement: Estimate
+    perplexity_ratio: Estimate
 
 
 @dataclass(frozen=True)
@@ -104,11 +122,31 @@ class Evaluation:
             return None
         return row.texts[text].token_perplexity / self.rows[0].texts[text].token_perplexity
 
+    def over_texts(self, row: Row) -> OverTexts | None:
+        """Means over the texts; None of fewer than three, or of the reference."""
+        apart = [one.divergence for one in row.texts.values() if one.divergence is not None]
+        ratios = [ratio for text in row.texts if (ratio := self.perplexity_ratio(row, text)) is not None]
+        if len(apart) < _LEAST_TEXTS:
+            return None
+        return OverTexts(
+            kl=_mean([one.kl for one in apart]),
+            top1_agreement=_mean([one.top1_agreement for one in apart]),
+            perplexity_ratio=_mean([math.log(ratio) if ratio > 0 else -math.inf for ratio in ratios]).exp(),
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Plain values; what is infinite is None. The last model's ``layer_errors`` stand at the top as well."""
         value = {**asdict(self), "layer_errors": self.rows[-1].layer_errors}
         for row, plain in zip(self.rows, value["rows"], strict=True):
+            over = self.over_texts(row)
+            plain["over_texts"] = None if over is None else asdict(over)
             for text in row.texts:
                 plain["texts"][text]["perplexity_ratio"] = self.perplexity_ratio(row, text)
         plain_value: dict[str, Any] = finite(value)
         return plain_value
+
+
+def _mean(values: Sequence[float]) -> Estimate:
+    """Of figures that are independent of each other."""
+    count, mean = len(values), sum(values) / len(values)
+    return Estimate(mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1) / count))
