@@ -38,9 +38,8 @@ class TextMeasures:
         documents: over its documents, in rolling windows.
         token_perplexity: over fixed windows.
         divergence: from the reference, over the same windows; None for the reference itself.
-        token_perplexity_error: its standard error, were the text another of its kind.
-        perplexity_ratio_error: that of token perplexity over the reference's, on this text and others of its kind;
-            None for the reference itself.
+        token_perplexity_error: its standard error, the text's tokens taken as a sample of it.
+        perplexity_ratio_error: likewise of token perplexity over the reference's; None for the reference itself.
     """
 
     tokens: int
