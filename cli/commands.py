@@ -13,7 +13,7 @@ from quantkit.cli import options
 from quantkit.cli.files import Outputs
 from quantkit.cli.help import Command, exit_codes
 from quantkit.cli.output import columns, mention, note
-from quantkit.cli.processes import together
+from quantkit.cli.processes import require_models, together
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
 
@@ -68,9 +68,18 @@ def inspect(path: Path, weights: WeightKind | None, data: str | None) -> None:
     outputs.write(found.to_json())
 
 
+class _Formats(click.Choice[str]):
+    """Those that are written; of another that people ask for it says so."""
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value.lower() == "gguf":
+            self.fail(f"GGUF is not written; choose {' or '.join(self.choices)}.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 @click.command(cls=Command)
 @options.writing
-@click.option("--to", type=click.Choice(["hf", "meta"]), default="hf", show_default=True, help="Target format.")
+@click.option("--to", type=_Formats(["hf", "meta"]), default="hf", show_default=True, help="Target format.")
 @click.option("--mp", type=int, default=1, show_default=True, help="Number of Meta model-parallel shards.")
 @options.dtype
 def convert(data: str | None, **given: Any) -> None:
@@ -78,6 +87,8 @@ def convert(data: str | None, **given: Any) -> None:
 
     The model in SRC goes to the new folder DST. Under torchrun the first process does the work.
     """
+    require_models(given["src"])
+
     from quantkit.jobs.convert import convert as job
 
     with together(device="cpu") as group:
@@ -102,6 +113,7 @@ def verify(a: Path, b: Path | None, allow_bound: bool, data: str | None) -> None
     """
     if allow_bound and b is None:
         raise RequestError("--allow-bound goes with two models")
+    require_models(a, b)
     outputs = Outputs(data)
 
     from quantkit.quality.verify import VerifyReport

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,9 +15,10 @@ from quantkit.cli import options
 from quantkit.cli.entry import raise_if_interrupted
 from quantkit.cli.help import Command
 from quantkit.cli.output import mention
-from quantkit.cli.processes import together
+from quantkit.cli.processes import require_models, together
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
+from quantkit.formats.detect import is_model_folder
 from quantkit.tensors.dtypes import FloatName
 
 if TYPE_CHECKING:
@@ -62,7 +64,8 @@ class Asked:
     def require_sense(self) -> None:
         """
         Raises:
-            RequestError: unless one prompt is given, or if options do not go together.
+            RequestError: unless one prompt is given, if options do not go together, or if numbers are out of range.
+            CheckpointError: if there is no model.
         """
         sources = {"PROMPT": self.text, "--prompt": self.prompt, "--prompt-file": self.prompt_file}
         given = [name for name, value in sources.items() if value is not None]
@@ -83,6 +86,21 @@ class Asked:
         ):  # fmt: skip
             if wrong:
                 raise RequestError(problem)
+        self._require_numbers()
+        if self.text is not None and not self.path.exists() and is_model_folder(Path(self.text)):
+            raise RequestError(
+                "the model comes first, then the prompt", hint=f"quantkit generate {shlex.quote(self.text)} PROMPT"
+            )
+        require_models(self.path, self.draft)
+
+    def _require_numbers(self) -> None:
+        """As generating does, which is known only once torch has been imported."""
+        if not self.temperature >= 0:
+            raise RequestError("temperature must not be negative", found=self.temperature)
+        if not 0 < self.top_p <= 1:
+            raise RequestError("top_p must lie in (0, 1]", found=self.top_p)
+        if self.max_new_tokens < 1:
+            raise RequestError("nothing to generate", found=f"{self.max_new_tokens} new tokens", expected="at least 1")
 
     def read_prompt(self) -> str:
         """The prompt; where it is read from a file, without the new line at its end.
@@ -111,17 +129,32 @@ def _content(file: str) -> str:
         ) from error
 
 
-@click.command(cls=Command)
+class _WithPrompt(Command):
+    """Says how to give a prompt that was taken for an option."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if not error.possibilities:
+                error.message += " For a prompt that begins with a dash: --prompt=TEXT"
+            raise
+
+
+@click.command(cls=_WithPrompt)
 @click.argument("path", type=options.PATH)
 @click.argument("text", metavar="[PROMPT]", required=False)
 @click.option("--prompt", metavar="TEXT", help="Instead of PROMPT: for a text that begins with a dash.")
-@click.option("--prompt-file", metavar="FILE", help="Instead of PROMPT: a file to read it from; - is stdin.")
+@click.option(
+    "--prompt-file", metavar="FILE", shell_complete=options.complete_files,
+    help="Instead of PROMPT: a file to read it from; - is stdin.",
+)  # fmt: skip
 @click.option("--max-new-tokens", type=int, default=100, show_default=True, help="Tokens to generate at most.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token.")
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Nucleus of probability to draw from.")
 @click.option("--seed", type=int, help="Of the draw; unpredictable by default.")
 @options.dtype
-@options.backend(" xla runs the whole model on TPUs; see docs/parallel.md.")
+@options.backend("xla", more=" xla runs the whole model on TPUs; see docs/parallel.md.")
 @options.device
 @click.option("--tp", type=int, help="With xla: devices that share the model; all by default.")
 @click.option("--multi-host", is_flag=True, help="With xla: the devices of all hosts, this command run on each.")
@@ -175,14 +208,17 @@ def _pieces(asked: Asked, prompt: str, group: ProcessGroup) -> Iterator[str]:
     how: dict[str, Any] = {
         "device": group.device or asked.device, "dtype": asked.dtype, "backend": asked.backend, "tp": group,
     }  # fmt: skip
-    model, tokenizer = load(asked.path, weights=asked.weights, **how)
+    small = None
+    with ProgressDisplay(show=group.first and sys.stderr.isatty()) as progress:
+        model, tokenizer = load(asked.path, weights=asked.weights, progress=progress, **how)
+        if asked.draft is not None:
+            small, other = load(asked.draft, progress=progress, **how)
     ids = text_ids(tokenizer, prompt, specials=True)
-    if asked.draft is None:
+    if small is None:
         cache = torch.int8 if asked.int8_cache else None
         engine = Engine(model, len(ids) + asked.max_new_tokens, cache_dtype=cache, compiled=asked.compiled)
         tokens = job(engine, ids, **asked.sampling())
     else:
-        small, other = load(asked.draft, **how)
         if other.encode(prompt, specials=True) != ids:
             raise RequestError("the draft model reads the prompt as other tokens", path=asked.draft)
         proposed = DRAFT_TOKENS if asked.draft_tokens is None else asked.draft_tokens

@@ -25,7 +25,22 @@ from quantkit.errors import DestinationError, QuantkitError
 from quantkit.version import __version__
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}, epilog=exit_codes())
+class _Commands(click.Group):
+    """Knows what the command for text is called elsewhere."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] in ("run", "chat", "serve"):
+            ctx.fail(f"No such command '{args[0]}'. Did you mean 'generate'?")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog=exit_codes(),
+)
 @click.option("--debug", is_flag=True, expose_value=False, help="Show a traceback with an error; comes first.")
 @click.version_option(__version__)
 def quantkit() -> None:

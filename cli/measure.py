@@ -12,9 +12,10 @@ from quantkit.cli import options
 from quantkit.cli.files import Outputs
 from quantkit.cli.help import Command
 from quantkit.cli.output import columns, note, warn
-from quantkit.cli.processes import together
+from quantkit.cli.processes import require_models, together
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
+from quantkit.evals.names import named, short_names
 from quantkit.json_values import shown
 
 if TYPE_CHECKING:
@@ -22,11 +23,14 @@ if TYPE_CHECKING:
 
 
 @click.command("eval", cls=Command)
-@click.argument("models", metavar="[NAME=]PATH...", nargs=-1, required=True)
+@click.argument("models", metavar="[NAME=]PATH...", nargs=-1, required=True, shell_complete=options.complete_named)
 @click.option("--text", "texts", type=options.PATH, multiple=True, help="Text to measure on, UTF-8; repeatable.")
 @click.option("--tasks", default="", help="Tasks of lm-evaluation-harness, separated by commas.")
 @click.option("--task-data", type=options.PATH, help="Folder with data of tasks: TASK.jsonl, .json, .parquet or .txt.")
-@click.option("--against", metavar="[NAME=]PATH", help="The model that the others are held against.")
+@click.option(
+    "--against", metavar="[NAME=]PATH", shell_complete=options.complete_named,
+    help="The model that the others are held against.",
+)  # fmt: skip
 @click.option("--window", type=int, help="Tokens in a window; see docs/evals.md for the defaults.")
 @click.option("--cache-logits", type=options.PATH, help="Folder that keeps what the reference's logits follow from.")
 @click.option("--speed", is_flag=True, help="Measure decoding as well.")
@@ -46,6 +50,8 @@ def evaluate(
     float32 on the CPU; tasks and speed on --device. Under torchrun all processes share
     each model, on CPUs.
     """
+    require_models(*(path for _, path in named([*models, *([against] if against else [])])))
+
     from quantkit.evals.evaluate import evaluate as job
     from quantkit.evals.plot import picture
     from quantkit.evals.report import markdown, sheet, tables
@@ -67,10 +73,15 @@ def evaluate(
 
 
 @click.command(cls=Command)
-@click.argument("models", metavar="[[NAME=]PATH]...", nargs=-1)
+@click.argument("models", metavar="[[NAME=]PATH]...", nargs=-1, shell_complete=options.complete_named)
 @click.option("--synthetic", metavar="SHAPE", help="Random weights of a named shape instead, such as tinyllama-1.1b.")
-@click.option("--scheme", "quantized", multiple=True, help="Of the random weights; repeatable; floats without.")
-@click.option("--head", metavar="SCHEME", help="Of the random weights' output head; int8 by default.")
+@click.option(
+    "--scheme", "quantized", type=options.Scheme(), multiple=True,
+    help="Of the random weights; repeatable; floats without.",
+)  # fmt: skip
+@click.option(
+    "--head", type=options.Scheme(), metavar="SCHEME", help="Of the random weights' output head; int8 by default."
+)
 @click.option("--prompt-lengths", default="16,128,512", show_default=True, help="Tokens of prefill.")
 @click.option("--batch", "batches", default="1,4,8", show_default=True, help="Sequences decoded at once.")
 @click.option("--threads", type=int, help="That compute; torch's own number by default.")
@@ -91,12 +102,6 @@ def bench(
     The models in PATHs are put side by side, each in a process of its own, under the NAMEs given. Under
     torchrun all processes share one model; the figures are the first process's.
     """
-    from quantkit.evals import bench_report
-    from quantkit.evals.bench import Job
-    from quantkit.evals.bench import bench as job
-    from quantkit.evals.names import named, short_names
-    from quantkit.evals.table import render
-
     if bool(models) == (synthetic is not None):
         raise RequestError("give folders, or --synthetic and a shape")
     if quantized and synthetic is None:
@@ -105,6 +110,13 @@ def bench(
         raise RequestError("--head goes with --scheme")
     rest = (_numbers(prompt_lengths), _numbers(batches), threads, runs, backend, compiled, device)
     given = named(models)
+    require_models(*(path for _, path in given))
+
+    from quantkit.evals import bench_report
+    from quantkit.evals.bench import Job
+    from quantkit.evals.bench import bench as job
+    from quantkit.evals.table import render
+
     short = short_names([path for _, path in given])
     jobs = [Job(path, None, None, None, *rest, name or end) for (name, path), end in zip(given, short, strict=True)]
     if synthetic is not None:

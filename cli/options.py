@@ -2,21 +2,54 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from quantkit.cli.help import Command
 from quantkit.cli.output import note
 from quantkit.errors import RequestError
 from quantkit.json_values import shown
 from quantkit.tensors.dtypes import FLOAT_NAMES, SHORT_NAMES
+from quantkit.tensors.scheme import SCHEMES, QuantScheme
 
 Function = Callable[..., Any]
 PATH = click.Path(path_type=Path)
+BACKENDS = ("cpu-exact", "cpu-fast", "triton", "reference")  # spelled out: the kernels themselves import torch
+
+
+class Scheme(click.types.StringParamType):
+    """The name of a scheme, told to be none before anything large is imported."""
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return str(QuantScheme.parse(value))
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(name) for name in SCHEMES if name.startswith(incomplete)]
+
+
+def complete_files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Completion of what is a file, or something else besides."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+def complete_named(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Completion of ``NAME=PATH``; bash takes such a word apart itself."""
+    name, equals, start = incomplete.partition("=")
+    if not equals:
+        return complete_files(ctx, param, incomplete)
+    folder, last = os.path.split(start)
+    try:
+        found = sorted(Path(folder).iterdir())
+    except OSError:
+        return []
+    return [CompletionItem(f"{name}={path}") for path in found if path.name.startswith(last)]
+
 
 src = click.argument("src", type=PATH)
 dst = click.argument("dst", type=PATH)
@@ -32,7 +65,10 @@ dtype = click.option(
 compiled = click.option(
     "--compile/--eager", "compiled", default=None, help="Through torch.compile or not; by default on GPUs only."
 )
-data = click.option("--json", "data", metavar="PATH", help="Write everything found as JSON; - is stdout.")
+data = click.option(
+    "--json", "data", metavar="PATH", shell_complete=complete_files,
+    help="Write everything found as JSON; - is stdout.",
+)  # fmt: skip
 report = click.option("--report", type=PATH, help="Write the report, in Markdown.")
 table = click.option(
     "--table", type=click.Choice(["terminal", "markdown", "latex", "csv"]), default="terminal", show_default=True,
@@ -74,14 +110,15 @@ def writing(command: Function) -> Function:
     return command
 
 
-def backend(more: str = "") -> Callable[[Function], Function]:
+def backend(*others: str, more: str = "") -> Callable[[Function], Function]:
     """The option for kernels.
 
     Args:
+        others: what it may be besides.
         more: for its help.
     """
     about = "Kernels of quantized layers: cpu-exact, cpu-fast, triton or reference; see docs/kernels.md."
-    return click.option("--backend", help=about + more)
+    return click.option("--backend", type=click.Choice([*BACKENDS, *others]), metavar="NAME", help=about + more)
 
 
 def plot(what: str) -> Callable[[Function], Function]:

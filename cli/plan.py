@@ -9,6 +9,7 @@ import click
 from quantkit.cli import options
 from quantkit.cli.commands import convert as convert_command
 from quantkit.cli.files import Outputs
+from quantkit.cli.processes import require_models
 from quantkit.cli.quantize import job_arguments
 from quantkit.cli.quantize import quantize as quantize_command
 from quantkit.tensors.dtypes import FloatName
@@ -33,11 +34,13 @@ def plan() -> None:
 
 
 @plan.command(cls=options.BareJson)
-@click.argument("model")
+@click.argument("model", shell_complete=options.complete_files)
 @click.option("--target", required=True, metavar="SLICE", help="Kind and number of chips: v5e-16, v6e-8, ...")
 @click.option("--batch", type=int, default=1, show_default=True, help="Texts at once.")
 @click.option("--context", type=int, help="Tokens of a text, prompt included; all that the model can by default.")
-@click.option("--scheme", help="Of a model without weights, such as int4-g128; floats by default.")
+@click.option(
+    "--scheme", type=options.Scheme(), help="Of a model without weights, such as int4-g128; floats by default."
+)
 @options.dtype
 @options.data
 def generate(
@@ -57,6 +60,8 @@ def generate(
 
 
 def _convert(data: str | None, **given: Any) -> None:
+    require_models(given["src"])
+
     from quantkit.jobs.plan import convert as job
 
     outputs = Outputs(data, makes=given["dst"])
@@ -66,6 +71,7 @@ def _convert(data: str | None, **given: Any) -> None:
 def _quantize(data: str | None, **given: Any) -> None:
     outputs = Outputs(data, reads=(given["calibration"], given["recipe"], given["plan"]), makes=given["dst"])
     arguments = job_arguments(given)
+    require_models(arguments["src"])
 
     from quantkit.jobs.plan import quantize as job
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from quantkit.cli.entry import ignore_signals, interrupted_code
 from quantkit.errors import QuantkitError
+from quantkit.formats.detect import require_there
 
 if TYPE_CHECKING:
     from quantkit.distributed.group import ProcessGroup
@@ -35,12 +37,11 @@ def together(
     Raises:
         GroupError: if they have not, or one was lost.
     """
-    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
-    if alone and check is not None:
+    if _alone() and check is not None:
         check()
     from quantkit.distributed.group import SINGLE, joined
 
-    if alone:
+    if _alone():
         yield SINGLE
         return
     group = SINGLE
@@ -65,6 +66,21 @@ def together(
         if told_here:
             raise
         raise click.exceptions.Exit(code) from error
+
+
+def require_models(*paths: Path | None) -> None:
+    """Refuse models that are not there before torch is imported; what is there may differ among several processes.
+
+    Raises:
+        CheckpointError: if nothing is at a path.
+    """
+    for path in paths if _alone() else ():
+        if path is not None:
+            require_there(path)
+
+
+def _alone() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) == 1
 
 
 def _leave(group: ProcessGroup) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 import time
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Never
+from typing import TYPE_CHECKING, Never, TextIO
 
 import click
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _LINE_SECONDS = 30.0
 _TICK_SECONDS = 1.0
 _DRAW_SECONDS = 0.1
+_DEFAULT_COLUMNS = 80
 _FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {unit}{postfix}"
 
 
@@ -139,15 +141,17 @@ class ProgressDisplay:
             click.echo(phase.line(now), file=self._stream)
 
     def _draw(self, phase: _Phase, now: float) -> None:
+        width = (_columns(self._stream) or _DEFAULT_COLUMNS) - 1
         if self._bar is None:
             from tqdm import tqdm  # takes a tenth of a second
 
             self._bar = tqdm(
                 desc=phase.name, initial=phase.done, total=max(phase.total, 1), unit=phase.unit, bar_format=_FORMAT,
-                file=self._stream, leave=False, dynamic_ncols=True,
+                file=self._stream, leave=False, ncols=width, nrows=2,
             )  # fmt: skip
             _shown.add(self)
         bar = self._bar
+        bar.ncols = width
         bar.n, bar.total, bar.unit = phase.done, max(phase.total, 1), phase.unit
         bar.set_description_str(phase.name, refresh=False)
         bar.set_postfix_str(phase.left(now) or "", refresh=False)
@@ -165,6 +169,14 @@ class ProgressDisplay:
     def _tick_on(self) -> None:
         while not self._ended.wait(_TICK_SECONDS):
             self.tick()
+
+
+def _columns(stream: TextIO) -> int:
+    """Of a terminal; 0 where it does not know, as some that have no window do."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):
+        return 0
 
 
 _shown: set[ProgressDisplay] = set()

@@ -12,7 +12,7 @@ from quantkit.cli.commands import finish
 from quantkit.cli.files import Outputs
 from quantkit.cli.help import Command
 from quantkit.cli.output import note
-from quantkit.cli.processes import together
+from quantkit.cli.processes import require_models, together
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
 from quantkit.tensors.scheme import SPELLINGS, QuantScheme
@@ -20,14 +20,19 @@ from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 
 @click.command(cls=Command)
 @options.writing
-@click.option("--scheme", help=f"{SPELLINGS}; int4 with zero points: int4-g128-asym.")
-@click.option("--head", metavar="SCHEME", help="Of the output head too, which keeps its floats by default.")
+@click.option("--scheme", type=options.Scheme(), help=f"{SPELLINGS}; int4 with zero points: int4-g128-asym.")
+@click.option(
+    "--head", type=options.Scheme(), metavar="SCHEME", help="Of the output head too, which keeps its floats by default."
+)
 @click.option("--recipe", type=options.PATH, metavar="FILE", help="JSON with a default scheme and overrides.")
 @click.option("--plan", type=options.PATH, hidden=True, help="The old name of --recipe.")
 @click.option(
     "--method", type=click.Choice(["rtn", "gptq"]), default="rtn", show_default=True, help="Rounding or GPTQ."
 )
-@click.option("--calibration", help="Text for GPTQ: a file, or a hub dataset owner/name:config:split.")
+@click.option(
+    "--calibration", shell_complete=options.complete_files,
+    help="Text for GPTQ: a file, or a hub dataset owner/name:config:split.",
+)  # fmt: skip
 @click.option("--samples", type=int, help=f"Calibration samples; {SAMPLES} by default.")
 @click.option("--length", type=int, help=f"Tokens in each; the model's context by default, {MAX_LENGTH} at most.")
 @click.option("--seed", type=int, help=f"Of the samples' places in the text; {SEED} by default.")
@@ -54,6 +59,7 @@ def quantize(data: str | None, **given: Any) -> None:
     """
     reads = given["calibration"], given["recipe"], given["plan"]
     arguments = job_arguments(given)
+    require_models(arguments["src"])
 
     from quantkit.distributed.shard import require_same_checkpoint
     from quantkit.formats.detect import open_checkpoint
@@ -93,5 +99,5 @@ def job_arguments(given: dict[str, Any]) -> dict[str, Any]:
     if head is not None:
         if scheme is None:
             raise RequestError("--head goes with --scheme", hint="a recipe names lm_head among its overrides")
-        scheme = Recipe(QuantScheme.parse(scheme), (Override("lm_head", QuantScheme.parse(head)),))
-    return {**given, "scheme": scheme if path is None else Recipe.from_json(path)}
+        return {**given, "scheme": Recipe(QuantScheme.parse(scheme), (Override("lm_head", QuantScheme.parse(head)),))}
+    return {**given, "scheme": QuantScheme.parse(scheme) if path is None else Recipe.from_json(path)}

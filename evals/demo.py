@@ -19,6 +19,7 @@ from quantkit.errors import CheckpointError, DestinationError, QuantkitError
 from quantkit.evals.table import WIDTH, Table, render
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
+from quantkit.formats.output.destination import destination_errors, is_there, rename_new
 from quantkit.jobs.convert import convert
 from quantkit.jobs.inspect import inspect
 from quantkit.jobs.load import load
@@ -129,19 +130,26 @@ def run_demo(output: Path | None = None, *, quick: bool = False, progress: Progr
     """Convert the demo model from Meta shards, quantize, verify, measure and generate.
 
     Args:
-        output: a new folder to keep the checkpoints in; by default they are temporary.
+        output: a new folder to keep the checkpoints in, there once all is done; by default they are temporary.
         quick: try one scheme only.
 
     Raises:
         QuantkitError: if a step fails, or a checkpoint is not what it should be.
     """
-    if output is not None and output.exists():
-        raise DestinationError("exists already; nothing is overwritten", path=output)
-    with _one_thread():
-        if output is not None:
-            return _run(output, quick, progress)
-        with tempfile.TemporaryDirectory(prefix="quantkit-demo-") as folder:
+    if output is None:
+        with _one_thread(), tempfile.TemporaryDirectory(prefix="quantkit-demo-") as folder:
             return _run(Path(folder), quick, progress)
+    with destination_errors(output):
+        if is_there(output):
+            raise DestinationError("exists already; nothing is overwritten", path=output)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        beside = tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent, ignore_cleanup_errors=True)
+    with _one_thread(), beside as folder:
+        made = Path(folder) / output.name  # with the permissions of any folder, which temporary ones lack
+        report = _run(made, quick, progress)
+        with destination_errors(output):
+            rename_new(made, output)
+        return report
 
 
 def _run(folder: Path, quick: bool, progress: Progress) -> DemoReport:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from quantkit.arguments import as_path, as_paths, as_texts, as_whole, require_flags, require_instance
 from quantkit.data.files import EXCERPT, excerpt
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import CheckpointError, RequestError
@@ -28,7 +29,7 @@ from quantkit.formats import manifest
 from quantkit.jobs.inspect import inspect
 from quantkit.model.device import usable_device
 from quantkit.model.layerwise import layerwise_hidden
-from quantkit.progress import Progress, in_phase, silent
+from quantkit.progress import Progress, heard, in_phase
 from quantkit.quality.figures import Estimate
 from quantkit.quality.measures import Divergence, Hidden, compare, perplexity_estimates
 
@@ -45,7 +46,7 @@ def evaluate(
     speed: bool = False,
     device: str | torch.device | None = None,
     group: ProcessGroup = SINGLE,
-    progress: Progress = silent,
+    progress: Progress | None = None,
 ) -> Evaluation:
     """Measure checkpoints, each by itself and, given a reference, by the distance from it.
 
@@ -65,7 +66,7 @@ def evaluate(
         device: where tasks are answered and speed is measured, as torch spells it; None is a GPU if there is one,
             or the CPU for a group.
         group: the processes that share the models; all call this alike and get the same.
-        progress: told of every layer and question.
+        progress: told of every layer and question; None tells nobody.
 
     Returns:
         The figures of each model, in the order of `paths` and after the reference's; `to_json()` has all of them.
@@ -78,13 +79,21 @@ def evaluate(
         >>> found = quantkit.evaluate("model-int4", against="model", texts="wiki.txt")
         >>> found.rows[1].texts["wiki"].divergence.kl
     """
-    folders, files = _several(paths), _several(texts)
-    tasks = [tasks] if isinstance(tasks, str) else tasks
-    if task_data is not None and not tasks:
+    folders, files, tasks = as_paths("paths", paths), as_paths("texts", texts), as_texts("tasks", tasks)
+    if not folders:
+        raise RequestError("there is no model to measure: `paths` is empty")
+    against = None if against is None else as_path("against", against)
+    data = None if task_data is None else as_path("task_data", task_data)
+    kept = None if cache_logits is None else as_path("cache_logits", cache_logits)
+    window = None if window is None else as_whole("window", window)
+    require_flags(speed=speed)
+    require_instance("group", group, ProcessGroup, "a ProcessGroup")
+    progress = heard(progress)
+    if data is not None and not tasks:
         raise RequestError("data of tasks go with tasks, and none are named")
-    if cache_logits is not None and against is None:
+    if kept is not None and against is None:
         raise RequestError("only a reference's logits are kept, and none is given")
-    if cache_logits is not None and group.size > 1:
+    if kept is not None and group.size > 1:
         raise RequestError("a reference's logits are kept by one process alone")
     where = _device(None if device is None else str(device), group, used=bool(tasks) or speed)
     if tasks:
@@ -94,11 +103,9 @@ def evaluate(
     group.require_same({f"text {text.name}": text.sha256 for text in chosen})
     length = fixed_window(models, window)
     read = [streams(models, text, length, alike=against is not None) for text in chosen]
-    hidden = layerwise_hidden if cache_logits is None else StateCache(Path(cache_logits))
+    hidden = layerwise_hidden if kept is None else StateCache(kept)
     loaded: contextlib.AbstractContextManager[list[Any]] = (
-        open_tasks(tasks, None if task_data is None else Path(task_data), progress=progress)
-        if tasks
-        else contextlib.nullcontext([])
+        open_tasks(tasks, data, progress=progress) if tasks else contextlib.nullcontext([])
     )
     measures: list[dict[str, TextMeasures]] = [{} for _ in models]
     with loaded as questions:
@@ -134,11 +141,6 @@ def evaluate(
         versions={name: importlib.metadata.version(name) for name in packages},
         notes=notes,
     )
-
-
-def _several(paths: str | Path | Sequence[str | Path]) -> list[Path]:
-    """One path or several."""
-    return [Path(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths)]
 
 
 def _device(name: str | None, group: ProcessGroup, *, used: bool) -> torch.device:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from quantkit.errors import RequestError
 from quantkit.evals.rolling import DocumentScore
 from quantkit.evals.tasks import TaskScore
 from quantkit.evals.timing import Speed
-from quantkit.json_values import finite
+from quantkit.json_values import finite, shown
 from quantkit.quality.figures import Estimate
 from quantkit.quality.measures import Divergence
 
@@ -116,7 +117,16 @@ class Evaluation:
     notes: list[str]
 
     def perplexity_ratio(self, row: Row, text: str) -> float | None:
-        """Token perplexity over the reference's."""
+        """Token perplexity over the reference's; None where there is no reference.
+
+        Args:
+            text: its name in `texts`.
+
+        Raises:
+            RequestError: if nothing was measured on it.
+        """
+        if text not in self.texts:
+            raise RequestError("no such text was measured on", found=shown(text), expected=", ".join(self.texts))
         if self.reference is None:
             return None
         return row.texts[text].token_perplexity / self.rows[0].texts[text].token_perplexity

@@ -30,6 +30,15 @@ LAST_RESORT = "reference"
 _log = logging.getLogger(__name__)
 
 
+def require_backend(name: str | None) -> None:
+    """
+    Raises:
+        RequestError: if no backend has the name; None leaves the choice.
+    """
+    if name is not None and name not in [backend.name for backend in BACKENDS]:
+        raise RequestError("unknown backend", found=name, expected=", ".join(b.name for b in BACKENDS))
+
+
 def select_backend(
     scheme: QuantScheme, device: torch.device, dtype: torch.dtype, scale_dtype: torch.dtype, prefer: str | None = None
 ) -> Backend:
@@ -42,9 +51,8 @@ def select_backend(
         RequestError: if no backend has the preferred name.
         UnsupportedError: if none can serve, with every backend's reason.
     """
+    require_backend(prefer)
     candidates = [b for b in BACKENDS if prefer is None or b.name == prefer]
-    if not candidates:
-        raise RequestError("unknown backend", found=prefer, expected=", ".join(b.name for b in BACKENDS))
     reasons: list[str] = []
     for backend in candidates:
         reason = backend.unsupported_reason(scheme, device, dtype)

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from quantkit.quality.verify import verify as verify
     from quantkit.runtime.generate import generate as generate
     from quantkit.runtime.stream import stream as stream
+    from quantkit.tensors.recipe import Override as Override
     from quantkit.tensors.recipe import Recipe as Recipe
     from quantkit.tensors.scheme import QuantScheme as QuantScheme
     from quantkit.text.tokenizer import Tokenizer as Tokenizer
@@ -85,6 +86,7 @@ _TYPES = {
     "FolderReport": "quantkit.quality.manifest_check",
     "Gate": "quantkit.quality.gate",
     "Inspection": "quantkit.jobs.inspect",
+    "Override": "quantkit.tensors.recipe",
     "QuantScheme": "quantkit.tensors.scheme",
     "QuantizeResult": "quantkit.jobs.result",
     "Recipe": "quantkit.tensors.recipe",

@@ -8,11 +8,20 @@ from pathlib import Path
 class QuantkitError(Exception):
     """Something the user can act on, told in one line.
 
-    The line reads ``path: problem (found ..., expected ...); hint``; parts that
+    The line, ``str(error)``, reads ``path: problem (found ..., expected ...); hint``; parts that
     were not given are left out.
+
+    Attributes:
+        exit_code: of a command that ends by it; the same for all errors of a kind.
+        retryable: whether the same call may succeed later; of a job that writes, with `resume=True`.
+        problem: what is wrong.
+        path: the file or folder that it concerns; None where there is none.
+        found, expected: what was there or was asked for, and what there could be; None where that says nothing.
+        hint: what to do next; None where there is nothing to say.
     """
 
     exit_code = 1
+    retryable = False
 
     def __init__(
         self,
@@ -23,6 +32,10 @@ class QuantkitError(Exception):
         expected: object = None,
         hint: str | None = None,
     ) -> None:
+        """
+        Args:
+            problem, path, found, expected, hint: see the attributes; what is given is told in the line.
+        """
         self.problem = problem
         self.path = None if path is None else Path(path)
         self.found = found
@@ -50,6 +63,12 @@ class RequestError(QuantkitError):
     exit_code = 2
 
 
+class UnreachableError(RequestError):
+    """The hub does not answer, or not now."""
+
+    retryable = True
+
+
 class CheckpointError(QuantkitError):
     """The source is damaged, incomplete or contradicts itself."""
 
@@ -68,10 +87,26 @@ class DestinationError(QuantkitError):
     exit_code = 5
 
 
+class NoSpaceError(DestinationError):
+    """The disk is full, or has less space than the output takes."""
+
+    retryable = True
+
+
 class ResumeError(QuantkitError):
     """An interrupted run is there, and this one cannot or may not continue it."""
 
     exit_code = 6
+
+
+class InterruptedRunError(ResumeError):
+    """An interrupted run is there: `resume=True` goes on with it."""
+
+
+class BeingWrittenError(ResumeError):
+    """A job that runs is writing there, in this process or another one."""
+
+    retryable = True
 
 
 class NonFiniteError(QuantkitError):

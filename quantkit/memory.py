@@ -1,4 +1,4 @@
-"""This process's memory: what it has, and giving it back to the system where the C library can."""
+"""Memory: amounts of it for people, what this process has, and giving it back where the C library can."""
 
 from __future__ import annotations
 
@@ -14,6 +14,14 @@ from quantkit.errors import RequestError
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "Storage size calculation overflowed")
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+
+
+def size_text(count: int) -> str:
+    """A number of bytes for people."""
+    for size, unit in ((10**9, "GB"), (10**6, "MB")):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count / 1000:.3g} kB"
 
 
 def resident_bytes() -> int:

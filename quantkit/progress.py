@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from quantkit.arguments import wrong_type
+
 
 class Progress(Protocol):
     """Called as a job advances: what it is at, how much of that is done, of how much, and what is counted.
@@ -34,6 +36,19 @@ class _Silent:
 
 silent: Progress = _Silent()
 """Tells nobody."""
+
+
+def heard(progress: Progress | None) -> Progress:
+    """The one to tell, where callers may have given none.
+
+    Raises:
+        RequestError: if it cannot be called.
+    """
+    if progress is None:
+        return silent
+    if not callable(progress):
+        raise wrong_type("progress", progress, "None, or a function of (phase, done, total, unit)")
+    return progress
 
 
 def in_phase(progress: Progress, name: str) -> Progress:

@@ -14,10 +14,10 @@ from pathlib import Path
 _COLUMNS = 100
 
 
-def on_terminal(*arguments: str | Path, cwd: Path) -> tuple[int, str]:
+def on_terminal(*arguments: str | Path, cwd: Path, rows: int = 40, columns: int = _COLUMNS) -> tuple[int, str]:
     """Exit code of one command, as a process of its own, and all that the terminal got."""
     ours, its = os.openpty()
-    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 40, _COLUMNS, 0, 0))
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     command = [sys.executable, "-m", "quantkit.cli", *map(str, arguments)]
     process = subprocess.Popen(command, cwd=cwd, stdin=its, stdout=its, stderr=its)
     os.close(its)

@@ -88,8 +88,10 @@ def test_a_weight_may_lose_three_times_what_rounding_loses(scheme: str) -> None:
     weight[:, 0] = 0.3  # outliers, which make rounding lose more
     quantized = quantize_rtn(weight, QuantScheme.parse(scheme), torch.float16)
     error = relative_error(quantized, weight)
-    assert weight_bound(quantized, weight) == pytest.approx(max(2**-8, TIMES_ROUNDING * error))
-    assert TIMES_ROUNDING / 2 * error < weight_bound(quantized, quantized) < 2 * TIMES_ROUNDING * error
+    assert weight_bound(quantized, weight, quantized.scheme) == pytest.approx(max(2**-8, TIMES_ROUNDING * error))
+    assert (
+        TIMES_ROUNDING / 2 * error < weight_bound(quantized, quantized, quantized.scheme) < 2 * TIMES_ROUNDING * error
+    )
 
 
 def test_swapped_scales_are_a_difference(demo_model: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from fake_hub import hub
 from quantkit.calibration.data import load_calibration
 from quantkit.calibration.hub import HubId, hub_id
 from quantkit.data.files import DEMO_MODEL
-from quantkit.errors import RequestError
+from quantkit.errors import RequestError, UnreachableError
 from quantkit.text.tokenizer import load_tokenizer
 
 # Draws from each of the arguments, and prints what came out and what of the libraries' settings is not as before.
@@ -244,10 +244,33 @@ def test_a_hub_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", silent)
     monkeypatch.setattr(hub, "_SECONDS", 0.2)
-    with pytest.raises(RequestError, match="cannot be reached"):
+    with pytest.raises(UnreachableError, match="cannot be reached") as caught:
         load_calibration("some/lines", load_tokenizer(DEMO_MODEL), samples=1, length=8, seed=0)
     assert not answers
     stop.set()
+    assert caught.value.retryable
+    assert caught.value.exit_code == RequestError.exit_code
+
+
+@pytest.mark.parametrize(("status", "retryable"), [(503, True), (429, True), (403, False)])
+def test_only_a_refusal_that_may_pass_is_worth_another_try(
+    status: int, retryable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    class Answer:
+        status_code = status
+
+    def refuse(*_: object, **__: object) -> None:
+        error = HfHubHTTPError.__new__(HfHubHTTPError)
+        error.response = Answer()  # type: ignore[assignment]
+        raise error
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", refuse)
+    with pytest.raises(RequestError, match=f"cannot be reached for a dataset: status {status}") as caught:
+        load_calibration("some/lines", load_tokenizer(DEMO_MODEL), samples=1, length=8, seed=0)
+    assert isinstance(caught.value, UnreachableError) == caught.value.retryable == retryable
 
 
 @pytest.mark.parametrize(

@@ -55,14 +55,14 @@ def test_a_quick_demo_says_what_it_leaves_out_and_what_to_try(tmp_path: Path, ca
 
 
 def test_the_demo_computes_on_one_thread_and_leaves_their_number_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen = []
     monkeypatch.setattr("quantkit.evals.demo._run", lambda *_: seen.append(torch.get_num_threads()))
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        run_demo(tmp_path / "demo", quick=True)
+        run_demo(quick=True)
         assert (seen, torch.get_num_threads()) == ([1], 2)
     finally:
         torch.set_num_threads(before)
@@ -76,6 +76,29 @@ def test_a_demo_tells_each_step(tmp_path: Path) -> None:
         ("convert", 0), ("quantize to int4-g64", 1), ("verify bf16", 2), ("verify int4-g64", 3),
         ("generate with bf16", 4), ("generate with int4-g64", 5),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("during", ["tensors", "steps"])
+@pytest.mark.parametrize("name", ["demo", "new/demo"])
+def test_an_interrupted_demo_leaves_nothing(
+    name: str, during: str, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither under its name, nor what a run could go on with: the next one begins anew."""
+
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    place = {"tensors": "quantkit.jobs.convert._value", "steps": "quantkit.evals.demo.compare"}[during]
+    with monkeypatch.context() as patched:
+        patched.setattr(place, stop)
+        code, _, err = run(capfd, "demo", "--quick", "--output", tmp_path / name)
+    assert (code, err) == (130, "quantkit: interrupted\n")
+    assert list((tmp_path / name).parent.iterdir()) == []
+    run_demo(tmp_path / name, quick=True)
+    assert [path.name for path in (tmp_path / name).parent.iterdir()] == ["demo"]
+    made = tmp_path / "as any other"
+    made.mkdir()
+    assert (tmp_path / name).stat().st_mode == made.stat().st_mode
 
 
 def test_the_demo_overwrites_nothing(tmp_path: Path) -> None:

@@ -27,12 +27,13 @@ from quantkit.formats.checkpoint import schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.quality import gate
 from quantkit.quality.baseline import is_baseline, rtn_baseline
-from quantkit.quality.bounds import BOUNDS
+from quantkit.quality.bounds import BOUNDS, weight_bound
 from quantkit.quality.figures import Estimate
 from quantkit.quality.measures import compare, text_windows
 from quantkit.quality.verify import verify
 from quantkit.solver.gptq import SingularError
 from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import SCHEMES, QuantScheme
 from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.text.tokenizer import load_tokenizer
@@ -330,6 +331,28 @@ def test_gptq_is_told_beside_rounding(demo_model: Path, text: Path, tmp_path: Pa
         words = f"at most {one['kl_bound']:.3g}; rounding to nearest gives {one['rounding_kl']:.3g}"
         assert line.endswith(f" nats a token ({words})")
         assert f"KL from its source {Estimate(one['kl'], one['kl_error'])} nats" in line
+
+
+def test_a_fine_layer_may_make_up_for_coarse_ones(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """GPTQ solves it for the inputs that they give, which moves it further than its own steps are."""
+    recipe = Recipe(QuantScheme.parse("int4-g64"), (Override("*.down_proj", QuantScheme.parse("int8")),))
+    made = quantkit.quantize(
+        demo_model, tmp_path / "q", recipe, method="gptq", calibration=text, samples=24, length=128
+    )
+    assert made.quality.problem() is None
+    moved = made.manifest["modules"]["model.layers.2.mlp.down_proj"]["relative_error"]
+    pair = open_checkpoint(tmp_path / "q"), open_checkpoint(demo_model)
+    quantized, weight = (one.load("model.layers.2.mlp.down_proj.weight") for one in pair)
+    assert moved > weight_bound(quantized, weight, quantized.scheme)
+    assert verify(demo_model, tmp_path / "q").ok
+    assert quantkit.verify(tmp_path / "q").ok
+
+
+def test_a_rounded_layer_has_nothing_to_make_up_for(demo_model: Path, tmp_path: Path) -> None:
+    recipe = Recipe(QuantScheme.parse("int4-g64"), (Override("*.down_proj", QuantScheme.parse("int8")),))
+    quantkit.quantize(demo_model, tmp_path / "q", recipe)
+    bounds = {one.name: one.bound for one in verify(demo_model, tmp_path / "q").differing}
+    assert bounds["model.layers.2.mlp.down_proj.weight"] < 0.05 < bounds["model.layers.2.mlp.up_proj.weight"]
 
 
 def test_a_figure_just_beyond_its_bound_is_told_with_the_digits_that_show_it() -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from command import Capture, run
+from terminal import screen
 
 import quantkit
 from quantkit.cli.main import quantkit as root
@@ -133,6 +134,40 @@ def test_without_a_number_a_hundred_tokens_come(loaded: tuple[Decoder, Tokenizer
     assert list(quantkit.generate(model, tokenizer.encode(PROMPT))) == whole
 
 
+LEFT_EARLY = """
+import sys
+import quantkit
+from quantkit.runtime.speculative import speculate
+model, tokenizer = quantkit.load(sys.argv[1], device="cpu")
+ids = tokenizer.encode("My fellow citizens")
+running = [
+    quantkit.stream(model, tokenizer, ids), quantkit.generate(model, ids), speculate(model, model, ids, draft_tokens=3),
+]
+for one in running:
+    for _ in one:
+        break
+"""
+
+
+def test_what_is_left_early_says_nothing_at_the_end_of_a_program(demo_model: Path) -> None:
+    command = [sys.executable, "-c", LEFT_EARLY, str(demo_model)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("name", ["stream", "generate"])
+def test_what_is_left_early_can_be_closed_and_leaves_the_thread_as_it_was(
+    name: str, loaded: tuple[Decoder, Tokenizer]
+) -> None:
+    model, tokenizer = loaded
+    ids = tokenizer.encode(PROMPT)
+    running = quantkit.stream(model, tokenizer, ids) if name == "stream" else quantkit.generate(model, ids)
+    next(running)
+    assert not torch.is_inference_mode_enabled()
+    running.close()
+    assert list(running) == []
+
+
 def test_the_first_token_is_not_kept_back(loaded: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a device draws several before the host looks at them."""
     monkeypatch.setattr("quantkit.runtime.generate._LOOKS", {})
@@ -238,6 +273,14 @@ def test_options_that_do_not_go_together_are_told_before_torch_is_imported(optio
     assert done.stderr.startswith("quantkit: error: ")
 
 
+def test_a_prompt_that_stands_before_the_model_is_told(demo_model: Path, capfd: Capture) -> None:
+    code, out, err = run(capfd, "generate", "A prompt", demo_model)
+    assert (code, out) == (2, "")
+    assert err == f"quantkit: error: the model comes first, then the prompt; quantkit generate {demo_model} PROMPT\n"
+    code, _, err = run(capfd, "generate", "A prompt", "another")
+    assert (code, err) == (3, "quantkit: error: A prompt: does not exist\n")
+
+
 def test_of_several_processes_the_first_reads_the_prompt(demo_model: Path, answer: str, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPT)
@@ -294,9 +337,14 @@ def _on_a_terminal(*arguments: str | Path) -> Iterator[str]:
         assert process.wait() == 0
 
 
-def test_on_a_terminal_the_last_line_tells_the_pace(demo_model: Path, answer: str) -> None:
-    shown = "".join(_on_a_terminal("generate", demo_model, PROMPT, *NEW, "--dtype", "fp32")).replace("\r\n", "\n")
-    text, _, last = shown.rstrip("\n").rpartition("\n")
+def test_on_a_terminal_loading_is_shown_until_text_appears_and_the_last_line_tells_the_pace(
+    demo_model: Path, answer: str
+) -> None:
+    shown = "".join(_on_a_terminal("generate", demo_model, PROMPT, *NEW, "--dtype", "fp32"))
+    begins = shown.index(PROMPT)
+    assert "load: " in shown[:begins]
+    assert "load: " not in shown[begins:]
+    text, _, last = "\n".join(screen(shown)).rstrip("\n").rpartition("\n")
     assert text == PROMPT + answer
     assert last.startswith("12 tokens, ")
     assert last.endswith(" s")

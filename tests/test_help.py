@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -74,6 +75,57 @@ def test_commands_and_options_are_completed() -> None:
     assert "plain,--calibration" in _completions("quantize", "--cal")
     assert _completions("quantize", "--method", "g") == ["plain,gptq"]
     assert [line.split(",")[0] for line in _completions("quantize", "x")] == ["file"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("quantize", "--calibration", "x"), ("quantize", "--recipe", "x"), ("generate", "demo", "--prompt-file", "x"),
+        ("eval", "--text", "x"), ("eval", "--json", "x"), ("eval", "--against", "x"), ("bench", "x"),
+        ("eval", "a", "x"), ("plan", "generate", "x"),
+    ],
+)  # fmt: skip
+def test_files_are_completed(words: tuple[str, ...]) -> None:
+    assert _completions(*words) == ["file,x"]
+
+
+@pytest.mark.parametrize("words", [("quantize", "--scheme"), ("quantize", "--head"), ("bench", "--scheme")])
+def test_schemes_are_completed(words: tuple[str, ...]) -> None:
+    assert _completions(*words, "int4-g6") == ["plain,int4-g64", "plain,int4-g64-asym"]
+    assert "plain,int8" in _completions(*words, "i")
+
+
+def test_a_path_after_a_name_is_completed(tmp_path: Path) -> None:
+    """Also where the shell does not take the word apart."""
+    for name in ("int4", "int8", "bf16"):
+        (tmp_path / name).mkdir()
+    assert _completions("bench", f"a={tmp_path}/int") == [f"plain,a={tmp_path}/{name}" for name in ("int4", "int8")]
+    assert _completions("eval", f"a={tmp_path}/none/x") == [""]
+    assert _completions("eval", "a", "=", "x") == ["file,x"]
+
+
+def test_the_backends_offered_are_those_there_are(capfd: Capture) -> None:
+    from quantkit.cli.options import BACKENDS
+    from quantkit.kernels import dispatch
+
+    assert [backend.name for backend in dispatch.BACKENDS] == list(BACKENDS)
+    code, _, err = run(capfd, "bench", "x", "--backend", "foo")
+    assert code == 2
+    assert "'cpu-exact', 'cpu-fast', 'triton', 'reference'." in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("run", "x"), "Did you mean 'generate'?"), (("chat",), "Did you mean 'generate'?"),
+        (("convert", "x", "y", "--to", "gguf"), "GGUF is not written; choose hf or meta."),
+        (("generate", "x", "-dash"), "For a prompt that begins with a dash: --prompt=TEXT"),
+    ],
+)  # fmt: skip
+def test_who_comes_from_elsewhere_is_told_the_way(arguments: tuple[str, ...], words: str, capfd: Capture) -> None:
+    code, _, err = run(capfd, *arguments)
+    assert code == 2
+    assert words in err
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.2-1B"])

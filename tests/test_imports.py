@@ -15,7 +15,7 @@ FOLDERS = {"quantkit": "quantkit", "kernels": "quantkit.kernels", "cli": "quantk
 
 # Each room may import itself and the rooms above it.
 ROOMS = (
-    ("errors", "version", "progress", "memory", "json_values"),
+    ("errors", "version", "progress", "memory", "json_values", "arguments"),
     ("data", "architectures", "tensors", "text"),
     ("formats.files", "solver"),
     ("formats.checkpoint", "formats.codecs"),
@@ -34,8 +34,8 @@ RANKS = {name: rank for rank, names in enumerate(ROOMS) for name in names}
 # Rooms and files that may import less than their rank allows.
 ONLY = {
     "quantkit.architectures": {"errors", "json_values", "architectures"},
-    "quantkit.tensors": {"errors", "json_values", "tensors"},
-    "quantkit.text": {"errors", "json_values", "text"},
+    "quantkit.tensors": {"errors", "json_values", "arguments", "tensors"},
+    "quantkit.text": {"errors", "json_values", "arguments", "text"},
     "quantkit.kernels": {"errors", "tensors", "kernels"},
     "quantkit.solver": {"errors", "tensors", "solver"},
     "quantkit.model.decoder": {"architectures", "distributed", "model"},
@@ -43,13 +43,15 @@ ONLY = {
     "quantkit.model.cache": {"architectures"},
     "quantkit.model.rope": {"architectures"},
     "quantkit.json_values": {"errors"},
+    "quantkit.arguments": {"errors", "json_values"},
 }
 NO_TORCH = {
-    "quantkit", "quantkit.errors", "quantkit.json_values", "quantkit.architectures", "quantkit.tensors.scheme",
-    "quantkit.tensors.recipe", "quantkit.text.contained", "quantkit.text.tokenizer", "quantkit.formats.manifest",
-    "quantkit.tensors.spec", "quantkit.formats.files.source", "quantkit.formats.files.pickles",
-    "quantkit.formats.files.pth_io", "quantkit.formats.files.safetensors_io", "quantkit.formats.detect",
-    "quantkit.formats.folder", "quantkit.formats.registry", "quantkit.jobs.inspect", "quantkit.calibration.effort",
+    "quantkit", "quantkit.errors", "quantkit.json_values", "quantkit.arguments", "quantkit.architectures",
+    "quantkit.tensors.scheme", "quantkit.tensors.recipe", "quantkit.text.contained", "quantkit.text.tokenizer",
+    "quantkit.formats.manifest", "quantkit.tensors.spec", "quantkit.formats.files.source",
+    "quantkit.formats.files.pickles", "quantkit.formats.files.pth_io", "quantkit.formats.files.safetensors_io",
+    "quantkit.formats.detect", "quantkit.formats.folder", "quantkit.formats.registry", "quantkit.jobs.inspect",
+    "quantkit.calibration.effort",
 }  # fmt: skip
 
 # What headers are read with, and what all commands are parsed with: importing these imports nothing heavy either.

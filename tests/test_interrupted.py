@@ -17,8 +17,9 @@ from partial import contents, interrupted, partial
 
 import quantkit
 from quantkit.data.files import EXCERPT
-from quantkit.errors import CheckpointError, ResumeError
+from quantkit.errors import BeingWrittenError, CheckpointError, InterruptedRunError, ResumeError
 from quantkit.formats.output.journal import WRITER
+from quantkit.jobs import convert
 
 SIGNALS = pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"]
@@ -61,10 +62,10 @@ def test_who_is_writing_is_named(job: str, resume: bool, demo_model: Path, tmp_p
 
     quantkit.convert(demo_model, tmp_path / "out", progress=progress)
     assert {str(error) for error in told} == {
-        f"another quantkit process is writing to {partial(tmp_path / 'out')} (pid {os.getpid()});"
+        f"this process is writing to {partial(tmp_path / 'out')} already, in another call;"
         " wait until it is done, or choose another destination"
     }
-    assert told[0].exit_code == 6
+    assert {(type(error), error.retryable, error.exit_code) for error in told} == {(BeingWrittenError, True, 6)}
     assert {path.name for path in (tmp_path / "out").iterdir()}.isdisjoint({WRITER, ".quantkit-journal.jsonl"})
 
 
@@ -72,7 +73,7 @@ def test_who_is_writing_is_named(job: str, resume: bool, demo_model: Path, tmp_p
     ("writer", "named"),
     [
         (f"{_gone()} {os.uname().nodename}", ""),
-        (f"{os.getpid()} {os.uname().nodename}", f" (pid {os.getpid()})"),
+        (f"{os.getppid()} {os.uname().nodename}", f" (pid {os.getppid()})"),
         ("12 elsewhere", " (pid 12 on elsewhere)"),
         ("0 " + os.uname().nodename, ""),
         ("9" * 30 + " " + os.uname().nodename, ""),
@@ -102,8 +103,9 @@ def test_only_a_process_that_may_be_the_writer_is_named(
 
 def test_one_that_was_interrupted_is_not_called_a_writer(demo_model: Path, dst: Path) -> None:
     (partial(dst) / WRITER).write_text(f"{os.getpid()} {os.uname().nodename}")
-    with pytest.raises(ResumeError, match="an interrupted run is there; add `resume=True`"):
+    with pytest.raises(InterruptedRunError, match="an interrupted run is there; add `resume=True`") as caught:
         quantkit.convert(demo_model, dst)
+    assert not caught.value.retryable
 
 
 # A partial folder in place of a model
@@ -143,7 +145,7 @@ def test_a_journal_that_says_nothing_names_no_job(line: bytes, dst: Path) -> Non
 
 def test_one_that_is_being_written_is_told_as_that(demo_model: Path, tmp_path: Path) -> None:
     def progress(phase: str, done: int, total: int, unit: str) -> None:
-        with pytest.raises(CheckpointError, match=rf"is writing to .*out\.partial \(pid {os.getpid()}\); it is no"):
+        with pytest.raises(CheckpointError, match=r"is writing to .*out\.partial already, in another call; it is no"):
             quantkit.inspect(partial(tmp_path / "out"))
 
     quantkit.convert(demo_model, tmp_path / "out", progress=progress)
@@ -216,8 +218,38 @@ def test_python_is_told_too_what_is_kept(demo_model: Path, tmp_path: Path) -> No
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt) as caught:
-        quantkit.convert(demo_model, tmp_path / "out", progress=progress)
+        quantkit.convert(demo_model, tmp_path / "out", source_check=False, progress=progress)
     assert caught.value.__notes__ == [f"{partial(tmp_path / 'out')} is kept: add `resume=True`"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_what_is_stopped_before_the_first_tensor_leaves_nothing(
+    error: type[BaseException], demo_model: Path, tmp_path: Path
+) -> None:
+    def progress(phase: str, done: int, total: int, unit: str) -> None:
+        assert partial(tmp_path / "out").is_dir()
+        raise error
+
+    with pytest.raises(error) as caught:
+        quantkit.convert(demo_model, tmp_path / "out", progress=progress)
+    assert not getattr(caught.value, "__notes__", [])
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_an_earlier_run_left_stays_when_its_resumption_is_stopped(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantkit.formats.output.writer._CHECKPOINT_BYTES", 50_000)
+    dst = tmp_path / "out"
+    before = contents(interrupted(quantkit.convert, demo_model, dst))
+
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("quantkit.jobs.convert._value", stop)
+    with pytest.raises(KeyboardInterrupt):
+        quantkit.convert(demo_model, dst, resume=True)
+    assert contents(partial(dst)).keys() >= before.keys()
 
 
 def test_nothing_is_said_to_be_kept_that_is_not(
@@ -235,10 +267,14 @@ def test_nothing_is_said_to_be_kept_that_is_not(
 def test_another_error_says_what_is_kept(
     demo_model: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise MemoryError
+    value, calls = convert._value, iter(range(99))
 
-    monkeypatch.setattr("quantkit.jobs.convert._value", fail)
+    def fail(*arguments: Any) -> Any:
+        if next(calls) == 2:
+            raise MemoryError
+        return value(*arguments)
+
+    monkeypatch.setattr(convert, "_value", fail)
     code, _, err = run(capfd, "convert", demo_model, tmp_path / "out")
     assert code == 1
     assert err == (

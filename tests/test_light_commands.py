@@ -89,3 +89,24 @@ def test_a_request_that_makes_no_sense_is_told_without_torch() -> None:
         "generate DIR", "generate DIR --max-new-tokens many",
     )  # fmt: skip
     assert set(_run(*(tuple(command.split()) for command in wrong))) == {2}
+
+
+def test_a_plain_mistake_is_told_without_torch(folders: Path) -> None:
+    source, out = str(folders / "source"), "/tmp/out"
+    wrong = (
+        ("quantize", source, out, "--scheme", "q4_0"), ("quantize", source, out, "--scheme", "int8", "--head", "q8"),
+        ("plan", "quantize", source, out, "--scheme", "q4_0"), ("bench", "--synthetic", "llama-160m", "--scheme", "q4"),
+        ("generate", source, "hi", "--temperature", "-1"), ("generate", source, "hi", "--top-p", "2"),
+        ("generate", source, "hi", "--max-new-tokens", "0"), ("generate", source, "hi", "--backend", "foo"),
+        ("bench", source, "--backend", "foo"), ("generate", "A prompt", source), ("generate", source, "-dash"),
+        ("convert", source, out, "--to", "gguf"), ("run", source),
+    )  # fmt: skip
+    assert set(_run(*wrong)) == {2}
+    missing = (
+        ("convert", "nothere", out), ("plan", "convert", "nothere", out), ("verify", source, "nothere"),
+        ("quantize", "Qwen/Qwen2.5-0.5B", out, "--scheme", "int8"), ("bench", source, "nothere"),
+        ("plan", "quantize", "nothere", out, "--scheme", "int8"), ("eval", "name=nothere"),
+        ("eval", source, "--against", "nothere"), ("generate", "nothere", "hi"),
+        ("generate", source, "hi", "--draft", "nothere"),
+    )  # fmt: skip
+    assert set(_run(*missing)) == {3}

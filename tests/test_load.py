@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import quantkit
+from quantkit.errors import RequestError
 from quantkit.model import load
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model, meta_init
@@ -44,3 +45,11 @@ def test_meta_init_leaves_modules_without_memory_but_with_right_angles(demo_mode
         model = Decoder(config)
     assert all(parameter.is_meta for parameter in model.parameters())
     assert torch.equal(model.rotary(torch.arange(3))[0], load_model(demo_model).rotary(torch.arange(3))[0])
+
+
+@pytest.mark.parametrize("path", ["demo", "nothing of the kind"])
+def test_an_unknown_backend_is_refused_for_a_model_without_quantized_layers_too(
+    path: str, demo_model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(RequestError, match=r"unknown backend \(found foo, expected cpu-exact, .*reference\)"):
+        quantkit.load(demo_model if path == "demo" else tmp_path / path, backend="foo")  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,15 @@ def test_a_command_leaves_nothing_but_its_result_on_a_terminal(demo_model: Path,
     line, end = screen(text)
     assert line.startswith(f"wrote {tmp_path / 'out'}")
     assert end == ""
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(0, 0), (0, 100), (40, 50)])
+def test_a_terminal_of_any_size_shows_a_bar(rows: int, columns: int, demo_model: Path, tmp_path: Path) -> None:
+    code, text = on_terminal("convert", demo_model, "out", cwd=tmp_path, rows=rows, columns=columns)
+    assert code == 0
+    drawn = [line for line in re.split(r"[\r\n]+", text) if "layers" in line]
+    assert drawn
+    assert max(map(len, drawn)) < (columns or 80)
 
 
 def test_the_table_of_tasks_begins_on_a_line_of_its_own_and_no_other_bars_are_shown(

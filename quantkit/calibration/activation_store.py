@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Hashable
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantkit.errors import DestinationError
+from quantkit.errors import DestinationError, NoSpaceError
 
 
 class ActivationStore:
@@ -52,7 +53,8 @@ class ActivationStore:
                 self._made = True
             _write(path, value)
         except OSError as error:
-            raise DestinationError(
+            kind = NoSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else DestinationError
+            raise kind(
                 f"calibration activations cannot be written: {error.strerror or error}", path=self._folder,
                 hint="free some space, or give more `activation_memory`, and repeat it with `resume=True`",
             ) from error  # fmt: skip

@@ -20,11 +20,12 @@ from pathlib import Path
 
 from quantkit.calibration.documents import TEXT, joined, require_text
 from quantkit.calibration.files import JSON_LINES, PARQUET
-from quantkit.errors import RequestError
+from quantkit.errors import RequestError, UnreachableError
 
 _SPELLING = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?::([^:/]*))?(?::([\w.]+))?", re.ASCII)
 _SUFFIXES = (".txt", *JSON_LINES, PARQUET)
 _SECONDS = 8.0
+_NOT_NOW = (408, 429, *range(500, 600))  # statuses after which another try may succeed
 _LOCAL = "give a file of plain text, JSON lines or Parquet"
 
 
@@ -57,8 +58,8 @@ def hub_text(dataset: HubId, limit: int) -> str:
     """The first `limit` bytes of a split's documents; no more of them is read than that takes.
 
     Raises:
-        RequestError: if the hub does not answer in 8 seconds, does not know the dataset, or the
-            split cannot be read or has no ``text``.
+        UnreachableError: if the hub does not answer in 8 seconds.
+        RequestError: if it does not know the dataset, or the split cannot be read or has no ``text``.
     """
     path = str(dataset)
     with _quietly():
@@ -114,8 +115,10 @@ def _revision(name: str, path: str) -> str:
             "no such file, and the hub knows no such dataset", path=path,
             hint="check the spelling; for a private one, log in",
         ) from answer  # fmt: skip
-    reason = f"status {answer.response.status_code}" if isinstance(answer, HfHubHTTPError) else _short(answer)
-    raise RequestError(
+    status = answer.response.status_code if isinstance(answer, HfHubHTTPError) else None
+    reason = _short(answer) if status is None else f"status {status}"
+    kind = UnreachableError if status is None or status in _NOT_NOW else RequestError
+    raise kind(
         f"no such file, and the hub cannot be reached for a dataset: {reason}", path=path, hint=_LOCAL
     ) from answer
 

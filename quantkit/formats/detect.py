@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
+from quantkit.arguments import as_path, as_text
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.formats import manifest
 from quantkit.formats.container import Container, StoredCheckpoint
@@ -41,7 +42,8 @@ def open_checkpoint(path: str | Path, weights: WeightKind | None = None) -> Stor
         CheckpointError: if there is no checkpoint, it is ambiguous, damaged or not finished.
         UnsupportedError: if its kind is known and cannot be read.
     """
-    require_finished(Path(path), manifest.NAME)
+    path = as_path("path", path)
+    require_finished(path, manifest.NAME)
     return open_unfinished(path, weights)
 
 
@@ -49,10 +51,9 @@ def open_unfinished(path: str | Path, weights: str | None = None) -> StoredCheck
     """`open_checkpoint`, also of a folder that has not got its name yet: for who is writing it."""
     folder = Path(path)
     spelled = {kind: text for container in CONTAINERS.values() for kind, text in container.weights.items()}
-    if weights is not None and weights not in spelled:
+    if weights is not None and as_text("weights", weights) not in spelled:
         raise RequestError("unknown kind of weights", found=weights, expected=", ".join(spelled))
-    if not folder.exists():
-        raise CheckpointError("does not exist", path=folder, hint=_download(str(path)))
+    require_there(path)
     found = _present(folder)
     if not found and not folder.is_dir():
         raise _not_a_folder(folder)
@@ -68,6 +69,15 @@ def open_unfinished(path: str | Path, weights: str | None = None) -> StoredCheck
         ignored = [spelled[other] for other, _ in found if other != kind]
         checkpoint.notes += [f"{folder}: {files} beside {spelled[kind]}; ignored" for files in ignored]
     return checkpoint
+
+
+def require_there(path: str | Path) -> None:
+    """
+    Raises:
+        CheckpointError: if nothing is at the path.
+    """
+    if not Path(path).exists():
+        raise CheckpointError("does not exist", path=path, hint=_download(str(path)))
 
 
 def is_model_folder(folder: Path) -> bool:

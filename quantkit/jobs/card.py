@@ -15,14 +15,16 @@ from typing import Any
 
 import yaml
 
+from quantkit.arguments import as_text
 from quantkit.calibration.data import Calibration
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, parameter_count
 from quantkit.jobs.command import file_name, quantize_command
-from quantkit.jobs.result import growth_text, size_text
+from quantkit.jobs.result import growth_text
 from quantkit.jobs.scheme_map import SchemeMap
 from quantkit.jobs.settings import GptqSettings
 from quantkit.json_values import read_json, shown
+from quantkit.memory import size_text
 from quantkit.quality.bounds import BOUNDS, coarser
 from quantkit.quality.gate import FLOOR, SLACK, Gate
 from quantkit.quality.windows import RANDOM, WINDOW
@@ -60,7 +62,7 @@ class Labels:
             (self.base_model, _HUB_NAME, "base_model", "owner/name"),
             (self.license, _LICENSE, "license", "apache-2.0, llama3.1, other, ..."),
         ):
-            if value is not None and not pattern.fullmatch(value):
+            if value is not None and not pattern.fullmatch(as_text(option, value)):
                 raise RequestError(f"`{option}` is none that a hub knows", found=shown(value), expected=expected)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quantkit.architectures.topology import parameters
+from quantkit.arguments import as_path, as_text, as_whole, require_flags
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.container import Output, weight_size
@@ -20,7 +21,7 @@ from quantkit.formats.output.staging import require_name, require_new_names
 from quantkit.formats.registry import CONTAINERS, target
 from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, writing
 from quantkit.jobs.result import ConvertResult
-from quantkit.progress import Progress, silent
+from quantkit.progress import Progress, heard
 from quantkit.tensors.dtypes import SHORT_NAMES, DType, FloatName, float_name
 from quantkit.tensors.finite import checked_cast
 from quantkit.tensors.qtensor import QuantTensor
@@ -41,7 +42,7 @@ def convert(
     resume: bool = False,
     allow_nonfinite: bool = False,
     source_check: bool = True,
-    progress: Progress = silent,
+    progress: Progress | None = None,
 ) -> ConvertResult:
     """Write the model in `src` to the new folder `dst`.
 
@@ -55,7 +56,7 @@ def convert(
         resume: go on with an interrupted run.
         allow_nonfinite: write NaN and Inf, and values that overflow `dtype`, as they are.
         source_check: see first that the source predicts a packaged text at all, where it has a tokenizer.
-        progress: told of every tensor.
+        progress: told of every tensor; None tells nobody.
 
     Returns:
         What was written: path, size, bits a weight, notes.
@@ -67,6 +68,8 @@ def convert(
         >>> quantkit.convert("Llama-3.2-1B", "Llama-3.2-1B-hf", dtype="bf16")
     """
     began = time.monotonic()
+    require_flags(resume=resume, allow_nonfinite=allow_nonfinite, source_check=source_check)
+    progress = heard(progress)
     work, notes = conversion(src, dst, to=to, mp=mp, dtype=dtype, weights=weights, allow_nonfinite=allow_nonfinite)
     source = work.source
     with writing(work, Path(dst), resume=resume, source_check=source_check, progress=progress) as writer:
@@ -92,14 +95,15 @@ def conversion(
     Raises:
         QuantkitError: as `convert` does for what headers alone can tell.
     """
-    container, method = target(to)
+    container, method = target(as_text("to", to))
     cast = float_name(dtype)
+    mp, dst = as_whole("mp", mp), as_path("dst", dst)
     if mp != 1 and not container.model_parallel:
         able = " or ".join(name for name, one in CONTAINERS.items() if one.model_parallel)
         raise RequestError(f'`mp` goes with `to="{able}"`', found=f"`mp={mp}`")
-    require_name(Path(dst))
-    source = open_checkpoint(src, weights)
-    require_new_names(source.path, Path(dst))
+    require_name(dst)
+    source = open_checkpoint(as_path("src", src), weights)
+    require_new_names(source.path, dst)
     tokenizer, notes = checked_tokenizer(source)
     quantized = schemes(source)
     if method is not None and not quantized:

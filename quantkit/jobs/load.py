@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from quantkit.arguments import as_path, as_text, as_whole, require_flags, require_instance
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import WeightKind, open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
-from quantkit.kernels.dispatch import BackendName
+from quantkit.kernels.dispatch import BackendName, require_backend
 from quantkit.model.decoder import Decoder
 from quantkit.model.device import float_type
 from quantkit.model.load import load_model
-from quantkit.progress import Progress, silent
+from quantkit.progress import Progress, heard
 from quantkit.tensors.dtypes import FloatName
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
 from quantkit.xla.require import require_packages
@@ -32,6 +33,7 @@ def load(
     backend: BackendName | None = None,
     weights: WeightKind | None = None,
     tp: ProcessGroup = SINGLE,
+    progress: Progress | None = None,
 ) -> tuple[Decoder, Tokenizer]:
     """Open a checkpoint, quantized or not, with its tokenizer.
 
@@ -46,6 +48,7 @@ def load(
         weights: picks one of several sets of weights in the folder: ``meta``, ``safetensors`` or ``bin``.
         tp: the processes that share the model, from `quantkit.distributed.group.joined`; each calls this, and then
             the model, alike.
+        progress: told of every tensor; None tells nobody.
 
     Returns:
         The model and its tokenizer, for `quantkit.generate` and `quantkit.stream`.
@@ -58,10 +61,16 @@ def load(
     Example:
         >>> model, tokenizer = quantkit.load("model-int4", dtype="bf16")
     """
+    require_backend(backend)
     float_dtype = float_type(dtype)
+    if backend is not None:
+        as_text("backend", backend)
+    require_instance("tp", tp, ProcessGroup, "a ProcessGroup")
     checkpoint: Checkpoint = open_checkpoint(path, weights)
     tokenizer, _ = checked_tokenizer(checkpoint)
-    model = load_model(checkpoint, device=device, dtype=float_dtype, backend=backend, group=tp)
+    model = load_model(
+        checkpoint, device=device, dtype=float_dtype, backend=backend, group=tp, progress=heard(progress)
+    )
     return model, tokenizer or load_tokenizer(path)
 
 
@@ -72,7 +81,7 @@ def load_xla(
     dtype: FloatName | torch.dtype | None = None,
     weights: WeightKind | None = None,
     multi_host: bool = False,
-    progress: Progress = silent,
+    progress: Progress | None = None,
 ) -> tuple[XlaModel, Tokenizer]:
     """What `load` does, for the devices that JAX finds; the process can't `torch.compile` from then on.
 
@@ -80,7 +89,7 @@ def load_xla(
         path, dtype, weights: as for `load`.
         devices: that share the model; None takes all.
         multi_host: whether other processes, each with this call, have devices as well.
-        progress: told of every tensor.
+        progress: told of every tensor; None tells nobody.
 
     Returns:
         The model, which has a `generate` of its own, and its tokenizer.
@@ -88,12 +97,13 @@ def load_xla(
     Raises:
         QuantkitError: of the kind that says what is wrong.
     """
+    require_flags(multi_host=multi_host)
+    path, progress, float_dtype = as_path("path", path), heard(progress), float_type(dtype)
+    devices = None if devices is None else as_whole("devices", devices)
     require_packages()
     from quantkit.xla.engine import model_on_devices
 
     checkpoint = open_checkpoint(path, weights)
     tokenizer, _ = checked_tokenizer(checkpoint)
-    model = model_on_devices(
-        checkpoint, devices=devices, dtype=float_type(dtype), multi_host=multi_host, progress=progress
-    )
+    model = model_on_devices(checkpoint, devices=devices, dtype=float_dtype, multi_host=multi_host, progress=progress)
     return model, tokenizer or load_tokenizer(path)

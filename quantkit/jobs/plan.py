@@ -20,6 +20,7 @@ import torch
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import input_groups, linear_columns, sizes
+from quantkit.arguments import as_path, as_text, as_whole, require_flags
 from quantkit.calibration.effort import Effort, activation_bytes, batch_samples, followed_share
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.container import Encoder, Output
@@ -33,7 +34,7 @@ from quantkit.jobs.convert import Target, conversion
 from quantkit.jobs.output import SHARD_BYTES
 from quantkit.jobs.prepare import prepare, tensor_blocks, too_few_tokens
 from quantkit.jobs.settings import Method, gptq_settings
-from quantkit.memory import resident_bytes
+from quantkit.memory import resident_bytes, size_text
 from quantkit.model.device import float_type
 from quantkit.quality.measures import TOKENS_THROUGH_THE_HEAD
 from quantkit.quality.windows import measured_tokens, window_length
@@ -90,14 +91,14 @@ class Estimate:
         kinds = ", ".join(f"{count} x {kind}" for kind, count in self.layers.items())
         out = [
             f"linear layers: {kinds}",
-            f"memory: {self.memory_bytes / 1e9:.2f} GB, in {self.phase}",
-            f"disk: {self.disk_bytes / 1e9:.2f} GB",
+            f"memory: {size_text(self.memory_bytes)}, in {self.phase}",
+            f"disk: {size_text(self.disk_bytes)}",
             f"time: about {_duration(self.seconds)} on this machine",
         ]
         if self.device_bytes:
-            out.insert(2, f"GPU memory: {self.device_bytes / 1e9:.2f} GB")
+            out.insert(2, f"GPU memory: {size_text(self.device_bytes)}")
         if self.scratch_bytes:
-            out[-2] += f", and {self.scratch_bytes / 1e9:.2f} GB of activations while it runs"
+            out[-2] += f", and {size_text(self.scratch_bytes)} of activations while it runs"
         if self.source_check_tokens:
             out.append(f"first: the source is tried on {self.source_check_tokens} tokens of a text; see `source_check`")
         return [*out, *(f"note: {note}" for note in self.notes)]
@@ -123,6 +124,7 @@ def convert(
     Raises:
         QuantkitError: as `quantkit.convert` does for what can be told without reading weights.
     """
+    require_flags(resume=resume, allow_nonfinite=allow_nonfinite, source_check=source_check)
     work, notes = conversion(src, dst, to=to, mp=mp, dtype=dtype, weights=weights, allow_nonfinite=allow_nonfinite)
     source = work.source
     disk = work.encoder.total_bytes() + _side_bytes(work.side_files)
@@ -168,12 +170,15 @@ def quantize(
     Raises:
         QuantkitError: as `quantkit.quantize` does for what can be told without reading weights.
     """
+    require_flags(thorough=thorough, strict=strict, accept_quality_loss=accept_quality_loss)
+    require_flags(resume=resume, allow_nonfinite=allow_nonfinite, source_check=source_check)
+    dst = as_path("dst", dst)
     Labels(base_model, license)
     settings = gptq_settings(
         method, calibration, samples=samples, length=length, seed=seed, thorough=thorough,
         activation_memory=activation_memory, device=device,
     )  # fmt: skip
-    source, assignment, tokenizer, notes = prepare(src, Path(dst), scheme, keep=keep, strict=strict, weights=weights)
+    source, assignment, tokenizer, notes = prepare(src, dst, scheme, keep=keep, strict=strict, weights=weights)
     assigned, config = assignment.schemes, source.config
     tensors = [spec for block in tensor_blocks(source, assigned) for spec in block.tensors]
     output = Output(source, config, tensors, SHARD_BYTES)
@@ -193,7 +198,7 @@ def quantize(
             on_device, work_bytes = work_bytes, 0
         phases["calibration"] = resident_bytes() + _LIBRARIES + held + codes + work_bytes
         flops += _calibration_flops(config, shape, effort)
-    _require_room(Path(dst), disk + scratch, resume)
+    _require_room(dst, disk + scratch, resume)
     kinds = Counter(str(assigned[module]) if module in assigned else "float" for module in assignment.modules)
     phase = max(phases, key=lambda name: phases[name])
     seconds = flops / _flop_rate() + 2 * disk / _GUESSED_DISK_RATE
@@ -225,6 +230,10 @@ def generate(
             TPUs is not installed.
     """
     float_dtype = float_type(dtype)
+    target, batch = as_text("target", target), as_whole("batch", batch)
+    context = None if context is None else as_whole("context", context)
+    if not hasattr(model, "config"):
+        model = as_path("model", model)
     require_compiler()
     from quantkit.xla.estimate import estimate_slice
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import Parameter, parameters
+from quantkit.arguments import as_path, as_texts
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.quantizers import TensorBlock
 from quantkit.errors import RequestError, UnsupportedError
@@ -34,7 +35,8 @@ def prepare(
         QuantkitError: as `quantize` does.
     """
     require_name(dst)
-    source = open_checkpoint(src, weights)
+    kept, recipe = as_texts("keep", keep), _recipe(scheme)
+    source = open_checkpoint(as_path("src", src), weights)
     require_new_names(source.path, dst)
     tokenizer, notes = checked_tokenizer(source)
     if already := schemes(source):
@@ -42,8 +44,7 @@ def prepare(
             "the source is quantized already", path=source.path, found=str(next(iter(already.values()))),
             hint="start from the float model",
         )  # fmt: skip
-    kept = [keep] if isinstance(keep, str) else keep
-    scheme_map = SchemeMap.of(_recipe(scheme).keeping(kept), source.config)
+    scheme_map = SchemeMap.of(recipe.keeping(kept), source.config)
     misfits = scheme_map.misfit_lines()
     if misfits and strict:
         raise RequestError(
@@ -84,6 +85,11 @@ def _recipe(scheme: str | QuantScheme | Recipe) -> Recipe:
         return scheme
     if isinstance(scheme, QuantScheme):
         return Recipe(scheme)
+    if isinstance(scheme, Path) or (isinstance(scheme, str) and scheme.strip().lower().endswith(".json")):
+        raise RequestError(
+            "the scheme is the path of a file", found=shown(str(scheme)), expected=f"{SPELLINGS}, or a Recipe",
+            hint="quantkit.Recipe.from_json(path) reads one",
+        )  # fmt: skip
     if not isinstance(scheme, str):  # callers without types
         raise RequestError(f"give a scheme: {SPELLINGS}, or a Recipe", found=shown(scheme))
     return Recipe(QuantScheme.parse(scheme))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 
-from quantkit.calibration.quantizers import GptqQuantizer, Quantizer, RtnQuantizer
+from quantkit.arguments import as_path, require_flags, require_instance
+from quantkit.calibration.quantizers import GptqQuantizer, Quantizer, RtnQuantizer, TensorBlock
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.container import Output, weight_size
 from quantkit.formats.detect import WeightKind
@@ -21,8 +22,8 @@ from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, writing
 from quantkit.jobs.prepare import prepare, tensor_blocks, too_few_tokens
 from quantkit.jobs.result import QuantizeResult
 from quantkit.jobs.settings import Method, gptq_settings
-from quantkit.progress import Progress, in_phase, silent
-from quantkit.quality.gate import require_passed, run_gate
+from quantkit.progress import Progress, heard, in_phase
+from quantkit.quality.gate import Gate, require_passed, run_gate
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
 
@@ -50,7 +51,7 @@ def quantize(
     allow_nonfinite: bool = False,
     source_check: bool = True,
     group: ProcessGroup = SINGLE,
-    progress: Progress = silent,
+    progress: Progress | None = None,
 ) -> QuantizeResult:
     """Write the model in `src`, quantized, to the new folder `dst`, if it passes the gate.
 
@@ -97,12 +98,14 @@ def quantize(
         >>> print(made.bits_per_weight, made.quality.texts[0].kl)
     """
     began = time.monotonic()
-    labels = Labels(base_model, license)
+    require_flags(thorough=thorough, strict=strict, accept_quality_loss=accept_quality_loss)
+    require_flags(resume=resume, allow_nonfinite=allow_nonfinite, source_check=source_check)
+    require_instance("group", group, ProcessGroup, "a ProcessGroup")
+    progress, dst, labels = heard(progress), as_path("dst", dst), Labels(base_model, license)
     settings = gptq_settings(
         method, calibration, samples=samples, length=length, seed=seed, thorough=thorough,
         activation_memory=activation_memory, device=device,
     )  # fmt: skip
-    dst = Path(dst)
     source, scheme_map, tokenizer, notes = prepare(src, dst, scheme, keep=keep, strict=strict, weights=weights)
     schemes = scheme_map.schemes
     options: dict[str, object] = {
@@ -125,11 +128,7 @@ def quantize(
     planned = Output(source, source.config, [spec for block in blocks for spec in block.tensors], SHARD_BYTES)
     encoder = HF.encoder(planned)
     if not group.first:
-        with quantizer.running(blocks, Written(encoder, partial_folder(dst))):
-            for block in blocks:
-                quantizer.solve(block)  # the first process writes it
-        told: QuantizeResult = group.told_by_first()
-        return told
+        return _told_by_first(group, quantizer, blocks, Written(encoder, partial_folder(dst)))
     work = Work("quantize", source, encoder, HF.side_files(planned), options, computed_by, scratch)
     with writing(work, dst, resume=resume, source_check=source_check, progress=progress) as writer:
         there = Written(encoder, writer.path, writer.done)
@@ -147,8 +146,7 @@ def quantize(
         gate = run_gate(source, result, writer.records, progress=in_phase(progress, "gate"))
         if not accept_quality_loss:
             require_passed(gate, source, result, dst)
-        elif (problem := gate.problem()) is not None:
-            notes.append(f"{dst}: {problem[0]}: {problem[1]}, expected {problem[2]}; accepted")
+        notes += _accepted(gate, dst)
         details = {
             "model": model_summary(source, source.config.dtype), **options,
             "quality": gate.to_json(accepted=accept_quality_loss), "modules": scheme_map.describe(writer.records),
@@ -162,3 +160,20 @@ def quantize(
     )  # fmt: skip
     group.tell_others(found)
     return found
+
+
+def _told_by_first(
+    group: ProcessGroup, quantizer: Quantizer, blocks: Sequence[TensorBlock], there: Written
+) -> QuantizeResult:
+    """What another process than the first does: it solves with the others, and waits for the one that writes."""
+    with quantizer.running(blocks, there):
+        for block in blocks:
+            quantizer.solve(block)  # the first process writes it
+    told: QuantizeResult = group.told_by_first()
+    return told
+
+
+def _accepted(gate: Gate, dst: Path) -> list[str]:
+    """A note on what the gate found too far from the source in a result that is kept."""
+    problem = gate.problem()
+    return [] if problem is None else [f"{dst}: {problem[0]}: {problem[1]}, expected {problem[2]}; accepted"]

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.memory import size_text
 from quantkit.quality.figures import Estimate, weighted_mean
 from quantkit.quality.gate import Gate
 
@@ -31,6 +32,7 @@ class ConvertResult:
     manifest: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
+        """All of it, as plain values."""
         return {**asdict(self), "path": str(self.path)}
 
     def lines(self) -> list[str]:
@@ -69,6 +71,7 @@ class QuantizeResult:
     manifest: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
+        """All of it, as plain values; ``quality`` as the manifest has it."""
         return {**asdict(self), "path": str(self.path), "quality": self.quality.to_json(accepted=self.accepted)}
 
     def lines(self) -> list[str]:
@@ -76,14 +79,6 @@ class QuantizeResult:
         gate together."""
         facts = [_schemes(self.schemes), _size(self.weight_bytes, self.bits_per_weight), *_lost(self.quality)]
         return [f"wrote {self.path}: {', '.join([*facts, _time(self.seconds)])}"]
-
-
-def size_text(count: int) -> str:
-    """A number of bytes for people."""
-    for size, unit in ((10**9, "GB"), (10**6, "MB")):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count / 1000:.3g} kB"
 
 
 def growth_text(ratio: Estimate) -> str:

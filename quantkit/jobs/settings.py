@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 import torch
 
+from quantkit.arguments import as_path, as_text, as_whole
 from quantkit.calibration.data import Calibration, load_calibration
 from quantkit.calibration.effort import (
     ACTIVATION_MEMORY,
@@ -91,7 +92,7 @@ def gptq_settings(
         RequestError: if the method is unknown, has not what it needs or is given what it has
             no use for; for a budget that is no number of bytes, or a device that cannot be used.
     """
-    if method not in METHODS:
+    if as_text("method", method) not in METHODS:
         raise RequestError("unknown method", found=method, expected=" or ".join(METHODS))
     if method != "gptq":
         options = {
@@ -106,12 +107,14 @@ def gptq_settings(
             "the method gptq needs calibration text: `calibration=FILE`, or a hub dataset"
             " such as Salesforce/wikitext:wikitext-2-raw-v1:train"
         )
+    as_path("calibration", calibration)  # a text, kept as it is, may also name a dataset
     memory = ACTIVATION_MEMORY if activation_memory is None else activation_memory
-    if not isinstance(memory, (int, float)) or not 0 <= memory < math.inf:
+    if not isinstance(memory, (int, float)) or isinstance(memory, bool) or not 0 <= memory < math.inf:
         raise RequestError(
             "`activation_memory` is no number of bytes", found=shown(memory), expected="such as 4_000_000_000"
         )
     return GptqSettings(
-        calibration, SAMPLES if samples is None else samples, length, SEED if seed is None else seed, thorough,
-        int(memory), usable_device(device),
+        calibration, as_whole("samples", SAMPLES if samples is None else samples),
+        None if length is None else as_whole("length", length), as_whole("seed", SEED if seed is None else seed),
+        thorough, int(memory), usable_device(device),
     )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from quantkit.arguments import wrong_type
 from quantkit.errors import RequestError
 from quantkit.tensors.dtypes import FloatName, float_name
 
@@ -16,6 +17,8 @@ def usable_device(name: str | torch.device | None) -> torch.device:
     """
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if not isinstance(name, str | torch.device):
+        raise wrong_type("device", name, "a name such as cpu or cuda:0")
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()

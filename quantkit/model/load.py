@@ -15,6 +15,7 @@ from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.distributed.shard import require_shareable
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
+from quantkit.kernels.dispatch import require_backend
 from quantkit.memory import give_back
 from quantkit.model.decoder import Decoder
 from quantkit.model.device import usable_device
@@ -22,6 +23,7 @@ from quantkit.model.fused_projections import Projection, fusible, projection
 from quantkit.model.install_kernels import install_kernels
 from quantkit.model.linear import QuantLinear
 from quantkit.model.tensor_parallel import TensorParallel
+from quantkit.progress import Progress, silent
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
@@ -38,6 +40,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     backend: str | None = None,
     group: ProcessGroup = SINGLE,
+    progress: Progress = silent,
 ) -> Decoder:
     """A decoder ready to run, in eval mode.
 
@@ -47,20 +50,22 @@ def load_model(
         dtype: of activations and float weights; None is the checkpoint's own.
         backend: the kernel backend by name; None chooses.
         group: the processes that share the model; each calls this, and then the model, alike.
+        progress: told of every tensor.
 
     Raises:
         CheckpointError, UnsupportedError, RequestError: as opening, `usable_device` and dispatch do.
         GroupError, RequestError: as `require_shareable` does.
     """
+    require_backend(backend)
     checkpoint = open_checkpoint(source) if isinstance(source, (str, Path)) else source
-    device = usable_device(device or group.device)
+    device = usable_device(group.device if device is None else device)
     dtype = dtype or DType(checkpoint.config.dtype).torch
     require_shareable(checkpoint, group)
     tp = TensorParallel(checkpoint, group)
     with meta_init():
         model = Decoder(tp.checkpoint.config)
     model.group = group
-    fill(model, tp.checkpoint, "", device, dtype, backend)
+    fill(model, tp.checkpoint, "", device, dtype, backend, progress)
     model.rotary.to(device)
     tp.connect(model, "")
     install_kernels(model)  # they are tried on the process's own embedding and head
@@ -77,7 +82,7 @@ def meta_init() -> Iterator[None]:
 
 def fill(
     module: nn.Module, checkpoint: Checkpoint, prefix: str, device: torch.device, dtype: torch.dtype,
-    backend: str | None,
+    backend: str | None, progress: Progress = silent,
 ) -> None:  # fmt: skip
     """Give every parameter of `module` the checkpoint's tensor of its name behind `prefix`."""
     names = [name for name in checkpoint.names() if name.startswith(prefix)]
@@ -86,7 +91,8 @@ def fill(
         raise RuntimeError(f"the decoder and the checkpoint differ in {sorted(parameters ^ set(names))[:3]}")
     groups = fusible(checkpoint.config, BLOCK_PREFIX)
     done: set[str] = set()
-    for name in names:
+    for at, name in enumerate(names):
+        progress("load", at, len(names), "tensors")
         owner = name.rpartition(".")[0]
         if owner in done:
             continue

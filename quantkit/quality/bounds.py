@@ -16,6 +16,7 @@ from torch import Tensor
 from quantkit.quality.measures import Quality
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor, frobenius, quantize_rtn, relative_error, row_chunks
+from quantkit.tensors.scheme import QuantScheme
 
 
 @dataclass(frozen=True)
@@ -59,17 +60,31 @@ def coarser(bounds: Iterable[Bound]) -> Bound:
     return max(bounds, key=lambda bound: bound.kl)
 
 
-def weight_bound(quantized: QuantTensor, weight: Tensor | QuantTensor) -> float:
+def coarsest(schemes: Iterable[QuantScheme]) -> QuantScheme:
+    """The scheme of the fewest bits and, of several, of the longest groups."""
+    return max(schemes, key=lambda scheme: (-scheme.bits, scheme.group_size or math.inf))
+
+
+def weight_bound(quantized: QuantTensor, weight: Tensor | QuantTensor, coarsest: QuantScheme) -> float:
     """What the error of a quantized weight [O, I], relative to its reference, may be.
 
     Of a reference in floats it is so many times what rounding to nearest makes of it in the same scheme: rows with
     outliers, or too small for their scales' type, lose more by any method. Two quantized weights are each about as far
     from what they were made of as their steps say.
+
+    Args:
+        coarsest: of the schemes whose losses this weight may make up for: its own, or, where it was solved for the
+            inputs that layers before it give, that of all layers.
     """
+    scale_dtype = quantized.scale.dtype
     if isinstance(weight, QuantTensor):
         error = max(_step_error(quantized), _step_error(weight))
     else:
-        error = relative_error(quantize_rtn(weight, quantized.scheme, quantized.scale.dtype), weight)
+        error = relative_error(quantize_rtn(weight, quantized.scheme, scale_dtype), weight)
+    scheme = coarsest.fitted(weight.shape[1])
+    if (scheme.bits, scheme.group_size) != (quantized.scheme.bits, quantized.scheme.group_size):
+        floats = weight.dequantize() if isinstance(weight, QuantTensor) else weight
+        error = max(error, relative_error(quantize_rtn(floats, scheme, scale_dtype), floats))
     return max(_LEAST_ERROR, TIMES_ROUNDING * error)
 
 

@@ -14,7 +14,7 @@ from quantkit.errors import CheckpointError, QualityError
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.progress import Progress, silent
 from quantkit.quality.baseline import is_baseline, rtn_baseline
-from quantkit.quality.bounds import BOUNDS, coarser, weight_bound
+from quantkit.quality.bounds import BOUNDS, coarser, coarsest, weight_bound
 from quantkit.quality.figures import Estimate
 from quantkit.quality.measures import Quality, compare_texts
 from quantkit.quality.windows import WINDOW, measured_windows
@@ -201,7 +201,7 @@ def run_gate(
         for name, record in records.items()
         if record and "fallback" in record
     }
-    return Gate(texts, bound.perplexity_ratio, fallbacks, _distorted(source, result, records))
+    return Gate(texts, bound.perplexity_ratio, fallbacks, _distorted(source, result, records, progress))
 
 
 def require_passed(gate: Gate, source: Checkpoint, result: Checkpoint, dst: Path) -> None:
@@ -226,15 +226,17 @@ def require_passed(gate: Gate, source: Checkpoint, result: Checkpoint, dst: Path
 
 
 def _distorted(
-    source: Checkpoint, result: Checkpoint, records: Mapping[str, Mapping[str, Any]]
+    source: Checkpoint, result: Checkpoint, records: Mapping[str, Mapping[str, Any]], progress: Progress
 ) -> dict[str, tuple[float, float]]:
     """The layers whose recorded errors are beyond what `weight_bound` allows, with error and bound."""
-    found = {}
-    for module in schemes(result):
+    found, assigned = {}, schemes(result)
+    for index, module in enumerate(assigned):
+        progress("weights", index, len(assigned), "layers")
         record = records.get(module + ".weight") or {}
         if record.get("solver") == ROUNDING:
             continue  # its error is that of rounding
-        error, bound = float(record.get("relative_error", math.nan)), weight_bound(*_pair(source, result, module))
+        error = float(record.get("relative_error", math.nan))
+        bound = weight_bound(*_pair(source, result, module), coarsest(assigned.values()))
         if not error <= bound:
             found[module] = (_rounded(error), _rounded(bound))
     return found

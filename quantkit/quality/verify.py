@@ -13,23 +13,32 @@ import torch
 from torch import Tensor
 
 from quantkit.architectures.topology import parameters
-from quantkit.data.files import gate_texts
+from quantkit.arguments import as_path, wrong_type
+from quantkit.errors import CheckpointError
+from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.folder import checked_tokenizer
-from quantkit.formats.registry import CONTAINERS
-from quantkit.json_values import read_json
 from quantkit.model.layerwise import Batch
-from quantkit.progress import Progress, in_phase, silent
-from quantkit.quality.bounds import BOUNDS, Bound, coarser, exceeds, same_but_rounded, type_name, weight_bound
+from quantkit.progress import Progress, heard, in_phase
+from quantkit.quality.bounds import BOUNDS, Bound, coarser, coarsest, exceeds, same_but_rounded, type_name, weight_bound
 from quantkit.quality.figures import Estimate
 from quantkit.quality.manifest_check import FolderReport, neither_true_nor_false, verify_folder
 from quantkit.quality.measures import Divergence, compare_batches
+from quantkit.quality.token_check import token_problems
 from quantkit.quality.windows import measured_windows
-from quantkit.tensors.qtensor import QuantTensor, float_rows, frobenius, row_chunks
-from quantkit.text.compare import first_difference, vocabulary_texts
+from quantkit.tensors.qtensor import ROUNDING, QuantTensor, float_rows, frobenius, row_chunks
+from quantkit.tensors.scheme import QuantScheme
 
 _RANDOM_TOKENS = 64
+
+
+class _NotGiven(Enum):
+    """Stands for an argument that was left out, where None is what a mistake would give."""
+
+    NOT_GIVEN = "not given"
+
+    def __repr__(self) -> str:
+        return "<not given>"
 
 
 class Verdict(Enum):
@@ -174,14 +183,16 @@ class VerifyReport:
 
 
 @overload
-def verify(a: str | Path, b: None = None, *, progress: Progress = silent) -> FolderReport: ...
+def verify(a: str | Path, *, progress: Progress | None = None) -> FolderReport: ...
 
 
 @overload
-def verify(a: str | Path, b: str | Path, *, progress: Progress = silent) -> VerifyReport: ...
+def verify(a: str | Path, b: str | Path, *, progress: Progress | None = None) -> VerifyReport: ...
 
 
-def verify(a: str | Path, b: str | Path | None = None, *, progress: Progress = silent) -> VerifyReport | FolderReport:
+def verify(
+    a: str | Path, b: str | Path | _NotGiven = _NotGiven.NOT_GIVEN, *, progress: Progress | None = None
+) -> VerifyReport | FolderReport:  # fmt: skip
     """Say whether two models are the same, or how far apart; of one alone, whether it is as quantkit made it.
 
     Two models: configs, end tokens, tokenizers, names, shapes, dequantized tensors and logits are compared.
@@ -194,36 +205,43 @@ def verify(a: str | Path, b: str | Path | None = None, *, progress: Progress = s
     there.
 
     Args:
-        a, b: the folders.
-        progress: told of every tensor and layer.
+        a, b: the folders; for one model alone `b` is left out, and None is refused.
+        progress: told of every tensor and layer; None tells nobody.
 
     Returns:
         A report with `same`, `ok`, `lines()` and `to_json()`: a `VerifyReport` of two models, a `FolderReport` of one.
 
     Raises:
         CheckpointError: if a single model has no manifest, or its files are not those that quantkit wrote.
+        RequestError: if a path is None or empty.
         QualityError: if a single model's perplexity is not what its manifest says, or it was too far from its source
             when it was made.
         QuantkitError: if a folder cannot be read.
     """
-    return verify_folder(a, progress=progress) if b is None else _verify_pair(a, b, progress)
+    first, progress = as_path("a", a), heard(progress)
+    if b is None:
+        raise wrong_type("b", b, "a path", hint="leave it out to check one model alone")
+    if isinstance(b, _NotGiven):
+        return verify_folder(first, progress=progress)
+    return _verify_pair(first, as_path("b", b), progress)
 
 
-def _verify_pair(a: str | Path, b: str | Path, progress: Progress) -> VerifyReport:
+def _verify_pair(a: Path, b: Path, progress: Progress) -> VerifyReport:
     reference, other = open_checkpoint(a), open_checkpoint(b)
     problems = _config_problems(reference, other)
     comparable = not problems
-    problems += _token_problems(reference, other)
+    problems += token_problems(reference, other)
     if schemes(reference) and not schemes(other):
         reference, other = other, reference
     names = [e.name for e in parameters(replace(reference.config, tied_embeddings=False))]
     differing: list[TensorDifference] = []
     probes: dict[str, Probe] = {}
     bound = BOUNDS["float16"]
+    compensated = {**_compensated(reference), **_compensated(other)}
     if comparable:
         for index, name in enumerate(names):
             progress("tensors", index, len(names), "tensors")
-            difference, allowed = _compare(reference, other, name)
+            difference, allowed = _compare(reference, other, name, compensated.get(name.removesuffix(".weight")))
             if difference is not None:
                 differing.append(difference)
                 bound = coarser((bound, allowed))
@@ -239,53 +257,27 @@ def _config_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
     return [f"the configs differ: {difference}" for difference in first.differences(second)]
 
 
-def _token_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
-    """Where the two would read a text as other tokens, or end a generation at others."""
-    problems = []
-    for what, tokens in (("begin", _begin_tokens), ("end", _end_tokens)):
-        own, others = tokens(a), tokens(b)
-        stated = all(CONTAINERS[one.format].states_tokens for one in (a, b))
-        agree = own == others if stated else own <= others or others <= own
-        if not agree:
-            problems.append(f"the tokens that {what} a text differ: {_listed(own)} against {_listed(others)}")
-    first, second = checked_tokenizer(a)[0], checked_tokenizer(b)[0]
-    if first is None or second is None:
-        if first is not second:
-            problems.append(f"{(a if first is None else b).path} has no tokenizer")
-    else:
-        text = first_difference(first, second, (*gate_texts().values(), *vocabulary_texts(first)))
-        if text is not None:
-            problems.append(f"tokenizers differ on {text[:40]!r}")
-    return problems
-
-
-def _listed(tokens: set[int]) -> str:
-    return ", ".join(map(str, sorted(tokens))) or "none"
-
-
-def _begin_tokens(checkpoint: Checkpoint) -> set[int]:
-    token = checkpoint.config.bos_token_id
-    return set() if token is None else {token}
-
-
-def _end_tokens(checkpoint: Checkpoint) -> set[int]:
-    """The end tokens of the config and, where it says some, of generation_config.json.
-
-    A Meta folder states none: they are those of its tokenizer, which may know more or fewer than a model uses.
-    """
-    found = set(checkpoint.config.eos_token_ids)
-    path = checkpoint.path / "generation_config.json"
-    stated = read_json(path).get("eos_token_id") if path.is_file() else None
-    return found | {token for token in (stated if isinstance(stated, list) else [stated]) if isinstance(token, int)}
-
-
 def _load(checkpoint: Checkpoint, name: str) -> Tensor | QuantTensor:
     if name == "lm_head.weight" and checkpoint.config.tied_embeddings:
         name = "model.embed_tokens.weight"
     return checkpoint.load(name)
 
 
-def _compare(a: Checkpoint, b: Checkpoint, name: str) -> tuple[TensorDifference | None, Bound]:
+def _compensated(checkpoint: Checkpoint) -> dict[str, QuantScheme]:
+    """For each quantized module the coarsest scheme whose losses its weight may make up for: its own if it was
+    rounded, as far as the manifest tells, else that of any module."""
+    assigned = schemes(checkpoint)
+    try:
+        records = manifest.read(checkpoint.path).get("modules", {})
+    except CheckpointError:
+        records = {}
+    rounded = {module for module, record in records.items() if record.get("solver") == ROUNDING}
+    return {module: scheme if module in rounded else coarsest(assigned.values()) for module, scheme in assigned.items()}
+
+
+def _compare(
+    a: Checkpoint, b: Checkpoint, name: str, coarsest: QuantScheme | None
+) -> tuple[TensorDifference | None, Bound]:
     """The difference of one tensor from that of the reference `a`, None if bit-equal, and the bound of its type."""
     first, second = _load(a, name), _load(b, name)
     bound = _bound_between(first, second)
@@ -302,15 +294,17 @@ def _compare(a: Checkpoint, b: Checkpoint, name: str) -> tuple[TensorDifference 
     if equal:
         return None, bound
     relative = error / norm if norm else math.inf
-    return TensorDifference(name, relative, largest, _allowed(first, second, relative)), bound
+    return TensorDifference(name, relative, largest, _allowed(first, second, relative, coarsest)), bound
 
 
-def _allowed(a: Tensor | QuantTensor, b: Tensor | QuantTensor, error: float) -> float:
-    """What the relative error of a tensor may be, against its reference `a`."""
+def _allowed(
+    a: Tensor | QuantTensor, b: Tensor | QuantTensor, error: float, coarsest: QuantScheme | None
+) -> float:  # fmt: skip
+    """What the relative error of a tensor may be, against its reference `a`; see `weight_bound`."""
     if isinstance(b, QuantTensor):
-        return weight_bound(b, a)
+        return weight_bound(b, a, coarsest or b.scheme)
     if isinstance(a, QuantTensor):
-        return weight_bound(a, b)
+        return weight_bound(a, b, coarsest or a.scheme)
     return error if a.dtype != b.dtype and same_but_rounded(a, b) else 0.0
 
 

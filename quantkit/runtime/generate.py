@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import torch
 
 from quantkit.errors import RequestError
 from quantkit.model.decoder import Decoder
 from quantkit.runtime.engine import Engine
-from quantkit.runtime.request import MAX_NEW_TOKENS, TokenIds, checked_length, prompt_ids
+from quantkit.runtime.request import MAX_NEW_TOKENS, TokenIds, checked_length, prompt_ids, require_model
 from quantkit.runtime.sampling import SamplingParams, agreed, sample
 from quantkit.tensors.finite import finite_logits
 
@@ -22,7 +22,7 @@ def generate(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int | None = None,
-) -> Iterator[int]:
+) -> Generator[int, None, None]:
     """Continue a prompt, token by token.
 
     Args:
@@ -35,9 +35,9 @@ def generate(
         seed: of the draw; None is unpredictable. Processes that share the model draw the same tokens.
 
     Returns:
-        An iterator over the ids of new tokens, which are computed as they are asked for, up to the model's end token
-        (not given out). To decode them one by one breaks characters and loses spaces; that is what `quantkit.stream`
-        is for.
+        A generator of the ids of new tokens, which are computed as they are asked for, up to the model's end token
+        (not given out); it may be left at any time. To decode them one by one breaks characters and loses spaces;
+        that is what `quantkit.stream` is for.
 
     Raises:
         RequestError: at once, if the prompt is a text or empty, holds unknown ids, or does not fit
@@ -49,6 +49,7 @@ def generate(
         >>> ids = tokenizer.encode("My fellow citizens")
         >>> print(tokenizer.decode(list(quantkit.generate(model, ids, max_new_tokens=50))))
     """
+    require_model("model", model, (Decoder, Engine))
     decoder = model.model if isinstance(model, Engine) else model
     params = agreed(SamplingParams(temperature, top_p, seed), decoder.group)
     prompt = prompt_ids(ids)
@@ -56,7 +57,7 @@ def generate(
     engine = model if isinstance(model, Engine) else Engine(model, length)
     if length > engine.length:
         raise RequestError("prompt and new tokens exceed the engine", found=length, expected=f"at most {engine.length}")
-    return _tokens(engine, prompt, max_new_tokens, params)
+    return _tokens(engine, prompt, length - len(prompt), params)
 
 
 _LOOKS = {"cpu": 1}
@@ -65,8 +66,12 @@ _FAR = 8
 of it."""
 
 
-@torch.inference_mode()
-def _tokens(engine: Engine, ids: list[int], count: int, params: SamplingParams) -> Iterator[int]:
+def _tokens(engine: Engine, ids: list[int], count: int, params: SamplingParams) -> Generator[int, None, None]:
+    """What `generate` gives.
+
+    Inference mode is left before each `yield`: it is the thread's, and a generator that is not run to its end may be
+    closed when torch is gone.
+    """
     device = engine.model.device
     generator = params.generator(device)
     ends = engine.model.config.eos_token_ids
@@ -75,18 +80,20 @@ def _tokens(engine: Engine, ids: list[int], count: int, params: SamplingParams) 
     drawn: list[torch.Tensor] = []
     extremes: list[torch.Tensor] = []
     for left in range(count, 0, -1):
-        with engine.model.ops.single_threaded():
+        with torch.inference_mode(), engine.model.ops.single_threaded():
             if ahead == 1:
                 finite_logits(logits)
             else:
                 extremes.append(torch.stack(torch.aminmax(logits)))
                 logits = logits.nan_to_num()  # drawn from, but never given out
             tokens = sample(logits, params, generator)
-        drawn.append(tokens)
+            drawn.append(tokens)
         if len(drawn) == ahead or left in (1, count):
-            if extremes:
-                finite_logits(torch.stack(extremes))
-            for token in torch.cat(drawn).flatten().tolist():
+            with torch.inference_mode():
+                if extremes:
+                    finite_logits(torch.stack(extremes))
+                found = torch.cat(drawn).flatten().tolist()
+            for token in found:
                 if token in ends:
                     return
                 yield token

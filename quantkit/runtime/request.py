@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
+from quantkit.arguments import as_whole, require_instance, token_rows
 from quantkit.errors import RequestError
 from quantkit.json_values import shown
 
@@ -21,6 +20,15 @@ TokenIds = Sequence[int] | Tensor
 _SHOW_HOW = "tokenizer.encode(text) gives them, and quantkit.stream(model, tokenizer, text) takes the text itself"
 
 
+def require_model(name: str, model: object, kinds: type | tuple[type, ...]) -> None:
+    """Check for one that can be run.
+
+    Raises:
+        RequestError: for a path, the pair that `quantkit.load` gives, or anything else.
+    """
+    require_instance(name, model, kinds, "a model; model, tokenizer = quantkit.load(path) gives one")
+
+
 def prompt_ids(prompt: TokenIds) -> list[int]:
     """The ids of a prompt, whatever holds them.
 
@@ -30,17 +38,15 @@ def prompt_ids(prompt: TokenIds) -> list[int]:
     if isinstance(prompt, (str, bytes)):
         raise RequestError("the prompt is a text", found=shown(prompt), expected="token ids", hint=_SHOW_HOW)
     try:
-        ids: list[Any] = list(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
-        if ids and all(isinstance(one, (list, tuple)) for one in ids):
-            if len(ids) > 1:
-                raise RequestError("one prompt at a time", found=f"{len(ids)} prompts", expected="ids [T] or [1, T]")
-            (ids,) = ids
-        return [operator.index(one) for one in ids]
+        rows = token_rows(prompt)
     except TypeError as error:
         raise RequestError(
             "the prompt is no list of token ids", found=type(prompt).__name__,
             expected="integers in a list, or a tensor [T] or [1, T]", hint=_SHOW_HOW,
         ) from error  # fmt: skip
+    if len(rows) > 1:
+        raise RequestError("one prompt at a time", found=f"{len(rows)} prompts", expected="ids [T] or [1, T]")
+    return rows[0]
 
 
 def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int) -> int:
@@ -48,7 +54,7 @@ def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int)
 
     Raises:
         RequestError: if the prompt is empty, holds unknown ids, or does not fit the model's context
-            together with the new tokens.
+            together with the new tokens; if their number is none.
     """
     if not ids:
         raise RequestError("the prompt is empty")
@@ -56,9 +62,10 @@ def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int)
         raise RequestError(
             "the prompt holds token ids outside the vocabulary", expected=f"0 to {config.vocab_size - 1}"
         )
-    if max_new_tokens < 1:
-        raise RequestError("nothing to generate", found=f"{max_new_tokens} new tokens", expected="at least 1")
-    length = len(ids) + max_new_tokens
+    count = as_whole("max_new_tokens", max_new_tokens)
+    if count < 1:
+        raise RequestError("nothing to generate", found=f"{count} new tokens", expected="at least 1")
+    length = len(ids) + count
     if length > config.max_context:
         raise RequestError(
             "prompt and new tokens exceed the model's context", found=length, expected=f"at most {config.max_context}",

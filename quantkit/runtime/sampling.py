@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quantkit.arguments import as_number, as_whole
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import RequestError
 
@@ -26,7 +27,7 @@ class SamplingParams:
 
     Raises:
         RequestError: for a negative temperature, a top_p outside (0, 1], or a seed that
-            does not fit 64 bits.
+            does not fit 64 bits; for values of other types.
     """
 
     temperature: float = 0.0
@@ -34,12 +35,14 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "temperature", as_number("temperature", self.temperature))
+        object.__setattr__(self, "top_p", as_number("top_p", self.top_p))
         if not self.temperature >= 0:
             raise RequestError("temperature must not be negative", found=self.temperature)
         if not 0 < self.top_p <= 1:
             raise RequestError("top_p must lie in (0, 1]", found=self.top_p)
         if self.seed is not None:
-            require_seed(self.seed)
+            object.__setattr__(self, "seed", require_seed(self.seed))
 
     def generator(self, device: torch.device) -> torch.Generator:
         """A random generator of its own."""
@@ -51,14 +54,16 @@ class SamplingParams:
         return generator
 
 
-def require_seed(seed: int) -> None:
-    """Refuse a seed that torch's generators do not take.
+def require_seed(seed: int) -> int:
+    """A seed that torch's generators take.
 
     Raises:
-        RequestError: if it does not fit 64 bits.
+        RequestError: if it is no whole number, or does not fit 64 bits.
     """
-    if not -(2**63) <= seed < 2**64:
-        raise RequestError("seed does not fit 64 bits", found=seed)
+    found = as_whole("seed", seed)
+    if not -(2**63) <= found < 2**64:
+        raise RequestError("seed does not fit 64 bits", found=found)
+    return found
 
 
 def agreed(params: SamplingParams, group: ProcessGroup) -> SamplingParams:

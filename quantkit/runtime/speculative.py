@@ -6,15 +6,16 @@ ties that a step of several tokens may round the other way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor
 
+from quantkit.arguments import as_whole
 from quantkit.errors import RequestError
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
-from quantkit.runtime.request import MAX_NEW_TOKENS, TokenIds, checked_length, prompt_ids
+from quantkit.runtime.request import MAX_NEW_TOKENS, TokenIds, checked_length, prompt_ids, require_model
 from quantkit.runtime.sampling import SamplingParams, agreed, probabilities
 from quantkit.tensors.finite import finite_logits
 
@@ -31,7 +32,7 @@ def speculate(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int | None = None,
-) -> Iterator[int]:
+) -> Generator[int, None, None]:
     """Token ids that continue `ids`, as `generate` gives them, with the help of a smaller model.
 
     Args:
@@ -43,7 +44,10 @@ def speculate(
         RequestError: at once, as `generate` does, for either model; or if their vocabularies differ in size.
         NonFiniteError: if the logits of either are NaN or Inf.
     """
+    require_model("model", model, Decoder)
+    require_model("draft", draft, Decoder)
     params = agreed(SamplingParams(temperature, top_p, seed), model.group)
+    draft_tokens = as_whole("draft_tokens", draft_tokens)
     if draft_tokens < 1:
         raise RequestError("nothing to propose", found=f"{draft_tokens} draft tokens", expected="at least 1")
     if draft.config.vocab_size != model.config.vocab_size:
@@ -75,26 +79,33 @@ class _Reader:
             return probabilities(finite_logits(logits), params)
 
 
-@torch.inference_mode()
 def _tokens(
     target: _Reader, draft: _Reader, text: list[int], length: int, most: int, params: SamplingParams
-) -> Iterator[int]:
+) -> Generator[int, None, None]:
     generator = params.generator(target.model.device)
     while len(text) < length:
-        proposed: list[int] = []
-        guesses: list[Tensor] = []
-        for _ in range(min(most, length - len(text) - 1)):
-            guess = draft.read(text + proposed, 1, params)[0]
-            proposed.append(_draw(guess, generator))
-            guesses.append(guess)
-        judged = target.read(text + proposed, len(proposed) + 1, params)
-        for token in accepted(judged, guesses, proposed, generator):
+        for token in _step(target, draft, text, min(most, length - len(text) - 1), params, generator):
             if token in target.model.config.eos_token_ids:
                 return
             yield token
             text.append(token)
         for reader in (target, draft):  # the last token is read with what follows it
             reader.stored = min(reader.stored, len(text) - 1)
+
+
+@torch.inference_mode()
+def _step(
+    target: _Reader, draft: _Reader, text: list[int], count: int, params: SamplingParams, generator: torch.Generator
+) -> list[int]:
+    """Tokens that go on with `text`: as many of `count` proposals as are accepted, and one more."""
+    proposed: list[int] = []
+    guesses: list[Tensor] = []
+    for _ in range(count):
+        guess = draft.read(text + proposed, 1, params)[0]
+        proposed.append(_draw(guess, generator))
+        guesses.append(guess)
+    judged = target.read(text + proposed, len(proposed) + 1, params)
+    return accepted(judged, guesses, proposed, generator)
 
 
 def accepted(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
+from quantkit.arguments import require_flags, wrong_type
 from quantkit.errors import RequestError
 from quantkit.model.decoder import Decoder
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate import generate
-from quantkit.runtime.request import MAX_NEW_TOKENS, TokenIds, prompt_ids
+from quantkit.runtime.request import MAX_NEW_TOKENS, TokenIds, prompt_ids, require_model
 from quantkit.text.tokenizer import Tokenizer
 
 _UNFINISHED = "\ufffd"
@@ -26,7 +27,7 @@ def stream(
     top_p: float = 1.0,
     seed: int | None = None,
     specials: bool = False,
-) -> Iterator[str]:
+) -> Generator[str, None, None]:
     """Continue a prompt, piece of text by piece of text.
 
     Args:
@@ -37,8 +38,9 @@ def stream(
             text that others wrote.
 
     Returns:
-        An iterator over the text that each token adds, computed as it is asked for. The prompt is not repeated, and
-        a character that spans tokens comes whole with the last of them: joined, the pieces are the text.
+        A generator of the text that each token adds, computed as it is asked for; it may be left at any time. The
+        prompt is not repeated, and a character that spans tokens comes whole with the last of them: joined, the
+        pieces are the text.
 
     Raises:
         RequestError, NonFiniteError: as `quantkit.generate`.
@@ -48,9 +50,19 @@ def stream(
         >>> for piece in quantkit.stream(model, tokenizer, "My fellow citizens"):
         ...     print(piece, end="", flush=True)
     """
+    require_model("model", model, (Decoder, Engine))
+    if not hasattr(tokenizer, "vocab_size"):
+        raise wrong_type("tokenizer", tokenizer, "the one that quantkit.load(path) gives")
+    require_flags(specials=specials)
     ids = text_ids(tokenizer, prompt, specials=specials) if isinstance(prompt, str) else prompt_ids(prompt)
     tokens = generate(model, ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    return filter(None, text_pieces(tokenizer, ids, tokens))
+    return _not_empty(text_pieces(tokenizer, ids, tokens))
+
+
+def _not_empty(pieces: Iterable[str]) -> Generator[str, None, None]:
+    for piece in pieces:
+        if piece:
+            yield piece
 
 
 def text_ids(tokenizer: Tokenizer, text: str, *, specials: bool) -> list[int]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.arguments import as_path, as_text, as_texts, require_instance, wrong_type
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.json_values import Settings, parsed, shown
 from quantkit.tensors.scheme import QuantScheme
@@ -15,10 +16,19 @@ from quantkit.tensors.scheme import QuantScheme
 
 @dataclass(frozen=True)
 class Override:
-    """A glob on module names and what holds for those it matches (``None``: keep as float)."""
+    """A glob on module names and what holds for those it matches (``None``: keep as float).
+
+    Raises:
+        RequestError: for values of other types.
+    """
 
     pattern: str
     scheme: QuantScheme | None
+
+    def __post_init__(self) -> None:
+        as_text("pattern", self.pattern)
+        if self.scheme is not None:
+            _require_scheme("scheme", self.scheme)
 
     def matches(self, module: str) -> bool:
         return fnmatch.fnmatchcase(module, self.pattern)
@@ -29,10 +39,28 @@ class Recipe:
     """A default scheme for all decoder linears and per-layer overrides, later ones winning.
 
     ``lm_head`` keeps its floats unless an override names it.
+
+    Raises:
+        RequestError: for values of other types.
+
+    Example:
+        >>> int8 = quantkit.QuantScheme.parse("int8")
+        >>> first = quantkit.Override("model.layers.0.*", None)
+        >>> head = quantkit.Override("lm_head", int8)
+        >>> recipe = quantkit.Recipe(quantkit.QuantScheme.parse("int4-g128"), (first, head))
+        >>> quantkit.quantize("model", "model-int4", recipe)
     """
 
     default: QuantScheme
     overrides: tuple[Override, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require_scheme("default", self.default)
+        if not isinstance(self.overrides, list | tuple):
+            raise wrong_type("overrides", self.overrides, "several of quantkit.Override")
+        for one in self.overrides:
+            require_instance("overrides", one, Override, "several of quantkit.Override")
+        object.__setattr__(self, "overrides", tuple(self.overrides))
 
     @classmethod
     def from_json(cls, path: str | Path) -> Recipe:
@@ -43,8 +71,9 @@ class Recipe:
         Raises:
             RequestError: if the file is missing, is no such JSON, or names unknown keys.
         """
+        path = as_path("path", path)
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise RequestError(f"cannot read the recipe: {error}", path=path) from error
         try:
@@ -72,7 +101,7 @@ class Recipe:
 
     def keeping(self, patterns: Iterable[str]) -> Recipe:
         """This recipe with more layers kept as floats."""
-        return Recipe(self.default, self.overrides + tuple(Override(p, None) for p in patterns))
+        return Recipe(self.default, self.overrides + tuple(Override(p, None) for p in as_texts("patterns", patterns)))
 
     def requested(self, module: str) -> QuantScheme | None:
         """What the recipe asks for one module, before the shape is looked at."""
@@ -99,6 +128,11 @@ class Recipe:
                 )
         requested = {module: self.requested(module) for module in columns}
         return {m: s.fitted(columns[m]) for m, s in requested.items() if s is not None}
+
+
+def _require_scheme(name: str, scheme: object) -> None:
+    if not isinstance(scheme, QuantScheme):
+        raise wrong_type(name, scheme, 'a QuantScheme, such as QuantScheme.parse("int8")')
 
 
 def _texts(entry: Settings) -> tuple[str, str]:

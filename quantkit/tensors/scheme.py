@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from quantkit.arguments import as_text, as_whole, require_flags
 from quantkit.errors import RequestError
 from quantkit.json_values import shown
 
@@ -28,7 +29,7 @@ class QuantScheme:
             group stores its own.
 
     Raises:
-        RequestError: for other bits, or a group size that is no multiple of 8.
+        RequestError: for other bits, a group size that is no multiple of 8, or values of other types.
     """
 
     bits: int
@@ -36,6 +37,10 @@ class QuantScheme:
     symmetric: bool = True
 
     def __post_init__(self) -> None:
+        require_flags(symmetric=self.symmetric)
+        object.__setattr__(self, "bits", as_whole("bits", self.bits))
+        if self.group_size is not None:
+            object.__setattr__(self, "group_size", as_whole("group_size", self.group_size))
         if self.bits not in (4, 8):
             raise RequestError("bits per weight are not supported", found=self.bits, expected="4 or 8")
         if self.group_size is not None and (self.group_size <= 0 or self.group_size % 8):
@@ -52,7 +57,7 @@ class QuantScheme:
         Raises:
             RequestError: if there is none of that name.
         """
-        name = text.strip().lower()
+        name = as_text("scheme", text).strip().lower()
         if name in SCHEMES:
             return SCHEMES[name]
         if name in ("int4", "int4-asym"):

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from quantkit.arguments import as_text, require_flags, token_rows, wrong_type
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.json_values import Settings, read_json, require_plain_file
 from quantkit.text.contained import contained, is_panic, quiet_on_failure
@@ -67,7 +68,7 @@ class Tokenizer(Protocol):
             The ids, for `quantkit.generate`.
 
         Raises:
-            RequestError: if the text holds half a character.
+            RequestError: if the text is none, or holds half a character.
             CheckpointError: if the tokenizer breaks on it.
 
         Example:
@@ -88,6 +89,7 @@ class Tokenizer(Protocol):
             The text; bytes that are no character become U+FFFD.
 
         Raises:
+            RequestError: if they are no token ids, or of several texts.
             CheckpointError: if the tokenizer breaks on them.
         """
         ...
@@ -119,15 +121,16 @@ class SentencePieceTokenizer(Tokenizer):
             _try_out(self, path)
 
     def encode(self, text: str, *, specials: bool = False) -> list[int]:
-        _require_unicode(text)
+        _require_text(text, specials)
         with contained(self._path, _NO_TEXT):
             ids: list[int] = self._model.encode(text)
         _require_known(ids, self.vocab_size, self._path)
         return ids if self.bos_id is None else [self.bos_id, *ids]
 
     def decode(self, ids: Sequence[int]) -> str:
+        known = _known_ids(ids, self.vocab_size)
         with contained(self._path, _NO_TOKENS):
-            text: str = self._model.decode([i for i in ids if i < self.vocab_size])
+            text: str = self._model.decode(known)
         return text
 
 
@@ -159,7 +162,7 @@ class TiktokenTokenizer(Tokenizer):
         self.eos_ids: tuple[int, ...] = tuple(self._specials[name] for name in ends)
 
     def encode(self, text: str, *, specials: bool = False) -> list[int]:
-        _require_unicode(text)
+        _require_text(text, specials)
         allowed: Any = "all" if specials else set()
         with contained(self._path, _NO_TEXT):
             ids = self._encoding.encode(text, allowed_special=allowed, disallowed_special=())
@@ -167,8 +170,9 @@ class TiktokenTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         specials = set(self._specials.values())
+        known = _known_ids(ids, self.vocab_size)
         with contained(self._path, _NO_TOKENS):
-            return self._encoding.decode([i for i in ids if i not in specials and i < self.vocab_size])
+            return self._encoding.decode([one for one in known if one not in specials])
 
 
 class JsonTokenizer(Tokenizer):
@@ -205,7 +209,7 @@ class JsonTokenizer(Tokenizer):
             _try_out(self, path)
 
     def encode(self, text: str, *, specials: bool = False) -> list[int]:
-        _require_unicode(text)
+        _require_text(text, specials)
         with contained(self._path, _NO_TEXT):
             self._engine.encode_special_tokens = not specials
             ids: list[int] = self._engine.encode(text).ids
@@ -215,8 +219,9 @@ class JsonTokenizer(Tokenizer):
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
+        known = _known_ids(ids, self.vocab_size)
         with contained(self._path, _NO_TOKENS):
-            text: str = self._engine.decode(list(ids), skip_special_tokens=True)
+            text: str = self._engine.decode(known, skip_special_tokens=True)
         return text
 
 
@@ -331,15 +336,32 @@ def _try_out(tokenizer: Tokenizer, path: Path) -> None:
             tokenizer.decode([one])
 
 
-def _require_unicode(text: str) -> None:
+def _require_text(text: str, specials: bool) -> None:
     """
     Raises:
-        RequestError: for the halves of characters that Python puts for bytes which are no UTF-8.
+        RequestError: for arguments of other types, and the halves of characters that Python puts for bytes which are
+            no UTF-8.
     """
+    require_flags(specials=specials)
     try:
-        text.encode()
+        as_text("text", text).encode()
     except UnicodeEncodeError as error:
         raise RequestError("the text is not valid Unicode", found=f"{text[error.start]!r}") from error
+
+
+def _known_ids(ids: Sequence[int], vocab_size: int) -> list[int]:
+    """Those that a vocabulary has.
+
+    Raises:
+        RequestError: if they are no token ids, or of several texts.
+    """
+    try:
+        (row,) = token_rows(ids)
+    except (TypeError, ValueError) as error:
+        raise wrong_type("ids", ids, "integers in a list, or a tensor [T] or [1, T]") from error
+    if row and min(row) < 0:
+        raise RequestError("`ids` holds a negative number", found=min(row), expected="token ids")
+    return [one for one in row if one < vocab_size]
 
 
 def _require_known(ids: Sequence[int], vocab_size: int, path: Path) -> None:

@@ -90,8 +90,8 @@ class XlaModel:
         """
         params = SamplingParams(temperature, top_p, seed)
         prompt = prompt_ids(ids)
-        checked_length(self.config, prompt, max_new_tokens)
-        return _tokens(self, prompt, max_new_tokens, params)
+        length = checked_length(self.config, prompt, max_new_tokens)
+        return _tokens(self, prompt, length - len(prompt), params)
 
 
 def model_on_devices(

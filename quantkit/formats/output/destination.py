@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from quantkit.errors import DestinationError
+from quantkit.errors import DestinationError, NoSpaceError
 
 _HERE = -100  # AT_FDCWD
 _NO_REPLACE = 1
@@ -27,7 +27,7 @@ def destination_errors(path: Path) -> Iterator[None]:
 def destination_error(error: OSError, path: Path) -> DestinationError:
     """The typed form of a failed write."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DestinationError("the disk is full", path=path, hint="free some space and repeat it with `resume=True`")
+        return NoSpaceError("the disk is full", path=path, hint="free some space and repeat it with `resume=True`")
     return DestinationError(f"cannot be written: {error.strerror or error}", path=path)
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from quantkit.errors import QuantkitError, ResumeError
+from quantkit.errors import BeingWrittenError, QuantkitError
 from quantkit.formats.output.destination import destination_error, destination_errors
 from quantkit.formats.output.own_folder import OwnFolder, not_ours
 
@@ -38,7 +38,8 @@ class Journal:
     def __init__(self, folder: OwnFolder) -> None:
         """
         Raises:
-            ResumeError: if another process has it open, or a line is not as it was written.
+            BeingWrittenError: if a job has it open.
+            ResumeError: if a line is not as it was written.
             DestinationError: if it cannot be opened or locked.
         """
         self._path = folder.path / NAME
@@ -94,10 +95,11 @@ class Journal:
 
 
 def require_idle(folder: OwnFolder) -> None:
-    """Refuse a folder whose journal another process holds.
+    """Refuse a folder whose journal a job holds.
 
     Raises:
-        ResumeError: if one does.
+        BeingWrittenError: if one does.
+        ResumeError: if the folder has no journal.
         DestinationError: if that cannot be told.
     """
     if told := being_written(folder):
@@ -105,7 +107,7 @@ def require_idle(folder: OwnFolder) -> None:
 
 
 def being_written(folder: OwnFolder) -> str | None:
-    """That another process holds a folder's journal, in words; None if none does.
+    """That a job holds a folder's journal, in words; None if none does.
 
     Raises:
         ResumeError: if the folder has no journal.
@@ -115,22 +117,32 @@ def being_written(folder: OwnFolder) -> str | None:
         return None if _locked(file, folder.path / NAME) else _told(folder)
 
 
-def _in_use(told: str) -> ResumeError:
-    return ResumeError(told, hint="wait until it is done, or choose another destination")
+def _in_use(told: str) -> BeingWrittenError:
+    return BeingWrittenError(told, hint="wait until it is done, or choose another destination")
 
 
 def _told(folder: OwnFolder) -> str:
-    return f"another quantkit process is writing to {folder.path}{_writer(folder)}"
+    writer = _writer(folder)
+    if writer == (os.getpid(), os.uname().nodename):
+        return f"this process is writing to {folder.path} already, in another call"
+    return f"another quantkit process is writing to {folder.path}{_named(writer)}"
 
 
-def _writer(folder: OwnFolder) -> str:
-    """The process that has locked a folder's journal, in brackets; nothing where it has not said so yet."""
+def _writer(folder: OwnFolder) -> tuple[int, str] | None:
+    """The process that has locked a folder's journal, and its machine; None where it has not said so yet."""
     try:
         with folder.open(WRITER, create=False) as file:
             number, machine = file.read(_LONGEST_NAME).decode().split(" ", 1)
-            pid = int(number)
+            return int(number), machine
     except (OSError, QuantkitError, ValueError):
+        return None
+
+
+def _named(writer: tuple[int, str] | None) -> str:
+    """A process in brackets; nothing if it cannot be the one."""
+    if writer is None:
         return ""
+    pid, machine = writer
     if machine != os.uname().nodename:
         return f" (pid {pid} on {machine})" if machine.isprintable() else ""
     return f" (pid {pid})" if pid > 0 and _runs(pid) else ""

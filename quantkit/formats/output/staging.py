@@ -14,11 +14,20 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import CheckpointError, DestinationError, QuantkitError, RequestError, ResumeError
+from quantkit.errors import (
+    CheckpointError,
+    DestinationError,
+    InterruptedRunError,
+    NoSpaceError,
+    QuantkitError,
+    RequestError,
+    ResumeError,
+)
 from quantkit.formats.output.destination import destination_errors, is_there, rename_new
 from quantkit.formats.output.journal import NAME as JOURNAL
 from quantkit.formats.output.journal import WRITER, Journal, being_written, require_idle
 from quantkit.formats.output.own_folder import OwnFolder, in_the_way, not_ours
+from quantkit.memory import size_text
 
 SCRATCH = ".activations"
 """How the names of folders begin that are of use only to the run that made them."""
@@ -50,9 +59,10 @@ class Staging:
         Raises:
             RequestError: if `dst` is no name for a folder.
             DestinationError: if `dst` exists, cannot be written or has too little space.
-            ResumeError: if an interrupted run is there and `resume` is not set, or it
-                had other inputs or options, or is still running, or what is there is
-                not what an interrupted run leaves.
+            InterruptedRunError: if an interrupted run is there and `resume` is not set.
+            BeingWrittenError: if a job is writing there.
+            ResumeError: if the interrupted run had other inputs or options, or what is there is
+                not what one leaves.
         """
         self.dst = dst
         self.path = partial_folder(dst)
@@ -214,7 +224,8 @@ def require_room_to_build(partial: Path, *, resume: bool) -> None:
     """Refuse a partial folder that is there, unless an interrupted run of this user left it and is to go on.
 
     Raises:
-        ResumeError: if it is, or another process is writing there.
+        InterruptedRunError, BeingWrittenError: if it is, or a job is writing there.
+        ResumeError: if something else is there.
         DestinationError: if it cannot be looked into.
     """
     with destination_errors(partial):
@@ -230,7 +241,7 @@ def require_room_to_build(partial: Path, *, resume: bool) -> None:
     finally:
         folder.close()
     if not resume:
-        raise ResumeError(
+        raise InterruptedRunError(
             "an interrupted run is there", path=partial, hint="add `resume=True` to go on with it, or remove it"
         )
 
@@ -274,10 +285,10 @@ def mark_kept(error: BaseException, partial: Path) -> None:
 
 
 def kept(error: BaseException | None) -> str | None:
-    """What was noted with `mark_kept`, on an error or on one that it came of."""
+    """What was noted with `mark_kept`, on an error or on one that it came of, if it is still there."""
     while error is not None:
         for note in getattr(error, "__notes__", ()):
-            if note.endswith(_KEPT):
+            if note.endswith(_KEPT) and Path(note.removesuffix(f" {_KEPT}")).exists():
                 return str(note)
         error = error.__cause__ or error.__context__
     return None
@@ -287,15 +298,15 @@ def require_space(folder: Path, needed_bytes: int) -> None:
     """Refuse a disk that is too full; `folder` need not be there yet.
 
     Raises:
-        DestinationError: if less is free than needed, with a little to spare.
+        NoSpaceError: if less is free than needed, with a little to spare.
     """
     with destination_errors(folder):
         there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
         free = shutil.disk_usage(there).free
     if free < needed_bytes + _SPACE_MARGIN:
-        raise DestinationError(
-            "too little space on the disk", path=folder.parent, found=f"{free / 1e9:.2f} GB free",
-            expected=f"{(needed_bytes + _SPACE_MARGIN) / 1e9:.2f} GB",
+        raise NoSpaceError(
+            "too little space on the disk", path=folder.parent, found=f"{size_text(free)} free",
+            expected=size_text(needed_bytes + _SPACE_MARGIN),
         )  # fmt: skip
 
 

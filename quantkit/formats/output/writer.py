@@ -58,6 +58,7 @@ class CheckpointWriter:
     Use as a context manager. Leaving it by an error of the source removes the partial
     output, since it would fail again; an interruption, a full disk, something strange
     in the partial folder or a result that is not good enough keeps it for ``resume``.
+    What is interrupted before the first tensor has nothing to keep, and is removed.
 
     Attributes:
         path: the folder under construction.
@@ -183,14 +184,18 @@ class CheckpointWriter:
     ) -> None:
         if error is None:
             return
-        self._mark(error)
         if self._open:
             self._sink.abandon()
             self._open = False
-        if isinstance(error, QuantkitError) and not isinstance(error, _KEEPS):
-            self._staging.discard()
-        else:
+        if self._is_of_use(error):
+            self._mark(error)
             self._staging.close()
+        else:
+            self._staging.discard()
+
+    def _is_of_use(self, error: BaseException) -> bool:
+        """Whether another try may go on with what is there after an error."""
+        return isinstance(error, _KEEPS) if isinstance(error, QuantkitError) else self._next > 0
 
     def _mark(self, error: BaseException) -> None:
         """Let an error that has no hint of its own, or an interruption, tell what is kept."""

@@ -1,0 +1,113 @@
+"""What is passed to the public functions, checked before anything is done: Python itself holds nobody to the types.
+
+A text from JSON or from an environment variable must not pass for a truth value or a number. Each of these raises
+`RequestError`, which names the argument.
+"""
+
+from __future__ import annotations
+
+import numbers
+import operator
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeGuard
+
+from quantkit.errors import RequestError
+from quantkit.json_values import shown
+
+
+def wrong_type(name: str, value: object, expected: str, *, hint: str | None = None) -> RequestError:
+    """The error for an argument that is something else than it should be."""
+    return RequestError(f"`{name}` is of the wrong type", found=shown(value), expected=expected, hint=hint)
+
+
+def require_flags(**given: object) -> None:
+    """Check that all are True or False: the text ``false`` would count as true, and None as false."""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise wrong_type(name, value, "True or False")
+
+
+def require_instance(name: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
+    """Check for an object of ours; what was found is told by its type."""
+    if not isinstance(value, kinds):
+        raise RequestError(f"`{name}` is of the wrong type", found=type(value).__name__, expected=expected)
+
+
+def as_whole(name: str, value: object) -> int:
+    """A whole number, also numpy's; no truth value."""
+    if hasattr(value, "__index__") and not _is_truth(value):
+        try:
+            return operator.index(value)
+        except TypeError:  # arrays have the method, whatever they hold
+            pass
+    raise wrong_type(name, value, "a whole number")
+
+
+def as_number(name: str, value: object) -> float:
+    """A number, whole or not; no truth value."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise wrong_type(name, value, "a number")
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise RequestError(f"`{name}` is out of range", found=shown(value)) from error
+
+
+def as_text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise wrong_type(name, value, "a text")
+    return value
+
+
+def as_texts(name: str, value: object) -> list[str]:
+    """One text or several."""
+    if isinstance(value, str):
+        return [value]
+    if not _is_several(value):
+        raise wrong_type(name, value, "a text, or several in a list")
+    return [as_text(name, one) for one in value]
+
+
+def as_path(name: str, value: object) -> Path:
+    """A path; an empty text, which would mean the current folder, is none."""
+    found = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(found, str):
+        raise wrong_type(name, value, "a path")
+    if not found:
+        raise RequestError(f"`{name}` is empty", expected="a path")
+    return Path(found)
+
+
+def as_paths(name: str, value: object) -> list[Path]:
+    """One path or several."""
+    if isinstance(value, str | os.PathLike):
+        return [as_path(name, value)]
+    if not _is_several(value):
+        raise wrong_type(name, value, "a path, or several in a list")
+    return [as_path(name, one) for one in value]
+
+
+def token_rows(value: object) -> list[list[int]]:
+    """Token ids in a list or array, [T] or [B, T], as B rows.
+
+    Raises:
+        TypeError: if they are none, or have no order.
+    """
+    listed = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
+        raise TypeError("no list")
+    rows = listed if listed and all(isinstance(one, list | tuple) for one in listed) else [listed]
+    if any(_is_truth(one) for row in rows for one in row):
+        raise TypeError("truth values")
+    return [[operator.index(one) for one in row] for row in rows]
+
+
+def _is_truth(value: object) -> bool:
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
+
+
+def _is_several(value: object) -> TypeGuard[Iterable[object]]:
+    """Whether a value is a collection; one of bytes is of numbers, and of a mapping only half would be taken."""
+    return isinstance(value, Iterable) and not isinstance(value, bytes | bytearray | Mapping)
