@@ -133,13 +133,13 @@ class Evaluation:
 
     def over_texts(self, row: Row) -> OverTexts | None:
         """Means over the texts; None of fewer than three, or of the reference."""
-        apart = [one.divergence for one in row.texts.values() if one.divergence is not None]
-        ratios = [ratio for text in row.texts if (ratio := self.perplexity_ratio(row, text)) is not None]
-        if len(apart) < _LEAST_TEXTS:
+        found = [apart for text in self.texts if (apart := row.texts[text].divergence) is not None]
+        ratios = [ratio for text in self.texts if (ratio := self.perplexity_ratio(row, text)) is not None]
+        if len(found) < _LEAST_TEXTS:
             return None
         return OverTexts(
-            kl=_mean([one.kl for one in apart]),
-            top1_agreement=_mean([one.top1_agreement for one in apart]),
+            kl=_mean([one.kl for one in found]),
+            top1_agreement=_mean([one.top1_agreement for one in found]),
             perplexity_ratio=_mean([math.log(ratio) if ratio > 0 else -math.inf for ratio in ratios]).exp(),
         )
 
