@@ -23,7 +23,8 @@ def method(found: Evaluation) -> list[str]:
             "±: one standard error of a mean over tokens, from the spread between 20 stretches of equal length that"
             " the text is cut into (batch means), as neighbouring tokens are not independent. That of the ppl ratio is"
             " from the differences of loss token by token (delta method). It takes the text's tokens as a sample of"
-            " that text: another text may differ by several times as much, which only measuring on several shows."
+            " that text: another text may differ by several times as much, which only measuring on several shows. With"
+            " three texts or more there is their mean, with the standard error from the spread between them."
             " Figures without an error are those of this very text: four digits, or all before the point; quantiles"
             " two."
         )

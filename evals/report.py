@@ -98,8 +98,15 @@ def _divergence_table(found: Evaluation, reference: str) -> Table:
     title = (
         f"Against {reference}, on {texts} in windows of {found.window}: KL({reference} || model), its median and 99th"
         f" percentile; tokens whose likeliest is the same; ratio of token ppl. {_ERRORS}"
+        + (" That of a mean is from the spread between the texts." if len(found.texts) > 2 else "")
     )
-    return Table(title, made[0].head, [row for one in made for row in one.rows])
+    means = [
+        (row.name, f"mean of {len(found.texts)}", str(over.kl), NONE, NONE, str(over.top1_agreement.times(100)),
+         str(over.perplexity_ratio))
+        for row in found.rows
+        if (over := found.over_texts(row)) is not None
+    ]  # fmt: skip
+    return Table(title, made[0].head, [*(row for one in made for row in one.rows), *means])
 
 
 def _named_text(found: Evaluation, text: str) -> list[_Column]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -10,7 +12,11 @@ from quantkit.evals.rolling import DocumentScore
 from quantkit.evals.tasks import TaskScore
 from quantkit.evals.timing import Speed
 from quantkit.json_values import finite, shown
+from quantkit.quality.figures import Estimate
 from quantkit.quality.measures import Divergence
+
+_LEAST_TEXTS = 3
+"""Whose spread tells how far a text may be from another."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +39,8 @@ class TextMeasures:
         documents: over its documents, in rolling windows.
         token_perplexity: over fixed windows.
         divergence: from the reference, over the same windows; None for the reference itself.
-        token_perplexity_error: its standard error, were the text another of its kind.
-        perplexity_ratio_error: that of token perplexity over the reference's, on this text and others of its kind;
-            None for the reference itself.
+        token_perplexity_error: its standard error, the text's tokens taken as a sample of it.
+        perplexity_ratio_error: likewise of token perplexity over the reference's; None for the reference itself.
     """
 
     tokens: int
@@ -44,6 +49,18 @@ class TextMeasures:
     divergence: Divergence | None
     token_perplexity_error: float | None = None
     perplexity_ratio_error: float | None = None
+
+
+@dataclass(frozen=True)
+class OverTexts:
+    """A model's distance from the reference as the mean of its texts, each counted alike.
+
+    Errors are from the spread between the texts; the ratio is the geometric mean.
+    """
+
+    kl: Estimate
+    top1_agreement: Estimate
+    perplexity_ratio: Estimate
 
 
 @dataclass(frozen=True)
@@ -123,11 +140,31 @@ class Evaluation:
 
         return render(tables(self), "terminal")
 
+    def over_texts(self, row: Row) -> OverTexts | None:
+        """Means over the texts; None of fewer than three, or of the reference."""
+        found = [apart for text in self.texts if (apart := row.texts[text].divergence) is not None]
+        ratios = [ratio for text in self.texts if (ratio := self.perplexity_ratio(row, text)) is not None]
+        if len(found) < _LEAST_TEXTS:
+            return None
+        return OverTexts(
+            kl=_mean([one.kl for one in found]),
+            top1_agreement=_mean([one.top1_agreement for one in found]),
+            perplexity_ratio=_mean([math.log(ratio) if ratio > 0 else -math.inf for ratio in ratios]).exp(),
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Plain values; what is infinite is None. The last model's ``layer_errors`` stand at the top as well."""
         value = {**asdict(self), "layer_errors": self.rows[-1].layer_errors}
         for row, plain in zip(self.rows, value["rows"], strict=True):
+            over = self.over_texts(row)
+            plain["over_texts"] = None if over is None else asdict(over)
             for text in row.texts:
                 plain["texts"][text]["perplexity_ratio"] = self.perplexity_ratio(row, text)
         plain_value: dict[str, Any] = finite(value)
         return plain_value
+
+
+def _mean(values: Sequence[float]) -> Estimate:
+    """Of figures that are independent of each other."""
+    count, mean = len(values), sum(values) / len(values)
+    return Estimate(mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1) / count))

@@ -146,6 +146,35 @@ def test_errors_are_in_the_data_beside_their_values(found: Evaluation) -> None:
     assert whole["token_perplexity_error"] == pytest.approx(int4["token_perplexity_error"], rel=0.2)
 
 
+def test_several_texts_have_a_mean_with_the_error_of_their_spread(found: Evaluation) -> None:
+    """Errors on one text say nothing of the next; of fewer than three there is no spread to speak of."""
+    assert [row["over_texts"] for row in found.to_json()["rows"]] == [None, None, None]
+    wide = []
+    for row in found.rows:
+        one = row.texts["first"]
+        kls = (
+            (one.divergence, *(replace(one.divergence, kl=kl) for kl in (0.01, 0.02))) if one.divergence else [None] * 3
+        )
+        texts = {name: replace(one, divergence=kl) for name, kl in zip("abc", kls, strict=True)}
+        wide.append(replace(row, texts=texts))
+    three = replace(found, rows=wide, texts=dict.fromkeys("abc", found.texts["first"]))
+    kls = [text.divergence.kl for text in wide[2].texts.values() if text.divergence is not None]
+    over = three.over_texts(three.rows[2])
+    assert over is not None
+    assert over.kl.value == pytest.approx(sum(kls) / 3)
+    assert over.kl.error == pytest.approx((sum((kl - sum(kls) / 3) ** 2 for kl in kls) / 2 / 3) ** 0.5)
+    assert over.perplexity_ratio.value == pytest.approx(three.perplexity_ratio(three.rows[2], "a"))
+    assert over.perplexity_ratio.error == pytest.approx(0, abs=1e-12)
+    assert three.over_texts(three.rows[0]) is None
+    assert three.to_json()["rows"][2]["over_texts"]["kl"] == {"value": over.kl.value, "error": over.kl.error}
+    apart = tables(three)[-1]
+    assert apart.rows[-1][:5] == ("int4-g64", "mean of 3", str(over.kl), "-", "-")
+    assert [row[1] for row in apart.rows].count("mean of 3") == 2
+    assert apart.title is not None
+    assert "spread between the texts" in apart.title
+    assert "spread between the texts" not in str(tables(found)[-1].title)
+
+
 def test_for_programs_there_is_one_table_of_all_rows(found: Evaluation) -> None:
     lines = list(csv.DictReader(render([sheet(found)], "csv")))
     assert [(line["model"], line["text"]) for line in lines] == [
