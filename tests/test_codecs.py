@@ -281,7 +281,7 @@ def test_a_scheme_that_a_codec_does_not_know_is_refused_before_any_work(demo_mod
 
 
 def test_the_targets_are_those_of_the_registry(demo_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="the source is not quantized; `to=steps`"):
+    with pytest.raises(RequestError, match='the source is not quantized; `to="steps"`'):
         quantkit.convert(demo_model, tmp_path / "out", to="steps")
     with pytest.raises(RequestError, match=r"unknown target format \(found 'nonsense', expected hf or meta\)"):
         quantkit.convert(demo_model, tmp_path / "out", to="nonsense")

@@ -14,9 +14,10 @@ import pytest
 from command import Capture, run
 
 import quantkit
+from quantkit.calibration import data
 from quantkit.cli.main import quantkit as root
 from quantkit.data.files import excerpt
-from quantkit.text.tokenizer import JsonTokenizer
+from quantkit.text.tokenizer import Tokenizer
 
 GPTQ = ["--method", "gptq", "--samples", "60", "--length", "256"]
 
@@ -76,18 +77,18 @@ def test_no_samples_are_drawn(demo_model: Path, tmp_path: Path, monkeypatch: pyt
     path = tmp_path / "long.txt"
     path.write_text(excerpt() * 20)
     calls: list[int] = []
-    encode = JsonTokenizer.encode
+    tokenized = data._tokenized
 
-    def counted(self: JsonTokenizer, text: str, *, specials: bool = False) -> list[int]:
+    def counted(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
         calls.append(len(text))
-        return encode(self, text, specials=specials)
+        return tokenized(text, tokenizer)
 
-    monkeypatch.setattr(JsonTokenizer, "encode", counted)
+    monkeypatch.setattr(data, "_tokenized", counted)
     found = quantkit.plan.quantize(
         demo_model, tmp_path / "out", "int8", method="gptq", calibration=path, samples=10**5, length=64
     )
     assert found.seconds > 0
-    assert len([letters for letters in calls if letters >= 8 * 64]) == 1
+    assert calls == [data._TOKENIZED_WHOLE]
 
 
 def test_time_counts_what_does_not_shrink_with_the_model(
