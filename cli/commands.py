@@ -87,7 +87,7 @@ def convert(data: str | None, **given: Any) -> None:
 
     The model in SRC goes to the new folder DST. Under torchrun the first process does the work.
     """
-    require_models(given["src"])
+    require_models(given["src"], makes=given["dst"])
 
     from quantkit.jobs.convert import convert as job
 

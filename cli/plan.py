@@ -60,7 +60,7 @@ def generate(
 
 
 def _convert(data: str | None, **given: Any) -> None:
-    require_models(given["src"])
+    require_models(given["src"], makes=given["dst"])
 
     from quantkit.jobs.plan import convert as job
 
@@ -71,7 +71,7 @@ def _convert(data: str | None, **given: Any) -> None:
 def _quantize(data: str | None, **given: Any) -> None:
     outputs = Outputs(data, reads=(given["calibration"], given["recipe"], given["plan"]), makes=given["dst"])
     arguments = job_arguments(given)
-    require_models(arguments["src"])
+    require_models(arguments["src"], makes=arguments["dst"])
 
     from quantkit.jobs.plan import quantize as job
 

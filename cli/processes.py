@@ -13,6 +13,7 @@ import click
 from quantkit.cli.entry import ignore_signals, interrupted_code
 from quantkit.errors import QuantkitError
 from quantkit.formats.detect import require_there
+from quantkit.formats.output.staging import require_name
 
 if TYPE_CHECKING:
     from quantkit.distributed.group import ProcessGroup
@@ -68,13 +69,22 @@ def together(
         raise click.exceptions.Exit(code) from error
 
 
-def require_models(*paths: Path | None) -> None:
+def require_models(*paths: Path | None, makes: Path | None = None) -> None:
     """Refuse models that are not there before torch is imported; what is there may differ among several processes.
+
+    Args:
+        paths: the models that a command reads.
+        makes: the folder that it makes.
 
     Raises:
         CheckpointError: if nothing is at a path.
+        RequestError: if `makes` is no name for a folder.
     """
-    for path in paths if _alone() else ():
+    if not _alone():
+        return
+    if makes is not None:
+        require_name(makes)
+    for path in paths:
         if path is not None:
             require_there(path)
 

@@ -59,7 +59,7 @@ def quantize(data: str | None, **given: Any) -> None:
     """
     reads = given["calibration"], given["recipe"], given["plan"]
     arguments = job_arguments(given)
-    require_models(arguments["src"])
+    require_models(arguments["src"], makes=arguments["dst"])
 
     from quantkit.distributed.shard import require_same_checkpoint
     from quantkit.formats.detect import open_checkpoint

@@ -99,7 +99,7 @@ def test_a_plain_mistake_is_told_without_torch(folders: Path) -> None:
         ("generate", source, "hi", "--temperature", "-1"), ("generate", source, "hi", "--top-p", "2"),
         ("generate", source, "hi", "--max-new-tokens", "0"), ("generate", source, "hi", "--backend", "foo"),
         ("bench", source, "--backend", "foo"), ("generate", "A prompt", source), ("generate", source, "-dash"),
-        ("convert", source, out, "--to", "gguf"), ("run", source),
+        ("convert", source, out, "--to", "gguf"), ("convert", "nothere", ""), ("run", source),
     )  # fmt: skip
     assert set(_run(*wrong)) == {2}
     missing = (
