@@ -50,14 +50,15 @@ def evaluate(
     float32 on the CPU; tasks and speed on --device. Under torchrun all processes share
     each model, on CPUs.
     """
-    require_models(*(path for _, path in named([*models, *([against] if against else [])])))
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    if not names:  # which the job looks at first
+        require_models(*(path for _, path in named([*models, *([against] if against else [])])))
 
     from quantkit.evals.evaluate import evaluate as job
     from quantkit.evals.plot import picture
     from quantkit.evals.report import markdown, sheet, tables
     from quantkit.evals.table import render
 
-    names = [name.strip() for name in tasks.split(",") if name.strip()]
     with together({"tasks": tasks, "window": window, "speed": speed, "device": device}, "cpu") as group:
         outputs = Outputs(data, report=report, plot=plot, reads=texts)
         with ProgressDisplay(show=group.first) as progress:
