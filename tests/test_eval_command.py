@@ -83,7 +83,7 @@ def test_a_misspelt_task_is_told_as_such_before_anything_else(tmp_path: Path, ca
     pytest.importorskip("lm_eval")
     code, out, err = run(capfd, "eval", tmp_path / "none", "--tasks", "hellaswag,winogrand")
     assert (code, out) == (2, "")
-    assert err.startswith("quantkit: error: unknown task (found winogrand, expected winogrande")
+    assert err.startswith("quantkit: error: unknown task (found winogrand); did you mean winogrande")
     code, _, err = run(capfd, "eval", tmp_path / "none", "--tasks", "xyzzy!")
     assert code == 2
     assert err == "quantkit: error: unknown task (found xyzzy!); python -m lm_eval ls tasks lists all of them\n"
