@@ -19,4 +19,6 @@ def optional(module: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0]:
             raise
-        raise RequestError(f"{error.name} is not installed", hint="pip install quantkit[evals]") from error
+        raise RequestError(
+            f"{error.name} is not installed", hint="pip install '.[evals]', from quantkit's folder"
+        ) from error

@@ -49,8 +49,9 @@ def test_models_are_timed_side_by_side(demo_model: Path, tmp_path: Path, capfd: 
     )  # fmt: skip
     assert code == 0, errors
     speed = out.split("\n\n")[0].splitlines()
-    assert re.split("  +", speed[1]) == ["model", "prefill 8", "prefill 16", "decode 1", "decode 2"]
-    assert [line.split()[0] for line in speed[3:]] == ["original", "int8"]
+    head = next(place for place, line in enumerate(speed) if line.startswith("model "))
+    assert re.split("  +", speed[head]) == ["model", "prefill 8", "prefill 16", "decode 1", "decode 2"]
+    assert [line.split()[0] for line in speed[head + 2 :]] == ["original", "int8"]
     first, second = json.loads((tmp_path / "bench.json").read_text())
     assert (first["name"], first["quantized"], first["backends"]) == ("original", False, [])
     assert (second["name"], second["quantized"], second["backends"]) == ("int8", True, ["cpu-exact"])
@@ -229,6 +230,8 @@ def test_warnings_and_notes_are_on_stderr(demo_model: Path, monkeypatch: pytest.
 
 def test_folders_of_one_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:
     asked: list[Job] = []
+    for name in ("a", "b"):
+        (tmp_path / name / "int4").mkdir(parents=True)
     monkeypatch.setattr("quantkit.evals.bench.bench", lambda jobs, **_: asked.extend(jobs) or [FOUND])
     assert command.run(capfd, "bench", tmp_path / "a" / "int4", f"x={tmp_path / 'b' / 'int4'}")[0] == 0
     assert [(job.name, job.path) for job in asked] == [

@@ -195,7 +195,7 @@ def test_config_and_split_are_those_asked_for(answers: Answers, source: str, spl
         ("some/many", ["'config1', 'config2'", " ...", "owner/name:config:split"]),
         ("some/configs:fr", ["'fr'", "['en', 'de']"]),
         ("some/configs:en:none", ["Bad split: none", "['train', 'test']"]),
-        ("some/configs:de", ["shorter than one sample"]),
+        ("some/configs:de", ["more samples than letters"]),
         ("some/other", ["found body, title, expected text"]),
         ("some/broken", ["cannot be read", "JSON"]),
         ("some/nothing", ["cannot be read", "doesn't contain any data files"]),

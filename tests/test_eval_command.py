@@ -105,7 +105,7 @@ def test_without_the_harness_the_way_to_it_is_told(
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     code, out, err = run(capfd, "eval", demo_model, "--tasks", "hellaswag")
     assert (code, out) == (2, "")
-    assert err == "quantkit: error: lm_eval is not installed; pip install quantkit[evals]\n"
+    assert err == "quantkit: error: lm_eval is not installed; pip install '.[evals]', from quantkit's folder\n"
 
 
 def test_without_matplotlib_the_way_to_it_is_told_before_the_work(
@@ -113,7 +113,10 @@ def test_without_matplotlib_the_way_to_it_is_told_before_the_work(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, _, err = run(capfd, "eval", demo_model, "--plot", tmp_path / "out.png")
-    assert (code, err) == (2, "quantkit: error: matplotlib is not installed; pip install quantkit[evals]\n")
+    assert (code, err) == (
+        2,
+        "quantkit: error: matplotlib is not installed; pip install '.[evals]', from quantkit's folder\n",
+    )
 
 
 def test_local_data_are_asked_for_a_task(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:

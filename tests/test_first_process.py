@@ -86,9 +86,10 @@ def test_a_run_of_one_process_is_not_resumed_by_two(demo_model: Path, tmp_path: 
 
 def test_a_run_on_another_kind_of_device_is_not_resumed(demo_model: Path, tmp_path: Path) -> None:
     dst = tmp_path / "out"
-    folder = interrupted(lambda *a, **b: quantkit.quantize(*a, "int4-g64", **GPTQ, **b), demo_model, dst, share=0)
-    first = json.loads((folder / ".quantkit-journal.jsonl").read_bytes().splitlines()[0])["fingerprint"]
-    assert first["kind of device"] == "cpu"
+    folder = interrupted(lambda *a, **b: quantkit.quantize(*a, "int4-g64", **GPTQ, **b), demo_model, dst, share=0.3)
+    begun = (folder / ".quantkit-journal.jsonl").read_bytes().splitlines(keepends=True)[0]
+    assert json.loads(begun)["fingerprint"]["kind of device"] == "cpu"
+    (folder / ".quantkit-journal.jsonl").write_bytes(begun)
     rewrite_last(folder, lambda entry: entry["fingerprint"].update({"kind of device": "cuda"}))
     with pytest.raises(ResumeError, match="found changed kind of device"):
         quantkit.quantize(demo_model, dst, "int4-g64", **GPTQ, resume=True)

@@ -247,7 +247,8 @@ def test_the_table_of_tasks_begins_on_a_line_of_its_own_and_no_other_bars_are_sh
     assert bars == {"data of tasks", "mini-en: tasks"}
     assert "it/s" not in text
     lines = [line for line in screen(text) if line]
-    assert lines[0].lstrip("| ").startswith("model ")
+    assert lines[0].startswith("Tasks: ")
+    assert lines[1].startswith("model ")
     assert lines[-1].lstrip("| ").startswith("mini-en ")
 
 

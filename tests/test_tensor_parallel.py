@@ -211,7 +211,7 @@ def test_eval_measures_what_one_process_measures(folders: dict[str, Path], tmp_p
     options = ["--text", tmp_path / "text", "--against", folders["fp32"], "--window", "64", "--json", tmp_path / "json"]
     done, _ = forked.group(2, COMMAND, "eval", folders["int8"], *options)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("token ppl") == 1
+    assert done.stdout.count("word ppl") == 1
     expected = evaluate([folders["int8"]], texts=[tmp_path / "text"], against=folders["fp32"], window=64)
     found = json.loads((tmp_path / "json").read_text())
     for row, one in zip(found["rows"], expected.to_json()["rows"], strict=True):

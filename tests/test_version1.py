@@ -89,7 +89,7 @@ def test_its_worst_layers_are_told_by_an_evaluation(tmp_path: Path) -> None:
     text.write_text("The people of the United States. " * 40)
     found = evaluate([FOLDER], texts=[text], window=64)
     assert found.layer_error == "output_error"
-    assert len(found.layer_errors) == 13
+    assert len(found.rows[0].layer_errors) == 13
 
 
 def test_a_manifest_of_a_newer_version_is_refused(tmp_path: Path) -> None:

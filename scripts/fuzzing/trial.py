@@ -37,6 +37,9 @@ _JOBS = {
 }
 
 
+_EXPECTED = re.compile(r"quantkit: (note: |[^:]+(: [^:]+)?: \d+/\d+ [a-z]+(, [\d:]+ left)?$)")
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of one input.
@@ -106,7 +109,7 @@ class Bench:
         return Outcome(trial.number, trial.kind, trial.job, codes, refused, findings)
 
     def _command(self, arguments: list[str], findings: list[str], phase: Callable[[bytes], None]) -> int:
-        """Exit code of a command, whose stderr must be notes and, if it fails, one error."""
+        """Exit code of a command, whose stderr must be progress, notes and, if it fails, one error."""
         phase(arguments[0].encode())
         os.ftruncate(self._err, 0)
         os.lseek(self._err, 0, os.SEEK_SET)
@@ -123,7 +126,7 @@ class Bench:
         os.ftruncate(1, 0)
         os.lseek(1, 0, os.SEEK_SET)
         text = os.pread(self._err, 1 << 20, 0).decode(errors="replace")
-        lines = [line for line in text.splitlines() if not line.startswith("quantkit: note: ")]
+        lines = [line for line in text.splitlines() if not _EXPECTED.match(line)]
         if code not in DOCUMENTED or not isinstance(code, int):
             findings.append(f"{arguments[0]} ends in {code}: {lines[-1] if lines else ''}")
             return code if isinstance(code, int) else 1
