@@ -12,8 +12,8 @@ one may take ten seconds and 1 GB, and a worker that dies or hangs is a finding.
 The sound folders go through the same first, and must pass.
 
 The rule. A command ends in a documented exit code other than 1. If it fails, stderr holds one line of error, progress
-and notes aside, which names the source or the destination, and DST is not there. If it succeeds, the weights are those that
-torch.load without mmap or safetensors' own reader find in the damaged source: to the bit after an opener or
+and notes aside, which names the source or the destination, and DST is not there. If it succeeds, the weights are
+those that torch.load without mmap or safetensors' own reader find in the damaged source: to the bit after an opener or
 `convert`, within half a step after `quantize`; and `verify DST` agrees. Nothing in a pickle is run, and no file
 outside DST is changed.
 
