@@ -47,7 +47,7 @@ def _next_steps(output: Path | None, quantized: str) -> list[str]:
     lines = [
         *(["quantkit demo --output demo  # keeps these models"] if output is None else []),
         f'quantkit generate {last} "The people"',
-        f"quantkit eval {last} --against {floats}",
+        f"quantkit eval {last} --against {floats} --window 256",
         f"quantkit bench {floats} {last}",
         "quantkit quantize YOUR_MODEL NEW_FOLDER --scheme int4-g128",
     ]

@@ -188,6 +188,23 @@ def test_resume_refuses_other_options(demo_model: Path, tmp_path: Path, monkeypa
         quantkit.quantize(demo_model, tmp_path / "out", "int8", resume=True)
 
 
+def test_of_options_in_one_another_the_changed_ones_are_named(demo_model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("The people of the United States, and of the world. " * 200)
+    given: dict[str, Any] = {"method": "gptq", "calibration": text, "length": 32, "source_check": False}
+
+    def interrupt(phase: str, done: int, *_: object) -> None:
+        if (phase, done) == ("quantize", 2):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", samples=8, progress=interrupt, **given)
+    with pytest.raises(ResumeError, match=r"found changed option calibration \([a-z_0-9, ]*samples[a-z_0-9, ]*\)\)"):
+        quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", samples=9, resume=True, **given)
+    with pytest.raises(ResumeError, match=r"found changed option method, option recipe \(default\)\)"):
+        quantkit.quantize(demo_model, tmp_path / "out", "int8", source_check=False, resume=True)
+
+
 def test_resume_refuses_a_changed_source(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "source"
     shutil.copytree(demo_model, source)

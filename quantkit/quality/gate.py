@@ -239,6 +239,7 @@ def _distorted(
         bound = weight_bound(*_pair(source, result, module), coarsest(assigned.values()))
         if not error <= bound:
             found[module] = (_rounded(error), _rounded(bound))
+    progress("weights", len(assigned), len(assigned), "layers")
     return found
 
 

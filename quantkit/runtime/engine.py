@@ -49,7 +49,7 @@ class Engine:
         if length > context:
             raise RequestError(
                 "prompt and new tokens exceed the model's context", found=length, expected=f"at most {context}",
-                hint="ask for fewer new tokens",
+                hint="give a shorter prompt, or ask for fewer new tokens",
             )  # fmt: skip
         self.model = model
         self._compiled = model.device.type == "cuda" if compiled is None else compiled

@@ -172,12 +172,25 @@ class Staging:
         if not isinstance(before, dict):
             raise not_ours(self.path / JOURNAL)
         if before != fingerprint:
-            changed = sorted(k for k in {*before, *fingerprint} if before.get(k) != fingerprint.get(k))
             raise ResumeError(
                 "the interrupted run had other inputs or options", path=self.path,
-                found=f"changed {', '.join(changed)}", hint="repeat its command, or remove the folder and start anew",
+                found=f"changed {', '.join(_changes(before, fingerprint))}",
+                hint="repeat its command, or remove the folder and start anew",
             )  # fmt: skip
         return rest
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What two fingerprints differ in; of what only one has, as another method does, only where there is no other."""
+    changed = []
+    for key in sorted({*before} & {*now}):
+        one, other = before[key], now[key]
+        if isinstance(one, dict) and isinstance(other, dict):
+            parts = sorted(part for part in {*one, *other} if one.get(part) != other.get(part))
+            changed += [f"{key} ({', '.join(parts)})"] * bool(parts)
+        elif one != other:
+            changed.append(key)
+    return changed or sorted({*before} ^ {*now})
 
 
 def require_name(dst: Path) -> None:
