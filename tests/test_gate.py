@@ -355,6 +355,15 @@ def test_a_rounded_layer_has_nothing_to_make_up_for(demo_model: Path, tmp_path: 
     assert bounds["model.layers.2.mlp.down_proj.weight"] < 0.05 < bounds["model.layers.2.mlp.up_proj.weight"]
 
 
+@pytest.mark.parametrize("modules", [[], None, {"model.layers.2.mlp.down_proj": 5}])
+def test_a_manifest_that_tells_nothing_of_layers_is_no_obstacle(
+    modules: Any, demo_model: Path, made_int8: Path, tmp_path: Path
+) -> None:
+    other = oracle.copy(made_int8, tmp_path / "other")
+    oracle.edit_json(other / "quantkit.json", modules=modules)
+    assert verify(demo_model, other).ok
+
+
 def test_a_figure_just_beyond_its_bound_is_told_with_the_digits_that_show_it() -> None:
     one = gate.TextResult("speech", "0", 1, 0.25004, 0.0, 0.25, 1.0, 2.0, 2.0)
     assert gate.Gate([one], 1.25, {}, {}).problem() == (

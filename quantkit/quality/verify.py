@@ -271,7 +271,8 @@ def _compensated(checkpoint: Checkpoint) -> dict[str, QuantScheme]:
         records = manifest.read(checkpoint.path).get("modules", {})
     except CheckpointError:
         records = {}
-    rounded = {module for module, record in records.items() if record.get("solver") == ROUNDING}
+    listed = records.items() if isinstance(records, dict) else ()
+    rounded = {module for module, record in listed if isinstance(record, dict) and record.get("solver") == ROUNDING}
     return {module: scheme if module in rounded else coarsest(assigned.values()) for module, scheme in assigned.items()}
 
 
