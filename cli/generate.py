@@ -19,6 +19,7 @@ from quantkit.cli.processes import require_models, together
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
 from quantkit.formats.detect import is_model_folder
+from quantkit.runtime.request import checked_count, checked_sampling
 from quantkit.tensors.dtypes import FloatName
 
 if TYPE_CHECKING:
@@ -86,21 +87,13 @@ class Asked:
         ):  # fmt: skip
             if wrong:
                 raise RequestError(problem)
-        self._require_numbers()
+        checked_sampling(self.temperature, self.top_p)
+        checked_count(self.max_new_tokens)
         if self.text is not None and not self.path.exists() and is_model_folder(Path(self.text)):
             raise RequestError(
                 "the model comes first, then the prompt", hint=f"quantkit generate {shlex.quote(self.text)} PROMPT"
             )
         require_models(self.path, self.draft)
-
-    def _require_numbers(self) -> None:
-        """As generating does, which is known only once torch has been imported."""
-        if not self.temperature >= 0:
-            raise RequestError("temperature must not be negative", found=self.temperature)
-        if not 0 < self.top_p <= 1:
-            raise RequestError("top_p must lie in (0, 1]", found=self.top_p)
-        if self.max_new_tokens < 1:
-            raise RequestError("nothing to generate", found=f"{self.max_new_tokens} new tokens", expected="at least 1")
 
     def read_prompt(self) -> str:
         """The prompt; where it is read from a file, without the new line at its end.

@@ -1,20 +1,22 @@
-"""What is asked of a model, checked before anything is computed."""
+"""What is asked of a model, checked before anything is computed, and without torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeAlias
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.arguments import as_whole, require_instance, token_rows
+from quantkit.arguments import as_number, as_whole, require_instance, token_rows
 from quantkit.errors import RequestError
 from quantkit.json_values import shown
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_NEW_TOKENS = 100
 """Where nobody says how many."""
 
-TokenIds = Sequence[int] | Tensor
+TokenIds: TypeAlias = "Sequence[int] | Tensor"
 """A prompt as a model takes it: a list of ids, or a tensor of integers, [T] or [1, T]."""
 
 _WORTH_HAVING = 16
@@ -52,6 +54,32 @@ def prompt_ids(prompt: TokenIds) -> list[int]:
     return rows[0]
 
 
+def checked_count(max_new_tokens: object) -> int:
+    """How many tokens are wanted at most.
+
+    Raises:
+        RequestError: if that is no number, or none.
+    """
+    count = as_whole("max_new_tokens", max_new_tokens)
+    if count < 1:
+        raise RequestError("nothing to generate", found=f"{count} new tokens", expected="at least 1")
+    return count
+
+
+def checked_sampling(temperature: object, top_p: object) -> tuple[float, float]:
+    """Both as numbers.
+
+    Raises:
+        RequestError: for a negative temperature, a `top_p` outside (0, 1], or what is no number.
+    """
+    heat, nucleus = as_number("temperature", temperature), as_number("top_p", top_p)
+    if not heat >= 0:
+        raise RequestError("temperature must not be negative", found=heat)
+    if not 0 < nucleus <= 1:
+        raise RequestError("top_p must lie in (0, 1]", found=nucleus)
+    return heat, nucleus
+
+
 def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int) -> int:
     """Tokens of a prompt and its continuation together.
 
@@ -65,10 +93,7 @@ def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int)
         raise RequestError(
             "the prompt holds token ids outside the vocabulary", expected=f"0 to {config.vocab_size - 1}"
         )
-    count = as_whole("max_new_tokens", max_new_tokens)
-    if count < 1:
-        raise RequestError("nothing to generate", found=f"{count} new tokens", expected="at least 1")
-    length = len(ids) + count
+    length = len(ids) + checked_count(max_new_tokens)
     if length > config.max_context:
         room, wanted = config.max_context - len(ids), min(max_new_tokens, _WORTH_HAVING)
         raise RequestError(

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit.arguments import as_number, as_whole
+from quantkit.arguments import as_whole
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import RequestError
+from quantkit.runtime.request import checked_sampling
 
 _LEAST_TEMPERATURE = 1e-6  # below this, float32 leaves nothing but the likeliest tokens
 
@@ -35,12 +36,9 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "temperature", as_number("temperature", self.temperature))
-        object.__setattr__(self, "top_p", as_number("top_p", self.top_p))
-        if not self.temperature >= 0:
-            raise RequestError("temperature must not be negative", found=self.temperature)
-        if not 0 < self.top_p <= 1:
-            raise RequestError("top_p must lie in (0, 1]", found=self.top_p)
+        temperature, top_p = checked_sampling(self.temperature, self.top_p)
+        object.__setattr__(self, "temperature", temperature)
+        object.__setattr__(self, "top_p", top_p)
         if self.seed is not None:
             object.__setattr__(self, "seed", require_seed(self.seed))
 
