@@ -51,8 +51,8 @@ class Tokenizer(Protocol):
     special_tokens: dict[str, int] | None
     byte_level: bool
 
-    def encode(self, text: str, *, specials: bool = False) -> list[int]:
-        """Token ids as the model expects a text to begin, BOS included where it has one.
+    def encode(self, text: str, *, specials: bool = False, bos: bool = True) -> list[int]:
+        """Token ids as the model expects a text to begin, BOS included where it has one, unless `bos` is off.
 
         Spellings of special tokens are plain text, unless `specials` is set and the
         vocabulary has such spellings (tiktoken and tokenizer.json).
@@ -89,12 +89,12 @@ class SentencePieceTokenizer:
             self.eos_ids: tuple[int, ...] = (self._model.eos_id(),) if self._model.eos_id() >= 0 else ()
             _try_out(self, path)
 
-    def encode(self, text: str, *, specials: bool = False) -> list[int]:
+    def encode(self, text: str, *, specials: bool = False, bos: bool = True) -> list[int]:
         _require_unicode(text)
         with contained(self._path, _NO_TEXT):
             ids: list[int] = self._model.encode(text)
         _require_known(ids, self.vocab_size, self._path)
-        return ids if self.bos_id is None else [self.bos_id, *ids]
+        return ids if self.bos_id is None or not bos else [self.bos_id, *ids]
 
     def decode(self, ids: Sequence[int]) -> str:
         with contained(self._path, _NO_TOKENS):
@@ -129,12 +129,12 @@ class TiktokenTokenizer:
         ends = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
         self.eos_ids: tuple[int, ...] = tuple(self._specials[name] for name in ends)
 
-    def encode(self, text: str, *, specials: bool = False) -> list[int]:
+    def encode(self, text: str, *, specials: bool = False, bos: bool = True) -> list[int]:
         _require_unicode(text)
         allowed: Any = "all" if specials else set()
         with contained(self._path, _NO_TEXT):
             ids = self._encoding.encode(text, allowed_special=allowed, disallowed_special=())
-        return [self._bos, *ids]
+        return [self._bos, *ids] if bos else ids
 
     def decode(self, ids: Sequence[int]) -> str:
         specials = set(self._specials.values())
@@ -175,13 +175,13 @@ class JsonTokenizer:
             self._add_bos = settings.flag("add_bos_token", False) and self.bos_id is not None
             _try_out(self, path)
 
-    def encode(self, text: str, *, specials: bool = False) -> list[int]:
+    def encode(self, text: str, *, specials: bool = False, bos: bool = True) -> list[int]:
         _require_unicode(text)
         with contained(self._path, _NO_TEXT):
             self._engine.encode_special_tokens = not specials
-            ids: list[int] = self._engine.encode(text).ids
+            ids: list[int] = self._engine.encode(text, add_special_tokens=bos).ids
         _require_known(ids, self.vocab_size, self._path)
-        if self._add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+        if bos and self._add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
         return ids
 
