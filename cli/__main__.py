@@ -1,5 +1,5 @@
 """``python -m quantkit.cli``."""
 
-from quantkit.cli.main import main
+from quantkit.cli.entry import main
 
 main()

@@ -2,39 +2,63 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from quantkit.cli import options
 from quantkit.cli.files import Outputs
 from quantkit.cli.help import Command, exit_codes
-from quantkit.cli.output import bar, mention, note
+from quantkit.cli.output import columns, mention, note
 from quantkit.cli.processes import together
+from quantkit.cli.progress import ProgressDisplay
+from quantkit.errors import RequestError
+
+if TYPE_CHECKING:
+    from quantkit.formats.detect import WeightKind
+    from quantkit.jobs.result import ConvertResult, QuantizeResult
 
 
 @click.command(cls=Command)
 @click.option("--output", type=options.PATH, help="Keep the checkpoints in this new folder.")
+@click.option("--quick", is_flag=True, help="Try one scheme only.")
 @options.data
-def demo(output: Path | None, data: str | None) -> None:
-    """Run the whole job on a small model that ships with quantkit."""
+def demo(output: Path | None, quick: bool, data: str | None) -> None:
+    """Run the whole job on a small model that ships with quantkit.
+
+    Converts it, quantizes it, verifies the results against their source, measures them and lets them write.
+    """
     from quantkit.evals.demo import run_demo
 
     outputs = Outputs(data, makes=output)
-    with bar() as progress:
-        report = run_demo(output, progress=progress)
-    outputs.say(report.lines())
+    with ProgressDisplay() as progress:
+        report = run_demo(output, quick=quick, progress=progress)
+    outputs.say([*report.lines(columns()), "", *_next_steps(output, report.rows[-1].name)])
     outputs.write(report.to_json())
+
+
+def _next_steps(output: Path | None, quantized: str) -> list[str]:
+    """Commands to go on with after the demo."""
+    folder = Path("demo") if output is None else output
+    floats, last = shlex.quote(str(folder / "bf16")), shlex.quote(str(folder / quantized))
+    lines = [
+        *(["quantkit demo --output demo  # keeps these models"] if output is None else []),
+        f'quantkit generate {last} "The people"',
+        f"quantkit eval {last} --against {floats}",
+        f"quantkit bench {floats} {last}",
+        "quantkit quantize YOUR_MODEL NEW_FOLDER --scheme int4-g128",
+    ]
+    return ["To try next:", *(f"  {line}" for line in lines)]
 
 
 @click.command(cls=options.BareJson)
 @click.argument("path", type=options.PATH)
 @options.weights
 @options.data
-def inspect(path: Path, weights: str | None, data: str | None) -> None:
+def inspect(path: Path, weights: WeightKind | None, data: str | None) -> None:
     """Say what model PATH holds, from headers alone."""
     from quantkit.jobs.inspect import inspect as job
 
@@ -60,50 +84,41 @@ def convert(data: str | None, **given: Any) -> None:
         outputs = Outputs(data, makes=given["dst"])
         if not group.first:
             return
-        with bar() as progress:
-            notes = job(**given, progress=progress)
-    finish(given["dst"], notes, outputs)
+        with ProgressDisplay() as progress:
+            made = job(**given, progress=progress)
+    finish(made, outputs)
 
 
 @click.command(cls=Command, epilog=exit_codes(0, 10, 11))
 @click.argument("a", type=options.PATH)
 @click.argument("b", type=options.PATH, required=False)
+@click.option("--allow-bound", is_flag=True, help="Exit with 0, not 10, where the two are within their bound.")
 @options.data
-def verify(a: Path, b: Path | None, data: str | None) -> None:
+def verify(a: Path, b: Path | None, allow_bound: bool, data: str | None) -> None:
     """Say whether two models are the same, or how far apart.
 
     With A alone, its files are held against the sha256 in its manifest, and a quantized
     model against the perplexities there.
     """
-    from quantkit.formats import manifest
-    from quantkit.quality.manifest_check import verify_files
+    if allow_bound and b is None:
+        raise RequestError("--allow-bound goes with two models")
+    outputs = Outputs(data)
+
+    from quantkit.quality.verify import VerifyReport
     from quantkit.quality.verify import verify as job
 
-    outputs = Outputs(data)
-    with bar() as progress:
-        if b is not None:
-            report = job(a, b, progress=progress)
-        else:
-            lines = verify_files(a, progress=progress)
-    if b is None:
-        outputs.say(lines)
-        outputs.write({"path": str(a), "findings": lines, "manifest": manifest.read(a)})
-        return
+    with ProgressDisplay() as progress:
+        report = job(a, progress=progress) if b is None else job(a, b, progress=progress)
     outputs.say(report.lines())
     outputs.write(report.to_json())
-    sys.exit(report.verdict.value)
+    if isinstance(report, VerifyReport) and not (allow_bound and report.ok):
+        sys.exit(report.verdict.value)
 
 
-def finish(dst: Path, notes: Sequence[str], outputs: Outputs) -> None:
+def finish(made: ConvertResult | QuantizeResult, outputs: Outputs) -> None:
     """Tell what a command has written, and what there is to note about it."""
-    for line in notes:
+    for line in made.notes:
         note(line)
-    mention(f"wrote {dst}", err=outputs.stdout_is_taken)
-    if not outputs.wants_data:
-        return
-    from quantkit.formats import manifest
-    from quantkit.jobs.inspect import inspect as look
-
-    found = look(dst)
-    sizes = {"weight_bytes": found.weight_bytes, "bits_per_weight": found.bits_per_weight}
-    outputs.write({"path": str(dst), "notes": list(notes), **sizes, "manifest": manifest.read(dst)})
+    for line in made.lines():
+        mention(line, err=outputs.stdout_is_taken)
+    outputs.write(made.to_json())

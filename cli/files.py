@@ -45,6 +45,8 @@ class Outputs:
         self._json_on_stdout = data == STDOUT
         self._data = None if data is None or self._json_on_stdout else Path(data)
         self._report, self._plot = report, plot
+        if self._data is not None and self._data.is_dir():
+            raise DestinationError("is a folder; --json takes the path of a file, or - for stdout", path=data)
         if report is not None and report.suffix.lower() not in _MARKDOWN:
             raise RequestError("reports are written in Markdown", path=report, found=report.suffix, expected=".md")
         if plot is not None and plot.suffix.lower() not in _PICTURES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,21 @@ import click
 
 from quantkit.cli import options
 from quantkit.cli.help import Command
-from quantkit.cli.output import bar
+from quantkit.cli.output import mention
 from quantkit.cli.processes import together
+from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
+from quantkit.tensors.dtypes import FloatName
 
 if TYPE_CHECKING:
     from quantkit.distributed.group import ProcessGroup
+    from quantkit.formats.detect import WeightKind
+    from quantkit.runtime.stream import Pace
+
+STDIN = "-"
+_HOW = (
+    'put it after the folder: quantkit generate DIR "Once upon a time"; or name a file: --prompt-file FILE, - for stdin'
+)
 
 
 @dataclass(frozen=True)
@@ -24,12 +34,14 @@ class Asked:
     """What the user asked for; None and False where nothing was said."""
 
     path: Path
-    prompt: str
+    text: str | None
+    prompt: str | None
+    prompt_file: str | None
     max_new_tokens: int
     temperature: float
     top_p: float
     seed: int | None
-    dtype: str | None
+    dtype: FloatName | None
     backend: str | None
     device: str | None
     tp: int | None
@@ -38,7 +50,7 @@ class Asked:
     compiled: bool | None
     draft: Path | None
     draft_tokens: int | None
-    weights: str | None
+    weights: WeightKind | None
 
     def sampling(self) -> dict[str, Any]:
         return {
@@ -49,12 +61,17 @@ class Asked:
     def require_sense(self) -> None:
         """
         Raises:
-            RequestError: if options do not go together.
+            RequestError: unless there is one prompt, or if options do not go together.
         """
+        sources = {"PROMPT": self.text, "--prompt": self.prompt, "--prompt-file": self.prompt_file}
+        given = [name for name, value in sources.items() if value is not None]
+        if not given:
+            raise RequestError("there is no prompt", hint=_HOW)
+        if len(given) > 1:
+            raise RequestError("the prompt is given twice", found=" and ".join(given), expected="one of them")
         steps = self.int8_cache or self.compiled is not None
         xla, drafts = self.backend == "xla", self.draft is not None
         for wrong, problem in (
-            (not self.prompt, "the prompt is empty"),
             (xla and (steps or drafts or self.draft_tokens is not None or self.device is not None),
              "--device, --int8-cache, --compile, --eager and --draft do not go with --backend xla"),
             (not xla and (self.tp is not None or self.multi_host), "--tp and --multi-host go with --backend xla"),
@@ -64,10 +81,39 @@ class Asked:
             if wrong:
                 raise RequestError(problem)
 
+    def read_prompt(self) -> str:
+        """The prompt; where it is read from a file, without the new line at its end.
+
+        Raises:
+            RequestError: if the file cannot be read or is no text, or the prompt is empty.
+        """
+        file = STDIN if self.text == STDIN else self.prompt_file
+        if file is None:
+            prompt = self.prompt or self.text or ""
+        else:
+            prompt = _content(file).removesuffix("\n").removesuffix("\r")
+        if not prompt:
+            raise RequestError("the prompt is empty", path=file)
+        return prompt
+
+
+def _content(file: str) -> str:
+    try:
+        with open(0 if file == STDIN else file, "rb", closefd=file != STDIN) as source:
+            return source.read().decode()
+    except OSError as error:
+        raise RequestError(f"the prompt cannot be read: {error.strerror}", path=file) from error
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            "the prompt is not a text", path=file, found=f"byte {error.start}", expected="UTF-8"
+        ) from error
+
 
 @click.command(cls=Command)
 @click.argument("path", type=options.PATH)
-@click.option("--prompt", required=True, help="The text to continue; special tokens may be spelled out.")
+@click.argument("text", metavar="[PROMPT]", required=False)
+@click.option("--prompt", metavar="TEXT", help="Instead of PROMPT: for a text that begins with a dash.")
+@click.option("--prompt-file", metavar="FILE", help="Instead of PROMPT: a file to read it from; - is stdin.")
 @click.option("--max-new-tokens", type=int, default=100, show_default=True, help="Tokens to generate at most.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token.")
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Nucleus of probability to draw from.")
@@ -85,17 +131,21 @@ class Asked:
 def generate(**given: Any) -> None:
     """Continue a prompt with the model in PATH.
 
-    Under torchrun all processes share the model.
+    PROMPT is the text, or - to read it from stdin. It is taken as the shell gives it: \\n stays a backslash and an n.
+    Of a file or stdin the last new line is left out. Special tokens may be spelled out, such as <|eot_id|>.
+
+    The text appears as it is generated; on a terminal a line on stderr says in the end how fast that was. Under
+    torchrun all processes share the model.
     """
     asked = Asked(**given)
     if asked.backend == "xla":
         asked.require_sense()
-        _say(_on_devices(asked))
+        _say(_on_devices(asked, asked.read_prompt()))
         return
-    alike = {name: value for name, value in given.items() if name not in ("path", "draft")}
-    with together(alike, asked.device) as group:
-        asked.require_sense()
-        pieces = _pieces(asked, group)
+    alike = {name: value for name, value in given.items() if name not in ("path", "draft", "prompt_file")}
+    with together(alike, asked.device, check=asked.require_sense) as group:
+        prompt = group.agree(asked.read_prompt() if group.first else "")
+        pieces = _pieces(asked, prompt, group)
         _say(pieces if group.first else ("" for _ in pieces))
 
 
@@ -104,7 +154,12 @@ def _say(pieces: Iterator[str]) -> None:
         click.echo(piece, nl=False)
 
 
-def _pieces(asked: Asked, group: ProcessGroup) -> Iterator[str]:
+def _tell(pace: Pace) -> None:
+    if sys.stderr.isatty():
+        mention(pace.line(), err=True)
+
+
+def _pieces(asked: Asked, prompt: str, group: ProcessGroup) -> Iterator[str]:
     """The prompt, and the text as it grows, ended by a new line."""
     import torch
 
@@ -112,42 +167,48 @@ def _pieces(asked: Asked, group: ProcessGroup) -> Iterator[str]:
     from quantkit.runtime.engine import Engine
     from quantkit.runtime.generate import generate as job
     from quantkit.runtime.speculative import DRAFT_TOKENS, speculate
-    from quantkit.runtime.stream import text_pieces
+    from quantkit.runtime.stream import Pace, text_ids, text_pieces
 
     how: dict[str, Any] = {
         "device": group.device or asked.device, "dtype": asked.dtype, "backend": asked.backend, "tp": group,
     }  # fmt: skip
     model, tokenizer = load(asked.path, weights=asked.weights, **how)
-    ids = tokenizer.encode(asked.prompt, specials=True)
+    ids = text_ids(tokenizer, prompt, specials=True)
     if asked.draft is None:
         cache = torch.int8 if asked.int8_cache else None
         engine = Engine(model, len(ids) + asked.max_new_tokens, cache_dtype=cache, compiled=asked.compiled)
         tokens = job(engine, ids, **asked.sampling())
     else:
         small, other = load(asked.draft, **how)
-        if other.encode(asked.prompt, specials=True) != ids:
+        if other.encode(prompt, specials=True) != ids:
             raise RequestError("the draft model reads the prompt as other tokens", path=asked.draft)
         proposed = DRAFT_TOKENS if asked.draft_tokens is None else asked.draft_tokens
         tokens = speculate(model, small, ids, draft_tokens=proposed, **asked.sampling())
-    yield asked.prompt
-    yield from text_pieces(tokenizer, ids, tokens)
+    pace = Pace()
+    yield prompt
+    yield from text_pieces(tokenizer, ids, pace.timed(tokens))
     yield "\n"
+    if group.first:
+        _tell(pace)
 
 
-def _on_devices(asked: Asked) -> Iterator[str]:
+def _on_devices(asked: Asked, prompt: str) -> Iterator[str]:
     """The same through XLA; of several hosts only the first has something to say."""
     from quantkit.jobs.load import load_xla
-    from quantkit.runtime.stream import text_pieces
+    from quantkit.runtime.stream import Pace, text_ids, text_pieces
 
-    with bar() as progress:
+    with ProgressDisplay() as progress:
         model, tokenizer = load_xla(
             asked.path, devices=asked.tp, dtype=asked.dtype, weights=asked.weights,
             multi_host=asked.multi_host, progress=progress,
         )  # fmt: skip
-    ids = tokenizer.encode(asked.prompt, specials=True)
-    tokens = model.generate(ids, **asked.sampling())
-    shown = asked.prompt if model.first else ""
+    ids = text_ids(tokenizer, prompt, specials=True)
+    pace = Pace(at_once=model.tokens_at_once)
+    tokens = pace.timed(model.generate(ids, **asked.sampling()))
+    shown = prompt if model.first else ""
     yield shown
     for piece in text_pieces(tokenizer, ids, tokens):
         yield piece if model.first else ""
     yield "\n" if model.first else ""
+    if model.first:
+        _tell(pace)

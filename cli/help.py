@@ -56,6 +56,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "Method": ("method",),
         _CALIBRATION: ("calibration", "samples", "length", "seed", "thorough", "activation_memory", "device"),
         _CHECKS: ("source_check", "allow_nonfinite", "accept_quality_loss"),
+        "Model card": ("base_model", "license"),
         _OUTPUT: ("resume", "data"),
     },
     "eval": {
@@ -64,7 +65,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         _OUTPUT: ("report", "data", "plot"),
     },
     "generate": {
-        "Prompt": ("prompt",),
+        "Prompt": ("prompt", "prompt_file"),
         "Sampling": ("max_new_tokens", "temperature", "top_p", "seed"),
         "Speculative decoding": ("draft", "draft_tokens"),
         _RUN: ("dtype", "backend", "device", "compiled", "int8_cache", "tp", "multi_host"),

@@ -6,16 +6,19 @@ import logging
 import os
 import sys
 import traceback
+from typing import TextIO
 
 import click
 
 from quantkit.cli.commands import convert, demo, inspect, verify
+from quantkit.cli.entry import interrupted_code, tell_interrupted, terminable
 from quantkit.cli.generate import generate
 from quantkit.cli.help import COMPLETION, complete, completion, exit_codes
 from quantkit.cli.measure import bench, evaluate
 from quantkit.cli.output import drop_output, open_missing_streams
 from quantkit.cli.plan import plan
-from quantkit.cli.processes import INTERNAL_ERROR, INTERRUPTED
+from quantkit.cli.processes import INTERNAL_ERROR
+from quantkit.cli.progress import room_to_print
 from quantkit.cli.quantize import quantize
 from quantkit.cli.spelling import as_options
 from quantkit.errors import DestinationError, QuantkitError
@@ -44,13 +47,13 @@ def main(arguments: list[str] | None = None) -> None:
     debug = arguments[:1] == ["--debug"]
     try:
         # Not through click's own main: it takes EOFError for Ctrl-C, and a closed pipe for an error.
-        with quantkit.make_context("quantkit", list(arguments)) as context:
+        with terminable(), quantkit.make_context("quantkit", list(arguments)) as context:
             code = quantkit.invoke(context)
     except click.exceptions.Exit as stop:
         code = stop.exit_code
-    except (click.exceptions.Abort, KeyboardInterrupt):
-        click.echo("\nquantkit: interrupted", err=True)
-        code = INTERRUPTED
+    except (click.exceptions.Abort, KeyboardInterrupt) as error:
+        tell_interrupted(error)
+        code = interrupted_code(error)
     except click.ClickException as error:
         error.show()
         code = error.exit_code
@@ -81,11 +84,20 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _show_log() -> None:
     """What the library has to say goes to stderr as notes."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("quantkit: note: %(message)s"))
     log = logging.getLogger("quantkit")
-    log.handlers, log.propagate = [handler], False
+    log.handlers, log.propagate = [_Notes()], False
     log.setLevel(logging.INFO)
+
+
+class _Notes(logging.StreamHandler[TextIO]):
+    """A line on stderr for each record, beside a bar where there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"quantkit: note: {as_options(record.getMessage())}"
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with room_to_print():
+            super().emit(record)
 
 
 def _one_line(error: Exception) -> str:

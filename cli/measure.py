@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from quantkit.cli import options
 from quantkit.cli.files import Outputs
 from quantkit.cli.help import Command
-from quantkit.cli.output import bar
+from quantkit.cli.output import columns, note, warn
 from quantkit.cli.processes import together
+from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
 from quantkit.json_values import shown
+
+if TYPE_CHECKING:
+    from quantkit.evals.table import Style
 
 
 @click.command("eval", cls=Command)
@@ -47,7 +52,7 @@ def evaluate(
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     with together({"tasks": tasks, "window": window, "speed": speed, "device": device}, "cpu") as group:
         outputs = Outputs(data, report=report, plot=plot, reads=texts)
-        with bar(show=group.first) as progress:
+        with ProgressDisplay(show=group.first) as progress:
             found = job(
                 paths, texts=texts, tasks=names, task_data=task_data, against=against, window=window,
                 cache_logits=cache_logits, speed=speed, device=device, group=group, progress=progress,
@@ -58,7 +63,7 @@ def evaluate(
 
 
 @click.command(cls=Command)
-@click.argument("paths", type=options.PATH, nargs=-1)
+@click.argument("models", metavar="[[NAME=]PATH]...", nargs=-1)
 @click.option("--synthetic", metavar="SHAPE", help="Random weights of a named shape instead, such as tinyllama-1.1b.")
 @click.option("--scheme", "quantized", multiple=True, help="Of the random weights; repeatable; floats without.")
 @click.option("--head", metavar="SCHEME", help="Of the random weights' output head; int8 by default.")
@@ -69,42 +74,50 @@ def evaluate(
 @options.backend()
 @options.compiled
 @options.device
+@options.table
 @options.data
 @options.plot("decoding and prefill")
 def bench(
-    paths: tuple[Path, ...], synthetic: str | None, quantized: tuple[str, ...], head: str | None, prompt_lengths: str,
+    models: tuple[str, ...], synthetic: str | None, quantized: tuple[str, ...], head: str | None, prompt_lengths: str,
     batches: str, threads: int | None, runs: int, backend: str | None, compiled: bool | None, device: str | None,
-    data: str | None, plot: Path | None,
+    table: Style, data: str | None, plot: Path | None,
 ) -> None:  # fmt: skip
     """Time models: prefill, decoding, loading, memory.
 
-    The models in PATHS are put side by side. Under torchrun all processes share one model; the figures
-    are the first process's.
+    The models in PATHs are put side by side, each in a process of its own, under the NAMEs given. Under
+    torchrun all processes share one model; the figures are the first process's.
     """
-    from quantkit.evals.bench import Job, slower_than_floats
+    from quantkit.evals import bench_report
+    from quantkit.evals.bench import Job
     from quantkit.evals.bench import bench as job
-    from quantkit.evals.plot import bench_picture
-    from quantkit.evals.report import bench_table
+    from quantkit.evals.names import named, short_names
+    from quantkit.evals.table import render
 
-    if bool(paths) == (synthetic is not None):
+    if bool(models) == (synthetic is not None):
         raise RequestError("give folders, or --synthetic and a shape")
     if quantized and synthetic is None:
         raise RequestError("--scheme goes with --synthetic", hint="a folder has schemes of its own")
     if head is not None and not quantized:
         raise RequestError("--head goes with --scheme")
     rest = (_numbers(prompt_lengths), _numbers(batches), threads, runs, backend, compiled, device)
-    jobs = [Job(path, None, None, None, *rest) for path in paths]
+    given = named(models)
+    short = short_names([path for _, path in given])
+    jobs = [Job(path, None, None, None, *rest, name or end) for (name, path), end in zip(given, short, strict=True)]
     if synthetic is not None:
         jobs = [Job(None, synthetic, scheme, head, *rest) for scheme in quantized or (None,)]
     with together({"measures": rest}, device) as group:
         outputs = Outputs(data, plot=plot)
-        with bar(show=group.first) as progress:
+        with ProgressDisplay(show=group.first) as progress:
             found = job(jobs, group=group, progress=progress)
         if group.first:
-            outputs.say(bench_table(found))
-            for line in slower_than_floats(found):
-                click.echo(f"quantkit: warning: {line}", err=True)
-            outputs.write([one.to_json() for one in found], picture=partial(bench_picture, found))
+            warnings, notes = bench_report.warnings(found), bench_report.notes(found)
+            below = [""] if (warnings or notes) and table == "terminal" else []
+            outputs.say([*render(bench_report.tables(found), table, width=columns()), *below])
+            for line in warnings:
+                warn(line)
+            for line in notes:
+                note(line)
+            outputs.write([one.to_json() for one in found], picture=partial(bench_report.picture, found))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

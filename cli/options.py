@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import click
 
 from quantkit.cli.help import Command
 from quantkit.cli.output import note
+from quantkit.json_values import shown
+from quantkit.tensors.dtypes import FLOAT_NAMES, SHORT_NAMES
 
 Function = Callable[..., Any]
 PATH = click.Path(path_type=Path)
@@ -22,8 +25,9 @@ weights = click.option(
 )  # fmt: skip
 device = click.option("--device", metavar="DEVICE", help="Where to compute: cpu or cuda; a GPU if there is one.")
 dtype = click.option(
-    "--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Float type; the model's own by default."
-)
+    "--dtype", type=click.Choice(list(FLOAT_NAMES)), metavar=f"[{'|'.join(SHORT_NAMES)}]",
+    help="Float type; the model's own by default.",
+)  # fmt: skip
 compiled = click.option(
     "--compile/--eager", "compiled", default=None, help="Through torch.compile or not; by default on GPUs only."
 )
@@ -40,6 +44,26 @@ _SOURCE_CHECK = click.option(
     "--source-check/--no-source-check", default=True,
     help="Whether to see first that SRC predicts a text at all; by default, where it has a tokenizer.",
 )  # fmt: skip
+
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_AMOUNT = re.compile(r"(?P<number>\d+(\.\d*)?|\.\d+) *(?P<unit>[KMGT]I?)?(?P<bytes>B)?", re.ASCII | re.IGNORECASE)
+
+
+def memory(text: str) -> int:
+    """The type of options that are amounts of memory: ``4GB``, ``512MB``, ``2GiB``; in bytes.
+
+    Raises:
+        click.BadParameter: for anything else.
+    """
+    found = _AMOUNT.fullmatch(text.strip())
+    if found is None:
+        raise click.BadParameter(f"{shown(text)} is no amount of memory; write it as 4GB, 512MB or 2GiB")
+    number, unit = float(found["number"]), (found["unit"] or "").upper()
+    if not unit and not found["bytes"]:
+        note(f"amounts of memory have units now: {text.strip()}GB; without one it goes with the next release")
+        unit = "G"
+    return int(number * _UNITS[unit])
 
 
 def writing(command: Function) -> Function:

@@ -1,18 +1,16 @@
-"""The standard streams: results on stdout, notes and progress bars on stderr."""
+"""The standard streams: results on stdout, notes on stderr."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import click
-from tqdm import tqdm
 
+from quantkit.cli.progress import room_to_print
 from quantkit.cli.spelling import as_options
-from quantkit.progress import Progress
 
 _MOST_COLUMNS = 100
 
@@ -21,8 +19,7 @@ def say(lines: Iterable[str], *, err: bool = False) -> None:
     """Print lines, with `err` to stderr; a reader that has closed its end misses them, and the command goes on to
     its exit code. So it does where stderr takes nothing: results are on stdout then."""
     try:
-        click.echo("\n".join(map(as_options, lines)), err=err)
-        (sys.stderr if err else sys.stdout).flush()
+        _print("\n".join(map(as_options, lines)), err=err)
     except BrokenPipeError:
         drop_output(err=err)
     except OSError:
@@ -34,8 +31,7 @@ def say(lines: Iterable[str], *, err: bool = False) -> None:
 def mention(line: str, *, err: bool = False) -> None:
     """Print a line that nothing depends on: what it tells of has been done, whether or not it can be printed."""
     try:
-        click.echo(line, err=err)
-        (sys.stderr if err else sys.stdout).flush()
+        _print(line, err=err)
     except OSError:
         drop_output(err=err)
 
@@ -51,23 +47,15 @@ def note(line: str) -> None:
         mention(f"quantkit: note: {as_options(line)}", err=True)
 
 
-@contextmanager
-def bar(*, show: bool = True) -> Iterator[Progress]:
-    """A bar on stderr that a job's progress calls move, silent where that is no terminal; it starts anew with each
-    phase."""
-    with tqdm(disable=None if show else True, leave=False) as line:
-        begun: tuple[str, int] | None = None
+def warn(line: str) -> None:
+    """Warn the user of what was found, on stderr."""
+    mention(f"quantkit: warning: {as_options(line)}", err=True)
 
-        def report(phase: str, done: int, total: int, unit: str, /) -> None:
-            nonlocal begun
-            if begun != (phase, total):
-                begun = phase, total
-                line.set_description(phase, refresh=False)
-                line.unit = f" {unit}"
-                line.reset(total)
-            line.update(done - line.n)
 
-        yield report
+def _print(text: str, *, err: bool) -> None:
+    with room_to_print():
+        click.echo(text, err=err)
+        (sys.stderr if err else sys.stdout).flush()
 
 
 def open_missing_streams() -> None:

@@ -11,6 +11,7 @@ from quantkit.cli.commands import convert as convert_command
 from quantkit.cli.files import Outputs
 from quantkit.cli.quantize import job_arguments
 from quantkit.cli.quantize import quantize as quantize_command
+from quantkit.tensors.dtypes import FloatName
 
 
 class _Group(click.Group):
@@ -40,32 +41,35 @@ def plan() -> None:
 @options.dtype
 @options.data
 def generate(
-    model: str, target: str, batch: int, context: int | None, scheme: str | None, dtype: str | None, data: str | None
-) -> None:
+    model: str, target: str, batch: int, context: int | None, scheme: str | None, dtype: FloatName | None,
+    data: str | None,
+) -> None:  # fmt: skip
     """Say what each chip of a TPU slice would hold and exchange.
 
     The slice's own compiler says it; no TPU is needed. MODEL is a folder, one with nothing but a config.json, or the
     name of a shape such as llama-2-70b. It takes minutes. A model that does not fit is an error.
     """
     from quantkit.evals.synthetic import shaped
-    from quantkit.jobs.estimate import estimate_slice
+    from quantkit.jobs.plan import generate as job
 
     outputs = Outputs(data)
-    _tell(estimate_slice(shaped(model, scheme), target, batch=batch, context=context, dtype=dtype), outputs)
+    _tell(job(shaped(model, scheme), target, batch=batch, context=context, dtype=dtype), outputs)
 
 
 def _convert(data: str | None, **given: Any) -> None:
-    from quantkit.jobs.estimate import estimate_convert
+    from quantkit.jobs.plan import convert as job
 
     outputs = Outputs(data, makes=given["dst"])
-    _tell(estimate_convert(**given), outputs)
+    _tell(job(**given), outputs)
 
 
 def _quantize(data: str | None, **given: Any) -> None:
-    from quantkit.jobs.estimate import estimate_quantize
-
     outputs = Outputs(data, reads=(given["calibration"], given["recipe"], given["plan"]), makes=given["dst"])
-    _tell(estimate_quantize(**job_arguments(given)), outputs)
+    arguments = job_arguments(given)
+
+    from quantkit.jobs.plan import quantize as job
+
+    _tell(job(**arguments), outputs)
 
 
 def _tell(estimate: Any, outputs: Outputs) -> None:

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import os
-import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
 
+from quantkit.cli.entry import ignore_signals, interrupted_code
 from quantkit.errors import QuantkitError
 
 if TYPE_CHECKING:
     from quantkit.distributed.group import ProcessGroup
 
 INTERNAL_ERROR = 1
-INTERRUPTED = 130
 
 
 @contextmanager
-def together(options: Mapping[str, object] | None = None, device: str | None = None) -> Iterator[ProcessGroup]:
+def together(
+    options: Mapping[str, object] | None = None, device: str | None = None, *, check: Callable[[], None] | None = None
+) -> Iterator[ProcessGroup]:
     """Join the other processes for a while; `SINGLE` if there are none.
 
     One process reports an error; the others only exit with its code. No process leaves before the first has
@@ -29,31 +30,41 @@ def together(options: Mapping[str, object] | None = None, device: str | None = N
     Args:
         options: which all processes must have been given alike.
         device: see `joined`.
+        check: whether the options make sense, raises; where this is the only process, before torch is imported.
 
     Raises:
         GroupError: if they have not, or one was lost.
     """
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if alone and check is not None:
+        check()
     from quantkit.distributed.group import SINGLE, joined
 
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if alone:
         yield SINGLE
         return
     group = SINGLE
     try:
         with joined(device) as group:
             group.require_same({f"option {name}": value for name, value in (options or {}).items()})
+            if check is not None:
+                check()
             yield group
             _leave(group)
     except BaseException as error:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's and the launcher's: the second comes too late
+        ignore_signals()
+        if isinstance(error, KeyboardInterrupt) and not group.first:  # the first says what it has left
+            group.leave()
+            raise click.exceptions.Exit(exit_code(error)) from error
         told_here = group.is_first_to_fail()
+        code = exit_code(error)
         if group.first:
-            group.tell_end(exit_code(error))
+            group.tell_end(code)
         elif not told_here:
-            group.let_the_first_speak()
+            code = group.let_the_first_speak() or code
         if told_here:
             raise
-        raise click.exceptions.Exit(exit_code(error)) from error
+        raise click.exceptions.Exit(code) from error
 
 
 def _leave(group: ProcessGroup) -> None:
@@ -67,4 +78,4 @@ def exit_code(error: BaseException) -> int:
     """What a process exits with for an error."""
     if isinstance(error, (QuantkitError, click.ClickException, click.exceptions.Exit)):
         return error.exit_code
-    return INTERRUPTED if isinstance(error, (KeyboardInterrupt, click.exceptions.Abort)) else INTERNAL_ERROR
+    return interrupted_code(error) if isinstance(error, (KeyboardInterrupt, click.exceptions.Abort)) else INTERNAL_ERROR

@@ -11,14 +11,16 @@ from quantkit.cli import options
 from quantkit.cli.commands import finish
 from quantkit.cli.files import Outputs
 from quantkit.cli.help import Command
-from quantkit.cli.output import bar, note
+from quantkit.cli.output import note
 from quantkit.cli.processes import together
+from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
+from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 
 
 @click.command(cls=Command)
 @options.writing
-@click.option("--scheme", help="int8, int4-g32, int4-g64 or int4-g128; -asym for zero points.")
+@click.option("--scheme", help=f"{SPELLINGS}; int4-...-asym has zero points.")
 @click.option("--head", metavar="SCHEME", help="Of the output head too, which keeps its floats by default.")
 @click.option("--recipe", type=options.PATH, metavar="FILE", help="JSON with a default scheme and overrides.")
 @click.option("--plan", type=options.PATH, hidden=True, help="The old name of --recipe.")
@@ -32,13 +34,17 @@ from quantkit.errors import RequestError
 @click.option("--thorough", is_flag=True, help="Slower GPTQ, closer to the source.")
 @click.option(
     "--activation-memory",
-    type=float,
-    metavar="GB",
-    help=f"Calibration activations held in memory, {ACTIVATION_MEMORY / 1e9:g} by default; more go to DST's disk.",
+    type=options.memory,
+    metavar="AMOUNT",
+    help=f"Calibration activations held in memory, {ACTIVATION_MEMORY / 1e9:g}GB by default; more go to DST's disk.",
 )
 @options.device
 @click.option("--accept-quality-loss", is_flag=True, help="Keep a result that is too far from its source.")
 @click.option("--keep", multiple=True, metavar="PATTERN", help="Layers to keep as floats, a glob; repeatable.")
+@click.option("--base-model", metavar="NAME", help="Of SRC on a hub, owner/name, for the model card.")
+@click.option(
+    "--license", metavar="ID", help="For the model card, as hubs spell it: apache-2.0, ...; SRC's by default."
+)
 @click.option("--strict", is_flag=True, help="Fail if a layer's shape does not fit the scheme.")
 def quantize(data: str | None, **given: Any) -> None:
     """Quantize a model's linear layers to int8 or int4.
@@ -46,24 +52,24 @@ def quantize(data: str | None, **given: Any) -> None:
     The model in SRC goes to the new folder DST. It is held against SRC before it gets its name; one that is too
     far from it exits with 8. Under torchrun all processes share the calibration; the first one does the rounding.
     """
+    reads = given["calibration"], given["recipe"], given["plan"]
+    arguments = job_arguments(given)
+
     from quantkit.distributed.shard import require_same_checkpoint
     from quantkit.formats.detect import open_checkpoint
     from quantkit.jobs.quantize import quantize as job
 
-    reads = given["calibration"], given["recipe"], given["plan"]
-    arguments = job_arguments(given)
     shared = arguments["method"] == "gptq"
     device = None if shared and arguments["device"] != "cpu" else "cpu"
     with together({**arguments, "src": None}, device) as group:
         outputs = Outputs(data, reads=reads, makes=arguments["dst"])
         if shared and group.size > 1:
             require_same_checkpoint(open_checkpoint(arguments["src"], arguments["weights"]), group)
-        notes: list[str] = []
         if shared or group.first:
-            with bar(show=group.first) as progress:
-                notes = job(**arguments, group=group, progress=progress)
+            with ProgressDisplay(show=group.first) as progress:
+                made = job(**arguments, group=group, progress=progress)
     if group.first:
-        finish(arguments["dst"], notes, outputs)
+        finish(made, outputs)
 
 
 def job_arguments(given: dict[str, Any]) -> dict[str, Any]:
@@ -73,7 +79,6 @@ def job_arguments(given: dict[str, Any]) -> dict[str, Any]:
         RequestError: unless either a scheme or a recipe is given, or if a head goes with a recipe.
     """
     from quantkit.tensors.recipe import Override, Recipe
-    from quantkit.tensors.scheme import QuantScheme
 
     scheme, path, head, old = (given.pop(name) for name in ("scheme", "recipe", "head", "plan"))
     if old is not None:
@@ -81,12 +86,12 @@ def job_arguments(given: dict[str, Any]) -> dict[str, Any]:
         if path is not None:
             raise RequestError("--plan is the old name of --recipe; give one of them")
         path = old
-    if (scheme is None) == (path is None):
-        raise RequestError("give one of --scheme and --recipe")
+    if scheme is None and path is None:
+        raise RequestError(f"give a scheme: --scheme {SPELLINGS} (or --recipe FILE)")
+    if scheme is not None and path is not None:
+        raise RequestError("--scheme and --recipe exclude each other", hint="a recipe's default is its scheme")
     if head is not None:
         if scheme is None:
             raise RequestError("--head goes with --scheme", hint="a recipe names lm_head among its overrides")
         scheme = Recipe(QuantScheme.parse(scheme), (Override("lm_head", QuantScheme.parse(head)),))
-    if given["activation_memory"] is not None:
-        given["activation_memory"] *= 1e9
     return {**given, "scheme": scheme if path is None else Recipe.from_json(path)}

@@ -7,9 +7,10 @@ import os
 import resource
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,28 +21,33 @@ from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.evals.models import backend_names
 from quantkit.evals.synthetic import synthetic
-from quantkit.evals.timing import PROMPT, Decoding, bandwidth, prefill_once, seconds, weight_bytes
-from quantkit.formats.checkpoint import DTYPE_NAMES, Checkpoint, schemes
+from quantkit.evals.timing import (
+    PROMPT,
+    Decoding,
+    OtherProcesses,
+    Rate,
+    bandwidth,
+    prefill_once,
+    rate,
+    seconds,
+    weight_bytes,
+)
+from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.json_values import shown
 from quantkit.memory import enough_memory, resident_bytes, total_bytes
+from quantkit.model.decoder import Decoder
 from quantkit.model.device import usable_device
 from quantkit.model.load import load_model
 from quantkit.progress import Progress, silent
+from quantkit.tensors.dtypes import DType
 
 NEW = 48  # tokens decoded in a run
 RUNS = 5
 _MOST_RUNS = 10_000
 _MOST_THREADS = 256
-
-
-@dataclass(frozen=True)
-class Rate:
-    """Tokens per second over several runs: the median, the least and the most."""
-
-    median: float
-    least: float
-    most: float
+_FEW_BYTES = 100_000_000  # of weights: threads that wait for each other may take longer than one that reads them all
+_IDLE_CORES = 0.3  # that others may keep busy beside the threads that compute
 
 
 @dataclass(frozen=True)
@@ -55,11 +61,14 @@ class Bench:
         dtype: of the cache, and of activations in prefill.
         device: that computed, by its maker's name for a GPU.
         threads: of the CPU.
+        cores: that the machine has.
+        other_load: of these, how many other processes kept busy meanwhile; None if not measured.
         load_seconds: from files to a model ready to run.
         first_token_seconds: from a prompt of `PROMPT` tokens to its first new token, at the first
             attempt, and the median of later ones.
         prefill: by tokens of the prompt.
         decode: by batch size; all sequences' tokens count.
+        one_thread: one sequence on a thread alone, where the weights are few; None if not measured.
         weight_bytes: read for each step of decoding.
         bandwidth: bytes a second that the same threads read from memory, or that the GPU copies, read and
             written together; measured afterwards.
@@ -72,10 +81,13 @@ class Bench:
     dtype: str
     device: str
     threads: int
+    cores: int
+    other_load: float | None
     load_seconds: float
     first_token_seconds: tuple[float, float]
     prefill: dict[int, Rate]
     decode: dict[int, Rate]
+    one_thread: Rate | None
     weight_bytes: int
     bandwidth: float
     peak_bytes: int
@@ -85,13 +97,20 @@ class Bench:
         """Of the bandwidth, what the weights alone take up in decoding one sequence; None if not measured."""
         return self.decode[1].median * self.weight_bytes / self.bandwidth if 1 in self.decode else None
 
+    @property
+    def busy(self) -> bool:
+        """Whether other processes took cores that this one needed."""
+        needed = self.threads if self.device == "cpu" else 1
+        return self.other_load is not None and self.other_load + needed > self.cores + _IDLE_CORES
+
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "share_of_bandwidth": self.share_of_bandwidth}
+        """All figures, in tokens a second, seconds and bytes."""
+        return {**asdict(self), "share_of_bandwidth": self.share_of_bandwidth, "busy": self.busy}
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to measure of one model: a folder, or a named shape with schemes."""
+    """What to measure of one model, a folder or a named shape with schemes; by its own name where none is given."""
 
     path: Path | None
     shape: str | None
@@ -104,6 +123,7 @@ class Job:
     backend: str | None
     compiled: bool | None
     device: str | None = None
+    name: str | None = None
 
     def checkpoint(self) -> Checkpoint:
         """
@@ -134,24 +154,8 @@ def bench(jobs: Sequence[Job], *, group: ProcessGroup = SINGLE, progress: Progre
     if group.size > 1:
         if len(jobs) > 1:
             raise RequestError("several processes measure one model at a time", found=len(jobs))
-        return [_measure(jobs[0], group)]
-    found = []
-    for index, job in enumerate(jobs):
-        progress("bench", index, len(jobs), "models")
-        found.append(_measured_apart(job))
-    progress("bench", len(jobs), len(jobs), "models")
-    return found
-
-
-def slower_than_floats(found: Sequence[Bench]) -> list[str]:
-    """A line for each quantized model that decodes slower than a float one measured with it."""
-    floats = [one for one in found if not one.quantized and 1 in one.decode]
-    return [
-        f"{one.name} decodes slower than {other.name}, which is not quantized"
-        for one in found
-        for other in floats
-        if one.quantized and 1 in one.decode and one.decode[1].median < other.decode[1].median
-    ]
+        return [_measure(jobs[0], group, progress)]
+    return [_measured_apart(job, progress) for job in jobs]
 
 
 def require_room(job: Job) -> None:
@@ -184,7 +188,7 @@ def require_room(job: Job) -> None:
         )  # fmt: skip
 
 
-def _measured_apart(job: Job) -> Bench:
+def _measured_apart(job: Job, progress: Progress) -> Bench:
     """
     Raises:
         RequestError: if the process is ended from outside, as by a system that runs out of memory.
@@ -196,7 +200,8 @@ def _measured_apart(job: Job) -> Bench:
     process.start()
     sender.close()  # so that the process's end is the end of what can be received
     try:
-        result: Bench | Exception = receiver.recv()
+        while isinstance(told := receiver.recv(), tuple):
+            progress(*told)
     except EOFError as error:
         raise RequestError(
             "the process that measures was ended", path=job.path, found=job.shape,
@@ -206,15 +211,20 @@ def _measured_apart(job: Job) -> Bench:
         process.terminate()
         process.join()
         receiver.close()
-    if isinstance(result, Exception):
-        raise result
-    return result
+    if isinstance(told, Exception):
+        raise told
+    assert isinstance(told, Bench)
+    return told
 
 
 def _tell(job: Job, sender: Connection) -> None:
-    """What the process does; errors come as values."""
+    """What the process does; how far it is, its result and errors come as values."""
+
+    def progress(*now: str | int) -> None:
+        sender.send(now)
+
     try:
-        sender.send(_measure(job))
+        sender.send(_measure(job, SINGLE, progress))
     except QuantkitError as error:
         sender.send(error)
     except Exception as error:  # of any kind, which might not go through a pipe
@@ -222,37 +232,60 @@ def _tell(job: Job, sender: Connection) -> None:
 
 
 @torch.inference_mode()
-def _measure(job: Job, group: ProcessGroup = SINGLE) -> Bench:
+def _measure(job: Job, group: ProcessGroup, progress: Progress) -> Bench:
     if job.threads is not None:
         torch.set_num_threads(job.threads)
     with enough_memory(job.path):
-        return _measure_model(job, group)
+        return _measure_model(job, group, progress)
 
 
-def _measure_model(job: Job, group: ProcessGroup) -> Bench:
+def _measure_model(job: Job, group: ProcessGroup, progress: Progress) -> Bench:
     checkpoint = job.checkpoint()
+    name = job.name or checkpoint.path.resolve().name
+    steps = count()
+
+    def step() -> None:
+        progress(f"bench {name}", next(steps), 3 + len(job.prompts) + len(job.batches), "measurements")
+
+    step()
     started = time.perf_counter()
     device = group.device or usable_device(job.device)
     model = load_model(checkpoint, device=device, backend=job.backend, group=group)
     load_seconds = time.perf_counter() - started
+    step()
+    others = OtherProcesses()
     firsts = [seconds(partial(prefill_once, model, PROMPT, job.compiled)) for _ in range(1 + job.runs)]
     prefill = {}
     for length in job.prompts:
-        prefill[length] = _rate(length, partial(seconds, partial(prefill_once, model, length, job.compiled)), job.runs)
+        step()
+        prefill[length] = rate(length, partial(seconds, partial(prefill_once, model, length, job.compiled)), job.runs)
     decode = {}
     for batch in job.batches:
-        decode[batch] = _rate(batch * NEW, Decoding(model, batch, NEW, job.compiled).run, job.runs)
-    peak = _peak_bytes(model.device)
-    return Bench(
-        checkpoint.path.name, bool(schemes(checkpoint)), backend_names(model), DTYPE_NAMES[model.dtype],
-        _device_name(model.device), torch.get_num_threads(), load_seconds, (firsts[0], statistics.median(firsts[1:])),
-        prefill, decode, weight_bytes(model), bandwidth(model.device), peak,
+        step()
+        decode[batch] = rate(batch * NEW, Decoding(model, batch, NEW, job.compiled).run, job.runs)
+    other_load = others.cores() if group.size == 1 else None  # the group's own processes are among the others
+    peak, threads, read = _peak_bytes(model.device), torch.get_num_threads(), weight_bytes(model)
+    step()
+    one_thread = None
+    if model.device.type == "cpu" and job.threads is None and group.size == 1 and 1 in decode:
+        one_thread = _on_one_thread(model, job) if threads > 1 and read < _FEW_BYTES else None
+    found = Bench(
+        name, bool(schemes(checkpoint)), backend_names(model), DType.of(model.dtype), _device_name(model.device),
+        threads, os.cpu_count() or threads, other_load, load_seconds, (firsts[0], statistics.median(firsts[1:])),
+        prefill, decode, one_thread, read, bandwidth(model.device), peak,
     )  # fmt: skip
+    step()
+    return found
 
 
-def _rate(tokens: int, taken: Callable[[], float], runs: int) -> Rate:
-    rates = [tokens / taken() for _ in range(1 + runs)][1:]
-    return Rate(statistics.median(rates), min(rates), max(rates))
+def _on_one_thread(model: Decoder, job: Job) -> Rate:
+    """Decoding one sequence on one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return rate(NEW, Decoding(model, 1, NEW, job.compiled).run, job.runs)
+    finally:
+        torch.set_num_threads(before)
 
 
 def _device_name(device: torch.device) -> str:

@@ -24,6 +24,7 @@ from quantkit.formats.files.tensor_file import StoredTensor
 from quantkit.formats.output.destination import destination_error
 from quantkit.model.layerwise import Batch, layerwise_hidden
 from quantkit.progress import Progress, silent
+from quantkit.tensors.dtypes import DType
 from quantkit.version import __version__
 
 
@@ -58,7 +59,7 @@ class StateCache:
         path = self._folder / f"{key}.safetensors"
         size = checkpoint.config.hidden_size
         tensors = [
-            StoredTensor(f"{key}.{index}", torch.float32, (*batch.tokens.shape, size))
+            StoredTensor(f"{key}.{index}", DType.FLOAT32, (*batch.tokens.shape, size))
             for index, batch in enumerate(batches)
         ]
         if _holds(path, tensors):

@@ -31,16 +31,16 @@ from quantkit.quality.measures import Divergence, Hidden, compare, token_perplex
 
 
 def evaluate(
-    paths: Sequence[Path],
+    paths: str | Path | Sequence[str | Path],
     *,
-    texts: Sequence[Path] = (),
-    tasks: Sequence[str] = (),
-    task_data: Path | None = None,
-    against: Path | None = None,
+    texts: str | Path | Sequence[str | Path] = (),
+    tasks: str | Sequence[str] = (),
+    task_data: str | Path | None = None,
+    against: str | Path | None = None,
     window: int | None = None,
-    cache_logits: Path | None = None,
+    cache_logits: str | Path | None = None,
     speed: bool = False,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     group: ProcessGroup = SINGLE,
     progress: Progress = silent,
 ) -> Evaluation:
@@ -50,9 +50,9 @@ def evaluate(
     excerpt that ships with quantkit is the text.
 
     Args:
-        paths: Meta or Hugging Face folders, at least one.
-        texts: files of UTF-8.
-        tasks: names of lm-evaluation-harness.
+        paths: a Meta or Hugging Face folder, or several.
+        texts: a file of UTF-8, or several.
+        tasks: a name of lm-evaluation-harness, or several.
         task_data: a folder with tasks' data, see `open_tasks`.
         against: the reference's folder.
         window: tokens of a window; by default a model's context, at most `FIXED_WINDOW`
@@ -64,25 +64,36 @@ def evaluate(
         group: the processes that share the models; all call this alike and get the same.
         progress: told of every layer and question.
 
+    Returns:
+        The figures of each model, in the order of `paths` and after the reference's; `to_json()` has all of them.
+
     Raises:
         QuantkitError: of the kind that says what is wrong, before a model runs where
             that can be known.
+
+    Example:
+        >>> found = quantkit.evaluate("model-int4", against="model", texts="wiki.txt")
+        >>> found.rows[1].texts["wiki"].divergence.kl
     """
+    folders, files = _several(paths), _several(texts)
+    tasks = [tasks] if isinstance(tasks, str) else tasks
     if task_data is not None and not tasks:
         raise RequestError("data of tasks go with tasks, and none are named")
     if cache_logits is not None and against is None:
         raise RequestError("only a reference's logits are kept, and none is given")
     if cache_logits is not None and group.size > 1:
         raise RequestError("a reference's logits are kept by one process alone")
-    where = _device(device, group, used=bool(tasks) or speed)
-    models = open_models(paths, against, window, group)
-    chosen, notes = _texts(texts, use_excerpt=not tasks)
+    where = _device(None if device is None else str(device), group, used=bool(tasks) or speed)
+    models = open_models(folders, None if against is None else Path(against), window, group)
+    chosen, notes = _texts(files, use_excerpt=not tasks)
     group.require_same({f"text {text.name}": text.sha256 for text in chosen})
     length = fixed_window(models, window)
     read = [streams(models, text, length, alike=against is not None) for text in chosen]
-    hidden = layerwise_hidden if cache_logits is None else StateCache(cache_logits)
+    hidden = layerwise_hidden if cache_logits is None else StateCache(Path(cache_logits))
     loaded: contextlib.AbstractContextManager[list[Any]] = (
-        open_tasks(tasks, task_data) if tasks else contextlib.nullcontext([])
+        open_tasks(tasks, None if task_data is None else Path(task_data), progress=progress)
+        if tasks
+        else contextlib.nullcontext([])
     )
     measures: list[dict[str, TextMeasures]] = [{} for _ in models]
     with loaded as questions:
@@ -94,14 +105,15 @@ def evaluate(
             for measured, model, stream, (perplexity, apart) in zip(measures, models, cut, found, strict=True):
                 documents = score_documents(
                     model.checkpoint, model.tokenizer, text, model.rolling_window, group=group,
-                    progress=in_phase(progress, model.name),
+                    progress=in_phase(progress, f"{model.name}: word perplexity"),
                 )  # fmt: skip
                 measured[text.name] = TextMeasures(stream.tokens, documents, perplexity, apart)
         answers = [_ask(model, questions, where, group, progress) if tasks else ({}, []) for model in models]
     prompt = chosen[0].raw if chosen else excerpt()
-    paces = [
-        decoding_speed(model.checkpoint, model.tokenizer, prompt, where, group) if speed else None for model in models
-    ]
+    paces: list[Speed | None] = [None for _ in models]
+    for index, model in enumerate(models if speed else []):
+        progress("speed", index, len(models), "models")
+        paces[index] = decoding_speed(model.checkpoint, model.tokenizer, prompt, where, group)
     errors, kind = _layer_errors(models[-1].checkpoint.path)
     packages = ("quantkit", "torch", *(["lm_eval"] if tasks else []))
     return Evaluation(
@@ -115,6 +127,11 @@ def evaluate(
         versions={name: importlib.metadata.version(name) for name in packages},
         notes=notes,
     )
+
+
+def _several(paths: str | Path | Sequence[str | Path]) -> list[Path]:
+    """One path or several."""
+    return [Path(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths)]
 
 
 def _device(name: str | None, group: ProcessGroup, *, used: bool) -> torch.device:
@@ -147,10 +164,11 @@ _Fixed = list[tuple[float, Divergence | None]]
 
 def _alone(models: Sequence[Model], read: Sequence[Stream], group: ProcessGroup, progress: Progress) -> _Fixed:
     """Each model's token perplexity."""
-    return [
-        (token_perplexity(model.checkpoint, stream.windows, group=group, progress=in_phase(progress, model.name)), None)
-        for model, stream in zip(models, read, strict=True)
-    ]
+    found: _Fixed = []
+    for model, stream in zip(models, read, strict=True):
+        told = in_phase(progress, f"{model.name}: token perplexity")
+        found.append((token_perplexity(model.checkpoint, stream.windows, group=group, progress=told), None))
+    return found
 
 
 def _held_against(
@@ -164,7 +182,7 @@ def _held_against(
         read[0].windows,
         reference_hidden=hidden,
         group=group,
-        progress=in_phase(progress, models[0].name),
+        progress=in_phase(progress, f"divergence from {models[0].name}"),
     )
     return [(found[0].reference_perplexity, None), *((one.perplexity, one.divergence) for one in found)]
 
@@ -176,10 +194,9 @@ def _ask(
     model: Model, questions: Sequence[Any], device: torch.device, group: ProcessGroup, progress: Progress
 ) -> _Answers:
     """A model's scores in the tasks, and the backends of its quantized layers there."""
-    lm = as_lm(
-        model.checkpoint, model.tokenizer, model.rolling_window, device=device, group=group,
-        progress=in_phase(progress, model.name),
-    )  # fmt: skip
+    told = in_phase(progress, f"{model.name}: tasks")
+    told("tasks", 0, len(questions), "tasks")
+    lm = as_lm(model.checkpoint, model.tokenizer, model.rolling_window, device=device, group=group, progress=told)
     return run_tasks(questions, lm), lm.backends
 
 

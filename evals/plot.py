@@ -1,20 +1,18 @@
-"""Measurements as pictures: an evaluation, and timings."""
+"""An evaluation as a picture."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
 
 from quantkit.errors import RequestError
-from quantkit.evals.bench import Bench, Rate
 from quantkit.evals.extras import optional
 from quantkit.evals.results import Evaluation
 
 _WORST = 10
 _MARKS = (("o", "●"), ("s", "■"), ("^", "▲"), ("v", "▼"), ("D", "◆"))
-_PANEL_INCHES, _BENCH_INCHES, _DOTS_PER_INCH = (5.5, 4.4), (9.0, 4.0), 150
+_PANEL_INCHES, _DOTS_PER_INCH = (5.5, 4.4), 150
 _LEAST_RATIO_OF_TICKS = 1.12
 
 
@@ -42,36 +40,6 @@ def picture(found: Evaluation, kind: str = "png") -> bytes:
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     return _saved(figure, kind)
-
-
-def bench_picture(found: Sequence[Bench], kind: str = "png") -> bytes:
-    """Bars of decoding by batch and of prefill by length; a ``png``, ``pdf`` or ``svg``."""
-    figure = optional("matplotlib.figure").Figure(figsize=_BENCH_INCHES, dpi=_DOTS_PER_INCH, layout="constrained")
-    panels: list[tuple[str, str, list[dict[int, Rate]]]] = [
-        ("decoding", "batch", [one.decode for one in found]),
-        ("prefill", "tokens of the prompt", [one.prefill for one in found]),
-    ]
-    for axes, (title, label, rates) in zip(figure.subplots(1, 2), panels, strict=True):
-        _bars(axes, [one.name for one in found], rates)
-        axes.set_title(title, fontsize=11)
-        axes.set_xlabel(label)
-        axes.set_ylabel("tokens per second")
-        axes.grid(axis="y", alpha=0.3)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].legend(frameon=False, fontsize=9)
-    return _saved(figure, kind)
-
-
-def _bars(axes: Any, names: Sequence[str], rates: Sequence[dict[int, Rate]]) -> None:
-    """Groups of bars, one a model, with the range of the runs."""
-    width = 0.8 / len(names)
-    for index, (name, of) in enumerate(zip(names, rates, strict=True)):
-        places = [place - 0.4 + (index + 0.5) * width for place in range(len(of))]
-        medians = [rate.median for rate in of.values()]
-        spread = [[rate.median - rate.least for rate in of.values()], [rate.most - rate.median for rate in of.values()]]
-        axes.bar(places, medians, width * 0.9, yerr=spread, label=name, color=f"C{index}", error_kw={"linewidth": 0.8})
-    axes.set_xticks(range(len(rates[0])), [str(key) for key in rates[0]])
 
 
 def _saved(figure: Any, kind: str) -> bytes:

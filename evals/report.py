@@ -1,13 +1,11 @@
-"""Measurements as tables in Markdown: an evaluation, with what was measured and how, and timings."""
+"""An evaluation as tables in Markdown, with what was measured and how."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from quantkit.evals.bench import Bench, Rate
 from quantkit.evals.method import method
 from quantkit.evals.results import Evaluation, Row
-from quantkit.evals.timing import PROMPT
 
 _Column = tuple[str, Callable[[Row], str]]
 _NONE = "-"
@@ -37,31 +35,6 @@ def tables(found: Evaluation) -> list[str]:
         blocks.append([f"KL({found.reference} || model) per token, in nats:"])
         blocks.append(_divergence_table(found))
     return [line for block in blocks if block for line in (*block, "")][:-1]
-
-
-def bench_table(found: Sequence[Bench]) -> list[str]:
-    """Markdown: a column for each model, medians with the range of the runs."""
-    lines = ["| | " + " | ".join(one.name for one in found) + " |", "|---" * (1 + len(found)) + "|"]
-
-    def row(label: str, cells: Sequence[str]) -> None:
-        lines.append(f"| {label} | " + " | ".join(cells) + " |")
-
-    for length in found[0].prefill:
-        row(f"prefill {length}, tok/s", [_range(one.prefill[length]) for one in found])
-    for batch in found[0].decode:
-        row(f"decode, batch {batch}, tok/s", [_range(one.decode[batch]) for one in found])
-    row("weights read a step, MB", [f"{one.weight_bytes / 1e6:.0f}" for one in found])
-    row("bandwidth measured, GB/s", [f"{one.bandwidth / 1e9:.1f}" for one in found])
-    shares = [one.share_of_bandwidth for one in found]
-    row("of that in decoding", ["" if share is None else f"{share:.0%}" for share in shares])
-    row("load, s", [f"{one.load_seconds:.2f}" for one in found])
-    row(f"first token of a prompt of {PROMPT}, s: at once, later",
-        [f"{one.first_token_seconds[0]:.3f}, {one.first_token_seconds[1]:.3f}" for one in found])  # fmt: skip
-    row("peak memory, MB", [f"{one.peak_bytes / 1e6:.0f}" for one in found])
-    row("backend", [", ".join(one.backends) or "torch" for one in found])
-    row("device", [one.device for one in found])
-    row("threads", [str(one.threads) for one in found])
-    return lines
 
 
 def _text_columns(found: Evaluation, text: str) -> list[_Column]:
@@ -123,7 +96,3 @@ def _aligned(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
 
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     return [line(heads), line(rule), *(line(values) for values in cells)]
-
-
-def _range(rate: Rate) -> str:
-    return f"{rate.median:.1f} ({rate.least:.1f} to {rate.most:.1f})"

@@ -20,6 +20,7 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.files.source import SourceFile
 from quantkit.formats.registry import HF
 from quantkit.json_values import read_settings
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import QuantScheme
@@ -66,7 +67,7 @@ class SyntheticCheckpoint:
 
     def info(self, name: str) -> TensorSpec:
         parameter = self._entries[name]
-        return TensorSpec(name, parameter.shape, torch.bfloat16, self._scheme(parameter))
+        return TensorSpec(name, parameter.shape, DType.BFLOAT16, self._scheme(parameter))
 
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
         whole = self._whole(name)

@@ -9,7 +9,6 @@ import logging
 import os
 import random
 import ssl
-import sys
 import tempfile
 import urllib.error
 import urllib.request
@@ -25,6 +24,7 @@ import torch
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.evals.extras import optional
 from quantkit.evals.texts import articles
+from quantkit.progress import Progress, silent
 
 _READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
 _SPLIT = "test"
@@ -52,7 +52,7 @@ class TaskScore:
 
 
 @contextlib.contextmanager
-def open_tasks(names: Sequence[str], data: Path | None) -> Iterator[list[Any]]:
+def open_tasks(names: Sequence[str], data: Path | None, *, progress: Progress = silent) -> Iterator[list[Any]]:
     """Load tasks by name, with their data; for `run_tasks`, while the context lasts.
 
     Random numbers are seeded as the harness seeds them, and the caller's given back.
@@ -60,6 +60,7 @@ def open_tasks(names: Sequence[str], data: Path | None) -> Iterator[list[Any]]:
     Args:
         data: a folder with files named for tasks, ``hellaswag.jsonl`` and the like, in
             the fields that the task wants. Others come from the hub, or what is cached of it.
+        progress: told of every task.
 
     Raises:
         RequestError: if the harness is not installed, a task is unknown, or its data
@@ -77,7 +78,11 @@ def open_tasks(names: Sequence[str], data: Path | None) -> Iterator[list[Any]]:
         near = difflib.get_close_matches(unknown[0], index, 3)
         raise RequestError("unknown task", found=unknown[0], expected=" or ".join(near) or None)
     with tempfile.TemporaryDirectory(prefix="quantkit-tasks-") as scratch, _seeded():
-        yield [one for name in names for one in _load(name, local.get(name), scratch)]
+        loaded = []
+        for index, name in enumerate(names):
+            progress("data of tasks", index, len(names), "tasks")
+            loaded += _load(name, local.get(name), scratch)
+        yield loaded
 
 
 def run_tasks(tasks: Sequence[Any], lm: Any) -> dict[str, TaskScore]:
@@ -181,12 +186,12 @@ def _pages(data: Any) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the harness's warnings, and where stderr is no terminal, without its progress bars."""
+    """Without the warnings and the progress bars of the harness and of `datasets`."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
         logger.setLevel(level)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -13,11 +15,12 @@ from torch import nn
 from quantkit.distributed.group import ProcessGroup
 from quantkit.evals.models import backend_names
 from quantkit.evals.texts import token_ids
-from quantkit.formats.checkpoint import DTYPE_NAMES, Checkpoint
+from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate import generate
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.finite import finite_logits
 from quantkit.text.tokenizer import Tokenizer
 
@@ -26,6 +29,64 @@ PROMPT_TOKENS = 16
 NEW_TOKENS = 32
 RUNS = 3
 _PROBE_BYTES = 1 << 29
+_MIN_RUN_SECONDS = 0.1  # of a run, which is repeated until then: a wake-up of another process counts little in it
+_PROC_STAT = Path("/proc/stat")
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Tokens per second over several runs: the median, the least and the most."""
+
+    median: float
+    least: float
+    most: float
+
+    @property
+    def spread(self) -> float:
+        """How far the furthest run is from the median, as a share of it."""
+        return max(self.most - self.median, self.median - self.least) / self.median
+
+
+def rate(tokens: int, taken: Callable[[], float], runs: int) -> Rate:
+    """Time several runs, after a call that warms up.
+
+    Args:
+        tokens: of a call.
+        taken: calls, and gives the seconds that count.
+    """
+    taken()
+    rates = []
+    for _ in range(runs):
+        calls, total = 0, 0.0
+        while total < _MIN_RUN_SECONDS:
+            calls, total = calls + 1, total + taken()
+        rates.append(calls * tokens / total)
+    return Rate(statistics.median(rates), min(rates), max(rates))
+
+
+class OtherProcesses:
+    """How much of the machine other processes use, from here on."""
+
+    def __init__(self) -> None:
+        self._load = os.getloadavg()[0]
+        self._started, self._own, self._all = time.perf_counter(), time.process_time(), _cpu_seconds()
+
+    def cores(self) -> float:
+        """Cores that they have kept busy on average; where the system does not count it, its load at the start."""
+        now = _cpu_seconds()
+        if now is None or self._all is None:
+            return self._load
+        others = now - self._all - (time.process_time() - self._own)
+        return max(0.0, others / (time.perf_counter() - self._started))
+
+
+def _cpu_seconds() -> float | None:
+    """That all processes, and a host's other guests, have taken since the machine started; None if not counted."""
+    try:
+        user, nice, system, _idle, _iowait, *rest = map(int, _PROC_STAT.read_text().split("\n", 1)[0].split()[1:9])
+    except (OSError, ValueError):
+        return None
+    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -134,6 +195,6 @@ def decoding_speed(
         count = sum(1 for _ in tokens)
         rates.append(count / (time.perf_counter() - started))
     return Speed(
-        statistics.median(rates), DTYPE_NAMES[model.dtype], backend_names(model), str(model.device),
+        statistics.median(rates), DType.of(model.dtype), backend_names(model), str(model.device),
         torch.get_num_threads(),
     )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from typing import Literal
 
 import torch
 
@@ -23,6 +24,7 @@ BACKENDS: tuple[Backend, ...] = (
 )
 """Fastest first."""
 
+BackendName = Literal["cpu-exact", "cpu-fast", "triton", "reference"]
 
 LAST_RESORT = "reference"
 _log = logging.getLogger(__name__)

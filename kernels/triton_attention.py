@@ -206,7 +206,8 @@ def attended(
     }  # fmt: skip
     wrap_triton(attend_spans)[(spans, triton.cdiv(rows, tile.block_m), pairs)](
         queries.contiguous(), keys.contiguous(), values.contiguous(), positions, positions if slots is None else slots,
-        mixed, largest, total, tokens, rows, length, seen, kv_heads, stride, SLOTS=slots is not None, BLOCK_M=tile.block_m, **constants, num_warps=4, num_stages=tile.stages,
+        mixed, largest, total, tokens, rows, length, seen, kv_heads, stride, SLOTS=slots is not None,
+        BLOCK_M=tile.block_m, **constants, num_warps=4, num_stages=tile.stages,
     )  # fmt: skip
     wrap_triton(join_spans)[(pairs * rows,)](
         positions, mixed, largest, total, out, tokens, heads, length, seen, stride,

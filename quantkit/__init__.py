@@ -1,4 +1,36 @@
-"""quantkit: convert, quantize, verify and run Llama-family language models."""
+"""Convert, quantize, verify and run Llama-family language models.
+
+Folders go in and come out, as Meta or Hugging Face publish them. quantkit never gives out a broken model: what is wrong
+is an exception of `quantkit.errors`.
+
+Make and check models:
+
+    inspect          say what lies in a folder, from headers alone
+    convert          write a model in another format, sharding or float type
+    quantize         write a model with linear layers in int8 or int4
+    plan.convert     say what `convert` would take: memory, disk and time
+    plan.quantize    say what `quantize` would take
+    plan.generate    say what generation takes of each chip of a TPU slice
+    verify           say whether two models are the same, or how far apart
+    evaluate         measure models: perplexity, divergence, tasks, speed
+
+Run them:
+
+    load             a model and its tokenizer
+    stream           continue a prompt, piece of text by piece of text
+    generate         continue a prompt, token id by token id
+    open_checkpoint  the tensors of a folder, one at a time
+
+All take paths as `str` or `Path`, float types as "bf16", "bfloat16" or torch's, and memory in bytes. Jobs tell a
+`Progress` how far they are. What they give back, such as a `VerifyReport`, has `to_json()`, which gives all of it as
+plain values, and most has `lines()` for people; `help(quantkit.VerifyReport)` says what it holds.
+
+    >>> import quantkit
+    >>> quantkit.quantize("model", "model-int4", "int4-g128")
+    >>> model, tokenizer = quantkit.load("model-int4")
+    >>> for piece in quantkit.stream(model, tokenizer, "My fellow citizens"):
+    ...     print(piece, end="", flush=True)
+"""
 
 from __future__ import annotations
 
@@ -8,29 +40,70 @@ from typing import TYPE_CHECKING, Any
 from quantkit.version import __version__
 
 if TYPE_CHECKING:
-    from quantkit.formats.detect import open_checkpoint
-    from quantkit.jobs.convert import convert
-    from quantkit.jobs.inspect import inspect
-    from quantkit.jobs.load import load
-    from quantkit.jobs.quantize import quantize
-    from quantkit.quality.verify import verify
-    from quantkit.runtime.generate import generate
+    from quantkit import errors as errors
+    from quantkit.evals.evaluate import evaluate as evaluate
+    from quantkit.evals.results import Evaluation as Evaluation
+    from quantkit.formats.detect import open_checkpoint as open_checkpoint
+    from quantkit.jobs import plan as plan
+    from quantkit.jobs.convert import convert as convert
+    from quantkit.jobs.inspect import Inspection as Inspection
+    from quantkit.jobs.inspect import inspect as inspect
+    from quantkit.jobs.load import load as load
+    from quantkit.jobs.plan import Estimate as Estimate
+    from quantkit.jobs.quantize import quantize as quantize
+    from quantkit.jobs.result import ConvertResult as ConvertResult
+    from quantkit.jobs.result import QuantizeResult as QuantizeResult
+    from quantkit.progress import Progress as Progress
+    from quantkit.quality.gate import Gate as Gate
+    from quantkit.quality.verify import Verdict as Verdict
+    from quantkit.quality.verify import VerifyReport as VerifyReport
+    from quantkit.quality.verify import verify as verify
+    from quantkit.runtime.generate import generate as generate
+    from quantkit.runtime.stream import stream as stream
+    from quantkit.tensors.recipe import Recipe as Recipe
+    from quantkit.tensors.scheme import QuantScheme as QuantScheme
+    from quantkit.text.tokenizer import Tokenizer as Tokenizer
 
-_HOMES = {
+_JOBS = {
+    "Progress": "quantkit.progress",
+    "Tokenizer": "quantkit.text.tokenizer",
     "convert": "quantkit.jobs.convert",
+    "evaluate": "quantkit.evals.evaluate",
     "generate": "quantkit.runtime.generate",
     "inspect": "quantkit.jobs.inspect",
     "load": "quantkit.jobs.load",
     "open_checkpoint": "quantkit.formats.detect",
     "quantize": "quantkit.jobs.quantize",
+    "stream": "quantkit.runtime.stream",
     "verify": "quantkit.quality.verify",
 }
+_TYPES = {
+    "ConvertResult": "quantkit.jobs.result",
+    "Estimate": "quantkit.jobs.plan",
+    "Evaluation": "quantkit.evals.results",
+    "Gate": "quantkit.quality.gate",
+    "Inspection": "quantkit.jobs.inspect",
+    "QuantScheme": "quantkit.tensors.scheme",
+    "QuantizeResult": "quantkit.jobs.result",
+    "Recipe": "quantkit.tensors.recipe",
+    "Verdict": "quantkit.quality.verify",
+    "VerifyReport": "quantkit.quality.verify",
+}
+_MODULES = {"errors": "quantkit.errors", "plan": "quantkit.jobs.plan"}
 
-__all__ = ["__version__", "convert", "generate", "inspect", "load", "open_checkpoint", "quantize", "verify"]
+# Without the types: pydoc shows all that is named here in full, and of a dataclass that is mostly its machinery.
+__all__ = ["__version__", *_JOBS, *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
     """Import torch only when something is used."""
-    if name not in _HOMES:
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
+    home = _JOBS.get(name) or _TYPES.get(name)
+    if home is None:
         raise AttributeError(f"module 'quantkit' has no attribute '{name}'")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_TYPES])

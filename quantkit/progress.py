@@ -12,11 +12,28 @@ class Progress(Protocol):
     may be another than that of the phase before.
     """
 
-    def __call__(self, phase: str, done: int, total: int, unit: str, /) -> None: ...
+    def __call__(self, phase: str, done: int, total: int, unit: str, /) -> None:
+        """Be told.
+
+        Args:
+            phase: what the job is at.
+            done: how much of that is done.
+            total: of how much.
+            unit: what is counted, such as ``layers``.
+        """
+        ...
 
 
-def silent(phase: str, done: int, total: int, unit: str, /) -> None:
-    """Tell nobody."""
+class _Silent:
+    def __call__(self, phase: str, done: int, total: int, unit: str, /) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        return "silent"  # in signatures, whose default it is
+
+
+silent: Progress = _Silent()
+"""Tells nobody."""
 
 
 def in_phase(progress: Progress, name: str) -> Progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,21 @@ from quantkit.cli.main import main
 Capture = pytest.CaptureFixture[str]
 
 
+PROGRESS = re.compile(
+    r"^quantkit: (?P<phase>.+): (?P<done>\d+)/(?P<total>\d+) (?P<unit>[a-z]+)(?P<left>, [\d:]+ left)?\n", re.M
+)
+
+
+def without_progress(stderr: str) -> str:
+    """What stderr holds besides the plain lines of progress."""
+    return PROGRESS.sub("", stderr)
+
+
 def run(capfd: Capture, *arguments: str | Path) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of one command."""
+    """Exit code, stdout, and stderr without its progress, of one command."""
     capfd.readouterr()
     with pytest.raises(SystemExit) as stop:
         main([str(argument) for argument in arguments])
     streams = capfd.readouterr()
     assert isinstance(stop.value.code, int)
-    return stop.value.code, streams.out, streams.err
+    return stop.value.code, streams.out, without_progress(streams.err)

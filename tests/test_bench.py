@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import command
 import oracle
@@ -14,10 +16,13 @@ import torch
 from command import Capture
 
 import quantkit
+from quantkit.distributed.group import SINGLE
 from quantkit.errors import RequestError
-from quantkit.evals.bench import Bench, Job, Rate, bench, require_room, slower_than_floats
-from quantkit.evals.report import bench_table
+from quantkit.evals import bench_report, timing
+from quantkit.evals.bench import Bench, Job, _measure, bench, require_room
 from quantkit.evals.synthetic import synthetic
+from quantkit.evals.table import render
+from quantkit.evals.timing import OtherProcesses, Rate, rate
 from quantkit.formats.checkpoint import require_complete
 from quantkit.memory import enough_memory
 from quantkit.model.load import load_model
@@ -25,29 +30,38 @@ from quantkit.tensors.qtensor import QuantTensor
 
 RATE = Rate(10.0, 9.0, 11.0)
 FOUND = Bench(
-    "a", True, ["cpu-exact"], "bfloat16", "cpu", 2, 1.0, (0.2, 0.1), {16: RATE}, {1: RATE}, 10**9, 2e10, 10**9
-)
+    "a", True, ["cpu-exact"], "bfloat16", "cpu", 2, 2, 0.1, 1.0, (0.2, 0.1), {16: RATE}, {1: RATE}, None, 10**9, 2e10,
+    10**9,
+)  # fmt: skip
+
+
+# What is measured
 
 
 def test_models_are_timed_side_by_side(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
     quantkit.convert(demo_model, tmp_path / "float")
     quantkit.quantize(demo_model, tmp_path / "int8", "int8")
     code, out, errors = command.run(
-        capfd, "bench", tmp_path / "float", tmp_path / "int8", "--prompt-lengths", "8,16", "--batch", "1,2",
-        "--runs", "2", "--threads", "1", "--json", tmp_path / "bench.json", "--plot", tmp_path / "bench.png",
+        capfd, "bench", f"original={tmp_path / 'float'}", tmp_path / "int8", "--prompt-lengths", "8,16",
+        "--batch", "1,2", "--runs", "2", "--threads", "1", "--json", tmp_path / "bench.json",
+        "--plot", tmp_path / "bench.png",
     )  # fmt: skip
     assert code == 0, errors
-    assert "decode, batch 2, tok/s" in out
+    speed = out.split("\n\n")[0].splitlines()
+    assert re.split("  +", speed[1]) == ["model", "prefill 8", "prefill 16", "decode 1", "decode 2"]
+    assert [line.split()[0] for line in speed[3:]] == ["original", "int8"]
     first, second = json.loads((tmp_path / "bench.json").read_text())
-    assert (first["name"], first["quantized"], first["backends"]) == ("float", False, [])
+    assert (first["name"], first["quantized"], first["backends"]) == ("original", False, [])
     assert (second["name"], second["quantized"], second["backends"]) == ("int8", True, ["cpu-exact"])
     assert set(second["prefill"]) == {"8", "16"}
     assert set(second["decode"]) == {"1", "2"}
     assert (second["device"], second["threads"]) == ("cpu", 1)
     for one in (first, second):
-        for rate in (*one["prefill"].values(), *one["decode"].values()):
-            assert 0 < rate["least"] <= rate["median"] <= rate["most"]
+        for speed_of in (*one["prefill"].values(), *one["decode"].values()):
+            assert 0 < speed_of["least"] <= speed_of["median"] <= speed_of["most"]
         assert one["load_seconds"] > 0
+        assert one["other_load"] >= 0
+        assert one["one_thread"] is None  # the threads are those that were asked for
         assert one["bandwidth"] > 1e8
         assert one["peak_bytes"] > one["weight_bytes"] > 0
     assert second["weight_bytes"] < first["weight_bytes"]
@@ -70,17 +84,148 @@ def test_a_device_that_is_not_there_is_refused(demo_model: Path) -> None:
         bench([job])
 
 
+def test_one_thread_is_tried_where_the_weights_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = Job(None, "llama-160m", "int8", None, (), (1,), None, 1, "reference", False)
+    monkeypatch.setattr("quantkit.evals.bench.rate", lambda *_: Rate(torch.get_num_threads(), 1, 2))
+    monkeypatch.setattr("quantkit.evals.bench.bandwidth", lambda _: 1e9)
+    monkeypatch.setattr("quantkit.evals.bench._measured_apart", lambda job, progress: _measure(job, SINGLE, progress))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for bytes_, expected in ((10**12, Rate(1, 1, 2)), (1, None)):
+            monkeypatch.setattr("quantkit.evals.bench._FEW_BYTES", bytes_)
+            (found,) = bench([few])
+            assert (found.one_thread, found.decode[1].median, torch.get_num_threads()) == (expected, 2, 2)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_bench_tells_what_it_has_measured(demo_model: Path) -> None:
+    told: list[tuple[str, int, int, str]] = []
+    bench([Job(demo_model, None, None, None, (4,), (1, 2), 1, 1, None, None)], progress=lambda *now: told.append(now))
+    assert told == [("bench mini-en", done, 6, "measurements") for done in range(7)]
+
+
+def test_short_calls_are_repeated_until_a_run_is_long() -> None:
+    calls = iter([9.0, *[0.03] * 4, 0.3, 0.05, 0.15])  # the first warms up
+    found = rate(6, lambda: next(calls), 3)
+    assert (found.least, found.median, found.most) == pytest.approx((6 / 0.3, 12 / 0.2, 24 / 0.12))
+    assert not list(calls)
+
+
+def test_cores_that_others_use_are_all_that_are_used_but_our_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = {"now": 0.0, "own": 0.0}
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock["now"])
+    monkeypatch.setattr(timing.time, "process_time", lambda: clock["own"])
+    monkeypatch.setattr(timing, "_PROC_STAT", stat := tmp_path / "stat")
+    ticks = os.sysconf("SC_CLK_TCK")
+    stat.write_text(f"cpu  {5 * ticks} 0 0 {99 * ticks} {7 * ticks} 0 0 0 0 0\ncpu0 1 1\n")
+    others = OtherProcesses()
+    clock |= {"now": 10.0, "own": 12.0}
+    stat.write_text(f"cpu  {18 * ticks} 0 {3 * ticks} {150 * ticks} {9 * ticks} 0 {ticks} {ticks} 0 0\ncpu0 1 1\n")
+    assert others.cores() == pytest.approx(0.6)  # 13 of users, 3 + 1 of the system, 1 stolen, less 12
+    clock["own"] = 30.0
+    assert others.cores() == 0
+    stat.unlink()
+    monkeypatch.setattr(os, "getloadavg", lambda: (3.5, 1.0, 1.0))
+    assert OtherProcesses().cores() == 3.5
+
+
+# What is said
+
+
+def test_tables_have_a_row_for_each_model_and_three_digits() -> None:
+    fast = replace(FOUND, name="b", backends=[], decode={1: Rate(12345.6, 12000.0, 12888.0)}, load_seconds=0.01234)
+    speed, start, memory = bench_report.tables([FOUND, fast])
+    assert speed.head == ("model", "prefill 16", "decode 1")
+    assert speed.rows == [("a", "10 ± 10%", "10 ± 10%"), ("b", "10 ± 10%", "12300 ± 4%")]
+    assert [row[:4] for row in start.rows] == [("a", "1", "200", "100"), ("b", "0.0123", "200", "100")]
+    assert [(row[0], row[3], row[-1]) for row in memory.rows] == [("a", "50%", "cpu-exact"), ("b", "61728%", "torch")]
+    printed = render([speed, start, memory], "terminal")
+    assert max(map(len, printed)) <= 100
+    assert any("share of memory bandwidth" in line for line in printed)
+
+
+def test_tables_of_default_lengths_fit_a_terminal() -> None:
+    rates = {size: Rate(12345.6, 1.0, 99999.0) for size in (1, 4, 8)}
+    one = replace(FOUND, name="Qwen2.5-0.5B-int4", prefill={16: RATE, 128: RATE, 512: RATE}, decode=rates)
+    for table in bench_report.tables([one]):
+        assert sum(line.startswith("model ") for line in render([table], "terminal")) == 1, table.head
+
+
 def test_the_share_of_bandwidth_is_that_of_the_weights_read() -> None:
     assert FOUND.share_of_bandwidth == pytest.approx(0.5)
-    assert "| of that in decoding | 50% |" in bench_table([FOUND])
-    assert replace(FOUND, decode={4: RATE}).share_of_bandwidth is None
+    other = replace(FOUND, decode={4: RATE})
+    assert other.share_of_bandwidth is None
+    assert bench_report.tables([other])[2].rows[0][3] == "-"
 
 
 def test_a_quantized_model_slower_than_its_floats_is_named() -> None:
     floats = replace(FOUND, name="b", quantized=False, decode={1: Rate(12.0, 11.0, 13.0)})
-    assert slower_than_floats([FOUND, floats]) == ["a decodes slower than b, which is not quantized"]
-    assert slower_than_floats([FOUND, replace(floats, decode={1: Rate(8.0, 7.0, 9.0)})]) == []
-    assert slower_than_floats([floats]) == []
+    assert bench_report.warnings([FOUND, floats]) == ["a decodes slower than b, which is not quantized"]
+    assert bench_report.warnings([FOUND, replace(floats, decode={1: Rate(8.0, 7.0, 9.0)})]) == []
+    assert bench_report.warnings([floats]) == []
+
+
+def test_runs_that_differ_widely_are_named() -> None:
+    wide, steady = Rate(10.0, 8.0, 14.0), Rate(10.0, 8.0, 13.0)
+    (line,) = bench_report.warnings([replace(FOUND, prefill={16: wide}, decode={1: steady})])
+    assert line.startswith("a figure spreads by 40% (prefill 16 of a): measure again")
+    wider = Rate(10.0, 8.0, 15.0)
+    (line,) = bench_report.warnings([replace(FOUND, prefill={1: wide, 2: wider, 3: wide}, decode={1: steady})])
+    assert line.startswith("3 figures spread by up to 50% (prefill 2 of a): measure again")
+
+
+@pytest.mark.parametrize(
+    ("device", "threads", "load", "busy"),
+    [
+        ("cpu", 2, 7.2, True), ("cpu", 2, 0.2, False), ("cpu", 2, None, False), ("cpu", 1, 0.9, False),
+        ("cpu", 1, 1.4, True), ("NVIDIA H200", 2, 0.9, False),
+    ],
+)  # fmt: skip
+def test_a_busy_machine_is_told(device: str, threads: int, load: float | None, busy: bool) -> None:
+    one = replace(FOUND, device=device, threads=threads, other_load=load)
+    assert one.busy is one.to_json()["busy"] is busy
+    told = f"the machine is busy: other processes used {load} of its 2 cores; figures are low"
+    assert bench_report.warnings([FOUND, one]) == [told] * busy
+
+
+def test_threads_that_lose_are_told() -> None:
+    line = "one thread decodes a faster (812 tokens a second, not 340): try `threads=1`"
+    one = replace(FOUND, decode={1: Rate(340.2, 330.0, 350.0)}, one_thread=Rate(812.3, 800.0, 820.0))
+    assert bench_report.notes([one, FOUND]) == [line]
+    assert bench_report.notes([replace(one, one_thread=Rate(350.0, 340.0, 360.0))]) == []
+
+
+def test_warnings_and_notes_are_on_stderr(demo_model: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:
+    lost = replace(FOUND, other_load=2.0, one_thread=Rate(20.0, 20.0, 20.0))
+    monkeypatch.setattr("quantkit.evals.bench.bench", lambda jobs, **_: [lost])
+    code, out, err = command.run(capfd, "bench", demo_model, "--table", "csv")
+    assert (code, out.splitlines()[0]) == (0, "model,prefill 16,prefill 16 ±,decode 1,decode 1 ±")
+    assert err.splitlines() == [
+        "quantkit: warning: the machine is busy: other processes used 2.0 of its 2 cores; figures are low",
+        "quantkit: note: one thread decodes a faster (20 tokens a second, not 10): try --threads 1",
+    ]
+
+
+def test_folders_of_one_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:
+    asked: list[Job] = []
+    monkeypatch.setattr("quantkit.evals.bench.bench", lambda jobs, **_: asked.extend(jobs) or [FOUND])
+    assert command.run(capfd, "bench", tmp_path / "a" / "int4", f"x={tmp_path / 'b' / 'int4'}")[0] == 0
+    assert [(job.name, job.path) for job in asked] == [
+        ("a/int4", tmp_path / "a" / "int4"), ("x", tmp_path / "b" / "int4")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("measured", [{}, {"decode": {}}, {"prefill": {}}])
+def test_a_picture_has_a_panel_for_each_kind(measured: dict[str, Any]) -> None:
+    drawn = bench_report.picture([replace(FOUND, **measured), replace(FOUND, name="b" * 60, **measured)], "svg")
+    assert drawn.startswith(b"<?xml")
+
+
+# What is refused, and what goes wrong
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_a_layer_that_changed_more_than_its_scheme_explains_stops_the_gate(demo_
     [
         ({"eos_token_id": 7}, "end a text differ: 2 against 7"),
         ({"bos_token_id": 7}, "begin a text differ: 1 against 7"),
-        ({"max_position_embeddings": 4096}, "max_context: 64 against 4096"),
+        ({"max_position_embeddings": 4096}, "the configs differ: max_context 64 against 4096"),
     ],
 )
 def test_what_a_config_says_of_texts_is_part_of_a_model(

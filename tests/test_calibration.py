@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.model.layerwise import Batch
 from quantkit.model.load import load_model
 from quantkit.quality.measures import compare_batches, text_windows
+from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
 
 SPLIT = 11000  # characters to calibrate on; the rest is to measure on
@@ -42,7 +44,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _quantize(model: Path, dst: Path, text: Path, scheme: str = "int4-g64", **options: object) -> Path:
+def _quantize(model: Path, dst: Path, text: Path, scheme: str | QuantScheme = "int4-g64", **options: object) -> Path:
     settings = {"samples": 24, "length": 128, **options}
     quantkit.quantize(model, dst, scheme, method="gptq", calibration=text, **settings)  # type: ignore[arg-type]
     return dst
@@ -56,9 +58,19 @@ def _contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("options", [{"method": "gptq"}, {"calibration": "text.txt"}, {"method": "awq"}])
-def test_method_and_calibration_go_together(options: dict[str, str], demo_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(RequestError):
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"method": "gptq"}, "the method gptq needs calibration text: `calibration=FILE`, or a hub dataset such as "),
+        ({"calibration": "text.txt"}, '`calibration` goes with `method="gptq"`'),
+        ({"samples": "4"}, '`samples` goes with `method="gptq"`'),
+        ({"method": "awq"}, "unknown method (found awq, expected rtn or gptq)"),
+    ],
+)
+def test_method_and_calibration_go_together(
+    options: dict[str, str], words: str, demo_model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(RequestError, match=re.escape(words)):
         quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", **options)  # type: ignore[arg-type]
 
 
@@ -80,7 +92,7 @@ def test_rounding_has_no_use_for_settings_of_gptq(
     command = ["quantize"] if job == "quantize" else ["plan", "quantize"]
     code, _, err = run(capfd, *command, demo_model, tmp_path / "out", "--scheme", "int8", *option)
     assert code == 2
-    assert f"{option[0]} goes with the method gptq, and only with it" in err
+    assert f"{option[0]} goes with --method gptq" in err
     assert not list(tmp_path.iterdir())
 
 
@@ -115,9 +127,9 @@ def test_a_device_that_cannot_be_used_is_refused_wherever_a_model_is_run(demo_mo
                 load(demo_model, device=name)
 
 
-@pytest.mark.parametrize("scheme", ["int4-g64", "int4-g128-asym", "int4"])
+@pytest.mark.parametrize("scheme", ["int4-g64", "int4-g128-asym", QuantScheme(4, None)], ids=str)
 def test_gptq_is_much_closer_to_the_source_than_rounding(
-    scheme: str, demo_model: Path, text: Path, tmp_path: Path, tokenizer: Tokenizer
+    scheme: str | QuantScheme, demo_model: Path, text: Path, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     quantkit.quantize(demo_model, tmp_path / "rtn", scheme, accept_quality_loss=True)
     _quantize(demo_model, tmp_path / "gptq", text, scheme, samples=64)
@@ -237,8 +249,8 @@ def test_a_nan_in_one_weight_names_the_layer(tmp_path: Path, demo_model: Path, t
 
 
 def test_too_few_tokens_are_noted(demo_model: Path, text: Path, tmp_path: Path) -> None:
-    notes = quantkit.quantize(
+    found = quantkit.quantize(
         demo_model, tmp_path / "out", "int4-g64", method="gptq", calibration=text, samples=2, length=32,
         accept_quality_loss=True,
     )  # fmt: skip
-    assert any("64 calibration tokens are fewer than the widest layer's 384 inputs" in note for note in notes)
+    assert any("64 calibration tokens are fewer than the widest layer's 384 inputs" in note for note in found.notes)

@@ -16,9 +16,10 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from command import Capture, run
+from command import PROGRESS, Capture, run, without_progress
 
 import quantkit
+from quantkit.cli.main import main
 from quantkit.errors import (
     CheckpointError,
     DestinationError,
@@ -157,7 +158,6 @@ def test_an_unusual_exception_is_not_taken_for_an_interruption(error: Exception,
         ["convert", "here", "there", "--to", "gguf"],
         ["convert", "here", "there", "--dtype", "fp8"],
         ["convert", "here", "there", "--mp", "two"],
-        ["generate", "here"],
         ["generate", "here", "--prompt", "x", "--temperature", "warm"],
     ],
     ids=" ".join,
@@ -181,9 +181,13 @@ def test_the_head_is_quantized_where_asked_for(demo_model: Path, tmp_path: Path,
     ("arguments", "words"),
     [
         (["--scheme", "int3-g128"], ("unknown quantization scheme", "int3-g128", "int4-g128")),
-        (["--scheme", "int4-g12"], ("group size is not supported", "found 12")),
-        ([], ("--scheme", "--recipe")),
-        (["--scheme", "int8", "--recipe", "recipe.json"], ("--scheme", "--recipe")),
+        (["--scheme", "int4-g16"], ("unknown quantization scheme", "int4-g16", "int4-g32, int4-g64 or int4-g128")),
+        (["--scheme", "int4"], ("int4 needs a group size: int4-g128",)),
+        ([], ("give a scheme: --scheme int8, int4-g32, int4-g64 or int4-g128 (or --recipe FILE)",)),
+        (["--method", "gptq"], ("give a scheme: --scheme int8",)),
+        (["--scheme", "int8", "--method", "gptq"], ("needs calibration text: --calibration FILE, or a hub dataset",)),
+        (["--scheme", "int8", "--calibration", "a.txt"], ("--calibration goes with --method gptq",)),
+        (["--scheme", "int8", "--recipe", "recipe.json"], ("--scheme and --recipe exclude each other",)),
         (["--recipe", "nowhere.json"], ("nowhere.json", "cannot read the recipe")),
         (["--scheme", "int4-g32", "--head", "int2"], ("unknown quantization scheme", "int2")),
         (["--recipe", "recipe.json", "--head", "int8"], ("--head goes with --scheme", "overrides")),
@@ -257,7 +261,7 @@ def test_a_verdict_is_told_by_the_exit_code_whoever_reads(demo_model: Path, tmp_
     command = [sys.executable, "-m", "quantkit.cli", "verify", str(demo_model), str(tmp_path / "bf16")]
     found = subprocess.run(command, cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE, timeout=600, check=False)
     os.close(writing)
-    assert (found.returncode, found.stderr) == (11, b"")
+    assert (found.returncode, without_progress(found.stderr.decode())) == (11, "")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full device")
@@ -318,7 +322,9 @@ def test_inspect_counts_the_same_parameters_after_quantization(
 def test_the_result_goes_to_stdout_and_notes_to_stderr(tmp_path: Path, capfd: Capture) -> None:
     src, dst = oracle.save(oracle.make("llama"), tmp_path / "hf"), tmp_path / "out"
     code, out, err = run(capfd, "quantize", src, dst, "--scheme", "int4-g128")
-    assert (code, out) == (0, f"wrote {dst}\n")
+    assert code == 0
+    assert out.startswith(f"wrote {dst}: int4-g64 ")
+    assert out.count("\n") == 1
     lines = err.splitlines()
     assert all(line.startswith("quantkit: note: ") for line in lines)
     assert "has no tokenizer" in lines[0]
@@ -330,13 +336,22 @@ def test_the_result_goes_to_stdout_and_notes_to_stderr(tmp_path: Path, capfd: Ca
     [["convert", "SRC", "DST"], ["quantize", "SRC", "DST", "--scheme", "int8"], ["verify", "SRC", "SRC"]],
     ids=lambda arguments: arguments[0],
 )
-def test_there_is_no_progress_bar_where_stderr_is_no_terminal(
+def test_progress_is_plain_lines_where_stderr_is_no_terminal(
     arguments: list[str], demo_model: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     places = {"SRC": str(demo_model), "DST": str(tmp_path / "out")}
-    code, out, err = run(capfd, *(places.get(a, a) for a in arguments))
-    assert (code, err) == (0, "")
+    with pytest.raises(SystemExit) as stop:
+        main([places.get(a, a) for a in arguments])
+    out, err = capfd.readouterr()
+    assert stop.value.code == 0
     assert out != ""
+    assert without_progress(err) == ""
+    phases = [found["phase"] for found in PROGRESS.finditer(err)]
+    assert [phase for phase in phases if phase != "sha256 of the source"] == {
+        "convert": ["check of the source", "convert"],
+        "quantize": ["check of the source", "quantize", "gate"],
+        "verify": ["tensors", "logits"],
+    }[arguments[0]]
 
 
 def test_there_is_a_progress_bar_where_stderr_is_a_terminal(demo_model: Path, tmp_path: Path) -> None:
@@ -349,7 +364,7 @@ def test_there_is_a_progress_bar_where_stderr_is_a_terminal(demo_model: Path, tm
     os.close(ours)
     assert found.returncode == 0
     assert "convert:" in shown
-    assert found.stdout.decode() == f"wrote {tmp_path / 'out'}\n"
+    assert found.stdout.decode().startswith(f"wrote {tmp_path / 'out'}: ")
 
 
 # Verify

@@ -27,6 +27,7 @@ from quantkit.formats.files.tensor_file import StoredTensor
 from quantkit.formats.registry import CONTAINERS, HF, METHODS
 from quantkit.json_values import Settings
 from quantkit.quality.verify import Verdict, verify
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
@@ -61,7 +62,7 @@ class Steps:
 
     def stored(self, spec: TensorSpec) -> list[StoredTensor]:
         module = spec.name.removesuffix("weight")
-        codes = StoredTensor(f"{module}codes", torch.int8, spec.shape[::-1])
+        codes = StoredTensor(f"{module}codes", DType.INT8, spec.shape[::-1])
         return [codes, StoredTensor(f"{module}steps", spec.dtype, spec.shape[:1])]
 
     def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor:
@@ -99,7 +100,7 @@ class Backwards:
 
     def stored(self, spec: TensorSpec) -> list[StoredTensor]:
         rows, columns = spec.shape
-        return [StoredTensor(spec.name, torch.uint8, (rows, columns * 2))]
+        return [StoredTensor(spec.name, DType.UINT8, (rows, columns * 2))]
 
     def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> Tensor:
         rows = part if part is not None and part.axis == 0 else None

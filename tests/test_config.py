@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import oracle
 import pytest
 from transformers import AutoConfig
 
-from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.config import ExpertsConfig, ModelConfig
 from quantkit.architectures.families import config_from_hf, config_to_hf
 from quantkit.errors import CheckpointError, UnsupportedError
 
@@ -333,5 +334,16 @@ def test_transformers_reads_the_float_type_that_we_write(dtype: str, tmp_path: P
 def test_differences_name_each_field_and_both_values() -> None:
     first = config_from_hf(_keys("llama"), "config.json")
     second = config_from_hf({**_keys("llama"), "vocab_size": 97, "dtype": "float16"}, "config.json")
-    assert first.differences(second) == ["vocab_size: 96 against 97"]
+    assert first.differences(second) == ["vocab_size 96 against 97"]
     assert first.differences(first.with_dtype("bfloat16")) == []
+
+
+def test_differences_are_words_not_what_python_calls_its_objects() -> None:
+    layers = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    first = config_from_hf({**_keys("qwen2"), "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "c")
+    second = config_from_hf({**_keys("qwen2", **layers), "rope_parameters": ROPES["yarn"]}, "c")
+    found = first.differences(replace(second, experts=ExpertsConfig(8, 64)))
+    assert {"rope.type default against yarn", "rope.theta 1000000 against 10000"} < set(found)
+    assert "experts none against count 8, size 64, shared_size 0, bias no, router_bias no, score_correction no" in found
+    assert "window none against 5 in layer 1 and 1 more" in found
+    assert not [line for line in found if "None" in line or "=" in line]

@@ -138,7 +138,7 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def loud(demo_model: Path, tmp_path: Path) -> Path:
-    notes = quantkit.convert(demo_model, tmp_path / "loud", to="loud")
+    notes = quantkit.convert(demo_model, tmp_path / "loud", to="loud").notes
     assert f"{demo_model}: louder now" in notes
     return tmp_path / "loud"
 

@@ -348,7 +348,7 @@ def test_a_forked_process_multiplies_without_the_threads_of_its_parent() -> None
 
 
 def test_a_group_size_the_kernels_have_not_is_left_to_the_reference() -> None:
-    chosen = select_backend(QuantScheme.parse("int4-g40"), torch.device("cpu"), torch.float32, torch.bfloat16)
+    chosen = select_backend(QuantScheme(4, 40), torch.device("cpu"), torch.float32, torch.bfloat16)
     assert chosen.name == "reference"
 
 

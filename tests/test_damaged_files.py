@@ -491,7 +491,7 @@ def test_what_is_written_is_opened_before_it_gets_its_name(
     written: bytes, instead: bytes, pickled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built = safetensors_io.build_header
-    broken = "quantkit.formats.containers.hf.build_header"
+    broken = "quantkit.formats.containers.hf_encoder.build_header"
     monkeypatch.setattr(broken, lambda tensors: built(tensors).replace(written, instead))
     with pytest.raises(DestinationError, match="cannot be read back"):
         convert(pickled, tmp_path / "out")

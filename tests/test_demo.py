@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
+import torch
+from command import Capture, run
 
 from quantkit.errors import DestinationError
 from quantkit.evals.demo import SCHEMES, run_demo
@@ -26,9 +29,53 @@ def test_the_demo_measures_every_checkpoint(tmp_path: Path) -> None:
     value = json.loads(json.dumps(report.to_json(), allow_nan=False))
     assert [row["name"] for row in value["rows"]] == list(rows)
     assert value["verdicts"] == {"bf16": "same", **dict.fromkeys(SCHEMES, "within_bound")}
-    text = "\n".join(report.lines())
-    assert all(name in text for name in rows)
     assert all(sample.startswith("My fellow citizens") for sample in report.samples.values())
+    assert rows["bf16"].float_share == 1
+    assert rows["int8"].float_share == pytest.approx(0.4, abs=0.05)
+    for width in (80, 100):
+        lines = report.lines(width)
+        assert max(map(len, lines)) <= width
+        assert all(any(line.startswith(f"{name} ") for line in lines) for name in rows)
+        assert any(line.startswith("model ") and "verified" in line for line in lines)  # in one table, not split
+        assert not any("Left out" in line for line in lines)
+
+
+def test_a_quick_demo_says_what_it_leaves_out_and_what_to_try(tmp_path: Path, capfd: Capture) -> None:
+    code, out, err = run(capfd, "demo", "--quick", "--output", tmp_path / "my demo", "--json", tmp_path / "found")
+    assert (code, err) == (0, "")
+    assert "Left out by --quick: int8, int4-g32, int4-g128." in out
+    found = json.loads((tmp_path / "found").read_text())
+    assert [row["name"] for row in found["rows"]] == ["bf16", "int4-g64"] == list(found["verdicts"])
+    assert sorted(path.name for path in (tmp_path / "my demo").iterdir()) == ["bf16", "int4-g64"]
+    tried = [shlex.split(line) for line in out.split("To try next:")[1].splitlines() if line]
+    assert [words[1] for words in tried] == ["generate", "eval", "bench", "quantize"]
+    for _, command, folder, *_ in tried[:-1]:
+        assert Path(folder).is_dir(), command
+    assert run(capfd, *tried[0][1:], "--max-new-tokens", "2")[0] == 0
+
+
+def test_the_demo_computes_on_one_thread_and_leaves_their_number_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr("quantkit.evals.demo._run", lambda *_: seen.append(torch.get_num_threads()))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        run_demo(tmp_path / "demo", quick=True)
+        assert (seen, torch.get_num_threads()) == ([1], 2)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_demo_tells_each_step(tmp_path: Path) -> None:
+    told: list[tuple[str, int, int, str]] = []
+    run_demo(tmp_path / "demo", quick=True, progress=lambda *now: told.append(now))
+    steps = [(phase, done) for phase, done, _, unit in told if unit == "steps"]
+    assert steps == [
+        ("convert", 0), ("quantize to int4-g64", 1), ("verify bf16", 2), ("verify int4-g64", 3),
+        ("generate with bf16", 4), ("generate with int4-g64", 5),
+    ]  # fmt: skip
 
 
 def test_the_demo_overwrites_nothing(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save
+from schemes import any_scheme
 
 from fuzzing import oracle
 from fuzzing.bases import CONFIG, Base
 from fuzzing.inputs import WHOLE_EVERY, Inputs
 from quantkit.tensors.qtensor import quantize_rtn
-from quantkit.tensors.scheme import QuantScheme
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -92,12 +92,13 @@ def test_one_bit_is_a_difference() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_rounding_is_within_half_a_step_and_another_weight_is_not(text: str, dtype: torch.dtype) -> None:
     from quantkit.formats.codecs.compressed_tensors import PackQuantized
+    from quantkit.tensors.dtypes import DType
     from quantkit.tensors.spec import TensorSpec
 
     source = torch.randn(16, 64).to(dtype)
-    value = quantize_rtn(source, QuantScheme.parse(text), dtype)
+    value = quantize_rtn(source, any_scheme(text), dtype)
     codec = PackQuantized(value.scheme)
-    names = [tensor.name for tensor in codec.stored(TensorSpec("a.weight", value.shape, dtype, value.scheme))]
+    names = [tensor.name for tensor in codec.stored(TensorSpec("a.weight", value.shape, DType.of(dtype), value.scheme))]
     quantized = dict(zip(names, codec.encode(value), strict=True))
     assert torch.equal(oracle.dequantized(quantized)["a.weight"], value.dequantize())
     assert oracle.rounded(quantized, {"a.weight": source}) is None

@@ -18,6 +18,7 @@ import torch
 import yaml
 from command import Capture, run
 from safetensors.torch import load_file, save_file
+from schemes import any_scheme
 
 import quantkit
 from quantkit.calibration import group_solver
@@ -28,11 +29,12 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.quality import gate
 from quantkit.quality.baseline import is_baseline, rtn_baseline
 from quantkit.quality.bounds import BOUNDS
-from quantkit.quality.manifest_check import verify_files
+from quantkit.quality.figures import Estimate
 from quantkit.quality.measures import compare, text_windows
+from quantkit.quality.verify import verify
 from quantkit.solver.gptq import SingularError
 from quantkit.tensors.qtensor import QuantTensor
-from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.scheme import SCHEMES, QuantScheme
 from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.text.tokenizer import load_tokenizer
 
@@ -52,7 +54,10 @@ def _manifest(folder: Path) -> dict[str, Any]:
     return made
 
 
-def test_one_scale_per_row_of_int4_is_stopped(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_one_scale_per_row_of_int4_is_stopped(
+    demo_model: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SCHEMES, "int4", QuantScheme(4, None))  # which nobody is offered, for this reason
     dst = tmp_path / "int4"
     code, _, err = run(capfd, "quantize", demo_model, dst, "--scheme", "int4")
     assert code == 8
@@ -91,6 +96,19 @@ def test_figures_that_are_no_numbers_do_not_pass(figures: dict[str, float]) -> N
     assert gate.Gate([one], math.nan, {}, {}).problem() is not None
 
 
+def test_errors_are_told_and_missed_in_earlier_manifests() -> None:
+    told = gate.TextResult("speech", "0", 512, 0.01234, 0.1, 1.0, 0.9, 50.0, 51.0, 0.00041, 0.0023)
+    found = gate.Gate([told], 1.25, {}, {})
+    value = found.to_json(accepted=False)
+    assert gate.Gate.from_json(value, Path("quantkit.json")) == found
+    assert (str(told.kl_estimate), str(told.perplexity_ratio)) == ("0.0123 ± 0.0004", "1.0200 ± 0.0023")
+    for key in ("kl_error", "ratio_error"):
+        del value["texts"][0][key]
+    (earlier,) = gate.Gate.from_json(value, Path("quantkit.json")).texts
+    assert earlier == replace(told, kl_error=None, ratio_error=None)
+    assert str(earlier.kl_estimate) == "0.0123"
+
+
 def test_a_layer_that_is_broken_after_it_was_solved_is_stopped_and_named(
     demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,7 +124,7 @@ def test_a_layer_that_is_broken_after_it_was_solved_is_stopped_and_named(
 
     real_solve = group_solver.solve
     monkeypatch.setattr(group_solver, "solve", broken)
-    with pytest.raises(QualityError, match=r"largest weight errors: model\.layers\.1\.self_attn\.o_proj \(1\.\d+\)"):
+    with pytest.raises(QualityError, match=r"relative weight errors: model\.layers\.1\.self_attn\.o_proj \(1\.\d+\)"):
         quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", calibration=text, **CALIBRATION)  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()
     assert len(calls) > 6
@@ -158,7 +176,7 @@ def test_the_figures_are_those_measured_apart(demo_model: Path, tmp_path: Path) 
         assert one["text"] == name
         assert one["tokens"] == 512
         assert one["kl"] == pytest.approx(found.divergence.kl, rel=1e-4)
-        assert one["kl_bound"] == pytest.approx(1.01 * found.divergence.kl, rel=1e-4)  # it is its own baseline
+        assert (one["kl_bound"], one["rounding_kl"]) == (BOUNDS["int4"].kl, None)  # it is its own baseline
         assert one["perplexity"] == pytest.approx(found.perplexity, rel=1e-4)
 
 
@@ -171,7 +189,7 @@ def test_the_baseline_of_long_groups_is_groups_of_128(demo_model: Path) -> None:
         ("int4-g64", "int4-g64"),
         ("int8", "int8"),
     ):
-        rounded = rtn_baseline(source, {down: QuantScheme.parse(given)})
+        rounded = rtn_baseline(source, {down: any_scheme(given)})
         assert str(rounded.info(down + ".weight").scheme) == expected
         value = rounded.load(down + ".weight")
         assert isinstance(value, QuantTensor)
@@ -240,7 +258,12 @@ def test_a_baseline_that_is_not_run_would_give_the_same_figures(
     source, result, records = open_checkpoint(demo_model), open_checkpoint(folder), _records(folder)
     short = gate.run_gate(source, result, records)
     monkeypatch.setattr(gate, "is_baseline", lambda *_: False)
-    assert gate.run_gate(source, result, records) == short
+    long = gate.run_gate(source, result, records)
+    assert [replace(one, kl_bound=0.0, rounding_kl=None) for one in long.texts] == [
+        replace(one, kl_bound=0.0) for one in short.texts
+    ]
+    assert all(one.rounding_kl == one.kl and one.kl_bound >= one.kl for one in long.texts)
+    assert (long.problem(), short.problem()) == (None, None)
     assert ran == [1, 2]
 
 
@@ -293,20 +316,62 @@ def test_scales_of_another_type_than_the_source_are_not_its_baseline(tmp_path: P
     assert not is_baseline(open_checkpoint(tmp_path / "out"), baseline, _records(tmp_path / "out"))
 
 
+def test_what_was_only_rounded_does_not_look_nearly_failed(demo_model: Path, tmp_path: Path) -> None:
+    quantkit.quantize(demo_model, tmp_path / "out", "int4-g64")
+    for line in verify(tmp_path / "out").lines()[1:3]:
+        assert line.endswith("nats a token (at most 0.25)")
+
+
+def test_gptq_is_told_beside_rounding(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", calibration=text, **CALIBRATION)  # type: ignore[arg-type]
+    for one, line in zip(
+        _manifest(tmp_path / "out")["quality"]["texts"], verify(tmp_path / "out").lines()[1:3], strict=True
+    ):
+        assert one["kl_bound"] == pytest.approx(gate.SLACK * one["rounding_kl"], rel=1e-3)
+        words = f"at most {one['kl_bound']:.3g}; rounding to nearest gives {one['rounding_kl']:.3g}"
+        assert line.endswith(f" nats a token ({words})")
+        assert f"KL from its source {Estimate(one['kl'], one['kl_error'])} nats" in line
+
+
+def test_a_figure_just_beyond_its_bound_is_told_with_the_digits_that_show_it() -> None:
+    one = gate.TextResult("speech", "0", 1, 0.25004, 0.0, 0.25, 1.0, 2.0, 2.0)
+    assert gate.Gate([one], 1.25, {}, {}).problem() == (
+        "the result is too far from its source", "a mean KL(source || result) of 0.25004 nats a token on 'speech'",
+        "at most 0.25",
+    )  # fmt: skip
+    near = replace(one, kl=0.0, perplexity=2.5002)
+    problem = gate.Gate([near], 1.25, {}, {}).problem()
+    assert problem is not None
+    assert problem[1:] == ("1.2501 times the perplexity on 'speech'", "at most 1.25 times")
+
+
+@pytest.mark.parametrize("rounding", [{}, {"rounding_kl": None}, {"rounding_kl": 0.2}])
+def test_a_manifest_may_say_nothing_of_rounding(
+    rounding: dict[str, float | None], made_int8: Path, tmp_path: Path
+) -> None:
+    def edit(quality: dict[str, Any]) -> None:
+        for one in quality["texts"]:
+            del one["rounding_kl"]
+            one |= rounding
+
+    lines = verify(_edited(made_int8, tmp_path / "out", edit)).lines()
+    assert all(("rounding to nearest gives 0.2" in line) == bool(rounding.get("rounding_kl")) for line in lines[1:3])
+
+
 def test_verify_measures_again(demo_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     quantkit.quantize(demo_model, folder, "int8")
-    lines = verify_files(folder)
-    assert len(lines) == 3
+    lines = verify(folder).lines()
+    assert len(lines) == 4
     assert "'speech': perplexity" in lines[1]
     made = _manifest(folder)
     made["quality"]["texts"][1]["perplexity"] *= 1.02
     (folder / "quantkit.json").write_text(json.dumps(made))
     with pytest.raises(QualityError, match="perplexity on 'mixed' is not what the manifest says"):
-        verify_files(folder)
+        verify(folder)
     made["quality"]["texts"][1]["sha256"] = "0" * 64
     (folder / "quantkit.json").write_text(json.dumps(made))
-    assert any("'mixed' is not the text it was measured on" in line for line in verify_files(folder))
+    assert any("'mixed' is not the text it was measured on" in line for line in verify(folder).lines())
 
 
 @pytest.fixture(scope="module")
@@ -342,7 +407,7 @@ def _edited(made: Path, folder: Path, edit: Callable[[dict[str, Any]], object]) 
 def test_verify_takes_no_figure_that_cannot_be(key: str, value: float, made_int8: Path, tmp_path: Path) -> None:
     folder = _edited(made_int8, tmp_path / "out", lambda quality: quality["texts"][1].update({key: value}))
     with pytest.raises((QualityError, CheckpointError)):
-        verify_files(folder)
+        verify(folder)
 
 
 @pytest.mark.parametrize(
@@ -365,7 +430,7 @@ def test_verify_refuses_a_manifest_that_does_not_tell_of_a_gate(
 ) -> None:
     folder = _edited(made_int8, tmp_path / "out", edit)
     with pytest.raises(CheckpointError, match=r"quantkit\.json: does not tell what the model lost"):
-        verify_files(folder)
+        verify(folder)
 
 
 def test_verify_misses_the_gate_of_a_quantized_model(made_int8: Path, tmp_path: Path) -> None:
@@ -374,19 +439,19 @@ def test_verify_misses_the_gate_of_a_quantized_model(made_int8: Path, tmp_path: 
     del content["quality"]
     (folder / "quantkit.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match="does not tell what the model lost"):
-        verify_files(folder)
+        verify(folder)
 
 
 def test_verify_tells_of_a_gate_that_was_not_passed(made_int8: Path, tmp_path: Path) -> None:
     folder = _edited(made_int8, tmp_path / "out", lambda quality: quality.pop("passed"))
     with pytest.raises(QualityError, match="did not pass its gate when it was made; make it again"):
-        verify_files(folder)
+        verify(folder)
 
 
 def test_verify_tells_of_a_rounded_layer_that_nobody_accepted(made_int8: Path, tmp_path: Path) -> None:
     folder = _edited(made_int8, tmp_path / "out", lambda quality: quality["fallbacks"].update({"a.b": "singular"}))
     with pytest.raises(QualityError, match=r"did not pass.*layer 'a\.b' was rounded to nearest.*make it again"):
-        verify_files(folder)
+        verify(folder)
 
 
 def test_a_model_without_tokenizer_is_measured_on_random_tokens(tmp_path: Path) -> None:
@@ -397,9 +462,9 @@ def test_a_model_without_tokenizer_is_measured_on_random_tokens(tmp_path: Path) 
     assert one["tokens"] == 2 * 64
     tokens = torch.randint(oracle.VOCABULARY, (2, 64), generator=torch.Generator().manual_seed(0))
     assert one["sha256"] == hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
-    assert "as recorded" in verify_files(tmp_path / "out")[1]
+    assert "as recorded" in verify(tmp_path / "out").lines()[1]
     other = _edited(tmp_path / "out", tmp_path / "other", lambda quality: quality["texts"][0].update(sha256=""))
-    assert "not measured again" in verify_files(other)[1]
+    assert "not measured again" in verify(other).lines()[1]
 
 
 def test_a_model_whose_logits_are_not_finite_is_stopped(tmp_path: Path) -> None:

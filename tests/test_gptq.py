@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from schemes import any_scheme
 from torch import Tensor
 
 from quantkit.errors import NonFiniteError
@@ -111,7 +112,7 @@ def test_uncorrelated_inputs_make_it_round_to_nearest() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_output_error_is_well_below_that_of_rounding(scheme: str, dtype: torch.dtype) -> None:
     weight, inputs, hessian = _problem()
-    parsed = QuantScheme.parse(scheme)
+    parsed = any_scheme(scheme)
     quantized, report = gptq(weight, hessian, parsed, dtype)
     outputs = inputs @ weight.t()
 
@@ -185,7 +186,7 @@ def test_drift_of_the_inputs_is_made_up_for() -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_rows_may_be_solved_apart(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, _, hessian = _problem()
-    parsed = QuantScheme.parse(scheme)
+    parsed = any_scheme(scheme)
     whole, whole_report = gptq(weight, hessian, parsed, torch.float32)
     monkeypatch.setattr(gptq_module, "WEIGHTS_AT_ONCE", 5 * COLUMNS)
     parts, parts_report = gptq(weight, hessian, parsed, torch.float32)
@@ -257,7 +258,7 @@ def test_damping_is_raised_in_steps() -> None:
 def test_searched_scales_beat_those_that_span_the_group(scheme: str) -> None:
     weight, _, hessian = _transposed()
     importance = hessian.diagonal()
-    parsed = QuantScheme.parse(scheme)
+    parsed = any_scheme(scheme)
     scale, zero = search_scales(weight, importance, parsed, torch.float32)
     grid = Grid.of(scale, zero, parsed, COLUMNS)
 

@@ -12,7 +12,7 @@ from command import Capture, run
 
 from quantkit.cli.help import _SECTIONS, EXIT_CODES, SHELLS
 from quantkit.cli.main import quantkit
-from quantkit.cli.processes import INTERRUPTED
+from quantkit.cli.entry import INTERRUPTED, TERMINATED
 from quantkit.errors import QuantkitError
 from quantkit.quality.verify import Verdict
 
@@ -50,7 +50,7 @@ def test_help_ends_with_every_exit_code(capfd: Capture) -> None:
     listed = out[out.index("Exit codes:") :].splitlines()[1:]
     assert [int(line.split()[0]) for line in listed] == list(EXIT_CODES)
     kinds = {kind.exit_code for kind in QuantkitError.__subclasses__()} | {verdict.value for verdict in Verdict}
-    assert {*kinds, INTERRUPTED} <= set(EXIT_CODES)
+    assert {*kinds, INTERRUPTED, TERMINATED} <= set(EXIT_CODES)
 
 
 @pytest.mark.parametrize("shell", SHELLS)

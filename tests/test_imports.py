@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,8 +47,17 @@ ONLY = {
 NO_TORCH = {
     "quantkit", "quantkit.errors", "quantkit.json_values", "quantkit.architectures", "quantkit.tensors.scheme",
     "quantkit.tensors.recipe", "quantkit.text.contained", "quantkit.text.tokenizer", "quantkit.formats.manifest",
-    "quantkit.formats.files.source", "quantkit.calibration.effort",
+    "quantkit.tensors.spec", "quantkit.formats.files.source", "quantkit.formats.files.pickles",
+    "quantkit.formats.files.pth_io", "quantkit.formats.files.safetensors_io", "quantkit.formats.detect",
+    "quantkit.formats.folder", "quantkit.formats.registry", "quantkit.jobs.inspect", "quantkit.calibration.effort",
 }  # fmt: skip
+
+# What headers are read with, and what all commands are parsed with: importing these imports nothing heavy either.
+LIGHT = (
+    "quantkit.jobs.inspect", "quantkit.cli.main", "quantkit.formats.detect", "quantkit.formats.folder",
+    "quantkit.formats.manifest", "quantkit.text.export", "quantkit.tensors.recipe",
+)  # fmt: skip
+HEAVY = {"torch", "numpy", "datasets", "huggingface_hub", "tokenizers", "sentencepiece", "tiktoken"}
 
 # Loaded by their backend alone, and only where it may serve.
 NEEDS_TRITON = {f"quantkit.kernels.triton_{part}" for part in ("attention", "int4", "int8", "tune", "words")}
@@ -70,15 +80,41 @@ def _modules() -> dict[str, ast.Module]:
 MODULES = _modules()
 
 
-def _imports(tree: ast.Module) -> set[str]:
+def _imports(tree: ast.Module, *, first: bool = False) -> set[str]:
+    """What a module imports; with `first` only what it imports as soon as it is imported itself."""
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in _at_once(tree) if first else ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
             names |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
     return names
+
+
+def _at_once(node: ast.AST) -> Iterator[ast.AST]:
+    """What runs when a module is imported: not the bodies of functions, nor what is for types only."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        yield child
+        yield from _at_once(child)
+
+
+def _reached(start: str) -> dict[str, str]:
+    """All that importing a module imports, and by which module of ours each is first imported."""
+    found, waiting = {start: start}, [start]
+    while waiting:
+        module = waiting.pop()
+        names = _imports(MODULES[module], first=True)
+        for name in names | {name.rpartition(".")[0] for name in (*names, module) if "." in name}:
+            if name not in found:
+                found[name] = module
+                if name in MODULES:
+                    waiting.append(name)
+    return found
 
 
 def _room(module: str) -> str:
@@ -157,6 +193,13 @@ def test_only_jobs_import_the_xla_room() -> None:
 def test_the_light_modules_do_without_torch() -> None:
     for module in {m for m in MODULES if m in NO_TORCH or m.startswith("quantkit.architectures.")}:
         assert not {n for n in _imports(MODULES[module]) if n.split(".")[0] == "torch"}, module
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_what_reads_headers_imports_torch_only_where_it_loads_tensors(module: str) -> None:
+    reached = _reached(module)
+    assert {"quantkit.tensors.dtypes", "quantkit.errors"} & set(reached)
+    assert not {name: reached[name] for name in HEAVY & set(reached)}
 
 
 def test_importing_everything_touches_no_accelerator_and_no_compiler() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from schemes import any_scheme
 from test_cpu_kernels import HERE
 from torch import Tensor
 
@@ -75,7 +76,7 @@ MODES = ("reference", "cpu-exact", "cpu-fast")
 def test_one_wrong_row_is_found_out(text: str, inner: str, share: float) -> None:
     for row, dtype, scale_dtype in itertools.product((0, 17, ROWS - 1), DTYPES, DTYPES[:2]):
         wrong = WrongRow(inner, row, share)
-        assert self_test(wrong, QuantScheme.parse(text), CPU, dtype, scale_dtype) is not None, (row, dtype)
+        assert self_test(wrong, any_scheme(text), CPU, dtype, scale_dtype) is not None, (row, dtype)
 
 
 @pytest.mark.parametrize("tokens", check._SMALL.tokens)
@@ -126,7 +127,7 @@ def test_the_reference_passes() -> None:
 
 def _require_no_fault(backend: Backend) -> None:
     for text, dtype, scale_dtype in itertools.product(SCHEMES, DTYPES, DTYPES):
-        scheme = QuantScheme.parse(text)
+        scheme = any_scheme(text)
         assert backend.unsupported_reason(scheme, CPU, dtype) is None
         assert self_test(backend, scheme, CPU, dtype, scale_dtype) is None, (text, dtype, scale_dtype)
 
@@ -134,7 +135,7 @@ def _require_no_fault(backend: Backend) -> None:
 @pytest.mark.parametrize("text", [*SCHEMES, "int4-g4096"])
 @pytest.mark.parametrize("size", [check._SMALL, check._ON_GPUS], ids=["small", "gpu"])
 def test_the_example_has_what_real_weights_have(text: str, size: check._Size) -> None:
-    scheme = QuantScheme.parse(text)
+    scheme = any_scheme(text)
     weight = check._example(scheme, size, torch.bfloat16)
     rows, columns = weight.shape
     assert set(weight.codes.unique().tolist()) == set(range(scheme.levels))

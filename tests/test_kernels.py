@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from schemes import any_scheme
 from torch import Tensor
 
 from quantkit.errors import RequestError, UnsupportedError
@@ -27,7 +28,7 @@ MODES = {"reference": 0.0, "cpu-exact": 2e-4, "cpu-fast": 4e-2}
 
 
 def _quantized(text: str, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> QuantTensor:
-    return quantize_rtn(torch.randn(rows, columns), QuantScheme.parse(text), dtype)
+    return quantize_rtn(torch.randn(rows, columns), any_scheme(text), dtype)
 
 
 def _require_product(found: Tensor, x: Tensor, weight: QuantTensor, bias: Tensor | None, tolerance: float) -> None:
@@ -125,7 +126,7 @@ def test_a_layers_state_can_be_handed_to_another() -> None:
 def test_the_reference_backend_serves_every_scheme_and_is_the_last_resort() -> None:
     assert BACKENDS[-1].name == "reference"
     for text, dtype in itertools.product(SCHEMES, DTYPES):
-        assert select_backend(QuantScheme.parse(text), CPU, dtype, torch.bfloat16, "reference").name == "reference"
+        assert select_backend(any_scheme(text), CPU, dtype, torch.bfloat16, "reference").name == "reference"
     assert len({backend.name for backend in BACKENDS}) == len(BACKENDS)
 
 
@@ -200,7 +201,7 @@ def test_a_backend_that_gets_a_small_product_wrong_is_not_used(
     text: str, mistake: Callable[[Tensor], Tensor], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "BACKENDS", (_Mistaken(mistake), ReferenceBackend()))
-    scheme = QuantScheme.parse(text)
+    scheme = any_scheme(text)
     assert select_backend(scheme, CPU, torch.bfloat16, torch.bfloat16).name == "reference"
     with pytest.raises(UnsupportedError, match=f"mistaken: its? {reason}"):
         select_backend(scheme, CPU, torch.bfloat16, torch.bfloat16, "mistaken")

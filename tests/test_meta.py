@@ -314,7 +314,7 @@ def test_the_embedding_is_split_by_rows_for_a_byte_level_tokenizer_json(tmp_path
     _write_tiktoken(source)
     quantkit.convert(source, tmp_path / "hf", source_check=False)
     (tmp_path / "hf" / "tokenizer.model").unlink()
-    notes = quantkit.convert(tmp_path / "hf", tmp_path / "back", to="meta", mp=2, source_check=False)
+    notes = quantkit.convert(tmp_path / "hf", tmp_path / "back", to="meta", mp=2, source_check=False).notes
     _require_equal_shards(_read(tmp_path / "back"), _read(source))
     assert any("has no tokenizer.model" in note for note in notes)
 
@@ -425,7 +425,7 @@ def test_a_rope_factor_that_params_json_leaves_out_is_assumed_and_said(
     (note,) = checkpoint.notes
     assert "params.json" in note
     assert f"rope_scaling_factor; {factor:g} is assumed" in note
-    assert note in quantkit.convert(folder, tmp_path / "hf")
+    assert note in quantkit.convert(folder, tmp_path / "hf").notes
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import oracle
 import pytest
 from command import Capture, run
 
-from quantkit.cli.main import quantkit
+import quantkit
+from quantkit.cli.main import quantkit as root
 from quantkit.data.files import excerpt
-from quantkit.jobs.estimate import estimate_convert, estimate_quantize
 
 GPTQ = ["--method", "gptq", "--samples", "60", "--length", "256"]
 
@@ -72,8 +73,8 @@ def test_memory_and_disk_are_within_a_fifth_of_what_happens(
 
 def test_activations_beyond_the_budget_are_on_disk(demo_model: Path, text: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"method": "gptq", "calibration": text, "samples": 60, "length": 256}
-    inside = estimate_quantize(demo_model, tmp_path / "out", "int4-g64", **settings)
-    beyond = estimate_quantize(demo_model, tmp_path / "out", "int4-g64", activation_memory=10**6, **settings)
+    inside = quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", **settings)
+    beyond = quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", activation_memory=10**6, **settings)
     tokens = 60 * 256
     assert inside.scratch_bytes == 0
     assert beyond.scratch_bytes == pytest.approx(4 * tokens * (128 + 128 / 4 + 384) - 10**6, rel=0.1)
@@ -82,15 +83,17 @@ def test_activations_beyond_the_budget_are_on_disk(demo_model: Path, text: Path,
 
 
 def test_layers_are_counted_by_what_becomes_of_them(demo_model: Path, tmp_path: Path) -> None:
-    forecast = estimate_quantize(demo_model, tmp_path / "out", "int4-g64", keep=["*.layers.0.*"])
+    forecast = quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", keep=["*.layers.0.*"])
     assert forecast.layers == {"int4-g64": 21, "float": 8}
     assert "21 x int4-g64" in forecast.lines()[0]
+    alone = quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", keep="*.layers.0.*")
+    assert alone.layers == forecast.layers
 
 
 @pytest.mark.parametrize("command", ["convert", "quantize"])
 def test_it_takes_the_arguments_of_the_command(command: str) -> None:
-    group: Any = quantkit.commands["plan"]
-    planned, real = group.commands[command], quantkit.commands[command]
+    group: Any = root.commands["plan"]
+    planned, real = group.commands[command], root.commands[command]
     assert planned.params == real.params
 
 
@@ -100,7 +103,7 @@ def test_it_takes_the_arguments_of_the_command(command: str) -> None:
         (["quantize", "{src}", "{tmp}/out", "--scheme", "int5"], 2),
         (["quantize", "{src}", "{tmp}/out", "--scheme", "int4-g64", "--method", "gptq"], 2),
         (["quantize", "{src}", "{tmp}/out", "--scheme", "int4-g64", "--keep", "nothing"], 2),
-        (["quantize", "{src}", "{tmp}/out", "--scheme", "int4-g96", "--strict"], 2),
+        (["quantize", "{odd}", "{tmp}/out", "--scheme", "int4-g64", "--strict"], 2),
         (["quantize", "{tmp}", "{tmp}/out", "--scheme", "int8"], 3),
         (["quantize", "{src}", "{tmp}/there", "--scheme", "int8"], 5),
         (["quantize", "{src}", "{tmp}/begun", "--scheme", "int8"], 6),
@@ -113,7 +116,9 @@ def test_what_would_fail_is_said(
 ) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "begun.partial").mkdir()
-    found, out, err = run(capfd, "plan", *(part.format(src=demo_model, tmp=tmp_path) for part in arguments))
+    odd = oracle.save(oracle.make("llama", intermediate_size=96), tmp_path / "odd")  # which 64 does not divide
+    named = {"src": demo_model, "tmp": tmp_path, "odd": odd}
+    found, out, err = run(capfd, "plan", *(part.format(**named) for part in arguments))
     assert (found, out) == (code, "")
     assert err.startswith("quantkit: error: ")
 
@@ -126,6 +131,6 @@ def test_a_full_disk_is_said(demo_model: Path, tmp_path: Path, monkeypatch: pyte
 
 
 def test_planning_leaves_nothing(demo_model: Path, tmp_path: Path) -> None:
-    forecast = estimate_convert(demo_model, tmp_path / "deep" / "out")
+    forecast = quantkit.plan.convert(demo_model, tmp_path / "deep" / "out")
     assert forecast.seconds > 0
     assert not list(tmp_path.iterdir())

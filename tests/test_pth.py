@@ -21,6 +21,7 @@ from quantkit.formats.files import pth_io, safetensors_io
 from quantkit.formats.files.pth_encoder import PthEncoder
 from quantkit.formats.files.safetensors_io import build_header
 from quantkit.formats.files.tensor_file import StoredTensor, TensorFile
+from quantkit.tensors.dtypes import DType
 
 Tensors = dict[str, Tensor]
 
@@ -44,7 +45,7 @@ def _tensors(dtypes: tuple[torch.dtype, ...]) -> st.SearchStrategy[Tensors]:
 
 
 def _stored(tensors: Tensors) -> list[StoredTensor]:
-    return [StoredTensor(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
+    return [StoredTensor(name, DType.of(t.dtype), tuple(t.shape)) for name, t in tensors.items()]
 
 
 def _bits(tensor: Tensor) -> bytes:
@@ -185,7 +186,7 @@ def test_files_of_torch_are_read_bit_equal(scratch: Path, tensors: Tensors) -> N
 
 
 @settings(deadline=None)
-@given(tensors=_tensors(tuple(safetensors_io.DTYPES.values())))
+@given(tensors=_tensors(tuple(dtype.torch for dtype in safetensors_io.DTYPES.values())))
 def test_safetensors_reads_what_we_write(scratch: Path, tensors: Tensors) -> None:
     path = scratch / "model.safetensors"
     if torch.bool in {t.dtype for t in tensors.values()}:
@@ -200,7 +201,7 @@ def test_safetensors_reads_what_we_write(scratch: Path, tensors: Tensors) -> Non
 
 
 @settings(deadline=None)
-@given(tensors=_tensors(tuple(safetensors_io.DTYPES.values())))
+@given(tensors=_tensors(tuple(dtype.torch for dtype in safetensors_io.DTYPES.values())))
 def test_the_data_after_our_header_is_aligned(tensors: Tensors) -> None:
     assert len(build_header(_stored(tensors))) % 64 == 0
 
@@ -216,7 +217,7 @@ def test_our_header_reader_says_what_safetensors_says(scratch: Path, tensors: Te
         assert file.tensors.keys() == names
         for name in names:
             tensor = theirs.get_tensor(name)
-            assert file.tensors[name] == StoredTensor(name, tensor.dtype, tuple(tensor.shape))
+            assert file.tensors[name] == StoredTensor(name, DType.of(tensor.dtype), tuple(tensor.shape))
             assert file.tensors[name].nbytes == tensor.nbytes
             _require_bit_equal({name: file.read(name)}, {name: tensor})
     path.unlink()

@@ -11,6 +11,7 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schemes import any_scheme
 from torch import Tensor
 
 from quantkit.errors import RequestError
@@ -130,7 +131,7 @@ def test_every_weight_gets_the_nearest_code_and_errs_by_half_a_step(
     text: str, dtype: torch.dtype, seed: int, spread: float, shift: float, stored: torch.dtype
 ) -> None:
     weight = ((_weight(3, 128, seed) + shift) * spread).to(dtype)
-    quantized = quantize_rtn(weight, QuantScheme.parse(text), stored)
+    quantized = quantize_rtn(weight, any_scheme(text), stored)
     assert quantized.scale.dtype == stored
     step = _steps(quantized)
     error = (_dequantized(quantized) - weight.double()).abs()
@@ -153,7 +154,7 @@ def _with_codes(quantized: QuantTensor, code: int) -> QuantTensor:
 @pytest.mark.parametrize("text", SCHEMES)
 @pytest.mark.parametrize("dtype", SCALE_DTYPES, ids=str)
 def test_dequantizing_follows_the_definition(text: str, dtype: torch.dtype) -> None:
-    quantized = quantize_rtn(_weight(5, 128), QuantScheme.parse(text), dtype)
+    quantized = quantize_rtn(_weight(5, 128), any_scheme(text), dtype)
     expected = _dequantized(quantized)
     found = quantized.dequantize()
     assert found.dtype == torch.float32
@@ -163,7 +164,7 @@ def test_dequantizing_follows_the_definition(text: str, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("text", ["int8", "int8-g32", "int4-g32", "int4"])
 def test_symmetric_grid_values_survive_exactly(text: str) -> None:
-    scheme = QuantScheme.parse(text)
+    scheme = any_scheme(text)
     most = scheme.levels // 2 - 1
     weight = (torch.arange(64) * 5 % (2 * most + 1) - most).float()[None]
     weight[0, 0::32] = -(scheme.levels - 1) / 2  # makes every scale 1
@@ -177,7 +178,7 @@ def test_symmetric_grid_values_survive_exactly(text: str) -> None:
 @pytest.mark.parametrize("text", ["int4-g32-asym", "int8-asym"])
 @pytest.mark.parametrize("zero", [0, 1, 7, 15])
 def test_asymmetric_grid_values_survive_exactly(text: str, zero: int) -> None:
-    scheme = QuantScheme.parse(text)
+    scheme = any_scheme(text)
     codes = torch.arange(64) % scheme.levels if scheme.bits == 4 else torch.arange(64) * 4
     codes[-1] = codes[31] = scheme.levels - 1
     weight = 0.25 * (codes - zero).float()[None]
@@ -193,7 +194,7 @@ def test_groups_of_zeros_stay_zero_beside_others(text: str, dtype: torch.dtype) 
     weight = _weight(3, 128)
     weight[1] = 0
     weight[2, :64] = 0
-    found = quantize_rtn(weight, QuantScheme.parse(text), dtype)
+    found = quantize_rtn(weight, any_scheme(text), dtype)
     assert torch.isfinite(found.scale).all()
     assert (found.scale > 0).all()
     assert (found.dequantize()[weight == 0] == 0).all()
@@ -202,7 +203,7 @@ def test_groups_of_zeros_stay_zero_beside_others(text: str, dtype: torch.dtype) 
 @pytest.mark.parametrize("text", SCHEMES)
 @pytest.mark.parametrize("value", [0.75, -0.75, 1e-20, -1e20])
 def test_constant_groups_keep_their_value_within_half_a_step(text: str, value: float) -> None:
-    quantized = quantize_rtn(torch.full((2, 64), value), QuantScheme.parse(text), torch.float32)
+    quantized = quantize_rtn(torch.full((2, 64), value), any_scheme(text), torch.float32)
     found = quantized.dequantize().double()
     assert (found - value).abs().max() <= 0.50001 * float(quantized.scale.max())
     if not quantized.scheme.symmetric:
@@ -213,7 +214,7 @@ def test_constant_groups_keep_their_value_within_half_a_step(text: str, value: f
 def test_one_huge_outlier_spoils_its_own_group_only(text: str) -> None:
     weight = _weight(2, 64)
     weight[0, 3] = 1e6
-    scheme = QuantScheme.parse(text)
+    scheme = any_scheme(text)
     quantized = quantize_rtn(weight, scheme, torch.float32)
     found = quantized.dequantize()
     assert abs(float(found[0, 3]) / 1e6 - 1) < 0.6 / scheme.levels * 2
@@ -237,8 +238,8 @@ def test_one_sided_groups_use_the_whole_asymmetric_range(sign: int) -> None:
 def test_quantizing_leaves_its_input_alone_and_repeats(text: str) -> None:
     weight = _weight(5, 128)
     before = weight.clone()
-    first = quantize_rtn(weight, QuantScheme.parse(text), torch.bfloat16)
-    second = quantize_rtn(weight, QuantScheme.parse(text), torch.bfloat16)
+    first = quantize_rtn(weight, any_scheme(text), torch.bfloat16)
+    second = quantize_rtn(weight, any_scheme(text), torch.bfloat16)
     relative_error(first, weight)
     first.dequantize().mul_(2)
     assert torch.equal(weight, before)
@@ -249,10 +250,10 @@ def test_quantizing_leaves_its_input_alone_and_repeats(text: str) -> None:
 @pytest.mark.parametrize("elements", [1, 64, 200])
 def test_the_chunk_size_changes_nothing(text: str, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = _weight(7, 64)
-    whole = quantize_rtn(weight, QuantScheme.parse(text), torch.bfloat16)
+    whole = quantize_rtn(weight, any_scheme(text), torch.bfloat16)
     error = relative_error(whole, weight)
     monkeypatch.setattr(qtensor, "_CHUNK_ELEMENTS", elements)
-    _require_equal(quantize_rtn(weight, QuantScheme.parse(text), torch.bfloat16), whole)
+    _require_equal(quantize_rtn(weight, any_scheme(text), torch.bfloat16), whole)
     assert relative_error(whole, weight) == pytest.approx(error, rel=1e-12)
 
 
@@ -267,7 +268,7 @@ def _require_equal(found: QuantTensor, expected: QuantTensor) -> None:
 @pytest.mark.parametrize("dtype", SCALE_DTYPES, ids=str)
 @pytest.mark.parametrize("text", ["int8", "int4-g32-asym"])
 def test_non_contiguous_weights_quantize_as_their_copies(text: str, dtype: torch.dtype) -> None:
-    scheme = QuantScheme.parse(text)
+    scheme = any_scheme(text)
     weight = _weight(64, 6).to(dtype).t()
     _require_equal(quantize_rtn(weight, scheme, dtype), quantize_rtn(weight.contiguous(), scheme, dtype))
 
@@ -295,7 +296,7 @@ CONTRADICTIONS: dict[str, tuple[Tensor, Tensor, Tensor | None, str]] = {
 def test_tensors_that_contradict_the_scheme_are_refused(case: str) -> None:
     codes, scale, zero, text = CONTRADICTIONS[case]
     with pytest.raises(ValueError, match=r"must be|goes with"):
-        QuantTensor(codes, scale, zero, QuantScheme.parse(text))
+        QuantTensor(codes, scale, zero, any_scheme(text))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float64], ids=str)
@@ -306,7 +307,7 @@ def test_scales_of_other_dtypes_are_refused(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("text", ["int8", "int4-g32", "int4-g32-asym"])
 def test_rows_equal_a_slice_and_share_memory(text: str) -> None:
-    quantized = quantize_rtn(_weight(6, 64), QuantScheme.parse(text), torch.float32)
+    quantized = quantize_rtn(_weight(6, 64), any_scheme(text), torch.float32)
     part = quantized.rows(2, 5)
     assert part.shape == (3, 64)
     assert torch.equal(part.dequantize(), quantized.dequantize()[2:5])
@@ -322,7 +323,7 @@ def test_rows_equal_a_slice_and_share_memory(text: str) -> None:
 )
 def test_relative_error_equals_a_direct_computation(text: str, seed: int, power: int, dtype: torch.dtype) -> None:
     weight = (_weight(4, 128, seed) * 10.0**power).to(dtype)
-    quantized = quantize_rtn(weight, QuantScheme.parse(text), torch.float32)
+    quantized = quantize_rtn(weight, any_scheme(text), torch.float32)
     exact = weight.double()
     expected = float(((_dequantized(quantized) - exact).norm() / exact.norm()).item())
     assert expected > 0

@@ -71,6 +71,31 @@ def test_models_are_held_against_a_reference_by_the_definitions(pair: tuple[Any,
     assert other.perplexity == pytest.approx(_loss(q, tokens).mean().exp().item(), rel=1e-4)
 
 
+def test_errors_are_those_of_the_tokens_beside_each_other(pair: tuple[Any, Any, Path, Path]) -> None:
+    """Held against the jackknife over the stretches, which leaves each out in turn."""
+    first, second, a, b = pair
+    tokens = oracle.random_tokens(40, batch=25)
+    p, q = oracle.logits(first, tokens), oracle.logits(second, tokens)
+    found = compare(open_checkpoint(a), [open_checkpoint(b)], tokens)[0]
+
+    def jackknife(values: torch.Tensor, *, exp: bool) -> float:
+        parts = list(values.flatten().double().tensor_split(20))
+        means = torch.stack([torch.cat([*parts[:i], *parts[i + 1 :]]).mean() for i in range(20)])
+        return (means.exp() if exp else means).std().item() * 19 / math.sqrt(20)
+
+    apart = torch.nn.functional.kl_div(q.log_softmax(-1), p.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+    assert found.divergence.kl_error == pytest.approx(jackknife(apart, exp=False), rel=1e-3)
+    agreed = (p.argmax(-1) == q.argmax(-1)).float()
+    assert found.divergence.top1_error == pytest.approx(jackknife(agreed, exp=False), rel=1e-3)
+    losses = [_loss(logits, tokens) for logits in (p, q)]
+    assert found.reference_perplexity_error == pytest.approx(jackknife(losses[0], exp=True), rel=0.05)
+    assert found.perplexity_error == pytest.approx(jackknife(losses[1], exp=True), rel=0.05)
+    ratio = jackknife(losses[1] - losses[0], exp=True)
+    assert found.ratio_error == pytest.approx(ratio, rel=0.05)
+    (alone,) = measures.perplexity_estimates(open_checkpoint(b), [tokens])
+    assert (alone.value, alone.error) == pytest.approx((found.perplexity, found.perplexity_error), rel=1e-5)
+
+
 def test_no_more_hidden_states_are_held_than_the_budget_allows(
     pair: tuple[Any, Any, Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from safetensors.torch import load_file, save_file
+from schemes import any_scheme
 from torch import Tensor
 
 import quantkit
@@ -23,7 +24,6 @@ from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
 from quantkit.tensors.recipe import Override, Recipe
-from quantkit.tensors.scheme import QuantScheme
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -44,8 +44,8 @@ def _source(folder: Path, case: str = "llama", dtype: torch.dtype = torch.float3
 
 
 def _recipe(default: str, *overrides: tuple[str, str | None]) -> Recipe:
-    parsed = (Override(p, None if s is None else QuantScheme.parse(s)) for p, s in overrides)
-    return Recipe(QuantScheme.parse(default), tuple(parsed))
+    parsed = (Override(p, None if s is None else any_scheme(s)) for p, s in overrides)
+    return Recipe(any_scheme(default), tuple(parsed))
 
 
 def _ours(folder: Path, tokens: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def test_mixed_schemes_kept_layers_and_a_quantized_head_load_in_transformers(tmp
 
 def test_rows_that_no_group_divides_fall_back_to_int8_and_load_in_transformers(tmp_path: Path) -> None:
     source = _source(tmp_path / "float", intermediate_size=80, eos_token_id=None)
-    notes = quantkit.quantize(source, tmp_path / "out", "int4-g32")
+    notes = quantkit.quantize(source, tmp_path / "out", "int4-g32").notes
     assert any("int4-g32 does not divide the rows of 2 layers, model.layers.0.mlp.down_proj first" in n for n in notes)
     _require_parity(tmp_path / "out", source)
     tensors = _manifest(tmp_path / "out")["modules"]
@@ -152,13 +152,25 @@ def test_compressed_tensors_decompresses_to_our_values(scheme: str, dtype: torch
         tmp_path / "float", dtype=dtype, num_hidden_layers=1, num_attention_heads=3, num_key_value_heads=1, head_dim=10,
         hidden_size=96,
     )  # fmt: skip
-    quantkit.quantize(source, tmp_path / "out", scheme, accept_quality_loss=True)
+    quantkit.quantize(source, tmp_path / "out", any_scheme(scheme), accept_quality_loss=True)
     for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj", "mlp.down_proj"):
         module = f"model.layers.0.{name}"
         ours = _module(tmp_path / "out", module)
         assert ours.scale.dtype == dtype
         assert (ours.zero is None) == ("asym" not in scheme)
         assert torch.equal(_decompressed(tmp_path / "out", module), ours.dequantize())
+
+
+@pytest.mark.parametrize("scheme", [None, 4, {"default": "int8"}])
+def test_what_is_no_scheme_is_told_with_those_that_are(scheme: Any, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="give a scheme: int8, int4-g32, int4-g64 or int4-g128, or a Recipe"):
+        quantkit.quantize(_source(tmp_path / "float"), tmp_path / "out", scheme)
+
+
+def test_one_pattern_of_layers_to_keep_needs_no_list(tmp_path: Path) -> None:
+    quantkit.quantize(_source(tmp_path / "float"), tmp_path / "out", "int8", keep="*.0.*")
+    modules = _manifest(tmp_path / "out")["modules"]
+    assert all((".0." in name or name == "lm_head") == (facts["scheme"] is None) for name, facts in modules.items())
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32", "int4-g32-asym"])
@@ -169,7 +181,7 @@ def test_what_is_read_back_is_what_round_to_nearest_gave(scheme: str, tmp_path: 
     for layer in range(LAYERS):
         for name in ("self_attn.q_proj", "mlp.down_proj"):
             weight = floats[f"model.layers.{layer}.{name}.weight"]
-            expected = quantize_rtn(weight, QuantScheme.parse(scheme), torch.bfloat16)
+            expected = quantize_rtn(weight, any_scheme(scheme), torch.bfloat16)
             found = _module(tmp_path / "out", f"model.layers.{layer}.{name}")
             assert torch.equal(found.codes, expected.codes)
             assert torch.equal(found.scale, expected.scale)
@@ -200,10 +212,56 @@ def test_compressed_tensors_parses_the_quantization_config(tmp_path: Path) -> No
         assert group.weights is not None
         found[tuple(group.targets)[:1]] = (group.weights.num_bits, group.weights.strategy, group.weights.group_size)
     assert found == {
-        ("Linear",): (8, "channel", None),
+        ("model.layers.1.self_attn.q_proj",): (8, "channel", None),
         ("model.layers.0.self_attn.q_proj",): (4, "group", 32),
         ("model.layers.0.self_attn.v_proj",): (8, "group", 32),
     }
+
+
+SPELLED = {
+    "one scheme": _recipe("int4-g32"),
+    "a row that no group divides": _recipe("int4-g128"),
+    "a head of the same scheme": _recipe("int8", ("lm_head", "int8")),
+    "mixed": MIXED,
+    "queries, keys and values apart": _recipe("int4-g32", ("*.[qkv]_proj", "int8")),
+}
+
+
+@pytest.mark.parametrize("case", SPELLED)
+def test_transformers_has_no_complaint_about_the_config(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """compressed-tensors warns of each target that comes behind another for the same module."""
+    source = _source(tmp_path / "float", eos_token_id=None)
+    quantkit.quantize(source, tmp_path / "out", SPELLED[case], accept_quality_loss=True)
+    _require_parity(tmp_path / "out", source)
+    assert caplog.messages == []
+    assert "match" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("case", SPELLED)
+def test_runtimes_that_fuse_linears_find_the_scheme_of_their_parts(case: str, tmp_path: Path) -> None:
+    """Older vLLM and SGLang look for a linear's name among the targets, then for one that is part of its class's name,
+    then for the names of those that it is fused from; an output head is no linear to them."""
+    quantkit.quantize(_source(tmp_path / "float"), tmp_path / "out", SPELLED[case], accept_quality_loss=True)
+    groups = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"].values()
+    bits = {target: group["weights"]["num_bits"] for group in groups for target in group["targets"]}
+
+    def found(name: str, kind: str, parts: list[str]) -> int | None:
+        of_class = [target for target in bits if target.lower() in kind.lower()]
+        return bits.get(name) or next(map(bits.get, of_class), None) or next(map(bits.get, parts), None)
+
+    checkpoint = open_checkpoint(tmp_path / "out")
+    fused = {"self_attn.qkv_proj": "q_proj", "self_attn.o_proj": "o_proj", "mlp.down_proj": "down_proj"}
+    for layer in range(LAYERS):
+        for name, part in fused.items():
+            whole = f"model.layers.{layer}.{name}"
+            first = f"{whole.rsplit('.', 1)[0]}.{part}"
+            scheme = checkpoint.info(f"{first}.weight").scheme
+            assert scheme is not None
+            assert found(whole, "QKVParallelLinear", [first]) == scheme.bits
+    head = checkpoint.info("lm_head.weight").scheme
+    assert found("lm_head", "ParallelLMHead", []) == (None if head is None else head.bits)
 
 
 def _foreign(folder: Path, groups: dict[str, Any], ignore: list[str], **weights: Any) -> dict[str, Tensor]:
@@ -362,6 +420,30 @@ def test_quantizing_leaves_the_source_as_it_is(tmp_path: Path) -> None:
     quantkit.quantize(source, tmp_path / "out", "int4-g32")
     assert _contents(source) == before
     assert {path.name for path in tmp_path.iterdir()} == {"float", "out"}
+
+
+def test_the_manifest_tells_the_hashes_of_the_sources_tokenizer(demo_model: Path, tmp_path: Path) -> None:
+    """Of Meta's file, and of each that a Hugging Face folder has."""
+    quantkit.convert(demo_model, tmp_path / "hf")
+    quantkit.quantize(tmp_path / "hf", tmp_path / "int8", "int8")
+    for source, made in ((demo_model, "hf"), (tmp_path / "hf", "int8")):
+        told = _manifest(tmp_path / made)["source"]["sha256"]
+        read = {path.name for path in source.iterdir() if path.name.startswith("tokenizer")}
+        assert read <= set(told)
+        assert all(told[name] == hashlib.sha256((source / name).read_bytes()).hexdigest() for name in told)
+    assert read == {"tokenizer.json", "tokenizer.model", "tokenizer_config.json"}
+
+
+def test_a_tokenizer_that_changes_during_the_job_is_an_error(demo_model: Path, tmp_path: Path) -> None:
+    source = oracle.copy(demo_model, tmp_path / "m")
+    original = (source / "tokenizer.model").read_bytes()
+
+    def change(*_: object) -> None:
+        (source / "tokenizer.model").write_bytes(original + b"\n")
+
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model: the source changed while it was read"):
+        quantkit.convert(source, tmp_path / "out", source_check=False, progress=change)
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_manifest_tells_hashes_schemes_and_errors(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from quantkit.data.files import EXCERPT
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.container import Output
-from quantkit.formats.containers.hf import SafetensorsEncoder
+from quantkit.formats.containers.hf_encoder import SafetensorsEncoder
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.output.writer import CheckpointWriter, Written
 from quantkit.formats.registry import HF

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from schemes import any_scheme
 
 from quantkit.errors import RequestError
 from quantkit.tensors.recipe import Override, Recipe
@@ -23,8 +24,8 @@ COLUMNS = {
 
 
 def _recipe(default: str, *overrides: tuple[str, str | None]) -> Recipe:
-    parsed = (Override(p, None if s is None else QuantScheme.parse(s)) for p, s in overrides)
-    return Recipe(QuantScheme.parse(default), tuple(parsed))
+    parsed = (Override(p, None if s is None else any_scheme(s)) for p, s in overrides)
+    return Recipe(any_scheme(default), tuple(parsed))
 
 
 def test_the_head_keeps_its_floats_unless_named() -> None:

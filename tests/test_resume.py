@@ -19,9 +19,9 @@ from typing import Any
 
 import forked
 import pytest
+from command import Capture, run, without_progress
 
 import quantkit
-from quantkit.cli.main import main
 from quantkit.data.files import EXCERPT
 from quantkit.errors import CheckpointError, DestinationError, ResumeError
 from quantkit.formats.output import sink, writer
@@ -281,37 +281,41 @@ def test_a_failed_write_is_not_taken_for_a_finished_one(tmp_path: Path) -> None:
         files.close()
 
 
-def test_ctrl_c_ends_with_130_and_can_be_resumed(demo_model: Path, tmp_path: Path) -> None:
+SLOW = (
+    "import sys, time\n"
+    "from quantkit.cli.entry import main\n"
+    "from quantkit.formats.output import sink, writer\n"
+    "from quantkit.jobs import convert\n"
+    "writer._CHECKPOINT_BYTES = 50_000\n"
+    "convert.SHARD_BYTES = 300_000\n"
+    "append, steps = sink.Sink.append, iter([0.1] * 8)\n"
+    "def slowly(self, name, data):\n"
+    "    time.sleep(next(steps, 60))\n"  # it must not be done before the signal comes
+    "    append(self, name, data)\n"
+    "sink.Sink.append = slowly\n"
+    "main()\n"
+)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"])
+def test_an_interrupted_command_says_what_is_kept_and_can_be_resumed(
+    number: signal.Signals, code: int, demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
     whole, dst = tmp_path / "whole", tmp_path / "out"
     quantkit.convert(demo_model, whole)
-    slow = (
-        "import sys, time\n"
-        "from quantkit.cli.main import main\n"
-        "from quantkit.formats.output import sink, writer\n"
-        "from quantkit.jobs import convert\n"
-        "writer._CHECKPOINT_BYTES = 50_000\n"
-        "convert.SHARD_BYTES = 300_000\n"
-        "append, steps = sink.Sink.append, iter([0.1] * 8)\n"
-        "def slowly(self, name, data):\n"
-        "    time.sleep(next(steps, 60))\n"  # it must not be done before the signal comes
-        "    append(self, name, data)\n"
-        "sink.Sink.append = slowly\n"
-        "main(sys.argv[1:])\n"
-    )
     child = subprocess.Popen(
-        [sys.executable, "-c", slow, "convert", str(demo_model), str(dst)],
+        [sys.executable, "-c", SLOW, "convert", str(demo_model), str(dst)],
         stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     while child.poll() is None and not list(_partial(dst).glob("*.safetensors")):
         time.sleep(0.02)
     time.sleep(0.3)
-    child.send_signal(signal.SIGINT)
+    child.send_signal(number)
     out, err = child.communicate(timeout=300)
-    assert (child.returncode, out, err) == (130, "", "\nquantkit: interrupted\n")
+    assert (child.returncode, out) == (code, "")
+    assert without_progress(err) == f"quantkit: interrupted; {_partial(dst)} is kept: add --resume\n"
     assert not dst.exists()
-    with pytest.raises(SystemExit) as exit_:
-        main(["convert", str(demo_model), str(dst), "--resume"])
-    assert exit_.value.code == 0
+    assert run(capfd, "convert", demo_model, dst, "--resume") == (0, f"wrote {dst}\n", "")
     assert _contents(dst) == _contents(whole)
 
 

@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schemes import any_scheme
 
 from quantkit.errors import RequestError
-from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.scheme import SCHEMES, SPELLINGS, QuantScheme
 
 
 @settings(deadline=None, derandomize=True)
 @given(
     st.builds(QuantScheme, st.sampled_from([4, 8]), st.none() | st.integers(1, 99).map(lambda n: 8 * n), st.booleans())
 )
-def test_parsing_undoes_spelling(scheme: QuantScheme) -> None:
-    assert QuantScheme.parse(str(scheme)) == scheme
+def test_what_is_offered_is_read_by_its_name_and_nothing_else(scheme: QuantScheme) -> None:
+    assert any_scheme(str(scheme)) == scheme
+    if scheme in SCHEMES.values():
+        assert QuantScheme.parse(str(scheme)) == scheme
+    else:
+        with pytest.raises(RequestError, match=r"int4-g128"):
+            QuantScheme.parse(str(scheme))
+
+
+def test_the_schemes_offered_are_those_of_the_documents() -> None:
+    assert " ".join(SCHEMES) == "int8 int4-g32 int4-g64 int4-g128 int4-g32-asym int4-g64-asym int4-g128-asym"
+    assert set(re.split(", | or ", SPELLINGS)) == {name for name in SCHEMES if "asym" not in name}
+    root = Path(__file__).parent.parent
+    spelled = re.compile(r"\bint[48](?:-g\d+)?(?:-asym)?\b(?!-|\.partial)")
+    for page in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
+        for line in page.read_text().splitlines():
+            if asked := re.search(r"--scheme (\S+)", line):
+                assert set(spelled.findall(asked[1].replace("[-asym]", ""))) <= set(SCHEMES), (page, line)
+
+
+@pytest.mark.parametrize(("text", "hint"), [("int4", "int4-g128"), ("INT4-asym ", "int4-g128-asym")])
+def test_int4_per_row_is_told_to_take_groups(text: str, hint: str) -> None:
+    with pytest.raises(RequestError, match=rf"needs a group size: {hint}$"):
+        QuantScheme.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -24,7 +50,6 @@ def test_parsing_undoes_spelling(scheme: QuantScheme) -> None:
         ("int8", QuantScheme(8, None)),
         ("int4-g128", QuantScheme(4, 128)),
         ("int4-g64-asym", QuantScheme(4, 64, symmetric=False)),
-        ("int8-g32", QuantScheme(8, 32)),
         (" INT4-G32\n", QuantScheme(4, 32)),
     ],
 )
@@ -34,7 +59,8 @@ def test_schemes_are_read(text: str, expected: QuantScheme) -> None:
 
 
 BAD = ["", "int", "int2", "int16", "int4-", "int4-g", "int4g128", "int4-128", "g128", "int4-g-8", "int4-asym-g32",
-       "int4-g32-sym", "int4-g32 asym", "fp8", "int4-g1e2", "w4a16", "int8 int4"]  # fmt: skip
+       "int4-g32-sym", "int4-g32 asym", "fp8", "int4-g1e2", "w4a16", "int8 int4", "int8-asym", "int8-g128", "int4-g16",
+       "int4-g256"]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", BAD)
@@ -44,10 +70,10 @@ def test_bad_spellings_are_refused_with_the_good_ones(text: str) -> None:
     assert repr(text) in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["int4-g0", "int4-g12", "int8-g1", "int4-g100"])
-def test_group_sizes_that_are_no_multiple_of_eight_are_refused(text: str) -> None:
+@pytest.mark.parametrize("size", [-8, 0, 12, 1, 100])
+def test_group_sizes_that_are_no_multiple_of_eight_are_refused(size: int) -> None:
     with pytest.raises(RequestError, match="expected a positive multiple of 8"):
-        QuantScheme.parse(text)
+        QuantScheme(4, size)
 
 
 @pytest.mark.parametrize("bits", [0, 2, 3, 16])
@@ -77,7 +103,7 @@ def test_other_bits_are_refused(bits: int) -> None:
     ],
 )
 def test_the_policy_for_rows_that_do_not_fit(asked: str, columns: int, used: str) -> None:
-    fitted = QuantScheme.parse(asked).fitted(columns)
+    fitted = any_scheme(asked).fitted(columns)
     assert str(fitted) == used
     assert fitted.groups(columns) * (fitted.group_size or columns) == columns
 
@@ -85,6 +111,6 @@ def test_the_policy_for_rows_that_do_not_fit(asked: str, columns: int, used: str
 @settings(deadline=None, derandomize=True)
 @given(st.sampled_from(["int4-g32", "int4-g128", "int4-g64-asym", "int8-g32"]), st.integers(1, 5000))
 def test_a_fitted_scheme_fits_and_stays(text: str, columns: int) -> None:
-    fitted = QuantScheme.parse(text).fitted(columns)
+    fitted = any_scheme(text).fitted(columns)
     assert fitted.groups(columns) >= 1
     assert fitted.fitted(columns) == fitted

@@ -19,7 +19,6 @@ import quantkit
 from quantkit.data.files import excerpt
 from quantkit.errors import CheckpointError, NonFiniteError
 from quantkit.formats.detect import open_checkpoint
-from quantkit.jobs.estimate import estimate_convert, estimate_quantize
 from quantkit.quality import source_check
 from quantkit.quality.source_check import SourceCheck, check_source
 from quantkit.text.tokenizer import load_tokenizer
@@ -115,17 +114,17 @@ def test_the_figures_are_those_of_transformers(sound: Path) -> None:
 def test_a_source_that_predicts_poorly_gets_a_note(
     sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not any("poorly" in note for note in quantkit.convert(sound, tmp_path / "one"))
+    assert not any("poorly" in note for note in quantkit.convert(sound, tmp_path / "one").notes)
     monkeypatch.setattr(source_check, "NOTED_BITS_PER_BYTE", 1.0)
-    assert any("bits a byte" in note for note in quantkit.convert(sound, tmp_path / "two"))
-    assert any("bits a byte" in note for note in quantkit.quantize(sound, tmp_path / "three", "int8"))
+    assert any("bits a byte" in note for note in quantkit.convert(sound, tmp_path / "two").notes)
+    assert any("bits a byte" in note for note in quantkit.quantize(sound, tmp_path / "three", "int8").notes)
 
 
 def test_a_source_without_tokenizer_cannot_be_tried(tmp_path: Path) -> None:
     source = oracle.save(oracle.make("llama"), tmp_path / "m")
     quantkit.convert(source, tmp_path / "out")
     assert "no tokenizer" in json.loads((tmp_path / "out" / "quantkit.json").read_text())["source_check"]
-    assert estimate_convert(source, tmp_path / "other").source_check_tokens == 0
+    assert quantkit.plan.convert(source, tmp_path / "other").source_check_tokens == 0
 
 
 def test_a_quantized_source_is_tried_too(sound: Path, tmp_path: Path) -> None:
@@ -152,9 +151,10 @@ def test_what_is_not_finite_is_named(sound: Path, tmp_path: Path) -> None:
 
 def test_plan_tells_of_the_check(sound: Path, tmp_path: Path) -> None:
     asked: dict[str, Any] = {"source_check": False}
+    plan, out = quantkit.plan, tmp_path / "o"
     for forecast, without in (
-        (estimate_convert(sound, tmp_path / "o"), estimate_convert(sound, tmp_path / "o", **asked)),
-        (estimate_quantize(sound, tmp_path / "o", "int8"), estimate_quantize(sound, tmp_path / "o", "int8", **asked)),
+        (plan.convert(sound, out), plan.convert(sound, out, **asked)),
+        (plan.quantize(sound, out, "int8"), plan.quantize(sound, out, "int8", **asked)),
     ):
         assert forecast.source_check_tokens == 256
         assert any("256 tokens of a text" in line for line in forecast.lines())

@@ -36,6 +36,6 @@ def test_the_library_speaks_no_command_line() -> None:
         if "cli" not in path.relative_to(root).parts
         and spelled.search(line)
         and not line.strip().startswith("#")
-        and "``" not in line
+        and not re.search("``|hf download", line)
     ]
     assert found == []

@@ -153,7 +153,7 @@ def test_configs_differ_by_their_layers(tmp_path: Path) -> None:
     gemma, _ = _saved("gemma2", tmp_path)
     assert gemma.differences(gemma) == []
     llama, _ = _saved("llama", tmp_path / "llama")
-    assert "window of layer 0: 4096 against None" in gemma.differences(llama)
+    assert "window 4096 against none in layer 0 and 1 more" in gemma.differences(llama)
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,12 @@ from pathlib import Path
 import oracle
 import pytest
 import torch
+from command import Capture, run
 from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit.errors import CheckpointError
-from quantkit.quality.manifest_check import verify_files
+from quantkit.formats import manifest
 from quantkit.quality.verify import Verdict, verify
 
 
@@ -105,17 +106,89 @@ def test_a_tied_head_equals_one_stored_apart(tmp_path: Path) -> None:
 
 def test_files_are_held_against_the_manifest(demo_model: Path, tmp_path: Path) -> None:
     quantkit.quantize(demo_model, tmp_path / "q", "int8")
-    assert f"all {len(list((tmp_path / 'q').iterdir())) - 1} files" in verify_files(tmp_path / "q")[0]
+    assert f"all {len(list((tmp_path / 'q').iterdir())) - 1} files" in verify(tmp_path / "q").lines()[0]
     with (tmp_path / "q" / "model.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         last = file.read(1)
         file.seek(-1, 2)
         file.write(bytes([last[0] ^ 1]))
     with pytest.raises(CheckpointError, match=r"model\.safetensors: the file is not what quantkit wrote"):
-        verify_files(tmp_path / "q")
+        verify(tmp_path / "q")
     (tmp_path / "q" / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="missing"):
-        verify_files(tmp_path / "q")
+        verify(tmp_path / "q")
+
+
+@pytest.mark.parametrize("change", ["edited", "removed"])
+def test_a_model_card_may_be_edited_and_nothing_else(
+    change: str, demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    folder = tmp_path / "q"
+    quantkit.quantize(demo_model, folder, "int8")
+    report = verify(folder)
+    assert (report.same, report.ok, report.edited) == (True, True, {})
+    if change == "edited":
+        (folder / "README.md").write_text("# Mine\n")
+    else:
+        (folder / "README.md").unlink()
+    report = verify(folder)
+    assert (report.same, report.ok) == (False, True)
+    words = {"edited": "README.md: edited since (not checked)", "removed": "README.md: removed since"}[change]
+    files = len(report.manifest["files"])
+    assert report.lines()[:2] == [f"{folder}: {files - 1} of {files} files are as quantkit wrote them", words]
+    code, out, _ = run(capfd, "verify", folder)
+    assert (code, out.splitlines()) == (0, report.lines())
+    listed = {**report.manifest["files"], "LICENSE": manifest.file_sha256(folder / "config.json")}
+    oracle.edit_json(folder / "quantkit.json", files=listed)
+    with pytest.raises(CheckpointError, match="missing"):
+        verify(folder)
+    (folder / "LICENSE").write_text("mine")
+    with pytest.raises(CheckpointError, match="LICENSE: the file is not what quantkit wrote"):
+        verify(folder)
+
+
+def test_a_report_is_neither_true_nor_false(source: Path, tmp_path: Path) -> None:
+    quantkit.convert(source, tmp_path / "same")
+    alone, pair = quantkit.verify(tmp_path / "same"), quantkit.verify(source, tmp_path / "same")
+    assert (alone.same, alone.ok, pair.same, pair.ok) == (True, True, True, True)
+    for report in (alone, pair):
+        with pytest.raises(TypeError, match=r"Report is neither true nor false: ask `report\.same` or `report\.ok`"):
+            assert report
+        assert json.loads(json.dumps(report.to_json()))["same"] is True
+    quantkit.convert(source, tmp_path / "rounded", dtype="bf16")
+    rounded = verify(source, tmp_path / "rounded")
+    assert (rounded.same, rounded.ok) == (False, True)
+    broken = verify(source, _changed(source, tmp_path / "broken", "model.norm.weight", 1.0))
+    assert (broken.same, broken.ok, broken.to_json()["ok"]) == (False, False, False)
+
+
+def test_models_of_two_configs_are_not_compared_tensor_by_tensor(source: Path, tmp_path: Path, capfd: Capture) -> None:
+    other = oracle.save(oracle.make("qwen2", num_hidden_layers=2, hidden_size=128), tmp_path / "other")
+    code, out, _ = run(capfd, "verify", source, other)
+    assert code == 11
+    assert "problem: the configs differ: hidden_size 64 against 128\n" in out
+    assert "problem: the configs differ: num_layers 3 against 2\n" in out
+    assert out.endswith("tensors: not compared, the configs differ\nverdict: DIFFERENT\n")
+    assert "None" not in out
+    assert "bit-equal" not in out
+
+
+def test_a_script_may_allow_the_bound(source: Path, tmp_path: Path, capfd: Capture) -> None:
+    quantkit.convert(source, tmp_path / "rounded", dtype="bf16")
+    broken = _changed(source, tmp_path / "broken", "model.norm.weight", 1.0)
+    pairs = {10: tmp_path / "rounded", 0: source, 11: broken}
+    for code, other in pairs.items():
+        assert run(capfd, "verify", source, other)[0] == code
+        assert run(capfd, "verify", source, other, "--allow-bound")[0] == {10: 0}.get(code, code)
+    code, _, err = run(capfd, "verify", source, "--allow-bound")
+    assert code == 2
+    assert "--allow-bound goes with two models" in err
+
+
+def test_a_folder_taken_for_the_path_of_json_is_told(source: Path, capfd: Capture) -> None:
+    code, _, err = run(capfd, "verify", "--json", source, source)
+    assert code == 5
+    assert err == f"quantkit: error: {source}: is a folder; --json takes the path of a file, or - for stdout\n"
 
 
 @pytest.mark.parametrize(
@@ -130,17 +203,17 @@ def test_a_file_with_a_say_that_the_manifest_does_not_list_is_refused(
 ) -> None:
     quantkit.quantize(demo_model, tmp_path / "q", "int8")
     (tmp_path / "q" / "notes.txt").write_text("mine")
-    verify_files(tmp_path / "q")
+    verify(tmp_path / "q")
     (tmp_path / "q" / name).write_bytes(b"{}")
     with pytest.raises(CheckpointError, match=f"{name}: the manifest does not list this file"):
-        verify_files(tmp_path / "q")
+        verify(tmp_path / "q")
 
 
 def test_a_manifest_that_lists_nothing_is_refused(demo_model: Path, tmp_path: Path) -> None:
     quantkit.quantize(demo_model, tmp_path / "q", "int8")
     oracle.edit_json(tmp_path / "q" / "quantkit.json", files={})
     with pytest.raises(CheckpointError, match="the manifest does not list this file"):
-        verify_files(tmp_path / "q")
+        verify(tmp_path / "q")
 
 
 def test_a_manifest_whose_files_have_no_hashes_is_refused(demo_model: Path, tmp_path: Path) -> None:
@@ -148,7 +221,7 @@ def test_a_manifest_whose_files_have_no_hashes_is_refused(demo_model: Path, tmp_
     for digest in (None, 1, {"a": 1}):
         oracle.edit_json(tmp_path / "q" / "quantkit.json", files={"README.md": digest})
         with pytest.raises(CheckpointError, match="is not a quantkit manifest"):
-            verify_files(tmp_path / "q")
+            verify(tmp_path / "q")
 
 
 def test_inspect_counts_what_is_there(source: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schemes import any_scheme
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton_quick import quicken
@@ -50,7 +51,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(
 
 def _random(text: str, rows: int, columns: int, scale_dtype: torch.dtype = torch.float16) -> QuantTensor:
     """Codes over the whole range, scales of many sizes, any zero points."""
-    scheme = QuantScheme.parse(text)
+    scheme = any_scheme(text)
     shape = rows, scheme.groups(columns)
     zero = None if scheme.symmetric else torch.randint(0, scheme.levels, shape, dtype=torch.uint8)
     codes = torch.randint(0, scheme.levels, (rows, columns), dtype=torch.uint8)
@@ -85,7 +86,7 @@ def _require_right(found: Tensor, x: Tensor, weight: QuantTensor, bias: Tensor |
 @pytest.mark.parametrize("text", SCHEMES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_path_is_right_for_awkward_shapes(text: str, dtype: torch.dtype) -> None:
-    group = QuantScheme.parse(text).group_size
+    group = any_scheme(text).group_size
     for number, (tokens, config) in enumerate(CONFIGS):
         columns = (1, 300, 129, 513, 256)[number] if group is None else 128 * (0, 2, 1, 4, 2)[number] + group
         weight = _random(text, (19, 1, 17, 40, 17)[number], columns)
@@ -106,7 +107,7 @@ def test_drawn_shapes_are_right(
     path: str, units: int, split: int, seed: int,
 ) -> None:  # fmt: skip
     torch.manual_seed(seed)
-    group = QuantScheme.parse(text).group_size
+    group = any_scheme(text).group_size
     weight = _random(text, rows, groups * 32 + ragged if group is None else groups * group, scale_dtype)
     tokens = min(tokens, 8) if path == "gemv" else tokens
     config = TileConfig(path, 8 if path == "gemv" else 16, 64, units, 1 if path == "matmul" else split)
@@ -238,7 +239,7 @@ def test_a_kernel_that_multiplies_wrongly_is_found_out_at_load(
     monkeypatch.setattr(module, "wrap_triton", lambda kernel: Misled() if kernel is wrong else wrap(kernel))
     self_test.cache_clear()
     with pytest.raises(UnsupportedError, match=r"triton: its products of \d+ tokens are wrong on this machine$"):
-        select_backend(QuantScheme.parse(text), DEVICE, torch.bfloat16, torch.bfloat16, "triton")
+        select_backend(any_scheme(text), DEVICE, torch.bfloat16, torch.bfloat16, "triton")
     self_test.cache_clear()
 
 
@@ -267,7 +268,7 @@ def test_every_dtype_of_scales_is_tried_at_load(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("text", ["int8-asym", "int4", "int4-g96", "int4-g256", "int8-g32"])
 def test_other_schemes_are_refused(text: str) -> None:
     with pytest.raises(UnsupportedError, match="serves int8 per row, and int4 in groups of 32, 64 or 128"):
-        select_backend(QuantScheme.parse(text), DEVICE, torch.bfloat16, torch.bfloat16, "triton")
+        select_backend(any_scheme(text), DEVICE, torch.bfloat16, torch.bfloat16, "triton")
 
 
 def test_other_activations_are_refused() -> None:

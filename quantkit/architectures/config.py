@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 
 from quantkit.architectures.rope import RopeConfig
@@ -145,18 +146,53 @@ class ModelConfig:
         return replace(self, dtype=dtype)
 
     def differences(self, other: ModelConfig) -> list[str]:
-        """What differs between two models' arithmetic, float type left aside."""
+        """What differs between two models' arithmetic, float type left aside, each in a few words for people:
+        ``hidden_size 128 against 256``."""
         skipped = {"dtype", "bos_token_id", "eos_token_ids", "layers"}
-        found = [
-            f"{key}: {getattr(self, key)} against {getattr(other, key)}"
-            for key in self.__dataclass_fields__
-            if key not in skipped and getattr(self, key) != getattr(other, key)
-        ]
+        found = _differences(self, other, skipped)
         if self.num_layers != other.num_layers:
-            return [*found, f"num_layers: {self.num_layers} against {other.num_layers}"]
-        for index, (own, theirs) in enumerate(zip(self.layers, other.layers, strict=True)):
-            if own != theirs:
-                keys = [field.name for field in fields(LayerConfig)]
-                key = next(key for key in keys if getattr(own, key) != getattr(theirs, key))
-                return [*found, f"{key} of layer {index}: {getattr(own, key)} against {getattr(theirs, key)}"]
-        return found
+            return [*found, f"num_layers {self.num_layers} against {other.num_layers}"]
+        return found + _layer_differences(self.layers, other.layers)
+
+
+_Part = ModelConfig | RopeConfig | ExpertsConfig | LatentAttentionConfig
+
+
+def _differences(own: _Part, other: _Part, skipped: Collection[str] = (), inside: str = "") -> list[str]:
+    """What differs between two configs, or parts of them, field by field."""
+    found = []
+    for field in fields(own):
+        if field.name in skipped:
+            continue
+        first, second = getattr(own, field.name), getattr(other, field.name)
+        if isinstance(first, _Part) and isinstance(second, _Part):
+            found += _differences(first, second, inside=f"{field.name}.")
+        elif first != second:
+            found.append(f"{inside}{field.name} {_shown(first)} against {_shown(second)}")
+    return found
+
+
+def _layer_differences(own: tuple[LayerConfig, ...], others: tuple[LayerConfig, ...]) -> list[str]:
+    """What differs between layers: one line for each field, with the first layer that differs in it."""
+    found = []
+    for field in fields(LayerConfig):
+        pairs = [(getattr(a, field.name), getattr(b, field.name)) for a, b in zip(own, others, strict=True)]
+        places = [index for index, (first, second) in enumerate(pairs) if first != second]
+        if places:
+            first, second = map(_shown, pairs[places[0]])
+            more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+            found.append(f"{field.name} {first} against {second} in layer {places[0]}{more}")
+    return found
+
+
+def _shown(value: object) -> str:
+    """A value of a config, in a word or two where it can be."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return str(int(value)) if value.is_integer() and abs(value) < MAX_CONTEXT else repr(value)
+    if isinstance(value, _Part):
+        return ", ".join(f"{field.name} {_shown(getattr(value, field.name))}" for field in fields(value))
+    return str(value)

@@ -19,10 +19,11 @@ from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.calibration.streams import Streams
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import NonFiniteError
-from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint
+from quantkit.formats.checkpoint import Checkpoint
 from quantkit.memory import give_back
 from quantkit.model.decoder import Block
 from quantkit.model.load import BLOCK_PREFIX, fill, meta_init
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
@@ -49,7 +50,7 @@ class BlockQuantizer:
         self._schemes = schemes
         self._device = device
         self._group = group
-        self._solver = GroupSolver(schemes, FLOAT_DTYPES[source.config.dtype], effort.damping, group)
+        self._solver = GroupSolver(schemes, DType(source.config.dtype).torch, effort.damping, group)
         embedding = source.load("model.embed_tokens.weight")
         assert isinstance(embedding, Tensor)
         own = tokens[group.share(len(tokens))]

@@ -17,10 +17,11 @@ from quantkit.calibration.effort import Effort
 from quantkit.calibration.group_solver import Result
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import NonFiniteError
-from quantkit.formats.checkpoint import DTYPE_NAMES, Checkpoint
+from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.output.staging import SCRATCH
 from quantkit.formats.output.writer import Written
 from quantkit.memory import give_back, keep_out_of_heap
+from quantkit.progress import Progress, silent
 from quantkit.tensors.finite import all_finite, checked_cast
 from quantkit.tensors.qtensor import ROUNDING, QuantTensor, quantize_rtn, relative_error
 from quantkit.tensors.scheme import QuantScheme
@@ -92,6 +93,7 @@ class GptqQuantizer:
     def __init__(
         self, source: Checkpoint, calibration: Calibration, schemes: Mapping[str, QuantScheme], *,
         device: torch.device, memory_bytes: int, effort: Effort, allow_nonfinite: bool, group: ProcessGroup,
+        progress: Progress = silent,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -100,6 +102,7 @@ class GptqQuantizer:
             memory_bytes: activations held in memory; more go to disk.
             effort: how much to do about drift.
             group: this process among those that share the work.
+            progress: told of every finished block that the samples pass through.
         """
         self._source = source
         self._calibration = calibration
@@ -109,6 +112,8 @@ class GptqQuantizer:
         self._effort = effort
         self._allow_nonfinite = allow_nonfinite
         self._group = group
+        self._progress = progress
+        self._finished = 0
         self._written: Written | None = None
         self._unsolved = 0
         self._blocks: BlockQuantizer | None = None
@@ -119,6 +124,7 @@ class GptqQuantizer:
         self._written = written = replace(written, count=self._group.agree(written.count))
         open_layers = [block.layer for block in blocks if block.layer is not None and not _finished(block, written)]
         self._unsolved = 1 + max(open_layers, default=-1)
+        self._finished = min(open_layers, default=0)
         scratch = written.folder / f"{SCRATCH}-{self._group.rank}"
         store = ActivationStore(scratch, self._memory_bytes)
         try:
@@ -146,6 +152,8 @@ class GptqQuantizer:
             return {}
         assert self._blocks is not None
         assert self._written is not None
+        if block.layer < self._finished:
+            self._progress("calibrate", block.layer, self._finished, "layers")
         try:
             return self._blocks.next_block(self._written.load if _finished(block, self._written) else None)
         except NonFiniteError:
@@ -164,12 +172,12 @@ def _solved(source: Checkpoint, spec: TensorSpec, result: Result | None, allow_n
     weight = source.load(spec.name)
     assert isinstance(weight, Tensor)
     if spec.scheme is None:
-        return spec.name, checked_cast(weight, spec.dtype, spec.name, source.path, allow_nonfinite), None
+        return spec.name, checked_cast(weight, spec.dtype.torch, spec.name, source.path, allow_nonfinite), None
     checked_cast(weight, weight.dtype, spec.name, source.path, allow_nonfinite=False)
-    quantized, record = result or (quantize_rtn(weight, spec.scheme, spec.dtype), {"solver": ROUNDING})
+    quantized, record = result or (quantize_rtn(weight, spec.scheme, spec.dtype.torch), {"solver": ROUNDING})
     if not all_finite(quantized.scale):
         raise NonFiniteError(
-            f"tensor '{spec.name}' holds values too large for scales in {DTYPE_NAMES[spec.dtype]}",
+            f"tensor '{spec.name}' holds values too large for scales in {spec.dtype}",
             path=source.path, hint="convert the source to another dtype first",
         )  # fmt: skip
     return spec.name, quantized, {**record, "relative_error": float(f"{relative_error(quantized, weight):.4g}")}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import pickle
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -111,6 +112,33 @@ class ProcessGroup:
                         expected=f"{_short(expected)} as in process 0",
                     )  # fmt: skip
 
+    def tell_others(self, value: object) -> None:
+        """Hand the others, from the first process, which this is, what it has made; it does not wait for them."""
+        if self._store is not None:
+            self._store.set(self._next_told(), pickle.dumps(value).hex())
+
+    def told_by_first(self) -> Any:
+        """What the first process hands on, however long it takes.
+
+        Raises:
+            GroupError: if it fails before, or is lost.
+        """
+        assert self._store is not None, "nobody tells a process that is alone"
+        key = self._next_told()
+        try:
+            while not self._store.check([key]):
+                if self._store.check([_ENDED]):
+                    raise GroupError("the first process failed", hint="its own message tells why")
+                time.sleep(_POLL_SECONDS)  # a wait in the store would be deaf to Ctrl-C
+            return pickle.loads(bytes.fromhex(self._store.get(key).decode()))
+        except RuntimeError as error:
+            raise _lost() from error
+
+    def _next_told(self) -> str:
+        """The key of what is told next; each process counts by itself."""
+        assert self._store is not None
+        return f"told {self._store.add(f'told in {self.rank}', 1)}"
+
     def is_first_to_fail(self) -> bool:
         """Whether no process has asked this before: that one says what went wrong, the others are silent."""
         if self._store is None:
@@ -150,10 +178,22 @@ class ProcessGroup:
         except RuntimeError as error:
             raise _lost() from error
 
-    def let_the_first_speak(self) -> None:
-        """Wait a little for the first process to end: a launcher stops all others once one has failed."""
-        with contextlib.suppress(GroupError):
-            self.wait_for_end(_PATIENCE)
+    def leave(self) -> None:
+        """Say that this process will not be there to be told of the first one's end."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                self._store.add(_HEARD, 1)
+
+    def let_the_first_speak(self) -> int | None:
+        """Wait a little for the first process to end: a launcher stops all others once one has failed.
+
+        Returns:
+            What it exits with, where that is known.
+        """
+        try:
+            return self.wait_for_end(_PATIENCE)
+        except GroupError:
+            return None
 
 
 SINGLE = ProcessGroup()

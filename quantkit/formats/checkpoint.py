@@ -5,22 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.files.source import SourceFile
-from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.dtypes import FLOATS
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
-FLOAT_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-DTYPE_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.tensors.qtensor import QuantTensor
 
 _QUANTIZED_SUFFIXES = {
     "qweight": "GPTQ or AWQ",
@@ -103,7 +102,7 @@ def require_complete(found: Mapping[str, TensorSpec], config: ModelConfig, path:
             raise CheckpointError(
                 f"tensor '{name}' has the wrong shape", path=path, found=list(found[name].shape), expected=list(shape)
             )
-        if found[name].dtype not in DTYPE_NAMES:
+        if found[name].dtype not in FLOATS:
             raise UnsupportedError(
                 f"tensor '{name}' is not stored as floats", path=path, found=found[name].dtype,
                 hint="the source is quantized already in a scheme that its config does not name",

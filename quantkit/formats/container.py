@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.checkpoint import Checkpoint, parameter_count
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.files.tensor_file import StoredTensor
-from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.tensors.qtensor import QuantTensor
 
 Chunk = tuple[str, bytes | memoryview]
 
@@ -175,10 +177,15 @@ class Container(Protocol):
         ...
 
 
+def weight_size(checkpoint: StoredCheckpoint) -> tuple[int, float]:
+    """What a checkpoint's tensors occupy on disk in bytes, and in bits for each of its parameters."""
+    size = sum(checkpoint.stored_bytes(name) for name in checkpoint.names())
+    return size, 8 * size / parameter_count(checkpoint)
+
+
 def tensor_bytes(tensor: Tensor, expected: StoredTensor) -> memoryview:
     """The bytes of a tensor, held to what was planned for it."""
-    if tuple(tensor.shape) != expected.shape or tensor.dtype != expected.dtype:
-        raise ValueError(
-            f"{expected.name}: planned {expected.dtype} {expected.shape}, got {tensor.dtype} {tuple(tensor.shape)}"
-        )
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    dtype, shape = DType.of(tensor.dtype), tuple(tensor.shape)
+    if shape != expected.shape or dtype != expected.dtype:
+        raise ValueError(f"{expected.name}: planned {expected.dtype} {expected.shape}, got {dtype} {shape}")
+    return tensor.contiguous().reshape(-1).view(DType.UINT8.torch).numpy().data

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Literal
 
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
+from quantkit.formats import manifest
 from quantkit.formats.container import Container, StoredCheckpoint
 from quantkit.formats.files.source import SourceFile
+from quantkit.formats.output.staging import require_finished
 from quantkit.formats.registry import CONTAINERS
 
 Found = tuple[str, Container]
@@ -16,7 +19,11 @@ Found = tuple[str, Container]
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
-def open_checkpoint(path: str | Path, weights: str | None = None) -> StoredCheckpoint:
+WeightKind = Literal["meta", "safetensors", "bin"]
+"""A set of weights of a folder that holds several."""
+
+
+def open_checkpoint(path: str | Path, weights: WeightKind | None = None) -> StoredCheckpoint:
     """Open the checkpoint in a folder; headers only.
 
     Where a folder holds several sets of weights, safetensors win over ``.bin``, and a
@@ -27,10 +34,19 @@ def open_checkpoint(path: str | Path, weights: str | None = None) -> StoredCheck
         path: a Meta or Hugging Face folder.
         weights: ``meta``, ``safetensors`` or ``bin`` to pick a set.
 
+    Returns:
+        The checkpoint: its config, and its tensors by canonical names, read when they are asked for.
+
     Raises:
-        CheckpointError: if there is no checkpoint, it is ambiguous, or it is damaged.
+        CheckpointError: if there is no checkpoint, it is ambiguous, damaged or not finished.
         UnsupportedError: if its kind is known and cannot be read.
     """
+    require_finished(Path(path), manifest.NAME)
+    return open_unfinished(path, weights)
+
+
+def open_unfinished(path: str | Path, weights: str | None = None) -> StoredCheckpoint:
+    """`open_checkpoint`, also of a folder that has not got its name yet: for who is writing it."""
     folder = Path(path)
     spelled = {kind: text for container in CONTAINERS.values() for kind, text in container.weights.items()}
     if weights is not None and weights not in spelled:

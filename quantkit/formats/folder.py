@@ -9,6 +9,7 @@ from typing import Any
 
 from quantkit.errors import CheckpointError
 from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.files.source import SourceFile
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
 
 TOKENIZER_FILES = (
@@ -44,6 +45,15 @@ def checked_tokenizer(source: Checkpoint) -> tuple[Tokenizer | None, list[str]]:
 def present(folder: Path, names: tuple[str, ...]) -> dict[str, bytes | Path]:
     """Those of the names that a folder has a file of."""
     return {name: folder / name for name in names if (folder / name).is_file()}
+
+
+def tokenizer_files(folder: Path) -> list[SourceFile]:
+    """The files of a folder that say how it tokenizes, opened.
+
+    Raises:
+        CheckpointError: if one cannot be.
+    """
+    return [SourceFile(folder / name) for name in present(folder, TOKENIZER_FILES)]
 
 
 def json_bytes(value: Mapping[str, Any]) -> bytes:

@@ -23,10 +23,12 @@ from typing import Any
 from quantkit.errors import CheckpointError
 from quantkit.formats.files.source import SourceFile
 from quantkit.json_values import read_json
+from quantkit.progress import Progress, silent
 from quantkit.version import __version__
 
 NAME = "quantkit.json"
 FORMAT_VERSION = 2
+_WAIT_SECONDS = 1.0
 _RENAMED = {"plan": "recipe", "tensors": "modules"}
 """Keys of version 1, and what they are called since."""
 
@@ -37,9 +39,9 @@ def build(
     source_hashes: Mapping[str, str],
     file_hashes: Mapping[str, str],
     details: Mapping[str, Any],
-) -> bytes:
-    """The manifest's bytes."""
-    value = {
+) -> dict[str, Any]:
+    """What the manifest holds."""
+    return {
         "format_version": FORMAT_VERSION,
         "quantkit_version": __version__,
         "job": job,
@@ -47,6 +49,10 @@ def build(
         **details,
         "files": dict(file_hashes),
     }
+
+
+def encoded(value: Mapping[str, Any]) -> bytes:
+    """The manifest's bytes."""
     return json.dumps(value, indent=2).encode() + b"\n"
 
 
@@ -97,13 +103,19 @@ class SourceHashes:
         self._thread = threading.Thread(target=self._work, name="quantkit-hash", daemon=True)
         self._thread.start()
 
-    def result(self) -> dict[str, str]:
+    def result(self, progress: Progress = silent) -> dict[str, str]:
         """Wait for the hashes.
+
+        Args:
+            progress: told while there is something to wait for.
 
         Raises:
             CheckpointError: if a file could not be read, is damaged, or changed since it was opened.
         """
-        self._thread.join()
+        self._thread.join(_WAIT_SECONDS)
+        while self._thread.is_alive():
+            progress("sha256 of the source", len(self._hashes), len(self._files), "files")
+            self._thread.join(_WAIT_SECONDS)
         self.require_sound()
         for file in self._files:
             file.require_unchanged()

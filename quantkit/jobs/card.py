@@ -1,106 +1,271 @@
-"""The model card: ``README.md`` of a quantized folder, as model hubs expect it."""
+"""The model card: ``README.md`` of a quantized folder, as model hubs expect it.
+
+Equal inputs give an equal card: it tells no time, no path, and not what the folder is called; of the source and of the
+calibration text it tells the last part of their paths.
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from collections import Counter
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from quantkit.formats.checkpoint import Checkpoint
-from quantkit.json_values import read_json
-from quantkit.quality.gate import Gate
+from quantkit.calibration.data import Calibration
+from quantkit.errors import RequestError
+from quantkit.formats.checkpoint import Checkpoint, parameter_count
+from quantkit.jobs.command import file_name, quantize_command
+from quantkit.jobs.result import size_text
+from quantkit.jobs.scheme_map import SchemeMap
+from quantkit.jobs.settings import GptqSettings
+from quantkit.json_values import read_json, shown
+from quantkit.quality.bounds import BOUNDS, coarser
+from quantkit.quality.gate import FLOOR, SLACK, Gate
 from quantkit.quality.windows import WINDOW
 from quantkit.tensors.scheme import QuantScheme
+from quantkit.version import __version__
 
 NAME = "README.md"
 _CARRIED = ("license", "license_name", "license_link", "language", "datasets")
 _TAGS = ("quantkit", "compressed-tensors")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
+_LICENSE = re.compile(r"[A-Za-z0-9][\w.+-]{0,95}", re.ASCII)
+_SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/[^/]+", re.ASCII)
+_NAMED_LAYERS = 8
+_WIDTH = 120
 
 
-def model_card(source: Checkpoint, schemes: Mapping[str, QuantScheme], details: Mapping[str, Any], gate: Gate) -> bytes:
-    """The card's bytes; they do not tell where the folder lies or what it is called.
+@dataclass(frozen=True)
+class Labels:
+    """What a user says of the model for its card.
+
+    Attributes:
+        base_model: the source's name on a hub.
+        license: as hubs spell it, such as ``apache-2.0``.
+    """
+
+    base_model: str | None = None
+    license: str | None = None
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            RequestError: if one is no name or licence that a hub could know.
+        """
+        for value, pattern, option, expected in (
+            (self.base_model, _HUB_NAME, "base_model", "owner/name"),
+            (self.license, _LICENSE, "license", "apache-2.0, llama3.1, other, ..."),
+        ):
+            if value is not None and not pattern.fullmatch(value):
+                raise RequestError(f"`{option}` is none that a hub knows", found=shown(value), expected=expected)
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a card tells of, besides its source and quality.
+
+    Attributes:
+        scheme_map: which layers have which schemes.
+        weight_bytes, bits_per_weight: as in `QuantizeResult`.
+        settings, drawn: of GPTQ, and what it was calibrated on; None for rounding.
+        options: more arguments of `quantize` that were given, for the command.
+        labels: what the user says of the model.
+    """
+
+    scheme_map: SchemeMap
+    weight_bytes: int
+    bits_per_weight: float
+    settings: GptqSettings | None
+    drawn: Calibration | None
+    options: Mapping[str, object]
+    labels: Labels
+
+
+def model_card(source: Checkpoint, made: Made, gate: Gate) -> bytes:
+    """The card's bytes.
 
     Args:
-        schemes: by module.
-        details: the manifest's own part of the job.
+        source: what was quantized.
+        made: what became of it.
         gate: what the result lost.
     """
-    before = _front_matter(source.path / NAME)
-    base = base_model(source)
-    main = Counter(map(str, schemes.values())).most_common(1)[0][0]
-    head = {
-        **({"base_model": base, "base_model_relation": "quantized"} if base else {}),
-        **{key: before[key] for key in _CARRIED if key in before},
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": [*_TAGS, main],
-    }
+    base = made.labels.base_model or base_model(source)
+    name = base.rpartition("/")[2] if base else file_name(source.path) or source.config.architecture
+    schemes = made.scheme_map.counts()
+    folder = f"{name}-{next(iter(schemes))}"
     lines = [
-        "---", yaml.safe_dump(head, sort_keys=False, allow_unicode=True).strip(), "---", "",
-        f"# {base or source.config.architecture}, {main}", "",
-        f"Quantized by quantkit {_how(main, details)}.",
-        "`quantkit.json` holds the sha256 of every file, the scheme of every layer and the figures below;",
-        "`quantkit verify` checks them again.", "", *_certificate(gate), "", *_loading(schemes),
+        "---", yaml.safe_dump(_head(source, made, base), sort_keys=False, allow_unicode=True).strip(), "---", "",
+        f"# {name}, {' and '.join(schemes)}", "",
+        f"{_linked(base) or name}, quantized by quantkit {__version__}.", "",
+        *_facts(source, made), "",
+        *_quality(gate, made), "",
+        *_use(made.scheme_map.schemes.values(), folder), "",
+        *_command(made, name, folder),
     ]  # fmt: skip
     return ("\n".join(lines) + "\n").encode()
 
 
 def base_model(source: Checkpoint) -> str | None:
-    """The source's name on a hub, where its config tells one."""
+    """The source's name on a hub, where its config, or its place in the hub's cache, tells one."""
     config = source.path / "config.json"
     named = read_json(config).get("_name_or_path") if config.is_file() else None
-    return named if isinstance(named, str) and named.count("/") == 1 and not named.startswith((".", "/")) else None
+    if isinstance(named, str) and "/" in named and _HUB_NAME.fullmatch(named):
+        return named
+    cached = _SNAPSHOT.search(source.path.absolute().as_posix())
+    return f"{cached[1]}/{cached[2]}" if cached and _HUB_NAME.fullmatch(f"{cached[1]}/{cached[2]}") else None
 
 
-def _how(scheme: str, details: Mapping[str, Any]) -> str:
-    calibration = details.get("calibration")
-    if calibration is None:
-        return f"to {scheme} by rounding to nearest"
-    return f"to {scheme} with GPTQ, calibrated on {calibration['samples']} samples of {calibration['length']} tokens"
+def _head(source: Checkpoint, made: Made, base: str | None) -> dict[str, Any]:
+    """What hubs read, in YAML."""
+    before = _front_matter(source.path / NAME)
+    carried = {key: before[key] for key in _CARRIED if key in before}
+    if made.labels.license is not None and made.labels.license != carried.get("license"):
+        carried = {"license": made.labels.license} | {k: v for k, v in carried.items() if not k.startswith("license")}
+    loads = all(scheme.symmetric for scheme in made.scheme_map.schemes.values())
+    return {
+        **carried,
+        **({"base_model": base, "base_model_relation": "quantized"} if base else {}),
+        **({"library_name": "transformers"} if loads else {}),
+        "pipeline_tag": "text-generation",
+        "tags": [*_TAGS, *made.scheme_map.counts()],
+    }
 
 
-def _certificate(gate: Gate) -> list[str]:
-    """The table of what was lost."""
+def _facts(source: Checkpoint, made: Made) -> list[str]:
+    chosen, count = made.scheme_map, parameter_count(source)
+    total = f"{count / 1e9:.3g} billion" if count >= 1e9 else f"{count / 1e6:.3g} million"
+    rows = {"size": f"{size_text(made.weight_bytes)}: {total} weights of {made.bits_per_weight:.2f} bits on average"}
+    for index, (text, layer_count) in enumerate(chosen.counts().items()):
+        layers = [module for module, scheme in chosen.schemes.items() if str(scheme) == text]
+        where = "" if index == 0 else f": {_layers(layers)}"
+        rows[text] = f"{_told(chosen.schemes[layers[0]])}; {layer_count} linear layers{where}"
+    kept = ["embedding, norms", *([_layers(floats)] if (floats := chosen.kept()) else [])]
+    tied = ", which is the output head too" if source.config.tied_embeddings else ""
+    rows["kept as floats"] = f"{', '.join(kept)}{tied} ({source.config.dtype})"
+    rows["method"] = _method(made)
+    return ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items())]
+
+
+def _told(scheme: QuantScheme) -> str:
+    scale = "row" if scheme.group_size is None else f"group of {scheme.group_size} weights"
+    return f"{scheme.bits}-bit integers, one scale{'' if scheme.symmetric else ' and zero point'} for each {scale}"
+
+
+def _method(made: Made) -> str:
+    if made.settings is None or made.drawn is None:
+        return "each weight rounded to nearest; no calibration text"
+    samples, length = made.drawn.tokens.shape
+    text = made.drawn.source or file_name(made.settings.text) or "a text"
+    return (
+        f"GPTQ{', thorough,' if made.settings.thorough else ''} calibrated on {samples} samples of {length} tokens of"
+        f" {text} (sha256 {made.drawn.sha256[:12]}), at random places (seed {made.drawn.seed})"
+    )
+
+
+def _quality(gate: Gate, made: Made) -> list[str]:
+    """The table of what was lost, and what its columns mean."""
+    highest = coarser(BOUNDS[f"int{scheme.bits}"] for scheme in made.scheme_map.schemes.values()).kl
     lines = [
         "## Quality", "",
-        f"KL(source || this) and perplexity, per token, in nats and float32, over windows of {WINDOW} tokens.", "",
-        "| text | tokens | KL | bound | 99th percentile | same top token | perplexity | of the source |",
+        *_wrapped(
+            "Measured by quantkit against the source, in float32, on texts that come with it and are not for"
+            f" calibration, in windows of {WINDOW} tokens:"
+        ), "",
+        "| text | tokens | source's perplexity | this model's perplexity | KL | most KL allowed | KL, 99th percentile"
+        " | same likeliest token |",
         "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     lines += [
-        f"| {one.text} | {one.tokens} | {one.kl:.3g} | {one.kl_bound:.3g} | {one.kl_p99:.3g}"
-        f" | {one.top1_agreement:.1%} | {one.perplexity:.4g} | {one.source_perplexity:.4g} |"
+        f"| {one.text} | {one.tokens} | {one.source_perplexity:.4g} | {one.perplexity:.4g} | {one.kl:.3g}"
+        f" | {one.kl_bound:.3g} | {one.kl_p99:.3g} | {one.top1_agreement:.1%} |"
         for one in gate.texts
     ]
+    meaning = (
+        "Perplexity is per token, and so is KL, the mean of KL(source \u2016 this model) in nats. The most that is"
+        f" allowed, the bound, is what rounding to nearest in the same schemes loses and {100 * (SLACK - 1):.2g} %"
+        f" more; it is never above {highest:g} or below {FLOOR:g}. Unless told to, quantkit finishes no model beyond"
+        f" its bound, nor one with more than {gate.perplexity_ratio_bound:g} times its source's perplexity."
+    )
+    if made.settings is None and all(math.isclose(one.kl_bound, SLACK * one.kl, rel_tol=1e-3) for one in gate.texts):
+        meaning += " This model is itself rounded to nearest, which is why it comes so close to its bound."
+    lines += ["", *_wrapped(meaning)]
     problem = gate.problem()
     return lines if problem is None else [*lines, "", f"**Not within its bound: {problem[0]}; {problem[1]}.**"]
 
 
-def _loading(schemes: Mapping[str, QuantScheme]) -> list[str]:
+def _use(schemes: Iterable[QuantScheme], folder: str) -> list[str]:
     """How to load it, in what can; as tried."""
-    lines = ["## Use", "", "```python", "import quantkit", "", 'model, tokenizer = quantkit.load("FOLDER")', "```", ""]
-    if all(scheme.symmetric for scheme in schemes.values()):
+    found = list(schemes)
+    symmetric, no_int8 = all(one.symmetric for one in found), all(one.bits == 4 for one in found)
+    transformers = "yes" if symmetric else "no: it does not load packed zero points"
+    vllm = "yes" if no_int8 else "no: it has no CPU kernel for 8-bit weights alone"
+    lines = [
+        "## Use", "", "| | tried |", "|---|---|",
+        f"| quantkit {__version__} | yes |",
+        f"| transformers 5.23 with compressed-tensors 0.20 | {transformers} |",
+        f"| vLLM 0.32 on a CPU with AVX-512 | {vllm} |", "",
+        "```python", "import quantkit", "", f'model, tokenizer = quantkit.load("{folder}")', "```",
+    ]  # fmt: skip
+    if symmetric:
         lines += [
-            "With `compressed-tensors` installed:", "", "```python",
-            "from transformers import AutoModelForCausalLM, AutoTokenizer", "",
-            'model = AutoModelForCausalLM.from_pretrained("FOLDER")',
-            'tokenizer = AutoTokenizer.from_pretrained("FOLDER")', "```",
+            "", "```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", "",
+            f'model = AutoModelForCausalLM.from_pretrained("{folder}")',
+            f'tokenizer = AutoTokenizer.from_pretrained("{folder}")', "```",
         ]  # fmt: skip
-    else:
-        lines += ["transformers does not load zero points in this format (seen in 5.23)."]
-    if any(scheme.bits == 8 for scheme in schemes.values()):
-        return [*lines, "", "vLLM 0.32 on a CPU refuses 8-bit weights (it has no kernel for them)."]
-    lines += ["", "```", "vllm serve FOLDER", "```", "", "Tried with vLLM 0.32 on a CPU with AVX-512."]
-    if all(scheme.symmetric for scheme in schemes.values()):
-        lines[-1] += (
-            " Scales may be negative: leave vLLM's option of 8-bit activations under Marlin off"
-            " (vllm-project/vllm#48905)."
-        )
+    if no_int8:
+        lines += ["", "```", f"vllm serve {folder}", "```"]
+        if symmetric:
+            lines += [
+                "", "Scales may be negative: leave vLLM's option of 8-bit activations under Marlin off"
+                " (vllm-project/vllm#48905).",
+            ]  # fmt: skip
     return lines
+
+
+def _command(made: Made, name: str, folder: str) -> list[str]:
+    options = {**made.options, **asdict(made.labels)}
+    command, recipe = quantize_command(name, folder, made.scheme_map.recipe, made.settings, made.drawn, options)
+    lines = ["## How it was made", "", "```", command, "```"]
+    if recipe is not None:
+        lines += ["", "with this recipe:", "", "```json", recipe, "```"]
+    checks = (
+        "`quantkit.json` holds the sha256 of each file here and of the source, the scheme of each layer and the figures"
+        f" above. `quantkit verify {folder}` checks them and measures the perplexities again."
+    )
+    return [*lines, "", *_wrapped(checks)]
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def _linked(base: str | None) -> str | None:
+    return f"[{base}](https://huggingface.co/{base})" if base and "/" in base else base
+
+
+def _layers(modules: list[str]) -> str:
+    """Modules for people: those of several layers under one name, with the layers' numbers."""
+    numbers: dict[str, list[str]] = {}
+    for module in modules:
+        found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module)
+        numbers.setdefault(found[2] if found else module, []).extend([found[1]] if found else [])
+    by_layers: dict[tuple[str, ...], list[str]] = {}
+    for module, found_in in numbers.items():
+        by_layers.setdefault(tuple(found_in), []).append(f"`{module}`")
+    return ", ".join(
+        f"{', '.join(named)}{f' of layer{_few(layers)}' if layers else ''}" for layers, named in by_layers.items()
+    )
+
+
+def _few(numbers: tuple[str, ...]) -> str:
+    if len(numbers) > _NAMED_LAYERS:
+        return f"s {numbers[0]} to {numbers[-1]} ({len(numbers)} of them)"
+    return f"s {', '.join(numbers[:-1])} and {numbers[-1]}" if numbers[1:] else f" {numbers[0]}"
 
 
 def _front_matter(path: Path) -> dict[str, Any]:

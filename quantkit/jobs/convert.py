@@ -2,42 +2,47 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from quantkit.architectures.topology import parameters
 from quantkit.errors import RequestError, UnsupportedError
-from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, schemes
-from quantkit.formats.container import Output
-from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.checkpoint import Checkpoint, schemes
+from quantkit.formats.container import Output, weight_size
+from quantkit.formats.detect import WeightKind, open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.output.staging import require_name, require_new_names
 from quantkit.formats.registry import CONTAINERS, target
 from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, writing
+from quantkit.jobs.result import ConvertResult
 from quantkit.progress import Progress, silent
+from quantkit.tensors.dtypes import SHORT_NAMES, DType, FloatName, float_name
 from quantkit.tensors.finite import checked_cast
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+Target = Literal["hf", "meta"]
+_SHORT = {dtype: name for name, dtype in SHORT_NAMES.items()}
 
 
 def convert(
     src: str | Path,
     dst: str | Path,
     *,
-    to: str = "hf",
+    to: Target = "hf",
     mp: int = 1,
-    dtype: str | None = None,
-    weights: str | None = None,
+    dtype: FloatName | torch.dtype | None = None,
+    weights: WeightKind | None = None,
     resume: bool = False,
     allow_nonfinite: bool = False,
     source_check: bool = True,
     progress: Progress = silent,
-) -> list[str]:
+) -> ConvertResult:
     """Write the model in `src` to the new folder `dst`.
 
     Args:
@@ -45,37 +50,42 @@ def convert(
         dst: the folder to make; it must not exist.
         to: ``hf`` or ``meta``.
         mp: number of Meta model-parallel shards.
-        dtype: ``bf16``, ``fp16`` or ``fp32``; None keeps each tensor's own.
-        weights: picks one of several sets of weights in `src`.
+        dtype: ``bf16``, ``fp16``, ``fp32``, or torch's; None keeps each tensor's own.
+        weights: picks one of several sets of weights in `src`: ``meta``, ``safetensors`` or ``bin``.
         resume: go on with an interrupted run.
         allow_nonfinite: write NaN and Inf, and values that overflow `dtype`, as they are.
         source_check: see first that the source predicts a packaged text at all, where it has a tokenizer.
         progress: told of every tensor.
 
     Returns:
-        Notes for the user.
+        What was written: path, size, bits a weight, notes.
 
     Raises:
         QuantkitError: of the kind that says what is wrong; `dst` is then not there.
+
+    Example:
+        >>> quantkit.convert("Llama-3.2-1B", "Llama-3.2-1B-hf", dtype="bf16")
     """
+    began = time.monotonic()
     work, notes = conversion(src, dst, to=to, mp=mp, dtype=dtype, weights=weights, allow_nonfinite=allow_nonfinite)
     source = work.source
     with writing(work, Path(dst), resume=resume, source_check=source_check, progress=progress) as writer:
+        writer.tell()
         for spec in writer.missing:
             writer.put(spec.name, _value(source, spec, allow_nonfinite))
-        writer.seal()
+        size = weight_size(writer.seal())
         details = {
-            "model": model_summary(source, source.config.dtype if dtype is None else DTYPES[dtype]),
+            "model": model_summary(source, float_name(dtype) or source.config.dtype),
             "options": work.options,
             "schemes": {module: str(scheme) for module, scheme in schemes(source).items()},
         }
-        notes += writer.commit(details)
-    return notes
+        written = writer.commit(details)
+    return ConvertResult(Path(dst), *size, time.monotonic() - began, [*notes, *writer.notes], written)
 
 
 def conversion(
-    src: str | Path, dst: str | Path, *, to: str, mp: int, dtype: str | None, weights: str | None,
-    allow_nonfinite: bool,
+    src: str | Path, dst: str | Path, *, to: Target, mp: int, dtype: FloatName | torch.dtype | None,
+    weights: WeightKind | None, allow_nonfinite: bool,
 ) -> tuple[Work, list[str]]:  # fmt: skip
     """A conversion before it is carried out: the work, and notes for the user.
 
@@ -83,8 +93,7 @@ def conversion(
         QuantkitError: as `convert` does for what headers alone can tell.
     """
     container, method = target(to)
-    if dtype is not None and dtype not in DTYPES:
-        raise RequestError("unknown dtype", found=dtype, expected=", ".join(DTYPES))
+    cast = float_name(dtype)
     if mp != 1 and not container.model_parallel:
         able = " or ".join(name for name, one in CONTAINERS.items() if one.model_parallel)
         raise RequestError(f"`mp` goes with `to={able}`", found=f"`mp={mp}`")
@@ -95,19 +104,19 @@ def conversion(
     quantized = schemes(source)
     if method is not None and not quantized:
         raise RequestError(f"the source is not quantized; `to={to}` converts one that is", hint="quantize it first")
-    if quantized and (not container.methods or dtype is not None):
+    if quantized and (not container.methods or cast is not None):
         raise UnsupportedError(
             "the source is quantized; it can be converted as it is, but not to another float type or to Meta",
             path=source.path, found=str(next(iter(quantized.values()))), hint="start from the float model",
         )  # fmt: skip
-    config = source.config if dtype is None else source.config.with_dtype(DTYPES[dtype])
-    cast = None if dtype is None else FLOAT_DTYPES[DTYPES[dtype]]
+    config = source.config if cast is None else source.config.with_dtype(cast)
     specs = _specs(source, cast, with_head=container.stores_tied_head)
     output = Output(source, config, specs, SHARD_BYTES, tokenizer, mp, method)
     side_files = container.side_files(output)
     encoder = container.encoder(output)
     notes += container.notes(output)
-    options: dict[str, object] = {"to": to, "mp": mp, "dtype": dtype, "allow_nonfinite": allow_nonfinite}
+    short = None if cast is None else _SHORT[cast]
+    options: dict[str, object] = {"to": to, "mp": mp, "dtype": short, "allow_nonfinite": allow_nonfinite}
     return Work("convert", source, encoder, side_files, options), [*source.notes, *notes]
 
 
@@ -116,10 +125,10 @@ def _value(source: Checkpoint, spec: TensorSpec, allow_nonfinite: bool) -> Tenso
     value = source.load(_stored_name(source, spec.name))
     if isinstance(value, QuantTensor):
         return value
-    return checked_cast(value, spec.dtype, spec.name, source.path, allow_nonfinite)
+    return checked_cast(value, spec.dtype.torch, spec.name, source.path, allow_nonfinite)
 
 
-def _specs(source: Checkpoint, dtype: torch.dtype | None, *, with_head: bool) -> list[TensorSpec]:
+def _specs(source: Checkpoint, dtype: DType | None, *, with_head: bool) -> list[TensorSpec]:
     config = replace(source.config, tied_embeddings=source.config.tied_embeddings and not with_head)
     specs = []
     for parameter in parameters(config):

@@ -9,8 +9,9 @@ from typing import Any
 
 from quantkit.errors import CheckpointError
 from quantkit.formats import manifest
-from quantkit.formats.checkpoint import DTYPE_NAMES, parameter_count
-from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.checkpoint import parameter_count
+from quantkit.formats.container import weight_size
+from quantkit.formats.detect import WeightKind, open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.text.tokenizer import Tokenizer
 
@@ -49,6 +50,7 @@ class Inspection:
     notes: list[str]
 
     def to_json(self) -> dict[str, Any]:
+        """All of it, as plain values."""
         return asdict(self)
 
     def lines(self) -> list[str]:
@@ -68,19 +70,28 @@ class Inspection:
         ]
 
 
-def inspect(path: str | Path, *, weights: str | None = None) -> Inspection:
+def inspect(path: str | Path, *, weights: WeightKind | None = None) -> Inspection:
     """Look at a checkpoint without reading its weights.
+
+    Args:
+        path: a Meta or Hugging Face folder.
+        weights: picks one of several sets of weights in the folder: ``meta``, ``safetensors`` or ``bin``.
+
+    Returns:
+        Architecture, sizes, float types and schemes, tokenizer, and who can load it.
 
     Raises:
         QuantkitError: of the kind that says what is wrong with it.
+
+    Example:
+        >>> print(*quantkit.inspect("model-int4").lines(), sep="\\n")
     """
     checkpoint = open_checkpoint(path, weights)
     config = checkpoint.config
     tokenizer, notes = checked_tokenizer(checkpoint)
     specs = [checkpoint.info(name) for name in checkpoint.names()]
-    count = parameter_count(checkpoint)
-    size = sum(checkpoint.stored_bytes(spec.name) for spec in specs)
-    kinds = Counter(DTYPE_NAMES[spec.dtype] if spec.scheme is None else str(spec.scheme) for spec in specs)
+    size, bits_per_weight = weight_size(checkpoint)
+    kinds = Counter(str(spec.dtype if spec.scheme is None else spec.scheme) for spec in specs)
     rope = config.rope
     return Inspection(
         path=str(path),
@@ -94,9 +105,9 @@ def inspect(path: str | Path, *, weights: str | None = None) -> Inspection:
         context=config.max_context,
         rope=f"theta {rope.theta:g}" + ("" if rope.type == "default" else f", {rope.type} x{rope.factor:g}"),
         tied_embeddings=config.tied_embeddings,
-        parameters=count,
+        parameters=parameter_count(checkpoint),
         weight_bytes=size,
-        bits_per_weight=8 * size / count,
+        bits_per_weight=bits_per_weight,
         tensors=dict(kinds.most_common()),
         tokenizer="none" if tokenizer is None else _describe(tokenizer),
         made_by=_made_by(checkpoint.path),

@@ -9,12 +9,14 @@ import torch
 
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.detect import WeightKind, open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
+from quantkit.kernels.dispatch import BackendName
 from quantkit.model.decoder import Decoder
 from quantkit.model.device import float_type
 from quantkit.model.load import load_model
 from quantkit.progress import Progress, silent
+from quantkit.tensors.dtypes import FloatName
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
 from quantkit.xla.require import require_packages
 
@@ -26,23 +28,35 @@ def load(
     path: str | Path,
     *,
     device: str | torch.device | None = None,
-    dtype: str | torch.dtype | None = None,
-    backend: str | None = None,
-    weights: str | None = None,
+    dtype: FloatName | torch.dtype | None = None,
+    backend: BackendName | None = None,
+    weights: WeightKind | None = None,
     tp: ProcessGroup = SINGLE,
 ) -> tuple[Decoder, Tokenizer]:
     """Open a checkpoint, quantized or not, with its tokenizer.
 
     Args:
         path: a Meta or Hugging Face folder.
-        device: where the model runs, as torch spells it; None is that of `tp` or, alone, a GPU if there is one.
-        dtype: of activations and float weights, such as ``bf16``; None is the checkpoint's own.
-        backend: the kernel backend for quantized layers by name; None chooses.
-        weights: picks one of several sets of weights in the folder.
-        tp: the processes that share the model, from `joined`; each calls this, and then the model, alike.
+        device: where the model runs, as torch spells it: ``cpu``, ``cuda``, ``cuda:1``; None is that of `tp` or,
+            alone, a GPU if there is one.
+        dtype: of activations and float weights: ``bf16``, ``fp16``, ``fp32``, or torch's; None is the checkpoint's
+            own.
+        backend: the kernels of quantized layers: ``cpu-exact``, ``cpu-fast``, ``triton`` or ``reference``; None
+            chooses the fastest that serves them.
+        weights: picks one of several sets of weights in the folder: ``meta``, ``safetensors`` or ``bin``.
+        tp: the processes that share the model, from `quantkit.distributed.group.joined`; each calls this, and then
+            the model, alike.
+
+    Returns:
+        The model and its tokenizer, for `quantkit.generate` and `quantkit.stream`.
 
     Raises:
-        QuantkitError: of the kind that says what is wrong.
+        CheckpointError: if the folder is damaged, or has no tokenizer.
+        UnsupportedError: if it is of a kind that is not read, or no kernels serve it there.
+        RequestError: for a device, float type or backend that there is not.
+
+    Example:
+        >>> model, tokenizer = quantkit.load("model-int4", dtype="bf16")
     """
     float_dtype = float_type(dtype)
     checkpoint: Checkpoint = open_checkpoint(path, weights)
@@ -55,16 +69,21 @@ def load_xla(
     path: str | Path,
     *,
     devices: int | None = None,
-    dtype: str | torch.dtype | None = None,
-    weights: str | None = None,
+    dtype: FloatName | torch.dtype | None = None,
+    weights: WeightKind | None = None,
     multi_host: bool = False,
     progress: Progress = silent,
 ) -> tuple[XlaModel, Tokenizer]:
     """What `load` does, for the devices that JAX finds; the process can't `torch.compile` from then on.
 
     Args:
+        path, dtype, weights: as for `load`.
         devices: that share the model; None takes all.
         multi_host: whether other processes, each with this call, have devices as well.
+        progress: told of every tensor.
+
+    Returns:
+        The model, which has a `generate` of its own, and its tokenizer.
 
     Raises:
         QuantkitError: of the kind that says what is wrong.

@@ -15,9 +15,10 @@ from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, DestinationError
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, parameter_count
-from quantkit.formats.container import Encoder
-from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.container import Encoder, StoredCheckpoint
+from quantkit.formats.detect import open_unfinished
 from quantkit.formats.files.safetensors_io import require_readable
+from quantkit.formats.folder import tokenizer_files
 from quantkit.formats.output.writer import CheckpointWriter
 from quantkit.progress import Progress, in_phase
 from quantkit.quality.source_check import SourceCheck, check_source
@@ -77,9 +78,10 @@ def writing(work: Work, dst: Path, *, resume: bool, source_check: bool, progress
     """
     needed = work.encoder.total_bytes() + work.scratch_bytes
     with CheckpointWriter(
-        dst, work.encoder, work.fingerprint(), work.side_files, needed_bytes=needed, resume=resume
-    ) as writer:
-        hashes = manifest.SourceHashes(work.source.files())
+        dst, work.encoder, work.fingerprint(), work.side_files, needed_bytes=needed, resume=resume,
+        progress=progress,
+    ) as writer:  # fmt: skip
+        hashes = manifest.SourceHashes([*work.source.files(), *tokenizer_files(work.source.path)])
         checked: SourceCheck | str = "skipped as asked"
         if source_check:
             checked = _checked(work, progress)
@@ -115,7 +117,6 @@ class JobWriter:
         self._ends = {*ends[:-1], len(planned) - 1}  # what follows the last layer counts with it
         self._next = self.done
         self._whole = sum(index < self.done for index in self._ends)
-        self._tell()
 
     def put(self, name: str, value: Tensor | QuantTensor, record: Mapping[str, object] | None = None) -> None:
         """Write the next tensor, with what the manifest shall say of it.
@@ -128,30 +129,40 @@ class JobWriter:
         self._writer.put(name, value, record)
         self._whole += self._next in self._ends
         self._next += 1
-        self._tell()
+        self.tell()
+
+    def tell(self) -> None:
+        """Tell how many layers are written."""
+        self._progress(self._work.job, self._whole, self._work.source.config.num_layers, "layers")
 
     def checkpoint(self) -> None:
         """Make everything so far durable, so that a later run goes on from here."""
         self._writer.checkpoint()
 
-    def seal(self) -> Checkpoint:
+    def seal(self) -> StoredCheckpoint:
         """Complete the weights and what goes beside them; the result, opened.
 
         Raises:
             CheckpointError: if the source changed since it was opened.
             DestinationError: if the result cannot be read back.
         """
-        self._source_hashes = self._hashes.result()
+        self._source_hashes = self._hashes.result(self._progress)
         self._writer.seal()
         self._writer.require_in_place()
         return _read_back(self.path)
+
+    @property
+    def notes(self) -> list[str]:
+        """What one should know of the source, as a text went through it."""
+        note = self._checked.note() if isinstance(self._checked, SourceCheck) else None
+        return [] if note is None else [f"{self._work.source.path}: {note}"]
 
     @property
     def records(self) -> dict[str, Any]:
         """What was recorded with tensors, by name, of all runs; complete once sealed."""
         return self._writer.records
 
-    def commit(self, details: Mapping[str, object], files: Mapping[str, bytes] | None = None) -> list[str]:
+    def commit(self, details: Mapping[str, object], files: Mapping[str, bytes] | None = None) -> dict[str, Any]:
         """Write the manifest and give the folder its name.
 
         Args:
@@ -159,21 +170,17 @@ class JobWriter:
             files: more to put beside the weights.
 
         Returns:
-            Notes for the user.
+            What the manifest holds.
         """
         for name, content in (files or {}).items():
             self._writer.add_file(name, content)
         checked, source = self._checked, self._work.source
-        content = manifest.build(
+        written = manifest.build(
             self._work.job, source.format, self._source_hashes, self._writer.hashes,
             {"source_check": checked.to_json() if isinstance(checked, SourceCheck) else checked, **details},
         )  # fmt: skip
-        self._writer.commit(manifest.NAME, content)
-        note = checked.note() if isinstance(checked, SourceCheck) else None
-        return [] if note is None else [f"{source.path}: {note}"]
-
-    def _tell(self) -> None:
-        self._progress(self._work.job, self._whole, self._work.source.config.num_layers, "layers")
+        self._writer.commit(manifest.NAME, manifest.encoded(written))
+        return written
 
 
 def _checked(work: Work, progress: Progress) -> SourceCheck | str:
@@ -184,7 +191,7 @@ def _checked(work: Work, progress: Progress) -> SourceCheck | str:
     return found if isinstance(found, SourceCheck) else f"not measured: {found}"
 
 
-def _read_back(folder: Path) -> Checkpoint:
+def _read_back(folder: Path) -> StoredCheckpoint:
     """What was written, opened by our reader and by the safetensors library; headers only.
 
     Raises:
@@ -192,7 +199,7 @@ def _read_back(folder: Path) -> Checkpoint:
         RuntimeError: if the library finds other tensors than ours.
     """
     try:
-        result = open_checkpoint(folder)
+        result = open_unfinished(folder)
         for path in sorted(folder.glob("*.safetensors")):
             require_readable(path)
     except CheckpointError as error:

@@ -11,20 +11,22 @@ from quantkit.architectures.topology import Parameter, parameters
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.quantizers import TensorBlock
 from quantkit.errors import RequestError, UnsupportedError
-from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, schemes
-from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.checkpoint import Checkpoint, schemes
+from quantkit.formats.detect import WeightKind, open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.output.staging import require_name, require_new_names
 from quantkit.jobs.scheme_map import SchemeMap
+from quantkit.json_values import shown
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.recipe import Recipe
-from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.text.tokenizer import Tokenizer
 
 
 def prepare(
-    src: str | Path, dst: Path, scheme: str | QuantScheme | Recipe, *, keep: Iterable[str], strict: bool,
-    weights: str | None,
+    src: str | Path, dst: Path, scheme: str | QuantScheme | Recipe, *, keep: str | Iterable[str],
+    strict: bool, weights: WeightKind | None,
 ) -> tuple[Checkpoint, SchemeMap, Tokenizer | None, list[str]]:  # fmt: skip
     """Open a source of floats and assign the schemes; with notes for the user.
 
@@ -40,12 +42,13 @@ def prepare(
             "the source is quantized already", path=source.path, found=str(next(iter(already.values()))),
             hint="start from the float model",
         )  # fmt: skip
-    scheme_map = SchemeMap.of(_recipe(scheme).keeping(keep), source.config)
+    kept = [keep] if isinstance(keep, str) else keep
+    scheme_map = SchemeMap.of(_recipe(scheme).keeping(kept), source.config)
     misfits = scheme_map.misfit_lines()
     if misfits and strict:
         raise RequestError(
-            f"schemes do not fit: {'; '.join(misfits)} without `strict=True`", path=source.path,
-            hint="choose another group size, or leave `strict=True` out",
+            f"schemes do not fit: {'; '.join(misfits)}, unless `strict=True` is asked for", path=source.path,
+            hint="choose a smaller group size, or leave `strict=True` out",
         )  # fmt: skip
     notes += [f"{source.path}: {line}" for line in misfits]
     if not all(scheme.symmetric for scheme in scheme_map.schemes.values()):
@@ -59,7 +62,7 @@ def tensor_blocks(source: Checkpoint, schemes: Mapping[str, QuantScheme]) -> lis
     Args:
         schemes: by module.
     """
-    scale_dtype = FLOAT_DTYPES[source.config.dtype]
+    scale_dtype = DType(source.config.dtype)
 
     def spec(parameter: Parameter) -> TensorSpec:
         name, shape = parameter.name, parameter.shape
@@ -72,9 +75,18 @@ def tensor_blocks(source: Checkpoint, schemes: Mapping[str, QuantScheme]) -> lis
 
 
 def _recipe(scheme: str | QuantScheme | Recipe) -> Recipe:
+    """What was asked for, as a recipe.
+
+    Raises:
+        RequestError: if it is none of the three, or a name of no scheme.
+    """
     if isinstance(scheme, Recipe):
         return scheme
-    return Recipe(QuantScheme.parse(scheme) if isinstance(scheme, str) else scheme)
+    if isinstance(scheme, QuantScheme):
+        return Recipe(scheme)
+    if not isinstance(scheme, str):  # callers without types
+        raise RequestError(f"give a scheme: {SPELLINGS}, or a Recipe", found=shown(scheme))
+    return Recipe(QuantScheme.parse(scheme))
 
 
 def too_few_tokens(drawn: Calibration, config: ModelConfig) -> list[str]:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
+
 from quantkit.calibration.quantizers import GptqQuantizer, Quantizer, RtnQuantizer
 from quantkit.distributed.group import SINGLE, ProcessGroup
-from quantkit.formats.container import Output
+from quantkit.formats.container import Output, weight_size
+from quantkit.formats.detect import WeightKind
 from quantkit.formats.output.staging import partial_folder
 from quantkit.formats.output.writer import Written
 from quantkit.formats.registry import HF
 from quantkit.jobs.card import NAME as CARD
-from quantkit.jobs.card import model_card
+from quantkit.jobs.card import Labels, Made, model_card
 from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, writing
 from quantkit.jobs.prepare import prepare, tensor_blocks, too_few_tokens
-from quantkit.jobs.settings import gptq_settings
+from quantkit.jobs.result import QuantizeResult
+from quantkit.jobs.settings import Method, gptq_settings
 from quantkit.progress import Progress, in_phase, silent
 from quantkit.quality.gate import require_passed, run_gate
 from quantkit.tensors.recipe import Recipe
@@ -27,24 +32,26 @@ def quantize(
     dst: str | Path,
     scheme: str | QuantScheme | Recipe,
     *,
-    method: str = "rtn",
+    method: Method = "rtn",
     calibration: str | Path | None = None,
     samples: int | None = None,
     length: int | None = None,
     seed: int | None = None,
     thorough: bool = False,
-    activation_memory: float | None = None,
-    device: str | None = None,
-    keep: Iterable[str] = (),
+    activation_memory: int | None = None,
+    device: str | torch.device | None = None,
+    keep: str | Iterable[str] = (),
     strict: bool = False,
     accept_quality_loss: bool = False,
-    weights: str | None = None,
+    base_model: str | None = None,
+    license: str | None = None,
+    weights: WeightKind | None = None,
     resume: bool = False,
     allow_nonfinite: bool = False,
     source_check: bool = True,
     group: ProcessGroup = SINGLE,
     progress: Progress = silent,
-) -> list[str]:
+) -> QuantizeResult:
     """Write the model in `src`, quantized, to the new folder `dst`, if it passes the gate.
 
     All decoder linears are quantized; ``lm_head`` and the embedding keep their floats
@@ -54,29 +61,43 @@ def quantize(
     Args:
         src: a Meta or Hugging Face folder of floats.
         dst: the folder to make; it must not exist.
-        scheme: ``"int4-g128"`` and the like, a scheme, or a recipe with overrides.
+        scheme: its name, ``int8`` or ``int4-g128`` and the like; a `QuantScheme`; or a `Recipe` with overrides.
         method: ``rtn`` (round to nearest) or ``gptq``, which needs calibration text.
-        calibration: a file or a hub dataset, see `load_calibration`; this and the options
+        calibration: a file, or a hub dataset as ``owner/name:config:split``; this and the options
             down to `device` go with gptq only.
         samples, length, seed: how many samples of how many tokens are drawn from it, and
             the seed of their places; by default 128 of the model's context, 2048 at most, and 0.
         thorough: follow the float model on all samples rather than on some of them; slower
             and closer.
-        activation_memory: bytes of calibration activations held in memory, by default 4e9; more
-            go to the disk of `dst`.
+        activation_memory: bytes of calibration activations held in memory, by default 4_000_000_000;
+            more go to the disk of `dst`.
         device: where GPTQ computes, as torch spells it; a GPU by default if there is one.
-        keep: globs of modules that keep their floats.
+        keep: glob, or several, of modules that keep their floats, such as ``*.layers.0.*``.
         strict: refuse a layer whose shape does not fit its scheme.
         accept_quality_loss: keep a result that does not pass the gate; see `run_gate`.
-        group: the processes that share the calibration; each calls this alike, and the first one writes.
+        base_model, license: for the model card: the source's name on a hub, ``owner/name``, and a licence as hubs
+            spell it; by default what the source says of itself.
+        group: the processes that share the calibration; each calls this alike, the first one writes, and the
+            others wait for it.
         weights, resume, allow_nonfinite, source_check, progress: as in `convert`.
 
     Returns:
-        Notes for the user.
+        What was written: path, size, bits a weight, what the gate measured, notes; in each process of a group the
+        same.
 
     Raises:
-        QuantkitError: of the kind that says what is wrong; `dst` is then not there.
+        RequestError: for a scheme, method or option that makes no sense.
+        CheckpointError, UnsupportedError: if `src` is damaged, or of a kind that cannot be quantized.
+        DestinationError, ResumeError: if `dst` is there, cannot be written, or is being written.
+        NonFiniteError, QualityError: if the weights hold NaN or Inf, or the result is too far from its source.
+            After any of them `dst` is not there.
+
+    Example:
+        >>> made = quantkit.quantize("model", "model-int4", "int4-g128", method="gptq", calibration="text.txt")
+        >>> print(made.bits_per_weight, made.quality.texts[0].kl)
     """
+    began = time.monotonic()
+    labels = Labels(base_model, license)
     settings = gptq_settings(
         method, calibration, samples=samples, length=length, seed=seed, thorough=thorough,
         activation_memory=activation_memory, device=device,
@@ -88,7 +109,7 @@ def quantize(
         "recipe": scheme_map.recipe.to_json(), "method": method, "allow_nonfinite": allow_nonfinite,
     }  # fmt: skip
     computed_by: dict[str, object] = {}
-    scratch = 0
+    scratch, drawn = 0, None
     quantizer: Quantizer = RtnQuantizer(source, allow_nonfinite=allow_nonfinite)
     if settings is not None:
         drawn = settings.draw(tokenizer, source)
@@ -98,7 +119,7 @@ def quantize(
         scratch = settings.scratch_bytes(source, drawn)
         quantizer = GptqQuantizer(
             source, drawn, schemes, device=settings.device, memory_bytes=settings.memory_bytes,
-            effort=settings.effort, allow_nonfinite=allow_nonfinite, group=group,
+            effort=settings.effort, allow_nonfinite=allow_nonfinite, group=group, progress=progress,
         )  # fmt: skip
     blocks = tensor_blocks(source, schemes)
     planned = Output(source, source.config, [spec for block in blocks for spec in block.tensors], SHARD_BYTES)
@@ -107,17 +128,22 @@ def quantize(
         with quantizer.running(blocks, Written(encoder, partial_folder(dst))):
             for block in blocks:
                 quantizer.solve(block)  # the first process writes it
-        return []
+        told: QuantizeResult = group.told_by_first()
+        return told
     work = Work("quantize", source, encoder, HF.side_files(planned), options, computed_by, scratch)
     with writing(work, dst, resume=resume, source_check=source_check, progress=progress) as writer:
-        with quantizer.running(blocks, Written(encoder, writer.path, writer.done)):
+        written = Written(encoder, writer.path, writer.done)
+        with quantizer.running(blocks, written):
             for block in blocks:
+                if not written.names.issuperset(spec.name for spec in block.tensors):
+                    writer.tell()
                 for name, tensor, record in quantizer.solve(block):
                     writer.put(name, tensor, record)
                     del tensor  # before the next one is made
                 if settings is not None:
                     writer.checkpoint()  # what takes long to solve is not solved again
         result = writer.seal()
+        size = weight_size(result)
         gate = run_gate(source, result, writer.records, progress=in_phase(progress, "gate"))
         if not accept_quality_loss:
             require_passed(gate, source, result, dst)
@@ -127,5 +153,12 @@ def quantize(
             "model": model_summary(source, source.config.dtype), **options,
             "quality": gate.to_json(accepted=accept_quality_loss), "modules": scheme_map.describe(writer.records),
         }  # fmt: skip
-        notes += writer.commit(details, {CARD: model_card(source, schemes, options, gate)})
-    return [*source.notes, *notes]
+        others = {"weights": weights, "allow_nonfinite": allow_nonfinite, "accept_quality_loss": accept_quality_loss}
+        made = Made(scheme_map, *size, settings, drawn, others, labels)
+        written = writer.commit(details, {CARD: model_card(source, made, gate)})
+    found = QuantizeResult(
+        dst, scheme_map.counts(), *size, method, None if drawn is None else drawn.to_json(),
+        gate, accept_quality_loss, time.monotonic() - began, [*source.notes, *notes, *writer.notes], written,
+    )  # fmt: skip
+    group.tell_others(found)
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -50,6 +51,14 @@ class SchemeMap:
         asked = {module: recipe.requested(module) for module in schemes}
         misfits = {module: scheme for module, scheme in asked.items() if scheme and scheme != schemes[module]}
         return cls(recipe, tuple(columns), schemes, misfits)
+
+    def counts(self) -> dict[str, int]:
+        """How many layers have each scheme, the most frequent first."""
+        return dict(Counter(map(str, self.schemes.values())).most_common())
+
+    def kept(self) -> list[str]:
+        """The linear modules that keep their floats."""
+        return [module for module in self.modules if module not in self.schemes]
 
     def misfit_lines(self) -> list[str]:
         """One line for each scheme that did not fit and the one used instead, on the layers that it concerns."""

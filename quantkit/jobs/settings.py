@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 import torch
 
@@ -21,10 +22,12 @@ from quantkit.calibration.effort import (
 )
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
+from quantkit.json_values import shown
 from quantkit.model.device import usable_device
 from quantkit.text.tokenizer import Tokenizer
 
-METHODS = ("rtn", "gptq")
+Method = Literal["rtn", "gptq"]
+METHODS = get_args(Method)
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class GptqSettings:
 
 def gptq_settings(
     method: str, calibration: str | Path | None, *, samples: int | None, length: int | None, seed: int | None,
-    thorough: bool, activation_memory: float | None, device: str | None,
+    thorough: bool, activation_memory: int | None, device: str | torch.device | None,
 ) -> GptqSettings | None:  # fmt: skip
     """The settings of the method gptq; None for one that has none.
 
@@ -87,19 +90,24 @@ def gptq_settings(
     """
     if method not in METHODS:
         raise RequestError("unknown method", found=method, expected=" or ".join(METHODS))
-    if (method == "gptq") != (calibration is not None):
-        raise RequestError("calibration text goes with the method gptq, and only with it")
-    if calibration is None:
+    if method != "gptq":
         options = {
-            "samples": samples, "length": length, "seed": seed, "thorough": thorough or None,
-            "activation_memory": activation_memory, "device": device,
+            "calibration": calibration, "samples": samples, "length": length, "seed": seed,
+            "thorough": thorough or None, "activation_memory": activation_memory, "device": device,
         }  # fmt: skip
         if unused := [name for name, value in options.items() if value is not None]:
-            raise RequestError(f"`{unused[0]}` goes with the method gptq, and only with it")
+            raise RequestError(f'`{unused[0]}` goes with `method="gptq"`')
         return None
+    if calibration is None:
+        raise RequestError(
+            "the method gptq needs calibration text: `calibration=FILE`, or a hub dataset"
+            " such as Salesforce/wikitext:wikitext-2-raw-v1:train"
+        )
     memory = ACTIVATION_MEMORY if activation_memory is None else activation_memory
-    if not 0 <= memory < math.inf:
-        raise RequestError("`activation_memory` is no amount of memory", found=f"{memory / 1e9:g} GB")
+    if not isinstance(memory, (int, float)) or not 0 <= memory < math.inf:
+        raise RequestError(
+            "`activation_memory` is no number of bytes", found=shown(memory), expected="such as 4_000_000_000"
+        )
     return GptqSettings(
         calibration, SAMPLES if samples is None else samples, length, SEED if seed is None else seed, thorough,
         int(memory), usable_device(device),

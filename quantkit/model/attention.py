@@ -17,9 +17,9 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Layer, queries [B, H, T, Dh], keys and values [B, K, T, Dh] to mixed values [B, T, H * Dh]."""
 
 CachedAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, int | None], Tensor]
-"""Queries [B, H, T, Dh], cached keys and values [slots, K, S, Dh] as stored, the queries' positions, [T] or [B, T], the
-sequences' slots [B], None for 0, 1, 2, ..., and the window to mixed values [B, T, H * Dh]; each query sees the positions
-of its slot up to its own."""
+"""Queries [B, H, T, Dh], cached keys and values [slots, K, S, Dh] as stored, the queries' positions, [T] or [B, T],
+the sequences' slots [B], None for 0, 1, 2, ..., and the window to mixed values [B, T, H * Dh]; each query sees the
+positions of its slot up to its own."""
 
 
 def causal_attention(positions: Tensor, windows: Sequence[int | None]) -> Attend:

@@ -5,12 +5,7 @@ from __future__ import annotations
 import torch
 
 from quantkit.errors import RequestError
-from quantkit.json_values import shown
-
-_FLOAT_TYPES = {
-    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
-    "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32,
-}  # fmt: skip
+from quantkit.tensors.dtypes import FloatName, float_name
 
 
 def usable_device(name: str | torch.device | None) -> torch.device:
@@ -29,14 +24,7 @@ def usable_device(name: str | torch.device | None) -> torch.device:
     return device
 
 
-def float_type(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """A float type by its name, such as ``bf16`` or ``bfloat16``, or torch's own; None stays None.
-
-    Raises:
-        RequestError: for anything else.
-    """
-    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        return dtype
-    if isinstance(dtype, str) and dtype in _FLOAT_TYPES:
-        return _FLOAT_TYPES[dtype]
-    raise RequestError("unknown float type", found=shown(dtype), expected=", ".join(_FLOAT_TYPES))
+def float_type(dtype: FloatName | torch.dtype | None) -> torch.dtype | None:
+    """What `float_name` finds, as torch's own."""
+    named = float_name(dtype)
+    return None if named is None else named.torch

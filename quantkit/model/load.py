@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.distributed.shard import require_shareable
-from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint
+from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.memory import give_back
 from quantkit.model.decoder import Decoder
@@ -22,6 +22,7 @@ from quantkit.model.fused_projections import Projection, fusible, projection
 from quantkit.model.install_kernels import install_kernels
 from quantkit.model.linear import QuantLinear
 from quantkit.model.tensor_parallel import TensorParallel
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
@@ -53,7 +54,7 @@ def load_model(
     """
     checkpoint = open_checkpoint(source) if isinstance(source, (str, Path)) else source
     device = usable_device(device or group.device)
-    dtype = dtype or FLOAT_DTYPES[checkpoint.config.dtype]
+    dtype = dtype or DType(checkpoint.config.dtype).torch
     require_shareable(checkpoint, group)
     tp = TensorParallel(checkpoint, group)
     with meta_init():
@@ -117,7 +118,7 @@ def _loaded(
     checkpoint: Checkpoint, name: str, info: TensorSpec, device: torch.device, dtype: torch.dtype
 ) -> nn.Parameter:  # fmt: skip
     """A float tensor on its device in its dtype; a large one that must be copied goes some heads' rows at a time."""
-    if info.dtype == dtype and device.type == "cpu":
+    if info.dtype.torch == dtype and device.type == "cpu":
         return nn.Parameter(_floats(checkpoint.load(name)), requires_grad=False)
     copy = torch.empty(info.shape, device=device, dtype=dtype)
     head = checkpoint.config.head_dim

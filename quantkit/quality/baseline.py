@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint
+from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.files.source import SourceFile
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import ROUNDING, QuantTensor, quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
@@ -41,7 +42,7 @@ class RtnCheckpoint:
         """
         self._source = source
         self._assigned = assigned
-        self._scale_dtype = FLOAT_DTYPES[source.config.dtype]
+        self._scale_dtype = DType(source.config.dtype)
         self.path, self.format, self.config = source.path, source.format, source.config
         self.extra_config, self.notes = source.extra_config, source.notes
 
@@ -59,7 +60,7 @@ class RtnCheckpoint:
         by_rows = part is None or part.axis == 0  # whose groups are the same ones
         value = self._source.load(name, part if by_rows else None)
         if isinstance(value, Tensor):
-            value = quantize_rtn(value, scheme, self._scale_dtype)
+            value = quantize_rtn(value, scheme, self._scale_dtype.torch)
         return value if part is None or by_rows else part.of_weight(value)
 
     def files(self) -> list[SourceFile]:

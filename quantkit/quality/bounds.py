@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.formats.checkpoint import DTYPE_NAMES
 from quantkit.quality.measures import Quality
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor, frobenius, quantize_rtn, relative_error, row_chunks
 
 
@@ -51,7 +51,7 @@ REPEATABLE = 0.005
 
 def type_name(value: Tensor | QuantTensor) -> str:
     """A tensor's type as the table has it: ``float16``, ``int4``, ..."""
-    return f"int{value.scheme.bits}" if isinstance(value, QuantTensor) else DTYPE_NAMES[value.dtype]
+    return f"int{value.scheme.bits}" if isinstance(value, QuantTensor) else DType.of(value.dtype)
 
 
 def coarser(bounds: Iterable[Bound]) -> Bound:

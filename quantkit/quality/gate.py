@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.progress import Progress, silent
 from quantkit.quality.baseline import is_baseline, rtn_baseline
 from quantkit.quality.bounds import BOUNDS, coarser, weight_bound
+from quantkit.quality.figures import Estimate
 from quantkit.quality.measures import Quality, compare_texts
 from quantkit.quality.windows import WINDOW, measured_windows
 from quantkit.tensors.qtensor import ROUNDING, QuantTensor, relative_error
@@ -38,6 +39,10 @@ class TextResult:
         kl_bound: the most the mean may be.
         top1_agreement: share of positions with the same likeliest token.
         source_perplexity, perplexity: per token.
+        kl_error, ratio_error: standard errors of the mean KL and of the ratio of perplexities; None in manifests of
+            earlier versions, and where there are too few tokens.
+        rounding_kl: the mean KL of the RTN baseline; None in manifests of earlier versions, and for a result that is
+            its own baseline.
     """
 
     text: str
@@ -49,6 +54,26 @@ class TextResult:
     top1_agreement: float
     source_perplexity: float
     perplexity: float
+    kl_error: float | None = None
+    ratio_error: float | None = None
+    rounding_kl: float | None = None
+
+    @property
+    def kl_estimate(self) -> Estimate:
+        """The mean KL with its standard error."""
+        return Estimate(self.kl, self.kl_error)
+
+    @property
+    def perplexity_ratio(self) -> Estimate:
+        """The result's perplexity over the source's, with its standard error."""
+        return Estimate(self.perplexity / self.source_perplexity, self.ratio_error)
+
+    def limit(self, digits: int = 3) -> str:
+        """What the mean KL may be, in words."""
+        words = f"at most {self.kl_bound:.{digits}g}"
+        if self.rounding_kl is None:
+            return words
+        return f"{words}; rounding to nearest gives {self.rounding_kl:.{digits}g}"
 
 
 @dataclass(frozen=True)
@@ -71,27 +96,35 @@ class Gate:
         """What is wrong, found and expected, if anything is; NaN is beyond every bound."""
         for one in self.texts:
             if not one.kl <= one.kl_bound:
+                digits = _telling_apart(one.kl, one.kl_bound)
                 return (
-                    "the result is too far from its source", f"a mean KL of {one.kl:.3g} on '{one.text}'",
-                    f"at most {one.kl_bound:.3g}",
-                )  # fmt: skip
-            ratio = one.perplexity / one.source_perplexity
+                    "the result is too far from its source",
+                    f"a mean KL(source || result) of {one.kl:.{digits}g} nats a token on '{one.text}'",
+                    one.limit(digits),
+                )
+            ratio = one.perplexity_ratio.value
             if not ratio <= self.perplexity_ratio_bound:
+                digits = _telling_apart(ratio, self.perplexity_ratio_bound)
                 return (
-                    "the result predicts worse than its source", f"{ratio:.3g} times the perplexity on '{one.text}'",
+                    "the result predicts worse than its source",
+                    f"{ratio:.{digits}g} times the perplexity on '{one.text}'",
                     f"at most {self.perplexity_ratio_bound:g} times",
-                )  # fmt: skip
+                )
         for layer, reason in self.fallbacks.items():
             return f"layer '{layer}' was rounded to nearest", reason, "a layer that GPTQ can solve"
         for layer, (error, bound) in self.distorted.items():
             return (
                 f"the weights of layer '{layer}' changed more than its scheme explains",
-                f"a relative error of {error:.3g}", f"at most {bound:.3g}",
+                f"an error of {error:.3g} relative to the weights (Frobenius norms)", f"at most {bound:.3g}",
             )  # fmt: skip
         return None
 
-    def to_json(self, *, accepted: bool) -> dict[str, Any]:
-        """The manifest's form."""
+    def to_json(self, *, accepted: bool = False) -> dict[str, Any]:
+        """The manifest's form.
+
+        Args:
+            accepted: whether the result was to be kept whatever this says.
+        """
         return {
             "passed": self.problem() is None,
             "accepted": accepted,
@@ -109,10 +142,16 @@ class Gate:
         Raises:
             CheckpointError: if it is of another form, or tells of no text.
         """
-        kinds = {"str": str, "int": int, "float": float}
+        kinds = {"str": str, "int": int, "float": float, "float | None": float}
         try:
             texts = [
-                TextResult(**{field.name: kinds[str(field.type)](one[field.name]) for field in fields(TextResult)})
+                TextResult(
+                    **{
+                        field.name: kinds[str(field.type)](one[field.name])
+                        for field in fields(TextResult)
+                        if field.default is MISSING or one.get(field.name) is not None
+                    }
+                )
                 for one in value["texts"]
             ]
             distorted = {
@@ -132,10 +171,10 @@ def run_gate(
 ) -> Gate:
     """Measure a quantized model against its source on texts that are not for calibration.
 
-    The mean KL may be no more than that of the RTN baseline: the source rounded to nearest in
-    the same schemes, groups longer than 128 and whole rows of int4 counted as groups of
-    128; nor more than `BOUNDS`, where the fewest bits decide. A result that is its own baseline
-    is run once.
+    The mean KL may be no more than `BOUNDS` says, where the fewest bits decide; nor, but for a
+    little slack, than that of the RTN baseline: the source rounded to nearest in the same schemes,
+    groups longer than 128 and whole rows of int4 counted as groups of 128. A result that is its
+    own baseline is run once.
 
     Args:
         source: the float model.
@@ -147,14 +186,16 @@ def run_gate(
     """
     assigned = schemes(result)
     baseline = rtn_baseline(source, assigned)
-    others = [result] if is_baseline(result, baseline, records) else [result, baseline]
+    rounded = is_baseline(result, baseline, records)
+    others = [result] if rounded else [result, baseline]
     bound = coarser(BOUNDS[f"int{scheme.bits}"] for scheme in assigned.values())
     measured = measured_windows(source)
     lost = compare_texts(source, others, [windows for _, windows in measured.values()], progress=progress)
     texts = []
     for (name, (digest, _)), by_model in zip(measured.items(), lost, strict=True):
-        limit = min(bound.kl, max(FLOOR, SLACK * by_model[-1].divergence.kl))
-        texts.append(_text_result(name, digest, by_model[0], limit))
+        rounding = None if rounded else by_model[1].divergence.kl
+        limit = bound.kl if rounding is None else min(bound.kl, max(FLOOR, SLACK * rounding))
+        texts.append(_text_result(name, digest, by_model[0], limit, rounding))
     fallbacks = {
         name.removesuffix(".weight"): str(record["fallback"])
         for name, record in records.items()
@@ -179,7 +220,7 @@ def require_passed(gate: Gate, source: Checkpoint, result: Checkpoint, dst: Path
     worst = ", ".join(f"{module} ({error:.2g})" for error, module in sorted(errors, reverse=True)[:_WORST])
     raise QualityError(
         problem[0], path=dst, found=problem[1], expected=problem[2],
-        hint=f"largest weight errors: {worst}; choose a finer scheme or GPTQ with more text, or keep it with"
+        hint=f"largest relative weight errors: {worst}; choose a finer scheme or GPTQ with more text, or keep it with"
         " `accept_quality_loss=True` (and `resume=True`)",
     )  # fmt: skip
 
@@ -207,12 +248,18 @@ def _pair(source: Checkpoint, result: Checkpoint, module: str) -> tuple[QuantTen
     return quantized, weight
 
 
-def _text_result(name: str, digest: str, found: Quality, limit: float) -> TextResult:
+def _text_result(name: str, digest: str, found: Quality, limit: float, rounding: float | None) -> TextResult:
     measured = found.divergence
     return TextResult(
         name, digest, measured.tokens, *map(_rounded, (measured.kl, measured.kl_p99, limit, measured.top1_agreement,
         found.reference_perplexity, found.perplexity)),
+        *(None if one is None else _rounded(one) for one in (measured.kl_error, found.ratio_error, rounding)),
     )  # fmt: skip
+
+
+def _telling_apart(value: float, bound: float) -> int:
+    """How many digits a figure needs, three at least, to look other than its bound."""
+    return next((digits for digits in range(3, 17) if f"{value:.{digits}g}" != f"{bound:.{digits}g}"), 17)
 
 
 def _rounded(value: float) -> float:

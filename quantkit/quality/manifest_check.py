@@ -4,27 +4,108 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from quantkit.errors import CheckpointError, QualityError
 from quantkit.formats import manifest
 from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.output.staging import require_finished
 from quantkit.formats.registry import read_names
-from quantkit.progress import Progress, silent
+from quantkit.progress import Progress, in_phase, silent
 from quantkit.quality.bounds import REPEATABLE
-from quantkit.quality.gate import Gate
+from quantkit.quality.gate import Gate, TextResult
 from quantkit.quality.measures import token_perplexities
 from quantkit.quality.windows import measured_windows
 
 _WEIGHT_FILES = {".safetensors", ".pth", ".bin", ".gguf"}
+_MODEL_CARD = "README.md"
+"""Written for people, who edit it; nothing that is loaded."""
 
 
-def verify_files(folder: str | Path, *, progress: Progress = silent) -> list[str]:
+def neither_true_nor_false(report: object) -> NoReturn:
+    """Refuse to be taken for a truth value, as any report of a difference would be a true one."""
+    raise TypeError(f"a {type(report).__name__} is neither true nor false: ask `report.same` or `report.ok`")
+
+
+@dataclass(frozen=True)
+class TextCheck:
+    """One text of the gate, measured again.
+
+    Attributes:
+        recorded: what the manifest says of it.
+        perplexity: now; None where this quantkit has not the text it was measured on.
+    """
+
+    recorded: TextResult
+    perplexity: float | None
+
+    def line(self) -> str:
+        """For people."""
+        one = self.recorded
+        if self.perplexity is None:
+            return f"'{one.text}' is not the text it was measured on; not measured again"
+        return (
+            f"'{one.text}': perplexity {self.perplexity:.4g} as recorded when it was made (its source"
+            f" {one.source_perplexity:.4g}); KL from its source {one.kl_estimate} nats a token ({one.limit()})"
+        )
+
+
+@dataclass(frozen=True)
+class FolderReport:
+    """What a folder is, held against its own manifest. What is wrong with its model is an error, and never told here.
+
+    Attributes:
+        path: the folder.
+        files: how many are as quantkit wrote them.
+        edited: what became of a file that people may change, by its name.
+        texts: what was measured again, of a quantized model.
+        manifest: of the folder.
+    """
+
+    path: Path
+    files: int
+    edited: dict[str, str]
+    texts: list[TextCheck]
+    manifest: dict[str, Any]
+
+    __bool__ = neither_true_nor_false
+
+    @property
+    def same(self) -> bool:
+        """Whether every file is as quantkit wrote it, the model card too."""
+        return not self.edited
+
+    @property
+    def ok(self) -> bool:
+        """Whether the model is as it was made: always, as what is not so is an error."""
+        return True
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything found, and the manifest."""
+        return {
+            "path": str(self.path), "same": self.same, "ok": self.ok, "files": self.files, "edited": self.edited,
+            "perplexities": {one.recorded.text: one.perplexity for one in self.texts}, "findings": self.lines(),
+            "manifest": self.manifest,
+        }  # fmt: skip
+
+    def lines(self) -> list[str]:
+        """The report for people."""
+        total = self.files + len(self.edited)
+        count = f"all {total}" if self.same else f"{self.files} of {total}"
+        out = [f"{self.path}: {count} files are as quantkit wrote them"]
+        out += [f"{name}: {what}" for name, what in self.edited.items()]
+        return [*out, *(one.line() for one in self.texts), "verdict: the model is as it was made"]
+
+
+def verify_folder(folder: str | Path, *, progress: Progress = silent) -> FolderReport:
     """Hold a folder against its manifest: the sha256 of its files and, if it was quantized, its quality.
 
+    A model card may have been edited, or removed.
+
     Returns:
-        What was found, for people.
+        What was found.
 
     Raises:
         CheckpointError: if there is no manifest, a file is missing or changed, or one of weights,
@@ -32,6 +113,7 @@ def verify_files(folder: str | Path, *, progress: Progress = silent) -> list[str
         QualityError: see `recheck`.
     """
     folder = Path(folder)
+    require_finished(folder, manifest.NAME)
     made = manifest.read(folder)
     listed = made["files"]
     for path in sorted(folder.iterdir()):
@@ -39,20 +121,27 @@ def verify_files(folder: str | Path, *, progress: Progress = silent) -> list[str
             raise CheckpointError(
                 "the manifest does not list this file", path=path, hint="what is read must be what was written"
             )
-    for name, expected in listed.items():
+    edited = {}
+    for index, (name, expected) in enumerate(listed.items()):
+        progress("sha256", index, len(listed), "files")
         path = folder / name
         if Path(name).name != name or not path.is_file():
+            if name == _MODEL_CARD:
+                edited[name] = "removed since"
+                continue
             raise CheckpointError("a file of the manifest is missing", path=path)
         found = manifest.file_sha256(path)
         if found != expected:
+            if name == _MODEL_CARD:
+                edited[name] = "edited since (not checked)"
+                continue
             raise CheckpointError(
                 "the file is not what quantkit wrote", path=path, found=f"sha256 {found[:12]}", expected=expected[:12],
                 hint="copy or make it again",
             )  # fmt: skip
-    lines = [f"{folder}: all {len(listed)} files are as quantkit wrote them"]
-    if made.get("job") == "quantize" or "quality" in made:
-        lines += recheck(folder, made, progress=progress)
-    return lines
+    quantized = made.get("job") == "quantize" or "quality" in made
+    texts = recheck(folder, made, progress=progress) if quantized else []
+    return FolderReport(folder, len(listed) - len(edited), edited, texts, made)
 
 
 def _decides(name: str) -> bool:
@@ -60,8 +149,8 @@ def _decides(name: str) -> bool:
     return name in read_names() or name.endswith(".index.json")
 
 
-def recheck(folder: Path, made: Mapping[str, Any], *, progress: Progress = silent) -> list[str]:
-    """Hold a quantized folder against the figures in its manifest; lines for people.
+def recheck(folder: Path, made: Mapping[str, Any], *, progress: Progress = silent) -> list[TextCheck]:
+    """Hold a quantized folder against the figures in its manifest.
 
     The source is not needed: the model's own perplexities are measured again.
 
@@ -76,23 +165,18 @@ def recheck(folder: Path, made: Mapping[str, Any], *, progress: Progress = silen
     texts = measured_windows(checkpoint)
     known = {one.text for one in recorded.texts if one.text in texts and texts[one.text][0] == one.sha256}
     again = {name: windows for name, (_, windows) in texts.items() if name in known}
-    figures = token_perplexities(checkpoint, list(again.values()), progress=progress) if again else []
+    told = in_phase(progress, "perplexity")
+    figures = token_perplexities(checkpoint, list(again.values()), progress=told) if again else []
     perplexities = dict(zip(again, figures, strict=True))
-    lines = []
     for one in recorded.texts:
-        if one.text not in perplexities:
-            lines.append(f"'{one.text}' is not the text it was measured on; not measured again")
+        found = perplexities.get(one.text)
+        if found is None:
             continue
-        found = perplexities[one.text]
         if not (math.isfinite(found) and math.isclose(found, one.perplexity, rel_tol=REPEATABLE)):
             raise QualityError(
                 f"perplexity on '{one.text}' is not what the manifest says", path=folder, found=f"{found:.4g}",
                 expected=f"{one.perplexity:.4g}", hint="make it again",
             )  # fmt: skip
-        lines.append(
-            f"'{one.text}': perplexity {found:.4g} as recorded (source {one.source_perplexity:.4g}),"
-            f" KL {one.kl:.3g} (bound {one.kl_bound:.3g})"
-        )
     what, measured, allowed = recorded.problem() or ("", None, None)
     if what or quality.get("passed") is not True:
         raise QualityError(
@@ -100,4 +184,4 @@ def recheck(folder: Path, made: Mapping[str, Any], *, progress: Progress = silen
             found=measured, expected=allowed,
             hint="it was kept with `accept_quality_loss=True`" if quality.get("accepted") else "make it again",
         )  # fmt: skip
-    return lines
+    return [TextCheck(one, perplexities.get(one.text)) for one in recorded.texts]

@@ -21,6 +21,7 @@ from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.layerwise import TOKENS_THROUGH_A_BLOCK, Batch, head_logits, layerwise_hidden
 from quantkit.progress import Progress, silent
+from quantkit.quality.figures import Estimate, mean_estimate
 from quantkit.tensors.finite import finite_logits
 
 STATES_BYTES = 256 << 20
@@ -40,6 +41,7 @@ class Divergence:
         kl: mean of KL(reference || other) per position, in nats.
         kl_median, kl_p99: its median and 99th percentile.
         top1_agreement: share of positions whose likeliest token is the same.
+        kl_error, top1_error: standard errors of the mean and of the share; None where there are too few tokens.
     """
 
     tokens: int
@@ -48,15 +50,25 @@ class Divergence:
     kl_median: float
     kl_p99: float
     top1_agreement: float
+    kl_error: float | None = None
+    top1_error: float | None = None
 
 
 @dataclass(frozen=True)
 class Quality:
-    """What a model lost against its reference on one text; perplexities are per token."""
+    """What a model lost against its reference on one text; perplexities are per token.
+
+    Attributes:
+        reference_perplexity_error, perplexity_error: standard errors, were the text another of its kind.
+        ratio_error: that of ``perplexity / reference_perplexity``, token by token beside each other.
+    """
 
     divergence: Divergence
     reference_perplexity: float
     perplexity: float
+    reference_perplexity_error: float | None = None
+    perplexity_error: float | None = None
+    ratio_error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -95,8 +107,8 @@ def compare_batches(
     finite."""
     tallies = [[_Tally()] for _ in batches]
     targets = [Windows.of(batch.tokens).targets for batch in batches]
-    first = layerwise_hidden(reference, batches, progress=progress)
-    second = layerwise_hidden(other, batches, progress=progress)
+    first = layerwise_hidden(reference, batches, progress=_stretch(progress, 0, 2))
+    second = layerwise_hidden(other, batches, progress=_stretch(progress, 1, 2))
     _compare_logits(reference, [other], tallies, targets, first, [second], SINGLE, finite=False)
     return [tally.quality() for (tally,) in tallies]
 
@@ -171,7 +183,7 @@ def log_loss(
     """
     loss = 0.0
     for _, some in _losses(checkpoint, windows, group, progress):
-        loss += some
+        loss += some.sum().item()
     return loss
 
 
@@ -179,17 +191,25 @@ def log_loss(
 def token_perplexities(
     checkpoint: Checkpoint, texts: Sequence[Tensor], *, group: ProcessGroup = SINGLE, progress: Progress = silent
 ) -> list[float]:
+    """The values of `perplexity_estimates`."""
+    return [one.value for one in perplexity_estimates(checkpoint, texts, group=group, progress=progress)]
+
+
+@torch.inference_mode()
+def perplexity_estimates(
+    checkpoint: Checkpoint, texts: Sequence[Tensor], *, group: ProcessGroup = SINGLE, progress: Progress = silent
+) -> list[Estimate]:
     """Perplexity per token over each text, as windows [W, T]: each token but a window's first is predicted
-    from those before it in the window.
+    from those before it in the window. The error is that of `Quality`.
 
     Raises:
         NonFiniteError: if the model's logits are NaN or Inf.
     """
     scored = [Windows.of(windows) for windows in texts]
-    losses = [0.0] * len(scored)
+    losses: list[list[Tensor]] = [[] for _ in scored]
     for text, some in _losses(checkpoint, scored, group, progress):
-        losses[text] += some
-    return [perplexity(loss, one.scored) for loss, one in zip(losses, scored, strict=True)]
+        losses[text].append(some)
+    return [mean_estimate(torch.cat(of_text)).exp() for of_text in losses]
 
 
 def token_perplexity(
@@ -220,34 +240,35 @@ def text_windows(ids: Sequence[int], bos_id: int | None, length: int) -> Tensor:
 
 
 class _Tally:
-    """What two models' predictions amount to, gathered batch by batch."""
+    """What two models' predictions amount to, gathered batch by batch: a few numbers of each token."""
 
     def __init__(self) -> None:
-        self._kl: list[Tensor] = []
         self._largest = 0.0
-        self._agreed = 0
-        self._scored = 0
-        self._losses = [0.0, 0.0]
+        self._found: list[tuple[Tensor, ...]] = []
 
     def add(self, p: Tensor, q: Tensor, targets: Tensor) -> None:
-        """Take in the logits [N, V] of both and the targets [N]."""
+        """Take in the logits [N, V] of both and the targets [N], in the order of the text."""
         difference = (p - q).abs().max().item()
         self._largest = difference if math.isnan(difference) else max(self._largest, difference)
-        self._agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
         log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
-        self._kl.append((log_p.exp() * (log_p - log_q)).sum(-1, dtype=torch.float64))
-        for index, log in enumerate((log_p, log_q)):
-            self._losses[index] += F.nll_loss(log, targets, reduction="sum", ignore_index=NOT_SCORED).item()
-        self._scored += int((targets != NOT_SCORED).sum())
-
-    def divergence(self) -> Divergence:
-        kl = torch.cat(self._kl)
-        median, p99 = np.quantile(kl.numpy(), [0.5, 0.99]).tolist()
-        mean, median, p99 = (max(value, 0.0) for value in (kl.mean().item(), median, p99))
-        return Divergence(len(kl), self._largest, mean, median, p99, self._agreed / len(kl))
+        self._found.append((
+            (log_p.exp() * (log_p - log_q)).sum(-1, dtype=torch.float64),
+            (p.argmax(-1) == q.argmax(-1)).double(),
+            *(F.nll_loss(log, targets, reduction="none", ignore_index=NOT_SCORED).double() for log in (log_p, log_q)),
+            targets != NOT_SCORED,
+        ))  # fmt: skip
 
     def quality(self) -> Quality:
-        return Quality(self.divergence(), *(perplexity(loss, self._scored) for loss in self._losses))
+        kl, agreed, first, second, scored = (torch.cat(parts) for parts in zip(*self._found, strict=True))
+        mean, top1 = mean_estimate(kl), mean_estimate(agreed)
+        median, p99 = np.quantile(kl.numpy(), [0.5, 0.99]).tolist()
+        divergence = Divergence(
+            len(kl), self._largest, max(mean.value, 0.0), max(median, 0.0), max(p99, 0.0), top1.value, mean.error,
+            top1.error,
+        )  # fmt: skip
+        first, second = first[scored], second[scored]
+        reference, other, ratio = (mean_estimate(losses).exp() for losses in (first, second, second - first))
+        return Quality(divergence, reference.value, other.value, reference.error, other.error, ratio.error)
 
 
 def _compare_logits(
@@ -274,8 +295,8 @@ def _compare_logits(
 
 def _losses(
     checkpoint: Checkpoint, texts: Sequence[Windows], group: ProcessGroup, progress: Progress
-) -> Iterator[tuple[int, float]]:
-    """Minus the log probability of a few scored targets after the other, with the index of their text."""
+) -> Iterator[tuple[int, Tensor]]:
+    """Minus the log probabilities [N] of a few scored targets after the other, with the index of their text."""
     parts = _parts(texts, checkpoint.config.hidden_size)
     for index, part in enumerate(parts):
         batches = [Batch.from_start(one.tokens) for _, one in part]
@@ -286,7 +307,7 @@ def _losses(
             chosen = [(batch, scored[batch][some]) for batch, some in rows]
             found = _logits(checkpoint, [states[batch].flatten(0, 1)[own] for batch, own in chosen], group, finite=True)
             for (batch, own), logits in zip(chosen, found, strict=True):
-                yield part[batch][0], F.cross_entropy(logits, targets[batch][own], reduction="sum").item()
+                yield part[batch][0], F.cross_entropy(logits, targets[batch][own], reduction="none").double()
 
 
 def _logits(checkpoint: Checkpoint, hidden: Sequence[Tensor], group: ProcessGroup, *, finite: bool) -> list[Tensor]:

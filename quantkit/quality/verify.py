@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -20,8 +20,10 @@ from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.registry import CONTAINERS
 from quantkit.json_values import read_json
 from quantkit.model.layerwise import Batch
-from quantkit.progress import Progress, silent
+from quantkit.progress import Progress, in_phase, silent
 from quantkit.quality.bounds import BOUNDS, Bound, coarser, exceeds, same_but_rounded, type_name, weight_bound
+from quantkit.quality.figures import Estimate
+from quantkit.quality.manifest_check import FolderReport, neither_true_nor_false, verify_folder
 from quantkit.quality.measures import Divergence, compare_batches
 from quantkit.quality.windows import measured_windows
 from quantkit.tensors.qtensor import QuantTensor, float_rows, frobenius, row_chunks
@@ -67,22 +69,43 @@ class Probe:
         divergence: of the logits.
         perplexity_ratio: perplexity of the model that was changed over that of its reference; None where the tokens
             are no text.
-        within: whether that is within the bound; where there is none, whether the figures are numbers.
+        ratio_error: its standard error; None where there are too few tokens.
+        bound: on KL and, of texts, on that ratio; None where any figures are allowed that are numbers.
+        within: whether they are within the bound.
     """
 
     divergence: Divergence
     perplexity_ratio: float | None
+    ratio_error: float | None
+    bound: Bound | None
     within: bool
+
+    def line(self, name: str) -> str:
+        """For people.
+
+        Args:
+            name: of the tokens.
+        """
+        found, ratio, bound = self.divergence, self.perplexity_ratio, self.bound
+        line = f"logits on {name}, {found.tokens} tokens: "
+        if found.largest_logit_difference == 0:
+            return line + "equal"
+        line += f"KL {Estimate(found.kl, found.kl_error)} nats a token"
+        line += "" if bound is None else f" (at most {bound.kl:g})"
+        line += "" if ratio is None else f", perplexity x {Estimate(ratio, self.ratio_error)}"
+        line += "" if ratio is None or bound is None else f" (at most {bound.perplexity_ratio:g})"
+        line += f", same top token {found.top1_agreement:.1%}, largest difference {found.largest_logit_difference:.3g}"
+        return line if self.within else f"{line}; beyond the bound"
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """All that two checkpoints differ in.
+    """All that two checkpoints differ in. It is neither true nor false: ask `same` or `ok`.
 
     Attributes:
         verdict: same, within the scheme's bound, or different.
         problems: differences no bound allows: of configs, end tokens, names, shapes, tokenizers.
-        tensors: how many were compared.
+        tensors: how many were compared; none, and no logits, where the configs differ.
         differing: those that are not bit-equal, worst first.
         probes: logits on the texts of the gate, on random tokens and on spread-out positions.
         bound: on the probes: on all between float types, on the gate's where a model is quantized.
@@ -95,10 +118,24 @@ class VerifyReport:
     probes: dict[str, Probe]
     bound: Bound
 
+    __bool__ = neither_true_nor_false
+
+    @property
+    def same(self) -> bool:
+        """Whether the two are the same model: all tensors and all logits are equal."""
+        return self.verdict is Verdict.SAME
+
+    @property
+    def ok(self) -> bool:
+        """Whether the two are the same model, or differ by no more than the change of type between them explains."""
+        return self.verdict is not Verdict.DIFFERENT
+
     def to_json(self) -> dict[str, Any]:
         """Everything found; the verdict in lower case."""
         return {
             "verdict": self.verdict.name.lower(),
+            "same": self.same,
+            "ok": self.ok,
             "problems": self.problems,
             "tensors": self.tensors,
             "differing": [{**asdict(one), "within": one.within} for one in self.differing],
@@ -109,14 +146,16 @@ class VerifyReport:
     def lines(self) -> list[str]:
         """The report for people."""
         out = [f"problem: {problem}" for problem in self.problems]
-        out.append(f"tensors: {self.tensors - len(self.differing)} of {self.tensors} bit-equal")
+        equal = f"{self.tensors - len(self.differing)} of {self.tensors} bit-equal"
+        out.append(f"tensors: {equal if self.tensors else 'not compared, the configs differ'}")
         if self.differing:
             worst = self.differing[0]
+            allowed = f"at most {worst.bound:.3g}" if worst.bound else "none is allowed"
             out.append(
-                f"worst tensor: {worst.name}, relative error {worst.relative_error:.3g}"
-                f" (bound {worst.bound:.3g}), largest difference {worst.largest:.3g}"
+                f"worst tensor: {worst.name}, relative error {worst.relative_error:.3g} ({allowed}),"
+                f" largest difference {worst.largest:.3g}"
             )
-        out += [self._told(name, probe) for name, probe in self.probes.items()]
+        out += [probe.line(name) for name, probe in self.probes.items()]
         words = {
             Verdict.SAME: "the same model",
             Verdict.WITHIN_BOUND: "within the bound of the scheme",
@@ -124,33 +163,44 @@ class VerifyReport:
         }
         return [*out, f"verdict: {words[self.verdict]}"]
 
-    def _told(self, name: str, probe: Probe) -> str:
-        found, ratio = probe.divergence, probe.perplexity_ratio
-        line = (
-            f"logits on {name}: {found.tokens} tokens, largest difference {found.largest_logit_difference:.3g},"
-            f" KL {found.kl:.3g}, same top token {found.top1_agreement:.2%}"
-        )
-        line += "" if ratio is None else f", perplexity x {ratio:.4g}"
-        if probe.within:
-            return line
-        return f"{line}; beyond the bound, KL {self.bound.kl:.3g} and perplexity x {self.bound.perplexity_ratio:g}"
+
+@overload
+def verify(a: str | Path, b: None = None, *, progress: Progress = silent) -> FolderReport: ...
 
 
-def verify(a: str | Path, b: str | Path, *, progress: Progress = silent) -> VerifyReport:
-    """Compare configs, end tokens, tokenizers, names, shapes, dequantized tensors and logits.
+@overload
+def verify(a: str | Path, b: str | Path, *, progress: Progress = silent) -> VerifyReport: ...
 
+
+def verify(a: str | Path, b: str | Path | None = None, *, progress: Progress = silent) -> VerifyReport | FolderReport:
+    """Say whether two models are the same, or how far apart; of one alone, whether it is as quantkit made it.
+
+    Two models: configs, end tokens, tokenizers, names, shapes, dequantized tensors and logits are compared.
     Logits are computed in float32, one block in memory at a time: on the texts of the gate, on random
     tokens, and on positions spread up to the end of the context, where a rope scaling
     that was lost would show. Of a quantized model and one of floats, the floats are the reference, in whichever
     order they are given; errors are relative to the reference, and KL is from it.
 
+    One model: its files are held against the sha256 in its manifest, and a quantized one against the perplexities
+    there.
+
     Args:
         a, b: the folders.
         progress: told of every tensor and layer.
 
+    Returns:
+        A report with `same`, `ok`, `lines()` and `to_json()`: a `VerifyReport` of two models, a `FolderReport` of one.
+
     Raises:
-        QuantkitError: if either cannot be read.
+        CheckpointError: if a single model has no manifest, or its files are not those that quantkit wrote.
+        QualityError: if a single model's perplexity is not what its manifest says, or it was too far from its source
+            when it was made.
+        QuantkitError: if a folder cannot be read.
     """
+    return verify_folder(a, progress=progress) if b is None else _verify_pair(a, b, progress)
+
+
+def _verify_pair(a: str | Path, b: str | Path, progress: Progress) -> VerifyReport:
     reference, other = open_checkpoint(a), open_checkpoint(b)
     problems = _config_problems(reference, other)
     comparable = not problems
@@ -171,13 +221,13 @@ def verify(a: str | Path, b: str | Path, *, progress: Progress = silent) -> Veri
         differing.sort(key=lambda difference: -difference.excess)
         probes = _probed(reference, other, bound, progress)
     verdict = _judge(problems, differing, probes)
-    return VerifyReport(verdict, problems, len(names), differing, probes, bound)
+    return VerifyReport(verdict, problems, len(names) if comparable else 0, differing, probes, bound)
 
 
 def _config_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
     """What differs in the architectures; a tied head may be stored apart."""
     first, second = (replace(one.config, tied_embeddings=False) for one in (a, b))
-    return [f"config differs in {difference}" for difference in first.differences(second)]
+    return [f"the configs differ: {difference}" for difference in first.differences(second)]
 
 
 def _token_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
@@ -278,16 +328,17 @@ def _probed(reference: Checkpoint, other: Checkpoint, bound: Bound, progress: Pr
     """
     texts = {name: Batch.from_start(windows) for name, (_, windows) in measured_windows(reference).items()}
     batches = {**texts, **_other_tokens(reference)}
-    measured = compare_batches(reference, other, list(batches.values()), progress=progress)
+    measured = compare_batches(reference, other, list(batches.values()), progress=in_phase(progress, "logits"))
     strict = not (schemes(reference) or schemes(other))
     probes = {}
     for name, found in zip(batches, measured, strict=True):
         if name in texts:
             ratio = found.perplexity / found.reference_perplexity
-            probes[name] = Probe(found.divergence, ratio, not exceeds(found, bound))
+            probes[name] = Probe(found.divergence, ratio, found.ratio_error, bound, not exceeds(found, bound))
         else:
             kl = found.divergence.kl
-            probes[name] = Probe(found.divergence, None, kl <= bound.kl if strict else math.isfinite(kl))
+            within = kl <= bound.kl if strict else math.isfinite(kl)
+            probes[name] = Probe(found.divergence, None, None, bound if strict else None, within)
     return probes
 
 
@@ -303,7 +354,7 @@ def _other_tokens(checkpoint: Checkpoint) -> dict[str, Batch]:
     reach = config.max_context * (max(config.rope.factor, 1.0) if config.rope.type == "dynamic" else 1)
     return {
         "other random tokens": Batch.from_start(random()),
-        "spread positions": Batch(random(), torch.linspace(0, int(reach) - 1, count).long()),
+        "positions spread over the context": Batch(random(), torch.linspace(0, int(reach) - 1, count).long()),
     }
 
 

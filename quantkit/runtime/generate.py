@@ -2,53 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
 from quantkit.errors import RequestError
 from quantkit.model.decoder import Decoder
 from quantkit.runtime.engine import Engine
-from quantkit.runtime.request import checked_length
+from quantkit.runtime.request import MAX_NEW_TOKENS, TokenIds, checked_length, prompt_ids
 from quantkit.runtime.sampling import SamplingParams, agreed, sample
 from quantkit.tensors.finite import finite_logits
 
 
 def generate(
     model: Decoder | Engine,
-    ids: Sequence[int],
+    ids: TokenIds,
     *,
-    max_new_tokens: int,
+    max_new_tokens: int = MAX_NEW_TOKENS,
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int | None = None,
 ) -> Iterator[int]:
-    """Token ids that continue `ids`, one by one, up to the model's end token (not given out).
+    """Continue a prompt, token by token.
 
     Args:
         model: from `quantkit.load`, or an engine over it, to choose how it runs.
-        ids: the prompt, as the tokenizer encodes it; not empty.
+        ids: the prompt, as the tokenizer encodes it, in a list or a tensor [T] or [1, T]; not empty.
+            `quantkit.stream` takes a text, and gives one.
         max_new_tokens: at most so many.
-        temperature, top_p, seed: see `SamplingParams`; greedy by default. Processes that share the model
-            draw the same tokens.
+        temperature: 0 takes the likeliest token; else logits are divided by it.
+        top_p: draw from the smallest set of tokens with at least this probability together.
+        seed: of the draw; None is unpredictable. Processes that share the model draw the same tokens.
+
+    Returns:
+        An iterator over the ids of new tokens, which are computed as they are asked for, up to the model's end token
+        (not given out). To decode them one by one breaks characters and loses spaces; that is what `quantkit.stream`
+        is for.
 
     Raises:
-        RequestError: at once, if the prompt is empty, holds unknown ids, or does not fit
+        RequestError: at once, if the prompt is a text or empty, holds unknown ids, or does not fit
             the model's context, or the engine, together with the new tokens.
         NonFiniteError: if the model's logits are NaN or Inf.
+
+    Example:
+        >>> model, tokenizer = quantkit.load("model-int4")
+        >>> ids = tokenizer.encode("My fellow citizens")
+        >>> print(tokenizer.decode(list(quantkit.generate(model, ids, max_new_tokens=50))))
     """
     decoder = model.model if isinstance(model, Engine) else model
     params = agreed(SamplingParams(temperature, top_p, seed), decoder.group)
-    length = checked_length(decoder.config, ids, max_new_tokens)
+    prompt = prompt_ids(ids)
+    length = checked_length(decoder.config, prompt, max_new_tokens)
     engine = model if isinstance(model, Engine) else Engine(model, length)
     if length > engine.length:
         raise RequestError("prompt and new tokens exceed the engine", found=length, expected=f"at most {engine.length}")
-    return _tokens(engine, list(ids), max_new_tokens, params)
+    return _tokens(engine, prompt, max_new_tokens, params)
 
 
 _LOOKS = {"cpu": 1}
 _FAR = 8
-"""Tokens that a device draws before the host looks at them: each look waits for all that was asked of it."""
+"""Tokens that a device draws before the host looks at them, but for the first: each look waits for all that was asked
+of it."""
 
 
 @torch.inference_mode()
@@ -69,7 +83,7 @@ def _tokens(engine: Engine, ids: list[int], count: int, params: SamplingParams) 
                 logits = logits.nan_to_num()  # drawn from, but never given out
             tokens = sample(logits, params, generator)
         drawn.append(tokens)
-        if len(drawn) == ahead or left == 1:
+        if len(drawn) == ahead or left in (1, count):
             if extremes:
                 finite_logits(torch.stack(extremes))
             for token in torch.cat(drawn).flatten().tolist():

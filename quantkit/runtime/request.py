@@ -2,10 +2,45 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.errors import RequestError
+from quantkit.json_values import shown
+
+MAX_NEW_TOKENS = 100
+"""Where nobody says how many."""
+
+TokenIds = Sequence[int] | Tensor
+"""A prompt as a model takes it: a list of ids, or a tensor of integers, [T] or [1, T]."""
+
+_SHOW_HOW = "tokenizer.encode(text) gives them, and quantkit.stream(model, tokenizer, text) takes the text itself"
+
+
+def prompt_ids(prompt: TokenIds) -> list[int]:
+    """The ids of a prompt, whatever holds them.
+
+    Raises:
+        RequestError: if it is a text, no integers, or several prompts.
+    """
+    if isinstance(prompt, (str, bytes)):
+        raise RequestError("the prompt is a text", found=shown(prompt), expected="token ids", hint=_SHOW_HOW)
+    try:
+        ids: list[Any] = list(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
+        if ids and all(isinstance(one, (list, tuple)) for one in ids):
+            if len(ids) > 1:
+                raise RequestError("one prompt at a time", found=f"{len(ids)} prompts", expected="ids [T] or [1, T]")
+            (ids,) = ids
+        return [operator.index(one) for one in ids]
+    except TypeError as error:
+        raise RequestError(
+            "the prompt is no list of token ids", found=type(prompt).__name__,
+            expected="integers in a list, or a tensor [T] or [1, T]", hint=_SHOW_HOW,
+        ) from error  # fmt: skip
 
 
 def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int) -> int:
@@ -27,6 +62,6 @@ def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int)
     if length > config.max_context:
         raise RequestError(
             "prompt and new tokens exceed the model's context", found=length, expected=f"at most {config.max_context}",
-            hint="ask for fewer new tokens",
+            hint="ask for fewer with `max_new_tokens`",
         )  # fmt: skip
     return length

@@ -14,7 +14,7 @@ from torch import Tensor
 from quantkit.errors import RequestError
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
-from quantkit.runtime.request import checked_length
+from quantkit.runtime.request import MAX_NEW_TOKENS, TokenIds, checked_length, prompt_ids
 from quantkit.runtime.sampling import SamplingParams, agreed, probabilities
 from quantkit.tensors.finite import finite_logits
 
@@ -24,9 +24,9 @@ DRAFT_TOKENS = 4
 def speculate(
     model: Decoder,
     draft: Decoder,
-    ids: Sequence[int],
+    ids: TokenIds,
     *,
-    max_new_tokens: int,
+    max_new_tokens: int = MAX_NEW_TOKENS,
     draft_tokens: int = DRAFT_TOKENS,
     temperature: float = 0.0,
     top_p: float = 1.0,
@@ -50,8 +50,9 @@ def speculate(
         raise RequestError(
             "the draft model has another vocabulary", found=draft.config.vocab_size, expected=model.config.vocab_size
         )
-    length = min(checked_length(one.config, ids, max_new_tokens) for one in (model, draft))
-    return _tokens(_Reader(model, length), _Reader(draft, length), list(ids), length, draft_tokens, params)
+    prompt = prompt_ids(ids)
+    length = min(checked_length(one.config, prompt, max_new_tokens) for one in (model, draft))
+    return _tokens(_Reader(model, length), _Reader(draft, length), prompt, length, draft_tokens, params)
 
 
 class _Reader:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
+
+from quantkit.errors import RequestError
+from quantkit.json_values import shown
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch import dtype as TorchDType
 
 
@@ -84,6 +89,12 @@ class DType(StrEnum):
         dtype: TorchDType = getattr(torch, self.value)
         return dtype
 
+    def empty(self, shape: Sequence[int]) -> Tensor:
+        """A tensor to be filled."""
+        import torch
+
+        return torch.empty(shape, dtype=self.torch)
+
 
 FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 """What models are kept in and compute in."""
@@ -91,3 +102,18 @@ FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 SHORT_NAMES = {"bf16": DType.BFLOAT16, "fp16": DType.FLOAT16, "fp32": DType.FLOAT32}
 FLOAT_NAMES = SHORT_NAMES | {dtype.value: dtype for dtype in reversed(FLOATS)}
 """A model's float type, by every name that a user may give it."""
+FloatName = Literal["bf16", "fp16", "fp32", "bfloat16", "float16", "float32"]
+
+
+def float_name(dtype: FloatName | TorchDType | None) -> DType | None:
+    """A model's float type, given by a name such as ``bf16`` or ``bfloat16``, or as torch's own; None stays None.
+
+    Raises:
+        RequestError: for anything else.
+    """
+    if dtype is None:
+        return None
+    found = FLOAT_NAMES.get(str(dtype).removeprefix("torch."))
+    if found is None:
+        raise RequestError("unknown float type", found=shown(dtype), expected=", ".join(FLOAT_NAMES))
+    return found

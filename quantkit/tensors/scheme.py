@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 
 from quantkit.errors import RequestError
@@ -12,12 +11,15 @@ from quantkit.json_values import shown
 FALLBACK_GROUP_SIZES = (128, 64, 32)
 """Group sizes tried, largest first, when the requested one does not divide a row."""
 
-_SPELLING = re.compile(r"int(?P<bits>[48])(?:-g(?P<group>[0-9]{1,9}))?(?P<asym>-asym)?")
+SPELLINGS = "int8, int4-g32, int4-g64 or int4-g128"
+"""The schemes that a user may ask for, for messages and help; those of int4 also with zero points: ``-asym``."""
 
 
 @dataclass(frozen=True)
 class QuantScheme:
     """How one weight matrix [O, I] is held as integers: ``w = scale * (code - zero)``.
+
+    Checkpoints that others made may have any that can be constructed; users are offered those of `SCHEMES`.
 
     Attributes:
         bits: bits per code, 4 or 8.
@@ -45,20 +47,20 @@ class QuantScheme:
 
     @classmethod
     def parse(cls, text: str) -> QuantScheme:
-        """Read ``int8``, ``int4-g128``, ``int4-g64-asym`` and the like.
+        """One of `SCHEMES` by its name.
 
         Raises:
-            RequestError: if the text is not of that form.
+            RequestError: if there is none of that name.
         """
-        match = _SPELLING.fullmatch(text.strip().lower())
-        if match is None:
-            raise RequestError(
-                "unknown quantization scheme",
-                found=shown(text),
-                expected="int8, int4-g32, int4-g64 or int4-g128, with -asym for zero points",
-            )
-        group = match["group"]
-        return cls(int(match["bits"]), None if group is None else int(group), match["asym"] is None)
+        name = text.strip().lower()
+        if name in SCHEMES:
+            return SCHEMES[name]
+        if name in ("int4", "int4-asym"):
+            raise RequestError(f"{name} needs a group size: {name.replace('int4', 'int4-g128')}")
+        raise RequestError(
+            "unknown quantization scheme", found=shown(text),
+            expected=f"{SPELLINGS}; int4 also with zero points: int4-g128-asym",
+        )  # fmt: skip
 
     def __str__(self) -> str:
         group = "" if self.group_size is None else f"-g{self.group_size}"
@@ -113,3 +115,8 @@ class QuantScheme:
             if size < self.group_size and columns % size == 0:
                 return QuantScheme(self.bits, size, self.symmetric)
         return QuantScheme(8, None)
+
+
+_IN_GROUPS = [QuantScheme(4, size, symmetric) for symmetric in (True, False) for size in (32, 64, 128)]
+SCHEMES = {str(scheme): scheme for scheme in (QuantScheme(8, None), *_IN_GROUPS)}
+"""The schemes that a user may ask for, by name: those that the gate lets through and that kernels serve."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
 
 
@@ -15,5 +14,5 @@ class TensorSpec:
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: DType
     scheme: QuantScheme | None = None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from quantkit.tensors.qtensor import QuantTensor
+    from quantkit.tensors.qtensor import QuantTensor
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class TensorSlice:
 
     def of(self, tensor: Tensor) -> Tensor:
         """That part of a tensor; a view where it is one range."""
+        import torch
+
         pieces = [tensor.narrow(self.axis, start, stop - start) for start, stop in self.ranges]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.axis)
 
@@ -48,7 +51,9 @@ class TensorSlice:
         Raises:
             RequestError: see `QuantTensor.columns`.
         """
-        if isinstance(value, Tensor):
+        from quantkit.tensors.qtensor import QuantTensor
+
+        if not isinstance(value, QuantTensor):
             return self.of(value)
         if self.axis == 1:
             return value.columns(*self.ranges[0])

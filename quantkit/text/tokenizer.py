@@ -39,9 +39,13 @@ _NO_TOKENS = "cannot decode these tokens"
 class Tokenizer(Protocol):
     """Text to token ids and back.
 
-    ``eos_ids`` end a generation. ``special_tokens`` are those that no plain text holds, by their spellings; None where
-    they have none (sentencepiece). ``byte_level`` is true for the vocabularies of bytes (GPT-2's kind, tiktoken) and
-    false for sentencepiece's.
+    Attributes:
+        kind: ``sentencepiece``, ``tiktoken`` or ``tokenizer.json``.
+        vocab_size: token ids lie below it.
+        bos_id: what a text begins with; None where there is no such token.
+        eos_ids: what ends a generation.
+        special_tokens: those that no plain text holds, by their spellings; None where they have none (sentencepiece).
+        byte_level: whether the vocabulary is of bytes (GPT-2's kind, tiktoken), and not sentencepiece's.
     """
 
     kind: str
@@ -52,19 +56,45 @@ class Tokenizer(Protocol):
     byte_level: bool
 
     def encode(self, text: str, *, specials: bool = False, bos: bool = True) -> list[int]:
-        """Token ids as the model expects a text to begin, BOS included where it has one, unless `bos` is off.
+        """Token ids of a text, as a model expects one to begin: with BOS where it has one.
 
-        Spellings of special tokens are plain text, unless `specials` is set and the
-        vocabulary has such spellings (tiktoken and tokenizer.json).
+        Args:
+            text: any Unicode.
+            specials: whether spellings of special tokens, such as ``<|eot_id|>``, mean those tokens; else they are
+                plain text. Sentencepiece has no such spellings.
+            bos: whether BOS comes first, where the tokenizer puts one; not for what a chat template has made.
+
+        Returns:
+            The ids, for `quantkit.generate`.
+
+        Raises:
+            RequestError: if the text holds half a character.
+            CheckpointError: if the tokenizer breaks on it.
+
+        Example:
+            >>> ids = tokenizer.encode("My fellow citizens")
         """
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens left out."""
+        """The text of token ids, special tokens left out.
+
+        A token alone need not be a whole character, and may lose the space before it: decode a text as a whole, or
+        let `quantkit.stream` cut it into pieces.
+
+        Args:
+            ids: of any tokens; what is beyond the vocabulary is left out.
+
+        Returns:
+            The text; bytes that are no character become U+FFFD.
+
+        Raises:
+            CheckpointError: if the tokenizer breaks on them.
+        """
         ...
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece model (Llama 1 and 2, CodeLlama, Mistral)."""
 
     kind = "sentencepiece"
@@ -102,7 +132,7 @@ class SentencePieceTokenizer:
         return text
 
 
-class TiktokenTokenizer:
+class TiktokenTokenizer(Tokenizer):
     """Llama 3's byte-pair ranks, with its 256 special tokens after them."""
 
     kind = "tiktoken"
@@ -142,7 +172,7 @@ class TiktokenTokenizer:
             return self._encoding.decode([i for i in ids if i not in specials and i < self.vocab_size])
 
 
-class JsonTokenizer:
+class JsonTokenizer(Tokenizer):
     """A ``tokenizer.json`` of the Hugging Face tokenizers library."""
 
     kind = "tokenizer.json"
@@ -195,6 +225,9 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer of a checkpoint folder.
 
     ``tokenizer.json`` wins over ``tokenizer.model``, as in transformers.
+
+    Returns:
+        The tokenizer, of whichever kind the file is.
 
     Raises:
         CheckpointError: if there is none, or the file is of no known kind.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,13 +20,14 @@ from jax.sharding import Mesh
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.errors import RequestError
-from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, schemes
+from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.kernels.build import cache_folder
 from quantkit.model.decoder import Decoder
 from quantkit.progress import Progress, silent
 from quantkit.runtime.engine import bucket as power_of_two
-from quantkit.runtime.request import checked_length
+from quantkit.runtime.request import MAX_NEW_TOKENS, TokenIds, checked_length, prompt_ids
 from quantkit.runtime.sampling import SamplingParams
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.finite import nonfinite_logits
 from quantkit.xla.model import sharded_decoder
 from quantkit.xla.products import AXIS
@@ -57,6 +58,11 @@ class XlaModel:
         return self.split.config
 
     @property
+    def tokens_at_once(self) -> int:
+        """Tokens that `generate` gives out together."""
+        return CHUNK
+
+    @property
     def first(self) -> bool:
         """Whether this process speaks for those of all hosts."""
         return bool(jax.process_index() == 0)
@@ -74,8 +80,8 @@ class XlaModel:
         return chunk_program(self.decoder, self.mesh, greedy=False)
 
     def generate(
-        self, ids: Sequence[int], *, max_new_tokens: int, temperature: float = 0.0, top_p: float = 1.0,
-        seed: int | None = None,
+        self, ids: TokenIds, *, max_new_tokens: int = MAX_NEW_TOKENS, temperature: float = 0.0,
+        top_p: float = 1.0, seed: int | None = None,
     ) -> Iterator[int]:  # fmt: skip
         """What `quantkit.generate` does. The same seed draws other tokens than there.
 
@@ -83,8 +89,9 @@ class XlaModel:
             RequestError, NonFiniteError: as there.
         """
         params = SamplingParams(temperature, top_p, seed)
-        length = checked_length(self.config, ids, max_new_tokens)
-        return _tokens(self, list(ids), length - len(ids), params)
+        prompt = prompt_ids(ids)
+        checked_length(self.config, prompt, max_new_tokens)
+        return _tokens(self, prompt, max_new_tokens, params)
 
 
 def model_on_devices(
@@ -104,7 +111,7 @@ def model_on_devices(
     """
     mesh = device_mesh(devices, multi_host=multi_host)
     split = DeviceSplit(checkpoint.config, schemes(checkpoint), mesh.size)
-    dtype = dtype or FLOAT_DTYPES[checkpoint.config.dtype]
+    dtype = dtype or DType(checkpoint.config.dtype).torch
     state = load_state(checkpoint, split, mesh, dtype, progress=progress)
     return XlaModel(split, mesh, sharded_decoder(split), state, dtype)
 

@@ -17,8 +17,9 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, PartitionSpec
 
 from quantkit.errors import RequestError
-from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint, schemes
+from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.runtime.sampling import SamplingParams
+from quantkit.tensors.dtypes import DType
 from quantkit.xla.model import sharded_decoder
 from quantkit.xla.products import AXIS
 from quantkit.xla.programs import Sampling, cache_shape, chunk_program, prefill_program
@@ -128,7 +129,7 @@ def estimate_slice(
         )  # fmt: skip
     split = DeviceSplit(config, schemes(checkpoint), chips)
     mesh = _mesh(kind, chips)
-    decoder, dtype = sharded_decoder(split), dtype or FLOAT_DTYPES[config.dtype]
+    decoder, dtype = sharded_decoder(split), dtype or DType(config.dtype).torch
     state = abstract_state({name: checkpoint.info(name) for name in checkpoint.names()}, split, mesh, dtype)
     one = abstract(mesh, cache_shape(split, batch, context), float_dtype(dtype))
     cache = ([one] * config.num_layers, [one] * config.num_layers)

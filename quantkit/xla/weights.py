@@ -94,9 +94,9 @@ def _cast(value: Tensor | QuantTensor, dtype: torch.dtype) -> Tensor | QuantTens
 def _imagined(info: TensorSpec) -> Tensor | QuantTensor:
     scheme = info.scheme
     if scheme is None:
-        return torch.empty(info.shape, dtype=info.dtype, device="meta")
+        return torch.empty(info.shape, dtype=info.dtype.torch, device="meta")
     codes = torch.empty(info.shape, dtype=torch.uint8, device="meta")
-    scale = torch.empty(info.shape[0], scheme.groups(info.shape[1]), dtype=info.dtype, device="meta")
+    scale = torch.empty(info.shape[0], scheme.groups(info.shape[1]), dtype=info.dtype.torch, device="meta")
     return QuantTensor(codes, scale, None if scheme.symmetric else scale.to(torch.uint8), scheme)
 
 

@@ -250,8 +250,8 @@ def _interrupted(folder: Path, name: str) -> None:
         os.utime(file, ns=(MTIME_NS, MTIME_NS))
     dst = folder / name / "dst"
 
-    def stop(done: int, total: int, _: str) -> None:
-        if 2 * done > total:
+    def stop(phase: str, done: int, total: int, _: str) -> None:
+        if phase in ("convert", "quantize") and 2 * done >= total:
             raise KeyboardInterrupt
 
     usual = writer._CHECKPOINT_BYTES

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from quantkit.errors import UnsupportedError
 from quantkit.formats.files.tensor_file import StoredTensor, TensorFile
 from quantkit.json_values import Settings
-from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.tensors.qtensor import QuantTensor
 
 
 @dataclass(frozen=True)

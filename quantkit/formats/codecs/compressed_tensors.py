@@ -9,23 +9,24 @@ Source: the compressed-tensors package's pack-quantized compressor.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.codecs.codec import Codec, RawModule
 from quantkit.formats.codecs.targets import NO_MATCH, Deadline, Targets
 from quantkit.formats.files.tensor_file import StoredTensor
 from quantkit.json_values import Settings, shown
-from quantkit.tensors.qtensor import QuantTensor, pack_int32, unpack_int32
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.tensors.qtensor import QuantTensor
 
 _PACKED, _SCALE, _SHAPE, _ZERO = "weight_packed", "weight_scale", "weight_shape", "weight_zero_point"
 _MOST_GROUPS = 64
@@ -57,15 +58,17 @@ class PackQuantized:
         rows, columns = spec.shape
         bits, groups = self.scheme.bits, self.scheme.groups(columns)
         tensors = [
-            StoredTensor(module + _PACKED, torch.int32, (rows, math.ceil(columns * bits / 32))),
+            StoredTensor(module + _PACKED, DType.INT32, (rows, math.ceil(columns * bits / 32))),
             StoredTensor(module + _SCALE, spec.dtype, (rows, groups)),
-            StoredTensor(module + _SHAPE, torch.int64, (2,)),
+            StoredTensor(module + _SHAPE, DType.INT64, (2,)),
         ]
         if not self.scheme.symmetric:
-            tensors.append(StoredTensor(module + _ZERO, torch.int32, (math.ceil(rows * bits / 32), groups)))
+            tensors.append(StoredTensor(module + _ZERO, DType.INT32, (math.ceil(rows * bits / 32), groups)))
         return tensors
 
     def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor:
+        from quantkit.tensors.qtensor import QuantTensor, unpack_int32
+
         rows, columns = spec.shape
         scheme, bits = self.scheme, self.scheme.bits
         if (shape := raw.read(_SHAPE).tolist()) != [rows, columns]:
@@ -92,6 +95,10 @@ class PackQuantized:
         return QuantTensor(codes, scale, zero, scheme).columns(start - first, stop - first)
 
     def encode(self, value: QuantTensor) -> list[Tensor]:
+        import torch
+
+        from quantkit.tensors.qtensor import pack_int32
+
         bits = value.scheme.bits
         tensors = [pack_int32(value.codes, bits), value.scale.contiguous(), torch.tensor(value.shape)]
         if value.zero is not None:
@@ -129,14 +136,18 @@ class CompressedTensors:
         return found
 
     def write_settings(self, schemes: Mapping[str, QuantScheme], modules: Iterable[str]) -> dict[str, Any]:
-        """The most frequent scheme targets every ``Linear``; the others name their modules; linears without a
-        scheme are listed under ``ignore``."""
-        ranked = [scheme for scheme, _ in Counter(schemes.values()).most_common()]
+        """One scheme for linears of decoder blocks targets every ``Linear``. Otherwise each names its modules:
+        compressed-tensors warns of targets that come behind ``Linear``, older vLLM puts the class before the names
+        that q, k and v have before it fuses them, and vLLM's output head is no ``Linear``. Linears without a scheme
+        are listed under ``ignore``."""
+        by_scheme: dict[QuantScheme, list[str]] = {}
+        for module, scheme in schemes.items():
+            by_scheme.setdefault(scheme, []).append(module)
+        of_class = len(by_scheme) == 1 and "lm_head" not in schemes
         groups = {}
-        for index, scheme in enumerate(ranked):
-            targets = ["Linear"] if index == 0 else [m for m, s in schemes.items() if s == scheme]
+        for index, (scheme, named) in enumerate(sorted(by_scheme.items(), key=lambda item: -len(item[1]))):
             groups[f"group_{index}"] = {
-                "targets": targets,
+                "targets": ["Linear"] if of_class else named,
                 "weights": {
                     "num_bits": scheme.bits,
                     "type": "int",

@@ -5,23 +5,26 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from quantkit.architectures.families import config_from_hf, config_to_hf
 from quantkit.architectures.names import split_derived
 from quantkit.architectures.topology import linear_columns, parameters
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.formats.checkpoint import FLOAT_DTYPES, require_complete
+from quantkit.formats.checkpoint import require_complete
 from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule
 from quantkit.formats.files import pth_io, safetensors_io
 from quantkit.formats.files.source import SourceFile
 from quantkit.formats.files.tensor_file import StoredTensor, TensorFile, same_tensor
 from quantkit.json_values import Settings, read_json, read_settings, shown
-from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.tensors.qtensor import QuantTensor
 
 SETTINGS = "quantization_config"
 """The key of config.json under which the settings of a quantization lie."""
@@ -160,7 +163,7 @@ class HFCheckpoint:
     def _join_quantized(self) -> dict[str, TensorSpec]:
         """Every tensor, the several of a quantized module as the one weight that they are."""
         shapes = {parameter.name: parameter.shape for parameter in parameters(self.config)}
-        dtype = FLOAT_DTYPES[self.config.dtype]
+        dtype = DType(self.config.dtype)
         stored = dict(self._stored)
         joined = {}
         for name, codec in self._codecs.items():

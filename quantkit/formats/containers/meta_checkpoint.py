@@ -11,24 +11,25 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from quantkit.architectures.config import MAX_HEADS, MAX_WIDTH, ModelConfig
 from quantkit.architectures.meta_params import assumed_rope_factor, config_from_meta
 from quantkit.architectures.names import META, split_derived
 from quantkit.architectures.topology import Parameter, parameters
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.formats.checkpoint import DTYPE_NAMES, raise_unexpected, require_complete
+from quantkit.formats.checkpoint import raise_unexpected, require_complete
 from quantkit.formats.files import pth_io
 from quantkit.formats.files.source import SourceFile
 from quantkit.formats.files.tensor_file import StoredTensor, TensorFile, same_tensor
 from quantkit.json_values import Settings, read_settings
+from quantkit.tensors.dtypes import FLOATS
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.text.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SHARD = re.compile(r"consolidated\.(\d+)\.pth")
 _EMBEDDING, _HEAD = (f"{META[role]}.weight" for role in ("embedding", "head"))
@@ -112,7 +113,7 @@ class MetaCheckpoint:
         shape = list(parameter.shape)
         if part is not None:
             shape[part.axis] = part.size
-        joined = torch.empty(shape, dtype=self._dtypes[stored])
+        joined = self._dtypes[stored].empty(shape)
         start = 0
         for size, (holders, wanted) in zip(sizes, pieces, strict=True):
             target = joined.narrow(axis, start, size)
@@ -164,7 +165,7 @@ class MetaCheckpoint:
         query_rows, dim = self._shape(_QUERY, 2)
         feed_forward, _ = self._shape(_GATE, 2)
         dtype = self._dtypes[_QUERY]
-        if dtype not in DTYPE_NAMES:
+        if dtype not in FLOATS:
             raise UnsupportedError("weights are not stored as floats", path=self._paths[0], found=dtype)
         settings, stated = Settings(params, params_path), dim
         if settings.has("dim") and settings.whole("dim", 1, MAX_WIDTH) != dim:
@@ -180,7 +181,7 @@ class MetaCheckpoint:
             self._wrong_count(dim // width if width and dim % width == 0 else None)
         config = config_from_meta(
             params, params_path, vocab_size=rows, intermediate_size=feed_forward * count,
-            tied_embeddings=self._tied(), dtype=DTYPE_NAMES[dtype],
+            tied_embeddings=self._tied(), dtype=dtype.value,
         )  # fmt: skip
         try:
             tokenizer = load_tokenizer(self.path)
@@ -219,8 +220,8 @@ class MetaCheckpoint:
             for part in shard.row_parts(output):
                 (start, stop), first = part.ranges[0], rank * rows
                 same_rows = TensorSlice(0, ((first + start, first + stop),))
-                whole_rows = torch.cat([other.read(embedding, same_rows) for other in self._shards], 1)
-                if not torch.equal(shard.read(output, part), whole_rows):
+                pieces = [other.read_bytes(embedding, same_rows) for other in self._shards]
+                if shard.read_bytes(output, part) != _side_by_side(pieces, stop - start):
                     return False
         return True
 
@@ -262,7 +263,7 @@ class MetaCheckpoint:
         return shards // heads if one_each and shards > heads and shards % heads == 0 else 1
 
     def _require_equal(self, name: str, one: TensorFile, other: TensorFile, part: TensorSlice | None) -> None:
-        if not torch.equal(one.read(name, part), other.read(name, part)):
+        if not one.read(name, part).equal(other.read(name, part)):
             raise CheckpointError(
                 f"tensor '{name}' must be the same in every shard that holds it and is not", path=self.path,
                 hint="the shards are of different models",
@@ -279,6 +280,12 @@ def _overlaps(
             low, high = max(start - index * size, 0), min(stop - index * size, size)
             found.append((pieces[index], TensorSlice(part.axis, ((low, high),))))
     return found
+
+
+def _side_by_side(pieces: Sequence[bytes], rows: int) -> bytes:
+    """The rows that pieces of one size hold the columns of."""
+    width = len(pieces[0]) // rows
+    return b"".join(piece[row * width : (row + 1) * width] for row in range(rows) for piece in pieces)
 
 
 def to_rotate_half(rows: Tensor, head_dim: int) -> Tensor:

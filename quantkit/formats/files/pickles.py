@@ -14,22 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import torch
-
 from quantkit.errors import CheckpointError
 from quantkit.formats.files.tensor_file import extent, sizes, whole_number
+from quantkit.tensors.dtypes import DType
 
 MAX_BYTES = 1 << 23
 """Longest pickle that is read: some 40,000 tensors."""
 
 _STORAGES = {
-    "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
-    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
-    "ComplexDoubleStorage": torch.complex128, "ComplexFloatStorage": torch.complex64,
-    "UntypedStorage": torch.uint8, "QInt8Storage": torch.qint8, "QUInt8Storage": torch.quint8,
-    "QInt32Storage": torch.qint32, "QUInt4x2Storage": torch.quint4x2, "QUInt2x4Storage": torch.quint2x4,
+    "DoubleStorage": DType.FLOAT64, "FloatStorage": DType.FLOAT32, "HalfStorage": DType.FLOAT16,
+    "BFloat16Storage": DType.BFLOAT16, "LongStorage": DType.INT64, "IntStorage": DType.INT32,
+    "ShortStorage": DType.INT16, "CharStorage": DType.INT8, "ByteStorage": DType.UINT8, "BoolStorage": DType.BOOL,
+    "ComplexDoubleStorage": DType.COMPLEX128, "ComplexFloatStorage": DType.COMPLEX64,
+    "UntypedStorage": DType.UINT8, "QInt8Storage": DType.QINT8, "QUInt8Storage": DType.QUINT8,
+    "QInt32Storage": DType.QINT32, "QUInt4x2Storage": DType.QUINT4X2, "QUInt2x4Storage": DType.QUINT2X4,
 }  # fmt: skip
+_DTYPES = {dtype.value: dtype for dtype in DType}
 _STORAGE_MODULES = ("torch", "torch.cuda", "torch.storage")
 # What torch builds without running a file's code, and is no plain tensor.
 _OTHERS = {
@@ -53,7 +53,7 @@ class Storage:
     """So many elements somewhere in the file, by its key there."""
 
     key: str
-    dtype: torch.dtype
+    dtype: DType
     count: int
 
     @property
@@ -66,7 +66,7 @@ class Reference:
     """A tensor: a view of a storage, its offset and strides in elements."""
 
     storage: Storage
-    dtype: torch.dtype
+    dtype: DType
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -172,8 +172,8 @@ class Unpickler:
         found: Any = _FUNCTIONS.get(full)
         if module in _STORAGE_MODULES and name in _STORAGES:
             found = _STORAGES[name]
-        elif module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
-            found = dtype
+        elif module == "torch" and name in _DTYPES:
+            found = _DTYPES[name]
         if found is None:
             raise CheckpointError(
                 "holds objects other than tensors; loading it could run code, so it is refused", path=self._path,
@@ -194,7 +194,7 @@ class Unpickler:
 
     def _storage(self) -> None:
         kind, dtype, key, _, count, *view = self._pop(tuple)
-        if kind != "storage" or not isinstance(dtype, torch.dtype) or type(key) not in (str, int):
+        if kind != "storage" or not isinstance(dtype, DType) or type(key) not in (str, int):
             raise TypeError("a reference to something else than a storage")
         if any(part is not None for part in view):
             raise ValueError("a storage is part of another, as torch wrote them before version 0.4")
@@ -243,12 +243,12 @@ def _tensor_v3(
     storage: Any, offset: Any, shape: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any,
     metadata: Any = None,
 ) -> Reference | Other:  # fmt: skip
-    if not isinstance(dtype, torch.dtype):
+    if not isinstance(dtype, DType):
         raise TypeError("a tensor's type is none")
     return Other("a conjugate or negated view") if metadata else _view(storage, dtype, offset, shape, stride)
 
 
-def _view(storage: Any, dtype: torch.dtype, offset: Any, shape: Any, stride: Any) -> Reference:
+def _view(storage: Any, dtype: DType, offset: Any, shape: Any, stride: Any) -> Reference:
     if not isinstance(storage, Storage):
         raise TypeError("a tensor without storage")
     found = Reference(storage, dtype, whole_number(offset), sizes(shape), sizes(stride))

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from quantkit.formats.files.tensor_file import StoredTensor
+from quantkit.tensors.dtypes import DType
 
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
@@ -30,7 +31,7 @@ _FULL = 0xFFFFFFFF
 _PADDING_ID = 0x4246
 _ALIGNMENT = 64
 
-_STORAGES = {torch.float32: "FloatStorage", torch.float16: "HalfStorage", torch.bfloat16: "BFloat16Storage"}
+_STORAGES = {DType.FLOAT32: "FloatStorage", DType.FLOAT16: "HalfStorage", DType.BFLOAT16: "BFloat16Storage"}
 
 
 class PthEncoder:
@@ -127,7 +128,7 @@ class PthEncoder:
 class _Storage:
     """Stands for storage number `key` in the pickle."""
 
-    def __init__(self, dtype: torch.dtype, key: int, count: int) -> None:
+    def __init__(self, dtype: DType, key: int, count: int) -> None:
         self.reference = ("storage", getattr(torch, _STORAGES[dtype]), str(key), "cpu", count)
 
 

@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 
 from quantkit.errors import CheckpointError
 from quantkit.formats.files.source import open_weights
 from quantkit.formats.files.tensor_file import StoredTensor, TensorFile, View, contiguous_strides, sizes, whole_number
+from quantkit.tensors.dtypes import DType
 
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-    "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F64": DType.FLOAT64, "F32": DType.FLOAT32, "F16": DType.FLOAT16, "BF16": DType.BFLOAT16,
+    "I64": DType.INT64, "I32": DType.INT32, "I16": DType.INT16, "I8": DType.INT8, "U8": DType.UINT8,
+    "BOOL": DType.BOOL, "F8_E4M3": DType.FLOAT8_E4M3FN, "F8_E5M2": DType.FLOAT8_E5M2,
 }  # fmt: skip
 _SPELLINGS = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER = 100_000_000

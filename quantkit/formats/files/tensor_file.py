@@ -6,13 +6,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from quantkit.errors import CheckpointError
 from quantkit.formats.files.source import SourceFile
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.tensor_slice import TensorSlice
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _BUFFER = 1 << 23  # bytes that are read at a time where they are not all wanted
 _MAX_DIMS = 64  # of torch
@@ -24,7 +26,7 @@ class StoredTensor:
     """A tensor as a file's header lists it."""
 
     name: str
-    dtype: torch.dtype
+    dtype: DType
     shape: tuple[int, ...]
 
     @property
@@ -36,7 +38,7 @@ class StoredTensor:
 class View:
     """Where a tensor's elements lie: the first at byte `start`, others by strides in elements."""
 
-    dtype: torch.dtype
+    dtype: DType
     start: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -99,7 +101,7 @@ class TensorFile:
         shape = list(tensor.shape)
         if part is not None:
             shape[part.axis] = part.size
-        target = torch.empty(shape, dtype=tensor.dtype)
+        target = tensor.dtype.empty(shape)
         self.read_into(target, name, part)
         return target
 
@@ -117,6 +119,18 @@ class TensorFile:
                 self._fill(target.narrow(part.axis, start, view.shape[part.axis]), view)
                 start += view.shape[part.axis]
 
+    def read_bytes(self, name: str, part: TensorSlice | None = None) -> bytes:
+        """The elements of a tensor, or of a part of it, one after the other, without torch where they lie so.
+
+        Raises:
+            CheckpointError: see `read`.
+        """
+        views = self._views[name].of(part)
+        if len(views) == 1 and views[0].stride == contiguous_strides(views[0].shape):
+            (view,) = views
+            return self.source.read(view.start, math.prod(view.shape) * view.dtype.itemsize)
+        return bytes(_bytes(self.read(name, part)))
+
     def row_parts(self, name: str) -> Iterator[TensorSlice]:
         """A tensor's rows, a few megabytes at a time."""
         rows, *rest = self.tensors[name].shape
@@ -131,7 +145,7 @@ class TensorFile:
         if target.is_contiguous() and view.stride == target.stride():
             self.source.read_into(view.start, _bytes(target))
         elif span * view.dtype.itemsize <= _BUFFER:
-            flat = torch.empty(span, dtype=view.dtype)
+            flat = target.new_empty(span)
             self.source.read_into(view.start, _bytes(flat))
             target.copy_(flat.as_strided(view.shape, view.stride))
         else:
@@ -144,13 +158,12 @@ class TensorFile:
 
 
 def same_tensor(one: TensorFile, name: str, other: TensorFile, other_name: str) -> bool:
-    """Whether two tensors are equal in shape, dtype and every element; only pieces of them are in memory."""
+    """Whether two tensors are equal in shape, dtype and every bit; only pieces of them are in memory."""
     a, b = one.tensors[name], other.tensors[other_name]
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
-    if not a.shape:
-        return torch.equal(one.read(name), other.read(other_name))
-    return all(torch.equal(one.read(name, part), other.read(other_name, part)) for part in one.row_parts(name))
+    parts = one.row_parts(name) if a.shape else [None]
+    return all(one.read_bytes(name, part) == other.read_bytes(other_name, part) for part in parts)
 
 
 def sizes(value: object) -> tuple[int, ...]:
@@ -192,4 +205,4 @@ def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.view(-1).view(torch.uint8).numpy().data
+    return tensor.view(-1).view(DType.UINT8.torch).numpy().data

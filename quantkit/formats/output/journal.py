@@ -1,22 +1,28 @@
-"""The journal of an output under construction: what is safely on disk, line by line."""
+"""The journal of an output under construction: what is safely on disk, line by line, and who is writing it."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
 import os
+import socket
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, BinaryIO
 
-from quantkit.errors import ResumeError
-from quantkit.formats.output.destination import destination_errors
+from quantkit.errors import QuantkitError, ResumeError
+from quantkit.formats.output.destination import destination_error, destination_errors
 from quantkit.formats.output.own_folder import OwnFolder, not_ours
 
 NAME = ".quantkit-journal.jsonl"
+WRITER = ".quantkit-writer"
+"""Beside the journal: process and machine of whoever locked it last."""
 _LONGEST_LINE = 1 << 26
+_LONGEST_NAME = 300
 _HEX = frozenset("0123456789abcdef")
 
 
@@ -34,7 +40,7 @@ class Journal:
         """
         Raises:
             ResumeError: if another process has it open, or a line is not as it was written.
-            DestinationError: if it cannot be opened.
+            DestinationError: if it cannot be opened or locked.
         """
         self._path = folder.path / NAME
         self._file = folder.open(NAME)
@@ -65,8 +71,9 @@ class Journal:
             self._file.close()
 
     def _lock(self, folder: OwnFolder) -> None:
-        if not _locked(self._file):
-            raise being_written(folder)
+        if not _locked(self._file, self._path):
+            raise _in_use(_told(folder))
+        folder.write(WRITER, f"{os.getpid()} {socket.gethostname()}".encode())
 
     def _read(self) -> int:
         """Take up what the lines say; how many bytes they are."""
@@ -92,22 +99,66 @@ def require_idle(folder: OwnFolder) -> None:
 
     Raises:
         ResumeError: if one does.
+        DestinationError: if that cannot be told.
+    """
+    if told := being_written(folder):
+        raise _in_use(told)
+
+
+def being_written(folder: OwnFolder) -> str | None:
+    """That another process holds a folder's journal, in words; None if none does.
+
+    Raises:
+        ResumeError: if the folder has no journal.
+        DestinationError: if that cannot be told.
     """
     with folder.open(NAME, create=False) as file:
-        if not _locked(file):
-            raise being_written(folder)
+        return None if _locked(file, folder.path / NAME) else _told(folder)
 
 
-def being_written(folder: OwnFolder) -> ResumeError:
-    return ResumeError("another quantkit process is writing there", path=folder.path, hint="wait until it is done")
+def _in_use(told: str) -> ResumeError:
+    return ResumeError(told, hint="wait until it is done, or choose another destination")
 
 
-def _locked(file: BinaryIO) -> bool:
-    """Lock a file, unless another process has."""
+def _told(folder: OwnFolder) -> str:
+    return f"another quantkit process is writing to {folder.path}{_writer(folder)}"
+
+
+def _writer(folder: OwnFolder) -> str:
+    """The process that has locked a folder's journal, in brackets; nothing where it has not said so yet."""
+    try:
+        with folder.open(WRITER, create=False) as file:
+            number, machine = file.read(_LONGEST_NAME).decode().split(" ", 1)
+            pid = int(number)
+    except (OSError, QuantkitError, ValueError):
+        return ""
+    if machine != socket.gethostname():
+        return f" (pid {pid} on {machine})" if machine.isprintable() else ""
+    return f" (pid {pid})" if pid > 0 and _runs(pid) else ""
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except PermissionError:  # another user's
+        return True
+    except (OSError, OverflowError):
+        return False
+    return True
+
+
+def _locked(file: BinaryIO, path: Path) -> bool:
+    """Lock a file, unless another process has.
+
+    Raises:
+        DestinationError: if the file system has no locks.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise destination_error(error, path) from error
     return True
 
 

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 from quantkit.formats.output.destination import destination_errors
 from quantkit.formats.output.own_folder import OwnFolder, not_ours
+from quantkit.progress import Progress, silent
 
 IN_FLIGHT_BYTES = 1 << 26
 """What may be on its way to the disk at a time."""
@@ -31,8 +32,15 @@ class Sink:
     refuses as a `DestinationError`.
     """
 
-    def __init__(self, folder: OwnFolder, sizes: Mapping[str, int], hashes: Mapping[str, str]) -> None:
+    def __init__(
+        self, folder: OwnFolder, sizes: Mapping[str, int], hashes: Mapping[str, str], *, progress: Progress = silent
+    ) -> None:  # fmt: skip
         """Take up files at the given sizes, dropping anything beyond.
+
+        Args:
+            folder: holds them.
+            sizes, hashes: how long each is, and its sha256 in hexadecimal.
+            progress: told of every file that is taken up.
 
         Raises:
             DestinationError: if a file cannot be opened.
@@ -47,7 +55,8 @@ class Sink:
         self._failure: BaseException | None = None
         self._workers: list[_Worker] = []
         try:
-            for name, size in sizes.items():
+            for index, (name, size) in enumerate(sizes.items()):
+                progress("check of what is there", index, len(sizes), "files")
                 self._files[name] = self._open(name, size)
                 self._hashes[name] = self._files[name].hash(folder.path / name)
             if changed := [name for name, digest in self.hashes().items() if digest != hashes[name]]:

@@ -14,15 +14,18 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import DestinationError, RequestError, ResumeError
+from quantkit.errors import CheckpointError, DestinationError, QuantkitError, RequestError, ResumeError
 from quantkit.formats.output.destination import destination_errors, is_there, rename_new
 from quantkit.formats.output.journal import NAME as JOURNAL
-from quantkit.formats.output.journal import Journal, require_idle
+from quantkit.formats.output.journal import WRITER, Journal, being_written, require_idle
 from quantkit.formats.output.own_folder import OwnFolder, in_the_way, not_ours
 
 SCRATCH = ".activations"
 """How the names of folders begin that are of use only to the run that made them."""
 _SUFFIX = ".partial"
+_KEPT = "is kept: add `resume=True`"
+_LONGEST_LINE = 1 << 20
+_JOBS = ("convert", "quantize")
 _SPACE_MARGIN = 16 << 20
 
 
@@ -89,6 +92,8 @@ class Staging:
             ResumeError: if something in it is no plain file.
         """
         self._sweep()
+        if WRITER in self.folder.names():
+            self.folder.remove(WRITER)
         self._require_only(files)
         self.folder.sync()
         try:
@@ -228,6 +233,54 @@ def require_room_to_build(partial: Path, *, resume: bool) -> None:
         raise ResumeError(
             "an interrupted run is there", path=partial, hint="add `resume=True` to go on with it, or remove it"
         )
+
+
+def require_finished(folder: Path, manifest: str) -> None:
+    """Refuse a folder that is not a model yet: one that a run of quantkit is writing, or was interrupted in.
+
+    Args:
+        manifest: the name of the file that is written last.
+
+    Raises:
+        CheckpointError: if it is one.
+    """
+    renamed = not folder.name.endswith(_SUFFIX) and os.path.isfile(folder / manifest)
+    if renamed or not os.path.isfile(folder / JOURNAL):
+        return
+    told = None
+    with contextlib.suppress(QuantkitError), contextlib.closing(OwnFolder(folder)) as held:  # it may be another user's
+        told = being_written(held)
+    if told:
+        raise CheckpointError(told, hint="it is no model yet; wait until it is done")
+    raise CheckpointError(
+        f"is no model yet but what an interrupted run{_job(folder)} left", path=folder,
+        hint="add `resume=True` to the command that began it",
+    )  # fmt: skip
+
+
+def _job(folder: Path) -> str:
+    """What an unfinished output is of, as its journal says in its first line."""
+    try:
+        with (folder / JOURNAL).open("rb") as file:
+            job = json.loads(file.readline(_LONGEST_LINE))["fingerprint"]["job"]
+    except (LookupError, OSError, RecursionError, TypeError, ValueError):
+        return ""
+    return f" of {job}" if job in _JOBS else ""
+
+
+def mark_kept(error: BaseException, partial: Path) -> None:
+    """Note on an error or an interruption that what was written until then is kept."""
+    error.add_note(f"{partial} {_KEPT}")
+
+
+def kept(error: BaseException | None) -> str | None:
+    """What was noted with `mark_kept`, on an error or on one that it came of."""
+    while error is not None:
+        for note in getattr(error, "__notes__", ()):
+            if note.endswith(_KEPT):
+                return str(note)
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def require_space(folder: Path, needed_bytes: int) -> None:

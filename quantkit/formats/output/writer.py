@@ -14,12 +14,13 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError, DestinationError, QualityError, QuantkitError, ResumeError
 from quantkit.formats.container import Encoder
-from quantkit.formats.containers.hf import SafetensorsEncoder
+from quantkit.formats.containers.hf_encoder import SafetensorsEncoder
 from quantkit.formats.output.journal import NAME as JOURNAL
 from quantkit.formats.output.journal import SafePoint
 from quantkit.formats.output.own_folder import not_ours
 from quantkit.formats.output.sink import Sink
-from quantkit.formats.output.staging import Staging
+from quantkit.formats.output.staging import Staging, mark_kept
+from quantkit.progress import Progress, silent
 from quantkit.tensors.qtensor import QuantTensor
 
 _CHECKPOINT_BYTES = 256 << 20
@@ -67,7 +68,7 @@ class CheckpointWriter:
 
     def __init__(
         self, dst: Path, encoder: Encoder, fingerprint: Mapping[str, Any], side_files: Mapping[str, bytes | Path], *,
-        needed_bytes: int, resume: bool,
+        needed_bytes: int, resume: bool, progress: Progress = silent,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -77,6 +78,7 @@ class CheckpointWriter:
             side_files: what goes beside the weights: name to content, or to a file to copy.
             needed_bytes: size of the output.
             resume: go on where an interrupted run stopped, if there is one.
+            progress: told of the files that such a run has left.
 
         Raises:
             CheckpointError: if a side file cannot be read.
@@ -95,8 +97,9 @@ class CheckpointWriter:
         self._file_hashes: dict[str, str] = {}
         try:
             last = self._taken_up()
-            self._sink = Sink(self._staging.folder, last.files, last.sha256)
-        except BaseException:
+            self._sink = Sink(self._staging.folder, last.files, last.sha256, progress=progress)
+        except BaseException as error:
+            self._mark(error)
             self._staging.close()
             raise
         self.done = self._next = last.tensors
@@ -180,6 +183,7 @@ class CheckpointWriter:
     ) -> None:
         if error is None:
             return
+        self._mark(error)
         if self._open:
             self._sink.abandon()
             self._open = False
@@ -187,6 +191,11 @@ class CheckpointWriter:
             self._staging.discard()
         else:
             self._staging.close()
+
+    def _mark(self, error: BaseException) -> None:
+        """Let an error that has no hint of its own, or an interruption, tell what is kept."""
+        if not isinstance(error, QuantkitError) and self._staging.folder.is_at(self.path):
+            mark_kept(error, self.path)
 
     def _taken_up(self) -> SafePoint:
         """Where an interrupted run stopped."""

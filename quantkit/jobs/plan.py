@@ -1,4 +1,10 @@
-"""What a conversion or a quantization will take, before it is begun: checks, memory, disk and time."""
+"""What commands would take, before they are begun: checks, memory, disk and time.
+
+    >>> print(*quantkit.plan.quantize("model", "model-int4", "int4-g128").lines(), sep="\\n")
+
+`convert` and `quantize` take the arguments of `quantkit.convert` and `quantkit.quantize`, check what those check, and
+write nothing. `generate` does the same for generation on a TPU slice.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +21,32 @@ import torch
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import input_groups, linear_columns, sizes
 from quantkit.calibration.effort import Effort, activation_bytes, batch_samples, followed_share
-from quantkit.formats.checkpoint import FLOAT_DTYPES, Checkpoint
+from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.container import Encoder, Output
+from quantkit.formats.detect import WeightKind, open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.output.sink import IN_FLIGHT_BYTES
 from quantkit.formats.output.staging import partial_folder, require_absent, require_room_to_build, require_space
 from quantkit.formats.registry import HF
-from quantkit.jobs.convert import conversion
+from quantkit.jobs.card import Labels
+from quantkit.jobs.convert import Target, conversion
 from quantkit.jobs.output import SHARD_BYTES
 from quantkit.jobs.prepare import prepare, tensor_blocks, too_few_tokens
-from quantkit.jobs.settings import gptq_settings
+from quantkit.jobs.settings import Method, gptq_settings
 from quantkit.memory import resident_bytes
 from quantkit.model.device import float_type
 from quantkit.quality.measures import TOKENS_THROUGH_THE_HEAD
 from quantkit.quality.windows import measured_tokens, window_length
 from quantkit.solver.gptq import WEIGHTS_AT_ONCE
+from quantkit.tensors.dtypes import DType, FloatName
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.xla.require import require_compiler
 
 if TYPE_CHECKING:
     from quantkit.xla.estimate import SliceEstimate
+
+__all__ = ["Estimate", "convert", "generate", "quantize"]
 
 _LIBRARIES = 40 << 20  # what the mathematics libraries and threads set up once work begins
 _SOLVER_MATRICES = 10  # that the solver holds of the rows it is at
@@ -46,7 +57,7 @@ _GUESSED_DISK_RATE = 5e8  # bytes a second through reading, hashing and writing;
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a command will take.
+    """What a command would take.
 
     Attributes:
         layers: number of linear layers by what becomes of them.
@@ -71,6 +82,7 @@ class Estimate:
     notes: list[str]
 
     def to_json(self) -> dict[str, Any]:
+        """All of it, as plain values."""
         return asdict(self)
 
     def lines(self) -> list[str]:
@@ -91,14 +103,25 @@ class Estimate:
         return [*out, *(f"note: {note}" for note in self.notes)]
 
 
-def estimate_convert(
-    src: str | Path, dst: str | Path, *, to: str = "hf", mp: int = 1, dtype: str | None = None,
-    weights: str | None = None, allow_nonfinite: bool = False, source_check: bool = True, resume: bool = False,
-) -> Estimate:  # fmt: skip
-    """What `convert` with the same arguments would take.
+def convert(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    to: Target = "hf",
+    mp: int = 1,
+    dtype: FloatName | torch.dtype | None = None,
+    weights: WeightKind | None = None,
+    resume: bool = False,
+    allow_nonfinite: bool = False,
+    source_check: bool = True,
+) -> Estimate:
+    """What `quantkit.convert` with the same arguments would take.
+
+    Returns:
+        Memory, disk and time.
 
     Raises:
-        QuantkitError: as `convert` does for what can be told without reading weights.
+        QuantkitError: as `quantkit.convert` does for what can be told without reading weights.
     """
     work, notes = conversion(src, dst, to=to, mp=mp, dtype=dtype, weights=weights, allow_nonfinite=allow_nonfinite)
     source = work.source
@@ -114,18 +137,38 @@ def estimate_convert(
     return Estimate(layers, phases[phase], phase, 0, disk, 0, seconds, checked, notes)
 
 
-def estimate_quantize(
-    src: str | Path, dst: str | Path, scheme: str | QuantScheme | Recipe, *, method: str = "rtn",
-    calibration: str | Path | None = None, samples: int | None = None, length: int | None = None,
-    seed: int | None = None, thorough: bool = False, activation_memory: float | None = None, device: str | None = None,
-    keep: Iterable[str] = (), strict: bool = False, accept_quality_loss: bool = False,
-    weights: str | None = None, resume: bool = False, allow_nonfinite: bool = False, source_check: bool = True,
-) -> Estimate:  # fmt: skip
-    """What `quantize` with the same arguments would take; calibration text is read and cut as it would be.
+def quantize(
+    src: str | Path,
+    dst: str | Path,
+    scheme: str | QuantScheme | Recipe,
+    *,
+    method: Method = "rtn",
+    calibration: str | Path | None = None,
+    samples: int | None = None,
+    length: int | None = None,
+    seed: int | None = None,
+    thorough: bool = False,
+    activation_memory: int | None = None,
+    device: str | torch.device | None = None,
+    keep: str | Iterable[str] = (),
+    strict: bool = False,
+    accept_quality_loss: bool = False,
+    base_model: str | None = None,
+    license: str | None = None,
+    weights: WeightKind | None = None,
+    resume: bool = False,
+    allow_nonfinite: bool = False,
+    source_check: bool = True,
+) -> Estimate:
+    """What `quantkit.quantize` with the same arguments would take; calibration text is read and cut as it would be.
+
+    Returns:
+        Memory, disk and time, and what becomes of the layers.
 
     Raises:
-        QuantkitError: as `quantize` does for what can be told without reading weights.
+        QuantkitError: as `quantkit.quantize` does for what can be told without reading weights.
     """
+    Labels(base_model, license)
     settings = gptq_settings(
         method, calibration, samples=samples, length=length, seed=seed, thorough=thorough,
         activation_memory=activation_memory, device=device,
@@ -157,22 +200,36 @@ def estimate_quantize(
     return Estimate(dict(kinds), phases[phase], phase, on_device, disk, scratch, seconds, checked, notes)
 
 
-def estimate_slice(
-    checkpoint: Checkpoint, target: str, *, batch: int = 1, context: int | None = None,
-    dtype: str | torch.dtype | None = None,
-) -> SliceEstimate:  # fmt: skip
-    """What generation takes of each chip of a TPU slice, as `quantkit.xla.estimate` finds it.
+def generate(
+    model: str | Path | Checkpoint,
+    target: str,
+    *,
+    batch: int = 1,
+    context: int | None = None,
+    dtype: FloatName | torch.dtype | None = None,
+) -> SliceEstimate:
+    """What generation takes of each chip of a TPU slice, as the compiler for that slice says; no TPU is needed.
 
     Args:
-        dtype: of activations and float weights, such as ``bf16``; None is the checkpoint's own.
+        model: a folder, or an open checkpoint; only its shapes are looked at.
+        target: kind and number of chips, such as ``v5e-16``.
+        batch: texts at once.
+        context: tokens of a text, prompt included; None is all that the model can.
+        dtype: of activations and float weights: ``bf16``, ``fp16``, ``fp32``, or torch's; None is the checkpoint's own.
+
+    Returns:
+        What each chip holds and exchanges.
 
     Raises:
-        RequestError: as there, or if jax, torchax or the compiler for TPUs is not installed.
+        RequestError: for an unknown slice, or one that the model does not fit; if jax, torchax or the compiler for
+            TPUs is not installed.
     """
+    float_dtype = float_type(dtype)
     require_compiler()
-    from quantkit.xla.estimate import estimate_slice as estimate
+    from quantkit.xla.estimate import estimate_slice
 
-    return estimate(checkpoint, target, batch=batch, context=context, dtype=float_type(dtype))
+    checkpoint: Checkpoint = open_checkpoint(model) if isinstance(model, (str, Path)) else model
+    return estimate_slice(checkpoint, target, batch=batch, context=context, dtype=float_dtype)
 
 
 def _require_room(dst: Path, needed: int, resume: bool) -> None:
@@ -216,7 +273,7 @@ def _forward(source: Checkpoint, tokens: int, *, models: int) -> int:
     )
     states = 4 * tokens * (2 * models * config.hidden_size + 4 * config.intermediate_size)
     logits = 4 * 8 * TOKENS_THROUGH_THE_HEAD * config.vocab_size
-    head = config.vocab_size * config.hidden_size * FLOAT_DTYPES[config.dtype].itemsize
+    head = config.vocab_size * config.hidden_size * DType(config.dtype).itemsize
     return resident_bytes() + _LIBRARIES + head + states + logits + 3 * widest
 
 

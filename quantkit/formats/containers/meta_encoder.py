@@ -1,0 +1,118 @@
+"""Writing Meta's weights: ``consolidated.NN.pth``, each tensor cut for model parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.topology import Parameter, parameters
+from quantkit.errors import RequestError
+from quantkit.formats.container import Chunk, tensor_bytes
+from quantkit.formats.containers.meta_checkpoint import to_interleaved
+from quantkit.formats.files.pth_encoder import PthEncoder
+from quantkit.formats.files.tensor_file import StoredTensor
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.spec import TensorSpec
+
+
+class MetaEncoder:
+    """Meta's ``consolidated.NN.pth``: every weight cut along the axis that its sizes divide."""
+
+    rearranges = True
+
+    def __init__(self, planned: Sequence[TensorSpec], config: ModelConfig, shards: int, *, embedding_axis: int) -> None:
+        """
+        Raises:
+            RequestError: if the shards do not divide the heads, the feed-forward width
+                or the vocabulary.
+        """
+        self.planned = planned
+        self._config = config
+        self._shards = shards
+        self._axis = embedding_axis
+        self._parameters = _with_head(config)
+        _require_divisible(config, shards, embedding_axis)
+        stored = [[self._part_of(p, self._parameters[p.name]) for p in planned]] * shards
+        self._files = [f"consolidated.{rank:02d}.pth" for rank in range(shards)]
+        self._zips = [PthEncoder(f"consolidated.{rank:02d}", part) for rank, part in enumerate(stored)]
+
+    def total_bytes(self) -> int:
+        return sum(z.total_bytes for z in self._zips)
+
+    def files(self) -> Sequence[str]:
+        return self._files
+
+    def encode(self, index: int, value: Tensor | QuantTensor) -> Iterator[Chunk]:
+        assert isinstance(value, Tensor), "Meta's format holds floats only"
+        parameter = self._parameters[self.planned[index].name]
+        if parameter.rotary:
+            value = to_interleaved(value, self._config.head_dim)
+        part = self._part_of(self.planned[index], parameter)
+        for rank, (file, encoder) in enumerate(zip(self._files, self._zips, strict=True)):
+            data = tensor_bytes(self._slice(value, parameter, rank), part)
+            if index == 0:
+                yield file, encoder.start()
+            yield file, encoder.before(index, data)
+            yield file, data
+
+    def finish(self) -> Iterator[Chunk]:
+        for file, encoder in zip(self._files, self._zips, strict=True):
+            yield file, encoder.end()
+
+    def state(self) -> Any:
+        return [encoder.state() for encoder in self._zips]
+
+    def restore(self, state: Any) -> None:
+        for encoder, saved in zip(self._zips, state, strict=True):
+            encoder.restore(saved)
+
+    def extra_files(self) -> dict[str, bytes]:
+        return {}
+
+    def _slice(self, value: Tensor, parameter: Parameter, rank: int) -> Tensor:
+        axis = self._axis_of(parameter)
+        if axis is None:
+            return value
+        pieces = self._pieces(parameter)
+        size = value.shape[axis] // pieces
+        return value.narrow(axis, rank * pieces // self._shards * size, size)
+
+    def _pieces(self, parameter: Parameter) -> int:
+        """Into how many different pieces a tensor is cut; fewer than shards where KV heads repeat."""
+        return min(self._shards, self._config.num_kv_heads) if parameter.dims[0] == "kv" else self._shards
+
+    def _axis_of(self, parameter: Parameter) -> int | None:
+        return self._axis if parameter.role == "embedding" else parameter.split_axis
+
+    def _part_of(self, planned: TensorSpec, parameter: Parameter) -> StoredTensor:
+        shape = list(planned.shape)
+        if (axis := self._axis_of(parameter)) is not None:
+            shape[axis] //= self._pieces(parameter)
+        name = parameter.meta_name
+        assert name is not None
+        return StoredTensor(name, planned.dtype, tuple(shape))
+
+
+def _with_head(config: ModelConfig) -> dict[str, Parameter]:
+    """The tensors of a model, the head among them even where it is tied: readers of Meta's format expect it."""
+    return {p.name: p for p in parameters(replace(config, tied_embeddings=False))}
+
+
+def _require_divisible(config: ModelConfig, shards: int, embedding_axis: int) -> None:
+    sizes = {
+        "attention heads": config.num_heads,
+        "feed-forward width": config.intermediate_size,
+        "vocabulary": config.vocab_size,
+    }
+    if embedding_axis == 1:
+        sizes["hidden size"] = config.hidden_size
+    for name, size in sizes.items():
+        if shards < 1 or size % shards:
+            raise RequestError(f"{shards} shards do not divide the {name}", found=size, hint="choose another `mp`")
+    kv_heads = config.num_kv_heads
+    if kv_heads % shards and shards % kv_heads:
+        raise RequestError(f"{shards} shards neither divide nor are a multiple of the KV heads", found=kv_heads)

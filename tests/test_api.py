@@ -1,0 +1,171 @@
+"""`import quantkit`: what a script sees, and how it is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import pydoc
+import re
+import subprocess
+import sys
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import quantkit
+from quantkit.errors import QuantkitError, RequestError
+from quantkit.formats.detect import WeightKind
+from quantkit.formats.registry import CONTAINERS
+from quantkit.jobs.convert import Target
+from quantkit.jobs.settings import Method
+from quantkit.kernels.dispatch import BACKENDS, BackendName
+from quantkit.tensors.dtypes import FLOAT_NAMES, FloatName, float_name
+from quantkit.text.tokenizer import JsonTokenizer, SentencePieceTokenizer, TiktokenTokenizer
+
+FUNCTIONS = ("convert", "evaluate", "generate", "inspect", "load", "open_checkpoint", "quantize", "stream", "verify")
+REPORTS = ("ConvertResult", "Estimate", "Evaluation", "Gate", "Inspection", "QuantizeResult", "VerifyReport")
+
+
+def test_everything_is_there_and_torch_is_not_until_it_is_used() -> None:
+    code = (
+        "import sys, quantkit\n"
+        "names = dir(quantkit)\n"
+        "quantkit.errors.RequestError, quantkit.Progress, quantkit.QuantScheme\n"
+        "assert 'torch' not in sys.modules\n"
+        "print(*names)\n"
+        "print(*(getattr(quantkit, name) is not None for name in names))\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/").stdout
+    names, found = out.splitlines()
+    assert {*FUNCTIONS, *REPORTS, "errors", "plan", "Progress", "Tokenizer", "Recipe", "Verdict"} <= set(names.split())
+    assert set(found.split()) == {"True"}
+    assert sorted(dir(quantkit)) == names.split()
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'quantkit' has no attribute 'quantise'"):
+        _ = quantkit.quantise  # type: ignore[attr-defined]
+
+
+def test_names_mean_what_a_type_checker_is_told() -> None:
+    """The table that loads names, and the imports that tools read, say the same."""
+    source = Path(str(quantkit.__file__)).read_text()
+    for name in set(dir(quantkit)) - {"__version__"}:
+        value = getattr(quantkit, name)
+        home, _, own = (value.__name__ if inspect.ismodule(value) else f"{value.__module__}.{name}").rpartition(".")
+        assert f"    from {home} import {own} as {own}\n" in source, name
+    assert len(re.findall(r"^    from .* import .* as ", source, re.MULTILINE)) == len(dir(quantkit)) - 1
+
+
+def test_help_reads_as_a_reference() -> None:
+    page = pydoc.render_doc(quantkit, renderer=pydoc.plaintext)
+    overview, _, functions = page.partition("\nFUNCTIONS")
+    for name in FUNCTIONS:
+        assert f"\n    {name}(" in functions, name
+        assert f"\n        {name} " in overview, name
+    assert "0x" not in page
+    assert "\n        plan.quantize " in overview
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_function_says_what_it_takes_gives_and_raises(name: str) -> None:
+    _require_told(getattr(quantkit, name))
+
+
+@pytest.mark.parametrize("name", ["convert", "generate", "quantize"])
+def test_every_plan_says_what_it_takes_gives_and_raises(name: str) -> None:
+    function = getattr(quantkit.plan, name)
+    text = inspect.getdoc(function) or ""
+    assert "Returns:\n" in text
+    assert "Raises:\n" in text
+    if name != "generate":  # it has arguments of its own
+        real = inspect.signature(getattr(quantkit, name)).parameters
+        planned = inspect.signature(function).parameters
+        assert list(planned) == [one for one in real if one not in ("group", "progress")]
+        assert all(real[one].default == planned[one].default for one in planned)
+
+
+@pytest.mark.parametrize("kind", [SentencePieceTokenizer, TiktokenTokenizer, JsonTokenizer])
+@pytest.mark.parametrize("method", ["encode", "decode"])
+def test_tokenizers_say_what_they_take_give_and_raise(kind: type, method: str) -> None:
+    _require_told(getattr(kind, method))
+
+
+def _require_told(function: Any) -> None:
+    text = inspect.getdoc(function) or ""
+    told, _, result = text.partition("Returns:\n")
+    assert result, "nothing is said of what it returns"
+    assert "Raises:\n" in result
+    for parameter in set(inspect.signature(function).parameters) - {"self"}:
+        assert f"{parameter}:" in told or f"{parameter}," in told, parameter
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_every_report_has_plain_values_for_json(name: str) -> None:
+    report = getattr(quantkit, name)
+    assert dataclasses.is_dataclass(report)
+    arguments = list(inspect.signature(report.to_json).parameters.values())[1:]
+    assert all(one.default is not inspect.Parameter.empty for one in arguments)
+
+
+def test_reports_are_json(demo_model: Path, tmp_path: Path) -> None:
+    for report in (
+        quantkit.inspect(str(demo_model)),
+        quantkit.plan.convert(str(demo_model), str(tmp_path / "out"), dtype="float32"),
+        quantkit.plan.quantize(demo_model, tmp_path / "out", "int8"),
+    ):
+        assert json.loads(json.dumps(report.to_json()))
+        assert report.lines()
+
+
+def test_evaluate_takes_one_path_or_several_as_text_or_paths(demo_model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("The people of the United States. " * 40)
+    one = quantkit.evaluate(str(demo_model), texts=str(text), window=64, device=torch.device("cpu"))
+    assert one.to_json() == quantkit.evaluate([demo_model], texts=[text], window=64).to_json()
+
+
+def test_choices_are_those_there_are() -> None:
+    assert set(typing.get_args(FloatName)) == set(FLOAT_NAMES)
+    assert set(typing.get_args(BackendName)) == {backend.name for backend in BACKENDS}
+    assert set(typing.get_args(WeightKind)) == {kind for container in CONTAINERS.values() for kind in container.weights}
+    assert set(typing.get_args(Target)) == set(CONTAINERS)
+    assert typing.get_args(Method) == ("rtn", "gptq")
+
+
+@pytest.mark.parametrize("spelled", ["bf16", "bfloat16", torch.bfloat16])
+def test_a_float_type_is_taken_by_any_of_its_names_everywhere(
+    spelled: FloatName | torch.dtype, demo_model: Path, tmp_path: Path
+) -> None:
+    assert quantkit.load(demo_model, device="cpu", dtype=spelled)[0].dtype is torch.bfloat16
+    planned = quantkit.plan.convert(demo_model, tmp_path / "out", dtype=spelled)
+    quantkit.convert(demo_model, tmp_path / "out", dtype=spelled)
+    manifest = json.loads((tmp_path / "out" / "quantkit.json").read_text())
+    assert manifest["options"]["dtype"] == "bf16"
+    assert quantkit.inspect(tmp_path / "out").tensors.keys() == {"bfloat16"}
+    assert planned.disk_bytes == pytest.approx(quantkit.inspect(tmp_path / "out").weight_bytes, rel=0.2)
+
+
+@pytest.mark.parametrize("spelled", ["fp8", "", "half", torch.int8, torch.float64, 32])
+def test_another_float_type_is_refused_everywhere(spelled: Any, demo_model: Path, tmp_path: Path) -> None:
+    for job in (
+        lambda: float_name(spelled),
+        lambda: quantkit.load(demo_model, dtype=spelled),
+        lambda: quantkit.convert(demo_model, tmp_path / "out", dtype=spelled),
+        lambda: quantkit.plan.convert(demo_model, tmp_path / "out", dtype=spelled),
+        lambda: quantkit.plan.generate(demo_model, "v5e-4", dtype=spelled),
+    ):
+        with pytest.raises(RequestError, match=r"unknown float type .*expected bf16, fp16, fp32"):
+            job()
+
+
+@pytest.mark.parametrize("memory", ["4GB", -1, float("nan")])
+def test_memory_is_a_number_of_bytes(memory: Any, demo_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(QuantkitError, match=r"no number of bytes .*expected such as 4_000_000_000"):
+        quantkit.plan.quantize(
+            demo_model, tmp_path / "out", "int8", method="gptq", calibration="x", activation_memory=memory
+        )

@@ -1,0 +1,268 @@
+"""Prompts as people give them, to Python and to the command, and what they see of the answer."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import forked
+import numpy as np
+import pytest
+import torch
+from command import Capture, run
+
+import quantkit
+from quantkit.errors import RequestError
+from quantkit.model.decoder import Decoder
+from quantkit.runtime.engine import Engine
+from quantkit.runtime.request import MAX_NEW_TOKENS
+from quantkit.runtime.stream import Pace
+from quantkit.text.tokenizer import Tokenizer
+
+PROMPT = "My fellow citizens"
+NEW = ["--max-new-tokens", "12"]
+
+
+@pytest.fixture(scope="module")
+def loaded(demo_model: Path) -> tuple[Decoder, Tokenizer]:
+    return quantkit.load(demo_model, device="cpu", dtype="fp32")
+
+
+@pytest.fixture(scope="module")
+def answer(loaded: tuple[Decoder, Tokenizer]) -> str:
+    """What the model says after the prompt."""
+    model, tokenizer = loaded
+    ids = tokenizer.encode(PROMPT)
+    new = list(quantkit.generate(model, ids, max_new_tokens=12))
+    return tokenizer.decode([*ids, *new]).removeprefix(PROMPT)
+
+
+# Python
+
+
+def test_a_stream_gives_the_text_in_pieces(loaded: tuple[Decoder, Tokenizer], answer: str) -> None:
+    pieces = list(quantkit.stream(*loaded, PROMPT, max_new_tokens=12))
+    assert "".join(pieces) == answer
+    assert len(pieces) > 5
+    assert all(pieces)
+
+
+def test_a_stream_takes_token_ids_and_an_engine(loaded: tuple[Decoder, Tokenizer], answer: str) -> None:
+    model, tokenizer = loaded
+    ids = tokenizer.encode(PROMPT)
+    for one in (model, Engine(model, 100)):
+        for prompt in (ids, torch.tensor(ids)):
+            assert "".join(quantkit.stream(one, tokenizer, prompt, max_new_tokens=12)) == answer
+
+
+def test_special_tokens_are_plain_text_in_a_stream_unless_asked_for(
+    loaded: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = loaded
+    asked: list[bool] = []
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text, *, specials: asked.append(specials) or encode(text))
+    quantkit.stream(model, tokenizer, "x")
+    quantkit.stream(model, tokenizer, "x", specials=True)
+    assert asked == [False, True]
+
+
+HOLDERS: dict[str, Callable[[list[int]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "[T]": torch.tensor,
+    "[1, T]": lambda ids: torch.tensor([ids]),
+    "int32": lambda ids: torch.tensor(ids, dtype=torch.int32),
+    "numpy": np.array,
+    "numpy's numbers": lambda ids: [np.int64(one) for one in ids],
+    "nested": lambda ids: [ids],
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_token_ids_are_taken_from_whatever_holds_them(holder: str, loaded: tuple[Decoder, Tokenizer]) -> None:
+    model, tokenizer = loaded
+    ids = tokenizer.encode(PROMPT)
+    expected = list(quantkit.generate(model, ids, max_new_tokens=5))
+    assert list(quantkit.generate(model, HOLDERS[holder](ids), max_new_tokens=5)) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        (PROMPT, ("the prompt is a text", "tokenizer.encode(text)", "quantkit.stream(model, tokenizer, text)")),
+        (b"bytes", ("the prompt is a text",)),
+        ([1.0, 2.0], ("no list of token ids", "found list", "quantkit.stream")),
+        (torch.tensor([1.0, 2.0]), ("no list of token ids", "found Tensor")),
+        (["a", "b"], ("no list of token ids",)),
+        (7, ("no list of token ids", "found int")),
+        (torch.tensor(7), ("no list of token ids",)),
+        ({"input_ids": [1]}, ("no list of token ids", "found dict")),
+        (None, ("no list of token ids", "found NoneType")),
+        (torch.ones(2, 3, dtype=torch.long), ("one prompt at a time", "found 2 prompts")),
+        (torch.ones(1, 2, 3, dtype=torch.long), ("no list of token ids",)),
+        ([], ("the prompt is empty",)),
+        ([[]], ("the prompt is empty",)),
+    ],
+)  # fmt: skip
+def test_what_is_no_prompt_is_refused_at_once_with_the_way_out(
+    prompt: Any, words: tuple[str, ...], loaded: tuple[Decoder, Tokenizer]
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        quantkit.generate(loaded[0], prompt)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_an_empty_text_is_refused_at_once(loaded: tuple[Decoder, Tokenizer]) -> None:
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        quantkit.stream(*loaded, "")
+
+
+def test_without_a_number_a_hundred_tokens_come(loaded: tuple[Decoder, Tokenizer]) -> None:
+    model, tokenizer = loaded
+    assert MAX_NEW_TOKENS == 100
+    whole = list(quantkit.generate(model, tokenizer.encode(PROMPT), max_new_tokens=MAX_NEW_TOKENS))
+    assert list(quantkit.generate(model, tokenizer.encode(PROMPT))) == whole
+
+
+def test_the_first_token_is_not_kept_back(loaded: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a device draws several before the host looks at them."""
+    monkeypatch.setattr("quantkit.runtime.generate._LOOKS", {})
+    engine = Engine(loaded[0], 100)
+    steps: list[int] = []
+    decode = engine.decode
+    monkeypatch.setattr(engine, "decode", lambda tokens: steps.append(1) or decode(tokens))
+    tokens = quantkit.generate(engine, loaded[1].encode(PROMPT), max_new_tokens=20)
+    assert [(next(tokens), len(steps))[1] for _ in range(3)] == [0, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "at_once", "line"),
+    [
+        ([], 1, "0 tokens"),
+        ([0.25], 1, "1 token, first token after 0.25 s"),
+        ([0.5, 0.75, 1.0], 1, "3 tokens, 4.0 tokens/s, first token after 0.50 s"),
+        ([2.0, 2.0, 2.5, 2.5], 2, "4 tokens, 4.0 tokens/s, first token after 2.00 s"),
+        ([2.0, 2.0], 2, "2 tokens, first token after 2.00 s"),
+    ],
+)
+def test_the_pace_is_of_the_tokens_after_the_first(arrivals: list[float], at_once: int, line: str) -> None:
+    ticks = iter([10.0, *(10 + one for one in arrivals)])
+    pace = Pace(at_once=at_once, clock=lambda: next(ticks))
+    tokens = list(range(len(arrivals)))
+    assert list(pace.timed(tokens)) == tokens
+    assert pace.line() == line
+
+
+# The command
+
+
+def _piped(text: bytes, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "quantkit.cli", "generate", *map(str, arguments)],
+        input=text, capture_output=True, check=False, cwd="/",
+    )  # fmt: skip
+    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def test_the_prompt_is_given_in_place_or_named(demo_model: Path, answer: str, tmp_path: Path, capfd: Capture) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text(f"{PROMPT}\n")
+    expected = (0, f"{PROMPT}{answer}\n", "")
+    for given in ([PROMPT], ["--prompt", PROMPT], ["--prompt-file", str(file)]):
+        assert run(capfd, "generate", demo_model, *given, *NEW, "--dtype", "fp32") == expected
+
+
+@pytest.mark.parametrize("given", [["-"], ["--prompt-file", "-"]], ids=" ".join)
+def test_a_dash_reads_stdin(given: list[str], demo_model: Path, answer: str) -> None:
+    done = _piped(f"{PROMPT}\n".encode(), demo_model, *given, *NEW, "--dtype", "fp32")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{PROMPT}{answer}\n", "")
+
+
+def test_a_prompt_is_taken_as_the_shell_gives_it(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+    """Backslashes stay; of a file only the last new line goes."""
+    (tmp_path / "p").write_bytes(b"a\\n\n\n")
+    assert run(capfd, "generate", demo_model, "a\\n", *NEW)[1].startswith("a\\n")
+    assert run(capfd, "generate", demo_model, "--prompt", "-", *NEW)[1].startswith("-")
+    assert run(capfd, "generate", demo_model, "--prompt-file", tmp_path / "p", *NEW)[1].startswith("a\\n\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([], ("there is no prompt", 'quantkit generate DIR "Once upon a time"', "--prompt-file FILE")),
+        (["x", "--prompt", "y"], ("the prompt is given twice", "found PROMPT and --prompt, expected one of them")),
+        (["-", "--prompt-file", "y"], ("found PROMPT and --prompt-file",)),
+        (["--prompt", "x", "--prompt-file", "y"], ("found --prompt and --prompt-file",)),
+        ([""], ("the prompt is empty",)),
+        (["--prompt-file", "{tmp}/none"], ("{tmp}/none: the prompt cannot be read: No such file",)),
+        (["--prompt-file", "{tmp}"], ("{tmp}: the prompt cannot be read",)),
+        (["--prompt-file", "{tmp}/empty"], ("{tmp}/empty: the prompt is empty",)),
+        (["--prompt-file", "{tmp}/latin"], ("{tmp}/latin: the prompt is not a text", "found byte 2, expected UTF-8")),
+    ],
+    ids=repr,
+)
+def test_a_prompt_that_is_none_is_refused(
+    given: list[str], words: tuple[str, ...], demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    (tmp_path / "empty").write_text("\n")
+    (tmp_path / "latin").write_bytes(b"na\xefve")
+    code, out, err = run(capfd, "generate", demo_model, *(one.format(tmp=tmp_path) for one in given))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert all(word.format(tmp=tmp_path) in err for word in words), err
+
+
+@pytest.mark.parametrize("options", ["", "x --draft-tokens 2", "x --tp 2", "x --backend xla --eager"])
+def test_options_that_do_not_go_together_are_told_before_torch_is_imported(options: str) -> None:
+    code = (
+        "import sys\n"
+        "from quantkit.cli.main import main\n"
+        "try:\n"
+        "    main(sys.argv[1:])\n"
+        "except SystemExit as stop:\n"
+        "    print(stop.code, 'torch' in sys.modules)\n"
+    )
+    command = [sys.executable, "-c", code, "generate", "somewhere", *options.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/")
+    assert done.stdout == "2 False\n", done.stderr
+    assert done.stderr.startswith("quantkit: error: ")
+
+
+def test_of_several_processes_the_first_reads_the_prompt(demo_model: Path, answer: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text(PROMPT)
+    command = "from quantkit.cli.main import main; main()"
+    options = ["--prompt-file", str(file), "--dtype", "fp32", *NEW]
+    first, second = forked.group(2, command, "generate", demo_model, *options)
+    assert (first.returncode, first.stdout) == (0, f"{PROMPT}{answer}\n"), first.stderr
+    assert (second.returncode, second.stdout) == (0, ""), second.stderr
+
+
+def _on_a_terminal(*arguments: str | Path) -> Iterator[str]:
+    """What a command shows on a terminal, read by read."""
+    there, here = pty.openpty()
+    command = [sys.executable, "-m", "quantkit.cli", *map(str, arguments)]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=here, stderr=here, cwd="/") as process:
+        os.close(here)
+        try:
+            while part := os.read(there, 4096):
+                yield part.decode(errors="replace")
+        except OSError:  # how the end is told
+            pass
+        finally:
+            os.close(there)
+        assert process.wait() == 0
+
+
+def test_on_a_terminal_the_last_line_tells_the_pace(demo_model: Path, answer: str) -> None:
+    shown = "".join(_on_a_terminal("generate", demo_model, PROMPT, *NEW, "--dtype", "fp32")).replace("\r\n", "\n")
+    text, _, last = shown.rstrip("\n").rpartition("\n")
+    assert text == PROMPT + answer
+    assert last.startswith("12 tokens, ")
+    assert last.endswith(" s")
+    assert " tokens/s, first token after " in last

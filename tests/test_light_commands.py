@@ -1,0 +1,91 @@
+"""Commands that need no tensor import neither torch nor what takes as long."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import oracle
+import pytest
+import torch
+
+import quantkit
+from quantkit.data.files import DEMO_MODEL
+
+HEAVY = (
+    "torch", "numpy", "transformers", "datasets", "pyarrow", "pandas", "huggingface_hub", "requests", "pydantic",
+    "yaml", "lm_eval", "matplotlib",
+)  # fmt: skip
+COMMANDS = ("demo", "inspect", "plan", "convert", "quantize", "verify", "eval", "generate", "bench")
+_RUN = """
+import json, sys
+from quantkit.cli.main import main
+heavy, commands = json.loads(sys.argv[1])
+for command in commands:
+    try:
+        main(command)
+    except SystemExit as stop:
+        imported = [name for name in heavy if name in sys.modules]
+        print(json.dumps([stop.code, imported]), file=sys.stderr)
+"""
+
+
+def _run(*commands: tuple[str | Path, ...]) -> list[int]:
+    """What commands exit with, one after the other in one process, which imports nothing heavy."""
+    asked = json.dumps([HEAVY, [list(map(str, command)) for command in commands]])
+    run = subprocess.run([sys.executable, "-c", _RUN, asked], capture_output=True, text=True, cwd="/")
+    told = [json.loads(line) for line in run.stderr.splitlines() if line.startswith("[")]
+    assert len(told) == len(commands), run.stderr
+    for command, (_, imported) in zip(commands, told, strict=True):
+        assert imported == [], (command, run.stderr)
+    return [code for code, _ in told]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of every kind that is read, each in a folder."""
+    made = tmp_path_factory.mktemp("folders")
+    floats, tied = oracle.make("llama"), oracle.make("llama", tie_word_embeddings=True)
+    source = oracle.save(floats, made / "source")
+    quantkit.convert(DEMO_MODEL, made / "tokenizer", source_check=False)
+    quantkit.convert(source, made / "shards", to="meta", mp=2)
+    quantkit.quantize(source, made / "quantized", "int4-g32", accept_quality_loss=True)
+    quantkit.quantize(source, made / "zeros", "int4-g32-asym", accept_quality_loss=True)
+    for name, model, zipped in (("bin", floats, True), ("legacy", floats, False), ("tied", tied, True)):
+        (made / name).mkdir()
+        model.config.save_pretrained(made / name)
+        torch.save(model.state_dict(), made / name / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    return made
+
+
+def test_inspect_reads_headers_without_torch(folders: Path) -> None:
+    """Tied heads that are stored once more, and heads that may be tied ones, are compared with the embedding."""
+    models = [DEMO_MODEL, *sorted(folders.iterdir())]
+    assert len(models) == 9
+    assert _run(*(("inspect", model) for model in models)) == [0] * 9
+
+
+def test_inspect_tells_what_is_wrong_without_torch(folders: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for file in (folders / "source").iterdir():
+        (damaged / file.name).write_bytes(file.read_bytes()[:1000])
+    wrong = (tmp_path / "none", folders / "source" / "config.json", tmp_path, damaged)
+    assert _run(*(("inspect", path) for path in wrong)) == [3] * 4
+    assert _run(("inspect", folders / "source", "--weights", "meta")) == [3]
+
+
+def test_help_needs_no_torch() -> None:
+    asked = [(name, "--help") for name in COMMANDS]
+    assert set(_run(("--help",), ("--version",), *asked, ("plan", "convert", "-h"))) == {0}
+
+
+def test_a_request_that_makes_no_sense_is_told_without_torch() -> None:
+    wrong = (
+        "nonsense", "inspect", "convert SRC", "convert SRC DST --nonsense", "quantize SRC DST --method nonsense",
+        "quantize SRC DST", "plan quantize SRC DST", "plan DIR", "verify", "eval", "bench --nonsense",
+        "generate DIR --max-new-tokens many",
+    )  # fmt: skip
+    assert set(_run(*(tuple(command.split()) for command in wrong))) == {2}
