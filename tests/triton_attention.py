@@ -216,10 +216,12 @@ def test_a_model_attends_through_it_and_does_all_else_as_before(quantized: Path)
 def test_attention_that_is_wrong_is_found_out_at_load(
     mistake: str, quantized: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def wrong(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None) -> Tensor:
+    def wrong(
+        queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None
+    ) -> Tensor:
         if mistake == "failing":
             raise RuntimeError("out of\nresource")
-        return masked_attention(queries, keys, values, positions + (keys.dtype == torch.int8), window)
+        return masked_attention(queries, keys, values, positions + (keys.dtype == torch.int8), slots, window)
 
     monkeypatch.setattr(TritonBackend, "operations", lambda self: Operations(cached_attention=wrong))
     with caplog.at_level(logging.WARNING):
