@@ -19,7 +19,8 @@ from quantkit.cli.processes import require_models, together
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
 from quantkit.formats.detect import is_model_folder
-from quantkit.runtime.request import checked_count, checked_sampling
+from quantkit.runtime.request import checked_count
+from quantkit.runtime.sampling_params import SamplingParams
 from quantkit.tensors.dtypes import FloatName
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class Asked:
         ):  # fmt: skip
             if wrong:
                 raise RequestError(problem)
-        checked_sampling(self.temperature, self.top_p)
+        SamplingParams(self.temperature, self.top_p, self.seed)
         checked_count(self.max_new_tokens)
         if self.text is not None and not self.path.exists() and is_model_folder(Path(self.text)):
             raise RequestError(

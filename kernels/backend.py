@@ -55,8 +55,9 @@ class Operations:
     """What a backend offers for the rest of a model, besides its linears; None where it offers nothing.
 
     Attributes:
-        cached_attention: attention of queries [B, H, T, Dh] over cached keys and values [B, K, S, Dh];
-            then the queries' positions [T] and the window. To [B, T, H * Dh].
+        cached_attention: attention of queries [B, H, T, Dh] over cached keys and values [slots, K, S, Dh]; then the
+            queries' positions, [T] or [B, T], the sequences' slots [B], None for 0, 1, 2, ..., and the window. To
+            [B, T, H * Dh].
         cached_attention_max_tokens: tokens T up to which it is faster than torch's attention; None is any number.
         float_linear: ``x @ weight.T`` of few rows x with a weight of floats, in the dtype of x, whatever the weight's.
         float_linear_max_rows: rows up to which it is faster than torch.
@@ -65,7 +66,7 @@ class Operations:
             up look for more work for milliseconds, on processors that the kernels then lack.
     """
 
-    cached_attention: Callable[[Tensor, Tensor, Tensor, Tensor, int | None], Tensor] | None = None
+    cached_attention: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, int | None], Tensor] | None = None
     cached_attention_max_tokens: int | None = None
     float_linear: Callable[[Tensor, Tensor], Tensor] | None = None
     float_linear_max_rows: int = 0

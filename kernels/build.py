@@ -80,7 +80,7 @@ def _linear_shape(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> 
 
 
 def _cached_attention_shape(
-    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int, scale: float
+    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int, scale: float
 ) -> Tensor:
     batch, heads, tokens, size = queries.shape
     return queries.new_empty(batch, tokens, heads * size)

@@ -78,10 +78,10 @@ class CpuBackend:
         operators = self._operators
 
         def cached_attention(
-            queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None
+            queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None
         ) -> Tensor:
             scale = queries.shape[-1] ** -0.5
-            mixed: Tensor = operators.cached_attention(queries, keys, values, positions, window or 0, scale)
+            mixed: Tensor = operators.cached_attention(queries, keys, values, positions, slots, window or 0, scale)
             return mixed
 
         def float_linear(x: Tensor, weight: Tensor) -> Tensor:

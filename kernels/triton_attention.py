@@ -63,26 +63,31 @@ def cached(stored, at, inside, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE:
 
 @triton.jit
 def attend_spans(
-    queries, keys, values, positions, mixed, largest, total, tokens, rows, length, window,
-    SIZE: tl.constexpr, TOKENS: tl.constexpr, SPANS: tl.constexpr,
+    queries, keys, values, positions, slots, mixed, largest, total, tokens, rows, length, window, kv_heads, stride,
+    SLOTS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, SPANS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One span for up to BLOCK_M queries: values weighted by exponentials, the largest score, the exponentials' sum."""
     DTYPE: tl.constexpr = queries.dtype.element_ty
     WIDTH: tl.constexpr = SIZE + 4 if keys.dtype.element_ty == tl.int8 else SIZE
     SCALE: tl.constexpr = 1.4426950408889634 * SIZE**-0.5  # of exponentials to the base of 2
+    pair = tl.program_id(2).to(tl.int64)
+    sequence = pair // kv_heads
+    positions += sequence * stride
     first, last, each = live(positions, tokens, length, window, TOKENS, SPANS, BLOCK_N)
     start = first + tl.program_id(0) * each
     if start < last:
-        pair = tl.program_id(2).to(tl.int64)
         row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
         safe = tl.where(row < rows, row, 0)
         line = pair * rows + safe
         column = tl.arange(0, BLOCK_D)[None, :]
         position = tl.load(positions + safe % tokens).to(tl.int32)[:, None]
         query = tl.load(queries + line[:, None] * SIZE + column, mask=column < SIZE, other=0)
-        keys += pair * length * WIDTH
-        values += pair * length * WIDTH
+        stored = pair
+        if SLOTS:
+            stored = tl.load(slots + sequence).to(tl.int64) * kv_heads + pair % kv_heads
+        keys += stored * length * WIDTH
+        values += stored * length * WIDTH
         high = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         sums = tl.zeros((BLOCK_M,), tl.float32)
         weighted = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -108,13 +113,14 @@ def attend_spans(
 
 @triton.jit
 def join_spans(
-    positions, mixed, largest, total, out, tokens, heads, length, window,
+    positions, mixed, largest, total, out, tokens, heads, length, window, stride,
     SIZE: tl.constexpr, TOKENS: tl.constexpr, SPANS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The spans of one query as one; to [B, T, H, Dh]."""
-    first, last, each = live(positions, tokens, length, window, TOKENS, SPANS, BLOCK_N)
     line = tl.program_id(0).to(tl.int64)
+    positions += line // (heads * tokens) * stride
+    first, last, each = live(positions, tokens, length, window, TOKENS, SPANS, BLOCK_N)
     span = tl.arange(0, BLOCK_S)
     column = tl.arange(0, BLOCK_D)
     there = first + span * each < last  # nothing was written for the others
@@ -131,16 +137,19 @@ def join_spans(
 
 
 @operator("cached_attention")
-def cached_attention(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None) -> Tensor:
-    """Grouped-query attention; each query sees the cached positions up to its own.
+def cached_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None
+) -> Tensor:
+    """Grouped-query attention; each query sees the positions cached in its sequence's slot up to its own.
 
     What lies in the cache before or beyond all that the queries see is never read. Products are of the queries'
     dtype, sums and the softmax of float32.
 
     Args:
         queries: [B, H, T, Dh], for a few T.
-        keys, values: [B, K, S, Dh], or int8 [B, K, S, Dh + 4] with a float32 scale at the end of each row.
-        positions: [T], each below S.
+        keys, values: [slots, K, S, Dh], or int8 [slots, K, S, Dh + 4] with a float32 scale at the end of each row.
+        positions: [T] or [B, T], each below S.
+        slots: of the sequences, [B]; None is 0, 1, 2, ...
         window: positions seen, the own included; None for all.
 
     Returns:
@@ -149,11 +158,13 @@ def cached_attention(queries: Tensor, keys: Tensor, values: Tensor, positions: T
     Raises:
         ValueError: if the scales of int8 rows are not aligned: Dh is no multiple of 4.
     """
-    return attended(queries, keys, values, positions, window)
+    return attended(queries, keys, values, positions, slots, window)
 
 
 @cached_attention.register_fake
-def _(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None) -> Tensor:
+def _(
+    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None
+) -> Tensor:
     batch, heads, tokens, size = queries.shape
     return queries.new_empty(batch, tokens, heads * size)
 
@@ -173,8 +184,9 @@ def spans_for(pairs: int, rows: int, length: int, tile: Tile, card: Card) -> int
 
 
 def attended(
-    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None, spans: int | None = None
-) -> Tensor:
+    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None,
+    spans: int | None = None,
+) -> Tensor:  # fmt: skip
     """As `cached_attention`, with the live part in up to `spans` spans; None is as many as suit the card."""
     batch, heads, tokens, size = queries.shape
     kv_heads, length, width = keys.shape[1:]
@@ -187,16 +199,18 @@ def attended(
     largest, total = mixed.new_empty(pairs * rows, spans), mixed.new_empty(pairs * rows, spans)
     out = queries.new_empty(batch, tokens, heads * size)
     seen = length if window is None else window
+    stride = 0 if positions.dim() == 1 else tokens
     constants = {
         "SIZE": size, "TOKENS": triton.next_power_of_2(tokens), "SPANS": spans,
         "BLOCK_N": tile.block_n, "BLOCK_D": tile.block_d,
     }  # fmt: skip
     wrap_triton(attend_spans)[(spans, triton.cdiv(rows, tile.block_m), pairs)](
-        queries.contiguous(), keys.contiguous(), values.contiguous(), positions, mixed, largest, total,
-        tokens, rows, length, seen, BLOCK_M=tile.block_m, **constants, num_warps=4, num_stages=tile.stages,
+        queries.contiguous(), keys.contiguous(), values.contiguous(), positions, positions if slots is None else slots,
+        mixed, largest, total, tokens, rows, length, seen, kv_heads, stride, SLOTS=slots is not None,
+        BLOCK_M=tile.block_m, **constants, num_warps=4, num_stages=tile.stages,
     )  # fmt: skip
     wrap_triton(join_spans)[(pairs * rows,)](
-        positions, mixed, largest, total, out, tokens, heads, length, seen,
+        positions, mixed, largest, total, out, tokens, heads, length, seen, stride,
         BLOCK_S=triton.next_power_of_2(spans), **constants, num_warps=4, num_stages=1,
     )  # fmt: skip
     return out

@@ -55,6 +55,14 @@ def as_number(name: str, value: object) -> float:
         raise RequestError(f"`{name}` is out of range", found=shown(value)) from error
 
 
+def as_seed(name: str, value: object) -> int:
+    """A whole number that torch's generators take: one of 64 bits."""
+    found = as_whole(name, value)
+    if not -(2**63) <= found < 2**64:
+        raise RequestError(f"{name} does not fit 64 bits", found=found)
+    return found
+
+
 def as_text(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise wrong_type(name, value, "a text")

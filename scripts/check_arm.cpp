@@ -58,14 +58,17 @@ void linear(int threads) {
 void cached_attention(int threads) {
   AttentionShape at{number(), number(), number(), number(), number(), number(), number(), 0,
                     FloatType(number()), CacheType(number()), 0, 0, 0};
+  const int64_t places = number();
   at.head_step = at.tokens * at.size, at.batch_step = at.heads * at.head_step, at.token_step = at.size;
   std::cin >> at.scale;
   std::cin.ignore();
   const int64_t mixed = at.batch * at.batch_step * width(at.type);
-  const int64_t cached = at.batch * at.kv_heads * at.length * at.size * width(FloatType(at.cached));
-  Bytes queries = operand(mixed), keys = operand(cached), values = operand(cached), positions = operand(at.tokens * 8);
-  Bytes out = allocated(mixed);
-  attention_over_cache(at, queries.data(), keys.data(), values.data(), as<int64_t>(positions), threads, out.data());
+  const int64_t cached = places * at.kv_heads * at.length * at.size * width(FloatType(at.cached));
+  Bytes queries = operand(mixed), keys = operand(cached), values = operand(cached);
+  Bytes positions = operand(at.batch * at.tokens * 8), slots = operand(at.batch * 8), out = allocated(mixed);
+  const auto runs = runs_of(as<int64_t>(slots), as<int64_t>(positions), at.batch, at.tokens);
+  attention_over_cache(at, queries.data(), keys.data(), values.data(), as<int64_t>(positions), runs, threads,
+                       out.data());
   reply(out, mixed);
 }
 

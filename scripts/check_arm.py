@@ -81,13 +81,17 @@ class Emulated:
         return self._ask(request, [*operands, x], x.new_empty(len(x), rows))
 
     def cached_attention(
-        self, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int, scale: float
-    ) -> Tensor:
+        self, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int,
+        scale: float,
+    ) -> Tensor:  # fmt: skip
         batch, heads, tokens, size = queries.shape
         shape = batch, heads, keys.shape[1], tokens, keys.shape[2], size, window
-        request = f"cached_attention {' '.join(map(str, shape))} {_TYPES[queries.dtype]} {_TYPES[keys.dtype]} {scale}"
+        types = _TYPES[queries.dtype], _TYPES[keys.dtype]
+        request = f"cached_attention {' '.join(map(str, (*shape, *types, len(keys), scale)))}"
+        slots = torch.arange(batch) if slots is None else slots
+        positions = positions.expand(batch, tokens)
         reply = queries.new_empty(batch, tokens, heads * size)
-        return self._ask(request, [queries, keys, values, positions], reply)
+        return self._ask(request, [queries, keys, values, positions, slots], reply)
 
     def float_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         tokens = x.numel() // x.shape[-1]

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import oracle
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,10 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from quantkit.architectures.families import config_from_hf
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.kernels import build
 from quantkit.kernels.build import VARIANTS, load_kernels
 from quantkit.kernels.dispatch import select_backend
+from quantkit.model.cache import KVCache
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
 
@@ -147,7 +150,7 @@ def test_attention_over_the_cache_equals_softmax(
     keys, values = torch.randn(2, batch, shared, length, size).to(dtype)
     positions = torch.arange(length - tokens - 1, length - 1)
     keys[:, :, -1] = torch.nan  # not yet written: never looked at
-    found = load_kernels(variant).cached_attention(queries, keys, values, positions, window or 0, size**-0.5)
+    found = load_kernels(variant).cached_attention(queries, keys, values, positions, None, window or 0, size**-0.5)
     distance = positions.unsqueeze(-1) - torch.arange(length - 1)
     mask = (distance >= 0) & (distance < (window or length))
     expected = F.scaled_dot_product_attention(
@@ -158,12 +161,47 @@ def test_attention_over_the_cache_equals_softmax(
 
 
 @pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("cached", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+def test_rows_of_many_sequences_attend_as_each_alone(variant: str, window: int | None, cached: torch.dtype) -> None:
+    """Some go on by one token, one by a few, two by many; bit by bit."""
+    config = config_from_hf(
+        oracle.make("llama", num_key_value_heads=2, head_dim=32).config.to_dict(), Path("config.json")
+    )
+    cache = KVCache(config, 5, 300, cached, "cpu")
+    every = torch.arange(300)
+    keys, values = cache.update(0, every, torch.randn(5, 2, 300, 32), torch.randn(5, 2, 300, 32))
+    runs = [(3, 250, 1), (0, 0, 1), (4, 40, 5), (1, 7, 40), (2, 200, 17), (0, 1, 1)]
+    slots = torch.cat([torch.full((count,), slot) for slot, _, count in runs])
+    positions = torch.cat([torch.arange(start, start + count) for _, start, count in runs])
+    queries = torch.randn(len(slots), 6, 1, 32)
+    attention = load_kernels(variant).cached_attention
+    found = attention(queries, keys, values, positions.unsqueeze(1), slots, window or 0, 0.2)
+    done = 0
+    for slot, start, count in runs:
+        own = queries[done : done + count, :, 0].transpose(0, 1).unsqueeze(0)
+        stored = keys[slot : slot + 1].clone(), values[slot : slot + 1].clone()
+        alone = attention(own, *stored, torch.arange(start, start + count), None, window or 0, 0.2)
+        assert torch.equal(found[done : done + count].squeeze(1), alone[0])
+        done += count
+
+
+@pytest.mark.parametrize("slots", [[0, 2], [-1, 0], [0]])
+def test_slots_outside_the_cache_are_refused(slots: list[int]) -> None:
+    keys = torch.zeros(2, 1, 9, 32)
+    with pytest.raises(RuntimeError, match="slot"):
+        load_kernels("native").cached_attention(
+            torch.zeros(2, 1, 1, 32), keys, keys, torch.tensor([3]), torch.tensor(slots), 0, 1.0
+        )
+
+
+@pytest.mark.parametrize("variant", HERE)
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_attention_hands_on_what_is_not_finite(variant: str, tokens: int) -> None:
     queries, keys = torch.randn(1, 2, tokens, 32), torch.randn(1, 2, 90, 32)
     values = keys.clone()
     keys[0, 1, 4, 3] = torch.nan
-    found = load_kernels(variant).cached_attention(queries, keys, values, torch.arange(70 - tokens, 70), 0, 1.0)
+    found = load_kernels(variant).cached_attention(queries, keys, values, torch.arange(70 - tokens, 70), None, 0, 1.0)
     assert found[..., :32].isfinite().all()
     assert found[..., 32:].isnan().all()
 
@@ -172,7 +210,9 @@ def test_attention_hands_on_what_is_not_finite(variant: str, tokens: int) -> Non
 def test_positions_outside_the_cache_are_refused(position: int) -> None:
     keys = torch.zeros(1, 1, 9, 32)
     with pytest.raises(RuntimeError, match="outside the cache"):
-        load_kernels("native").cached_attention(torch.zeros(1, 1, 1, 32), keys, keys, torch.tensor([position]), 0, 1.0)
+        load_kernels("native").cached_attention(
+            torch.zeros(1, 1, 1, 32), keys, keys, torch.tensor([position]), None, 0, 1.0
+        )
 
 
 @pytest.mark.parametrize("variant", HERE)
@@ -207,7 +247,7 @@ def test_the_operators_pass_torchs_own_checks() -> None:
     calls = (
         (ops.linear, (torch.randn(2, 3, 64), packed, torch.randn(20), 20)),
         (ops.linear, (torch.randn(1, 64).bfloat16(), packed, None, 20)),
-        (ops.cached_attention, (torch.randn(1, 4, 2, 32), keys, keys.clone(), torch.tensor([3, 4]), 0, 0.5)),
+        (ops.cached_attention, (torch.randn(1, 4, 2, 32), keys, keys.clone(), torch.tensor([3, 4]), None, 0, 0.5)),
         (ops.float_linear, (torch.randn(2, 64), torch.randn(10, 64))),
     )
     for op, arguments in calls:
@@ -229,7 +269,7 @@ def test_the_operator_on_blocks_passes_torchs_own_checks(own: bool, cached: bool
     x, angles = torch.randn(2, 3, 64), torch.randn(2, 3, 16)
     cache = torch.zeros(2, 2, 2, 9, 16)
     stored = (cache[0].clone(), cache[1].clone()) if cached else (None, None)
-    arguments = (x, *angles, torch.arange(3), *stored, own, *weights)
+    arguments = (x, *angles, torch.arange(3), None, *stored, own, *weights)
     if own or cached:
         torch.library.opcheck(ops.block.default, arguments)
     else:
@@ -263,7 +303,7 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
             torch.set_num_threads(threads)
             products = [ops.linear(torch.ones(tokens, 256) / 3, packed, None, 500) for tokens in (1, 3, 130)]
             mixed = [
-                ops.cached_attention(queries[:, :, -count:], keys, keys, torch.arange(850 - count, 850), 0, 0.1)
+                ops.cached_attention(queries[:, :, -count:], keys, keys, torch.arange(850 - count, 850), None, 0, 0.1)
                 for count in (1, 90)
             ]
             found.append([*products, *mixed])

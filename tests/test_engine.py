@@ -152,10 +152,12 @@ def test_the_kernels_attend_over_int8_as_torch_does(variant: str, size: int) -> 
     cache[..., -4:] = (torch.rand(2, 2, 300, 1) * 0.02).view(torch.int8)
     values = cache.roll(7, 2).contiguous()
     queries, positions = torch.randn(2, 6, 3, size), torch.tensor([3, 280, 299])
-    found = load_kernels(variant).cached_attention(queries, cache, values, positions, 0, size**-0.5)
-    torch.testing.assert_close(found, masked_attention(queries, cache, values, positions, None), rtol=1e-4, atol=1e-4)
+    found = load_kernels(variant).cached_attention(queries, cache, values, positions, None, 0, size**-0.5)
+    torch.testing.assert_close(
+        found, masked_attention(queries, cache, values, positions, None, None), rtol=1e-4, atol=1e-4
+    )
     with pytest.raises(RuntimeError, match="do not go with keys"):
-        load_kernels(variant).cached_attention(queries, cache[..., :-4].contiguous(), values, positions, 0, 1.0)
+        load_kernels(variant).cached_attention(queries, cache[..., :-4].contiguous(), values, positions, None, 0, 1.0)
 
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "avx2"])

@@ -29,14 +29,18 @@ from quantkit.tensors.scheme import QuantScheme
 
 def _logits(model: Decoder, tokens: Tensor, steps: list[int], dtype: torch.dtype, *, first: bool = False) -> Tensor:
     """Logits [B, T, V], so many tokens at a time through the cache, the first among themselves if `first`."""
+    return model.head(_hidden(model, tokens, steps, dtype, first=first))
+
+
+def _hidden(model: Decoder, tokens: Tensor, steps: list[int], dtype: torch.dtype, *, first: bool = False) -> Tensor:
+    """The hidden states [B, T, D] of which they are."""
     cache = KVCache(model.config, len(tokens), tokens.shape[1] + 3, dtype, "cpu")
     parts, start = [], 0
     with torch.inference_mode():
         for count in steps:
             positions = torch.arange(start, start + count)
             own = first and start == 0
-            hidden = model.hidden(tokens[:, start : start + count], positions, cache, first=own)
-            parts.append(model.head(hidden))
+            parts.append(model.hidden(tokens[:, start : start + count], positions, cache, first=own))
             start += count
     return torch.cat(parts, dim=1)
 
@@ -61,6 +65,46 @@ def test_blocks_in_one_call_give_the_modules_logits(case: str, scheme: str, tmp_
     assert exact.ops.blocks is None
     whole = _logits(exact, tokens, [40], torch.float32)
     assert (found - whole).abs().max() < 1e-2 * whole.std()
+
+
+PIECES = [[(0, 0, 7)], [(2, 0, 3), (0, 7, 1)], [(1, 0, 25), (0, 8, 1), (2, 3, 2)], [(0, 9, 1), (1, 25, 1), (2, 5, 1)]]
+"""Steps of three sequences: of each piece the sequence, its first position, and how many tokens."""
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral-window", "qwen3-bias", "smollm3"])
+@pytest.mark.parametrize(
+    ("backend", "cached"),
+    [("cpu-exact", torch.float32), ("cpu-fast", torch.bfloat16), ("cpu-exact", torch.int8),
+     ("reference", torch.float32), ("reference", torch.int8)],
+    ids=str,
+)  # fmt: skip
+def test_sequences_that_come_and_go_are_each_as_if_alone(
+    case: str, backend: str, cached: torch.dtype, tmp_path: Path
+) -> None:
+    """One row a token: those of a sequence one after the other, in slots that are not in order."""
+    kind, changes = CASES[case]
+    folder = oracle.save(oracle.make(kind, **changes), tmp_path / "model")
+    quantkit.quantize(folder, tmp_path / "quantized", "int4-g32", accept_quality_loss=True)
+    model = load_model(tmp_path / "quantized", dtype=torch.float32, backend=backend)
+    texts, slots = oracle.random_tokens(30, batch=3), [4, 0, 2]
+    shared, found = KVCache(model.config, 5, 31, cached, "cpu"), dict[int, list[Tensor]]()
+    with torch.inference_mode():
+        for step in PIECES:
+            rows = [(text, start + place) for text, start, count in step for place in range(count)]
+            tokens = torch.stack([texts[text, position] for text, position in rows]).unsqueeze(1)
+            positions = torch.tensor([[position] for _, position in rows])
+            places = torch.tensor([slots[text] for text, _ in rows])
+            hidden = model.hidden(tokens, positions, shared, slots=places)
+            for (text, _), row in zip(rows, hidden[:, 0], strict=True):
+                found.setdefault(text, []).append(row)
+        for text, states in found.items():
+            own = [count for step in PIECES for other, _, count in step if other == text]
+            alone = _hidden(model, texts[text : text + 1], own, cached)[0]
+            together = torch.stack(states)
+            if backend == "reference":
+                torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+            else:
+                assert torch.equal(together, alone)
 
 
 def _features(case: str) -> frozenset[str]:

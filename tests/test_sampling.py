@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import oracle
 import pytest
@@ -13,7 +14,8 @@ import quantkit
 from quantkit.errors import NonFiniteError, RequestError
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
-from quantkit.runtime.sampling import SamplingParams, sample
+from quantkit.runtime.sampling import adjusted, generator_of, probabilities, sample
+from quantkit.runtime.sampling_params import SamplingParams
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.15, 0.3, 0.1])
 
@@ -26,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 def _frequencies(params: SamplingParams, logits: Tensor, draws: int = 20000) -> Tensor:
-    generator = params.generator(torch.device("cpu"))
+    generator = generator_of(params, torch.device("cpu"))
     tokens = sample(logits.expand(draws, -1), params, generator)
     assert tokens.shape == (draws, 1)
     return tokens.flatten().bincount(minlength=logits.shape[-1]) / draws
@@ -72,9 +74,61 @@ def test_tiny_temperatures_take_the_likeliest_too(temperature: float) -> None:
     assert torch.equal(tokens, logits.argmax(-1, keepdim=True))
 
 
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [(SamplingParams(1.0, top_k=1), [1]), (SamplingParams(1.0, top_k=3), [1, 2, 3]),
+     (SamplingParams(1.0, top_k=99), [0, 1, 2, 3, 4]), (SamplingParams(1.0, min_p=0.3), [1, 2, 3]),
+     (SamplingParams(1.0, min_p=1.0), [1]), (SamplingParams(1.0, 0.5, top_k=2), [1]),
+     (SamplingParams(1.0, 0.6, top_k=2), [1, 3]), (SamplingParams(4.0, min_p=0.8), [1, 3])],
+    ids=str,
+)  # fmt: skip
+def test_the_likeliest_are_kept_and_share_what_the_others_had(params: SamplingParams, kept: list[int]) -> None:
+    found = probabilities(PROBABILITIES.log().expand(2, -1), params)
+    expected = torch.zeros(5)
+    hot = PROBABILITIES ** (1 / params.temperature)
+    expected[kept] = hot[kept] / hot[kept].sum()
+    torch.testing.assert_close(found, expected.expand(2, -1))
+
+
+def test_a_nucleus_ends_with_the_token_that_exceeds_it() -> None:
+    """As in Meta's rule, where the tokens before one must hold more than `top_p` to leave it out."""
+    halves = torch.tensor([[0.5, 0.25, 0.25]]).log()
+    assert probabilities(halves, SamplingParams(1.0, 0.5))[0, 1:].sum() > 0
+    assert probabilities(halves, SamplingParams(1.0, 0.49))[0, 1:].sum() == 0
+
+
+def test_tokens_that_a_text_holds_are_penalized() -> None:
+    logits = torch.tensor([[2.0, 1.5, -1.0], [2.0, 1.5, -1.0]])
+    held = torch.tensor([[True, False, True], [False, False, False]])
+    params = SamplingParams(repetition_penalty=2.0)
+    assert adjusted(logits, params, held).tolist() == [[1.0, 1.5, -2.0], [2.0, 1.5, -1.0]]
+    assert sample(logits, params, torch.Generator(), held).tolist() == [[1], [0]]
+
+
+def test_a_bias_forbids_and_forces_tokens() -> None:
+    logits = torch.tensor([[2.0, 1.5, -1.0]]).bfloat16()
+    assert sample(logits, SamplingParams(logit_bias={0: -100.0}), torch.Generator()).tolist() == [[1]]
+    drawn = probabilities(logits, SamplingParams(1.0, logit_bias={2: 100.0}))
+    assert drawn.argmax() == 2
+    assert drawn[0, :2].sum() < 1e-30
+    assert logits.tolist() == [[2.0, 1.5, -1.0]]
+    with pytest.raises(RequestError, match=r"outside the vocabulary \(found \[3\], expected 0 to 2\)"):
+        sample(logits, SamplingParams(logit_bias={3: 1.0}), torch.Generator())
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"top_k": -1}, {"min_p": -0.1}, {"min_p": 1.1}, {"min_p": float("nan")}, {"repetition_penalty": 0.0},
+              {"repetition_penalty": float("inf")}, {"logit_bias": {0: float("nan")}}, {"temperature": float("inf")}],
+    ids=str,
+)  # fmt: skip
+def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=next(iter(wrong))):
+        SamplingParams(**wrong)
+
+
 @pytest.mark.parametrize("temperature", [-1.0, -1e-9, float("nan")])
 def test_temperatures_out_of_range_are_refused(temperature: float) -> None:
-    with pytest.raises(RequestError, match="temperature must not be negative"):
+    with pytest.raises(RequestError, match="temperature must be finite and not negative"):
         SamplingParams(temperature)
 
 

@@ -16,7 +16,8 @@ from quantkit.errors import RequestError
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
 from quantkit.runtime.generate import generate
-from quantkit.runtime.sampling import SamplingParams, probabilities
+from quantkit.runtime.sampling import probabilities
+from quantkit.runtime.sampling_params import SamplingParams
 from quantkit.runtime.speculative import accepted, speculate
 
 PROMPT = [1, 306, 505, 278]

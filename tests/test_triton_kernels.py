@@ -177,7 +177,7 @@ def test_a_compiler_sees_that_attention_leaves_the_cache_alone(
     assert attention is not None
     cache = torch.zeros(1, 2, 300, 64 + (4 if cached == torch.int8 else 0), dtype=cached)
     operands = torch.randn(1, 4, 1, 64, dtype=torch.bfloat16), cache, cache.clone(), torch.tensor([7])
-    spans, join = _kernels_seen(lambda *given: attention(*given, None), operands, monkeypatch)
+    spans, join = _kernels_seen(lambda *given: attention(*given, None, None), operands, monkeypatch)
     assert sorted(spans.kwargs["tensors_to_clone"]) == ["largest", "mixed", "total"]
     assert join.kwargs["tensors_to_clone"] == ["out"]
 

@@ -95,7 +95,7 @@ def _require_right(found: Tensor, queries: Tensor, keys: Tensor, values: Tensor,
 def test_attention_is_right_for_every_place_of_the_live_part(case: str) -> None:
     *_, window, spans = CASES[case]
     operands = _operands(case, torch.float32, torch.float32)
-    _require_right(attended(*operands, window, spans), *operands, window)
+    _require_right(attended(*operands, None, window, spans), *operands, None, window)
 
 
 @pytest.mark.parametrize("cached", [torch.float32, torch.float16, torch.bfloat16, torch.int8], ids=str)
@@ -104,36 +104,46 @@ def test_attention_is_right_for_every_dtype(dtype: torch.dtype, cached: torch.dt
     for case in ("one token", "a window over tiles"):
         *_, window, spans = CASES[case]
         operands = _operands(case, dtype, cached)
-        _require_right(attended(*operands, window, spans), *operands, window)
+        _require_right(attended(*operands, None, window, spans), *operands, None, window)
+
+
+@pytest.mark.parametrize("cached", [torch.float32, torch.int8], ids=str)
+def test_sequences_are_at_places_and_positions_of_their_own(cached: torch.dtype) -> None:
+    keys, values = (_stored(torch.randn(2, 2, LENGTH, 32), cached) for _ in range(2))
+    queries = torch.randn(3, 6, 4, 32, device=DEVICE)
+    starts = torch.tensor([[3], [LENGTH - 9], [LENGTH // 2]], device=DEVICE)
+    where = starts + torch.arange(4, device=DEVICE), torch.tensor([1, 0, 1], device=DEVICE)
+    for window in (None, 5):
+        _require_right(attended(queries, keys, values, *where, window, 3), queries, keys, values, *where, window)
 
 
 def test_spans_give_the_same_each_time_and_what_one_gives() -> None:
     operands = _operands("one token", torch.float32, torch.float32)
-    found = attended(*operands, None, 3)
-    assert torch.equal(found, attended(*operands, None, 3))
-    torch.testing.assert_close(found, attended(*operands, None, 1), rtol=1e-5, atol=1e-5)
+    found = attended(*operands, None, None, 3)
+    assert torch.equal(found, attended(*operands, None, None, 3))
+    torch.testing.assert_close(found, attended(*operands, None, None, 1), rtol=1e-5, atol=1e-5)
 
 
 def test_scores_of_any_size_are_weighted() -> None:
     queries, keys, values, positions = _operands("one token", torch.float32, torch.float32)
     for factor in (1e-30, 100.0, -100.0):
         operands = queries * factor, keys, values, positions
-        _require_right(attended(*operands, None, 2), *operands, None)
+        _require_right(attended(*operands, None, None, 2), *operands, None, None)
 
 
 @pytest.mark.parametrize("cached", [torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("what", ["keys", "values"])
 def test_what_is_not_finite_counts_in_the_live_part_alone(what: str, cached: torch.dtype) -> None:
     queries, keys, values, positions = _operands("a window within a tile", torch.bfloat16, cached)
-    whole = attended(queries, keys, values, positions, 7, 2)
+    whole = attended(queries, keys, values, positions, None, 7, 2)
     stale = _stored(torch.full((1, 1, 1, 80), torch.nan), cached)[0, 0, 0]
     changed = keys if what == "keys" else values
     changed[:, :, :94], changed[:, :, 101:] = stale, stale
-    assert torch.equal(attended(queries, keys, values, positions, 7, 2), whole)
+    assert torch.equal(attended(queries, keys, values, positions, None, 7, 2), whole)
     for place in (94, 100):
         kept = changed[1, 0, place].clone()
         changed[1, 0, place] = stale
-        found = attended(queries, keys, values, positions, 7, 2)
+        found = attended(queries, keys, values, positions, None, 7, 2)
         assert found[1, 0, :80].isnan().all()  # of the one head
         found[1, 0, :80] = whole[1, 0, :80]
         assert torch.equal(found, whole)
@@ -142,16 +152,16 @@ def test_what_is_not_finite_counts_in_the_live_part_alone(what: str, cached: tor
 
 def test_views_are_taken() -> None:
     queries, keys, values, positions = _operands("a window over tiles", torch.float32, torch.float32)
-    expected = attended(queries, keys, values, positions, 70, 2)
+    expected = attended(queries, keys, values, positions, None, 70, 2)
     turned = queries.transpose(1, 2).contiguous().transpose(1, 2)
     wide = torch.cat([keys, values], dim=-1)
-    assert torch.equal(attended(turned, *wide.chunk(2, dim=-1), positions, 70, 2), expected)
+    assert torch.equal(attended(turned, *wide.chunk(2, dim=-1), positions, None, 70, 2), expected)
 
 
 def test_rows_of_bytes_whose_scales_are_not_aligned_are_refused() -> None:
     queries, rows = torch.randn(1, 2, 1, 6, device=DEVICE), _stored(torch.randn(1, 2, 9, 6), torch.int8)
     with pytest.raises(ValueError, match="multiple of 4, not 6"):
-        attended(queries, rows, rows, torch.tensor([3], device=DEVICE), None, 1)
+        attended(queries, rows, rows, torch.tensor([3], device=DEVICE), None, None, 1)
 
 
 def test_programs_are_as_many_as_there_is_work_for() -> None:
@@ -167,16 +177,16 @@ def test_programs_are_as_many_as_there_is_work_for() -> None:
 def test_the_operator_passes_torchs_own_checks(cached: torch.dtype) -> None:
     operands = _operands("tokens on both sides of a tile's end", torch.float32, cached)
     for window in (None, 9):
-        torch.library.opcheck(torch.ops.quantkit_triton.cached_attention.default, (*operands, window))
+        torch.library.opcheck(torch.ops.quantkit_triton.cached_attention.default, (*operands, None, window))
 
 
 def test_attention_compiles_into_one_graph() -> None:
     attention = TritonBackend().operations().cached_attention
     assert attention is not None
     operands = _operands("one token", torch.bfloat16, torch.bfloat16)
-    compiled = torch.compile(lambda *given: attention(*given, 20) + 1, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(lambda *given: attention(*given, None, 20) + 1, backend="aot_eager", fullgraph=True)
     with torch.inference_mode():
-        assert torch.equal(compiled(*operands), attention(*operands, 20) + 1)
+        assert torch.equal(compiled(*operands), attention(*operands, None, 20) + 1)
 
 
 @pytest.fixture(scope="module")
@@ -206,10 +216,12 @@ def test_a_model_attends_through_it_and_does_all_else_as_before(quantized: Path)
 def test_attention_that_is_wrong_is_found_out_at_load(
     mistake: str, quantized: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def wrong(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None) -> Tensor:
+    def wrong(
+        queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None
+    ) -> Tensor:
         if mistake == "failing":
             raise RuntimeError("out of\nresource")
-        return masked_attention(queries, keys, values, positions + (keys.dtype == torch.int8), window)
+        return masked_attention(queries, keys, values, positions + (keys.dtype == torch.int8), slots, window)
 
     monkeypatch.setattr(TritonBackend, "operations", lambda self: Operations(cached_attention=wrong))
     with caplog.at_level(logging.WARNING):

@@ -22,7 +22,7 @@ from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
 from quantkit.runtime.generate import generate as generate_eager
-from quantkit.runtime.sampling import SamplingParams
+from quantkit.runtime.sampling_params import SamplingParams
 from quantkit.xla import products
 from quantkit.xla.engine import CachedText, XlaModel, bucket, model_on_devices
 from quantkit.xla.estimate import collectives

@@ -24,7 +24,32 @@ struct AttentionShape {
   FloatType type;    // of queries and outputs
   CacheType cached;
   int64_t batch_step, head_step, token_step;  // from one query to the next
+
+  // Where the query of a row, of B T in all, lies.
+  int64_t query(int64_t row, int64_t head) const {
+    return row / tokens * batch_step + head * head_step + row % tokens * token_step;
+  }
 };
+
+// Rows of one sequence at rising positions, one after the other.
+struct Run {
+  int64_t slot, first, count;  // its place in the cache; its rows
+};
+
+// Rows [B, T] as runs. Sequences one after the other in one slot are one run where they rise, so T may be 1 for all.
+// `slots` [B] are the sequences' places in the cache; null is 0, 1, 2, ...
+inline std::vector<Run> runs_of(const int64_t* slots, const int64_t* positions, int64_t batch, int64_t tokens) {
+  std::vector<Run> runs;
+  for (int64_t row = 0; row < batch * tokens; ++row) {
+    const int64_t slot = slots ? slots[row / tokens] : row / tokens;
+    const bool goes_on = row % tokens || (row && runs.back().slot == slot && positions[row] > positions[row - 1]);
+    if (goes_on)
+      ++runs.back().count;
+    else
+      runs.push_back({slot, row, 1});
+  }
+  return runs;
+}
 
 // The softmax of one query head over some cached positions: its largest score, the sum of the
 // exponentials and the sum of the values weighted by them.
@@ -95,42 +120,52 @@ inline void attend_span(const AttentionShape& at, const float* queries, const vo
   }
 }
 
-// Grouped-query attention. keys and values [B, K, S, Dh]; the query at positions[t] sees the
-// cached positions up to its own. out [B, T, H, Dh].
+// Grouped-query attention of some rows. keys and values [slots, K, S, Dh]; the query of a row sees the positions
+// cached in its slot up to its own. out [B, T, H, Dh].
 //
 // Work is cut into spans of the cache, each with a softmax of its own; these are then joined
 // by their maxima and sums (2112.05682).
 inline void attention(const AttentionShape& at, const void* queries, const void* keys, const void* values,
-                      const int64_t* positions, int threads, void* out) {
-  const int64_t group = at.heads / at.kv_heads;
-  const int64_t last = *std::max_element(positions, positions + at.tokens) + 1;
+                      const int64_t* positions, const std::vector<Run>& runs, int threads, void* out) {
+  struct Line {  // of queries that share keys
+    int64_t row, slot, kv_head;
+  };
+  std::vector<Line> all;
+  int64_t last = 0;
+  for (const Run& run : runs)
+    for (int64_t kv_head = 0; kv_head < at.kv_heads; ++kv_head)
+      for (int64_t row = run.first; row < run.first + run.count; ++row) {
+        all.push_back({row, run.slot, kv_head});
+        last = std::max(last, positions[row] + 1);
+      }
+  const int64_t group = at.heads / at.kv_heads, lines = all.size();
   const int64_t spans = (last + kSpan - 1) / kSpan, record = at.size + 2;
-  const int64_t lines = at.batch * at.kv_heads * at.tokens;  // of queries that share keys
   std::vector<float> partial(lines * spans * group * record);
   if (lines * last * at.size * group < kMinParallelWork) threads = 1;
   Pool& pool = Pool::instance();
   pool.parallel_for(lines * spans, 1, threads, [&](int64_t index) {
-    const int64_t line = index / spans, token = line % at.tokens, pair = line / at.tokens;
-    const int64_t batch = pair / at.kv_heads, kv_head = pair % at.kv_heads;
-    const int64_t stop = std::min(index % spans * kSpan + kSpan, positions[token] + 1);
-    const int64_t first_seen = at.window ? std::max<int64_t>(0, positions[token] + 1 - at.window) : 0;
+    const Line& line = all[index / spans];
+    const int64_t position = positions[line.row];
+    const int64_t stop = std::min(index % spans * kSpan + kSpan, position + 1);
+    const int64_t first_seen = at.window ? std::max<int64_t>(0, position + 1 - at.window) : 0;
     const int64_t start = std::max(index % spans * kSpan, first_seen);
     if (start >= stop) return;
     std::vector<float> scaled(group * at.size);
     std::vector<Partial> partials(group);
     for (int64_t g = 0; g < group; ++g) {
-      const int64_t row = batch * at.batch_step + (kv_head * group + g) * at.head_step + token * at.token_step;
       float* query = scaled.data() + g * at.size;
-      const float* loaded = load_floats(queries, at.type, row, at.size, query);
+      const int64_t from = at.query(line.row, line.kv_head * group + g);
+      const float* loaded = load_floats(queries, at.type, from, at.size, query);
       for (int64_t i = 0; i < at.size; ++i) query[i] = loaded[i] * at.scale;
       float* to = partial.data() + (index * group + g) * record;
       partials[g] = Partial{to, to + 1, to + 2};
     }
-    attend_span(at, scaled.data(), keys, values, pair * at.length, start, stop, partials.data());
+    const int64_t first = (line.slot * at.kv_heads + line.kv_head) * at.length;
+    attend_span(at, scaled.data(), keys, values, first, start, stop, partials.data());
   });
   pool.parallel_for(lines * group, 16, threads, [&](int64_t index) {
-    const int64_t line = index / group, g = index % group;
-    const float* first = partial.data() + (line * spans * group + g) * record;
+    const int64_t g = index % group;
+    const float* first = partial.data() + (index / group * spans * group + g) * record;
     float max = -std::numeric_limits<float>::infinity();
     for (int64_t s = 0; s < spans; ++s) {
       const float* part = first + s * group * record;
@@ -146,10 +181,8 @@ inline void attention(const AttentionShape& at, const void* queries, const void*
       for (int64_t i = 0; i < at.size; ++i) total[i] += factor * part[2 + i];
     }
     for (float& value : total) value /= sum;
-    const int64_t token = line % at.tokens, pair = line / at.tokens;
-    const int64_t head = pair % at.kv_heads * group + g;
-    const int64_t row = (pair / at.kv_heads * at.tokens + token) * at.heads + head;
-    store_floats(total.data(), at.size, out, at.type, row * at.size);
+    const Line& line = all[index / group];
+    store_floats(total.data(), at.size, out, at.type, (line.row * at.heads + line.kv_head * group + g) * at.size);
   });
 }
 

@@ -21,7 +21,7 @@ constexpr int kSumRows = 8;  // whose sums stay in registers per_tile, two vecto
 constexpr int kSumRows = 4;
 #endif
 constexpr int64_t kSumWidth = 2 * kLanes;
-constexpr int64_t kFewTokens = 16;  // for which attention is cut along the cache, not along the queries
+constexpr int64_t kFewTokens = 16;  // of a run; for them attention is cut along the cache, not along the queries
 constexpr int64_t kQueries = 128;  // query heads that one piece of work takes, or those that share keys if more
 
 // The keys that a query sees, by their index.
@@ -75,18 +75,33 @@ inline void update_softmax(float* scores, int64_t first, int64_t stop, int64_t w
   to.sums[row] += total(scores, kTile);
 }
 
-// Grouped-query attention of tokens that see `seen` [T] of the keys. `keys` and `values` give rows of a sequence
-// and a head as floats: (batch, head, first, count, scratch). out [B, T, H, Dh].
+// Grouped-query attention of runs whose rows see `seen` [B T] of the keys. `keys` and `values` give rows of a run
+// and a head as floats: (run, head, first, count, scratch). out [B, T, H, Dh].
 template <class Keys, class Values>
 void attention_of_many(const AttentionShape& at, const void* queries, const Keys& keys, const Values& values,
-                       const KeyRange* seen, int threads, void* out) {
+                       const std::vector<Run>& runs, const KeyRange* seen, int threads, void* out) {
+  struct Tile {
+    const Run* run;
+    int64_t first, tokens;  // its rows
+    KeyRange all;           // the keys that any of them sees
+  };
   const int64_t group = at.heads / at.kv_heads, size = at.size, width = round_up(size, kSumWidth);
-  const int64_t per_tile = std::max<int64_t>(1, kQueries / group), tiles = (at.tokens + per_tile - 1) / per_tile;
-  Pool::instance().parallel_for(at.batch * at.kv_heads * tiles, 1, threads, [&](int64_t index) {
-    const int64_t tile = tiles - 1 - index / (at.batch * at.kv_heads);  // the longest work first
-    const int64_t pair = index % (at.batch * at.kv_heads), batch = pair / at.kv_heads, kv_head = pair % at.kv_heads;
-    const int64_t token = tile * per_tile, tokens = std::min(per_tile, at.tokens - token);
-    const int64_t rows = tokens * group, padded = round_up(rows, kSumRows);
+  const int64_t per_tile = std::max<int64_t>(1, kQueries / group);
+  std::vector<Tile> tiles;
+  for (const Run& run : runs)
+    for (int64_t done = 0; done < run.count; done += per_tile) {
+      Tile tile{&run, run.first + done, std::min(per_tile, run.count - done), seen[run.first + done]};
+      for (int64_t row = tile.first; row < tile.first + tile.tokens; ++row)
+        tile.all = {std::min(tile.all.first, seen[row].first), std::max(tile.all.stop, seen[row].stop)};
+      tiles.push_back(tile);
+    }
+  std::stable_sort(tiles.begin(), tiles.end(), [](const Tile& a, const Tile& b) {
+    return a.all.stop - a.all.first > b.all.stop - b.all.first;  // the longest work first
+  });
+  Pool::instance().parallel_for(static_cast<int64_t>(tiles.size()) * at.kv_heads, 1, threads, [&](int64_t index) {
+    const Tile& tile = tiles[index / at.kv_heads];
+    const int64_t kv_head = index % at.kv_heads;
+    const int64_t rows = tile.tokens * group, padded = round_up(rows, kSumRows);
     thread_local std::vector<float> scaled, transposed, scores, scratch, max, sums, mixed;
     scaled.assign(padded * size, 0);
     transposed.resize(size * kTile);
@@ -97,29 +112,25 @@ void attention_of_many(const AttentionShape& at, const void* queries, const Keys
     mixed.assign(padded * width, 0);
     const RunningSoftmax running{max.data(), sums.data(), mixed.data()};
     for (int64_t r = 0; r < rows; ++r) {
-      const int64_t head = kv_head * group + r % group;
-      const int64_t from = batch * at.batch_step + head * at.head_step + (token + r / group) * at.token_step;
+      const int64_t from = at.query(tile.first + r / group, kv_head * group + r % group);
       float* query = scaled.data() + r * size;
       const float* loaded = load_floats(queries, at.type, from, size, query);
       for (int64_t i = 0; i < size; ++i) query[i] = loaded[i] * at.scale;
     }
-    KeyRange all = seen[token];
-    for (int64_t t = token; t < token + tokens; ++t)
-      all = {std::min(all.first, seen[t].first), std::max(all.stop, seen[t].stop)};
-    for (int64_t start = all.first; start < all.stop; start += kTile) {
-      const int64_t count = std::min(kTile, all.stop - start);
-      const float* key = keys(batch, kv_head, start, count, scratch.data());
+    for (int64_t start = tile.all.first; start < tile.all.stop; start += kTile) {
+      const int64_t count = std::min(kTile, tile.all.stop - start);
+      const float* key = keys(*tile.run, kv_head, start, count, scratch.data());
       for (int64_t s = 0; s < count; ++s)
         for (int64_t i = 0; i < size; ++i) transposed[i * kTile + s] = key[s * size + i];
       std::fill(scores.begin(), scores.end(), 0.f);
       multiply_add(scaled.data(), size, transposed.data(), kTile, padded, kTile, size, scores.data(), kTile);
       for (int64_t r = 0; r < rows; ++r) {
-        const KeyRange& by = seen[token + r / group];
+        const KeyRange& by = seen[tile.first + r / group];
         const int64_t first = std::clamp<int64_t>(by.first - start, 0, count);
         const int64_t stop = std::clamp<int64_t>(by.stop - start, first, count);
         update_softmax(scores.data() + r * kTile, first, stop, width, r, running);
       }
-      const float* value = values(batch, kv_head, start, count, scratch.data());
+      const float* value = values(*tile.run, kv_head, start, count, scratch.data());
       if (width != size) {  // each row on its own width, from the last on
         if (value != scratch.data()) std::memcpy(scratch.data(), value, count * size * sizeof(float));
         for (int64_t s = count - 1; s >= 0; --s) {
@@ -133,7 +144,7 @@ void attention_of_many(const AttentionShape& at, const void* queries, const Keys
     for (int64_t r = 0; r < rows; ++r) {
       float* row = mixed.data() + r * width;
       for (int64_t i = 0; i < size; ++i) row[i] /= sums[r];
-      const int64_t row_out = (batch * at.tokens + token + r / group) * at.heads + kv_head * group + r % group;
+      const int64_t row_out = (tile.first + r / group) * at.heads + kv_head * group + r % group;
       store_floats(row, size, out, at.type, row_out * size);
     }
   });
@@ -144,20 +155,24 @@ struct CachedRows {
   const void* from;
   CacheType type;
   int64_t kv_heads, length, size;
-  const float* operator()(int64_t batch, int64_t head, int64_t first, int64_t count, float* scratch) const {
-    return load_rows(from, type, (batch * kv_heads + head) * length + first, count, size, scratch);
+  const float* operator()(const Run& run, int64_t head, int64_t first, int64_t count, float* scratch) const {
+    return load_rows(from, type, (run.slot * kv_heads + head) * length + first, count, size, scratch);
   }
 };
 
-// Grouped-query attention over a cache, of any number of tokens; as `attention`, which does it for a few.
+// Grouped-query attention over a cache, of runs of any number of rows; as `attention`, which does it for a few.
 inline void attention_over_cache(const AttentionShape& at, const void* queries, const void* keys, const void* values,
-                                 const int64_t* positions, int threads, void* out) {
-  if (at.tokens <= kFewTokens) return attention(at, queries, keys, values, positions, threads, out);
-  std::vector<KeyRange> seen(at.tokens);
-  for (int64_t t = 0; t < at.tokens; ++t)
-    seen[t] = {at.window ? std::max<int64_t>(0, positions[t] + 1 - at.window) : 0, positions[t] + 1};
+                                 const int64_t* positions, const std::vector<Run>& runs, int threads, void* out) {
+  std::vector<Run> short_runs, long_runs;
+  for (const Run& run : runs) (run.count <= kFewTokens ? short_runs : long_runs).push_back(run);
+  if (!short_runs.empty()) attention(at, queries, keys, values, positions, short_runs, threads, out);
+  if (long_runs.empty()) return;
+  std::vector<KeyRange> seen(at.batch * at.tokens);
+  for (size_t row = 0; row < seen.size(); ++row)
+    seen[row] = {at.window ? std::max<int64_t>(0, positions[row] + 1 - at.window) : 0, positions[row] + 1};
   attention_of_many(at, queries, CachedRows{keys, at.cached, at.kv_heads, at.length, at.size},
-                    CachedRows{values, at.cached, at.kv_heads, at.length, at.size}, seen.data(), threads, out);
+                    CachedRows{values, at.cached, at.kv_heads, at.length, at.size}, long_runs, seen.data(), threads,
+                    out);
 }
 
 }  // namespace quantkit

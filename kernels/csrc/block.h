@@ -59,10 +59,18 @@ void each_row(int64_t rows, int threads, const Work& work) {
   Pool::instance().parallel_for(rows, 1, rows > 4 ? threads : 1, work);
 }
 
-// Queries, keys and values [B, T, (H + 2 K) Dh] of hidden states x [B, T, D], rotated; cosine and sine [T, Dh].
-inline void run_input(const Block& block, const float* x, const float* cosine, const float* sine, int64_t batch,
-                      int64_t tokens, int threads, float* qkv) {
-  const int64_t rows = batch * tokens, size = block.size, hidden = block.qkv.at.columns;
+// The rows of a step: B sequences of T tokens each.
+struct Rows {
+  int64_t batch, tokens;
+  const int64_t* positions;     // [B, T], rising in each sequence
+  const float *cosine, *sine;   // of the positions, [angles, Dh]
+  int64_t angles;               // B T, or T where all sequences are at the same positions
+  const int64_t* slots;         // [B], the sequences' places in the cache; null is 0, 1, 2, ...
+};
+
+// Queries, keys and values [rows, (H + 2 K) Dh] of hidden states x [rows, D], rotated.
+inline void run_input(const Block& block, const float* x, const Rows& at, int threads, float* qkv) {
+  const int64_t rows = at.batch * at.tokens, size = block.size, hidden = block.qkv.at.columns;
   const int64_t qkv_width = block.qkv.at.rows;
   const auto normed = uninitialized(rows * hidden);
   each_row(rows, threads, [&](int64_t r) {
@@ -70,12 +78,12 @@ inline void run_input(const Block& block, const float* x, const float* cosine, c
   });
   matmul(block.qkv, normed.get(), FloatType::f32, rows, threads, qkv);
   each_row(rows, threads, [&](int64_t r) {
-    const int64_t token = r % tokens;
+    const int64_t angle = r % at.angles * size;
     for (int64_t h = 0; h < block.heads + block.kv_heads; ++h) {
       float* head = qkv + r * qkv_width + h * size;
       const float* norm = h < block.heads ? block.query_norm : block.key_norm;
       if (norm) rms_norm(head, norm, size, block.eps, head);
-      rotate(head, cosine + token * size, sine + token * size, size);
+      rotate(head, at.cosine + angle, at.sine + angle, size);
     }
   });
 }
@@ -104,51 +112,56 @@ inline void run_output(const Block& block, float* x, const float* mixed, int64_t
 // Keys or values of the new tokens, as they lie among their queries.
 struct NewRows {
   const float* from;
-  int64_t tokens, step, size;
-  const float* operator()(int64_t batch, int64_t head, int64_t first, int64_t count, float* scratch) const {
+  int64_t step, size;
+  const float* operator()(const Run& run, int64_t head, int64_t first, int64_t count, float* scratch) const {
     for (int64_t s = 0; s < count; ++s)
-      std::memcpy(scratch + s * size, from + (batch * tokens + first + s) * step + head * size, size * sizeof(float));
+      std::memcpy(scratch + s * size, from + (run.first + first + s) * step + head * size, size * sizeof(float));
     return scratch;
   }
 };
 
-// Which of the new tokens, at rising positions, each of them sees.
-inline std::vector<KeyRange> seen_among_new(const int64_t* positions, int64_t tokens, int64_t window) {
-  std::vector<KeyRange> seen(tokens);
-  for (int64_t t = 0; t < tokens; ++t) {
-    const int64_t first_seen = window ? positions[t] + 1 - window : 0;
-    seen[t] = {std::lower_bound(positions, positions + t, first_seen) - positions, t + 1};
+// Which of the new rows of its run, counted from the run's first, each row sees.
+inline std::vector<KeyRange> seen_among_new(const std::vector<Run>& runs, const int64_t* positions, int64_t rows,
+                                            int64_t window) {
+  std::vector<KeyRange> seen(rows);
+  for (const Run& run : runs) {
+    const int64_t* from = positions + run.first;
+    for (int64_t t = 0; t < run.count; ++t) {
+      const int64_t first_seen = window ? from[t] + 1 - window : 0;
+      seen[run.first + t] = {std::lower_bound(from, from + t, first_seen) - from, t + 1};
+    }
   }
   return seen;
 }
 
-// A whole block, x in place, for tokens at rising positions [T]. Keys and values go into the cache if there is one;
-// in a prefill the tokens see each other, otherwise what the cache holds up to their positions.
-inline void run_block(const Block& block, float* x, const float* cosine, const float* sine, const int64_t* positions,
-                      int64_t batch, int64_t tokens, const Cache* cache, bool prefill, int threads) {
-  const int64_t rows = batch * tokens, size = block.size, qkv_width = block.qkv.at.rows;
+// A whole block, x in place. Keys and values go into the cache if there is one; in a prefill the tokens of a sequence
+// see each other, otherwise what the cache holds of it up to their positions.
+inline void run_block(const Block& block, float* x, const Rows& at, const Cache* cache, bool prefill, int threads) {
+  const int64_t rows = at.batch * at.tokens, size = block.size, qkv_width = block.qkv.at.rows;
   const int64_t queries = block.heads * size, keys = block.kv_heads * size;
   const auto qkv = uninitialized(rows * qkv_width), mixed = uninitialized(rows * queries);
-  run_input(block, x, cosine, sine, batch, tokens, threads, qkv.get());
+  run_input(block, x, at, threads, qkv.get());
   const float *new_keys = qkv.get() + queries, *new_values = new_keys + keys;
   if (cache)
     each_row(rows, threads, [&](int64_t r) {
+      const int64_t slot = at.slots ? at.slots[r / at.tokens] : r / at.tokens;
       for (int64_t k = 0; k < block.kv_heads; ++k) {
-        const int64_t row = (r / tokens * block.kv_heads + k) * cache->length + positions[r % tokens];
+        const int64_t row = (slot * block.kv_heads + k) * cache->length + at.positions[r];
         store_row(new_keys + r * qkv_width + k * size, size, cache->keys, cache->type, row);
         store_row(new_values + r * qkv_width + k * size, size, cache->values, cache->type, row);
       }
     });
   const float scale = 1 / std::sqrt(static_cast<float>(size));
-  const AttentionShape shape{batch, block.heads, block.kv_heads, tokens, cache ? cache->length : tokens, size,
-                             block.window, scale, FloatType::f32, cache ? cache->type : CacheType::f32,
-                             tokens * qkv_width, size, qkv_width};
+  const AttentionShape shape{at.batch, block.heads, block.kv_heads, at.tokens, cache ? cache->length : at.tokens,
+                             size, block.window, scale, FloatType::f32, cache ? cache->type : CacheType::f32,
+                             at.tokens * qkv_width, size, qkv_width};
+  const std::vector<Run> runs = runs_of(at.slots, at.positions, at.batch, at.tokens);
   if (prefill) {
-    const auto seen = seen_among_new(positions, tokens, block.window);
-    attention_of_many(shape, qkv.get(), NewRows{new_keys, tokens, qkv_width, size},
-                      NewRows{new_values, tokens, qkv_width, size}, seen.data(), threads, mixed.get());
+    const auto seen = seen_among_new(runs, at.positions, rows, block.window);
+    attention_of_many(shape, qkv.get(), NewRows{new_keys, qkv_width, size}, NewRows{new_values, qkv_width, size},
+                      runs, seen.data(), threads, mixed.get());
   } else {
-    attention_over_cache(shape, qkv.get(), cache->keys, cache->values, positions, threads, mixed.get());
+    attention_over_cache(shape, qkv.get(), cache->keys, cache->values, at.positions, runs, threads, mixed.get());
   }
   run_output(block, x, mixed.get(), rows, threads);
 }

@@ -106,33 +106,56 @@ void check_cache(const at::Tensor& keys, const at::Tensor& values) {
               "keys and values: [B, K, S, Dh], contiguous, of one dtype; rows of int8 end with their scale");
 }
 
-const int64_t* checked_positions(const at::Tensor& positions, int64_t tokens, int64_t length) {
-  TORCH_CHECK(positions.scalar_type() == at::kLong && positions.numel() == tokens && positions.is_contiguous(),
-              "positions: int64 [T]");
+// The positions of all rows [B, T], from those of each or, [T], of any sequence; rising in each sequence.
+std::vector<int64_t> checked_positions(const at::Tensor& positions, int64_t batch, int64_t tokens, int64_t length) {
+  const int64_t count = positions.numel();
+  TORCH_CHECK(positions.scalar_type() == at::kLong && (count == tokens || count == batch * tokens) &&
+                  positions.is_contiguous(),
+              "positions: int64 [T] or [B, T]");
   const int64_t* from = positions.data_ptr<int64_t>();
-  for (int64_t t = 0; t < tokens; ++t)
-    TORCH_CHECK(from[t] >= 0 && from[t] < length, "position ", from[t], " is outside the cache of ", length);
+  std::vector<int64_t> all(batch * tokens);
+  for (int64_t row = 0; row < batch * tokens; ++row) {
+    all[row] = from[row % count];
+    TORCH_CHECK(all[row] >= 0 && all[row] < length, "position ", all[row], " is outside the cache of ", length);
+    TORCH_CHECK(row % tokens == 0 || all[row - 1] <= all[row], "positions must rise");
+  }
+  return all;
+}
+
+// The sequences' places in a cache that has so many; null where none are given.
+const int64_t* checked_slots(const std::optional<at::Tensor>& slots, int64_t batch, int64_t places) {
+  if (!slots) {
+    TORCH_CHECK(batch <= places, "the cache has ", places, " slots, and there are ", batch, " sequences");
+    return nullptr;
+  }
+  TORCH_CHECK(slots->scalar_type() == at::kLong && slots->numel() == batch && slots->is_contiguous(),
+              "slots: int64 [B]");
+  const int64_t* from = slots->data_ptr<int64_t>();
+  for (int64_t b = 0; b < batch; ++b)
+    TORCH_CHECK(from[b] >= 0 && from[b] < places, "slot ", from[b], " is outside the cache's ", places);
   return from;
 }
 
 at::Tensor cached_attention(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
-                            const at::Tensor& positions, int64_t window, double scale) {
+                            const at::Tensor& positions, const std::optional<at::Tensor>& slots, int64_t window,
+                            double scale) {
   TORCH_CHECK(queries.dim() == 4 && keys.dim() == 4, "queries [B, H, T, Dh], keys [B, K, S, Dh]");
   const int64_t heads = queries.size(1), tokens = queries.size(2), size = queries.size(3);
   const FloatType type = float_type(queries.scalar_type());
   const AttentionShape at{queries.size(0), heads, keys.size(1), tokens, keys.size(2), size, window,
                           static_cast<float>(scale), type, cache_type(keys.scalar_type()), heads * tokens * size,
                           tokens * size, size};
-  TORCH_CHECK(keys.size(0) == at.batch && keys.size(3) == cache_width(at.cached, size) && at.kv_heads > 0 &&
+  TORCH_CHECK(keys.size(3) == cache_width(at.cached, size) && at.kv_heads > 0 &&
                   at.heads % at.kv_heads == 0,
               "queries ", queries.sizes(), " do not go with keys ", keys.sizes());
   check_cache(keys, values);
-  const int64_t* from = checked_positions(positions, at.tokens, at.length);
+  const std::vector<int64_t> from = checked_positions(positions, at.batch, at.tokens, at.length);
+  const int64_t* places = checked_slots(slots, at.batch, keys.size(0));
   const at::Tensor source = queries.contiguous();
   at::Tensor out = at::empty({at.batch, at.tokens, at.heads * at.size}, queries.options());
   if (out.numel() == 0) return out;
-  attention_over_cache(at, source.data_ptr(), keys.data_ptr(), values.data_ptr(), from, at::get_num_threads(),
-                       out.data_ptr());
+  attention_over_cache(at, source.data_ptr(), keys.data_ptr(), values.data_ptr(), from.data(),
+                       runs_of(places, from.data(), at.batch, at.tokens), at::get_num_threads(), out.data_ptr());
   return out;
 }
 
@@ -179,25 +202,25 @@ Block checked_block(const at::Tensor& x, const at::Tensor& input_norm, const at:
                 gate_up_bias, down, down_bias, heads, kv_heads, window, eps)
 
 void block(const at::Tensor& x, const at::Tensor& cosine, const at::Tensor& sine, const at::Tensor& positions,
-           const Optional& keys, const Optional& values, bool prefill, QUANTKIT_BLOCK) {
+           const Optional& slots, const Optional& keys, const Optional& values, bool prefill, QUANTKIT_BLOCK) {
   const Block block = QUANTKIT_CHECKED;
-  const int64_t batch = x.size(0), tokens = x.size(1), angles = tokens * block.size;
+  const int64_t batch = x.size(0), tokens = x.size(1), angles = positions.numel();
   TORCH_CHECK(keys.has_value() == values.has_value() && (prefill || keys), "keys and values, unless in a prefill");
   Cache cache{};
   int64_t length = std::numeric_limits<int64_t>::max();
   if (keys) {
     check_cache(*keys, *values);
     cache = {keys->data_ptr(), values->data_ptr(), cache_type(keys->scalar_type()), keys->size(2)};
-    TORCH_CHECK(keys->size(0) == batch && keys->size(1) == kv_heads &&
-                    keys->size(3) == cache_width(cache.type, block.size),
+    TORCH_CHECK(keys->size(1) == kv_heads && keys->size(3) == cache_width(cache.type, block.size),
                 "a cache of other shape");
     length = cache.length;
   }
-  const int64_t* rising = checked_positions(positions, tokens, length);
-  TORCH_CHECK(std::is_sorted(rising, rising + tokens), "positions must rise");
+  const std::vector<int64_t> rising = checked_positions(positions, batch, tokens, length);
+  const int64_t* places = checked_slots(slots, batch, keys ? keys->size(0) : batch);
   if (x.numel() == 0) return;
-  run_block(block, x.data_ptr<float>(), floats(cosine, angles, "cosine"), floats(sine, angles, "sine"), rising, batch,
-            tokens, keys ? &cache : nullptr, prefill, at::get_num_threads());
+  const Rows rows{batch, tokens, rising.data(), floats(cosine, angles * block.size, "cosine"),
+                  floats(sine, angles * block.size, "sine"), angles, places};
+  run_block(block, x.data_ptr<float>(), rows, keys ? &cache : nullptr, prefill, at::get_num_threads());
 }
 
 #undef QUANTKIT_BLOCK
@@ -235,14 +258,14 @@ TORCH_LIBRARY(QUANTKIT_LIBRARY, library) {
   library.def("pack(Tensor codes, Tensor scale, Tensor? zero, int bits, bool exact) -> Tensor");
   library.def("linear(Tensor x, Tensor packed, Tensor? bias, int rows) -> Tensor");
   library.def(
-      "cached_attention(Tensor queries, Tensor keys, Tensor values, Tensor positions, int window, float scale) "
-      "-> Tensor");
+      "cached_attention(Tensor queries, Tensor keys, Tensor values, Tensor positions, Tensor? slots, int window, "
+      "float scale) -> Tensor");
   const std::string weights =
       "Tensor input_norm, Tensor qkv, Tensor? qkv_bias, Tensor? query_norm, Tensor? key_norm, Tensor out, "
       "Tensor? out_bias, Tensor output_norm, Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias, "
       "int heads, int kv_heads, int window, float eps)";
-  library.def(("block(Tensor(a!) x, Tensor cosine, Tensor sine, Tensor positions, Tensor(b!)? keys, Tensor(c!)? values, "
-               "bool prefill, " + weights + " -> ()").c_str());
+  library.def(("block(Tensor(a!) x, Tensor cosine, Tensor sine, Tensor positions, Tensor? slots, Tensor(b!)? keys, "
+               "Tensor(c!)? values, bool prefill, " + weights + " -> ()").c_str());
   library.def("float_linear(Tensor x, Tensor weight) -> Tensor");
   library.def("torch_threads(int count) -> int", &torch_threads);
   library.def("instructions() -> str", &instructions);

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quantkit.arguments import as_seed
 from quantkit.calibration.files import file_text
 from quantkit.calibration.hub import hub_id, hub_text
 from quantkit.errors import RequestError
-from quantkit.runtime.sampling import require_seed
 from quantkit.text.tokenizer import Tokenizer
 
 # What is read of a text: four times the samples in English, and never less than 4 MiB.
@@ -88,7 +88,7 @@ def _read(source: str | Path, samples: int, length: int, seed: int) -> tuple[str
     Raises:
         RequestError: as `load_calibration` does, but for a text of too few tokens.
     """
-    require_seed(seed)
+    as_seed("seed", seed)
     if samples < 1 or length < 2:
         raise RequestError("calibration needs at least 1 sample of 2 tokens", found=f"{samples} of {length}")
     limit = max(_BYTES_PER_TOKEN * samples * length, _LEAST_BYTES)

@@ -14,24 +14,36 @@ _SCALE_BYTES = 4
 class KVCache:
     """Keys and values of every layer, allocated once at their final size.
 
-    ``keys[layer]`` and ``values[layer]`` are [B, KV heads, S, head_dim]; S is the number of
-    positions it can hold. In int8 each row of head_dim codes is followed by its scale, a
+    ``keys[layer]`` and ``values[layer]`` are [slots, KV heads, S, head_dim]: each sequence has a slot, and S is the
+    number of positions that one can hold. In int8 each row of head_dim codes is followed by its scale, a
     float32 of four more bytes.
     """
 
     def __init__(
-        self, config: ModelConfig, batch: int, length: int, dtype: torch.dtype, device: torch.device | str
+        self, config: ModelConfig, slots: int, length: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         width = config.head_dim + (_SCALE_BYTES if dtype == torch.int8 else 0)
-        shape = (batch, config.num_kv_heads, length, width)
+        shape = (slots, config.num_kv_heads, length, width)
         self.length = length
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
 
-    def update(self, layer: int, positions: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values [B, KV heads, T, head_dim] at positions [T]; the whole layer's, as stored."""
+    def update(
+        self, layer: int, positions: Tensor, keys: Tensor, values: Tensor, slots: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Store keys and values [B, KV heads, T, head_dim]; the whole layer's, as stored.
+
+        Args:
+            positions: where, [T] or [B, T].
+            slots: whose, [B]; None is all slots in order.
+        """
         for stored, new in ((self.keys[layer], keys), (self.values[layer], values)):
-            stored.index_copy_(2, positions, _int8_rows(new) if stored.dtype == torch.int8 else new.to(stored.dtype))
+            rows = _int8_rows(new) if stored.dtype == torch.int8 else new.to(stored.dtype)
+            if slots is None and positions.dim() == 1:
+                stored.index_copy_(2, positions, rows)
+            else:
+                batch = torch.arange(len(rows), device=rows.device) if slots is None else slots
+                stored[batch.unsqueeze(1), :, positions] = rows.transpose(1, 2)
         return self.keys[layer], self.values[layer]
 
 

@@ -43,7 +43,7 @@ class Step:
     """What one pass through the decoder hands to every block.
 
     Attributes:
-        angles: cosine and sine of the tokens' positions, float32 [T, Dh].
+        angles: cosine and sine of the tokens' positions, float32 [T, Dh] or [B, T, Dh].
         attend: how each token attends to the others.
         tap: listens to the inputs of the linears; it may raise to end the pass there.
     """
@@ -57,10 +57,11 @@ class Blocks(Protocol):
     """All blocks of a decoder in one call."""
 
     def __call__(
-        self, x: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache | None, *, first: bool
-    ) -> Tensor:
-        """Hidden states [B, T, D] at rising positions [T], with their angles, to hidden states after all blocks, which
-        may be float32 where the model is not; `cache` and `first` as for `Decoder.hidden`."""
+        self, x: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache | None,
+        slots: Tensor | None = None, *, first: bool,
+    ) -> Tensor:  # fmt: skip
+        """Hidden states [B, T, D] at rising positions, with their angles, to hidden states after all blocks, which
+        may be float32 where the model is not; `cache`, `slots` and `first` as for `Decoder.hidden`."""
         ...
 
 
@@ -113,31 +114,36 @@ class Decoder(nn.Module):
         """Logits [B, T, V] for tokens [B, T] at positions [T]."""
         return self.head(self.hidden(tokens, positions, cache))
 
-    def hidden(self, tokens: Tensor, positions: Tensor, cache: KVCache | None = None, *, first: bool = False) -> Tensor:
-        """Hidden states [B, T, D] after the final norm, for tokens [B, T] at positions [T].
+    def hidden(
+        self, tokens: Tensor, positions: Tensor, cache: KVCache | None = None, *, slots: Tensor | None = None,
+        first: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Hidden states [B, T, D] after the final norm, for tokens [B, T].
 
         Args:
-            cache: stores keys and values; attention sees all positions stored so far.
+            positions: rising in each sequence: [T], the same for all, or [B, T].
+            cache: stores keys and values; attention sees all positions stored so far in a sequence's slot.
                 Without one it sees the given tokens only.
+            slots: the sequences' places in the cache, [B]; None is all of them in order.
             first: the cache holds nothing yet that the tokens should see.
         """
         x = self.model.embed_tokens(tokens)
         angles = self.rotary(positions)
         if self.ops.blocks is not None:
-            x = self.ops.blocks(x, positions, angles, cache, first=first)
+            x = self.ops.blocks(x, positions, angles, cache, slots, first=first)
         else:
-            step = Step(angles, self._attend(positions, cache, first=first))
+            step = Step(angles, self._attend(positions, cache, slots, first=first))
             for block in self.model.layers:
                 x = block(x, step)
         return self.model.norm(x)  # type: ignore[no-any-return]
 
-    def _attend(self, positions: Tensor, cache: KVCache | None, *, first: bool) -> Attend:
+    def _attend(self, positions: Tensor, cache: KVCache | None, slots: Tensor | None, *, first: bool) -> Attend:
         windows = self.config.windows
         if cache is None:
             return causal_attention(positions, windows)
         if first:
-            return prefill_attention(cache, positions, windows)
-        return cached_attention(cache, positions, windows, self.ops.cached_attention)
+            return prefill_attention(cache, positions, windows, slots)
+        return cached_attention(cache, positions, windows, self.ops.cached_attention, slots)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of hidden states [..., D], in their dtype: float32 where kernels compute whole blocks, else

@@ -51,14 +51,15 @@ def fused_blocks(model: Decoder, count: int | None = None) -> Blocks | None:
     rotary = [layer.rotary for layer in config.layers]
 
     def blocks(
-        x: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache | None, *, first: bool
-    ) -> Tensor:
+        x: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache | None,
+        slots: Tensor | None = None, *, first: bool,
+    ) -> Tensor:  # fmt: skip
         x = x.float()
         unrotated = angles if all(rotary) else (torch.ones_like(angles[0]), torch.zeros_like(angles[1]))
         for layer, weights in enumerate(layers):
             stored = (None, None) if cache is None else (cache.keys[layer], cache.values[layer])
             turned = angles if rotary[layer] else unrotated
-            run(x, *turned, positions, *stored, first or cache is None, *weights, *rest[layer])
+            run(x, *turned, positions, slots, *stored, first or cache is None, *weights, *rest[layer])
         return x
 
     return blocks

@@ -87,17 +87,19 @@ def _same_attention(
     model: Decoder, attention: CachedAttention, dtypes: set[torch.dtype], max_tokens: int | None
 ) -> bool:
     """Whether attention is the same for queries of these dtypes, over either kind of cache, for one token and for
-    many of those that it is used for."""
+    many of those that it is used for, of sequences in slots of their own and at positions of their own."""
     many = _MANY if max_tokens is None else min(max_tokens, _MANY)
     config = replace(model.config, layers=model.config.layers[:1])
     every = torch.arange(_POSITIONS, device=model.device)
-    rows = 2, config.num_kv_heads, _POSITIONS, config.head_dim
+    slots = torch.tensor([2, 0], device=model.device)
+    rows = 3, config.num_kv_heads, _POSITIONS, config.head_dim
     for cached in (model.dtype, torch.int8):
-        cache = KVCache(config, 2, _POSITIONS, cached, model.device)
+        cache = KVCache(config, 3, _POSITIONS, cached, model.device)
         keys, values = cache.update(0, every, _drawn(model, *rows), _drawn(model, *rows, seed=1))
         for dtype, tokens in itertools.product(dtypes, (1, many)):
             queries = _drawn(model, 2, config.num_heads, tokens, config.head_dim, seed=2).to(dtype)
-            given = keys, values, every[-tokens - 3 : -3], config.windows[0]
+            positions = torch.stack([every[-tokens - 3 : -3], every[7 : 7 + tokens]])
+            given = keys, values, positions, slots, config.windows[0]
             found, right = attention(queries, *given), masked_attention(queries.double(), *given)
             # Kernels may round shares, and rows of an int8 cache, to the dtype of the queries: a few of its steps.
             share = _FLOATS + (0 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps)

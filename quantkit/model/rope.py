@@ -30,7 +30,7 @@ class Rotary(nn.Module):
         self.register_buffer("inverse_frequencies", frequencies, persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine, float32 [T, head_dim], for positions [T]."""
+        """Cosine and sine, float32 [..., T, head_dim], for the positions [..., T] of sequences."""
         frequencies = self.inverse_frequencies
         if self._rope.type == "dynamic":
             frequencies = self._stretched(positions)
@@ -39,8 +39,8 @@ class Rotary(nn.Module):
         return angles.cos() * self._attention_scale, angles.sin() * self._attention_scale
 
     def _stretched(self, positions: Tensor) -> Tensor:
-        """Dynamic scaling: past the trained context the base grows with the length."""
-        length = (positions.max() + 1).clamp(min=self._context).float()
+        """Dynamic scaling: past the trained context the base grows with a sequence's length."""
+        length = (positions.amax(-1, keepdim=True) + 1).clamp(min=self._context).float().unsqueeze(-1)
         stretch = self._rope.factor * length / self._context - (self._rope.factor - 1)
         base = self._rope.theta * stretch ** (self._dim / (self._dim - 2))
         exponents = torch.arange(0, self._dim, 2, device=positions.device, dtype=torch.float32) / self._dim
@@ -48,7 +48,9 @@ class Rotary(nn.Module):
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotate x [B, H, T, head_dim] by the angles of its positions, in float32."""
+    """Rotate x [B, H, T, head_dim] by the angles of its positions, [T, head_dim] or [B, T, head_dim], in float32."""
+    if cosine.dim() == 3:
+        cosine, sine = cosine.unsqueeze(1), sine.unsqueeze(1)
     wide = x.float()
     first, second = wide.chunk(2, dim=-1)
     return (wide * cosine + torch.cat((-second, first), dim=-1) * sine).to(x.dtype)

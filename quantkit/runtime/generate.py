@@ -10,7 +10,8 @@ from quantkit.errors import RequestError
 from quantkit.model.decoder import Decoder
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.request import MAX_NEW_TOKENS, TokenIds, checked_length, prompt_ids, require_model
-from quantkit.runtime.sampling import SamplingParams, agreed, sample
+from quantkit.runtime.sampling import agreed, generator_of, sample
+from quantkit.runtime.sampling_params import SamplingParams
 from quantkit.tensors.finite import finite_logits
 
 
@@ -73,7 +74,7 @@ def _tokens(engine: Engine, ids: list[int], count: int, params: SamplingParams) 
     closed when torch is gone.
     """
     device = engine.model.device
-    generator = params.generator(device)
+    generator = generator_of(params, device)
     ends = engine.model.config.eos_token_ids
     ahead = _LOOKS.get(device.type, _FAR)
     logits = engine.prefill(torch.tensor([ids], device=device))

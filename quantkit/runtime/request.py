@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.arguments import as_number, as_whole, require_instance, token_rows
+from quantkit.arguments import as_whole, require_instance, token_rows
 from quantkit.errors import RequestError
 from quantkit.json_values import shown
 
@@ -64,20 +64,6 @@ def checked_count(max_new_tokens: object) -> int:
     if count < 1:
         raise RequestError("nothing to generate", found=f"{count} new tokens", expected="at least 1")
     return count
-
-
-def checked_sampling(temperature: object, top_p: object) -> tuple[float, float]:
-    """Both as numbers.
-
-    Raises:
-        RequestError: for a negative temperature, a `top_p` outside (0, 1], or what is no number.
-    """
-    heat, nucleus = as_number("temperature", temperature), as_number("top_p", top_p)
-    if not heat >= 0:
-        raise RequestError("temperature must not be negative", found=heat)
-    if not 0 < nucleus <= 1:
-        raise RequestError("top_p must lie in (0, 1]", found=nucleus)
-    return heat, nucleus
 
 
 def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int) -> int:

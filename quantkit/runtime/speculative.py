@@ -16,7 +16,8 @@ from quantkit.errors import RequestError
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
 from quantkit.runtime.request import MAX_NEW_TOKENS, TokenIds, checked_length, prompt_ids, require_model
-from quantkit.runtime.sampling import SamplingParams, agreed, probabilities
+from quantkit.runtime.sampling import agreed, generator_of, probabilities
+from quantkit.runtime.sampling_params import SamplingParams
 from quantkit.tensors.finite import finite_logits
 
 DRAFT_TOKENS = 4
@@ -82,7 +83,7 @@ class _Reader:
 def _tokens(
     target: _Reader, draft: _Reader, text: list[int], length: int, most: int, params: SamplingParams
 ) -> Generator[int, None, None]:
-    generator = params.generator(target.model.device)
+    generator = generator_of(params, target.model.device)
     while len(text) < length:
         for token in _step(target, draft, text, min(most, length - len(text) - 1), params, generator):
             if token in target.model.config.eos_token_ids:

@@ -56,13 +56,14 @@ class Tokenizer(Protocol):
     special_tokens: dict[str, int] | None
     byte_level: bool
 
-    def encode(self, text: str, *, specials: bool = False) -> list[int]:
+    def encode(self, text: str, *, specials: bool = False, bos: bool = True) -> list[int]:
         """Token ids of a text, as a model expects one to begin: with BOS where it has one.
 
         Args:
             text: any Unicode.
             specials: whether spellings of special tokens, such as ``<|eot_id|>``, mean those tokens; else they are
                 plain text. Sentencepiece has no such spellings.
+            bos: whether BOS comes first, where the tokenizer puts one; not for what a chat template has made.
 
         Returns:
             The ids, for `quantkit.generate`.
@@ -120,12 +121,12 @@ class SentencePieceTokenizer(Tokenizer):
             self.eos_ids: tuple[int, ...] = (self._model.eos_id(),) if self._model.eos_id() >= 0 else ()
             _try_out(self, path)
 
-    def encode(self, text: str, *, specials: bool = False) -> list[int]:
+    def encode(self, text: str, *, specials: bool = False, bos: bool = True) -> list[int]:
         _require_text(text, specials)
         with contained(self._path, _NO_TEXT):
             ids: list[int] = self._model.encode(text)
         _require_known(ids, self.vocab_size, self._path)
-        return ids if self.bos_id is None else [self.bos_id, *ids]
+        return ids if self.bos_id is None or not bos else [self.bos_id, *ids]
 
     def decode(self, ids: Sequence[int]) -> str:
         known = _known_ids(ids, self.vocab_size)
@@ -161,12 +162,12 @@ class TiktokenTokenizer(Tokenizer):
         ends = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
         self.eos_ids: tuple[int, ...] = tuple(self._specials[name] for name in ends)
 
-    def encode(self, text: str, *, specials: bool = False) -> list[int]:
+    def encode(self, text: str, *, specials: bool = False, bos: bool = True) -> list[int]:
         _require_text(text, specials)
         allowed: Any = "all" if specials else set()
         with contained(self._path, _NO_TEXT):
             ids = self._encoding.encode(text, allowed_special=allowed, disallowed_special=())
-        return [self._bos, *ids]
+        return [self._bos, *ids] if bos else ids
 
     def decode(self, ids: Sequence[int]) -> str:
         specials = set(self._specials.values())
@@ -208,13 +209,13 @@ class JsonTokenizer(Tokenizer):
             self._add_bos = settings.flag("add_bos_token", False) and self.bos_id is not None
             _try_out(self, path)
 
-    def encode(self, text: str, *, specials: bool = False) -> list[int]:
+    def encode(self, text: str, *, specials: bool = False, bos: bool = True) -> list[int]:
         _require_text(text, specials)
         with contained(self._path, _NO_TEXT):
             self._engine.encode_special_tokens = not specials
-            ids: list[int] = self._engine.encode(text).ids
+            ids: list[int] = self._engine.encode(text, add_special_tokens=bos).ids
         _require_known(ids, self.vocab_size, self._path)
-        if self._add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+        if bos and self._add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
         return ids
 

@@ -26,7 +26,7 @@ from quantkit.model.decoder import Decoder
 from quantkit.progress import Progress, silent
 from quantkit.runtime.engine import bucket as power_of_two
 from quantkit.runtime.request import MAX_NEW_TOKENS, TokenIds, checked_length, prompt_ids
-from quantkit.runtime.sampling import SamplingParams
+from quantkit.runtime.sampling_params import SamplingParams
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.finite import nonfinite_logits
 from quantkit.xla.model import sharded_decoder

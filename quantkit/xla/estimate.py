@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, schemes
-from quantkit.runtime.sampling import SamplingParams
+from quantkit.runtime.sampling_params import SamplingParams
 from quantkit.tensors.dtypes import DType
 from quantkit.xla.model import sharded_decoder
 from quantkit.xla.products import AXIS

@@ -64,7 +64,9 @@ class ShardedCache(KVCache):
         self.length = keys[0].shape[2]
         self.keys, self.values = list(keys), list(values)
 
-    def update(self, layer: int, positions: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def update(
+        self, layer: int, positions: Tensor, keys: Tensor, values: Tensor, slots: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         self.keys[layer] = apply(products.update_cache, self.keys[layer], keys, positions)
         self.values[layer] = apply(products.update_cache, self.values[layer], values, positions)
         return self.keys[layer], self.values[layer]

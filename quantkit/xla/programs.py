@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from quantkit.model.decoder import Decoder
-from quantkit.runtime.sampling import SamplingParams
+from quantkit.runtime.sampling_params import SamplingParams
 from quantkit.xla.bridge import apply, run
 from quantkit.xla.model import ShardedCache
 from quantkit.xla.split import DeviceSplit

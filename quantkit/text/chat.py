@@ -1,0 +1,151 @@
+"""Conversations to the tokens that an instruct model was trained to continue: by a folder's own template, or by the
+formats of Meta's folders, where nothing tells a base model from an instruct one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from quantkit.errors import RequestError
+from quantkit.text.chat_template import ChatTemplates, Message
+from quantkit.text.tokenizer import Tokenizer
+
+META_FORMATS = ("llama2", "llama3")
+
+_LLAMA2_TAGS = ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>")
+
+
+class Chat(Protocol):
+    """What makes tokens of conversations."""
+
+    def encode(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
+    ) -> list[int]:
+        """Token ids that the model continues with an answer.
+
+        Args:
+            messages: in order, the last one to be answered.
+            tools: that the model may call, as JSON schemas.
+            variables: more that a template may read.
+
+        Raises:
+            RequestError: for a conversation that the format does not take.
+        """
+        ...
+
+
+class TemplateChat:
+    """By a template in Jinja, as ``transformers.apply_chat_template`` makes tokens of it."""
+
+    def __init__(self, templates: ChatTemplates, tokenizer: Tokenizer, name: str | None = None) -> None:
+        self._templates, self._tokenizer, self._name = templates, tokenizer, name
+
+    def encode(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
+    ) -> list[int]:
+        template = self._templates.choose(self._name, with_tools=tools is not None)
+        text = template.render(messages, tools=tools, **variables)
+        return self._tokenizer.encode(text, specials=True, bos=False)
+
+
+class Llama2Chat:
+    """Llama 2's instruct format: each question with its answer between BOS and EOS, tags as plain text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
+    ) -> list[int]:
+        _require_none("llama2", tools, variables)
+        turns = [(str(one["role"]), _text(one)) for one in messages]
+        for _, text in turns:
+            if tag := next((tag for tag in _LLAMA2_TAGS if tag in text), None):
+                raise RequestError("a message holds a tag of the chat format", found=tag, hint="leave it out")
+        if turns and turns[0][0] == "system" and len(turns) > 1:
+            system, (role, first), *rest = turns[0][1], *turns[1:]
+            turns = [(role, f"<<SYS>>\n{system}\n<</SYS>>\n\n{first}"), *rest]
+        expected = ["user", "assistant"] * len(turns)
+        if not turns or len(turns) % 2 == 0 or [role for role, _ in turns] != expected[: len(turns)]:
+            raise RequestError(
+                "llama2 takes at most one system message, then user and assistant in turn, the user last",
+                found=", ".join(str(one["role"]) for one in messages) or "no message",
+            )  # fmt: skip
+        ids: list[int] = []
+        for (_, question), (_, answer) in zip(turns[:-1:2], turns[1::2], strict=True):
+            ids += self._tokenizer.encode(f"[INST] {question.strip()} [/INST] {answer.strip()} ")
+            ids += self._tokenizer.eos_ids[:1]
+        return [*ids, *self._tokenizer.encode(f"[INST] {turns[-1][1].strip()} [/INST]")]
+
+
+class Llama3Chat:
+    """Llama 3's instruct format: a header with the role before each message, contents never read as special tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        specials = tokenizer.special_tokens or {}
+        self._tokenizer = tokenizer
+        try:
+            self._header, self._content, self._end = (
+                specials[name] for name in ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+            )
+        except KeyError as error:
+            raise RequestError(f"the tokenizer has no {error.args[0]}; it is none of Llama 3's") from error
+
+    def encode(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
+    ) -> list[int]:
+        _require_none("llama3", tools, variables)
+        if not messages:
+            raise RequestError("a chat needs messages", expected='[{"role": "user", "content": "..."}]')
+        ids = self._tokenizer.encode("")[:1]  # BOS
+        for one in messages:
+            ids += [*self._begun(str(one["role"])), *self._plain(_text(one).strip()), self._end]
+        return [*ids, *self._begun("assistant")]
+
+    def _begun(self, role: str) -> list[int]:
+        return [self._header, *self._plain(role), self._content, *self._plain("\n\n")]
+
+    def _plain(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, bos=False)
+
+
+def chat(folder: str | Path, tokenizer: Tokenizer, template: Literal["llama2", "llama3"] | str | None = None) -> Chat:
+    """What makes tokens of conversations for the model in a folder.
+
+    Args:
+        folder: of the model.
+        tokenizer: the model's.
+        template: ``llama2`` or ``llama3``, or the name of one of the folder's templates; None takes its default.
+
+    Raises:
+        RequestError: if the folder has no template, and none is named.
+        CheckpointError: if its template is damaged.
+    """
+    if template == "llama2":
+        return Llama2Chat(tokenizer)
+    if template == "llama3":
+        return Llama3Chat(tokenizer)
+    templates = ChatTemplates(folder)
+    if not templates:
+        raise RequestError(
+            "has no chat template", path=folder, hint="a base model takes a prompt instead",
+            expected=f"`template={' or '.join(META_FORMATS)}` for an instruct model",
+        )  # fmt: skip
+    templates.choose(template)
+    return TemplateChat(templates, tokenizer, template)
+
+
+def _text(message: Message) -> str:
+    content = message.get("content")
+    if not isinstance(message.get("role"), str) or not isinstance(content, str):
+        raise RequestError(
+            "a message is an object with a role and a text", found=repr(message)[:60],
+            expected='{"role": "user", "content": "..."}',
+        )  # fmt: skip
+    return content
+
+
+def _require_none(name: str, tools: object, variables: Mapping[str, Any]) -> None:
+    if tools is not None or variables:
+        raise RequestError(f"the format {name} takes neither tools nor variables")

@@ -1,0 +1,257 @@
+"""Chat templates: conversations to the text that an instruct model was trained to continue.
+
+A Hugging Face folder brings its own template in Jinja, which is untrusted code: it runs in Jinja's sandbox. What a
+template can see and call is what ``transformers`` documents for chat templates.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+from quantkit.errors import CheckpointError, RequestError
+from quantkit.json_values import read_json, require_plain_file
+
+Message = Mapping[str, Any]
+"""``role`` and ``content``, and what a template knows besides, such as ``tool_calls``."""
+
+_CONFIG = "tokenizer_config.json"
+_FILE = "chat_template.jinja"
+_OLD_FILE = "chat_template.json"
+_MORE = "additional_chat_templates"
+_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_LONGEST = 1 << 22  # letters of a rendered conversation
+_END_HERE = "\x02quantkit: the answer goes on here\x03"
+
+
+class ChatTemplate:
+    """A template, ready to render conversations."""
+
+    def __init__(self, source: str, *, tokens: Mapping[str, str] | None = None, path: Path | None = None) -> None:
+        """
+        Args:
+            source: in Jinja.
+            tokens: spellings of special tokens by the names that templates use: ``bos_token`` and the like.
+            path: where it comes from, for errors.
+
+        Raises:
+            CheckpointError: if it is no template.
+        """
+        self.source = source
+        self._tokens = dict(tokens or {})
+        self._path = path
+        with self._told("is no chat template that Jinja reads"):
+            self._template = _environment().from_string(source)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
+        """The text of a conversation.
+
+        Args:
+            messages: in order.
+            tools: that the model may call, as JSON schemas.
+            add_generation_prompt: end with what begins an answer.
+            continue_final_message: end in the midst of the last message, for the model to continue it.
+            variables: more that the template may read, such as ``enable_thinking``.
+
+        Raises:
+            RequestError: if a message has no role, the template refuses the conversation, or the last message cannot
+                be continued.
+            CheckpointError: if the template fails.
+        """
+        chat = [_checked(message) for message in copy.deepcopy(list(messages))]
+        if not chat:
+            raise RequestError("a chat needs messages", expected='[{"role": "user", "content": "..."}]')
+        if continue_final_message:
+            if not isinstance(chat[-1].get("content"), str):
+                raise RequestError("the last message has no text to continue")
+            add_generation_prompt = False
+            chat[-1]["content"] += _END_HERE
+        given = {"tools": None if tools is None else list(tools), "documents": None, **self._tokens, **variables}
+        with self._told("the chat template fails"):
+            pieces, length = [], 0
+            for piece in self._template.generate(messages=chat, add_generation_prompt=add_generation_prompt, **given):
+                pieces.append(piece)
+                length += len(piece)
+                if length > _LONGEST:
+                    raise RequestError("the chat template makes too long a text", path=self._path)
+        text = "".join(pieces)
+        return _up_to_the_end(text) if continue_final_message else text
+
+    @contextmanager
+    def _told(self, problem: str) -> Iterator[None]:
+        """
+        Raises:
+            RequestError: where the template itself refuses a conversation.
+            CheckpointError: for all else that goes wrong in it.
+        """
+        from jinja2 import TemplateError
+
+        try:
+            yield
+        except _Refusal as refusal:
+            raise RequestError(f"the chat template refuses this: {refusal}", path=self._path) from refusal
+        except RequestError:
+            raise
+        except (TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError,
+                ValueError) as error:  # fmt: skip
+            raise CheckpointError(f"{problem}: {error}", path=self._path) from error
+
+
+class ChatTemplates:
+    """The templates of a folder, by name; ``default`` is for all that is not named."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """
+        Raises:
+            CheckpointError: if a file is damaged.
+        """
+        self.folder = Path(folder)
+        self._sources = _sources(self.folder)
+
+    def __bool__(self) -> bool:
+        return bool(self._sources)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all there are."""
+        return tuple(self._sources)
+
+    def choose(self, name: str | None = None, *, with_tools: bool = False) -> ChatTemplate:
+        """One of them.
+
+        Args:
+            name: which; None is ``tool_use`` where tools are given and it is there, else ``default``.
+
+        Raises:
+            RequestError: if there is none of that name.
+        """
+        chosen = name or ("tool_use" if with_tools and "tool_use" in self._sources else "default")
+        if chosen not in self._sources:
+            raise RequestError(
+                "has no chat template" if name is None else f"has no chat template '{name}'", path=self.folder,
+                found=", ".join(self._sources) or None,
+                hint="a base model has none; give it a prompt, or name a `template`",
+            )  # fmt: skip
+        path, source = self._sources[chosen]
+        return ChatTemplate(source, tokens=self._tokens, path=path)
+
+    @cached_property
+    def _tokens(self) -> dict[str, str]:
+        path = self.folder / _CONFIG
+        settings = read_json(path) if path.is_file() else {}
+        found = {}
+        for name in _TOKENS:
+            value = settings.get(name)
+            value = value.get("content") if isinstance(value, dict) else value
+            if isinstance(value, str):
+                found[name] = value
+        return found
+
+
+def _sources(folder: Path) -> dict[str, tuple[Path, str]]:
+    """Templates by name, and where they lie: files of their own win over the tokenizer's config, as in transformers."""
+    found: dict[str, tuple[Path, str]] = {}
+    if (path := folder / _FILE).is_file():
+        found["default"] = path, _read(path)
+    for path in sorted((folder / _MORE).glob("*.jinja")):
+        found[path.stem] = path, _read(path)
+    if found:
+        return found
+    for path in (folder / _OLD_FILE, folder / _CONFIG):
+        value = read_json(path).get("chat_template") if path.is_file() else None
+        if isinstance(value, str):
+            return {"default": (path, value)}
+        if isinstance(value, list):
+            return {name: (path, source) for name, source in (_named(one, path) for one in value)}
+        if value is not None:
+            raise CheckpointError("holds a chat template that is no text", path=path)
+    return {}
+
+
+def _named(value: Any, path: Path) -> tuple[str, str]:
+    name, source = (value.get(key) if isinstance(value, dict) else None for key in ("name", "template"))
+    if not isinstance(name, str) or not isinstance(source, str):
+        raise CheckpointError("lists a chat template without a name or text", path=path)
+    return name, source
+
+
+def _read(path: Path) -> str:
+    require_plain_file(path)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot be read as UTF-8: {error}", path=path) from error
+
+
+def _checked(message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError(
+            "a message is an object with a role", found=repr(message)[:60],
+            expected='{"role": "user", "content": "..."}',
+        )  # fmt: skip
+    return dict(message)
+
+
+def _up_to_the_end(text: str) -> str:
+    """What stands before the mark; blanks at the end of the last message go where the template trims it."""
+    place = text.rfind(_END_HERE)
+    if place < 0:
+        raise RequestError("the chat template does not show the last message; it cannot be continued")
+    return text[:place]
+
+
+class _Refusal(Exception):
+    """What a template raises about a conversation that it does not take."""
+
+
+def _refuse(message: str) -> None:
+    raise _Refusal(message)
+
+
+def _now(format: str) -> str:
+    return datetime.datetime.now().strftime(format)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Jinja's own would escape what stands for itself in a prompt."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> Any:
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """``{% generation %}`` marks what a model is trained on; here it is text as any other."""
+
+        tags: ClassVar = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body).set_lineno(line)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = _now
+    return environment
