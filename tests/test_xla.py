@@ -106,7 +106,7 @@ def test_memory_is_divided(cases: dict[str, Any]) -> None:
 
 def test_the_cache_is_donated_and_its_end_is_guarded(cases: dict[str, Any]) -> None:
     assert cases["float32"]["donated"]
-    assert cases["float32"]["full"].startswith("RequestError: the cache is full (found 27 of 32 positions")
+    assert cases["float32"]["full"].startswith("RequestError: the texts exceed the cache (found 33, expected at most 32")
     assert cases["clamped"] == [4, 4, 2, 2]  # what would happen without the guard: not at the fourth, before it
 
 

@@ -187,7 +187,7 @@ def frequencies() -> list[float]:
     logits = 2.0 * np.log(np.array([0.3, 0.05, 0.5, 0.15], np.float32))
     rows = 4000
     sampling = Sampling.of([SamplingParams(2.0, 0.7)] * rows, range(rows), 4)
-    tokens = sample(np.broadcast_to(logits, (rows, 4)), sampling, np.zeros(rows, np.int32), None)
+    tokens = jax.jit(sample)(np.broadcast_to(logits, (rows, 4)), sampling, np.zeros(rows, np.int32), None)
     return (np.bincount(np.asarray(tokens), minlength=4) / rows).tolist()
 
 
