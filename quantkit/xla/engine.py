@@ -20,10 +20,10 @@ from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.kernels.build import cache_folder
 from quantkit.model.decoder import Decoder
 from quantkit.progress import Progress, silent
-from quantkit.runtime.request import MAX_NEW_TOKENS, TokenIds, checked_length, prompt_ids
-from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
+from quantkit.runtime.request import MAX_NEW_TOKENS, Request, TokenIds, checked_request, prompt_ids
+from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.tensors.dtypes import DType
-from quantkit.xla.batch import batch_of
+from quantkit.xla.batch import XlaBatch
 from quantkit.xla.model import sharded_decoder
 from quantkit.xla.products import AXIS
 from quantkit.xla.programs import CHUNK, chunk_program, prefill_program
@@ -70,6 +70,10 @@ class XlaModel:
             self._chunks[logprobs] = chunk_program(self.decoder, self.mesh, logprobs=logprobs)
         return self._chunks[logprobs]
 
+    def runner(self, slots: int) -> XlaBatch:
+        """What `quantkit.generate_batch` runs requests with, so many texts at once."""
+        return XlaBatch(self, slots)
+
     def generate(
         self, ids: TokenIds, *, max_new_tokens: int = MAX_NEW_TOKENS, **sampling: Unpack[SamplingOptions]
     ) -> Iterator[int]:
@@ -78,10 +82,8 @@ class XlaModel:
         Raises:
             RequestError, NonFiniteError: as there.
         """
-        params = SamplingParams(**sampling)
-        prompt = prompt_ids(ids)
-        length = checked_length(self.config, prompt, max_new_tokens)
-        return _tokens(self, prompt, length - len(prompt), params)
+        request = checked_request(self.config, prompt_ids(ids), max_new_tokens, sampling)
+        return _tokens(self.runner(1), request)
 
 
 def model_on_devices(
@@ -147,10 +149,10 @@ def _number(variable: str) -> int | None:
     return None if value is None else int(value)
 
 
-def _tokens(model: XlaModel, ids: list[int], count: int, params: SamplingParams) -> Iterator[int]:
-    batch = batch_of(model, [ids], [count], [params])
-    while batch.running:
-        for token in batch.grow().tokens[:, 0].tolist():
-            if token in model.config.eos_token_ids:
-                return
-            yield token
+def _tokens(batch: XlaBatch, request: Request) -> Iterator[int]:
+    (found,) = batch.add(request)
+    given = 0
+    while found.finish_reason is None:
+        batch.step()
+        yield from found.tokens[given:]
+        given = len(found.tokens)

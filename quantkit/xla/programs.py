@@ -100,9 +100,7 @@ def chunk_program(model: Decoder, mesh: Mesh, *, logprobs: int | None = None) ->
             new, rows, tokens = _next(logits, rows, ends, sampling, logprobs)
             drawn = jax.tree.map(lambda all_, one: all_.at[index].set(one), drawn, new)
             last = jnp.zeros_like(tokens)
-            cache, logits = _run_shard(
-                model, state, cache, tokens[:, None], rows.positions[:, None], last, first=False
-            )
+            cache, logits = _run_shard(model, state, cache, tokens[:, None], rows.positions[:, None], last, first=False)
             return index + 1, cache, logits, rows._replace(positions=rows.positions + (rows.left > 0)), drawn
 
         shapes = jax.eval_shape(lambda: _next(logits, rows, ends, sampling, logprobs)[0])
