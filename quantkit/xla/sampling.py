@@ -32,10 +32,10 @@ class Sampling(NamedTuple):
 
     keys: Any
     temperature: Any
+    top_k: Any
     top_p: Any
     min_p: Any
     penalty: Any
-    top_k: Any
     biased: Any
     bias: Any
 
@@ -53,13 +53,15 @@ class Sampling(NamedTuple):
             biased[row, : len(one.logit_bias)] = list(one.logit_bias)
             bias[row, : len(one.logit_bias)] = list(one.logit_bias.values())
         return cls(
-            np.array([divmod(seed, 1 << 32) for seed in seeds], np.uint32),
-            *(np.array([getattr(one, name) for one in params], np.float32) for name in _FLOATS),
-            np.array([one.top_k for one in params], np.int32), biased, bias,
-        )  # fmt: skip
-
-
-_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty")
+            keys=np.array([divmod(seed, 1 << 32) for seed in seeds], np.uint32),
+            temperature=np.array([one.temperature for one in params], np.float32),
+            top_k=np.array([one.top_k for one in params], np.int32),
+            top_p=np.array([one.top_p for one in params], np.float32),
+            min_p=np.array([one.min_p for one in params], np.float32),
+            penalty=np.array([one.repetition_penalty for one in params], np.float32),
+            biased=biased,
+            bias=bias,
+        )
 
 
 def sample(logits: jax.Array, sampling: Sampling | None, positions: jax.Array, held: jax.Array | None) -> jax.Array:
