@@ -55,11 +55,11 @@ def test_what_is_drawn_for_a_text_depends_on_its_seed_alone(cases: dict[str, Any
     assert alone == among == second != other
 
 
-def test_a_stop_string_ends_a_text_and_the_batch(cases: dict[str, Any]) -> None:
+def test_a_stop_string_ends_a_text_and_its_batch(cases: dict[str, Any]) -> None:
     whole, found, counts = cases["stopped"]
     assert len(whole) == 24
-    assert found == [[whole[:2], whole[2], "stop", 3]] * 2
-    assert counts == [10]
+    assert found == [[whole[:2], whole[2], "stop", 3]] * 3
+    assert counts == [10, 10]
 
 
 def test_bias_and_penalty_are_those_of_torch(cases: dict[str, Any]) -> None:

@@ -144,10 +144,11 @@ def seeds(model: XlaModel, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def stopped(model: XlaModel, prompts: list[list[int]]) -> Any:
-    """A text that has no end; with its third letter as stop string, what comes of it twice, and the chunks run."""
+    """A text that has no end; with its third letter as stop string, what comes of it three times, two at once, and the
+    chunks run."""
     (whole,) = run(model, [Request(prompts[7], 24)], tokenizer=Letters())
     with counted_steps() as counts:
-        found = run(model, [Request(prompts[7], 24)] * 2, tokenizer=Letters(), stop=whole.text[2])
+        found = run(model, [Request(prompts[7], 24)] * 3, 2, Letters(), stop=whole.text[2])
     return whole.text, [(one.text, one.stop, one.finish_reason, len(one.token_ids)) for one in found], counts
 
 
