@@ -7,16 +7,15 @@ template can see and call is what ``transformers`` documents for chat templates.
 from __future__ import annotations
 
 import copy
-import datetime
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.json_values import read_json, require_plain_file
+from quantkit.text.template_sandbox import LONGEST, Refusal, Unbounded, bounded, environment
 
 Message = Mapping[str, Any]
 """``role`` and ``content``, and what a template knows besides, such as ``tool_calls``."""
@@ -26,7 +25,6 @@ _FILE = "chat_template.jinja"
 _OLD_FILE = "chat_template.json"
 _MORE = "additional_chat_templates"
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_LONGEST = 1 << 22  # letters of a rendered conversation
 _END_HERE = "\x02quantkit: the answer goes on here\x03"
 
 
@@ -47,7 +45,7 @@ class ChatTemplate:
         self._tokens = dict(tokens or {})
         self._path = path
         with self._told("is no chat template that Jinja reads"):
-            self._template = _environment().from_string(source)
+            self._template = environment().from_string(source)
 
     def render(
         self,
@@ -86,7 +84,7 @@ class ChatTemplate:
             for piece in self._template.generate(messages=chat, add_generation_prompt=add_generation_prompt, **given):
                 pieces.append(piece)
                 length += len(piece)
-                if length > _LONGEST:
+                if length > LONGEST:
                     raise RequestError("the chat template makes too long a text", path=self._path)
         text = "".join(pieces)
         return _up_to_the_end(text) if continue_final_message else text
@@ -101,13 +99,14 @@ class ChatTemplate:
         from jinja2 import TemplateError
 
         try:
-            yield
-        except _Refusal as refusal:
+            with bounded():
+                yield
+        except Refusal as refusal:
             raise RequestError(f"the chat template refuses this: {refusal}", path=self._path) from refusal
         except RequestError:
             raise
         except (TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError,
-                ValueError) as error:  # fmt: skip
+                Unbounded, ValueError) as error:  # fmt: skip
             raise CheckpointError(f"{problem}: {error}", path=self._path) from error
 
 
@@ -212,46 +211,3 @@ def _up_to_the_end(text: str) -> str:
     if place < 0:
         raise RequestError("the chat template does not show the last message; it cannot be continued")
     return text[:place]
-
-
-class _Refusal(Exception):
-    """What a template raises about a conversation that it does not take."""
-
-
-def _refuse(message: str) -> None:
-    raise _Refusal(message)
-
-
-def _now(format: str) -> str:
-    return datetime.datetime.now().strftime(format)
-
-
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    """Jinja's own would escape what stands for itself in a prompt."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _environment() -> Any:
-    from jinja2 import nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """``{% generation %}`` marks what a model is trained on; here it is text as any other."""
-
-        tags: ClassVar = {"generation"}
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body).set_lineno(line)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = _now
-    return environment
