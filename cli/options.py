@@ -69,6 +69,10 @@ compiled = click.option(
 int8_cache = click.option(
     "--int8-cache", is_flag=True, help="Keep keys and values in 8 bits; see docs/kernels.md for the cost."
 )
+template = click.option(
+    "--template", metavar="NAME", shell_complete=complete_files,
+    help="Chat template to write: llama2, llama3 or a file *.jinja; SRC's own by default.",
+)  # fmt: skip
 data = click.option(
     "--json", "data", metavar="PATH", shell_complete=complete_files,
     help="Write everything found as JSON; - is stdout.",
