@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
-from typing import Unpack
+from typing import Any, Protocol, TypeVar, Unpack, runtime_checkable
 
+from quantkit.architectures.config import ModelConfig
 from quantkit.arguments import as_whole, require_flags, wrong_type
 from quantkit.errors import RequestError
 from quantkit.model.decoder import Decoder
@@ -14,7 +15,7 @@ from quantkit.runtime.batch import Batch
 from quantkit.runtime.completion import Completion
 from quantkit.runtime.detokenizer import Detokenizer
 from quantkit.runtime.engine import Engine
-from quantkit.runtime.generation import Generation
+from quantkit.runtime.generation import Continuation
 from quantkit.runtime.request import (
     MAX_NEW_TOKENS,
     Request,
@@ -31,9 +32,31 @@ from quantkit.text.tokenizer import Tokenizer
 
 BATCH_SIZE = 8
 
+T = TypeVar("T", bound=Continuation)
+
+
+class Runner(Protocol[T]):
+    """Runs requests, several at a time, as `Batch` does over an engine's slots, and says what each method means."""
+
+    @property
+    def slots(self) -> int: ...
+    def require(self, request: Request) -> None: ...
+    def add(self, request: Request) -> list[T]: ...
+    def step(self) -> list[T]: ...
+    def end(self, generation: T) -> None: ...
+
+
+@runtime_checkable
+class BatchModel(Protocol):
+    """A model that runs requests in its own way, such as through XLA."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    def runner(self, slots: int) -> Runner[Any]: ...
+
 
 def generate_batch(
-    model: Decoder | Engine,
+    model: Decoder | Engine | BatchModel,
     prompts: Sequence[str | TokenIds],
     *,
     tokenizer: Tokenizer | None = None,
@@ -50,7 +73,7 @@ def generate_batch(
     """Continue prompts, several at a time; each as if it were alone.
 
     Args:
-        model: from `quantkit.load`, or an engine over it, whose slots are then used.
+        model: from `quantkit.load` or `load_xla`, or an engine over the first, whose slots are then used.
         prompts: texts, where there is a tokenizer, or token ids as `quantkit.generate` takes them.
         tokenizer: for prompts, results and stop strings as texts.
         max_new_tokens: at most so many for each; 0 scores prompts, with `echo` and `logprobs`.
@@ -77,9 +100,9 @@ def generate_batch(
         >>> for one in quantkit.generate_batch(model, ["Once", "My fellow"], tokenizer=tokenizer, stop="."):
         ...     print(one.text, one.finish_reason)
     """
-    require_model("model", model, (Decoder, Engine))
+    require_model("model", model, (Decoder, Engine, BatchModel))
     require_flags(echo=echo, truncate=truncate)
-    decoder = model.model if isinstance(model, Engine) else model
+    config = (model.model if isinstance(model, Engine) else model).config
     stops = checked_stop(stop, tokenizer)
     told = heard(progress)
     if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
@@ -88,13 +111,11 @@ def generate_batch(
     for prompt in prompts:
         ids = _ids(prompt, tokenizer, stops)
         if truncate:
-            ids = shortened(decoder.config, ids, max_new_tokens)
-        requests.append(
-            checked_request(decoder.config, ids, max_new_tokens, sampling, samples=n, logprobs=logprobs, echo=echo)
-        )
+            ids = shortened(config, ids, max_new_tokens)
+        requests.append(checked_request(config, ids, max_new_tokens, sampling, samples=n, logprobs=logprobs, echo=echo))
     if not requests:
         return []
-    engine = model if isinstance(model, Engine) else engine_for(decoder, requests, batch_size)
+    engine = model if isinstance(model, Engine) else engine_for(model, requests, batch_size)
     found: list[Completion] = []
     for one in completions(engine, requests, tokenizer, [stops] * len(requests)):
         found.append(one)
@@ -102,8 +123,8 @@ def generate_batch(
     return sorted(found, key=lambda one: (one.prompt, one.sample))
 
 
-def engine_for(model: Decoder, requests: Sequence[Request], batch_size: int) -> Engine:
-    """An engine that holds the longest of requests, and as many as run together.
+def engine_for(model: Decoder | BatchModel, requests: Sequence[Request], batch_size: int) -> Engine | Runner[Any]:
+    """An engine that holds the longest of requests, and as many as run together; or what a model has instead.
 
     Raises:
         RequestError: for no such number, or a cache that does not fit in memory.
@@ -111,25 +132,30 @@ def engine_for(model: Decoder, requests: Sequence[Request], batch_size: int) -> 
     slots = as_whole("batch_size", batch_size)
     if slots < 1:
         raise RequestError("batch_size must be at least 1", found=slots)
-    samples = sum(one.samples for one in requests)
-    return Engine(model, max(one.length for one in requests), slots=min(slots, samples))
+    slots = min(slots, sum(one.samples for one in requests))
+    if isinstance(model, Decoder):
+        return Engine(model, max(one.length for one in requests), slots=slots)
+    return model.runner(slots)
 
 
 def completions(
-    engine: Engine, requests: Sequence[Request], tokenizer: Tokenizer | None, stops: Sequence[Sequence[str]]
+    engine: Engine | Runner[Any],
+    requests: Sequence[Request],
+    tokenizer: Tokenizer | None,
+    stops: Sequence[Sequence[str]],
 ) -> Generator[Completion, None, None]:
     """Completions of requests, each as soon as it ends.
 
     Args:
         stops: strings at which the text of each request ends.
     """
+    batch: Runner[Any] = Batch(engine) if isinstance(engine, Engine) else engine
     for request in requests:
-        engine.require_length(request.length)
-    batch = Batch(engine)
+        batch.require(request)
     waiting = deque(enumerate(requests))
-    begun: dict[Generation, _Reader] = {}
+    begun: dict[Continuation, _Reader] = {}
     while waiting or begun:
-        while waiting and len(begun) < 2 * engine.slots:  # enough to fill the slots that become free
+        while waiting and len(begun) < 2 * batch.slots:  # enough to fill the slots that become free
             number, request = waiting.popleft()
             for one in batch.add(request):
                 begun[one] = _Reader(number, one, tokenizer, stops[number])
@@ -146,7 +172,7 @@ class _Reader:
     """Turns the tokens of a continuation into text, as they come."""
 
     def __init__(
-        self, number: int, generation: Generation, tokenizer: Tokenizer | None, stop: Sequence[str]
+        self, number: int, generation: Continuation, tokenizer: Tokenizer | None, stop: Sequence[str]
     ) -> None:  # fmt: skip
         self._number, self._of = number, generation
         self._text = None if tokenizer is None else Detokenizer(tokenizer, generation.request.prompt, stop)
