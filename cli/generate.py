@@ -197,8 +197,9 @@ def _pieces(asked: Asked, prompt: str, group: ProcessGroup) -> Iterator[str]:
     from quantkit.jobs.load import load
     from quantkit.runtime.engine import Engine
     from quantkit.runtime.generate import generate as job
+    from quantkit.runtime.request import text_ids
     from quantkit.runtime.speculative import DRAFT_TOKENS, speculate
-    from quantkit.runtime.stream import Pace, text_ids, text_pieces
+    from quantkit.runtime.stream import Pace, text_pieces
 
     how: dict[str, Any] = {
         "device": group.device or asked.device, "dtype": asked.dtype, "backend": asked.backend, "tp": group,
@@ -229,7 +230,8 @@ def _pieces(asked: Asked, prompt: str, group: ProcessGroup) -> Iterator[str]:
 def _on_devices(asked: Asked, prompt: str) -> Iterator[str]:
     """The same through XLA; of several hosts only the first has something to say."""
     from quantkit.jobs.load import load_xla
-    from quantkit.runtime.stream import Pace, text_ids, text_pieces
+    from quantkit.runtime.request import text_ids
+    from quantkit.runtime.stream import Pace, text_pieces
 
     with ProgressDisplay() as progress:
         model, tokenizer = load_xla(

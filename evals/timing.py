@@ -107,7 +107,19 @@ def prefill_once(model: Decoder, length: int, compiled: bool | None) -> None:
     Raises:
         NonFiniteError: if the model's logits are NaN or Inf.
     """
-    finite_logits(Engine(model, length, compiled=compiled).prefill(_random(model, 1, length))).argmax().item()
+    finite_logits(read(Engine(model, length, compiled=compiled), _random(model, 1, length))).argmax().item()
+
+
+def read(engine: Engine, prompts: torch.Tensor) -> torch.Tensor:
+    """Read prompts [B, T] into an engine's first slots, a chunk at a time; logits [B, V] of what follows."""
+    length, logits = prompts.shape[1], []
+    for slot, prompt in enumerate(prompts):
+        for start in range(0, length, engine.chunk):
+            tokens = prompt[start : start + engine.chunk]
+            positions = range(start, start + len(tokens))
+            wanted = [len(tokens) - 1] if start + len(tokens) == length else []
+            logits.append(engine.step(tokens, [slot] * len(tokens), positions, wanted))
+    return torch.cat(logits)
 
 
 class Decoding:
@@ -119,18 +131,19 @@ class Decoding:
             new: tokens of each.
         """
         self._new = new
-        self._engine = Engine(model, PROMPT + new, batch=batch, compiled=compiled)
+        self._engine = Engine(model, PROMPT + new, slots=batch, compiled=compiled)
         self._prompt = _random(model, batch, PROMPT)
 
     def run(self) -> float:
         """Seconds that the new tokens took after the prompt."""
-        tokens = self._engine.prefill(self._prompt).argmax(-1, keepdim=True)
+        tokens = read(self._engine, self._prompt).argmax(-1)
         tokens.tolist()  # all that was asked of a GPU is done
+        slots = range(len(tokens))
         started = time.perf_counter()
-        for _ in range(self._new):
-            logits = self._engine.decode(tokens)
+        for position in range(PROMPT, PROMPT + self._new):
+            logits = self._engine.step(tokens, slots, [position] * len(tokens), slots)
             with self._engine.model.ops.single_threaded():
-                tokens = logits.argmax(-1, keepdim=True)
+                tokens = logits.argmax(-1)
         tokens.tolist()
         return time.perf_counter() - started
 

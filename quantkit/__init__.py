@@ -19,6 +19,7 @@ Run them:
     load             a model and its tokenizer
     stream           continue a prompt, piece of text by piece of text
     generate         continue a prompt, token id by token id
+    generate_batch   continue many prompts, several at a time
     open_checkpoint  the tensors of a folder, one at a time
 
 All take paths as `str` or `Path`, float types as "bf16", "bfloat16" or torch's, and memory in bytes. Jobs tell a
@@ -59,7 +60,11 @@ if TYPE_CHECKING:
     from quantkit.quality.verify import Verdict as Verdict
     from quantkit.quality.verify import VerifyReport as VerifyReport
     from quantkit.quality.verify import verify as verify
+    from quantkit.runtime.completion import Completion as Completion
+    from quantkit.runtime.completion import Logprobs as Logprobs
     from quantkit.runtime.generate import generate as generate
+    from quantkit.runtime.generate_batch import generate_batch as generate_batch
+    from quantkit.runtime.sampling_params import SamplingParams as SamplingParams
     from quantkit.runtime.stream import stream as stream
     from quantkit.tensors.recipe import Override as Override
     from quantkit.tensors.recipe import Recipe as Recipe
@@ -72,6 +77,7 @@ _JOBS = {
     "convert": "quantkit.jobs.convert",
     "evaluate": "quantkit.evals.evaluate",
     "generate": "quantkit.runtime.generate",
+    "generate_batch": "quantkit.runtime.generate_batch",
     "inspect": "quantkit.jobs.inspect",
     "load": "quantkit.jobs.load",
     "open_checkpoint": "quantkit.formats.detect",
@@ -80,16 +86,19 @@ _JOBS = {
     "verify": "quantkit.quality.verify",
 }
 _TYPES = {
+    "Completion": "quantkit.runtime.completion",
     "ConvertResult": "quantkit.jobs.result",
     "Estimate": "quantkit.jobs.plan",
     "Evaluation": "quantkit.evals.results",
     "FolderReport": "quantkit.quality.manifest_check",
     "Gate": "quantkit.quality.gate",
     "Inspection": "quantkit.jobs.inspect",
+    "Logprobs": "quantkit.runtime.completion",
     "Override": "quantkit.tensors.recipe",
     "QuantScheme": "quantkit.tensors.scheme",
     "QuantizeResult": "quantkit.jobs.result",
     "Recipe": "quantkit.tensors.recipe",
+    "SamplingParams": "quantkit.runtime.sampling_params",
     "Verdict": "quantkit.quality.verify",
     "VerifyReport": "quantkit.quality.verify",
 }

@@ -13,21 +13,22 @@ import subprocess
 import tempfile
 
 _WORKER = """
-import sys, time, torch
+import dataclasses, sys, time, torch
 from quantkit.evals.synthetic import synthetic
 from quantkit.model.load import load_model
 from quantkit.runtime.engine import Engine
+from quantkit.runtime.generate import generate
 model = load_model(synthetic(sys.argv[1], sys.argv[2], None), device="cpu")
-prompt = torch.randint(2000, (1, 128), generator=torch.Generator().manual_seed(0))
+model.config = dataclasses.replace(model.config, eos_token_ids=())
+prompt = torch.randint(2000, (128,), generator=torch.Generator().manual_seed(0)).tolist()
 print("ready", flush=True)
 for line in sys.stdin:
-    engine = Engine(model, 256)
+    tokens = generate(Engine(model, 256), prompt, max_new_tokens=9)
     started = time.perf_counter()
-    logits = engine.prefill(prompt)
+    next(tokens)
     if line.strip() == "decode":
         started = time.perf_counter()
-        for _ in range(8):
-            logits = engine.decode(logits.argmax(-1, keepdim=True))
+        list(tokens)
     print(time.perf_counter() - started, flush=True)
 """
 

@@ -18,7 +18,7 @@ from quantkit.model.attention import masked_attention
 from quantkit.model.cache import KVCache, cached_floats
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
-from quantkit.runtime import generate as loop
+from quantkit.runtime import batch as loop
 from quantkit.runtime.engine import Engine, bucket
 
 
@@ -67,23 +67,26 @@ def test_an_engine_forgets_the_prompt_before(quantized: Path) -> None:
 def test_several_sequences_of_one_length_run_together(quantized: Path) -> None:
     model = _without_end(quantized)
     prompts = oracle.random_tokens(9, batch=3)
-    engine = Engine(model, 20, batch=3)
-    tokens = engine.prefill(prompts).argmax(-1, keepdim=True)
+    engine = Engine(model, 20, slots=3)
+    slots = [slot for slot in range(3) for _ in range(9)]
+    tokens = engine.step(prompts.flatten(), slots, [*range(9)] * 3, [8, 17, 26]).argmax(-1)
     drawn = [tokens]
-    for _ in range(4):
-        tokens = engine.decode(tokens).argmax(-1, keepdim=True)
+    for position in range(9, 13):
+        tokens = engine.step(tokens, range(3), [position] * 3, range(3)).argmax(-1)
         drawn.append(tokens)
-    assert torch.cat(drawn, 1).tolist() == [_tokens(model, row, 5) for row in prompts]
+    assert torch.stack(drawn, 1).tolist() == [_tokens(model, row, 5) for row in prompts]
 
 
 def test_nothing_is_written_beyond_the_cache(quantized: Path) -> None:
     model = _without_end(quantized)
     engine = Engine(model, 4)
     with pytest.raises(RequestError, match=r"the cache is full \(found 5, expected at most 4 positions"):
-        engine.prefill(oracle.random_tokens(5))
-    engine.prefill(oracle.random_tokens(4))
+        engine.step(oracle.random_tokens(5)[0], [0] * 5, range(5), [4])
+    engine.step(oracle.random_tokens(4)[0], [0] * 4, range(4), [3])
     with pytest.raises(RequestError, match="the cache is full"):
-        engine.decode(oracle.random_tokens(1))
+        engine.step(oracle.random_tokens(1)[0], [0], [4], [0])
+    with pytest.raises(RequestError, match="there is no such slot"):
+        engine.step(oracle.random_tokens(1)[0], [1], [0], [0])
     with pytest.raises(RequestError, match="exceed the engine"):
         _tokens(engine, oracle.random_tokens(3), 2)
     with pytest.raises(RequestError, match="exceed the model's context"):
@@ -112,8 +115,8 @@ def test_what_is_not_finite_is_never_given_out(
 ) -> None:
     monkeypatch.setattr(loop, "_LOOKS", looks)
     engine = Engine(_without_end(quantized), 30)
-    decode, steps = engine.decode, iter(range(100))
-    monkeypatch.setattr(engine, "decode", lambda tokens: decode(tokens) * (torch.nan if next(steps) == 3 else 1))
+    step, steps = engine.step, iter(range(100))
+    monkeypatch.setattr(engine, "step", lambda *given: step(*given) * (torch.nan if next(steps) == 4 else 1))
     given: list[int] = []
     with pytest.raises(NonFiniteError):
         given.extend(quantkit.generate(engine, [1, 2], max_new_tokens=20, temperature=temperature, seed=1))

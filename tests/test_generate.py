@@ -309,7 +309,7 @@ def test_of_several_processes_the_first_reads_the_prompt(demo_model: Path, answe
 _WAITING = """
 import sys
 import quantkit.runtime.stream
-def pieces(tokenizer, prompt, tokens):
+def pieces(tokenizer, prompt, tokens, stop=()):
     yield " one"
     sys.stdin.readline()
     yield " two"

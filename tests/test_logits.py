@@ -80,9 +80,10 @@ def _over_bytes(model: Decoder, count: int) -> Tensor:
 
 
 def _of_a_batch(model: Decoder, count: int) -> Tensor:
-    engine, tokens = Engine(model, 6, batch=count), _tokens(count, 6)
-    steps = [engine.prefill(tokens[:, :4]), *(engine.decode(tokens[:, at : at + 1]) for at in (4, 5))]
-    return torch.stack(steps, 1)
+    engine, tokens, slots = Engine(model, 6, slots=count), _tokens(count, 6), range(count)
+    rows = [(slot, position) for slot in slots for position in range(4)]
+    first = engine.step(tokens[:, :4].flatten(), *zip(*rows, strict=True), range(3, 4 * count, 4))
+    return torch.stack([first, *(engine.step(tokens[:, at], slots, [at] * count, slots) for at in (4, 5))], 1)
 
 
 def _of_the_last(model: Decoder, count: int) -> Tensor:

@@ -206,8 +206,9 @@ def test_a_model_attends_through_it_and_does_all_else_as_before(quantized: Path)
     logits = []
     for each in (model, reference):
         engine = Engine(each, 40, cache_dtype=torch.int8, compiled=False)
-        tokens = torch.arange(20, 24, device=DEVICE)[None]
-        logits.append([engine.prefill(tokens), engine.decode(tokens[:, :1])])
+        tokens = torch.arange(20, 24, device=DEVICE)
+        first = engine.step(tokens, [0] * 4, range(4), [3])
+        logits.append([first, engine.step(tokens[:1], [0], [4], [0])])
     for found, expected in zip(*logits, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 

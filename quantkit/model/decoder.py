@@ -73,11 +73,14 @@ class DecoderOps:
         cached_attention: attention over a cache.
         float_linear: the product with a head whose weight is floats.
         blocks: all blocks, in place of the modules; None runs the modules.
+        ragged: whether that attention takes rows [N, 1] of any sequences, several of one among them, as fast as
+            rectangles [B, T].
         single_threaded: keeps torch's operations to the calling thread while in it; for what is small beside the
             kernels, such as drawing a token.
     """
 
     cached_attention: CachedAttention = masked_attention
+    ragged: bool = False
     float_linear: FloatLinear = float_linear
     blocks: Blocks | None = None
     single_threaded: Callable[[], AbstractContextManager[None]] = nullcontext

@@ -50,7 +50,7 @@ def install_kernels(model: Decoder) -> None:
             model.ops = replace(model.ops, float_linear=for_few_rows(linear, max_rows))
         if attention is not None:
             chosen = attention if max_tokens is None else for_few_tokens(attention, max_tokens)
-            model.ops = replace(model.ops, cached_attention=chosen)
+            model.ops = replace(model.ops, cached_attention=chosen, ragged=max_tokens is None)
         first = fused_blocks(model, 1)
         if first is not None and not _passes("decoder blocks", lambda: _same_block(model, first)):
             return

@@ -1,10 +1,11 @@
-"""A model over a static cache: the prompt in one step, then one token at a time; eager or compiled."""
+"""A model over a cache of slots, and its one step, which any mixture of sequences may share; eager or compiled."""
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,38 +13,41 @@ from torch import Tensor
 
 from quantkit.errors import RequestError
 from quantkit.kernels.build import cache_folder
+from quantkit.memory import enough_memory
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
 
-LEAST_BUCKET = 16
+LEAST_BUCKET = 16  # rows of a step with several of one sequence
 _LEAST_CACHE = 256
-_GRAPHS = 64  # of one function: buckets of prompts times sizes of caches
+_CPU_CHUNK, _CHUNK = 240, 1024  # the first leaves room for 16 sequences that decode, within a bucket of 256
+_GRAPHS = 64  # of one function: buckets of rows times sizes of caches
 _SINGLE_THREADED: dict[str, str | int | bool | Callable[..., Any]] = {
     "cpp.threads": 1
 }  # see `Operations.single_threaded`
 
 
 class Engine:
-    """Runs sequences of one batch, one prompt after the other.
+    """Runs sequences, each in a slot of a cache.
 
-    Compiled, prompts are padded to buckets, powers of two, so that no length but the first of
-    its bucket compiles anything. What pads a prompt follows it and is never seen: each later
-    token is stored over it first.
+    Compiled, rows are padded to buckets, powers of two, so that only the first step of a bucket compiles anything.
+    What pads a step goes to the positions that follow in the shortest sequence, and is never seen: each later token
+    is stored over it first. Beyond a slot's last position there is one more, of which nothing is ever read.
     """
 
     def __init__(
-        self, model: Decoder, length: int, *, batch: int = 1, cache_dtype: torch.dtype | None = None,
+        self, model: Decoder, length: int, *, slots: int = 1, cache_dtype: torch.dtype | None = None,
         compiled: bool | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
             model: from `quantkit.load`.
-            length: positions to hold, of prompt and new tokens.
+            length: positions that a slot holds, of prompt and new tokens.
+            slots: sequences that it holds at a time.
             cache_dtype: of keys and values; None is the activations', int8 takes half of that.
             compiled: by `torch.compile`; None is so on GPUs, while on a CPU eager steps are as fast and begin at once.
 
         Raises:
-            RequestError: if the length exceeds the model's context.
+            RequestError: if the length exceeds the model's context, or the cache does not fit in memory.
         """
         context = model.config.max_context
         if length > context:
@@ -52,49 +56,135 @@ class Engine:
                 hint="give a shorter prompt, or ask for fewer new tokens",
             )  # fmt: skip
         self.model = model
+        self.slots = slots
+        self.chunk = _CPU_CHUNK if model.device.type == "cpu" else _CHUNK
+        """Rows of one prompt that a step should have at most."""
         self._compiled = model.device.type == "cuda" if compiled is None else compiled
-        if self._compiled:
-            length = min(bucket(length, _LEAST_CACHE), context)
-        self._cache = KVCache(model.config, batch, length, cache_dtype or model.dtype, model.device)
+        self.length = min(bucket(length, _LEAST_CACHE), context) if self._compiled else length
+        """Positions that a slot holds."""
+        with enough_memory(None):
+            self._cache = KVCache(
+                model.config, slots, self.length + self._compiled, cache_dtype or model.dtype, model.device
+            )
         if self._compiled and model.device.type == "cuda":
             for tensor in (*self._cache.keys, *self._cache.values):  # else recorded steps would copy the cache
                 torch._dynamo.mark_static_address(tensor, guard=False)
-        self._position = torch.zeros(1, dtype=torch.long, device=model.device)
-        self._used = 0
 
-    @property
-    def length(self) -> int:
-        """Positions it can hold."""
-        return self._cache.length
+    def require_length(self, length: int) -> None:
+        """
+        Raises:
+            RequestError: unless a slot holds so many positions.
+        """
+        if length > self.length:
+            raise RequestError(
+                "prompt and new tokens exceed the engine", found=length, expected=f"at most {self.length}"
+            )
 
     @torch.inference_mode()
-    def prefill(self, tokens: Tensor) -> Tensor:
-        """Begin anew with prompts [B, T] of one length; logits [B, V] of what follows."""
-        count = tokens.shape[1]
-        self._advance(count, start=0)
+    def step(self, tokens: Tensor, slots: Sequence[int], positions: Sequence[int], wanted: Sequence[int]) -> Tensor:
+        """Take up N tokens of any sequences.
+
+        Args:
+            tokens: their ids [N], on the model's device.
+            slots: of their sequences [N]; tokens of one lie side by side.
+            positions: in their sequences [N], rising in each. A token sees what its slot holds up to its position,
+                and is stored there first, with the others of the step.
+            wanted: rows [M] whose logits are asked for.
+
+        Returns:
+            Logits [M, V].
+
+        Raises:
+            RequestError: if there is no such slot or position.
+        """
+        self._require_room(slots, positions)
+        if self.model.ops.ragged:
+            return self._run(tokens, slots, positions, wanted)
+        parts, asked = _rectangles(slots), set(wanted)
+        logits = [
+            self._run(
+                tokens[self._numbers(part)] if len(parts) > 1 else tokens,
+                [slots[row] for row in part], [positions[row] for row in part],
+                [index for index, row in enumerate(part) if row in asked],
+            )
+            for part in parts
+        ]  # fmt: skip
+        given = [row for part in parts for row in part if row in asked]
+        if given == list(wanted):
+            return torch.cat(logits)
+        return torch.cat(logits)[self._numbers([given.index(row) for row in wanted])]
+
+    @torch.inference_mode()
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Let a slot begin with what the first positions of another hold."""
+        if source != target:
+            for stored in (*self._cache.keys, *self._cache.values):
+                stored[target, :, :length] = stored[source, :, :length]
+
+    def warm_up(self) -> int:
+        """Compile each step that will be needed, over slots that hold nothing yet; how many there are.
+
+        Log-probabilities of a prompt need steps of their own, which are compiled when they are asked for.
+        """
+        if not self._compiled:
+            return 0
+        ragged = self.model.ops.ragged
+        most = min(self.chunk + (self.slots if ragged else 0), self.length)
+        runs = [
+            range(start, min(start + count, self.length))
+            for count in _buckets(LEAST_BUCKET, most)
+            for start in ((0,) if ragged else (0, 1))
+        ]
+        several = [min(count, self.slots) for count in _buckets(1, self.slots)]
+        steps = [(list(range(count)), [0] * count) for count in several]
+        steps += [([0] * len(run), list(run)) for run in runs]
+        for slots, positions in steps:
+            self.step(self._numbers([0] * len(slots)), slots, positions, [0])
+        return len(steps)
+
+    def _run(
+        self, tokens: Tensor, slots: Sequence[int], positions: Sequence[int], wanted: Sequence[int]
+    ) -> Tensor:  # fmt: skip
+        """`step` for rows that run together: of one sequence, or one of each, or, with ragged kernels, any."""
+        rows, ragged = len(slots), self.model.ops.ragged
+        several = rows > len(set(slots))
+        in_line = self.slots == 1 or (several and not ragged)  # as [1, T], else as [N, 1]
+        first = several and not ragged and positions[0] == 0
+        step, asked = (_many if several else _few), list(wanted)
         if self._compiled:
-            padding = min(bucket(count, LEAST_BUCKET), self.length) - count
-            tokens = torch.nn.functional.pad(tokens, (0, padding))
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        self._position = positions[count - 1 : count] + 1
-        step = _compile(_first, tokens.device.type) if self._compiled else _first
-        logits: Tensor = step(self.model, tokens, positions, self._position - 1, self._cache)
-        return logits
+            step = _compile(step, tokens.device.type)
+            size = bucket(rows, LEAST_BUCKET if several else 1)
+            idle, heads = size - rows, min(size, bucket(self.slots, 1))
+            tokens = torch.nn.functional.pad(tokens, (0, idle))
+            slots = [*slots, *[slots[-1]] * idle]
+            positions = [*positions, *(min(positions[-1] + more, self.length) for more in range(1, idle + 1))]
+            asked += [0] * ((heads if len(asked) <= heads else size) - len(asked))
+        place = self._numbers(positions)
+        logits: Tensor = step(
+            self.model, tokens.view(1, -1) if in_line else tokens.view(-1, 1),
+            place if in_line else place.unsqueeze(1),
+            None if self.slots == 1 else self._numbers(slots[:1] if in_line else slots),
+            self._numbers(asked) if asked else None, self._cache, first,
+        )  # fmt: skip
+        return logits[: len(wanted)]
 
-    @torch.inference_mode()
-    def decode(self, tokens: Tensor) -> Tensor:
-        """Take up the next token of each sequence [B, 1]; logits [B, V] of what follows."""
-        self._advance(1, start=self._used)
-        step = _compile(_next, tokens.device.type) if self._compiled else _next
-        logits: Tensor = step(self.model, tokens, self._position, self._cache)
-        self._position = self._position + 1
-        return logits
+    def _numbers(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self.model.device)
 
-    def _advance(self, count: int, *, start: int) -> None:
+    def _require_room(self, slots: Sequence[int], positions: Sequence[int]) -> None:
         """Writes beyond the cache would be lost on some devices without a word."""
-        if start + count > self.length:
-            raise RequestError("the cache is full", found=start + count, expected=f"at most {self.length} positions")
-        self._used = start + count
+        if (most := max(positions)) >= self.length:
+            raise RequestError("the cache is full", found=most + 1, expected=f"at most {self.length} positions")
+        if not all(0 <= slot < self.slots for slot in slots):
+            raise RequestError("there is no such slot", found=max(slots), expected=f"0 to {self.slots - 1}")
+
+
+def _rectangles(slots: Sequence[int]) -> list[list[int]]:
+    """Rows that can run together: single ones of several sequences, then those of each other sequence."""
+    starts = [0, *(row for row in range(1, len(slots)) if slots[row] != slots[row - 1]), len(slots)]
+    runs = [list(range(*pair)) for pair in pairwise(starts)]
+    single = [run[0] for run in runs if len(run) == 1]
+    return [*([single] if single else []), *(run for run in runs if len(run) > 1)]
 
 
 def bucket(count: int, least: int) -> int:
@@ -102,23 +192,38 @@ def bucket(count: int, least: int) -> int:
     return max(least, 1 << (count - 1).bit_length())
 
 
-def _first(model: Decoder, tokens: Tensor, positions: Tensor, last: Tensor, cache: KVCache) -> Tensor:
-    hidden = model.hidden(tokens, positions, cache, first=True)
-    return model.head(hidden.index_select(1, last).squeeze(1))
+def _buckets(least: int, most: int) -> list[int]:
+    """Buckets from the least on to that which holds the most."""
+    return [least << power for power in range((bucket(most, least) // least).bit_length())]
 
 
-def _next(model: Decoder, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
-    return model.head(model.hidden(tokens, positions, cache).squeeze(1))
+def _few(
+    model: Decoder, tokens: Tensor, positions: Tensor, slots: Tensor | None, wanted: Tensor | None, cache: KVCache,
+    first: bool,
+) -> Tensor:  # fmt: skip
+    """Logits [M, V] of the wanted rows of [B, T] tokens."""
+    hidden = model.hidden(tokens, positions, cache, slots=slots, first=first).flatten(0, 1)
+    if wanted is None:
+        return hidden.new_empty(0, model.config.vocab_size)
+    return model.head(hidden.index_select(0, wanted))
+
+
+def _many(
+    model: Decoder, tokens: Tensor, positions: Tensor, slots: Tensor | None, wanted: Tensor | None, cache: KVCache,
+    first: bool,
+) -> Tensor:  # fmt: skip
+    """As `_few`, with several tokens of a sequence."""
+    return _few(model, tokens, positions, slots, wanted, cache, first)
 
 
 @functools.cache
 def _compile(step: Callable[..., Tensor], device: str) -> Callable[..., Any]:
-    """One graph for each set of shapes; on GPUs recorded and replayed where it is of one token.
+    """One graph for each set of shapes; on GPUs recorded and replayed where it is of one token of each sequence.
 
     What is compiled is kept for the next process, in ``TORCHINDUCTOR_CACHE_DIR`` or the cache of kernels.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
-    mode = "reduce-overhead" if device == "cuda" and step is _next else None
+    mode = "reduce-overhead" if device == "cuda" and step is _few else None
     options = _SINGLE_THREADED if device == "cpu" else None
     return torch._dynamo.config.patch(recompile_limit=_GRAPHS)(  # type: ignore[no-any-return]
         torch.compile(step, fullgraph=True, dynamic=False, mode=mode, options=options)

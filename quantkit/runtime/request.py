@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.arguments import as_whole, require_instance, token_rows
+from quantkit.arguments import as_texts, as_whole, require_instance, token_rows
 from quantkit.errors import RequestError
 from quantkit.json_values import shown
+from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from quantkit.text.tokenizer import Tokenizer
 
 MAX_NEW_TOKENS = 100
 """Where nobody says how many."""
@@ -19,10 +23,40 @@ MAX_NEW_TOKENS = 100
 TokenIds: TypeAlias = "Sequence[int] | Tensor"
 """A prompt as a model takes it: a list of ids, or a tensor of integers, [T] or [1, T]."""
 
+MAX_LOGPROBS = 100
+"""Of the likeliest tokens that can be asked for."""
+
 _WORTH_HAVING = 16
 """New tokens: where a prompt leaves fewer, and fewer than asked for, the prompt is too long."""
 
 _SHOW_HOW = "tokenizer.encode(text) gives them, and quantkit.stream(model, tokenizer, text) takes the text itself"
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, and how it is to be continued.
+
+    Attributes:
+        prompt: token ids, not empty.
+        max_new_tokens: at most so many; 0 where only the prompt is scored.
+        sampling: how they are drawn.
+        samples: continuations, each drawn for itself; with a seed, that is counted up for each.
+        logprobs: of so many of the likeliest tokens the log-probability is told, besides that of each token drawn;
+            None is of none at all.
+        echo: whether the same is told of the prompt's tokens.
+    """
+
+    prompt: list[int]
+    max_new_tokens: int = MAX_NEW_TOKENS
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    samples: int = 1
+    logprobs: int | None = None
+    echo: bool = False
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and a continuation together."""
+        return len(self.prompt) + self.max_new_tokens
 
 
 def require_model(name: str, model: object, kinds: type | tuple[type, ...]) -> None:
@@ -66,12 +100,86 @@ def checked_count(max_new_tokens: object) -> int:
     return count
 
 
+def checked_stop(stop: object, tokenizer: Tokenizer | None) -> list[str]:
+    """Stop strings, one or several.
+
+    Raises:
+        RequestError: if they are no texts, one is empty, or there is no tokenizer to find them with.
+    """
+    found = as_texts("stop", stop)
+    if "" in found:
+        raise RequestError("a stop string is empty")
+    if found and tokenizer is None:
+        raise RequestError("stop strings need a tokenizer", hint="give `tokenizer`")
+    return found
+
+
+def text_ids(tokenizer: Tokenizer, text: str, *, specials: bool) -> list[int]:
+    """The token ids of a prompt given as text.
+
+    Raises:
+        RequestError: if it is empty, or no Unicode.
+    """
+    if not text:
+        raise RequestError("the prompt is empty")
+    return tokenizer.encode(text, specials=specials)
+
+
+def shortened(config: ModelConfig, ids: list[int], max_new_tokens: int) -> list[int]:
+    """The end of a prompt that is too long for a model's context together with what is to come; a BOS stays."""
+    room = max(1, config.max_context - max_new_tokens)
+    if len(ids) <= room:
+        return ids
+    begins = ids[:1] if ids[0] == config.bos_token_id and room > 1 else []
+    return [*begins, *ids[len(ids) - room + len(begins) :]]
+
+
+def checked_request(
+    config: ModelConfig, ids: list[int], max_new_tokens: object, sampling: SamplingOptions, *, samples: object = 1,
+    logprobs: object = None, echo: bool = False,
+) -> Request:  # fmt: skip
+    """A request that a model can take.
+
+    Raises:
+        RequestError: if the prompt is empty, holds unknown ids, or does not fit the model's context together with the
+            new tokens; for numbers out of range or options that do not go together.
+    """
+    params = _checked_sampling(config, sampling)
+    count, told = as_whole("n", samples), None if logprobs is None else as_whole("logprobs", logprobs)
+    if count < 1:
+        raise RequestError("n must be at least 1", found=count)
+    if told is not None and not 0 <= told <= MAX_LOGPROBS:
+        raise RequestError("logprobs is out of range", found=told, expected=f"0 to {MAX_LOGPROBS}")
+    new = as_whole("max_new_tokens", max_new_tokens)
+    if new != 0 or told is None or not echo:
+        new = checked_count(new)
+    elif count > 1:
+        raise RequestError("a prompt that is only scored has one result", found=f"n = {count}")
+    checked_length(config, ids, new)
+    return Request(ids, new, params, count, told, echo)
+
+
+def _checked_sampling(config: ModelConfig, sampling: SamplingOptions) -> SamplingParams:
+    unknown = set(sampling) - set(SamplingOptions.__annotations__)
+    if beams := unknown & {"num_beams", "beams", "beam_size", "beam_width", "best_of"}:
+        raise RequestError("beam search is not supported", found=min(beams), hint="draw several samples with `n`")
+    if unknown:
+        raise TypeError(f"unexpected keyword argument '{min(unknown)}'")
+    params = SamplingParams(**sampling)
+    if not all(0 <= token < config.vocab_size for token in params.logit_bias):
+        raise RequestError(
+            "logit_bias names tokens outside the vocabulary", found=sorted(params.logit_bias)[:8],
+            expected=f"0 to {config.vocab_size - 1}",
+        )  # fmt: skip
+    return params
+
+
 def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int) -> int:
     """Tokens of a prompt and its continuation together.
 
     Raises:
         RequestError: if the prompt is empty, holds unknown ids, or does not fit the model's context
-            together with the new tokens; if their number is none.
+            together with the new tokens.
     """
     if not ids:
         raise RequestError("the prompt is empty")
@@ -79,7 +187,7 @@ def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int)
         raise RequestError(
             "the prompt holds token ids outside the vocabulary", expected=f"0 to {config.vocab_size - 1}"
         )
-    length = len(ids) + checked_count(max_new_tokens)
+    length = len(ids) + max_new_tokens
     if length > config.max_context:
         room, wanted = config.max_context - len(ids), min(max_new_tokens, _WORTH_HAVING)
         raise RequestError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,9 @@ def agreed(params: SamplingParams, group: ProcessGroup) -> SamplingParams:
     return replace(params, seed=group.agree(generator_of(params, torch.device("cpu")).initial_seed()))
 
 
-def sample(logits: Tensor, params: SamplingParams, generator: torch.Generator, held: Tensor | None = None) -> Tensor:
+def sample(
+    logits: Tensor, params: SamplingParams, generator: torch.Generator | None, held: Tensor | None = None
+) -> Tensor:
     """Draw one token per row: logits [B, V] to token ids [B, 1].
 
     Args:
@@ -90,3 +92,25 @@ def probabilities(logits: Tensor, params: SamplingParams, held: Tensor | None = 
         found = found.masked_fill(found < params.min_p * found.amax(-1, keepdim=True), 0)
         found = found / found.sum(-1, keepdim=True)
     return found
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural logarithms of probabilities in some places: of a token in each [T], and of the K likeliest [T, K], with
+    their ids [T, K]."""
+
+    chosen: Tensor
+    top: Tensor
+    top_ids: Tensor
+
+    def listed(self) -> tuple[list[float | None], list[dict[int, float]]]:
+        """Of the tokens, and of the likeliest by their ids."""
+        top = zip(self.top_ids.tolist(), self.top.tolist(), strict=True)
+        return self.chosen.tolist(), [dict(zip(ids, values, strict=True)) for ids, values in top]
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, count: int) -> TokenLogprobs:
+    """What logits [T, V] say of tokens [T], and of the `count` likeliest in each place."""
+    found = torch.log_softmax(logits.float(), dim=-1)
+    values, ids = found.topk(min(count, found.shape[-1]), dim=-1)
+    return TokenLogprobs(found.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), values, ids)

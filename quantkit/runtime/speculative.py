@@ -7,17 +7,18 @@ ties that a step of several tokens may round the other way.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from quantkit.arguments import as_whole
 from quantkit.errors import RequestError
-from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
-from quantkit.runtime.request import MAX_NEW_TOKENS, TokenIds, checked_length, prompt_ids, require_model
+from quantkit.runtime.engine import Engine
+from quantkit.runtime.request import MAX_NEW_TOKENS, TokenIds, checked_request, prompt_ids, require_model
 from quantkit.runtime.sampling import agreed, generator_of, probabilities
-from quantkit.runtime.sampling_params import SamplingParams
+from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
 from quantkit.tensors.finite import finite_logits
 
 DRAFT_TOKENS = 4
@@ -30,15 +31,13 @@ def speculate(
     *,
     max_new_tokens: int = MAX_NEW_TOKENS,
     draft_tokens: int = DRAFT_TOKENS,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    seed: int | None = None,
+    **sampling: Unpack[SamplingOptions],
 ) -> Generator[int, None, None]:
     """Token ids that continue `ids`, as `generate` gives them, with the help of a smaller model.
 
     Args:
         model, draft: from `quantkit.load`, with the same tokens; both shared by processes, or neither.
-        ids, max_new_tokens, temperature, top_p, seed: see `generate`.
+        ids, max_new_tokens, sampling: see `generate`.
         draft_tokens: proposed at a time, at most.
 
     Raises:
@@ -47,7 +46,9 @@ def speculate(
     """
     require_model("model", model, Decoder)
     require_model("draft", draft, Decoder)
-    params = agreed(SamplingParams(temperature, top_p, seed), model.group)
+    prompt = prompt_ids(ids)
+    requests = [checked_request(one.config, prompt, max_new_tokens, sampling) for one in (model, draft)]
+    params = agreed(requests[0].sampling, model.group)
     draft_tokens = as_whole("draft_tokens", draft_tokens)
     if draft_tokens < 1:
         raise RequestError("nothing to propose", found=f"{draft_tokens} draft tokens", expected="at least 1")
@@ -55,29 +56,41 @@ def speculate(
         raise RequestError(
             "the draft model has another vocabulary", found=draft.config.vocab_size, expected=model.config.vocab_size
         )
-    prompt = prompt_ids(ids)
-    length = min(checked_length(one.config, prompt, max_new_tokens) for one in (model, draft))
+    length = requests[0].length
     return _tokens(_Reader(model, length), _Reader(draft, length), prompt, length, draft_tokens, params)
 
 
 class _Reader:
-    """A model over a cache; what is stored beyond `stored` positions is of refused tokens, and never seen."""
+    """A model over a slot; what is stored beyond `stored` positions is of refused tokens, and never seen."""
 
     def __init__(self, model: Decoder, length: int) -> None:
         self.model = model
         self.stored = 0
-        self._cache = KVCache(model.config, 1, length, model.dtype, model.device)
+        self._engine = Engine(model, length, compiled=False)
 
     def read(self, text: list[int], last: int, params: SamplingParams) -> Tensor:
         """Store what is not yet of a text; probabilities [last, V] of what follows each of its last tokens."""
-        device = self.model.device
-        tokens = torch.tensor([text[self.stored :]], device=device)
-        positions = torch.arange(self.stored, len(text), device=device)
-        hidden = self.model.hidden(tokens, positions, self._cache, first=self.stored == 0)
-        self.stored = len(text)
-        logits = self.model.head(hidden[0, -last:])
+        while len(text) - self.stored > self._engine.chunk + last:
+            self._step(text, self.stored + self._engine.chunk, 0)
+        logits = self._step(text, len(text), last)
         with self.model.ops.single_threaded():
-            return probabilities(finite_logits(logits), params)
+            held = None if params.repetition_penalty == 1 else self._held(text, last)
+            return probabilities(finite_logits(logits), params, held)
+
+    def _step(self, text: list[int], stop: int, last: int) -> Tensor:
+        """Take up a text to where it says; logits of its last tokens."""
+        count = stop - self.stored
+        tokens = torch.tensor(text[self.stored : stop], device=self.model.device)
+        positions, wanted = range(self.stored, stop), range(count - last, count)
+        self.stored = stop
+        return self._engine.step(tokens, [0] * count, positions, wanted)
+
+    def _held(self, text: list[int], last: int) -> Tensor:
+        """Which tokens the text holds up to each of its last, bool [last, V]."""
+        held = torch.zeros(last, self.model.config.vocab_size, dtype=torch.bool, device=self.model.device)
+        for row in range(last):
+            held[row, text[: len(text) - last + row + 1]] = True
+        return held
 
 
 def _tokens(

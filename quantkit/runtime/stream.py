@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Unpack
 
 from quantkit.arguments import require_flags, wrong_type
-from quantkit.errors import RequestError
 from quantkit.model.decoder import Decoder
+from quantkit.runtime.detokenizer import Detokenizer
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate import generate
-from quantkit.runtime.request import MAX_NEW_TOKENS, TokenIds, prompt_ids, require_model
+from quantkit.runtime.request import MAX_NEW_TOKENS, TokenIds, checked_stop, prompt_ids, require_model, text_ids
+from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.text.tokenizer import Tokenizer
-
-_UNFINISHED = "\ufffd"
-_WINDOW = 16
 
 
 def stream(
@@ -23,17 +22,17 @@ def stream(
     prompt: str | TokenIds,
     *,
     max_new_tokens: int = MAX_NEW_TOKENS,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    seed: int | None = None,
+    stop: str | Sequence[str] = (),
     specials: bool = False,
+    **sampling: Unpack[SamplingOptions],
 ) -> Generator[str, None, None]:
     """Continue a prompt, piece of text by piece of text.
 
     Args:
         model, tokenizer: from `quantkit.load`; instead of the model also an engine over it.
         prompt: a text, or token ids in a list or a tensor [T] or [1, T].
-        max_new_tokens, temperature, top_p, seed: as for `quantkit.generate`; greedy by default.
+        max_new_tokens, sampling: as for `quantkit.generate`; greedy by default.
+        stop: strings at which the text ends; they are not given out.
         specials: whether spellings of special tokens in a text, such as ``<|eot_id|>``, mean those tokens. Not for a
             text that others wrote.
 
@@ -55,47 +54,22 @@ def stream(
         raise wrong_type("tokenizer", tokenizer, "the one that quantkit.load(path) gives")
     require_flags(specials=specials)
     ids = text_ids(tokenizer, prompt, specials=specials) if isinstance(prompt, str) else prompt_ids(prompt)
-    tokens = generate(model, ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    return _not_empty(text_pieces(tokenizer, ids, tokens))
+    stops = checked_stop(stop, tokenizer)
+    tokens = generate(model, ids, max_new_tokens=max_new_tokens, **sampling)
+    return text_pieces(tokenizer, ids, tokens, stops)
 
 
-def _not_empty(pieces: Iterable[str]) -> Generator[str, None, None]:
-    for piece in pieces:
-        if piece:
-            yield piece
-
-
-def text_ids(tokenizer: Tokenizer, text: str, *, specials: bool) -> list[int]:
-    """The token ids of a prompt given as text.
-
-    Raises:
-        RequestError: if it is empty, or no Unicode.
-    """
-    if not text:
-        raise RequestError("the prompt is empty")
-    return tokenizer.encode(text, specials=specials)
-
-
-def text_pieces(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
-    """The text each token adds; a character that spans tokens comes with its last one.
-
-    Only the last few tokens are decoded anew each time, so the cost per token is constant.
-    """
-    context = list(prompt)
-    told = len(context)
-    shown = tokenizer.decode(context)
+def text_pieces(
+    tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterable[int], stop: Sequence[str] = ()
+) -> Generator[str, None, None]:
+    """The text each token adds, up to a stop string; see `Detokenizer`."""
+    text = Detokenizer(tokenizer, prompt, stop)
     for token in tokens:
-        context.append(token)
-        text = tokenizer.decode(context)
-        if text.endswith(_UNFINISHED) and len(context) - told < _WINDOW:
-            continue
-        yield text[len(shown) :]
-        if text != shown:  # a context of no text would make the next token look like the first
-            context = context[told:]
-            text = tokenizer.decode(context)
-        shown, told = text, len(context)
-    rest = tokenizer.decode(context)[len(shown) :]
-    if rest:
+        if piece := text.add(token):
+            yield piece
+        if text.stopped is not None:
+            return
+    if rest := text.close():
         yield rest
 
 

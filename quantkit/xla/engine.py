@@ -25,7 +25,7 @@ from quantkit.kernels.build import cache_folder
 from quantkit.model.decoder import Decoder
 from quantkit.progress import Progress, silent
 from quantkit.runtime.engine import bucket as power_of_two
-from quantkit.runtime.request import MAX_NEW_TOKENS, TokenIds, checked_length, prompt_ids
+from quantkit.runtime.request import MAX_NEW_TOKENS, TokenIds, checked_count, checked_length, prompt_ids
 from quantkit.runtime.sampling_params import SamplingParams
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.finite import nonfinite_logits
@@ -90,7 +90,7 @@ class XlaModel:
         """
         params = SamplingParams(temperature, top_p, seed)
         prompt = prompt_ids(ids)
-        length = checked_length(self.config, prompt, max_new_tokens)
+        length = checked_length(self.config, prompt, checked_count(max_new_tokens))
         return _tokens(self, prompt, length - len(prompt), params)
 
 

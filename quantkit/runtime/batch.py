@@ -1,0 +1,260 @@
+"""Requests that share the steps of an engine, joining and leaving while others run."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quantkit.runtime.completion import FinishReason
+from quantkit.runtime.engine import Engine
+from quantkit.runtime.generation import Generation, Siblings
+from quantkit.runtime.request import Request
+from quantkit.runtime.sampling import TokenLogprobs, token_logprobs
+from quantkit.runtime.slots import SlotTable
+from quantkit.tensors.finite import finite_logits
+
+_LOOKS = {"cpu": 1}
+_FAR = 8
+"""Tokens of a sequence that a device draws before the host looks at them, but for the first: each look waits for all
+that was asked of it."""
+
+
+@dataclass
+class _Rows:
+    """A step in the making: its rows, those whose logits are wanted, and what for."""
+
+    tokens: list[Tensor] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    wanted: list[int] = field(default_factory=list)
+    drawing: dict[Generation, int] = field(default_factory=dict)  # and the place of its logits
+    chunks: list[_Chunk] = field(default_factory=list)
+
+
+@dataclass
+class _Chunk:
+    """What a step reads of a prompt.
+
+    Attributes:
+        stop: up to where.
+        echoed: the place of the logits of its first row, where all are wanted.
+    """
+
+    of: Generation
+    stop: int
+    echoed: int | None = None
+
+
+@dataclass
+class _Drawn:
+    """Tokens of several sequences that the host has not seen."""
+
+    by: list[Generation]
+    tokens: Tensor
+    extremes: Tensor | None
+    logprobs: list[TokenLogprobs | None]
+
+
+class Batch:
+    """Runs requests over an engine's slots.
+
+    Each step carries one row of each sequence that decodes, and chunks of prompts in turn, so a short prompt never
+    waits for all of a long one. Chunks begin at fixed places of a prompt: what else runs does not change its numbers.
+    """
+
+    def __init__(self, engine: Engine, *, any_prefix: bool = False) -> None:
+        """
+        Args:
+            any_prefix: whether a prompt goes on from whatever a slot holds of it, new tokens of the answer before as
+                well, as a conversation does. Else only from what has the same bits.
+        """
+        self.engine = engine
+        self.reused = 0
+        """Tokens of prompts that were not computed, but found in a slot."""
+        model = engine.model
+        self._slots = SlotTable(engine.slots, engine.chunk, any_prefix=any_prefix, windows=any(model.config.windows))
+        self._ahead = _LOOKS.get(model.device.type, _FAR)
+        self._last = torch.zeros(engine.slots, dtype=torch.long, device=model.device)  # token of each slot
+        self._waiting: deque[Generation] = deque()
+        self._reading: deque[Generation] = deque()
+        self._running: list[Generation] = []
+        self._unseen: list[_Drawn] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request has not ended."""
+        return bool(self._waiting or self._reading or self._running)
+
+    def add(self, request: Request) -> list[Generation]:
+        """Take up a request, whose prompt and new tokens a slot must hold; its continuations."""
+        siblings = Siblings(waiting=request.samples)
+        found = [Generation(request, number, siblings, self.engine.model) for number in range(request.samples)]
+        self._waiting.extend(found)
+        return found
+
+    def end(self, generation: Generation, reason: FinishReason = "stop") -> None:
+        """Let a continuation end here, whatever is still to come of it."""
+        generation.finish_reason = generation.finish_reason or reason
+        if generation in self._waiting:
+            self._waiting.remove(generation)
+            self._begun(generation)
+        elif generation in self._reading:
+            self._reading.remove(generation)
+            self._slots.release(generation.place)
+        elif generation in self._running:
+            self._running.remove(generation)
+            self._slots.release(generation.place, generation.tokens[: max(0, generation.drawn - 1)])
+
+    @torch.inference_mode()
+    def step(self) -> list[Generation]:
+        """One step of the engine; the continuations that have new tokens or have ended, as far as is known.
+
+        Raises:
+            NonFiniteError: if the model's logits are NaN or Inf.
+        """
+        ended: list[Generation] = []
+        self._admit()
+        rows = self._compose()
+        if rows.slots:
+            logits = self.engine.step(torch.cat(rows.tokens), rows.slots, rows.positions, rows.wanted)
+            ended = self._note_chunks(rows, logits)
+            if rows.drawing:
+                self._draw(logits[list(rows.drawing.values())], list(rows.drawing))
+        return [*ended, *self._look()]
+
+    def _admit(self) -> None:
+        """Give free slots to those that wait."""
+        for one in list(self._waiting):
+            if not self._slots.free:
+                return
+            prompt, siblings = one.request.prompt, one.siblings
+            if siblings.logits is not None and (source := self._slots.with_all_of(prompt)) is not None:
+                one.slot = self._slots.take_for(source)
+                self._copy(one, source, len(prompt))
+                self._running.append(one)
+                self._draw(siblings.logits, [one])
+            elif siblings.logits is not None or siblings.unread:
+                siblings.reader, siblings.logits = one, None
+                one.slot = self._slots.take(prompt)
+                self._reading.append(one)
+            else:
+                continue
+            self._waiting.remove(one)
+            self._begun(one)
+
+    def _begun(self, one: Generation) -> None:
+        """Of its siblings, one less waits."""
+        one.siblings.waiting -= 1
+        if not one.siblings.waiting:
+            one.siblings.logits = None
+
+    def _copy(self, one: Generation, source: int, count: int) -> None:
+        self.engine.copy_prefix(source, one.place, count)
+        self.reused += count
+        self._keep(one, count)
+
+    def _keep(self, one: Generation, count: int) -> None:
+        """So many tokens of its prompt are in its slot now."""
+        one.stored = count
+        self._slots.hold(one.place, one.request.prompt, count)
+
+    def _compose(self) -> _Rows:
+        rows, device = _Rows(), self.engine.model.device
+        going_on = [one for one in self._running if one.drawn < one.request.max_new_tokens]
+        if running := sorted(going_on, key=lambda one: one.position, reverse=True):
+            rows.slots, rows.positions = [one.place for one in running], [one.position for one in running]
+            rows.tokens.append(self._last[torch.tensor(rows.slots, device=device)])
+            rows.wanted = list(range(len(running)))
+            rows.drawing = {one: place for place, one in enumerate(running)}
+        for chunk in self._chunks():
+            one, row, prompt = chunk.of, len(rows.slots), chunk.of.request.prompt
+            rows.tokens.append(torch.tensor(prompt[one.stored : chunk.stop], device=device))
+            rows.slots += [one.place] * (chunk.stop - one.stored)
+            rows.positions += range(one.stored, chunk.stop)
+            rows.chunks.append(chunk)
+            if one.echoes:
+                chunk.echoed = len(rows.wanted)
+                rows.wanted += range(row, len(rows.slots))
+            elif chunk.stop == len(prompt):
+                rows.wanted.append(len(rows.slots) - 1)
+            if chunk.stop == len(prompt) and one.request.max_new_tokens:
+                rows.drawing[one] = len(rows.wanted) - 1
+        return rows
+
+    def _chunks(self) -> list[_Chunk]:
+        """What is read of prompts in this step; who was served last is served next time after all others."""
+        size = left = self.engine.chunk
+        taken: list[_Chunk] = []
+        for one in list(self._reading):
+            if not one.stored and not one.echoes:
+                self._copy(one, *self._slots.best(one.request.prompt))
+            stop = min(len(one.request.prompt), (one.stored // size + 1) * size)
+            left -= stop - one.stored
+            if taken and left < 0:
+                break
+            taken.append(_Chunk(one, stop))
+            self._reading.rotate(-1)
+        return taken
+
+    def _note_chunks(self, rows: _Rows, logits: Tensor) -> list[Generation]:
+        """Take up what a step has read of prompts; those that end with it."""
+        ended = []
+        for chunk in rows.chunks:
+            one, prompt = chunk.of, chunk.of.request.prompt
+            if chunk.echoed is not None:
+                one.note_prompt(logits[chunk.echoed :], one.stored, chunk.stop)
+            self._keep(one, chunk.stop)
+            if chunk.stop < len(prompt):
+                continue
+            self._reading.remove(one)
+            self._running.append(one)
+            if one.siblings.waiting:
+                one.siblings.logits = logits[rows.drawing[one]].unsqueeze(0).clone()
+            if not one.request.max_new_tokens:
+                finite_logits(logits)
+                self.end(one, "length")
+                ended.append(one)
+        return ended
+
+    def _draw(self, logits: Tensor, by: list[Generation]) -> None:
+        """The next token of each, of logits [B, V]."""
+        extremes = None
+        with self.engine.model.ops.single_threaded():
+            if self._ahead == 1:
+                finite_logits(logits)
+            else:
+                extremes = torch.stack(torch.aminmax(logits))
+                logits = logits.nan_to_num()  # drawn from, but never given out
+            tokens = torch.cat([one.draw(logits[row : row + 1]) for row, one in enumerate(by)])
+            logprobs = [
+                None if one.request.logprobs is None
+                else token_logprobs(logits[row : row + 1], tokens[row : row + 1], one.request.logprobs)
+                for row, one in enumerate(by)
+            ]  # fmt: skip
+            self._last[[one.place for one in by]] = tokens
+        self._unseen.append(_Drawn(by, tokens, extremes, logprobs))
+
+    def _look(self) -> list[Generation]:
+        """Take up what was drawn, if it is time to; the continuations that have news."""
+        unseen, ends = self._unseen, self.engine.model.config.eos_token_ids
+        due = any(one.drawn in (1, one.request.max_new_tokens) for drawn in unseen for one in drawn.by)
+        if not unseen or not (due or len(unseen) >= self._ahead):
+            return []
+        self._unseen = []
+        if extremes := [drawn.extremes for drawn in unseen if drawn.extremes is not None]:
+            finite_logits(torch.stack(extremes))
+        tokens = iter(torch.cat([drawn.tokens for drawn in unseen]).tolist())
+        news: dict[Generation, None] = {}
+        for drawn in unseen:
+            for one, logprobs in zip(drawn.by, drawn.logprobs, strict=True):
+                token = next(tokens)
+                if one.finish_reason is not None:
+                    continue
+                news[one] = None
+                one.take(token, logprobs, ends)
+                if one.finish_reason is not None:
+                    self.end(one)
+        return list(news)
