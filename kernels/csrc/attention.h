@@ -68,16 +68,8 @@ inline void scores_of(const float* queries, const float* keys, int64_t count, in
   for (int64_t key = 0; key < count; key += kKeys) {
     const float* rows[kKeys];
     for (int s = 0; s < kKeys; ++s) rows[s] = keys + std::min(key + s, count - 1) * size;
-    Vector sums[kLanes];
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) sums[i] = Vector{};
-    for (int64_t i = 0; i + kLanes <= size; i += kLanes)
-#pragma GCC unroll 16
-      for (int s = 0; s < kKeys; ++s) {
-        const Vector row = load(rows[s] + i);
-#pragma GCC unroll 16
-        for (int h = 0; h < Heads; ++h) sums[h * kKeys + s] += load(queries + h * size + i) * row;
-      }
+    Vector sums[kLanes] = {};
+    add_products<Heads>(queries, size, rows, size / kLanes * kLanes, sums);
     const Vector all = totals(sums);
     alignas(64) float scores[kLanes];
     store(all, scores);

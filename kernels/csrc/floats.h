@@ -1,6 +1,7 @@
 // Floats of 16 bits to float32 and back.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -94,6 +95,13 @@ inline const float* load_floats(const void* from, FloatType type, int64_t at, in
   } else
     for (int64_t i = 0; i < count; ++i) scratch[i] = from_bf16(halves[i]);
   return scratch;
+}
+
+// The same in `to` in any case, with zeros after them up to `whole`.
+inline void copy_floats(const void* from, FloatType type, int64_t at, int64_t count, float* to, int64_t whole) {
+  const float* loaded = load_floats(from, type, at, count, to);
+  if (loaded != to) std::memcpy(to, loaded, count * sizeof(float));
+  std::fill(to + count, to + whole, 0.f);
 }
 
 inline void store_floats(const float* values, int64_t count, void* to, FloatType type, int64_t at) {

@@ -80,6 +80,25 @@ inline Vector totals(const Vector* sums) {
   return folded<2>(folded<4>(part[0], part[1], all), folded<4>(part[2], part[3], all), all);
 }
 
+// sums[h * kKeys + s] += the products of vector h, of Count that are a_step apart, with rows[s], lane by lane: the dots
+// are the `totals` once all has been added, bit for bit whatever Count is. `size` is a multiple of kLanes.
+template <int Count>
+inline void add_products(const float* a, int64_t a_step, const float* const* rows, int64_t size, Vector* sums) {
+  constexpr int kRows = kLanes / Count;
+  Vector kept[kLanes];  // in registers
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) kept[i] = sums[i];
+  for (int64_t i = 0; i < size; i += kLanes)
+#pragma GCC unroll 16
+    for (int s = 0; s < kRows; ++s) {
+      const Vector row = load(rows[s] + i);
+#pragma GCC unroll 16
+      for (int h = 0; h < Count; ++h) kept[h * kRows + s] += load(a + h * a_step + i) * row;
+    }
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) sums[i] = kept[i];
+}
+
 inline float dot(const float* a, const float* b, int64_t count) {
   Vector sum = {};
   int64_t i = 0;
