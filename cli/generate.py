@@ -155,7 +155,7 @@ class _WithPrompt(Command):
 @options.device
 @click.option("--tp", type=int, help="With xla: devices that share the model; all by default.")
 @click.option("--multi-host", is_flag=True, help="With xla: the devices of all hosts, this command run on each.")
-@click.option("--int8-cache", is_flag=True, help="Keep keys and values in 8 bits; see docs/kernels.md for the cost.")
+@options.int8_cache
 @options.compiled
 @click.option("--draft", type=options.PATH, help="A smaller model that proposes tokens.")
 @click.option("--draft-tokens", type=int, help="Proposed at a time; 4 by default.")

@@ -50,7 +50,7 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "see
 
 _SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "convert": {
-        "Target": ("to", "mp", "dtype"),
+        "Target": ("to", "mp", "dtype", "template"),
         _CHECKS: ("source_check", "allow_nonfinite"),
         _OUTPUT: ("resume", "data"),
     },
@@ -60,7 +60,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         _CALIBRATION: ("calibration", "samples", "length", "seed", "thorough", "activation_memory", "device"),
         _CHECKS: ("source_check", "allow_nonfinite", "accept_quality_loss"),
         "Model card": ("base_model", "license"),
-        _OUTPUT: ("resume", "data"),
+        _OUTPUT: ("template", "resume", "data"),
     },
     "eval": {
         "What is measured": ("texts", "against", "window", "cache_logits", "tasks", "task_data", "speed"),
