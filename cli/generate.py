@@ -59,6 +59,7 @@ class Asked:
     draft: Path | None
     draft_tokens: int | None
     weights: WeightKind | None
+    stop: tuple[str, ...] = ()
 
     def sampling(self) -> dict[str, Any]:
         """What was said of how tokens are drawn."""
@@ -148,8 +149,7 @@ class _WithPrompt(Command):
     "--prompt-file", metavar="FILE", shell_complete=options.complete_files,
     help="Instead of PROMPT: a file to read it from; - is stdin.",
 )  # fmt: skip
-@click.option("--max-new-tokens", type=int, default=100, show_default=True, help="Tokens to generate at most.")
-@options.sampling("the default")
+@options.sampling(100)
 @options.dtype
 @options.backend("xla", more=" xla runs the whole model on TPUs; see docs/parallel.md.")
 @options.device
@@ -225,7 +225,7 @@ def _pieces(asked: Asked, prompt: str, group: ProcessGroup) -> Iterator[str]:
         )
     pace = Pace()
     yield prompt
-    yield from text_pieces(tokenizer, ids, pace.timed(tokens))
+    yield from text_pieces(tokenizer, ids, pace.timed(tokens), asked.stop)
     yield "\n"
     if group.first:
         _tell(pace)
@@ -247,7 +247,7 @@ def _on_devices(asked: Asked, prompt: str) -> Iterator[str]:
     tokens = pace.timed(model.generate(ids, max_new_tokens=asked.max_new_tokens, **asked.sampling()))
     shown = prompt if model.first else ""
     yield shown
-    for piece in text_pieces(tokenizer, ids, tokens):
+    for piece in text_pieces(tokenizer, ids, tokens, asked.stop):
         yield piece if model.first else ""
     yield "\n" if model.first else ""
     if model.first:
