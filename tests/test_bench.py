@@ -326,7 +326,12 @@ def test_a_process_that_dies_does_not_hang_the_command(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")]
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 4503599627370496 bytes."),
+    ],
 )
 def test_running_out_of_memory_is_a_request_for_too_much(error: Exception, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="does not fit in memory"), enough_memory(tmp_path):
