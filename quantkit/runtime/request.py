@@ -127,7 +127,7 @@ def text_ids(tokenizer: Tokenizer, text: str, *, specials: bool) -> list[int]:
 
 def shortened(config: ModelConfig, ids: list[int], max_new_tokens: int) -> list[int]:
     """The end of a prompt that is too long for a model's context together with what is to come; a BOS stays."""
-    room = max(1, config.max_context - max_new_tokens)
+    room = max(1, config.reach - max_new_tokens)
     if len(ids) <= room:
         return ids
     begins = ids[:1] if ids[0] == config.bos_token_id and room > 1 else []
@@ -155,7 +155,7 @@ def checked_request(
         new = checked_count(new)
     elif count > 1:
         raise RequestError("a prompt that is only scored has one result", found=f"n = {count}")
-    checked_length(config, ids, new)
+    checked_length(config, ids, new, config.reach)
     return Request(ids, new, params, count, told, echo)
 
 
@@ -174,8 +174,11 @@ def _checked_sampling(config: ModelConfig, sampling: SamplingOptions) -> Samplin
     return params
 
 
-def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int) -> int:
+def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int, most: int | None = None) -> int:
     """Tokens of a prompt and its continuation together.
+
+    Args:
+        most: tokens that there can be; None is the trained context.
 
     Raises:
         RequestError: if the prompt is empty, holds unknown ids, or does not fit the model's context
@@ -188,10 +191,11 @@ def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int)
             "the prompt holds token ids outside the vocabulary", expected=f"0 to {config.vocab_size - 1}"
         )
     length = len(ids) + max_new_tokens
-    if length > config.max_context:
-        room, wanted = config.max_context - len(ids), min(max_new_tokens, _WORTH_HAVING)
+    most = config.max_context if most is None else most
+    if length > most:
+        room, wanted = most - len(ids), min(max_new_tokens, _WORTH_HAVING)
         raise RequestError(
-            "prompt and new tokens exceed the model's context", found=length, expected=f"at most {config.max_context}",
+            "prompt and new tokens exceed the model's context", found=length, expected=f"at most {most}",
             hint="give a shorter prompt" if room < wanted else "ask for fewer with `max_new_tokens`",
         )  # fmt: skip
     return length
