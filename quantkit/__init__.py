@@ -20,6 +20,7 @@ Run them:
     stream           continue a prompt, piece of text by piece of text
     generate         continue a prompt, token id by token id
     generate_batch   continue many prompts, several at a time
+    Llama            the interface of Meta's own code, for scripts that use it
     open_checkpoint  the tensors of a folder, one at a time
 
 All take paths as `str` or `Path`, float types as "bf16", "bfloat16" or torch's, and memory in bytes. Jobs tell a
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from quantkit.jobs.convert import convert as convert
     from quantkit.jobs.inspect import Inspection as Inspection
     from quantkit.jobs.inspect import inspect as inspect
+    from quantkit.jobs.llama import Llama as Llama
     from quantkit.jobs.load import load as load
     from quantkit.jobs.plan import Estimate as Estimate
     from quantkit.jobs.quantize import quantize as quantize
@@ -72,6 +74,7 @@ if TYPE_CHECKING:
     from quantkit.text.tokenizer import Tokenizer as Tokenizer
 
 _JOBS = {
+    "Llama": "quantkit.jobs.llama",
     "Progress": "quantkit.progress",
     "Tokenizer": "quantkit.text.tokenizer",
     "convert": "quantkit.jobs.convert",
