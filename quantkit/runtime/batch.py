@@ -111,7 +111,7 @@ class Batch:
         Raises:
             RequestError: if a slot does not hold its prompt and new tokens.
         """
-        self.engine.require_length(request.length)
+        self.require(request)
         siblings = Siblings(waiting=request.samples)
         found = [Generation(request, number, siblings, self.engine.model) for number in range(request.samples)]
         self._waiting.extend(found)
@@ -156,6 +156,8 @@ class Batch:
             if siblings.logits is not None and (source := self._slots.with_all_of(prompt)) is not None:
                 one.slot = self._slots.take_for(source)
                 self._copy(one, source, len(prompt))
+                if siblings.echoed is not None:
+                    one.logprobs = siblings.echoed.cut(len(prompt))
                 self._running.append(one)
                 self._draw(siblings.logits, [one])
             elif siblings.logits is not None or siblings.unread:
@@ -239,6 +241,8 @@ class Batch:
             self._running.append(one)
             if one.siblings.waiting:
                 one.siblings.logits = logits[rows.drawing[one]].unsqueeze(0).clone()
+                if one.echoes and one.logprobs is not None:
+                    one.siblings.echoed = one.logprobs.cut(len(prompt))
             if not one.request.max_new_tokens:
                 finite_logits(logits)
                 self.end(one, "length")

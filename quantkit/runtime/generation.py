@@ -131,11 +131,13 @@ class Siblings:
         waiting: how many have not begun.
         reader: the one that reads the prompt.
         logits: what follows the prompt, [1, V], once it is read and as long as one waits.
+        echoed: the prompt's log-probabilities, where they are asked for, once it is read.
     """
 
     waiting: int
     reader: Generation | None = None
     logits: Tensor | None = None
+    echoed: Logprobs | None = None
 
     @property
     def unread(self) -> bool:

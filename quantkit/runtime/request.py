@@ -135,12 +135,12 @@ def text_ids(tokenizer: Tokenizer, text: str, *, specials: bool) -> list[int]:
     return tokenizer.encode(text, specials=specials)
 
 
-def shortened(config: ModelConfig, ids: list[int], max_new_tokens: int) -> list[int]:
-    """The end of a prompt that is too long for a model's context together with what is to come; a BOS stays."""
-    room = max(1, config.reach - max_new_tokens)
+def shortened(ids: list[int], most: int, max_new_tokens: int, bos: int | None) -> list[int]:
+    """The end of a prompt that is too long together with what is to come; a BOS stays."""
+    room = max(1, most - max_new_tokens)
     if len(ids) <= room:
         return ids
-    begins = ids[:1] if ids[0] == config.bos_token_id and room > 1 else []
+    begins = ids[:1] if ids[0] == bos and room > 1 else []
     return [*begins, *ids[len(ids) - room + len(begins) :]]
 
 
@@ -165,7 +165,7 @@ def checked_request(
         new = checked_count(new)
     elif count > 1:
         raise RequestError("a prompt that is only scored has one result", found=f"n = {count}")
-    checked_length(config, ids, new, config.reach)
+    checked_length(config, ids, new)
     return Request(ids, new, params, count, told, echo)
 
 
@@ -188,7 +188,7 @@ def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int,
     """Tokens of a prompt and its continuation together.
 
     Args:
-        most: tokens that there can be; None is the trained context.
+        most: tokens that there can be; None is as many as the model reaches.
 
     Raises:
         RequestError: if the prompt is empty, holds unknown ids, or does not fit the model's context
@@ -201,7 +201,7 @@ def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int,
             "the prompt holds token ids outside the vocabulary", expected=f"0 to {config.vocab_size - 1}"
         )
     length = len(ids) + max_new_tokens
-    most = config.max_context if most is None else most
+    most = config.reach if most is None else most
     if length > most:
         room, wanted = most - len(ids), min(max_new_tokens, _WORTH_HAVING)
         raise RequestError(
