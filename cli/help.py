@@ -45,6 +45,9 @@ _SCHEMES = "Schemes"
 _CALIBRATION = "Calibration, with --method gptq"
 _RUN = "How it runs"
 
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+"""The options of `options.sampling`."""
+
 _SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "convert": {
         "Target": ("to", "mp", "dtype", "template"),
@@ -66,7 +69,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "generate": {
         "Prompt": ("prompt", "prompt_file"),
-        "Sampling": ("max_new_tokens", "temperature", "top_p", "seed"),
+        "Sampling": ("max_new_tokens", *SAMPLING),
         "Speculative decoding": ("draft", "draft_tokens"),
         _RUN: ("dtype", "backend", "device", "compiled", "int8_cache", "tp", "multi_host"),
     },

@@ -20,6 +20,7 @@ Run them:
     stream           continue a prompt, piece of text by piece of text
     generate         continue a prompt, token id by token id
     generate_batch   continue many prompts, several at a time
+    Llama            the interface of Meta's own code, for scripts that use it
     open_checkpoint  the tensors of a folder, one at a time
 
 Talk with instruct models:
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from quantkit.jobs.convert import convert as convert
     from quantkit.jobs.inspect import Inspection as Inspection
     from quantkit.jobs.inspect import inspect as inspect
+    from quantkit.jobs.llama import Llama as Llama
     from quantkit.jobs.load import load as load
     from quantkit.jobs.plan import Estimate as Estimate
     from quantkit.jobs.quantize import quantize as quantize
@@ -82,6 +84,7 @@ if TYPE_CHECKING:
 
 _JOBS = {
     "ChatSession": "quantkit.runtime.chat_session",
+    "Llama": "quantkit.jobs.llama",
     "Progress": "quantkit.progress",
     "Tokenizer": "quantkit.text.tokenizer",
     "chat_format": "quantkit.text.chat",
