@@ -180,3 +180,13 @@ def test_what_else_is_typed(demo_model: Path, tmp_path: Path) -> None:
         assert told in _shown(terminal.wait_for(READY)), typed
     terminal.type("/exit\r")
     assert terminal.end()[0] == 0
+
+
+def test_processes_share_a_conversation(demo_model: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = ["--template", "llama2", "--max-new-tokens", "6", "--dtype", "fp32"]
+    command = [*launcher, "-m", "quantkit.cli", "chat", demo_model, *options]
+    lines = b"The people?\nAnd the Congress?\n"
+    ran = subprocess.run(command, input=lines, capture_output=True, cwd="/", check=True)
+    alone = [sys.executable, *command[len(launcher) :]]
+    assert ran.stdout == subprocess.run(alone, input=lines, capture_output=True, cwd="/", check=True).stdout
