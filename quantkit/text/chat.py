@@ -175,9 +175,6 @@ def chat_format(
     return TemplateChat(found.__getitem__, _with_specials(tokenizer, folder))
 
 
-chat = chat_format
-
-
 def _token_names(tokenizer: Tokenizer) -> dict[str, str]:
     """What templates call the tokens that begin and end a text, for a folder whose settings spell neither."""
     spelled = {number: name for name, number in (tokenizer.special_tokens or {}).items()}
