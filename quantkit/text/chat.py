@@ -146,8 +146,8 @@ def chat(folder: str | Path, tokenizer: Tokenizer, template: Literal["llama2", "
 
 
 def _text(message: Message) -> str:
-    content = message.get("content")
-    if not isinstance(message.get("role"), str) or not isinstance(content, str):
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, str) or not isinstance(message.get("role"), str):
         raise RequestError(
             "a message is an object with a role and a text", found=repr(message)[:60],
             expected='{"role": "user", "content": "..."}',
