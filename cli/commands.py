@@ -82,6 +82,7 @@ class _Formats(click.Choice[str]):
 @click.option("--to", type=_Formats(["hf", "meta"]), default="hf", show_default=True, help="Target format.")
 @click.option("--mp", type=int, default=1, show_default=True, help="Number of Meta model-parallel shards.")
 @options.dtype
+@options.template
 def convert(data: str | None, **given: Any) -> None:
     """Write a model in another format, sharding or float type.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from quantkit.errors import RequestError
 
-_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "Storage size calculation overflowed")
+_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "Storage size calculation overflowed", "RESOURCE_EXHAUSTED")
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
@@ -39,7 +39,7 @@ def total_bytes() -> int:
 
 @contextmanager
 def enough_memory(path: Path | None) -> Iterator[None]:
-    """Running out of memory within, which torch tells in several ways, is a request for too much.
+    """Running out of memory within, which torch and XLA tell in several ways, is a request for too much.
 
     Raises:
         RequestError: for it.

@@ -84,6 +84,18 @@ class Batch:
         self._unseen: list[_Drawn] = []
 
     @property
+    def slots(self) -> int:
+        """Continuations that run together."""
+        return self.engine.slots
+
+    def require(self, request: Request) -> None:
+        """
+        Raises:
+            RequestError: unless a slot holds its prompt and new tokens.
+        """
+        self.engine.require_length(request.length)
+
+    @property
     def busy(self) -> bool:
         """Whether a request has not ended."""
         return bool(self._waiting or self._reading or self._running)

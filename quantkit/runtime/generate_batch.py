@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Unpack
+from typing import Any, Protocol, TypeVar, Unpack, runtime_checkable
 
+from quantkit.architectures.config import ModelConfig
 from quantkit.arguments import as_whole, require_flags, wrong_type
 from quantkit.errors import RequestError
 from quantkit.model.decoder import Decoder
@@ -16,7 +17,7 @@ from quantkit.runtime.batch import Batch
 from quantkit.runtime.completion import Completion
 from quantkit.runtime.detokenizer import Detokenizer
 from quantkit.runtime.engine import Engine
-from quantkit.runtime.generation import Generation
+from quantkit.runtime.generation import Continuation
 from quantkit.runtime.request import (
     MAX_NEW_TOKENS,
     Request,
@@ -35,9 +36,31 @@ from quantkit.text.tokenizer import Tokenizer
 
 BATCH_SIZE = 8
 
+T = TypeVar("T", bound=Continuation)
+
+
+class Runner(Protocol[T]):
+    """Runs requests, several at a time, as `Batch` does over an engine's slots, and says what each method means."""
+
+    @property
+    def slots(self) -> int: ...
+    def require(self, request: Request) -> None: ...
+    def add(self, request: Request) -> list[T]: ...
+    def step(self) -> list[T]: ...
+    def end(self, generation: T) -> None: ...
+
+
+@runtime_checkable
+class BatchModel(Protocol):
+    """A model that runs requests in its own way, such as through XLA."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    def runner(self, slots: int) -> Runner[Any]: ...
+
 
 def generate_batch(
-    model: Decoder | Engine,
+    model: Decoder | Engine | BatchModel,
     prompts: Iterable[str | TokenIds],
     *,
     tokenizer: Tokenizer | None = None,
@@ -55,7 +78,7 @@ def generate_batch(
     """Continue prompts, several at a time; each as if it were alone.
 
     Args:
-        model: from `quantkit.load`, or an engine over it, whose slots are then used.
+        model: from `quantkit.load` or `load_xla`, or an engine over the first, whose slots are then used.
         prompts: texts, where there is a tokenizer, or token ids as `quantkit.generate` takes them.
         tokenizer: for prompts, results and stop strings as texts.
         max_new_tokens: at most so many for each; 0 scores prompts, with `echo` and `logprobs`.
@@ -85,13 +108,12 @@ def generate_batch(
         >>> for one in quantkit.generate_batch(model, ["Once", "My fellow"], tokenizer=tokenizer, stop="."):
         ...     print(one.text, one.finish_reason)
     """
-    require_model("model", model, (Decoder, Engine))
+    require_model("model", model, (Decoder, Engine, BatchModel))
     require_flags(echo=echo, truncate=truncate, specials=specials)
     if tokenizer is not None:
         require_tokenizer(tokenizer)
     engine = model if isinstance(model, Engine) else None
-    decoder = model.model if isinstance(model, Engine) else model
-    config = decoder.config
+    config = model.model.config if isinstance(model, Engine) else model.config
     room = config if engine is None else replace(config, max_context=engine.length)
     stops, told, slots = checked_stop(stop, tokenizer), heard(progress), _checked_batch_size(batch_size)
     asked = checked_request(config, [0], max_new_tokens, sampling, samples=n, logprobs=logprobs, echo=echo)
@@ -109,41 +131,45 @@ def generate_batch(
         requests.append(replace(asked, prompt=ids))
     if not requests:
         return []
-    engine = engine or engine_for(decoder, requests, slots)
+    runner = model if isinstance(model, Engine) else engine_for(model, requests, slots)
     found, total = list[Completion](), len(requests) * asked.samples
     told("generate", 0, total, "completions")
-    for one in completions(engine, requests, tokenizer, [stops] * len(requests)):
+    for one in completions(runner, requests, tokenizer, [stops] * len(requests)):
         found.append(one)
         told("generate", len(found), total, "completions")
     return sorted(found, key=lambda one: (one.prompt, one.sample))
 
 
-def engine_for(model: Decoder, requests: Sequence[Request], batch_size: int) -> Engine:
-    """An engine that holds the longest of requests, and as many as run together.
+def engine_for(model: Decoder | BatchModel, requests: Sequence[Request], batch_size: int) -> Engine | Runner[Any]:
+    """An engine that holds the longest of requests, and as many as run together; or what a model has instead.
 
     Raises:
         RequestError: for no such number, or a cache that does not fit in memory.
     """
-    slots = _checked_batch_size(batch_size)
-    samples = sum(one.samples for one in requests)
-    return Engine(model, max(one.length for one in requests), slots=min(slots, samples))
+    slots = min(_checked_batch_size(batch_size), sum(one.samples for one in requests))
+    if isinstance(model, Decoder):
+        return Engine(model, max(one.length for one in requests), slots=slots)
+    return model.runner(slots)
 
 
 def completions(
-    engine: Engine, requests: Sequence[Request], tokenizer: Tokenizer | None, stops: Sequence[Sequence[str]]
+    engine: Engine | Runner[Any],
+    requests: Sequence[Request],
+    tokenizer: Tokenizer | None,
+    stops: Sequence[Sequence[str]],
 ) -> Generator[Completion, None, None]:
     """Completions of requests, each as soon as it ends.
 
     Args:
         stops: strings at which the text of each request ends.
     """
+    batch: Runner[Any] = Batch(engine) if isinstance(engine, Engine) else engine
     for request in requests:
-        engine.require_length(request.length)
-    batch = Batch(engine)
+        batch.require(request)
     waiting = deque(enumerate(requests))
-    begun: dict[Generation, _Reader] = {}
+    begun: dict[Continuation, _Reader] = {}
     while waiting or begun:
-        while waiting and len(begun) < 2 * engine.slots:  # enough to fill the slots that become free
+        while waiting and len(begun) < 2 * batch.slots:  # enough to fill the slots that become free
             number, request = waiting.popleft()
             for one in batch.add(request):
                 begun[one] = _Reader(number, one, tokenizer, stops[number])
@@ -160,7 +186,7 @@ class _Reader:
     """Turns the tokens of a continuation into text, as they come."""
 
     def __init__(
-        self, number: int, generation: Generation, tokenizer: Tokenizer | None, stop: Sequence[str]
+        self, number: int, generation: Continuation, tokenizer: Tokenizer | None, stop: Sequence[str]
     ) -> None:  # fmt: skip
         self._number, self._of = number, generation
         self._text = None if tokenizer is None else Detokenizer(tokenizer, generation.request.prompt, stop)

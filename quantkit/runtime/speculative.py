@@ -46,9 +46,6 @@ def speculate(
     """
     require_model("model", model, Decoder)
     require_model("draft", draft, Decoder)
-    prompt = prompt_ids(ids)
-    requests = [checked_request(one.config, prompt, max_new_tokens, sampling) for one in (model, draft)]
-    params = agreed(requests[0].sampling, model.group)
     draft_tokens = as_whole("draft_tokens", draft_tokens)
     if draft_tokens < 1:
         raise RequestError("nothing to propose", found=f"{draft_tokens} draft tokens", expected="at least 1")
@@ -56,7 +53,9 @@ def speculate(
         raise RequestError(
             "the draft model has another vocabulary", found=draft.config.vocab_size, expected=model.config.vocab_size
         )
-    length = requests[0].length
+    prompt = prompt_ids(ids)
+    request, _ = (checked_request(one.config, prompt, max_new_tokens, sampling) for one in (model, draft))
+    params, length = agreed(request.sampling, model.group), request.length
     return _tokens(_Reader(model, length), _Reader(draft, length), prompt, length, draft_tokens, params)
 
 
