@@ -383,7 +383,7 @@ def test_spelled_out_special_tokens_are_text_unless_asked_for(kind: str, tokeniz
 def test_special_tokens_are_spelled_out_when_asked_for(
     kind: str, exported: bool, tokenizers: dict[str, Tokenizer]
 ) -> None:
-    tokenizer = tokenizers[f"{kind} exported" if exported else kind]
+    tokenizer = tokenizers[f"{kind}-json" if exported else kind]
     ids = [*tokenizer.encode("hi"), tokenizer.eos_ids[0]]
     assert tokenizer.decode(ids) == "hi"
     spelled = {"tiktoken": "<|begin_of_text|>hi<|end_of_text|>", "sentencepiece": "<s> hi</s>" if exported else "hi"}
