@@ -11,6 +11,7 @@ from pathlib import Path
 
 import forked
 import pytest
+import torch
 
 import quantkit
 
@@ -52,11 +53,18 @@ def test_a_conversation(int4: Path) -> None:
 
 
 def test_a_choice_by_log_probabilities(demo_model: Path) -> None:
-    *scores, best = _run("multiple_choice.py", demo_model).splitlines()
-    values = {line.split(" byte ")[1].strip(): float(line.split()[0]) for line in scores}
-    assert len(values) == 3
-    assert all(value < 0 for value in values.values())
-    assert best == f"best: {max(values, key=lambda one: values[one])}"
+    *lines, best = _run("multiple_choice.py", demo_model).splitlines()
+    scores = {choice: float(score) for score, choice in (line.split(" nats a byte ") for line in lines)}
+    model, tokenizer = quantkit.load(demo_model)
+    start = len(tokenizer.encode("The capital of France is"))
+    for choice, score in scores.items():
+        ids = tokenizer.encode(f"The capital of France is{choice}")
+        with torch.inference_mode():
+            told = model(torch.tensor([ids]), torch.arange(len(ids)))[0].float().log_softmax(-1)
+        expected = sum(float(told[at - 1, ids[at]]) for at in range(start, len(ids)))
+        assert score == pytest.approx(expected / len(choice), abs=0.02)
+    assert len(scores) == 3
+    assert best == f"best: {max(scores, key=lambda one: scores[one]).strip()}"
 
 
 def test_transformers_says_what_quantkit_says(int4: Path) -> None:
