@@ -171,7 +171,7 @@ def checked_request(
 
 def _checked_sampling(config: ModelConfig, sampling: SamplingOptions) -> SamplingParams:
     unknown = set(sampling) - set(SamplingOptions.__annotations__)
-    if beams := unknown & {"num_beams", "beams", "beam_size", "beam_width", "best_of"}:
+    if beams := unknown & {"num_beams", "beams", "beam_size", "beam_width", "best_of", "use_beam_search"}:
         raise RequestError("beam search is not supported", found=min(beams), hint="draw several samples with `n`")
     if unknown:
         raise TypeError(f"unexpected keyword argument '{min(unknown)}'")
