@@ -20,7 +20,7 @@ from quantkit.errors import RequestError
 from quantkit.memory import enough_memory
 from quantkit.runtime.engine import bucket as power_of_two
 from quantkit.runtime.generation import Continuation
-from quantkit.runtime.request import Request
+from quantkit.runtime.request import Request, checked_length
 from quantkit.runtime.sampling import TokenLogprobs
 from quantkit.runtime.sampling_params import SamplingParams
 from quantkit.tensors.finite import nonfinite_logits
@@ -125,10 +125,12 @@ class XlaBatch:
     def require(self, request: Request) -> None:
         """
         Raises:
-            RequestError: if it asks for what there is no program for.
+            RequestError: if it asks for what there is no program for, or for more than the trained context.
         """
         if request.echo and request.logprobs is not None:
             raise RequestError("log-probabilities of prompts are not given through XLA", hint="leave out `echo`")
+        config = self._model.config
+        checked_length(config, request.prompt, request.max_new_tokens, config.max_context)
 
     def add(self, request: Request) -> list[Continuation]:
         """Take up a request; its continuations."""
