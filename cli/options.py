@@ -65,6 +65,9 @@ dtype = click.option(
 compiled = click.option(
     "--compile/--eager", "compiled", default=None, help="Through torch.compile or not; by default on GPUs only."
 )
+int8_cache = click.option(
+    "--int8-cache", is_flag=True, help="Keep keys and values in 8 bits; see docs/kernels.md for the cost."
+)
 data = click.option(
     "--json", "data", metavar="PATH", shell_complete=complete_files,
     help="Write everything found as JSON; - is stdout.",

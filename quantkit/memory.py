@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,9 +33,38 @@ def resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+def peak_bytes() -> int:
+    """The most that this process has held in memory, since `reset_peak` where that has worked."""
+    most = _listed("/proc/self/status", "VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return max(most, resident_bytes())
+
+
+def reset_peak() -> bool:
+    """Let `peak_bytes` begin again; whether the system can."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
 def total_bytes() -> int:
     """The machine's memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def available_bytes() -> int:
+    """What of the machine's memory is free, or can be made so; all of it where the system does not tell."""
+    return _listed("/proc/meminfo", "MemAvailable") or total_bytes()
+
+
+def _listed(path: str, name: str) -> int | None:
+    """Bytes that a file of the system lists under a name."""
+    try:
+        found = re.search(rf"^{name}:\s+(\d+) kB$", Path(path).read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return None if found is None else int(found[1]) * 1024
 
 
 @contextmanager
