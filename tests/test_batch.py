@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import forked
 import oracle
 import pytest
 import torch
@@ -17,6 +19,7 @@ from test_architectures import ROPES
 from torch import Tensor
 
 import quantkit
+from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import NonFiniteError, RequestError
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.decoder import Decoder
@@ -51,8 +54,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
-def _model(folder: Path, backend: str | None = None) -> Decoder:
-    model = load_model(folder, dtype=torch.float32, backend=backend)
+def _model(folder: Path | str, backend: str | None = None, group: ProcessGroup = SINGLE) -> Decoder:
+    model = load_model(Path(folder), device="cpu", dtype=torch.float32, backend=backend, group=group)
     model.config = replace(model.config, eos_token_ids=())
     return model
 
@@ -84,6 +87,42 @@ def test_each_sequence_has_the_bits_of_itself_alone(
     for slots in (3, 16):
         assert together(Engine(model, 430, slots=slots, cache_dtype=cached), requests) == expected
     assert len({tuple(one.token_ids) for one in expected}) == len(expected)
+
+
+_SHARED = """
+import sys, torch
+from dataclasses import replace
+from test_batch import _model, _staggered
+from quantkit.distributed.group import joined
+from rows import alone, together
+from quantkit.runtime.engine import Engine
+torch.set_num_threads(1)
+with joined("cpu") as group:
+    for folder in sys.argv[1:]:
+        model = _model(folder, "cpu-exact", group)
+        assert model.ops.ragged and model.config.num_kv_heads == 1
+        requests = _staggered(logprobs=1)
+        expected = [replace(alone(model, one)[0], prompt=at) for at, one in enumerate(requests)]
+        assert together(Engine(model, 430, slots=5), requests) == expected
+        print([one.token_ids for one in expected])
+"""
+
+
+def test_each_sequence_has_the_bits_of_itself_alone_in_two_processes(tmp_path: Path) -> None:
+    model = oracle.make("llama", intermediate_size=128, max_position_embeddings=CONTEXT, num_hidden_layers=1)
+    oracle.save(model, tmp_path / "model")
+    folders = [tmp_path / scheme for scheme in ("int8", "int4-g32")]
+    for folder in folders:
+        quantkit.quantize(tmp_path / "model", folder, folder.name, accept_quality_loss=True)
+    first, second = forked.group(2, _SHARED, *folders)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert first.stdout == second.stdout
+    for line, folder in zip(first.stdout.splitlines(), folders, strict=True):
+        own = _model(folder, "cpu-exact")
+        for tokens, request in zip(json.loads(line), _staggered(logprobs=2), strict=True):
+            right = alone(own, request)[0]
+            shared = replace(right, token_ids=tokens)
+            assert require_same(shared, right, NEAR) > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
