@@ -89,8 +89,8 @@ _SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "bench": {
         "Random weights": ("synthetic", "quantized", "head"),
-        "What is measured": ("prompt_lengths", "batches", "runs"),
-        _RUN: ("threads", "backend", "compiled", "device"),
+        "What is measured": ("prompt_lengths", "batches", "contexts", "runs", "price_per_hour"),
+        _RUN: ("threads", "backend", "compiled", "device", "int8_cache"),
         _OUTPUT: ("table", "data", "plot"),
     },
 }

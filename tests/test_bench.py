@@ -21,6 +21,8 @@ from quantkit.distributed.group import SINGLE
 from quantkit.errors import RequestError
 from quantkit.evals import bench_report, timing
 from quantkit.evals.bench import Bench, Job, _measure, bench, require_room
+from quantkit.evals.bench_plot import picture
+from quantkit.evals.contexts import AtContext
 from quantkit.evals.synthetic import synthetic
 from quantkit.evals.table import render
 from quantkit.evals.timing import OtherProcesses, Rate, rate
@@ -32,8 +34,13 @@ from quantkit.tensors.qtensor import QuantTensor
 RATE = Rate(10.0, 9.0, 11.0)
 FOUND = Bench(
     "a", True, ["cpu-exact"], "bfloat16", "cpu", 2, 2, 0.1, 1.0, (0.2, 0.1), {16: RATE}, {1: RATE}, None, 10**9, 2e10,
-    10**9,
+    10**9, "bfloat16", 11 * 10**8,
 )  # fmt: skip
+AT = AtContext(1024, 1, 100.0, Rate(20.0, 19.0, 21.0), 24 * 10**6, 13 * 10**8)
+LONG = replace(
+    FOUND,
+    at_contexts=[AT, replace(AT, batch=4, together=Rate(60.0, 60.0, 60.0), cache_bytes=96 * 10**6, peak_bytes=None)],
+)
 
 
 # What is measured
@@ -241,7 +248,7 @@ def test_folders_of_one_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("measured", [{}, {"decode": {}}, {"prefill": {}}])
 def test_a_picture_has_a_panel_for_each_kind(measured: dict[str, Any]) -> None:
-    drawn = bench_report.picture([replace(FOUND, **measured), replace(FOUND, name="b" * 60, **measured)], "svg")
+    drawn = picture([replace(FOUND, **measured), replace(FOUND, name="b" * 60, **measured)], "svg")
     assert drawn.startswith(b"<?xml")
 
 

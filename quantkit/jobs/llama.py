@@ -56,8 +56,7 @@ class Llama:
 
     Arguments and results are those of Meta's class, on any checkpoint that quantkit reads: original shards,
     Hugging Face folders, quantized or not. Under ``torchrun`` the processes share the model, however many shards it
-    has on disk, and each is given the results. Two things differ: draws come from generators of quantkit's own, and
-    the first process does not silence the others.
+    has on disk, and each is given the results. docs/generation.md says what little differs.
 
     Attributes:
         model, tokenizer: as `quantkit.load` gives them.
@@ -80,7 +79,7 @@ class Llama:
         model_parallel_size: int | None = None,
         seed: int = 1,
         *,
-        device: str | None = None,
+        device: str | torch.device | None = None,
         dtype: FloatName | torch.dtype | None = None,
         backend: BackendName | None = None,
     ) -> Llama:

@@ -114,7 +114,7 @@ def generate_batch(
         require_tokenizer(tokenizer)
     engine = model if isinstance(model, Engine) else None
     config = model.model.config if isinstance(model, Engine) else model.config
-    room = config if engine is None else replace(config, max_context=engine.length)
+    most = config.max_context if isinstance(model, BatchModel) else config.reach if engine is None else engine.length
     stops, told, slots = checked_stop(stop, tokenizer), heard(progress), _checked_batch_size(batch_size)
     asked = checked_request(config, [0], max_new_tokens, sampling, samples=n, logprobs=logprobs, echo=echo)
     if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
@@ -124,7 +124,7 @@ def generate_batch(
         with _about_prompt(number):
             ids = _ids(prompt, tokenizer, specials)
             if truncate and ids:
-                ids = shortened(room, ids, asked.max_new_tokens)
+                ids = shortened(ids, most, asked.max_new_tokens, config.bos_token_id)
             length = checked_length(config, ids, asked.max_new_tokens)
             if engine is not None:
                 engine.require_length(length)

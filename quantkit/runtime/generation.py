@@ -12,6 +12,7 @@ from quantkit.runtime.completion import FinishReason, Logprobs
 from quantkit.runtime.request import Request
 from quantkit.runtime.sampling import TokenLogprobs, agreed, generator_of, sample, token_logprobs
 from quantkit.runtime.sampling_params import SamplingParams
+from quantkit.tensors.finite import finite_logits
 
 _GREEDY = SamplingParams()
 
@@ -107,12 +108,17 @@ class Generation(Continuation):
         return token
 
     def note_prompt(self, logits: Tensor, start: int, stop: int) -> None:
-        """Take up what logits [T, V] at the positions from `start` to `stop` say of the prompt's next tokens."""
+        """Take up what logits [T, V] at the positions from `start` to `stop` say of the prompt's next tokens.
+
+        Raises:
+            NonFiniteError: if they are NaN or Inf.
+        """
         assert self.logprobs is not None and self.request.logprobs is not None
         told = self.request.prompt[start + 1 : stop + 1]
         if start == 0:
             self.logprobs.add([None], [{}])
         if told:
+            finite_logits(logits[: len(told)])
             found = token_logprobs(logits[: len(told)], torch.tensor(told, device=logits.device), self.request.logprobs)
             self.logprobs.add(*found.listed())
 
@@ -125,11 +131,13 @@ class Siblings:
         waiting: how many have not begun.
         reader: the one that reads the prompt.
         logits: what follows the prompt, [1, V], once it is read and as long as one waits.
+        echoed: the prompt's log-probabilities, where they are asked for, once it is read.
     """
 
     waiting: int
     reader: Generation | None = None
     logits: Tensor | None = None
+    echoed: Logprobs | None = None
 
     @property
     def unread(self) -> bool:

@@ -83,7 +83,9 @@ class XlaModel:
             RequestError, NonFiniteError: as there.
         """
         request = checked_request(self.config, prompt_ids(ids), max_new_tokens, sampling)
-        return _tokens(self.runner(1), request)
+        runner = self.runner(1)
+        runner.require(request)
+        return _tokens(runner, request)
 
 
 def model_on_devices(
