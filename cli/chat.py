@@ -206,6 +206,7 @@ def _questions(path: Path) -> Iterator[str]:
         except EOFError:
             return
         except KeyboardInterrupt:  # it was typed, and clears the line
+            raise_if_interrupted()  # SIGTERM was not
             if not prompts.default_buffer.text:
                 mention("Ctrl-D leaves.")
 
