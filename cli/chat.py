@@ -29,6 +29,7 @@ from quantkit.text.tokenizer import load_tokenizer
 if TYPE_CHECKING:
     from quantkit.distributed.group import ProcessGroup
     from quantkit.runtime.chat_session import ChatSession
+    from quantkit.runtime.sampling_params import SamplingOptions
 
 _COMMANDS = {
     "/system": "set the system prompt to the text after it, or to none",
@@ -102,11 +103,12 @@ def _session(given: dict[str, Any], group: ProcessGroup) -> ChatSession:
         )  # fmt: skip
     length = given["context"] or min(model.config.max_context, CONTEXT)
     cache = torch.int8 if given["int8_cache"] else None
+    sampling: SamplingOptions = {**sampling_defaults(path), **options.asked_sampling(given)}
     return ChatSession(
         Engine(model, length, cache_dtype=cache, compiled=given["compiled"]), tokenizer,
         chat_format(path, tokenizer, given["template"]), system=given["system"],
         max_new_tokens=given["max_new_tokens"], stop=given["stop"],
-        **{**sampling_defaults(path), **options.asked_sampling(given)},
+        **sampling,
     )  # fmt: skip
 
 
@@ -204,6 +206,7 @@ def _questions(path: Path) -> Iterator[str]:
         except EOFError:
             return
         except KeyboardInterrupt:  # it was typed, and clears the line
+            raise_if_interrupted()  # SIGTERM was not
             if not prompts.default_buffer.text:
                 mention("Ctrl-D leaves.")
 

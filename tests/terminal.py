@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -34,6 +35,10 @@ class Terminal:
     def type(self, keys: str) -> None:
         """Press keys; a return is ``\\r``, Ctrl-C ``\\x03``."""
         os.write(self._ours, keys.encode())
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send the command a signal."""
+        self._process.send_signal(number)
 
     def wait_for(self, text: str) -> str:
         """What has come since the last time, up to a text that has to come."""

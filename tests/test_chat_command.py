@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -154,6 +155,15 @@ def test_ctrl_c_ends_an_answer_and_not_the_program(demo_model: Path, tmp_path: P
     code, got = terminal.end()
     assert code == 0
     assert "Traceback" not in got
+
+
+def test_sigterm_ends_the_program_at_its_prompt(demo_model: Path, tmp_path: Path) -> None:
+    terminal = Terminal(sys.executable, "-m", "quantkit.cli", "chat", demo_model, "--template", "llama2", cwd=tmp_path)
+    terminal.wait_for(READY)
+    terminal.signal(signal.SIGTERM)
+    code, got = terminal.end()
+    assert code == 143
+    assert got.endswith("quantkit: interrupted\r\n")
 
 
 def test_what_else_is_typed(demo_model: Path, tmp_path: Path) -> None:
