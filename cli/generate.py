@@ -20,7 +20,7 @@ from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
 from quantkit.formats.detect import is_model_folder
 from quantkit.runtime.request import checked_count
-from quantkit.runtime.sampling_params import SamplingParams
+from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
 from quantkit.tensors.dtypes import FloatName
 
 if TYPE_CHECKING:
@@ -43,8 +43,11 @@ class Asked:
     prompt: str | None
     prompt_file: str | None
     max_new_tokens: int
-    temperature: float
-    top_p: float
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
     seed: int | None
     dtype: FloatName | None
     backend: str | None
@@ -56,12 +59,12 @@ class Asked:
     draft: Path | None
     draft_tokens: int | None
     weights: WeightKind | None
+    stop: tuple[str, ...] = ()
 
     def sampling(self) -> dict[str, Any]:
-        return {
-            "max_new_tokens": self.max_new_tokens, "temperature": self.temperature, "top_p": self.top_p,
-            "seed": self.seed,
-        }  # fmt: skip
+        """What was said of how tokens are drawn."""
+        said = {name: getattr(self, name) for name in SamplingOptions.__annotations__ if hasattr(self, name)}
+        return {name: value for name, value in said.items() if value is not None}
 
     def require_sense(self) -> None:
         """
@@ -82,13 +85,15 @@ class Asked:
         for wrong, problem in (
             (xla and (steps or drafts or self.draft_tokens is not None or self.device is not None),
              "--device, --int8-cache, --compile, --eager and --draft do not go with --backend xla"),
+            (xla and not self.sampling().keys() <= {"temperature", "top_p", "seed"},
+             "--top-k, --min-p and --repetition-penalty do not go with --backend xla yet"),
             (not xla and (self.tp is not None or self.multi_host), "--tp and --multi-host go with --backend xla"),
             (not drafts and self.draft_tokens is not None, "--draft-tokens goes with --draft"),
             (drafts and (self.int8_cache or self.compiled), "--draft goes with neither --int8-cache nor --compile"),
         ):  # fmt: skip
             if wrong:
                 raise RequestError(problem)
-        SamplingParams(self.temperature, self.top_p, self.seed)
+        SamplingParams(**self.sampling())
         checked_count(self.max_new_tokens)
         if self.text is not None and not self.path.exists() and is_model_folder(Path(self.text)):
             raise RequestError(
@@ -144,16 +149,13 @@ class _WithPrompt(Command):
     "--prompt-file", metavar="FILE", shell_complete=options.complete_files,
     help="Instead of PROMPT: a file to read it from; - is stdin.",
 )  # fmt: skip
-@click.option("--max-new-tokens", type=int, default=100, show_default=True, help="Tokens to generate at most.")
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token.")
-@click.option("--top-p", type=float, default=1.0, show_default=True, help="Nucleus of probability to draw from.")
-@click.option("--seed", type=int, help="Of the draw; unpredictable by default.")
+@options.sampling(100)
 @options.dtype
 @options.backend("xla", more=" xla runs the whole model on TPUs; see docs/parallel.md.")
 @options.device
 @click.option("--tp", type=int, help="With xla: devices that share the model; all by default.")
 @click.option("--multi-host", is_flag=True, help="With xla: the devices of all hosts, this command run on each.")
-@click.option("--int8-cache", is_flag=True, help="Keep keys and values in 8 bits; see docs/kernels.md for the cost.")
+@options.int8_cache
 @options.compiled
 @click.option("--draft", type=options.PATH, help="A smaller model that proposes tokens.")
 @click.option("--draft-tokens", type=int, help="Proposed at a time; 4 by default.")
@@ -213,15 +215,17 @@ def _pieces(asked: Asked, prompt: str, group: ProcessGroup) -> Iterator[str]:
     if small is None:
         cache = torch.int8 if asked.int8_cache else None
         engine = Engine(model, len(ids) + asked.max_new_tokens, cache_dtype=cache, compiled=asked.compiled)
-        tokens = job(engine, ids, **asked.sampling())
+        tokens = job(engine, ids, max_new_tokens=asked.max_new_tokens, **asked.sampling())
     else:
         if other.encode(prompt, specials=True) != ids:
             raise RequestError("the draft model reads the prompt as other tokens", path=asked.draft)
         proposed = DRAFT_TOKENS if asked.draft_tokens is None else asked.draft_tokens
-        tokens = speculate(model, small, ids, draft_tokens=proposed, **asked.sampling())
+        tokens = speculate(
+            model, small, ids, draft_tokens=proposed, max_new_tokens=asked.max_new_tokens, **asked.sampling()
+        )
     pace = Pace()
     yield prompt
-    yield from text_pieces(tokenizer, ids, pace.timed(tokens))
+    yield from text_pieces(tokenizer, ids, pace.timed(tokens), asked.stop)
     yield "\n"
     if group.first:
         _tell(pace)
@@ -240,10 +244,10 @@ def _on_devices(asked: Asked, prompt: str) -> Iterator[str]:
         )  # fmt: skip
     ids = text_ids(tokenizer, prompt, specials=True)
     pace = Pace(at_once=model.tokens_at_once)
-    tokens = pace.timed(model.generate(ids, **asked.sampling()))
+    tokens = pace.timed(model.generate(ids, max_new_tokens=asked.max_new_tokens, **asked.sampling()))
     shown = prompt if model.first else ""
     yield shown
-    for piece in text_pieces(tokenizer, ids, tokens):
+    for piece in text_pieces(tokenizer, ids, tokens, asked.stop):
         yield piece if model.first else ""
     yield "\n" if model.first else ""
     if model.first:

@@ -45,9 +45,12 @@ _SCHEMES = "Schemes"
 _CALIBRATION = "Calibration, with --method gptq"
 _RUN = "How it runs"
 
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+"""The options of `options.sampling`."""
+
 _SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "convert": {
-        "Target": ("to", "mp", "dtype"),
+        "Target": ("to", "mp", "dtype", "template"),
         _CHECKS: ("source_check", "allow_nonfinite"),
         _OUTPUT: ("resume", "data"),
     },
@@ -57,7 +60,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         _CALIBRATION: ("calibration", "samples", "length", "seed", "thorough", "activation_memory", "device"),
         _CHECKS: ("source_check", "allow_nonfinite", "accept_quality_loss"),
         "Model card": ("base_model", "license"),
-        _OUTPUT: ("resume", "data"),
+        _OUTPUT: ("template", "resume", "data"),
     },
     "eval": {
         "What is measured": ("texts", "against", "window", "cache_logits", "tasks", "task_data", "speed"),
@@ -66,9 +69,23 @@ _SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "generate": {
         "Prompt": ("prompt", "prompt_file"),
-        "Sampling": ("max_new_tokens", "temperature", "top_p", "seed"),
+        "Sampling": ("max_new_tokens", *SAMPLING),
         "Speculative decoding": ("draft", "draft_tokens"),
         _RUN: ("dtype", "backend", "device", "compiled", "int8_cache", "tp", "multi_host"),
+    },
+    "chat": {
+        "Conversation": ("template", "system", "context"),
+        "Sampling": (
+            "max_new_tokens",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "seed",
+            "stop",
+        ),
+        _RUN: ("dtype", "backend", "device", "compiled", "int8_cache"),
     },
     "bench": {
         "Random weights": ("synthetic", "quantized", "head"),

@@ -42,7 +42,7 @@ from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.json_values import shown
 from quantkit.memory import enough_memory, total_bytes
-from quantkit.model.cache import position_bytes
+from quantkit.model.cache import cache_bytes
 from quantkit.model.decoder import Decoder
 from quantkit.model.device import usable_device
 from quantkit.model.load import load_model
@@ -217,7 +217,7 @@ def require_room(job: Job) -> None:
         )  # fmt: skip
     together = max(job.batches, default=0) * (PROMPT + NEW), min(job.batches, default=0) * shortest
     positions = max((*job.prompts, *together))
-    cache = positions * position_bytes(config, torch.int8)  # the least that they take up
+    cache = cache_bytes(config, 1, positions, torch.int8)  # the least that they take up
     if cache > (memory := total_bytes()):
         raise RequestError(
             "keys and values of so many tokens do not fit in memory", path=job.path,

@@ -12,7 +12,7 @@ from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import RequestError
 from quantkit.evals.timing import PROMPT, Decoding, Rate, rate
 from quantkit.memory import available_bytes, enough_memory, give_back, peak_bytes, reset_peak, size_text
-from quantkit.model.cache import position_bytes
+from quantkit.model.cache import cache_bytes
 from quantkit.model.decoder import Decoder
 
 NEW = 16  # tokens of each sequence that are decoded in a run: the last of its context
@@ -132,7 +132,7 @@ def most_bytes(device: torch.device) -> int:
 def _too_large(model: Decoder, row: Row, cache_dtype: torch.dtype, processes: int) -> str | None:
     """Why a row cannot be measured in the memory that is free now; None if it can."""
     device = model.device
-    needed = row.context * row.batch * position_bytes(model.config, cache_dtype)
+    needed = cache_bytes(model.config, row.batch, row.context, cache_dtype)
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(device)[0]

@@ -81,7 +81,8 @@ def writing(work: Work, dst: Path, *, resume: bool, source_check: bool, progress
         dst, work.encoder, work.fingerprint(), work.side_files, needed_bytes=needed, resume=resume,
         progress=progress,
     ) as writer:  # fmt: skip
-        hashes = manifest.SourceHashes([*work.source.files(), *tokenizer_files(work.source.path)])
+        folder = work.source.path
+        hashes = manifest.SourceHashes([*work.source.files(), *tokenizer_files(folder)], folder)
         checked: SourceCheck | str = "skipped as asked"
         if source_check:
             checked = _checked(work, progress)

@@ -46,9 +46,9 @@ class KVCache:
         return self.keys[layer], self.values[layer]
 
 
-def position_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """What one position of a slot takes up, in all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * _width(config, dtype) * dtype.itemsize
+def cache_bytes(config: ModelConfig, slots: int, length: int, dtype: torch.dtype) -> int:
+    """What a cache takes."""
+    return 2 * config.num_layers * slots * config.num_kv_heads * length * _width(config, dtype) * dtype.itemsize
 
 
 def _width(config: ModelConfig, dtype: torch.dtype) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.arguments import as_texts, as_whole, require_instance, token_rows
+from quantkit.arguments import as_texts, as_whole, require_instance, token_rows, wrong_type
 from quantkit.errors import RequestError
 from quantkit.json_values import shown
 from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
@@ -68,6 +68,16 @@ def require_model(name: str, model: object, kinds: type | tuple[type, ...]) -> N
     require_instance(name, model, kinds, "a model; model, tokenizer = quantkit.load(path) gives one")
 
 
+def require_tokenizer(tokenizer: object) -> None:
+    """Check for one that can be used.
+
+    Raises:
+        RequestError: for a path, or anything else.
+    """
+    if not hasattr(tokenizer, "vocab_size"):
+        raise wrong_type("tokenizer", tokenizer, "the one that quantkit.load(path) gives")
+
+
 def prompt_ids(prompt: TokenIds) -> list[int]:
     """The ids of a prompt, whatever holds them.
 
@@ -125,12 +135,12 @@ def text_ids(tokenizer: Tokenizer, text: str, *, specials: bool) -> list[int]:
     return tokenizer.encode(text, specials=specials)
 
 
-def shortened(config: ModelConfig, ids: list[int], max_new_tokens: int) -> list[int]:
-    """The end of a prompt that is too long for a model's context together with what is to come; a BOS stays."""
-    room = max(1, config.max_context - max_new_tokens)
+def shortened(ids: list[int], most: int, max_new_tokens: int, bos: int | None) -> list[int]:
+    """The end of a prompt that is too long together with what is to come; a BOS stays."""
+    room = max(1, most - max_new_tokens)
     if len(ids) <= room:
         return ids
-    begins = ids[:1] if ids[0] == config.bos_token_id and room > 1 else []
+    begins = ids[:1] if ids[0] == bos and room > 1 else []
     return [*begins, *ids[len(ids) - room + len(begins) :]]
 
 
@@ -161,7 +171,7 @@ def checked_request(
 
 def _checked_sampling(config: ModelConfig, sampling: SamplingOptions) -> SamplingParams:
     unknown = set(sampling) - set(SamplingOptions.__annotations__)
-    if beams := unknown & {"num_beams", "beams", "beam_size", "beam_width", "best_of"}:
+    if beams := unknown & {"num_beams", "beams", "beam_size", "beam_width", "best_of", "use_beam_search"}:
         raise RequestError("beam search is not supported", found=min(beams), hint="draw several samples with `n`")
     if unknown:
         raise TypeError(f"unexpected keyword argument '{min(unknown)}'")
@@ -174,8 +184,11 @@ def _checked_sampling(config: ModelConfig, sampling: SamplingOptions) -> Samplin
     return params
 
 
-def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int) -> int:
+def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int, most: int | None = None) -> int:
     """Tokens of a prompt and its continuation together.
+
+    Args:
+        most: tokens that there can be; None is as many as the model reaches.
 
     Raises:
         RequestError: if the prompt is empty, holds unknown ids, or does not fit the model's context
@@ -188,10 +201,11 @@ def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int)
             "the prompt holds token ids outside the vocabulary", expected=f"0 to {config.vocab_size - 1}"
         )
     length = len(ids) + max_new_tokens
-    if length > config.max_context:
-        room, wanted = config.max_context - len(ids), min(max_new_tokens, _WORTH_HAVING)
+    most = config.reach if most is None else most
+    if length > most:
+        room, wanted = most - len(ids), min(max_new_tokens, _WORTH_HAVING)
         raise RequestError(
-            "prompt and new tokens exceed the model's context", found=length, expected=f"at most {config.max_context}",
+            "prompt and new tokens exceed the model's context", found=length, expected=f"at most {most}",
             hint="give a shorter prompt" if room < wanted else "ask for fewer with `max_new_tokens`",
         )  # fmt: skip
     return length
