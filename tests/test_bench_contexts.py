@@ -26,7 +26,7 @@ from quantkit.evals.synthetic import synthetic
 from quantkit.evals.table import render
 from quantkit.evals.timing import PROMPT, Decoding, Rate
 from quantkit.memory import peak_bytes, reset_peak
-from quantkit.model.cache import KVCache, position_bytes
+from quantkit.model.cache import KVCache, cache_bytes
 from quantkit.model.load import load_model
 from quantkit.runtime.engine import Engine
 
@@ -72,7 +72,7 @@ def test_each_context_is_measured_with_each_batch(demo_model: Path, tmp_path: Pa
         assert 0 < together["least"] <= together["median"] <= together["most"]
         assert row["each"] == pytest.approx(together["median"] / row["batch"])
         assert row["cost_of_thousand_tokens"] == pytest.approx(2 / together["median"])
-        assert row["cache_bytes"] == row["context"] * row["batch"] * position_bytes(config, torch.bfloat16)
+        assert row["cache_bytes"] == cache_bytes(config, row["batch"], row["context"], torch.bfloat16)
         assert found["loaded_bytes"] < row["peak_bytes"] <= found["peak_bytes"]
     assert set(found["prefill_at_contexts"]) == {"64", "300"}
     assert set(found["cost_of_thousand_tokens"]) == {"prefill", "decode", "prefill_at_contexts"}
@@ -91,16 +91,16 @@ def test_a_cache_in_8_bits_is_smaller(demo_model: Path) -> None:
     (found,) = bench([_job(demo_model, contexts=(64,), int8_cache=True)])
     config = load_model(demo_model).config
     assert (found.dtype, found.cache_dtype) == ("bfloat16", "int8")
-    assert [one.cache_bytes for one in found.at_contexts] == [64 * position_bytes(config, torch.int8)]
+    assert [one.cache_bytes for one in found.at_contexts] == [cache_bytes(config, 1, 64, torch.int8)]
     assert bench_report.tables([found])[2].rows[0][4] == "bfloat16, cache int8"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
-def test_what_a_position_takes_up_is_what_a_cache_does(dtype: torch.dtype) -> None:
+def test_what_a_cache_takes_is_known_before(dtype: torch.dtype) -> None:
     config = synthetic("llama-160m", None).config
     cache = KVCache(config, 3, 5, dtype, "cpu")
     whole = sum(stored.nbytes for stored in (*cache.keys, *cache.values))
-    assert whole == 15 * position_bytes(config, dtype)
+    assert whole == cache_bytes(config, 3, 5, dtype)
 
 
 def test_the_last_tokens_of_a_context_are_decoded_after_its_prompt(
@@ -147,14 +147,14 @@ def test_the_peak_of_memory_begins_again() -> None:
 
 @pytest.mark.usefixtures("in_this_process")
 def test_what_does_not_fit_in_memory_is_left_out(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    position = position_bytes(load_model(demo_model).config, torch.bfloat16)
-    monkeypatch.setattr(contexts, "available_bytes", lambda: 2 * 64 * position + contexts._SPARE_BYTES)
+    enough = cache_bytes(load_model(demo_model).config, 2, 64, torch.bfloat16) + contexts._SPARE_BYTES
+    monkeypatch.setattr(contexts, "free_bytes", lambda _: enough)
     (found,) = bench([_job(demo_model, contexts=(64, 128), batches=(1, 2))])
     assert [(one.context, one.batch) for one in found.at_contexts] == [(64, 1), (64, 2), (128, 1)]
     (line,) = found.left_out
     assert line == "context 128 of 2 sequences: keys and values take 262 kB, and 256 MB of memory are free"
     assert bench_report.notes([found])[-1] == f"mini-en is not measured at {line}"
-    monkeypatch.setattr(contexts, "available_bytes", lambda: 0)
+    monkeypatch.setattr(contexts, "free_bytes", lambda _: 0)
     with pytest.raises(RequestError, match="no context could be measured: context 64 of 1 sequence: keys and values"):
         bench([_job(demo_model, contexts=(64,))])
 

@@ -22,7 +22,7 @@ import quantkit
 from quantkit.data.files import excerpt
 from quantkit.distributed.group import SINGLE
 from quantkit.evals.evaluate import evaluate
-from quantkit.model.cache import position_bytes
+from quantkit.model.cache import cache_bytes
 from quantkit.model.decoder import Decoder
 
 ODD: dict[str, Any] = {
@@ -233,7 +233,7 @@ def test_bench_measures_a_shared_model(folders: dict[str, Path], tmp_path: Path)
     own = sum(tensor.nbytes for tensor in (*whole.parameters(), *whole.buffers())) - embedding
     assert found["weight_bytes"] == pytest.approx(own / 2, rel=0.05)
     (row,) = found["at_contexts"]
-    assert row["cache_bytes"] < 48 * 2 * position_bytes(whole.config, torch.float32)  # those of its own heads
+    assert row["cache_bytes"] < cache_bytes(whole.config, 2, 48, torch.float32)  # those of its own heads
 
 
 def _told(stderr: str) -> list[str]:
