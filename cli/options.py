@@ -163,6 +163,19 @@ def asked_sampling(given: Mapping[str, Any]) -> SamplingOptions:
     return options
 
 
+def token_bias(text: str) -> tuple[int, float]:
+    """The type of options that add to the logits of a token: ``1234=-100``.
+
+    Raises:
+        RequestError: for anything else.
+    """
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise RequestError("no bias of a token", found=shown(text), expected="ID=NUMBER, such as 1234=-100") from None
+
+
 def backend(*others: str, more: str = "") -> Callable[[Function], Function]:
     """The option for kernels.
 
@@ -177,29 +190,6 @@ def backend(*others: str, more: str = "") -> Callable[[Function], Function]:
 def plot(what: str) -> Callable[[Function], Function]:
     """The option for a picture of something."""
     return click.option("--plot", type=PATH, help=f"Draw {what}: a .png, .pdf or .svg file.")
-
-
-def sampling(default: str) -> Callable[[Function], Function]:
-    """The options for how tokens are drawn; None where nothing was said.
-
-    Args:
-        default: what is done then, for the help.
-    """
-    named = (
-        ("--temperature", float, f"0 takes the likeliest token; {default}."),
-        ("--top-p", float, "Draw from the likeliest tokens that together exceed this probability."),
-        ("--top-k", int, "Draw from so many of the likeliest tokens; 0 is all."),
-        ("--min-p", float, "Draw from tokens with at least this share of the likeliest one's probability."),
-        ("--repetition-penalty", float, "Above 1, tokens that the text holds already become less likely."),
-        ("--seed", int, "Of the draw; unpredictable by default."),
-    )
-
-    def add(command: Function) -> Function:
-        for name, kind, about in reversed(named):
-            command = click.option(name, type=kind, help=about)(command)
-        return command
-
-    return add
 
 
 class BareJson(Command):

@@ -162,6 +162,7 @@ def generate_file(
     Example:
         >>> print(*quantkit.generate_file("model-int4", "prompts.jsonl", "answers.jsonl", max_new_tokens=50).lines())
     """
+    runtime = runtime or Runtime()
     options = {
         "max_new_tokens": max_new_tokens, "stop": stop, "n": n, "logprobs": logprobs, "echo": echo, **sampling
     }  # fmt: skip
