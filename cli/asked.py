@@ -52,7 +52,7 @@ class Asked:
     n: int
     logit_bias: tuple[tuple[int, float], ...]
     dtype: FloatName | None
-    backend: str | None
+    backend: Any  # a name, as click has seen
     device: str | None
     tp: int | None
     multi_host: bool
@@ -68,6 +68,11 @@ class Asked:
     def batch_size(self) -> int:
         """Sequences that run together at most."""
         return BATCH_SIZE if self.batch is None else self.batch
+
+    @property
+    def slots(self) -> int:
+        """Samples of one prompt that run together."""
+        return min(self.n, BATCH_SIZE)
 
     def sampling(self) -> dict[str, Any]:
         """What was said of how tokens are drawn."""
@@ -119,8 +124,7 @@ class Asked:
         for wrong, problem in (
             (xla and (steps or drafts or self.draft_tokens is not None or self.device is not None),
              "--device, --int8-cache, --compile, --eager, --warmup and --draft do not go with --backend xla"),
-            (xla and (many or self.n > 1 or not self.sampling().keys() <= {"temperature", "top_p", "seed"}),
-             "--prompts, --n, --top-k, --min-p, --repetition-penalty and --logit-bias do not go with --backend xla"),
+            (many and self.multi_host, "--multi-host goes with one prompt, not with --prompts"),
             (not xla and (self.tp is not None or self.multi_host), "--tp and --multi-host go with --backend xla"),
             (not drafts and self.draft_tokens is not None, "--draft-tokens goes with --draft"),
             (drafts and (self.int8_cache or self.compiled or self.warmup or self.n > 1),

@@ -84,10 +84,6 @@ def generate(**given: Any) -> None:
     the model.
     """
     asked = Asked(**given)
-    if asked.backend == "xla":
-        asked.require_sense()
-        one_prompt.say_on_devices(asked)
-        return
     job = None
 
     def check() -> None:
@@ -98,9 +94,13 @@ def generate(**given: Any) -> None:
             if os.environ.get("RANK", "0") == "0":
                 job.prepare()
 
+    if asked.backend == "xla" and asked.prompts is None:
+        asked.require_sense()
+        one_prompt.say_on_devices(asked)
+        return
     alike = {name: value for name, value in given.items() if name not in _OF_FIRST}
     with together(alike, asked.device, check=check) as group:
         if job is not None:
-            many_prompts.run(job, asked, group)
+            many_prompts.run(job, group)
         else:
             one_prompt.say(asked, group)

@@ -82,6 +82,20 @@ _SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "Speculative decoding": ("draft", "draft_tokens"),
         _RUN: ("dtype", "backend", "device", "compiled", "warmup", "int8_cache", "tp", "multi_host", "stats"),
     },
+    "chat": {
+        "Conversation": ("template", "system", "context"),
+        "Sampling": (
+            "max_new_tokens",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "seed",
+            "stop",
+        ),
+        _RUN: ("dtype", "backend", "device", "compiled", "int8_cache"),
+    },
     "bench": {
         "Random weights": ("synthetic", "quantized", "head"),
         "What is measured": ("prompt_lengths", "batches", "runs"),

@@ -28,26 +28,23 @@ def job_of(asked: Asked) -> FileJob:
     """
     assert asked.prompts is not None and asked.output is not None
     output = Path(asked.output)
+    runtime = Runtime(
+        device=asked.device, dtype=asked.dtype, backend=asked.backend, devices=asked.tp, weights=asked.weights,
+        int8_cache=asked.int8_cache, compiled=asked.compiled, warm_up=asked.warmup,
+    )  # fmt: skip
     return FileJob(
-        asked.path, asked.prompts, _show if asked.output == STDIN else output, asked.options(),
+        asked.path, asked.prompts, _show if asked.output == STDIN else output, asked.options(), runtime,
         template=asked.template, truncate=asked.truncate, batch_size=asked.batch_size, resume=asked.resume,
-        weights=asked.weights,
     )  # fmt: skip
 
 
-def run(job: FileJob, asked: Asked, group: ProcessGroup) -> None:
+def run(job: FileJob, group: ProcessGroup) -> None:
     """Do it, with a bar and tokens a second on stderr."""
     pace = _Pace()
     with ProgressDisplay(show=group.first, beside=pace.told) as progress:
-        made = job.run(
-            Runtime(
-                device=group.device or asked.device, dtype=asked.dtype, backend=asked.backend,
-                int8_cache=asked.int8_cache, compiled=asked.compiled, warm_up=asked.warmup,
-            ),
-            tp=group, progress=progress, counted=pace.add,
-        )  # fmt: skip
+        made = job.run(tp=group, progress=progress, counted=pace.add)
     if group.first:
-        say(made.lines(), err=asked.output == STDIN)
+        say(made.lines(), err=made.output is None)
 
 
 def _show(line: Mapping[str, Any]) -> None:

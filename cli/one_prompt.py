@@ -13,6 +13,7 @@ from quantkit.cli.entry import raise_if_interrupted
 from quantkit.cli.output import mention, note
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
+from quantkit.jobs.generate_file import warmed_up
 from quantkit.runtime.request import checked_options, shortened, text_ids, with_prompt
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from quantkit.distributed.group import ProcessGroup
     from quantkit.model.decoder import Decoder
     from quantkit.runtime.engine import Engine
+    from quantkit.runtime.generate_batch import Runner
     from quantkit.runtime.stream import Pace
     from quantkit.text.tokenizer import Tokenizer
 
@@ -41,7 +43,7 @@ def say(asked: Asked, group: ProcessGroup) -> None:
     ids = _ids(asked, prompt, model.config, tokenizer)
     pace = Pace()
     if asked.n > 1:
-        pieces = _samples(asked, model, tokenizer, prompt, ids, pace)
+        pieces = _samples(asked, _engine(asked, model, len(ids)), model.config, tokenizer, prompt, ids, pace)
     else:
         tokens = pace.timed(
             _tokens(asked, model, ids) if draft is None else _proposed(asked, model, *draft, prompt, ids)
@@ -65,8 +67,12 @@ def say_on_devices(asked: Asked) -> None:
         )  # fmt: skip
     ids = _ids(asked, prompt, model.config, tokenizer)
     pace = Pace(at_once=model.tokens_at_once)
-    tokens = pace.timed(model.generate(ids, max_new_tokens=asked.max_new_tokens, **asked.sampling()))
-    _print(_whole(prompt, text_pieces(tokenizer, ids, tokens, asked.stop)), show=model.first)
+    if asked.n > 1:
+        pieces = _samples(asked, model.runner(asked.slots), model.config, tokenizer, prompt, ids, pace)
+    else:
+        tokens = pace.timed(model.generate(ids, max_new_tokens=asked.max_new_tokens, **asked.sampling()))
+        pieces = _whole(prompt, text_pieces(tokenizer, ids, tokens, asked.stop))
+    _print(pieces, show=model.first)
     if model.first:
         _tell(asked, pace, len(ids), None)
 
@@ -110,15 +116,15 @@ def _proposed(
 
 
 def _samples(
-    asked: Asked, model: Decoder, tokenizer: Tokenizer, prompt: str, ids: list[int], pace: Pace
-) -> Iterator[str]:
+    asked: Asked, engine: Engine | Runner[Any], config: ModelConfig, tokenizer: Tokenizer, prompt: str,
+    ids: list[int], pace: Pace,
+) -> Iterator[str]:  # fmt: skip
     """Several continuations, one after the other, each below a line with its number."""
     from quantkit.runtime.generate_batch import completions
 
     if not asked.temperature:
         note("without `temperature` all samples are alike")
-    request = with_prompt(model.config, checked_options(asked.max_new_tokens, asked.sampling(), samples=asked.n), ids)
-    engine = _engine(asked, model, len(ids))
+    request = with_prompt(config, checked_options(asked.max_new_tokens, asked.sampling(), samples=asked.n), ids)
     texts: dict[int, str] = {}
     told = 0
     pace.begin()
@@ -136,17 +142,12 @@ def _engine(asked: Asked, model: Decoder, prompt_tokens: int) -> Engine:
     from quantkit.runtime.engine import Engine
 
     engine = Engine(
-        model, prompt_tokens + asked.max_new_tokens, slots=min(asked.n, asked.batch_size),
+        model, prompt_tokens + asked.max_new_tokens, slots=asked.slots,
         cache_dtype=torch.int8 if asked.int8_cache else None, compiled=asked.compiled,
     )  # fmt: skip
     if asked.warmup:
         note(warmed_up(engine.warm_up()))
     return engine
-
-
-def warmed_up(steps: int) -> str:
-    """What to say of so many steps that were compiled."""
-    return f"{steps} steps are compiled" if steps else "nothing is to be compiled: the steps are eager"
 
 
 def _prompt(asked: Asked) -> str:
@@ -178,7 +179,8 @@ def _content(file: str) -> str:
 
 def _ids(asked: Asked, prompt: str, config: ModelConfig, tokenizer: Tokenizer) -> list[int]:
     ids = text_ids(tokenizer, prompt, specials=True)
-    return shortened(config, ids, asked.max_new_tokens) if asked.truncate else ids
+    most = config.max_context if asked.backend == "xla" else config.reach
+    return shortened(ids, most, asked.max_new_tokens, config.bos_token_id) if asked.truncate else ids
 
 
 def _tell(asked: Asked, pace: Pace, prompt_tokens: int, model: Decoder | None) -> None:

@@ -59,8 +59,7 @@ class Operations:
             queries' positions, [T] or [B, T], the sequences' slots [B], None for 0, 1, 2, ..., and the window. To
             [B, T, H * Dh].
         cached_attention_max_tokens: tokens T up to which it is faster than torch's attention; None is any number.
-        float_linear: ``x @ weight.T`` of few rows x with a weight of floats, in the dtype of x, whatever the weight's.
-        float_linear_max_rows: rows up to which it is faster than torch.
+        float_linear: ``x @ weight.T`` with a weight of floats, in the dtype of x, whatever the weight's.
         block: for whole decoder blocks.
         single_threaded: keeps torch's own operations, while in it, to the calling thread. Threads that torch wakes
             up look for more work for milliseconds, on processors that the kernels then lack.
@@ -69,7 +68,6 @@ class Operations:
     cached_attention: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, int | None], Tensor] | None = None
     cached_attention_max_tokens: int | None = None
     float_linear: Callable[[Tensor, Tensor], Tensor] | None = None
-    float_linear_max_rows: int = 0
     block: BlockKernel | None = None
     single_threaded: Callable[[], AbstractContextManager[None]] | None = None
 

@@ -27,7 +27,6 @@ VARIANT_SETTING = "QUANTKIT_CPU"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _COLUMNS = 32  # that share an activation scale
 _EXACT_MAX, _FAST_MAX = 127 * 256, 127  # the largest integers that activations become
-_FEW_ROWS = 8
 _BLOCK_FEATURES = frozenset({"qkv_bias", "output_bias", "mlp_bias", "qk_norm", "window", "rotary"})
 
 
@@ -97,6 +96,6 @@ class CpuBackend:
                 operators.torch_threads(before)
 
         return Operations(
-            cached_attention, float_linear=float_linear, float_linear_max_rows=_FEW_ROWS,
-            block=BlockKernel(operators.block, _BLOCK_FEATURES), single_threaded=single_threaded,
+            cached_attention, float_linear=float_linear, block=BlockKernel(operators.block, _BLOCK_FEATURES),
+            single_threaded=single_threaded,
         )  # fmt: skip

@@ -227,6 +227,16 @@ def test_products_with_float_rows_are_right(variant: str, dtype: torch.dtype, we
 
 
 @pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("columns", [77, 600])
+def test_products_with_float_rows_have_the_bits_of_each_row_alone(variant: str, columns: int) -> None:
+    x, weight = torch.randn(83, columns), torch.randn(45, columns).bfloat16()
+    product = load_kernels(variant).float_linear
+    alone = torch.cat([product(row, weight) for row in x.split(1)])
+    for count in (2, 5, 16, 83):
+        assert torch.equal(product(x[:count], weight), alone[:count])
+
+
+@pytest.mark.parametrize("variant", HERE)
 def test_half_floats_are_read_and_rounded_as_torch_does(variant: str) -> None:
     ops = load_kernels(variant)
     halves = torch.arange(1 << 16).to(torch.uint16).view(torch.float16)

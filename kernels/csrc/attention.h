@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "cache.h"
@@ -24,6 +26,8 @@ struct AttentionShape {
   FloatType type;    // of queries and outputs
   CacheType cached;
   int64_t batch_step, head_step, token_step;  // from one query to the next
+
+  int64_t record() const { return size + 2; }  // floats that the softmax of a head over a span takes
 
   // Where the query of a row, of B T in all, lies.
   int64_t query(int64_t row, int64_t head) const {
@@ -51,72 +55,106 @@ inline std::vector<Run> runs_of(const int64_t* slots, const int64_t* positions, 
   return runs;
 }
 
-// The softmax of one query head over some cached positions: its largest score, the sum of the
-// exponentials and the sum of the values weighted by them.
-struct Partial {
-  float *max, *sum, *values;
-};
+#if defined(__AVX512F__)
+constexpr int kValueHeads = 4;  // whose sums of values stay in registers, four vectors each
+#else
+constexpr int kValueHeads = 2;
+#endif
 
-// Four products of one vector with vectors `step` apart.
-inline void four_dots(const float* a, const float* b, int64_t step, int64_t count, float* out) {
-  Vector sums[4] = {};
+// Products of some query heads with `count` keys; those of a head go to `out`, `step` apart.
+template <int Heads>
+inline void scores_of(const float* queries, const float* keys, int64_t count, int64_t size, float* out, int64_t step) {
+  constexpr int kKeys = kLanes / Heads;
+  for (int64_t key = 0; key < count; key += kKeys) {
+    const float* rows[kKeys];
+    for (int s = 0; s < kKeys; ++s) rows[s] = keys + std::min(key + s, count - 1) * size;
+    Vector sums[kLanes] = {};
+    add_products<Heads>(queries, size, rows, size / kLanes * kLanes, sums);
+    const Vector all = totals(sums);
+    alignas(64) float scores[kLanes];
+    store(all, scores);
+    for (int64_t i = size / kLanes * kLanes; i < size; ++i)
+      for (int h = 0; h < Heads; ++h)
+        for (int s = 0; s < kKeys; ++s) scores[h * kKeys + s] += queries[h * size + i] * rows[s][i];
+    const int64_t some = std::min<int64_t>(kKeys, count - key);
+#pragma GCC unroll 16
+    for (int h = 0; h < Heads; ++h) {
+      if (some == kKeys)
+        std::memcpy(out + h * step + key, scores + h * kKeys, sizeof(float) * kKeys);
+      else
+        std::memcpy(out + h * step + key, scores + h * kKeys, sizeof(float) * some);
+    }
+  }
+}
+
+// sums += the rows of `values`, each times its weight; the weights of a head are `step` apart, its sums `sums_step`.
+template <int Heads, int Vectors>
+inline void weighted_rows(const float* weights, int64_t step, const float* values, int64_t size, int64_t count,
+                          float* sums, int64_t sums_step) {
+  Vector total[Heads][Vectors];
+  for (int h = 0; h < Heads; ++h)
+    for (int v = 0; v < Vectors; ++v) total[h][v] = load(sums + h * sums_step + v * kLanes);
+  for (int64_t s = 0; s < count; ++s) {
+    Vector row[Vectors];
+    for (int v = 0; v < Vectors; ++v) row[v] = load(values + s * size + v * kLanes);
+    for (int h = 0; h < Heads; ++h)
+      for (int v = 0; v < Vectors; ++v) total[h][v] += weights[h * step + s] * row[v];
+  }
+  for (int h = 0; h < Heads; ++h)
+    for (int v = 0; v < Vectors; ++v) store(total[h][v], sums + h * sums_step + v * kLanes);
+}
+
+// The same over the whole width of some heads.
+template <int Heads>
+inline void mix_values(const float* weights, const float* values, int64_t size, int64_t count, float* sums,
+                       int64_t sums_step) {
   int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    const Vector left = load(a + i);
-    for (int j = 0; j < 4; ++j) sums[j] += left * load(b + j * step + i);
-  }
-  for (int j = 0; j < 4; ++j) {
-    out[j] = total(sums[j]);
-    for (int64_t rest = i; rest < count; ++rest) out[j] += a[rest] * b[j * step + rest];
-  }
+  for (; i + 4 * kLanes <= size; i += 4 * kLanes)
+    weighted_rows<Heads, 4>(weights, kSpan, values + i, size, count, sums + i, sums_step);
+  for (; i + kLanes <= size; i += kLanes)
+    weighted_rows<Heads, 1>(weights, kSpan, values + i, size, count, sums + i, sums_step);
+  for (; i < size; ++i)
+    for (int h = 0; h < Heads; ++h)
+      for (int64_t s = 0; s < count; ++s) sums[h * sums_step + i] += weights[h * kSpan + s] * values[s * size + i];
 }
 
-// sums += the rows of `values`, `size` apart, each times its weight.
-template <int Vectors>
-inline void weighted_rows(const float* weights, const float* values, int64_t size, int64_t count, float* sums) {
-  Vector total[Vectors];
-  for (int v = 0; v < Vectors; ++v) total[v] = load(sums + v * kLanes);
-  for (int64_t s = 0; s < count; ++s)
-    for (int v = 0; v < Vectors; ++v) total[v] += weights[s] * load(values + s * size + v * kLanes);
-  for (int v = 0; v < Vectors; ++v) store(total[v], sums + v * kLanes);
-}
-
-// All query heads that share keys and values, over positions from start to stop.
+// All query heads that share keys and values, over positions from start to stop. The softmax of a head over them is a
+// record: its largest score, the sum of the exponentials, and the sum of the values weighted by them.
 inline void attend_span(const AttentionShape& at, const float* queries, const void* keys, const void* values,
-                        int64_t first, int64_t start, int64_t stop, const Partial* partials) {
-  const int64_t size = at.size, group = at.heads / at.kv_heads, count = stop - start;
-  thread_local std::vector<float> scratch, scores;
-  scratch.resize(kTile * size);
-  scores.resize(group * kSpan);
+                        int64_t first, int64_t start, int64_t stop, float* records) {
+  constexpr int kKeyHeads = kLanes / 4;
+  const int64_t size = at.size, group = at.heads / at.kv_heads, count = stop - start, record = at.record();
+  thread_local AlignedFloats tile_memory, score_memory;
+  float *scratch = tile_memory.resize(kTile * size), *scores = score_memory.resize(group * kSpan);
   for (int64_t tile = 0; tile < count; tile += kTile) {
     const int64_t width = std::min(kTile, count - tile);
-    const float* of = load_rows(keys, at.cached, first + start + tile, width, size, scratch.data());
-    for (int64_t g = 0; g < group; ++g) {
-      float* to = scores.data() + g * kSpan + tile;
-      int64_t s = 0;
-      for (; s + 4 <= width; s += 4) four_dots(queries + g * size, of + s * size, size, size, to + s);
-      for (; s < width; ++s) to[s] = dot(queries + g * size, of + s * size, size);
-    }
+    const float* of = load_rows(keys, at.cached, first + start + tile, width, size, scratch);
+    const int64_t next = tile + kTile < count ? tile + kTile : 0;  // values follow the last of the keys
+    prefetch_rows(next ? keys : values, at.cached, first + start + next, std::min(kTile, count - next), size);
+    int64_t g = 0;
+    float* to = scores + tile;
+    for (; g + kKeyHeads <= group; g += kKeyHeads)
+      scores_of<kKeyHeads>(queries + g * size, of, width, size, to + g * kSpan, kSpan);
+    for (; g < group; ++g) scores_of<1>(queries + g * size, of, width, size, to + g * kSpan, kSpan);
   }
   for (int64_t g = 0; g < group; ++g) {
-    float* weights = scores.data() + g * kSpan;
+    float *weights = scores + g * kSpan, *to = records + g * record;
     const float max = largest(weights, count);
     for (int64_t s = 0; s < count; ++s) weights[s] = exponential(weights[s] - max);
-    *partials[g].max = max;
-    *partials[g].sum = total(weights, count);
+    to[0] = max;
+    to[1] = total(weights, count);
+    std::fill(to + 2, to + record, 0.f);
   }
   for (int64_t tile = 0; tile < count; tile += kTile) {
     const int64_t width = std::min(kTile, count - tile);
-    const float* of = load_rows(values, at.cached, first + start + tile, width, size, scratch.data());
-    for (int64_t g = 0; g < group; ++g) {
-      const float* weights = scores.data() + g * kSpan + tile;
-      float* sums = partials[g].values;
-      int64_t i = 0;
-      for (; i + 4 * kLanes <= size; i += 4 * kLanes) weighted_rows<4>(weights, of + i, size, width, sums + i);
-      for (; i + kLanes <= size; i += kLanes) weighted_rows<1>(weights, of + i, size, width, sums + i);
-      for (; i < size; ++i)
-        for (int64_t s = 0; s < width; ++s) sums[i] += weights[s] * of[s * size + i];
-    }
+    const float* of = load_rows(values, at.cached, first + start + tile, width, size, scratch);
+    if (tile + kTile < count)
+      prefetch_rows(values, at.cached, first + start + tile + kTile, std::min(kTile, count - tile - kTile), size);
+    const float* weights = scores + tile;
+    int64_t g = 0;
+    for (; g + kValueHeads <= group; g += kValueHeads)
+      mix_values<kValueHeads>(weights + g * kSpan, of, size, width, records + g * record + 2, record);
+    for (; g < group; ++g) mix_values<1>(weights + g * kSpan, of, size, width, records + g * record + 2, record);
   }
 }
 
@@ -139,49 +177,52 @@ inline void attention(const AttentionShape& at, const void* queries, const void*
         last = std::max(last, positions[row] + 1);
       }
   const int64_t group = at.heads / at.kv_heads, lines = all.size();
-  const int64_t spans = (last + kSpan - 1) / kSpan, record = at.size + 2;
-  std::vector<float> partial(lines * spans * group * record);
+  const int64_t spans = (last + kSpan - 1) / kSpan, record = at.record();
+  const std::unique_ptr<float[]> records(new float[lines * spans * group * record]);
   if (lines * last * at.size * group < kMinParallelWork) threads = 1;
   Pool& pool = Pool::instance();
+  // The positions of a span that a row sees.
+  const auto seen = [&](int64_t row, int64_t span) {
+    const int64_t stop = positions[row] + 1, first = at.window ? std::max<int64_t>(0, stop - at.window) : 0;
+    return std::pair(std::max(span * kSpan, first), std::min(span * kSpan + kSpan, stop));
+  };
   pool.parallel_for(lines * spans, 1, threads, [&](int64_t index) {
     const Line& line = all[index / spans];
-    const int64_t position = positions[line.row];
-    const int64_t stop = std::min(index % spans * kSpan + kSpan, position + 1);
-    const int64_t first_seen = at.window ? std::max<int64_t>(0, position + 1 - at.window) : 0;
-    const int64_t start = std::max(index % spans * kSpan, first_seen);
+    const auto [start, stop] = seen(line.row, index % spans);
     if (start >= stop) return;
-    std::vector<float> scaled(group * at.size);
-    std::vector<Partial> partials(group);
+    thread_local AlignedFloats memory;
+    float* scaled = memory.resize(group * at.size);
     for (int64_t g = 0; g < group; ++g) {
-      float* query = scaled.data() + g * at.size;
+      float* query = scaled + g * at.size;
       const int64_t from = at.query(line.row, line.kv_head * group + g);
       const float* loaded = load_floats(queries, at.type, from, at.size, query);
       for (int64_t i = 0; i < at.size; ++i) query[i] = loaded[i] * at.scale;
-      float* to = partial.data() + (index * group + g) * record;
-      partials[g] = Partial{to, to + 1, to + 2};
     }
     const int64_t first = (line.slot * at.kv_heads + line.kv_head) * at.length;
-    attend_span(at, scaled.data(), keys, values, first, start, stop, partials.data());
+    attend_span(at, scaled, keys, values, first, start, stop, records.get() + index * group * record);
   });
   pool.parallel_for(lines * group, 16, threads, [&](int64_t index) {
+    const Line& line = all[index / group];
     const int64_t g = index % group;
-    const float* first = partial.data() + (index / group * spans * group + g) * record;
+    const auto part = [&](int64_t span) { return records.get() + ((index / group * spans + span) * group + g) * record; };
+    const auto sees = [&](int64_t span) {
+      const auto [start, stop] = seen(line.row, span);
+      return start < stop;
+    };
     float max = -std::numeric_limits<float>::infinity();
-    for (int64_t s = 0; s < spans; ++s) {
-      const float* part = first + s * group * record;
-      if (part[1] != 0 && !(part[0] <= max)) max = part[0];  // spans that see nothing have no sum
-    }
-    std::vector<float> total(at.size);
+    for (int64_t s = 0; s < spans; ++s)
+      if (sees(s) && !(part(s)[0] <= max)) max = part(s)[0];
+    thread_local std::vector<float> total;
+    total.assign(at.size, 0);
     float sum = 0;
     for (int64_t s = 0; s < spans; ++s) {
-      const float* part = first + s * group * record;
-      if (part[1] == 0) continue;
-      const float factor = exponential(part[0] - max);
-      sum += factor * part[1];
-      for (int64_t i = 0; i < at.size; ++i) total[i] += factor * part[2 + i];
+      if (!sees(s)) continue;
+      const float* from = part(s);
+      const float factor = exponential(from[0] - max);
+      sum += factor * from[1];
+      for (int64_t i = 0; i < at.size; ++i) total[i] += factor * from[2 + i];
     }
     for (float& value : total) value /= sum;
-    const Line& line = all[index / group];
     store_floats(total.data(), at.size, out, at.type, (line.row * at.heads + line.kv_head * group + g) * at.size);
   });
 }

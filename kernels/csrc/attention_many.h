@@ -102,47 +102,49 @@ void attention_of_many(const AttentionShape& at, const void* queries, const Keys
     const Tile& tile = tiles[index / at.kv_heads];
     const int64_t kv_head = index % at.kv_heads;
     const int64_t rows = tile.tokens * group, padded = round_up(rows, kSumRows);
-    thread_local std::vector<float> scaled, transposed, scores, scratch, max, sums, mixed;
-    scaled.assign(padded * size, 0);
-    transposed.resize(size * kTile);
-    scores.resize(padded * kTile);
-    scratch.assign(kTile * width, 0);
+    thread_local AlignedFloats memory[5];
+    thread_local std::vector<float> max, sums;
+    float *scaled = memory[0].resize(padded * size), *transposed = memory[1].resize(size * kTile);
+    float *scores = memory[2].resize(padded * kTile), *scratch = memory[3].resize(kTile * width);
+    float* mixed = memory[4].resize(padded * width);
+    std::fill_n(scaled, padded * size, 0.f);
+    std::fill_n(scratch, kTile * width, 0.f);
+    std::fill_n(mixed, padded * width, 0.f);
     max.assign(rows, -std::numeric_limits<float>::infinity());
     sums.assign(rows, 0);
-    mixed.assign(padded * width, 0);
-    const RunningSoftmax running{max.data(), sums.data(), mixed.data()};
+    const RunningSoftmax running{max.data(), sums.data(), mixed};
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t from = at.query(tile.first + r / group, kv_head * group + r % group);
-      float* query = scaled.data() + r * size;
+      float* query = scaled + r * size;
       const float* loaded = load_floats(queries, at.type, from, size, query);
       for (int64_t i = 0; i < size; ++i) query[i] = loaded[i] * at.scale;
     }
     for (int64_t start = tile.all.first; start < tile.all.stop; start += kTile) {
       const int64_t count = std::min(kTile, tile.all.stop - start);
-      const float* key = keys(*tile.run, kv_head, start, count, scratch.data());
+      const float* key = keys(*tile.run, kv_head, start, count, scratch);
       for (int64_t s = 0; s < count; ++s)
         for (int64_t i = 0; i < size; ++i) transposed[i * kTile + s] = key[s * size + i];
-      std::fill(scores.begin(), scores.end(), 0.f);
-      multiply_add(scaled.data(), size, transposed.data(), kTile, padded, kTile, size, scores.data(), kTile);
+      std::fill_n(scores, padded * kTile, 0.f);
+      multiply_add(scaled, size, transposed, kTile, padded, kTile, size, scores, kTile);
       for (int64_t r = 0; r < rows; ++r) {
         const KeyRange& by = seen[tile.first + r / group];
         const int64_t first = std::clamp<int64_t>(by.first - start, 0, count);
         const int64_t stop = std::clamp<int64_t>(by.stop - start, first, count);
-        update_softmax(scores.data() + r * kTile, first, stop, width, r, running);
+        update_softmax(scores + r * kTile, first, stop, width, r, running);
       }
-      const float* value = values(*tile.run, kv_head, start, count, scratch.data());
+      const float* value = values(*tile.run, kv_head, start, count, scratch);
       if (width != size) {  // each row on its own width, from the last on
-        if (value != scratch.data()) std::memcpy(scratch.data(), value, count * size * sizeof(float));
+        if (value != scratch) std::memcpy(scratch, value, count * size * sizeof(float));
         for (int64_t s = count - 1; s >= 0; --s) {
-          std::memmove(scratch.data() + s * width, scratch.data() + s * size, size * sizeof(float));
-          std::fill(scratch.data() + s * width + size, scratch.data() + (s + 1) * width, 0.f);
+          std::memmove(scratch + s * width, scratch + s * size, size * sizeof(float));
+          std::fill(scratch + s * width + size, scratch + (s + 1) * width, 0.f);
         }
-        value = scratch.data();
+        value = scratch;
       }
-      multiply_add(scores.data(), kTile, value, width, padded, width, count, mixed.data(), width);
+      multiply_add(scores, kTile, value, width, padded, width, count, mixed, width);
     }
     for (int64_t r = 0; r < rows; ++r) {
-      float* row = mixed.data() + r * width;
+      float* row = mixed + r * width;
       for (int64_t i = 0; i < size; ++i) row[i] /= sums[r];
       const int64_t row_out = (tile.first + r / group) * at.heads + kv_head * group + r % group;
       store_floats(row, size, out, at.type, row_out * size);

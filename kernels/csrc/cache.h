@@ -33,6 +33,13 @@ inline const float* load_rows(const void* from, CacheType type, int64_t at, int6
   return scratch;
 }
 
+// Have `count` rows from row `at` on brought near, which are needed soon.
+inline void prefetch_rows(const void* from, CacheType type, int64_t at, int64_t count, int64_t size) {
+  const int64_t bytes = cache_width(type, size) * (type == CacheType::i8 ? 1 : type == CacheType::f32 ? 4 : 2);
+  const char* rows = static_cast<const char*>(from) + at * bytes;
+  for (int64_t i = 0; i < count * bytes; i += kLine) __builtin_prefetch(rows + i);
+}
+
 inline void store_row(const float* values, int64_t size, void* to, CacheType type, int64_t at) {
   if (type != CacheType::i8) return store_floats(values, size, to, static_cast<FloatType>(type), at * size);
   int8_t* codes = static_cast<int8_t*>(to) + at * cache_width(type, size);

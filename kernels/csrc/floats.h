@@ -1,6 +1,7 @@
 // Floats of 16 bits to float32 and back.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -84,11 +85,23 @@ inline float load_scale(const uint8_t* scales, FloatType type, int64_t index) {
 inline const float* load_floats(const void* from, FloatType type, int64_t at, int64_t count, float* scratch) {
   if (type == FloatType::f32) return static_cast<const float*>(from) + at;
   const uint16_t* halves = static_cast<const uint16_t*>(from) + at;
-  if (type == FloatType::f16)
-    for (int64_t i = 0; i < count; ++i) scratch[i] = from_f16(halves[i]);
-  else
+  if (type == FloatType::f16) {
+    int64_t i = 0;
+#if defined(__F16C__)
+    for (; i + 8 <= count; i += 8)  // compilers take them one at a time
+      _mm256_storeu_ps(scratch + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves + i))));
+#endif
+    for (; i < count; ++i) scratch[i] = from_f16(halves[i]);
+  } else
     for (int64_t i = 0; i < count; ++i) scratch[i] = from_bf16(halves[i]);
   return scratch;
+}
+
+// The same in `to` in any case, with zeros after them up to `whole`.
+inline void copy_floats(const void* from, FloatType type, int64_t at, int64_t count, float* to, int64_t whole) {
+  const float* loaded = load_floats(from, type, at, count, to);
+  if (loaded != to) std::memcpy(to, loaded, count * sizeof(float));
+  std::fill(to + count, to + whole, 0.f);
 }
 
 inline void store_floats(const float* values, int64_t count, void* to, FloatType type, int64_t at) {

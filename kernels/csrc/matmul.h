@@ -81,24 +81,61 @@ inline void matmul(const Linear& linear, const void* x, FloatType type, int64_t 
   });
 }
 
-// The same with a weight of floats, row by row, for a few tokens: what the head of a quantized model often is.
-// x and y are of one type, the weight of another or the same.
+// The sums of one tile of `add_products`.
+struct TileSums {
+  Vector lanes[kLanes];
+};
+
+// The same with a weight of floats: what the head of a quantized model often is. x and y are of one type, the weight of
+// another or the same.
 inline void float_product(int64_t rows, int64_t columns, const void* weight, FloatType weight_type, const void* x,
                           FloatType type, int64_t tokens, int threads, void* y) {
-  std::vector<float> wide(tokens * columns);
-  for (int64_t m = 0; m < tokens; ++m) {
-    float* row = wide.data() + m * columns;
-    const float* loaded = load_floats(x, type, m * columns, columns, row);
-    if (loaded != row) std::copy_n(loaded, columns, row);
-  }
-  Pool::instance().parallel_for(rows, 64, threads, [&](int64_t n) {
-    thread_local std::vector<float> scratch;
-    scratch.resize(columns);
-    const float* w = load_floats(weight, weight_type, n * columns, columns, scratch.data());
+  constexpr int kGroup = kLanes / 4;  // tokens of a tile of four rows; a token that is left over goes with more rows
+  constexpr int64_t kGroupTiles = kRows / 4, kSingleTiles = kRows / kLanes;
+  const int64_t padded = (columns + kLanes - 1) / kLanes * kLanes;
+  AlignedFloats memory;
+  float* wide = memory.resize(tokens * padded);  // one stretch of all tokens after the other
+  for (int64_t start = 0; start < padded; start += kStretch)
     for (int64_t m = 0; m < tokens; ++m) {
-      const float value = dot(wide.data() + m * columns, w, columns);
-      store_floats(&value, 1, y, type, m * rows + n);
+      const int64_t width = std::min(kStretch, columns - start), whole = std::min(kStretch, padded - start);
+      copy_floats(x, type, m * columns + start, width, wide + start * tokens + m * whole, whole);
     }
+  const int64_t panels = (tokens + kPanel - 1) / kPanel, pieces = (rows + kRows - 1) / kRows;
+  Pool::instance().parallel_for(panels * pieces, 4, threads, [&](int64_t index) {
+    const int64_t first = index / pieces * kPanel, count = std::min(kPanel, tokens - first);
+    const int64_t row = index % pieces * kRows, some = std::min(kRows, rows - row);
+    const int64_t grouped = count / kGroup * kGroup;
+    thread_local AlignedFloats stretch;
+    thread_local std::vector<TileSums> sums;
+    float* converted = stretch.resize(kRows * kStretch);
+    sums.assign(grouped / kGroup * kGroupTiles + (count - grouped) * kSingleTiles, TileSums{});
+    for (int64_t start = 0; start < padded; start += kStretch) {
+      const int64_t width = std::min(kStretch, columns - start), whole = std::min(kStretch, padded - start);
+      const float* from[kRows];
+      for (int64_t r = 0; r < kRows; ++r) {
+        from[r] = converted + r * kStretch;
+        copy_floats(weight, weight_type, (row + std::min(r, some - 1)) * columns + start, width,
+                    converted + r * kStretch, whole);
+      }
+      const float* of = wide + start * tokens + first * whole;
+      TileSums* tile = sums.data();
+      for (int64_t m = 0; m < grouped; m += kGroup)
+        for (int64_t r = 0; r < kRows; r += 4)
+          add_products<kGroup>(of + m * whole, whole, from + r, whole, tile++->lanes);
+      for (int64_t m = grouped; m < count; ++m)
+        for (int64_t r = 0; r < kRows; r += kLanes)
+          add_products<1>(of + m * whole, whole, from + r, whole, tile++->lanes);
+    }
+    float out[kPanel][kRows], all[kLanes];
+    const TileSums* tile = sums.data();
+    for (int64_t m = 0; m < grouped; m += kGroup)
+      for (int64_t r = 0; r < kRows; r += 4) {
+        store(totals(tile++->lanes), all);
+        for (int t = 0; t < kGroup; ++t) std::copy_n(all + t * 4, 4, out[m + t] + r);
+      }
+    for (int64_t m = grouped; m < count; ++m)
+      for (int64_t r = 0; r < kRows; r += kLanes) store(totals(tile++->lanes), out[m] + r);
+    for (int64_t m = 0; m < count; ++m) store_floats(out[m], some, y, type, (first + m) * rows + row);
   });
 }
 

@@ -4,17 +4,36 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <utility>
+#include <vector>
 
 namespace quantkit {
 
 #if defined(__AVX512F__)
-constexpr int64_t kLanes = 16;
+constexpr int kLanes = 16;
 #elif defined(__AVX__)
-constexpr int64_t kLanes = 8;
+constexpr int kLanes = 8;
 #else
-constexpr int64_t kLanes = 4;
+constexpr int kLanes = 4;
 #endif
 typedef float Vector __attribute__((vector_size(4 * kLanes)));
+
+// Memory for floats that begins with a cache line: vectors that lie across two take twice as long to load.
+class AlignedFloats {
+ public:
+  // Make room for so many; what they are is not said.
+  float* resize(int64_t count) {
+    lines_.resize((count + kFloats - 1) / kFloats);
+    return lines_.data()->values;
+  }
+
+ private:
+  static constexpr int64_t kFloats = 16;
+  struct alignas(64) Line {
+    float values[kFloats];
+  };
+  std::vector<Line> lines_;
+};
 
 inline Vector load(const float* from) {
   Vector value;
@@ -30,6 +49,54 @@ inline float total(Vector value) {
   for (int64_t width = kLanes / 2; width; width /= 2)
     for (int64_t i = 0; i < width; ++i) lanes[i] += lanes[i + width];
   return lanes[0];
+}
+
+// The lane of two vectors, one after the other, that `folded` takes to lane i.
+constexpr int folded_lane(int length, bool upper, int i) {
+  const int block = length > 4 ? kLanes : 4, half = length / 2;  // 128 bits stay together, shuffles across are slow
+  const int from = i % block / (block / 2), j = i % (block / 2);
+  return from * kLanes + i / block * block + j / half * length + j % half + (upper ? half : 0);
+}
+
+// Two vectors of segments of such a length become one of segments half as long, the sums of their halves.
+template <int Length, int... Lane>
+inline Vector folded(Vector a, Vector b, std::integer_sequence<int, Lane...>) {
+  return __builtin_shufflevector(a, b, folded_lane(Length, false, Lane)...) +
+         __builtin_shufflevector(a, b, folded_lane(Length, true, Lane)...);
+}
+
+// Lane i is the `total` of sums[i], bit for bit.
+inline Vector totals(const Vector* sums) {
+  constexpr auto all = std::make_integer_sequence<int, kLanes>();
+  Vector part[4];
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (kLanes == 16)
+      part[i] = folded<8>(folded<16>(sums[i], sums[i + 4], all), folded<16>(sums[i + 8], sums[i + 12], all), all);
+    else if constexpr (kLanes == 8)
+      part[i] = folded<8>(sums[i], sums[i + 4], all);
+    else
+      part[i] = sums[i];
+  }
+  return folded<2>(folded<4>(part[0], part[1], all), folded<4>(part[2], part[3], all), all);
+}
+
+// sums[h * kKeys + s] += the products of vector h, of Count that are a_step apart, with rows[s], lane by lane: the dots
+// are the `totals` once all has been added, bit for bit whatever Count is. `size` is a multiple of kLanes.
+template <int Count>
+inline void add_products(const float* a, int64_t a_step, const float* const* rows, int64_t size, Vector* sums) {
+  constexpr int kRows = kLanes / Count;
+  Vector kept[kLanes];  // in registers
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) kept[i] = sums[i];
+  for (int64_t i = 0; i < size; i += kLanes)
+#pragma GCC unroll 16
+    for (int s = 0; s < kRows; ++s) {
+      const Vector row = load(rows[s] + i);
+#pragma GCC unroll 16
+      for (int h = 0; h < Count; ++h) kept[h * kRows + s] += load(a + h * a_step + i) * row;
+    }
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) sums[i] = kept[i];
 }
 
 inline float dot(const float* a, const float* b, int64_t count) {

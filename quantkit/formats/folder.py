@@ -41,17 +41,25 @@ def checked_tokenizer(source: Checkpoint) -> tuple[Tokenizer | None, list[str]]:
     """
     if not present(source.path, TOKENIZER_FILES[:2]):
         return None, [f"{source.path}: has no tokenizer; the output will have none"]
-    tokenizer = load_tokenizer(source.path)
-    rows = source.config.vocab_size
-    if tokenizer.vocab_size > rows:
-        raise CheckpointError(
-            "the tokenizer knows more tokens than the embedding has rows", path=source.path,
-            found=f"{tokenizer.vocab_size} tokens", expected=f"at most {rows}",
-            hint="the tokenizer is another model's",
-        )  # fmt: skip
+    tokenizer, rows = load_tokenizer(source.path), source.config.vocab_size
+    require_rows(tokenizer, rows, source.path)
     if tokenizer.vocab_size < rows:
         return tokenizer, [f"{source.path}: the tokenizer has {tokenizer.vocab_size} tokens, the embedding {rows} rows"]
     return tokenizer, []
+
+
+def require_rows(tokenizer: Tokenizer, rows: int, path: Path) -> None:
+    """Check that an embedding has a row for every token.
+
+    Raises:
+        CheckpointError: if it has not.
+    """
+    if tokenizer.vocab_size > rows:
+        raise CheckpointError(
+            "the tokenizer knows more tokens than the embedding has rows", path=path,
+            found=f"{tokenizer.vocab_size} tokens", expected=f"at most {rows}",
+            hint="the tokenizer is another model's",
+        )  # fmt: skip
 
 
 def present(folder: Path, names: tuple[str, ...]) -> dict[str, bytes | Path]:

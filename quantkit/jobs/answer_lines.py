@@ -8,15 +8,16 @@ from typing import Any
 from quantkit.jobs.prompts_file import Prompt
 from quantkit.runtime.completion import Completion
 from quantkit.runtime.engine import Engine
-from quantkit.runtime.generate_batch import completions
+from quantkit.runtime.generate_batch import Runner, completions
 from quantkit.text.tokenizer import Tokenizer
 
 Line = Mapping[str, Any]
 
 
 def answers(
-    engine: Engine, tokenizer: Tokenizer, prompts: Sequence[tuple[int, Prompt]], counted: Callable[[int], None]
-) -> Iterator[tuple[int, list[Line]]]:
+    engine: Engine | Runner[Any], tokenizer: Tokenizer, prompts: Sequence[tuple[int, Prompt]],
+    counted: Callable[[int], None],
+) -> Iterator[tuple[int, list[Line]]]:  # fmt: skip
     """The lines of each prompt, with its number, as soon as all its continuations have ended.
 
     Args:

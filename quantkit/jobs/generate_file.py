@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Unpack
 
 from quantkit.arguments import as_path, as_whole, require_flags
 from quantkit.errors import RequestError
@@ -45,7 +45,7 @@ from quantkit.jobs.prompts_file import Prompt, PromptReader, checked
 from quantkit.progress import Progress, heard
 from quantkit.runtime.request import BATCH_SIZE, MAX_NEW_TOKENS
 from quantkit.runtime.sampling_params import SamplingOptions
-from quantkit.text.tokenizer import load_tokenizer
+from quantkit.text.tokenizer import Tokenizer, load_tokenizer
 from quantkit.version import __version__
 
 if TYPE_CHECKING:
@@ -54,6 +54,10 @@ if TYPE_CHECKING:
     from quantkit.distributed.group import ProcessGroup
     from quantkit.formats.detect import WeightKind
     from quantkit.kernels.dispatch import BackendName
+    from quantkit.model.decoder import Decoder
+    from quantkit.runtime.engine import Engine
+    from quantkit.runtime.generate_batch import BatchModel, Runner
+    from quantkit.runtime.request import Request
     from quantkit.tensors.dtypes import FloatName
 
 _log = logging.getLogger(__name__)
@@ -99,12 +103,15 @@ class Runtime:
     """How a model runs; see `quantkit.load` and `quantkit.runtime.engine.Engine`.
 
     Attributes:
+        backend: also ``xla``, for the devices that JAX finds, with neither the device nor what follows the weights.
+        devices: that share the model, for ``xla``; None takes all.
         warm_up: compile all steps before the first prompt.
     """
 
     device: str | torch.device | None = None
     dtype: FloatName | torch.dtype | None = None
-    backend: BackendName | None = None
+    backend: BackendName | Literal["xla"] | None = None
+    devices: int | None = None
     weights: WeightKind | None = None
     int8_cache: bool = False
     compiled: bool | None = None
@@ -167,11 +174,11 @@ def generate_file(
         "max_new_tokens": max_new_tokens, "stop": stop, "n": n, "logprobs": logprobs, "echo": echo, **sampling
     }  # fmt: skip
     job = FileJob(
-        path, prompts, as_path("output", output), options, template=template, truncate=truncate,
-        batch_size=batch_size, resume=resume, weights=runtime.weights,
+        path, prompts, as_path("output", output), options, runtime, template=template, truncate=truncate,
+        batch_size=batch_size, resume=resume,
     )  # fmt: skip
     job.prepare()
-    return job.run(runtime, progress=heard(progress))
+    return job.run(progress=heard(progress))
 
 
 class FileJob:
@@ -179,8 +186,8 @@ class FileJob:
 
     def __init__(
         self, path: str | Path, prompts: str | Path, output: Path | Callable[[Line], None], options: Mapping[str, Any],
-        *, template: str | None = None, truncate: bool = False, batch_size: int = BATCH_SIZE, resume: bool = False,
-        weights: WeightKind | None = None,
+        runtime: Runtime, *, template: str | None = None, truncate: bool = False, batch_size: int = BATCH_SIZE,
+        resume: bool = False,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -199,7 +206,7 @@ class FileJob:
         self._batch_size = as_whole("batch_size", batch_size)
         if self._batch_size < 1:
             raise RequestError("batch_size must be at least 1", found=batch_size)
-        self._resume, self._weights = resume, weights
+        self._resume, self._runtime = resume, runtime
         self._prompts: list[Prompt] = []
         self._fingerprint: dict[str, object] = {}
 
@@ -212,12 +219,14 @@ class FileJob:
         if isinstance(self._output, Path):
             require_absent(self._output)
             require_room_to_build(partial_folder(self._output), resume=self._resume)
-        checkpoint: Checkpoint = open_checkpoint(self._path, self._weights)
+        checkpoint: Checkpoint = open_checkpoint(self._path, self._runtime.weights)
         tokenizer = checked_tokenizer(checkpoint)[0] or load_tokenizer(self._path)
         content = _content(self._file)
+        config = checkpoint.config
         reader = PromptReader(
-            self._path, checkpoint.config, tokenizer, self._options, template=self._template, truncate=self._truncate
-        )
+            self._path, config, tokenizer, self._options, template=self._template, truncate=self._truncate,
+            most=config.max_context if self._runtime.backend == "xla" else config.reach,
+        )  # fmt: skip
         self._prompts = reader.read(content, str(self._file))
         self._fingerprint = {
             "job": "generate",
@@ -230,9 +239,8 @@ class FileJob:
         }
 
     def run(
-        self, runtime: Runtime, *, tp: ProcessGroup | None = None, progress: Progress,
-        counted: Callable[[int], None] | None = None,
-    ) -> GeneratedFile:  # fmt: skip
+        self, *, tp: ProcessGroup | None = None, progress: Progress, counted: Callable[[int], None] | None = None
+    ) -> GeneratedFile:
         """Load the model and continue the prompts.
 
         Args:
@@ -242,15 +250,11 @@ class FileJob:
         Raises:
             QuantkitError: as `generate_file` does.
         """
-        import torch
-
         from quantkit.distributed.group import SINGLE
         from quantkit.jobs.answer_lines import answers
-        from quantkit.jobs.load import load
-        from quantkit.runtime.generate_batch import engine_for
 
         group = tp or SINGLE
-        tokens = 0
+        tokens, seconds = 0, 0.0
 
         def count(new: int) -> None:
             nonlocal tokens
@@ -258,23 +262,12 @@ class FileJob:
             if counted is not None:
                 counted(new)
 
-        with self._opened(runtime, group) as out:
-            resumed = group.agree(len(out.done))
+        with self._opened(group) as out:
+            resumed = done = group.agree(len(out.done))
             total = group.agree(len(self._prompts))
             todo = group.agree([(number, one) for number, one in enumerate(self._prompts) if number not in out.done])
-            seconds = 0.0
             if todo:
-                model, tokenizer = load(
-                    self._path, device=runtime.device, dtype=runtime.dtype, backend=runtime.backend,
-                    weights=self._weights, tp=group, progress=progress,
-                )  # fmt: skip
-                engine = engine_for(
-                    model, [prompt.request for _, prompt in todo], self._batch_size,
-                    cache_dtype=torch.int8 if runtime.int8_cache else None, compiled=runtime.compiled,
-                )  # fmt: skip
-                if runtime.warm_up and (compiled := engine.warm_up()) and group.first:
-                    _log.info("%d steps are compiled", compiled)
-                done = resumed
+                engine, tokenizer = self._loaded([prompt.request for _, prompt in todo], group, progress)
                 progress("generate", done, total, "prompts")
                 begun = time.perf_counter()
                 for number, lines in answers(engine, tokenizer, todo, count):
@@ -286,16 +279,53 @@ class FileJob:
         written = self._output if isinstance(self._output, Path) else None
         return GeneratedFile(written, total, resumed, tokens, seconds)
 
-    def _opened(self, runtime: Runtime, group: ProcessGroup) -> AbstractContextManager[_Lines]:
+    def _opened(self, group: ProcessGroup) -> AbstractContextManager[_Lines]:
         """Where lines go; of several processes those of the first one do."""
         if not group.first:
             return nullcontext(_Given(None))
         if not isinstance(self._output, Path):
             return nullcontext(_Given(self._output))
-        numeric = {"dtype": runtime.dtype, "backend": runtime.backend, "int8_cache": runtime.int8_cache}
+        how = self._runtime
+        numeric = {"dtype": how.dtype, "backend": how.backend, "int8_cache": how.int8_cache}
         computed_by = {f"option {name}": None if value is None else str(value) for name, value in numeric.items()}
         sizes = [one.request.samples for one in self._prompts]
         return ResumableLines(self._output, {**self._fingerprint, **computed_by}, sizes, resume=self._resume)
+
+    def _loaded(
+        self, requests: Sequence[Request], group: ProcessGroup, progress: Progress
+    ) -> tuple[Engine | Runner[Any], Tokenizer]:
+        """What runs requests, and the tokenizer."""
+        import torch
+
+        from quantkit.jobs.load import load, load_xla
+        from quantkit.runtime.engine import Engine
+        from quantkit.runtime.generate_batch import engine_for
+
+        how = self._runtime
+        model: Decoder | BatchModel
+        if how.backend == "xla":
+            model, tokenizer = load_xla(
+                self._path, devices=how.devices, dtype=how.dtype, weights=how.weights, progress=progress
+            )
+        else:
+            model, tokenizer = load(
+                self._path, device=group.device or how.device, dtype=how.dtype, backend=how.backend,
+                weights=how.weights, tp=group, progress=progress,
+            )  # fmt: skip
+        engine = engine_for(
+            model, requests, self._batch_size, cache_dtype=torch.int8 if how.int8_cache else None,
+            compiled=how.compiled,
+        )  # fmt: skip
+        if how.warm_up and isinstance(engine, Engine):
+            compiled = engine.warm_up()
+            if group.first:
+                _log.info("%s", warmed_up(compiled))
+        return engine, tokenizer
+
+
+def warmed_up(steps: int) -> str:
+    """What to say of so many steps that were compiled."""
+    return f"{_counted(steps, 'step')} compiled" if steps else "nothing is compiled: the steps are eager"
 
 
 class _Given:

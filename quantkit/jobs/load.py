@@ -91,7 +91,7 @@ def load_xla(
         progress: told of every tensor; None tells nobody.
 
     Returns:
-        The model, which has a `generate` of its own, and its tokenizer.
+        The model, which has a `generate` of its own and is taken by `quantkit.generate_batch`, and its tokenizer.
 
     Raises:
         QuantkitError: of the kind that says what is wrong.

@@ -94,17 +94,18 @@ class PromptReader:
 
     def __init__(
         self, folder: Path, config: ModelConfig, tokenizer: Tokenizer, options: Mapping[str, Any], *,
-        template: str | None = None, truncate: bool = False,
+        most: int, template: str | None = None, truncate: bool = False,
     ) -> None:  # fmt: skip
         """
         Args:
             folder: of the model.
             options: how lines are continued that say nothing else, of `OPTIONS`.
+            most: tokens of a prompt with what continues it.
             template: for conversations; see `chat_format`.
             truncate: cut too long a prompt at its beginning, instead of refusing it.
         """
         self._folder, self._config, self._tokenizer = folder, config, tokenizer
-        self._options, self._template, self._truncate = options, template, truncate
+        self._options, self._most, self._template, self._truncate = options, most, template, truncate
 
     def read(self, content: bytes, name: str) -> list[Prompt]:
         """The prompts of a file.
@@ -135,11 +136,13 @@ class PromptReader:
         ids = self._ids(kind, given)
         if kind == "messages":
             request = replace(request, end_ids=self._chat.end_ids)
-        cut = shortened(self._config, ids, request.max_new_tokens) if self._truncate else ids
+        cut = ids
+        if self._truncate and ids:
+            cut = shortened(ids, self._most, request.max_new_tokens, self._config.bos_token_id)
         known_by = {"id": values["id"]} if "id" in values else {}
         return Prompt(
-            with_prompt(self._config, request, cut), stop, known_by, kind == "messages", kind == "token_ids",
-            len(cut) < len(ids),
+            with_prompt(self._config, request, cut, self._most), stop, known_by, kind == "messages",
+            kind == "token_ids", len(cut) < len(ids),
         )  # fmt: skip
 
     def _ids(self, kind: str, given: Mapping[str, Any]) -> list[int]:

@@ -16,10 +16,10 @@ from quantkit.model.attention import CachedAttention, cached_attention, for_few_
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Blocks, Decoder, Step
 from quantkit.model.fused_blocks import fused_blocks
-from quantkit.model.linear import FloatLinear, QuantLinear, for_few_rows
+from quantkit.model.linear import FloatLinear, QuantLinear
 
 _POSITIONS = 300  # of the cache that attention is tried on: more than kernels take in one piece
-_MANY = 20  # tokens that it is tried with besides one: more than kernels for few tokens take
+_MANY = 20  # tokens that kernels are tried with besides one: more than those for few tokens take
 _FLOATS = 1e-3  # share of a result that float32 arithmetic in another order may be off by, through a whole block
 
 _log = logging.getLogger(__name__)
@@ -34,20 +34,19 @@ def install_kernels(model: Decoder) -> None:
     offered = linears[0].backend.operations() if linears else operations_for_floats(model.device, model.dtype)
     if offered is None:
         return
-    linear, attention = offered.float_linear, offered.cached_attention
-    max_rows, max_tokens = offered.float_linear_max_rows, offered.cached_attention_max_tokens
+    linear, attention, max_tokens = offered.float_linear, offered.cached_attention, offered.cached_attention_max_tokens
     if offered.single_threaded is not None:
         model.ops = replace(model.ops, single_threaded=offered.single_threaded)
     dtypes = {model.dtype} if offered.block is None else {model.dtype, torch.float32}  # of blocks
     with torch.inference_mode():
-        if linear is not None and not _passes("float products", lambda: _same_linear(model, linear, dtypes, max_rows)):
+        if linear is not None and not _passes("float products", lambda: _same_linear(model, linear, dtypes)):
             return
         if attention is not None and not _passes(
             "attention", lambda: _same_attention(model, attention, dtypes, max_tokens)
         ):
             return
         if linear is not None:
-            model.ops = replace(model.ops, float_linear=for_few_rows(linear, max_rows))
+            model.ops = replace(model.ops, float_linear=linear)
         if attention is not None:
             chosen = attention if max_tokens is None else for_few_tokens(attention, max_tokens)
             model.ops = replace(model.ops, cached_attention=chosen, ragged=max_tokens is None)
@@ -69,12 +68,12 @@ def _passes(what: str, same_as_torch: Callable[[], bool]) -> bool:
     return False
 
 
-def _same_linear(model: Decoder, linear: FloatLinear, dtypes: set[torch.dtype], max_rows: int) -> bool:
-    """Whether products of rows of these dtypes, one and as many as it is used for, are right to float32 sums."""
+def _same_linear(model: Decoder, linear: FloatLinear, dtypes: set[torch.dtype]) -> bool:
+    """Whether products of rows of these dtypes, one and many, are right to float32 sums."""
     columns = model.config.hidden_size
-    drawn = _drawn(model, max_rows + 33, columns)
-    weight = drawn[max_rows:].to(model.dtype)
-    for dtype, count in itertools.product(dtypes, (1, max_rows)):
+    drawn = _drawn(model, _MANY + 33, columns)
+    weight = drawn[_MANY:].to(model.dtype)
+    for dtype, count in itertools.product(dtypes, (1, _MANY)):
         rows = drawn[:count].to(dtype)
         x, w = rows.double(), weight.double()
         sizes = torch.outer(torch.linalg.vector_norm(x, dim=1), torch.linalg.vector_norm(w, dim=1))

@@ -41,15 +41,6 @@ def float32_linears(xs: Sequence[Tensor], weight: Tensor | QuantTensor) -> list[
     return outs
 
 
-def for_few_rows(kernel: FloatLinear, max_rows: int) -> FloatLinear:
-    """A `FloatLinear` through a kernel for up to `max_rows` rows of x, through torch for more."""
-
-    def chosen(x: Tensor, weight: Tensor) -> Tensor:
-        return (kernel if x.numel() <= max_rows * x.shape[-1] else float_linear)(x, weight)
-
-    return chosen
-
-
 class QuantLinear(nn.Module):
     """``x @ weight.T + bias`` through a kernel backend; the backend's tensors are its buffers."""
 

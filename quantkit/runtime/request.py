@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.arguments import as_texts, as_whole, require_instance, token_rows
+from quantkit.arguments import as_texts, as_whole, require_instance, token_rows, wrong_type
 from quantkit.errors import RequestError
 from quantkit.json_values import shown
 from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
@@ -29,7 +29,7 @@ TokenIds: TypeAlias = "Sequence[int] | Tensor"
 MAX_LOGPROBS = 100
 """Of the likeliest tokens that can be asked for."""
 
-BEAM_SEARCH = {"num_beams", "beams", "beam_size", "beam_width", "best_of"}
+BEAM_SEARCH = {"num_beams", "beams", "beam_size", "beam_width", "best_of", "use_beam_search"}
 """What others call its options."""
 
 _WORTH_HAVING = 16
@@ -74,6 +74,16 @@ def require_model(name: str, model: object, kinds: type | tuple[type, ...]) -> N
         RequestError: for a path, the pair that `quantkit.load` gives, or anything else.
     """
     require_instance(name, model, kinds, "a model; model, tokenizer = quantkit.load(path) gives one")
+
+
+def require_tokenizer(tokenizer: object) -> None:
+    """Check for one that can be used.
+
+    Raises:
+        RequestError: for a path, or anything else.
+    """
+    if not hasattr(tokenizer, "vocab_size"):
+        raise wrong_type("tokenizer", tokenizer, "the one that quantkit.load(path) gives")
 
 
 def prompt_ids(prompt: TokenIds) -> list[int]:
@@ -139,12 +149,12 @@ def text_ids(tokenizer: Tokenizer, text: str, *, specials: bool) -> list[int]:
     return tokenizer.encode(text, specials=specials)
 
 
-def shortened(config: ModelConfig, ids: list[int], max_new_tokens: int) -> list[int]:
-    """The end of a prompt that is too long for a model's context together with what is to come; a BOS stays."""
-    room = max(1, config.max_context - max_new_tokens)
+def shortened(ids: list[int], most: int, max_new_tokens: int, bos: int | None) -> list[int]:
+    """The end of a prompt that is too long together with what is to come; a BOS stays."""
+    room = max(1, most - max_new_tokens)
     if len(ids) <= room:
         return ids
-    begins = ids[:1] if ids[0] == config.bos_token_id and room > 1 else []
+    begins = ids[:1] if ids[0] == bos and room > 1 else []
     return [*begins, *ids[len(ids) - room + len(begins) :]]
 
 
@@ -190,8 +200,11 @@ def checked_options(
     return Request([], new, params, count, told, echo)
 
 
-def with_prompt(config: ModelConfig, asked: Request, ids: list[int]) -> Request:
+def with_prompt(config: ModelConfig, asked: Request, ids: list[int], most: int | None = None) -> Request:
     """A request with its prompt.
+
+    Args:
+        most: see `checked_length`.
 
     Raises:
         RequestError: if the prompt is empty, holds unknown ids, or does not fit the model's context together with the
@@ -203,7 +216,7 @@ def with_prompt(config: ModelConfig, asked: Request, ids: list[int]) -> Request:
             "logit_bias names tokens outside the vocabulary", found=sorted(biased)[:8],
             expected=f"0 to {config.vocab_size - 1}",
         )  # fmt: skip
-    checked_length(config, ids, asked.max_new_tokens)
+    checked_length(config, ids, asked.max_new_tokens, most)
     return replace(asked, prompt=ids)
 
 
@@ -212,8 +225,11 @@ def no_beam_search(name: str) -> RequestError:
     return RequestError("beam search is not supported", found=name, hint="draw several samples with `n`")
 
 
-def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int) -> int:
+def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int, most: int | None = None) -> int:
     """Tokens of a prompt and its continuation together.
+
+    Args:
+        most: tokens that there can be; None is as many as the model reaches.
 
     Raises:
         RequestError: if the prompt is empty, holds unknown ids, or does not fit the model's context
@@ -226,10 +242,11 @@ def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int)
             "the prompt holds token ids outside the vocabulary", expected=f"0 to {config.vocab_size - 1}"
         )
     length = len(ids) + max_new_tokens
-    if length > config.max_context:
-        room, wanted = config.max_context - len(ids), min(max_new_tokens, _WORTH_HAVING)
+    most = config.reach if most is None else most
+    if length > most:
+        room, wanted = most - len(ids), min(max_new_tokens, _WORTH_HAVING)
         raise RequestError(
-            "prompt and new tokens exceed the model's context", found=length, expected=f"at most {config.max_context}",
+            "prompt and new tokens exceed the model's context", found=length, expected=f"at most {most}",
             hint="give a shorter prompt" if room < wanted else "ask for fewer with `max_new_tokens`",
         )  # fmt: skip
     return length

@@ -6,12 +6,20 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Unpack
 
-from quantkit.arguments import require_flags, wrong_type
+from quantkit.arguments import require_flags
 from quantkit.model.decoder import Decoder
 from quantkit.runtime.detokenizer import Detokenizer
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate import generate
-from quantkit.runtime.request import MAX_NEW_TOKENS, TokenIds, checked_stop, prompt_ids, require_model, text_ids
+from quantkit.runtime.request import (
+    MAX_NEW_TOKENS,
+    TokenIds,
+    checked_stop,
+    prompt_ids,
+    require_model,
+    require_tokenizer,
+    text_ids,
+)
 from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.text.tokenizer import Tokenizer
 
@@ -50,8 +58,7 @@ def stream(
         ...     print(piece, end="", flush=True)
     """
     require_model("model", model, (Decoder, Engine))
-    if not hasattr(tokenizer, "vocab_size"):
-        raise wrong_type("tokenizer", tokenizer, "the one that quantkit.load(path) gives")
+    require_tokenizer(tokenizer)
     require_flags(specials=specials)
     ids = text_ids(tokenizer, prompt, specials=specials) if isinstance(prompt, str) else prompt_ids(prompt)
     stops = checked_stop(stop, tokenizer)

@@ -72,10 +72,9 @@ class Llama2Chat:
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
     ) -> list[int]:
         _require_none("llama2", tools, variables)
+        if (tag := llama2_tag(messages)) is not None:
+            raise RequestError("a message holds a tag of the chat format", found=tag, hint="leave it out")
         turns = [(str(one["role"]), _text(one)) for one in messages]
-        for _, text in turns:
-            if tag := next((tag for tag in _LLAMA2_TAGS if tag in text), None):
-                raise RequestError("a message holds a tag of the chat format", found=tag, hint="leave it out")
         if turns and turns[0][0] == "system" and len(turns) > 1:
             system, (role, first), *rest = turns[0][1], *turns[1:]
             turns = [(role, f"<<SYS>>\n{system}\n<</SYS>>\n\n{first}"), *rest]
@@ -90,6 +89,16 @@ class Llama2Chat:
             ids += self._tokenizer.encode(f"[INST] {question.strip()} [/INST] {answer.strip()} ")
             ids += self._tokenizer.eos_ids[:1]
         return [*ids, *self._tokenizer.encode(f"[INST] {turns[-1][1].strip()} [/INST]")]
+
+
+def llama2_tag(messages: Sequence[Message]) -> str | None:
+    """A tag of Llama 2's format that a message holds, as none may.
+
+    Raises:
+        RequestError: if one is no message.
+    """
+    texts = [_text(one) for one in messages]
+    return next((tag for text in texts for tag in _LLAMA2_TAGS if tag in text), None)
 
 
 class Llama3Chat:
@@ -166,9 +175,6 @@ def chat_format(
     return TemplateChat(found.__getitem__, _with_specials(tokenizer, folder))
 
 
-chat = chat_format
-
-
 def _token_names(tokenizer: Tokenizer) -> dict[str, str]:
     """What templates call the tokens that begin and end a text, for a folder whose settings spell neither."""
     spelled = {number: name for name, number in (tokenizer.special_tokens or {}).items()}
@@ -190,8 +196,8 @@ def _with_specials(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
 
 
 def _text(message: Message) -> str:
-    content = message.get("content")
-    if not isinstance(message.get("role"), str) or not isinstance(content, str):
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, str) or not isinstance(message.get("role"), str):
         raise RequestError(
             "a message is an object with a role and a text", found=repr(message)[:60],
             expected='{"role": "user", "content": "..."}',

@@ -222,7 +222,7 @@ def _size_of_operation(operator: str, left: Any, right: Any) -> int:
     if operator == "*" and isinstance(left, int) and isinstance(right, int):
         return LONGEST + 1 if max(abs(left), abs(right)) >> _LARGEST_FACTOR else 0
     if operator == "*" and (isinstance(left, int) or isinstance(right, int)):
-        return (of_left or 0) * right if of_left is not None else (of_right or 0) * left
+        return int((of_left or 0) * right if of_left is not None else (of_right or 0) * left)
     if operator == "**" and (abs(right) > _LARGEST_POWER or abs(left) >= 1 << 64):
         return LONGEST + 1
     return 0
