@@ -13,6 +13,7 @@ from quantkit.errors import RequestError
 from quantkit.formats.detect import is_model_folder
 from quantkit.jobs.prompts_file import checked
 from quantkit.runtime.request import BATCH_SIZE
+from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.tensors.dtypes import FloatName
 
 if TYPE_CHECKING:
@@ -74,10 +75,12 @@ class Asked:
         """Samples of one prompt that run together."""
         return min(self.n, BATCH_SIZE)
 
-    def sampling(self) -> dict[str, Any]:
+    def sampling(self) -> SamplingOptions:
         """What was said of how tokens are drawn."""
-        said = dict(options.asked_sampling(vars(self)))
-        return {**said, **({"logit_bias": dict(self.logit_bias)} if self.logit_bias else {})}
+        said = options.asked_sampling(vars(self))
+        if self.logit_bias:
+            said["logit_bias"] = dict(self.logit_bias)
+        return said
 
     def options(self) -> dict[str, Any]:
         """How prompts are continued, as `prompts_file.OPTIONS` calls it."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from quantkit.arguments import as_path
 from quantkit.cli.asked import STDIN, Asked
 from quantkit.cli.entry import raise_if_interrupted
 from quantkit.cli.output import say
@@ -27,13 +27,13 @@ def job_of(asked: Asked) -> FileJob:
         RequestError: if it makes no sense.
     """
     assert asked.prompts is not None and asked.output is not None
-    output = Path(asked.output)
+    output = _show if asked.output == STDIN else as_path("output", asked.output)
     runtime = Runtime(
         device=asked.device, dtype=asked.dtype, backend=asked.backend, devices=asked.tp, weights=asked.weights,
         int8_cache=asked.int8_cache, compiled=asked.compiled, warm_up=asked.warmup,
     )  # fmt: skip
     return FileJob(
-        asked.path, asked.prompts, _show if asked.output == STDIN else output, asked.options(), runtime,
+        asked.path, asked.prompts, output, asked.options(), runtime,
         template=asked.template, truncate=asked.truncate, batch_size=asked.batch_size, resume=asked.resume,
     )  # fmt: skip
 

@@ -119,16 +119,18 @@ class PromptReader:
         """
         found = []
         for number, values in _lines(content, name):
-            if values.get("messages") is not None:
+            given = {key: value for key, value in values.items() if value is not None}
+            with _at(f"{name}:{number}"):
+                _require_known(values)
+                kind = _kind(given)
+            if kind == "messages":
                 self._require_chat()
             with _at(f"{name}:{number}"):
-                found.append(self._prompt(values))
+                known_by = {"id": values["id"]} if "id" in values else {}
+                found.append(self._prompt(kind, given, known_by))
         return found
 
-    def _prompt(self, values: Mapping[str, Any]) -> Prompt:
-        _require_known(values)
-        given = {key: value for key, value in values.items() if value is not None}
-        kind = _kind(given)
+    def _prompt(self, kind: str, given: Mapping[str, Any], known_by: dict[str, Any]) -> Prompt:
         defaults = self._chat_defaults if kind == "messages" else {}
         asked = {**defaults, **self._options, **{key: given[key] for key in OPTIONS & given.keys()}}
         stop = stop_strings(asked.pop("stop", ()))
@@ -139,7 +141,6 @@ class PromptReader:
         cut = ids
         if self._truncate and ids:
             cut = shortened(ids, self._most, request.max_new_tokens, self._config.bos_token_id)
-        known_by = {"id": values["id"]} if "id" in values else {}
         return Prompt(
             with_prompt(self._config, request, cut, self._most), stop, known_by, kind == "messages",
             kind == "token_ids", len(cut) < len(ids),
@@ -148,6 +149,8 @@ class PromptReader:
     def _ids(self, kind: str, given: Mapping[str, Any]) -> list[int]:
         value = given[kind]
         if kind == "token_ids":
+            if not isinstance(value, list) or not all(type(one) is int for one in value):
+                raise wrong_type("token_ids", value, "a list of token ids")
             return prompt_ids(value)
         if kind == "prompt":
             if not isinstance(value, str):
@@ -191,13 +194,13 @@ def checked(options: Mapping[str, Any]) -> None:
 
 def _request(asked: Mapping[str, Any]) -> Request:
     """A request without its prompt."""
-    sampling = {key: asked[key] for key in SamplingOptions.__annotations__ if key in asked}
+    sampling: Any = {key: asked[key] for key in SamplingOptions.__annotations__ if key in asked}
     if isinstance(bias := sampling.get("logit_bias"), dict):
         sampling["logit_bias"] = {_as_token(key): value for key, value in bias.items()}
     echo = asked.get("echo", False)
     require_flags(echo=echo)
     return checked_options(
-        asked["max_new_tokens"], SamplingOptions(**sampling), samples=asked.get("n", 1),
+        asked["max_new_tokens"], sampling, samples=asked.get("n", 1),
         logprobs=asked.get("logprobs"), echo=echo,
     )  # fmt: skip
 
