@@ -141,7 +141,10 @@ def generate_file(
     truncate: bool = False,
     batch_size: int = BATCH_SIZE,
     resume: bool = False,
-    runtime: Runtime | None = None,
+    device: str | torch.device | None = None,
+    dtype: FloatName | torch.dtype | None = None,
+    backend: BackendName | Literal["xla"] | None = None,
+    weights: WeightKind | None = None,
     progress: Progress | None = None,
     **sampling: Unpack[SamplingOptions],
 ) -> GeneratedFile:
@@ -157,7 +160,7 @@ def generate_file(
         truncate: cut too long a prompt at its beginning, instead of refusing it.
         batch_size: sequences that run together at most.
         resume: go on where an interrupted run stopped, if there is one.
-        runtime: how the model runs.
+        device, dtype, backend, weights: as for `quantkit.load`; the backend may be ``xla``.
         progress: told of every prompt that ends.
 
     Raises:
@@ -169,7 +172,7 @@ def generate_file(
     Example:
         >>> print(*quantkit.generate_file("model-int4", "prompts.jsonl", "answers.jsonl", max_new_tokens=50).lines())
     """
-    runtime = runtime or Runtime()
+    runtime = Runtime(device=device, dtype=dtype, backend=backend, weights=weights)
     options = {
         "max_new_tokens": max_new_tokens, "stop": stop, "n": n, "logprobs": logprobs, "echo": echo, **sampling
     }  # fmt: skip

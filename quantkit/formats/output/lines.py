@@ -45,14 +45,13 @@ class ResumableLines:
         self._dst, self._sizes = dst, sizes
         self._spans: dict[int, tuple[int, int]] = {}
         self._staging = Staging(dst, fingerprint, 0, resume=resume)
-        try:
-            self._file = self._staging.folder.open(NAME)
+        with contextlib.ExitStack() as undone:
+            undone.callback(self._staging.close)
+            self._file = undone.enter_context(self._staging.folder.open(NAME))
             with destination_errors(self._staging.path / NAME):
                 self._file.truncate(self._take_up())
                 self._file.seek(0, os.SEEK_END)
-        except BaseException:
-            self._staging.close()
-            raise
+            undone.pop_all()
 
     @property
     def done(self) -> set[int]:
