@@ -360,9 +360,7 @@ def _read(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 8])
 @pytest.mark.parametrize("name", ["llama", "llama-int8", "windows-int8"])
-def test_samples_of_a_prompt_share_it(
-    name: str, slots: int, folders: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_of_a_prompt_share_it(name: str, slots: int, folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = _model(folders / name)
     prompt = _prompts((250,))[0]
     request = Request(prompt, 6, SamplingParams(1.5, seed=4), samples=6)
