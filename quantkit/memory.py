@@ -32,6 +32,22 @@ def resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+def peak_bytes() -> int:
+    """The most that this process has held in memory, since `reset_peak` where that has worked."""
+    status = _numbers(Path("/proc/self/status"))
+    most = status.get("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return max(most * 1024, resident_bytes())
+
+
+def reset_peak() -> bool:
+    """Let `peak_bytes` begin again; whether the system can."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
 def total_bytes() -> int:
     """The machine's memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

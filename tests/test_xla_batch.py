@@ -39,13 +39,14 @@ def test_a_batch_ends_with_its_longest_text(name: str, cases: dict[str, Any]) ->
     case = cases[name]
     longest = max(len(tokens) + (reason == "stop") for tokens, reason in case["expected"])
     assert 10 < longest < 20
-    assert case["steps"] == [10, longest - 10]
+    assert case["steps"] == [[10, 8], [longest - 10, 8]]
 
 
 def test_more_texts_than_rows_run_in_turn(cases: dict[str, Any]) -> None:
-    numbers, counts, tokens = cases["rows"]
+    numbers, counts, tokens, few = cases["rows"]
     assert numbers == [*([n, 0] for n in range(11)), [10, 1]]
-    assert counts == [3, 3]
+    assert counts == [[3, 8], [3, 8]]  # compiled once
+    assert few == [[3, 4]]
     assert tokens[:2] == tokens[8:10]
     assert tokens[2] == tokens[10] == tokens[11]
 
@@ -55,11 +56,11 @@ def test_what_is_drawn_for_a_text_depends_on_its_seed_alone(cases: dict[str, Any
     assert alone == among == second != other
 
 
-def test_a_stop_string_ends_a_text_and_the_batch(cases: dict[str, Any]) -> None:
+def test_a_stop_string_ends_a_text_and_its_batch(cases: dict[str, Any]) -> None:
     whole, found, counts = cases["stopped"]
     assert len(whole) == 24
-    assert found == [[whole[:2], whole[2], "stop", 3]] * 2
-    assert counts == [10]
+    assert found == [[whole[:2], whole[2], "stop", 3]] * 3
+    assert counts == [[10, 2], [10, 2]]
 
 
 def test_bias_and_penalty_are_those_of_torch(cases: dict[str, Any]) -> None:

@@ -91,13 +91,13 @@ def cut(tokens: list[int], count: int, ends: tuple[int, ...]) -> tuple[list[int]
 
 
 @contextmanager
-def counted_steps() -> Iterator[list[int]]:
-    """Steps of each chunk that is run."""
+def counted_steps() -> Iterator[list[tuple[int, ...]]]:
+    """Steps of each chunk that is run, and rows of its batch."""
     grow, counts = CachedBatch.grow, []
 
     def counted(batch: CachedBatch) -> Any:
         drawn = grow(batch)
-        counts.append(len(drawn.tokens))
+        counts.append(drawn.tokens.shape)
         return drawn
 
     CachedBatch.grow = counted  # type: ignore[method-assign]
@@ -123,13 +123,16 @@ def beside_torch(model: XlaModel, prompts: list[list[int]], expected: list[tuple
 
 
 def rows(model: XlaModel, prompts: list[list[int]]) -> Any:
-    """Chunks and tokens of eight prompts and three more, the last twice, at most eight at once, and of each alone."""
+    """Numbers, chunks and tokens of eight prompts and three more, the last twice, at most eight at once; and the chunks
+    of three alone."""
     order = [*prompts, *prompts[:2]]
     requests = [*(Request(one, 3) for one in order), Request(prompts[2], 3, samples=2)]
     with counted_steps() as counts:
         found = run(model, requests)
+    with counted_steps() as few:
+        run(model, requests[:3])
     numbers = [(one.prompt, one.sample) for one in found]
-    return numbers, counts, [one.token_ids for one in found]
+    return numbers, counts, [one.token_ids for one in found], few
 
 
 def seeds(model: XlaModel, prompts: list[list[int]]) -> list[list[int]]:
@@ -144,10 +147,11 @@ def seeds(model: XlaModel, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def stopped(model: XlaModel, prompts: list[list[int]]) -> Any:
-    """A text that has no end; with its third letter as stop string, what comes of it twice, and the chunks run."""
+    """A text that has no end; with its third letter as stop string, what comes of it three times, two at once, and the
+    chunks run."""
     (whole,) = run(model, [Request(prompts[7], 24)], tokenizer=Letters())
     with counted_steps() as counts:
-        found = run(model, [Request(prompts[7], 24)] * 2, tokenizer=Letters(), stop=whole.text[2])
+        found = run(model, [Request(prompts[7], 24)] * 3, 2, Letters(), stop=whole.text[2])
     return whole.text, [(one.text, one.stop, one.finish_reason, len(one.token_ids)) for one in found], counts
 
 

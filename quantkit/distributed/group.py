@@ -224,7 +224,7 @@ def joined(device: str | None = None) -> Iterator[ProcessGroup]:
     dist.destroy_process_group()  # not after an error, where NCCL would wait for those that are lost
 
 
-def joined_for_good(device: str | None = None) -> ProcessGroup:
+def joined_for_good(device: str | torch.device | None = None) -> ProcessGroup:
     """Join the other processes until this one ends; as often as asked for, and also where a program has made torch's
     process group itself.
 
@@ -258,7 +258,7 @@ def _alone() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) == 1
 
 
-def _begun(device: str | None) -> ProcessGroup:
+def _begun(device: str | torch.device | None) -> ProcessGroup:
     own = _own_device(device)
     store, rank, size = next(rendezvous("env://"))
     backend = "nccl" if own.type == "cuda" else "gloo"
@@ -267,7 +267,7 @@ def _begun(device: str | None) -> ProcessGroup:
     return _group(own, store)
 
 
-def _own_device(device: str | None) -> torch.device:
+def _own_device(device: str | torch.device | None) -> torch.device:
     """Where this process computes."""
     own = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if own.type != "cuda":

@@ -13,8 +13,8 @@ import torch
 from quantkit.arguments import as_path, as_seed, as_text, as_whole, require_flags, wrong_type
 from quantkit.distributed.group import joined_for_good, lost_as_error
 from quantkit.errors import CheckpointError, RequestError
-from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import require_rows
+from quantkit.jobs.load import opened
 from quantkit.kernels.dispatch import BackendName, require_backend
 from quantkit.model.device import float_type
 from quantkit.model.load import load_model
@@ -56,8 +56,7 @@ class Llama:
 
     Arguments and results are those of Meta's class, on any checkpoint that quantkit reads: original shards,
     Hugging Face folders, quantized or not. Under ``torchrun`` the processes share the model, however many shards it
-    has on disk, and each is given the results. Two things differ: draws come from generators of quantkit's own, and
-    the first process does not silence the others.
+    has on disk, and each is given the results. docs/generation.md says what little differs.
 
     Attributes:
         model, tokenizer: as `quantkit.load` gives them.
@@ -80,7 +79,7 @@ class Llama:
         model_parallel_size: int | None = None,
         seed: int = 1,
         *,
-        device: str | None = None,
+        device: str | torch.device | None = None,
         dtype: FloatName | torch.dtype | None = None,
         backend: BackendName | None = None,
     ) -> Llama:
@@ -110,8 +109,8 @@ class Llama:
             require_backend(as_text("backend", backend))
         if slots < 1:
             raise RequestError("max_batch_size must be at least 1", found=slots)
-        checkpoint = open_checkpoint(path)
-        context = checkpoint.config.max_context
+        checkpoint = opened(path, None)
+        context = checkpoint.config.reach
         if not 1 <= length <= context:
             raise RequestError("max_seq_len is out of range", found=length, expected=f"1 to {context}")
         tokenizer = _tokenizer(tokenizer_path)

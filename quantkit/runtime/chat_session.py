@@ -156,24 +156,22 @@ class ChatSession:
     def _pieces(self, found: Generation, interrupted: Callable[[], bool] | None) -> Generator[str, None, None]:
         """The pieces of an answer that are not empty."""
         text = Detokenizer(self._tokenizer, (), self._stop)
-        given = 0
+        given, ended = 0, False
         while found.finish_reason is None:
             if interrupted is not None and interrupted():
                 return
             self._batch.step()
             for token in found.tokens[given:]:
-                if token in self._chat.end_ids:
-                    self._batch.end(found)
-                    break
-                if piece := text.add(token):
+                ended = token in self._chat.end_ids
+                if not ended and (piece := text.add(token)):
                     yield piece
-                if text.stopped is not None:
+                if ended or text.stopped is not None:
                     self._batch.end(found)
                     break
             given = len(found.tokens)
         if piece := text.close():
             yield piece
-        self.finish_reason = found.finish_reason
+        self.finish_reason = "stop" if ended or text.stopped is not None else found.finish_reason
 
     def _fitted(self, question: dict[str, Any]) -> tuple[int, list[int]]:
         """How many messages must be forgotten so that a question and its answer have room, and the tokens of what

@@ -72,6 +72,11 @@ class Engine:
             for tensor in (*self._cache.keys, *self._cache.values):  # else recorded steps would copy the cache
                 torch._dynamo.mark_static_address(tensor, guard=False)
 
+    @property
+    def cache_bytes(self) -> int:
+        """What keys and values take up in memory."""
+        return sum(stored.nbytes for stored in (*self._cache.keys, *self._cache.values))
+
     def require_length(self, length: int) -> None:
         """
         Raises:

@@ -175,9 +175,6 @@ def chat_format(
     return TemplateChat(found.__getitem__, _with_specials(tokenizer, folder))
 
 
-chat = chat_format
-
-
 def _token_names(tokenizer: Tokenizer) -> dict[str, str]:
     """What templates call the tokens that begin and end a text, for a folder whose settings spell neither."""
     spelled = {number: name for name, number in (tokenizer.special_tokens or {}).items()}
@@ -199,8 +196,8 @@ def _with_specials(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
 
 
 def _text(message: Message) -> str:
-    content = message.get("content")
-    if not isinstance(message.get("role"), str) or not isinstance(content, str):
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, str) or not isinstance(message.get("role"), str):
         raise RequestError(
             "a message is an object with a role and a text", found=repr(message)[:60],
             expected='{"role": "user", "content": "..."}',

@@ -1,6 +1,6 @@
 """Texts in the cache of a model, side by side.
 
-Prompts are padded to a bucket of lengths and their number to one of sizes; then come chunks of tokens, until all
+Prompts are padded to a bucket of lengths, and their number to a power of two; then come chunks of tokens, until all
 texts have ended.
 """
 
@@ -116,6 +116,7 @@ class XlaBatch:
             slots: texts at once, at most.
         """
         self.slots = slots
+        self._rows = power_of_two(slots, 1)  # also where fewer texts are left: another size would be compiled
         self._model = model
         self._waiting: deque[Continuation] = deque()
         self._running: list[Continuation] = []
@@ -155,7 +156,7 @@ class XlaBatch:
             self._running = [self._waiting.popleft() for _ in range(min(self.slots, len(self._waiting)))]
             if not self._running:
                 return []
-            self._cached = cached_batch(self._model, self._running, self.slots)
+            self._cached = cached_batch(self._model, self._running, self._rows)
         drawn = self._cached.grow()
         news = [one for one in self._running if one.finish_reason is None]
         for row, one in enumerate(self._running):
@@ -180,13 +181,12 @@ def _logprobs(one: Continuation, drawn: Drawn, index: int) -> TokenLogprobs | No
     return TokenLogprobs(*map(torch.tensor, found))
 
 
-def cached_batch(model: XlaModel, texts: Sequence[Continuation], slots: int) -> CachedBatch:
-    """Begin texts, one in each row, in a batch of at most `slots`; what is compiled for it serves other texts."""
-    size = min(power_of_two(len(texts), 1), slots)
-    idle = size - len(texts)
+def cached_batch(model: XlaModel, texts: Sequence[Continuation], rows: int) -> CachedBatch:
+    """Begin texts, one in each of the first rows; what is compiled for their buckets serves other texts."""
+    idle = rows - len(texts)
     lengths = np.array([*(len(one.request.prompt) for one in texts), *[1] * idle])
     padded = min(bucket(int(lengths.max())), model.config.max_context)  # beyond it, some rotary scalings change
-    tokens = np.zeros((size, padded), np.int32)
+    tokens = np.zeros((rows, padded), np.int32)
     for row, one in enumerate(texts):
         tokens[row, : len(one.request.prompt)] = one.request.prompt
     counts = np.array([*(one.request.max_new_tokens for one in texts), *[0] * idle])

@@ -75,7 +75,7 @@ class CheckpointWriter:
         Args:
             dst: the folder to make.
             encoder: knows the tensors.
-            fingerprint: inputs and options, JSON; a resumed run must have the same, and the same side files.
+            fingerprint: inputs and options, JSON; a resumed run must have the same, and copy the same files.
             side_files: what goes beside the weights: name to content, or to a file to copy.
             needed_bytes: size of the output.
             resume: go on where an interrupted run stopped, if there is one.
@@ -87,8 +87,8 @@ class CheckpointWriter:
         """
         self._encoder = encoder
         self._side_files = side_files
-        contents = {name: _content(file) if isinstance(file, Path) else file for name, file in side_files.items()}
-        self._side_hashes = {name: _sha256(content) for name, content in contents.items()}
+        copied = {name: value for name, value in side_files.items() if isinstance(value, Path)}
+        self._side_hashes = {name: _sha256(_content(path)) for name, path in copied.items()}
         beside = {f"file {name}": digest for name, digest in self._side_hashes.items()}
         self._staging = Staging(dst, {**fingerprint, **beside}, needed_bytes, resume=resume)
         self.path = self._staging.path
