@@ -47,6 +47,7 @@ def _next_steps(output: Path | None, quantized: str) -> list[str]:
     lines = [
         *(["quantkit demo --output demo  # keeps these models"] if output is None else []),
         f'quantkit generate {last} "The people"',
+        f"quantkit chat {last} --template llama2  # a base model: it goes on with what you say",
         f"quantkit eval {last} --against {floats} --window 256",
         f"quantkit bench {floats} {last}",
         "quantkit quantize YOUR_MODEL NEW_FOLDER --scheme int4-g128",
@@ -82,6 +83,7 @@ class _Formats(click.Choice[str]):
 @click.option("--to", type=_Formats(["hf", "meta"]), default="hf", show_default=True, help="Target format.")
 @click.option("--mp", type=int, default=1, show_default=True, help="Number of Meta model-parallel shards.")
 @options.dtype
+@options.template
 def convert(data: str | None, **given: Any) -> None:
     """Write a model in another format, sharding or float type.
 

@@ -47,7 +47,7 @@ _RUN = "How it runs"
 
 _SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "convert": {
-        "Target": ("to", "mp", "dtype"),
+        "Target": ("to", "mp", "dtype", "template"),
         _CHECKS: ("source_check", "allow_nonfinite"),
         _OUTPUT: ("resume", "data"),
     },
@@ -57,7 +57,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         _CALIBRATION: ("calibration", "samples", "length", "seed", "thorough", "activation_memory", "device"),
         _CHECKS: ("source_check", "allow_nonfinite", "accept_quality_loss"),
         "Model card": ("base_model", "license"),
-        _OUTPUT: ("resume", "data"),
+        _OUTPUT: ("template", "resume", "data"),
     },
     "eval": {
         "What is measured": ("texts", "against", "window", "cache_logits", "tasks", "task_data", "speed"),
@@ -65,15 +65,41 @@ _SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         _OUTPUT: ("table", "report", "data", "plot"),
     },
     "generate": {
-        "Prompt": ("prompt", "prompt_file"),
-        "Sampling": ("max_new_tokens", "temperature", "top_p", "seed"),
+        "Prompt": ("prompt", "prompt_file", "truncate"),
+        "A file of prompts": ("prompts", "output", "resume", "batch", "template", "echo", "logprobs"),
+        "Sampling": (
+            "max_new_tokens",
+            "stop",
+            "n",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "seed",
+            "logit_bias",
+        ),
         "Speculative decoding": ("draft", "draft_tokens"),
-        _RUN: ("dtype", "backend", "device", "compiled", "int8_cache", "tp", "multi_host"),
+        _RUN: ("dtype", "backend", "device", "compiled", "warmup", "int8_cache", "tp", "multi_host", "stats"),
+    },
+    "chat": {
+        "Conversation": ("template", "system", "context"),
+        "Sampling": (
+            "max_new_tokens",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "seed",
+            "stop",
+        ),
+        _RUN: ("dtype", "backend", "device", "compiled", "int8_cache"),
     },
     "bench": {
         "Random weights": ("synthetic", "quantized", "head"),
-        "What is measured": ("prompt_lengths", "batches", "runs"),
-        _RUN: ("threads", "backend", "compiled", "device"),
+        "What is measured": ("prompt_lengths", "batches", "contexts", "runs", "price_per_hour"),
+        _RUN: ("threads", "backend", "compiled", "device", "int8_cache"),
         _OUTPUT: ("table", "data", "plot"),
     },
 }

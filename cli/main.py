@@ -10,6 +10,7 @@ from typing import TextIO
 
 import click
 
+from quantkit.cli.chat import chat
 from quantkit.cli.commands import convert, demo, inspect, verify
 from quantkit.cli.entry import interrupted_code, interruptible, tell_interrupted
 from quantkit.cli.generate import generate
@@ -31,7 +32,7 @@ class _Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] in ("run", "chat", "serve"):
+        if args and args[0] in ("run", "serve"):
             ctx.fail(f"No such command '{args[0]}'. Did you mean 'generate'?")
         return super().resolve_command(ctx, args)
 
@@ -47,7 +48,7 @@ def quantkit() -> None:
     """Convert, quantize, verify and run Llama-family language models."""
 
 
-for command in (demo, inspect, plan, convert, quantize, verify, evaluate, generate, bench, completion):
+for command in (demo, inspect, plan, convert, quantize, verify, evaluate, generate, chat, bench, completion):
     quantkit.add_command(command)
 
 

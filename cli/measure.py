@@ -85,8 +85,14 @@ def evaluate(
 )
 @click.option("--prompt-lengths", default="16,128,512", show_default=True, help="Tokens of prefill.")
 @click.option("--batch", "batches", default="1,4,8", show_default=True, help="Sequences decoded at once.")
+@click.option("--contexts", help="Lengths of context to decode at as well, each --batch; such as 1024,2048,4096.")
+@click.option(
+    "--price-per-hour", type=float, metavar="PRICE",
+    help="What an hour of the machine costs, in any currency, to tell the cost of a thousand tokens.",
+)  # fmt: skip
 @click.option("--threads", type=int, help="That compute; torch's own number by default.")
 @click.option("--runs", type=int, default=5, show_default=True, help="Of each measurement, after one to warm up.")
+@options.int8_cache
 @options.backend()
 @options.compiled
 @options.device
@@ -95,10 +101,10 @@ def evaluate(
 @options.plot("decoding and prefill")
 def bench(
     models: tuple[str, ...], synthetic: str | None, quantized: tuple[str, ...], head: str | None, prompt_lengths: str,
-    batches: str, threads: int | None, runs: int, backend: str | None, compiled: bool | None, device: str | None,
-    table: Style, data: str | None, plot: Path | None,
+    batches: str, contexts: str | None, price_per_hour: float | None, threads: int | None, runs: int, int8_cache: bool,
+    backend: str | None, compiled: bool | None, device: str | None, table: Style, data: str | None, plot: Path | None,
 ) -> None:  # fmt: skip
-    """Time models: prefill, decoding, loading, memory.
+    """Time models: prefill, decoding, loading, memory, cost.
 
     The models in PATHs are put side by side, each in a process of its own, under the NAMEs given. Under
     torchrun all processes share one model; the figures are the first process's.
@@ -109,35 +115,38 @@ def bench(
         raise RequestError("--scheme goes with --synthetic", hint="a folder has schemes of its own")
     if head is not None and not quantized:
         raise RequestError("--head goes with --scheme")
-    rest = (_numbers(prompt_lengths), _numbers(batches), threads, runs, backend, compiled, device)
+    measures = (_numbers(prompt_lengths), _numbers(batches), threads, runs, backend, compiled, device)
+    more = (() if contexts is None else _numbers(contexts), int8_cache, price_per_hour)
     given = named(models)
     require_models(*(path for _, path in given))
 
     from quantkit.evals import bench_report
     from quantkit.evals.bench import Job
     from quantkit.evals.bench import bench as job
+    from quantkit.evals.bench_plot import picture
     from quantkit.evals.table import render
 
     short = short_names([path for _, path in given])
-    jobs = [Job(path, None, None, None, *rest, name or end) for (name, path), end in zip(given, short, strict=True)]
+    jobs = [
+        Job(path, None, None, None, *measures, name or end, *more)
+        for (name, path), end in zip(given, short, strict=True)
+    ]
     if synthetic is not None:
-        jobs = [Job(None, synthetic, scheme, head, *rest) for scheme in quantized or (None,)]
-    with together({"measures": rest}, device) as group:
+        jobs = [Job(None, synthetic, scheme, head, *measures, None, *more) for scheme in quantized or (None,)]
+    with together({"measures": (*measures, *more)}, device) as group:
         outputs = Outputs(data, plot=plot)
         with ProgressDisplay(show=group.first) as progress:
             found = job(jobs, group=group, progress=progress)
         if group.first:
             warnings, notes = bench_report.warnings(found), bench_report.notes(found)
             below = [""] if (warnings or notes) and table == "terminal" else []
-            tables = bench_report.tables(found)
-            if table == "csv":
-                tables = [bench_report.joined(tables)]
+            tables = [bench_report.sheet(found)] if table == "csv" else bench_report.tables(found)
             outputs.say([*render(tables, table, width=columns()), *below])
             for line in warnings:
                 warn(line)
             for line in notes:
                 note(line)
-            outputs.write([one.to_json() for one in found], picture=partial(bench_report.picture, found))
+            outputs.write([one.to_json() for one in found], picture=partial(picture, found))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

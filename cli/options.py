@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from quantkit.cli.help import Command
 from quantkit.cli.output import note
 from quantkit.errors import RequestError
 from quantkit.json_values import shown
+from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
 from quantkit.tensors.dtypes import FLOAT_NAMES, SHORT_NAMES
 from quantkit.tensors.scheme import SCHEMES, QuantScheme
 
@@ -65,6 +66,13 @@ dtype = click.option(
 compiled = click.option(
     "--compile/--eager", "compiled", default=None, help="Through torch.compile or not; by default on GPUs only."
 )
+int8_cache = click.option(
+    "--int8-cache", is_flag=True, help="Keep keys and values in 8 bits; see docs/kernels.md for the cost."
+)
+template = click.option(
+    "--template", metavar="NAME", shell_complete=complete_files,
+    help="Chat template to write: llama2, llama3 or a file *.jinja; SRC's own by default.",
+)  # fmt: skip
 data = click.option(
     "--json", "data", metavar="PATH", shell_complete=complete_files,
     help="Write everything found as JSON; - is stdout.",
@@ -81,6 +89,19 @@ _SOURCE_CHECK = click.option(
     "--source-check/--no-source-check", default=True,
     help="Whether to see first that SRC predicts a text at all; by default, where it has a tokenizer.",
 )  # fmt: skip
+
+_SAMPLING = (
+    click.option("--temperature", type=float, help="Of the draw; 0 takes the likeliest token."),
+    click.option("--top-p", type=float, help="Draw from the likeliest tokens that exceed this probability together."),
+    click.option("--top-k", type=int, help="Draw from so many of the likeliest tokens; 0 is all."),
+    click.option("--min-p", type=float, help="Draw from tokens with this share of the likeliest one's probability."),
+    click.option("--repetition-penalty", type=float, help="Of tokens that the text holds already; 1 is none."),
+    click.option("--seed", type=int, help="Of the draw; unpredictable by default."),
+    click.option("--stop", metavar="TEXT", multiple=True, help="End before this text; may be given several times."),
+)
+_SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+SAMPLING = ("max_new_tokens", *_SAMPLING_NAMES, "stop")
+"""The options that `sampling` adds."""
 
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -108,6 +129,51 @@ def writing(command: Function) -> Function:
     for option in (data, _SOURCE_CHECK, _NONFINITE, _RESUME, weights, dst, src):
         command = option(command)
     return command
+
+
+def sampling(max_new_tokens: int | None, about: str = "") -> Callable[[Function], Function]:
+    """The options that say how tokens are drawn and what ends them; None where nothing is said.
+
+    Args:
+        max_new_tokens: by default.
+        about: for the help of that option.
+    """
+    most = click.option(
+        "--max-new-tokens", type=int, default=max_new_tokens, show_default=max_new_tokens is not None,
+        help=f"Tokens to generate at most{about}.",
+    )  # fmt: skip
+
+    def decorated(command: Function) -> Function:
+        for option in reversed((most, *_SAMPLING)):
+            command = option(command)
+        return command
+
+    return decorated
+
+
+def asked_sampling(given: Mapping[str, Any]) -> SamplingOptions:
+    """What of the arguments of a command with `sampling` says how tokens are drawn; checked, without torch.
+
+    Raises:
+        RequestError: for a value out of its range.
+    """
+    asked: Any = {name: given[name] for name in _SAMPLING_NAMES if given[name] is not None}
+    SamplingParams(**asked)
+    options: SamplingOptions = asked
+    return options
+
+
+def token_bias(text: str) -> tuple[int, float]:
+    """The type of options that add to the logits of a token: ``1234=-100``.
+
+    Raises:
+        RequestError: for anything else.
+    """
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise RequestError("no bias of a token", found=shown(text), expected="ID=NUMBER, such as 1234=-100") from None
 
 
 def backend(*others: str, more: str = "") -> Callable[[Function], Function]:

@@ -50,6 +50,7 @@ from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 @click.option(
     "--license", metavar="ID", help="For the model card, as hubs spell it: apache-2.0, ...; SRC's by default."
 )
+@options.template
 @click.option("--strict", is_flag=True, help="Fail if a layer's shape does not fit the scheme.")
 def quantize(data: str | None, **given: Any) -> None:
     """Quantize a model's linear layers to int8 or int4.

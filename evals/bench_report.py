@@ -1,24 +1,46 @@
-"""Timings for people: tables, what to beware of, a picture."""
+"""Timings for people: tables, what to beware of."""
 
 from __future__ import annotations
 
-import io
+import math
 from collections.abc import Sequence
-from typing import Any
 
 from quantkit.evals.bench import Bench
-from quantkit.evals.extras import optional
+from quantkit.evals.contexts import NEW, prefill_rates
 from quantkit.evals.table import NONE, Table
 from quantkit.evals.timing import PROMPT, Rate
 
 _WIDE_SPREAD = 0.3  # of runs: beyond it a median tells little
 _FASTER = 1.1  # times as fast: less may be chance
-_PANEL_INCHES, _DOTS_PER_INCH = (4.6, 3.8), 150
-_LEGEND_LETTERS, _LEGEND_KEY = 55, 8  # that fit below a panel, and what a name's key takes up
 
 
 def tables(found: Sequence[Bench]) -> list[Table]:
-    """A row for each model: its speed, how it starts and what memory it takes, what decoding draws from memory."""
+    """What was measured: speed, start and memory, what decoding draws from memory; with long contexts decoding and
+    prefill; with a price what tokens cost."""
+    return [*_of_models(found), *([_decoding(found), _prefill(found)] if _with_contexts(found) else [])]
+
+
+def sheet(found: Sequence[Bench]) -> Table:
+    """All tables as one, for those who compute with it: a row for each model, or with contexts for each of these and
+    each number of sequences."""
+    first, *others = _of_models(found)
+    head, rows = first.head, first.rows
+    for table in others:
+        head += table.head[1:]
+        rows = [(*row, *more[1:]) for row, more in zip(rows, table.rows, strict=True)]
+    if not _with_contexts(found):
+        return Table(None, head, rows)
+    decoding, prefill, longer = _decoding(found), _prefill(found), []
+    for one, row in zip(found, rows, strict=True):
+        prefills = {context: cells for _, context, *cells in _prefill([one]).rows}
+        longer += [(*cells, *prefills[cells[1]], *row[1:]) for cells in _decoding([one]).rows]
+        if not one.at_contexts:
+            longer.append((one.name, *[NONE] * (len(decoding.head) + len(prefill.head) - 3), *row[1:]))
+    return Table(None, (*decoding.head, *(f"prefill {name}" for name in prefill.head[2:]), *head[1:]), longer)
+
+
+def _of_models(found: Sequence[Bench]) -> list[Table]:
+    """Tables with a row for each model."""
     rates = [_rates(one) for one in found]
     speed = Table(
         "Tokens a second, median ± furthest run. prefill N: a prompt of N tokens; decode N: N sequences",
@@ -40,20 +62,73 @@ def tables(found: Sequence[Bench]) -> list[Table]:
         [
             (one.name, _digits(one.weight_bytes / 1e6), _digits(one.bandwidth / 1e9),
              NONE if one.share_of_bandwidth is None else f"{one.share_of_bandwidth:.0%}",
-             one.dtype, ", ".join(one.backends) or "torch")
+             one.dtype if one.cache_dtype == one.dtype else f"{one.dtype}, cache {one.cache_dtype}",
+             ", ".join(one.backends) or "torch")
             for one in found
         ],
     )  # fmt: skip
-    return [speed, start, memory]
+    if not _priced(found):
+        return [speed, start, memory]
+    cost = Table(
+        f"{_cost_title(found)} tokens: of a prompt (prefill), new (decode)",
+        ("model", *(f"{name} cost" for name in rates[0])),
+        [
+            (one.name, *(_cost(one, rate) for rate in of.values())) for one, of in zip(found, rates, strict=True)
+        ],
+    )  # fmt: skip
+    return [speed, start, memory, cost]
 
 
-def joined(some: Sequence[Table]) -> Table:
-    """Tables of the same models as one, for those who compute with it."""
-    head, rows = some[0].head, some[0].rows
-    for table in some[1:]:
-        head += table.head[1:]
-        rows = [(*row, *more[1:]) for row, more in zip(rows, table.rows, strict=True)]
-    return Table(None, head, rows)
+def _decoding(found: Sequence[Bench]) -> Table:
+    """A row for each context and number of sequences."""
+    table = Table(
+        f"Decoding the last {NEW} tokens of a context: tokens a second for each sequence and together, median ±"
+        " furthest run; memory",
+        ("model", "context", "sequences", "each", "together", "weights MB", "cache MB", "peak MB"),
+        [
+            (one.name, str(at.context), str(at.batch), _digits(at.each), _rate(at.together),
+             _digits(one.loaded_bytes / 1e6), _digits(at.cache_bytes / 1e6),
+             NONE if at.peak_bytes is None else _digits(at.peak_bytes / 1e6))
+            for one in found for at in one.at_contexts
+        ],
+    )  # fmt: skip
+    if not _priced(found):
+        return table
+    costs = [_cost(one, at.together) for one in found for at in one.at_contexts]
+    return _with_costs(table, f"{_cost_title(found)} new tokens", costs)
+
+
+def _prefill(found: Sequence[Bench]) -> Table:
+    """A row for each context."""
+    rates = [(one, *of) for one in found for of in prefill_rates(one.at_contexts).items()]
+    table = Table(
+        f"Prefill of these contexts but for their last {NEW} tokens",
+        ("model", "context", "tokens a second", "seconds"),
+        [
+            (one.name, str(context), _rate(rate), _digits((context - NEW) / rate.median))
+            for one, context, rate in rates
+        ],
+    )  # fmt: skip
+    if not _priced(found):
+        return table
+    return _with_costs(table, f"{_cost_title(found)} tokens of a prompt", [_cost(one, rate) for one, _, rate in rates])
+
+
+def _with_costs(table: Table, title: str, costs: Sequence[str]) -> Table:
+    rows = [(*row, cost) for row, cost in zip(table.rows, costs, strict=True)]
+    return Table(f"{table.title}. {title}", (*table.head, "cost"), rows)
+
+
+def _cost_title(found: Sequence[Bench]) -> str:
+    return f"Cost, where an hour costs {found[0].price_per_hour:.12g}, of a thousand"
+
+
+def _with_contexts(found: Sequence[Bench]) -> bool:
+    return any(one.at_contexts for one in found)
+
+
+def _priced(found: Sequence[Bench]) -> bool:
+    return found[0].price_per_hour is not None
 
 
 def warnings(found: Sequence[Bench]) -> list[str]:
@@ -62,54 +137,38 @@ def warnings(found: Sequence[Bench]) -> list[str]:
 
 
 def notes(found: Sequence[Bench]) -> list[str]:
-    """A line for each model that one thread decodes faster than several."""
+    """A line for each model that one thread decodes faster than several, and for what was left out."""
     return [
         f"one thread decodes {one.name} faster ({_digits(one.one_thread.median)} tokens a second, not"
         f" {_digits(one.decode[1].median)}): try `threads=1`"
         for one in found
         if one.one_thread is not None and one.one_thread.median > _FASTER * one.decode[1].median
-    ]
-
-
-def picture(found: Sequence[Bench], kind: str = "png") -> bytes:
-    """Bars of decoding by batch and of prefill by length; a ``png``, ``pdf`` or ``svg``."""
-    panels = [
-        ("decoding", "sequences at once", [one.decode for one in found]),
-        ("prefill", "tokens of the prompt", [one.prefill for one in found]),
-    ]
-    panels = [panel for panel in panels if panel[2][0]]
-    width, height = _PANEL_INCHES
-    figure = optional("matplotlib.figure").Figure(
-        figsize=(width * len(panels), height), dpi=_DOTS_PER_INCH, layout="constrained"
-    )
-    for axes, (title, label, rates) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        _bars(axes, [one.name for one in found], rates)
-        axes.set_title(title, fontsize=11)
-        axes.set_xlabel(label)
-        axes.set_ylabel("tokens a second")
-        axes.yaxis.set_major_formatter("{x:,g}")
-        axes.grid(axis="y", alpha=0.3)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-    beside = max(1, _LEGEND_LETTERS * len(panels) // max(len(one.name) + _LEGEND_KEY for one in found))
-    figure.legend(
-        *figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=beside, frameon=False, fontsize=9
-    )
-    out = io.BytesIO()
-    figure.savefig(out, format=kind)
-    return out.getvalue()
+    ] + [f"{one.name} is not measured at {line}" for one in found for line in one.left_out]
 
 
 def _rates(one: Bench) -> dict[str, Rate]:
-    """All rates, by the heads of their columns."""
+    """Rates of short prompts, by the heads of their columns."""
     prefill = {f"prefill {length}": rate for length, rate in one.prefill.items()}
     return prefill | {f"decode {batch}": rate for batch, rate in one.decode.items()}
+
+
+def _all_rates(one: Bench) -> dict[str, Rate]:
+    """All rates, by what they are of."""
+    at_contexts = {f"context {at.context}, decode {at.batch}": at.together for at in one.at_contexts}
+    prefill = {f"context {context}, prefill": rate for context, rate in prefill_rates(one.at_contexts).items()}
+    return _rates(one) | at_contexts | prefill
 
 
 def _rate(rate: Rate) -> str:
     if rate.least == rate.most:  # of one run
         return _digits(rate.median)
     return f"{_digits(rate.median)} ± {rate.spread:.0%}"
+
+
+def _cost(one: Bench, rate: Rate) -> str:
+    if (cost := one.cost(rate.median)) is None:
+        return NONE
+    return f"{cost:.{max(0, 2 - math.floor(math.log10(cost)))}f}"  # three digits that count, and no exponent
 
 
 def _digits(value: float) -> str:
@@ -129,7 +188,7 @@ def _unsteady(found: Sequence[Bench]) -> list[str]:
     wide = [
         (rate.spread, f"{what} of {one.name}")
         for one in found
-        for what, rate in _rates(one).items()
+        for what, rate in _all_rates(one).items()
         if rate.spread > _WIDE_SPREAD
     ]
     if not wide:
@@ -148,14 +207,3 @@ def _slower_than_floats(found: Sequence[Bench]) -> list[str]:
         for other in floats
         if one.quantized and 1 in one.decode and one.decode[1].median < other.decode[1].median
     ]
-
-
-def _bars(axes: Any, names: Sequence[str], rates: Sequence[dict[int, Rate]]) -> None:
-    """Groups of bars, one a model, with the range of the runs."""
-    width = 0.8 / len(names)
-    for index, (name, of) in enumerate(zip(names, rates, strict=True)):
-        places = [place - 0.4 + (index + 0.5) * width for place in range(len(of))]
-        medians = [rate.median for rate in of.values()]
-        spread = [[rate.median - rate.least for rate in of.values()], [rate.most - rate.median for rate in of.values()]]
-        axes.bar(places, medians, width * 0.9, yerr=spread, label=name, color=f"C{index}", error_kw={"linewidth": 0.8})
-    axes.set_xticks(range(len(rates[0])), [str(key) for key in rates[0]])

@@ -38,6 +38,7 @@ _SHAPES = {
     "llama-2-13b": (5120, 13824, 40, 40, 40, 32000, 4096),
     "llama-2-70b": (8192, 28672, 80, 64, 8, 32000, 4096),
 }
+_LEAST_CONTEXT = 4096  # so that all shapes can be timed there, which random weights do as well as in their own
 _SPREAD = 0.02  # of the weights
 _HEAD = QuantScheme(8, None)
 
@@ -109,9 +110,9 @@ def synthetic(shape: str, scheme: str | None, head: str | None = None) -> Synthe
     raw = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
         "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": shared, "vocab_size": vocabulary, "max_position_embeddings": context,
-        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "torch_dtype": "bfloat16", "hidden_act": "silu",
-        "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": None,
+        "num_key_value_heads": shared, "vocab_size": vocabulary, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": max(context, _LEAST_CONTEXT), "rope_theta": 10000.0, "torch_dtype": "bfloat16",
+        "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": None,
     }  # fmt: skip
     config = config_from_hf(raw, shape)
     name = "-".join(part for part in (shape, scheme, head and f"head-{head}") if part is not None)

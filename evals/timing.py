@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -41,6 +42,11 @@ class Rate:
     least: float
     most: float
 
+    @classmethod
+    def of(cls, rates: Sequence[float]) -> Rate:
+        """Runs with these rates."""
+        return cls(statistics.median(rates), min(rates), max(rates))
+
     @property
     def spread(self) -> float:
         """How far the furthest run is from the median, as a share of it."""
@@ -57,11 +63,16 @@ def rate(tokens: int, taken: Callable[[], float], runs: int) -> Rate:
     taken()
     rates = []
     for _ in range(runs):
-        calls, total = 0, 0.0
-        while total < _MIN_RUN_SECONDS:
-            calls, total = calls + 1, total + taken()
-        rates.append(calls * tokens / total)
-    return Rate(statistics.median(rates), min(rates), max(rates))
+        rates.append(tokens / _mean_seconds(taken))
+    return Rate.of(rates)
+
+
+def _mean_seconds(taken: Callable[[], float]) -> float:
+    """That a call takes, which is repeated until a run is long."""
+    calls, total = 0, 0.0
+    while total < _MIN_RUN_SECONDS:
+        calls, total = calls + 1, total + taken()
+    return total / calls
 
 
 class OtherProcesses:
@@ -101,48 +112,84 @@ def _random(model: Decoder, batch: int, length: int) -> torch.Tensor:
     return torch.randint(model.config.vocab_size, (batch, length), generator=generator).to(model.device)
 
 
-def prefill_once(model: Decoder, length: int, compiled: bool | None) -> None:
+def prefill_once(
+    model: Decoder, length: int, compiled: bool | None, cache_dtype: torch.dtype | None = None
+) -> None:  # fmt: skip
     """A random prompt, up to its first new token.
 
     Raises:
         NonFiniteError: if the model's logits are NaN or Inf.
     """
-    finite_logits(read(Engine(model, length, compiled=compiled), _random(model, 1, length))).argmax().item()
+    engine = Engine(model, length, cache_dtype=cache_dtype, compiled=compiled)
+    finite_logits(_read(engine, 0, _random(model, 1, length)[0])).argmax().item()
 
 
-def read(engine: Engine, prompts: torch.Tensor) -> torch.Tensor:
-    """Read prompts [B, T] into an engine's first slots, a chunk at a time; logits [B, V] of what follows."""
-    length, logits = prompts.shape[1], []
-    for slot, prompt in enumerate(prompts):
-        for start in range(0, length, engine.chunk):
-            tokens = prompt[start : start + engine.chunk]
-            positions = range(start, start + len(tokens))
-            wanted = [len(tokens) - 1] if start + len(tokens) == length else []
-            logits.append(engine.step(tokens, [slot] * len(tokens), positions, wanted))
-    return torch.cat(logits)
+def _read(engine: Engine, slot: int, prompt: torch.Tensor, start: int = 0) -> torch.Tensor:
+    """Let a slot read a prompt [T] from a position on, a chunk at a time; logits [1, V] of what follows."""
+    length, logits = len(prompt), torch.empty(0)
+    for begin in range(start, length, engine.chunk):
+        positions = range(begin, min(begin + engine.chunk, length))
+        wanted = [len(positions) - 1] if positions.stop == length else []
+        logits = engine.step(prompt[begin : positions.stop], [slot] * len(positions), positions, wanted)
+    return logits
 
 
 class Decoding:
-    """Greedy decoding of several sequences after a prompt of `PROMPT` tokens."""
+    """Greedy decoding of several sequences after a random prompt, as often as it is asked for.
 
-    def __init__(self, model: Decoder, batch: int, new: int, compiled: bool | None) -> None:
+    The sequences' prompts differ in their last `PROMPT` tokens alone: one is read, the others begin with a copy of it.
+    """
+
+    def __init__(
+        self, model: Decoder, batch: int, new: int, compiled: bool | None, *, prompt: int = PROMPT,
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         """
         Args:
-            new: tokens of each.
+            new: tokens of each, in a run.
+            prompt: tokens of each before them, `PROMPT` at least.
+
+        Raises:
+            RequestError: if that exceeds the model's context, or the cache does not fit in memory.
         """
-        self._new = new
-        self._engine = Engine(model, PROMPT + new, slots=batch, compiled=compiled)
-        self._prompt = _random(model, batch, PROMPT)
+        self.engine = Engine(model, prompt + new, slots=batch, cache_dtype=cache_dtype, compiled=compiled)
+        self._new, self._prompts = new, _random(model, batch, prompt)
+        self._prompts[:, :-PROMPT] = self._prompts[0, :-PROMPT].clone()
+        self._first: torch.Tensor | None = None
+
+    def fill(self) -> float:
+        """Seconds that the first sequence's prompt took; the slots hold all of them afterwards.
+
+        Raises:
+            NonFiniteError: if the model's logits are NaN or Inf.
+        """
+        whole, chunk = self._prompts[0], self.engine.chunk
+        warm_up = 2 * chunk + (len(whole) % chunk or chunk)  # each kind of step once
+        _read(self.engine, 0, whole[:warm_up]).argmax().item()
+        logits: list[torch.Tensor] = []
+
+        def read() -> None:
+            logits[:] = [_read(self.engine, 0, whole)]
+            logits[0].argmax().item()  # all that was asked of a GPU is done
+
+        taken, shared = _mean_seconds(partial(seconds, read)), len(whole) - PROMPT
+        for slot, prompt in enumerate(self._prompts[1:], 1):
+            self.engine.copy_prefix(0, slot, shared)
+            logits.append(_read(self.engine, slot, prompt, shared))
+        self._first = finite_logits(torch.cat(logits)).argmax(-1)
+        return taken
 
     def run(self) -> float:
-        """Seconds that the new tokens took after the prompt."""
-        tokens = read(self._engine, self._prompt).argmax(-1)
-        tokens.tolist()  # all that was asked of a GPU is done
-        slots = range(len(tokens))
+        """Seconds that the new tokens took after the prompts, which are read if they have not been."""
+        if self._first is None:
+            self.fill()
+        assert self._first is not None
+        tokens, length, slots = self._first, self._prompts.shape[1], range(len(self._prompts))
+        tokens.tolist()
         started = time.perf_counter()
-        for position in range(PROMPT, PROMPT + self._new):
-            logits = self._engine.step(tokens, slots, [position] * len(tokens), slots)
-            with self._engine.model.ops.single_threaded():
+        for position in range(length, length + self._new):
+            logits = self.engine.step(tokens, slots, [position] * len(slots), slots)
+            with self.engine.model.ops.single_threaded():
                 tokens = logits.argmax(-1)
         tokens.tolist()
         return time.perf_counter() - started
@@ -151,9 +198,13 @@ class Decoding:
 def weight_bytes(model: Decoder) -> int:
     """Of what is read for each token: all weights but the embedding, unless it is the head as well."""
     embedding: nn.Module = model.model.embed_tokens
-    left_out = {id(weight) for weight in embedding.parameters()} if model.lm_head is not None else set()
-    tensors = (*model.parameters(), *model.buffers())
-    return sum(tensor.nbytes for tensor in tensors if id(tensor) not in left_out)
+    left_out = sum(weight.nbytes for weight in embedding.parameters()) if model.lm_head is not None else 0
+    return loaded_bytes(model) - left_out
+
+
+def loaded_bytes(model: Decoder) -> int:
+    """Of all weights, as the kernels have them."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
 def bandwidth(device: torch.device) -> float:

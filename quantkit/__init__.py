@@ -20,7 +20,15 @@ Run them:
     stream           continue a prompt, piece of text by piece of text
     generate         continue a prompt, token id by token id
     generate_batch   continue many prompts, several at a time
+    generate_file    continue the prompts in a file, into a file
+    Llama            the interface of Meta's own code, for scripts that use it
     open_checkpoint  the tensors of a folder, one at a time
+
+Talk with instruct models:
+
+    ChatSession        a conversation, answer by answer
+    chat_format        how a model is told conversations: messages to token ids
+    sampling_defaults  how its makers advise to draw tokens
 
 All take paths as `str` or `Path`, float types as "bf16", "bfloat16" or torch's, and memory in bytes. Jobs tell a
 `Progress` how far they are. What they give back, such as a `VerifyReport`, has `to_json()`, which gives all of it as
@@ -47,8 +55,11 @@ if TYPE_CHECKING:
     from quantkit.formats.detect import open_checkpoint as open_checkpoint
     from quantkit.jobs import plan as plan
     from quantkit.jobs.convert import convert as convert
+    from quantkit.jobs.generate_file import GeneratedFile as GeneratedFile
+    from quantkit.jobs.generate_file import generate_file as generate_file
     from quantkit.jobs.inspect import Inspection as Inspection
     from quantkit.jobs.inspect import inspect as inspect
+    from quantkit.jobs.llama import Llama as Llama
     from quantkit.jobs.load import load as load
     from quantkit.jobs.plan import Estimate as Estimate
     from quantkit.jobs.quantize import quantize as quantize
@@ -60,28 +71,36 @@ if TYPE_CHECKING:
     from quantkit.quality.verify import Verdict as Verdict
     from quantkit.quality.verify import VerifyReport as VerifyReport
     from quantkit.quality.verify import verify as verify
+    from quantkit.runtime.chat_session import ChatSession as ChatSession
     from quantkit.runtime.completion import Completion as Completion
     from quantkit.runtime.completion import Logprobs as Logprobs
     from quantkit.runtime.generate import generate as generate
     from quantkit.runtime.generate_batch import generate_batch as generate_batch
+    from quantkit.runtime.generation_config import sampling_defaults as sampling_defaults
     from quantkit.runtime.sampling_params import SamplingParams as SamplingParams
     from quantkit.runtime.stream import stream as stream
     from quantkit.tensors.recipe import Override as Override
     from quantkit.tensors.recipe import Recipe as Recipe
     from quantkit.tensors.scheme import QuantScheme as QuantScheme
+    from quantkit.text.chat import chat_format as chat_format
     from quantkit.text.tokenizer import Tokenizer as Tokenizer
 
 _JOBS = {
+    "ChatSession": "quantkit.runtime.chat_session",
+    "Llama": "quantkit.jobs.llama",
     "Progress": "quantkit.progress",
     "Tokenizer": "quantkit.text.tokenizer",
+    "chat_format": "quantkit.text.chat",
     "convert": "quantkit.jobs.convert",
     "evaluate": "quantkit.evals.evaluate",
     "generate": "quantkit.runtime.generate",
     "generate_batch": "quantkit.runtime.generate_batch",
+    "generate_file": "quantkit.jobs.generate_file",
     "inspect": "quantkit.jobs.inspect",
     "load": "quantkit.jobs.load",
     "open_checkpoint": "quantkit.formats.detect",
     "quantize": "quantkit.jobs.quantize",
+    "sampling_defaults": "quantkit.runtime.generation_config",
     "stream": "quantkit.runtime.stream",
     "verify": "quantkit.quality.verify",
 }
@@ -92,6 +111,7 @@ _TYPES = {
     "Evaluation": "quantkit.evals.results",
     "FolderReport": "quantkit.quality.manifest_check",
     "Gate": "quantkit.quality.gate",
+    "GeneratedFile": "quantkit.jobs.generate_file",
     "Inspection": "quantkit.jobs.inspect",
     "Logprobs": "quantkit.runtime.completion",
     "Override": "quantkit.tensors.recipe",

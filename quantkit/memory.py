@@ -11,7 +11,7 @@ from pathlib import Path
 
 from quantkit.errors import RequestError
 
-_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "Storage size calculation overflowed")
+_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "Storage size calculation overflowed", "RESOURCE_EXHAUSTED")
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
@@ -32,14 +32,63 @@ def resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+def peak_bytes() -> int:
+    """The most that this process has held in memory, since `reset_peak` where that has worked."""
+    status = _numbers(Path("/proc/self/status"))
+    most = status.get("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return max(most * 1024, resident_bytes())
+
+
+def reset_peak() -> bool:
+    """Let `peak_bytes` begin again; whether the system can."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
 def total_bytes() -> int:
     """The machine's memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def available_bytes() -> int:
+    """What can still be taken without swapping: of the machine's memory, and of what this process's group may have."""
+    meminfo = _numbers(Path("/proc/meminfo"))
+    found = [meminfo["MemAvailable"] * 1024 if "MemAvailable" in meminfo else total_bytes()]
+    for folder in _memory_groups():
+        try:
+            limit, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
+        except (OSError, ValueError):  # without a limit it says "max"
+            continue
+        found.append(limit - used + _numbers(folder / "memory.stat").get("inactive_file", 0))
+    return max(0, min(found))
+
+
+def _memory_groups(root: Path = Path("/sys/fs/cgroup")) -> list[Path]:
+    """The folders of this process's control groups (version 2), each within the next."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    inner = root / own
+    return [inner, *(folder for folder in inner.parents if folder.is_relative_to(root))]
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """The lines of a file of the system that begin with a name and a number."""
+    try:
+        lines = [line.replace(":", " ").split() for line in path.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}
+
+
 @contextmanager
 def enough_memory(path: Path | None) -> Iterator[None]:
-    """Running out of memory within, which torch tells in several ways, is a request for too much.
+    """Running out of memory within, which torch and XLA tell in several ways, is a request for too much.
 
     Raises:
         RequestError: for it.

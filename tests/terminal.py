@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -12,24 +13,63 @@ import termios
 from pathlib import Path
 
 _COLUMNS = 100
+READY = "\x1b[?2004h"
+"""What a prompt tells the terminal when it takes keys."""
+
+
+class Terminal:
+    """One command, as a process of its own, and the terminal that it is on."""
+
+    def __init__(self, *command: str | Path, cwd: Path, rows: int = 40, columns: int = _COLUMNS) -> None:
+        self._ours, its = os.openpty()
+        fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        # A session of its own, whose terminal this is: Ctrl-C on it is a signal.
+        self._process = subprocess.Popen(
+            list(map(str, command)), cwd=cwd, stdin=its, stdout=its, stderr=its, start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            env={**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"},
+        )  # fmt: skip
+        os.close(its)
+        self._got, self._seen = b"", 0
+
+    def type(self, keys: str) -> None:
+        """Press keys; a return is ``\\r``, Ctrl-C ``\\x03``."""
+        os.write(self._ours, keys.encode())
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send the command a signal."""
+        self._process.send_signal(number)
+
+    def wait_for(self, text: str) -> str:
+        """What has come since the last time, up to a text that has to come."""
+        while (place := self._text().find(text, self._seen)) < 0:
+            assert self._read(), f"ended without {text!r}: {self._text()}"
+        before, self._seen = self._seen, place + len(text)
+        return self._text()[before : self._seen]
+
+    def end(self) -> tuple[int, str]:
+        """Wait for its end: its exit code, and all that the terminal got."""
+        while self._read():
+            pass
+        os.close(self._ours)
+        return self._process.wait(), self._got.decode()
+
+    def _read(self) -> bool:
+        try:
+            piece = os.read(self._ours, 1 << 16)
+        except OSError:  # the other end is closed
+            return False
+        self._got += piece
+        return bool(piece)
+
+    def _text(self) -> str:
+        """Without what moves the cursor and chooses colours."""
+        return re.sub(r"\x1b\[(?!\?2004h)[\d;?]*[A-Za-z]|\r", "", self._got.decode(errors="ignore"))
 
 
 def on_terminal(*arguments: str | Path, cwd: Path, rows: int = 40, columns: int = _COLUMNS) -> tuple[int, str]:
     """Exit code of one command, as a process of its own, and all that the terminal got."""
-    ours, its = os.openpty()
-    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-    command = [sys.executable, "-m", "quantkit.cli", *map(str, arguments)]
-    process = subprocess.Popen(command, cwd=cwd, stdin=its, stdout=its, stderr=its)
-    os.close(its)
-    got = b""
-    try:
-        while piece := os.read(ours, 1 << 16):
-            got += piece
-    except OSError:  # the other end is closed
-        pass
-    finally:
-        os.close(ours)
-    return process.wait(), got.decode()
+    return Terminal(sys.executable, "-m", "quantkit.cli", *arguments, cwd=cwd, rows=rows, columns=columns).end()
 
 
 def screen(text: str) -> list[str]:

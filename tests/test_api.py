@@ -27,7 +27,10 @@ from quantkit.kernels.dispatch import BACKENDS, BackendName
 from quantkit.tensors.dtypes import FLOAT_NAMES, FloatName, float_name
 from quantkit.text.tokenizer import JsonTokenizer, SentencePieceTokenizer, TiktokenTokenizer
 
-FUNCTIONS = ("convert", "evaluate", "generate", "inspect", "load", "open_checkpoint", "quantize", "stream", "verify")
+FUNCTIONS = (
+    "convert", "evaluate", "generate", "generate_batch", "inspect", "load", "open_checkpoint", "quantize", "stream",
+    "verify",
+)  # fmt: skip
 REPORTS = (
     "ConvertResult", "Estimate", "Evaluation", "FolderReport", "Gate", "Inspection", "QuantizeResult", "VerifyReport",
 )  # fmt: skip
@@ -77,6 +80,28 @@ def test_help_reads_as_a_reference() -> None:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_function_says_what_it_takes_gives_and_raises(name: str) -> None:
     _require_told(getattr(quantkit, name))
+
+
+@pytest.mark.parametrize("method", ["build", "generate", "text_completion", "chat_completion"])
+def test_metas_interface_says_what_it_takes_gives_and_raises(method: str) -> None:
+    _require_told(getattr(quantkit.Llama, method))
+
+
+def test_metas_interface_has_metas_arguments() -> None:
+    """In its order and with its defaults, for calls without names."""
+    build = "ckpt_dir, tokenizer_path, max_seq_len, max_batch_size, model_parallel_size=None, seed=1"
+    drawn = "temperature=0.6, top_p=0.9"
+    for method, expected in {
+        "build": build,
+        "generate": f"self, prompt_tokens, max_gen_len, {drawn}, logprobs=False, echo=False",
+        "text_completion": f"self, prompts, {drawn}, max_gen_len=None, logprobs=False, echo=False",
+        "chat_completion": f"self, dialogs, {drawn}, max_gen_len=None, logprobs=False",
+    }.items():
+        parameters = inspect.signature(getattr(quantkit.Llama, method)).parameters.values()
+        by_place = [
+            one.replace(annotation=inspect.Parameter.empty) for one in parameters if one.kind != one.KEYWORD_ONLY
+        ]
+        assert ", ".join(map(str, by_place)) == expected
 
 
 @pytest.mark.parametrize("name", ["convert", "generate", "quantize"])

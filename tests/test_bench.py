@@ -21,6 +21,7 @@ from quantkit.distributed.group import SINGLE
 from quantkit.errors import RequestError
 from quantkit.evals import bench_report, timing
 from quantkit.evals.bench import Bench, Job, _measure, bench, require_room
+from quantkit.evals.bench_plot import picture
 from quantkit.evals.synthetic import synthetic
 from quantkit.evals.table import render
 from quantkit.evals.timing import OtherProcesses, Rate, rate
@@ -32,7 +33,7 @@ from quantkit.tensors.qtensor import QuantTensor
 RATE = Rate(10.0, 9.0, 11.0)
 FOUND = Bench(
     "a", True, ["cpu-exact"], "bfloat16", "cpu", 2, 2, 0.1, 1.0, (0.2, 0.1), {16: RATE}, {1: RATE}, None, 10**9, 2e10,
-    10**9,
+    10**9, "bfloat16", 11 * 10**8,
 )  # fmt: skip
 
 
@@ -241,7 +242,7 @@ def test_folders_of_one_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("measured", [{}, {"decode": {}}, {"prefill": {}}])
 def test_a_picture_has_a_panel_for_each_kind(measured: dict[str, Any]) -> None:
-    drawn = bench_report.picture([replace(FOUND, **measured), replace(FOUND, name="b" * 60, **measured)], "svg")
+    drawn = picture([replace(FOUND, **measured), replace(FOUND, name="b" * 60, **measured)], "svg")
     assert drawn.startswith(b"<?xml")
 
 
@@ -326,7 +327,12 @@ def test_a_process_that_dies_does_not_hang_the_command(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")]
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 4503599627370496 bytes."),
+    ],
 )
 def test_running_out_of_memory_is_a_request_for_too_much(error: Exception, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="does not fit in memory"), enough_memory(tmp_path):

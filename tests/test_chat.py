@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 import quantkit
 from quantkit.errors import CheckpointError, RequestError
-from quantkit.text.chat import chat
+from quantkit.text.chat import chat_format as chat
 from quantkit.text.chat_template import ChatTemplate, ChatTemplates
 from quantkit.text.tokenizer import load_tokenizer
 
@@ -173,11 +173,48 @@ def test_a_base_model_has_none(folder: Path, tmp_path: Path) -> None:
      ("{{ ''.__class__.__mro__ }}", "fails"), ("{{ messages.append(1) }}", "fails"),
      ("{{ [].__class__.__base__.__subclasses__() }}", "fails"), ("{% include 'x' %}", "fails"),
      ("{{ cycler.__init__.__globals__.os.system('true') }}", "fails"), ("{{ 'x' * 10**12 }}", "fails"),
-     ("{% for i in range(10**9) %}x{% endfor %}", "fails")],
+     ("{% for i in range(10**9) %}x{% endfor %}", "fails"), ("{{ lipsum(9) }}", "fails")],
 )  # fmt: skip
 def test_a_template_can_do_no_harm(source: str, problem: str) -> None:
     with pytest.raises(CheckpointError, match=problem):
         ChatTemplate(source, path=Path("x")).render([user("Hi")])
+
+
+def _doubled(text: str) -> str:
+    return "{% set all = namespace(text='xx') %}{% for i in range(60) %}" + text + "{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+     "{% macro two(n) %}{% if n %}{{ two(n - 1) }}{{ two(n - 1) }}{% endif %}{% endmacro %}{{ two(60) }}",
+     "{% for a in [[1, 2]] recursive %}{{ loop(range(9)) if loop.depth < 30 }}{% endfor %}",
+     "{{ 3 ** (10 ** 10) }}", "{{ ('%1000000000d' % 1) | length }}", "{{ '{:1000000000}'.format(1) | length }}",
+     "{{ 'x'.ljust(10 ** 9) | length }}", "{{ 'x' | center(10 ** 9) | length }}",
+     _doubled("{% set all.text = all.text + all.text %}"), _doubled("{% set all.text = all.text ~ all.text %}"),
+     _doubled("{% set more %}{{ all.text }}{{ all.text }}{% endset %}{% set all.text = more %}"),
+     _doubled("{% set all.text = [all.text, all.text] | join %}"),
+     _doubled("{% set all.text = [all.text, all.text] %}") + "{{ all.text }}",
+     _doubled("{% set all.text = [all.text, all.text] %}") + "{{ all.text | tojson | length }}",
+     "{% set text = 'x' * 4000000 %}{{ text.replace('x', text) | length }}",
+     "{% set text = 'x' * 4000000 %}{{ ([text] * 4000) | map('upper') | join | length }}",
+     "{% set text = 'x' * 4000000 %}{% for a in range(99999) %}{% set b = text | upper %}{% endfor %}"],
+)  # fmt: skip
+def test_a_template_comes_to_an_end_and_stays_small(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quantkit.text.template_sandbox._MOST_STEPS", 1 << 16)
+    with pytest.raises(CheckpointError, match=r"more than \d+ letters or items|takes more steps"):
+        ChatTemplate(source).render([user("Hi")])
+
+
+def test_what_templates_do_with_loops_is_as_ever() -> None:
+    source = (
+        "{% for a in messages %}{{ loop.index }}/{{ loop.length }}{{ '.' if loop.last else ',' }}{% endfor %}"
+        "{% for a in messages if a.role == 'user' %}{{ loop.length }}{% endfor %}"
+        "{% for a in [1, [2, [3]]] recursive %}{{ a if a is number else loop(a) }}{% endfor %}"
+        "{% for a in nothing %}{% else %}none{% endfor %}{% for a, b in {'k': 5}.items() %}{{ a ~ b }}{% endfor %}"
+        "{% set c | upper %}{{ 'x' }}{% endset %}{{ c }}{{ '%s %d%%' % ('a', 5) }}{{ '{:>3}'.format(1) }}"
+    )
+    assert ChatTemplate(source).render([user("a"), assistant("b"), user("c")]) == "1/3,2/3,3/3.22123nonek5Xa 5%  1"
 
 
 def test_a_template_may_refuse_and_may_not_talk_for_ever() -> None:

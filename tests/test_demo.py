@@ -48,7 +48,7 @@ def test_a_quick_demo_says_what_it_leaves_out_and_what_to_try(tmp_path: Path, ca
     assert [row["name"] for row in found["rows"]] == ["bf16", "int4-g64"] == list(found["verdicts"])
     assert sorted(path.name for path in (tmp_path / "my demo").iterdir()) == ["bf16", "int4-g64"]
     tried = [shlex.split(line) for line in out.split("To try next:")[1].splitlines() if line]
-    assert [words[1] for words in tried] == ["generate", "eval", "bench", "quantize"]
+    assert [words[1] for words in tried] == ["generate", "chat", "eval", "bench", "quantize"]
     for _, command, folder, *_ in tried[:-1]:
         assert Path(folder).is_dir(), command
     assert run(capfd, *tried[0][1:], "--max-new-tokens", "2")[0] == 0

@@ -185,13 +185,13 @@ def test_what_is_left_early_can_be_closed_and_leaves_the_thread_as_it_was(
 
 def test_the_first_token_is_not_kept_back(loaded: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a device draws several before the host looks at them."""
-    monkeypatch.setattr("quantkit.runtime.generate._LOOKS", {})
+    monkeypatch.setattr("quantkit.runtime.batch._LOOKS", {})
     engine = Engine(loaded[0], 100)
     steps: list[int] = []
-    decode = engine.decode
-    monkeypatch.setattr(engine, "decode", lambda tokens: steps.append(1) or decode(tokens))
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda *given: steps.append(1) or step(*given))
     tokens = quantkit.generate(engine, loaded[1].encode(PROMPT), max_new_tokens=20)
-    assert [(next(tokens), len(steps))[1] for _ in range(3)] == [0, 8, 8]
+    assert [(next(tokens), len(steps))[1] for _ in range(3)] == [1, 9, 9]
 
 
 @pytest.mark.parametrize(

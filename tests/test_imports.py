@@ -51,7 +51,7 @@ NO_TORCH = {
     "quantkit.formats.manifest", "quantkit.tensors.spec", "quantkit.formats.files.source",
     "quantkit.formats.files.pickles", "quantkit.formats.files.pth_io", "quantkit.formats.files.safetensors_io",
     "quantkit.formats.detect", "quantkit.formats.folder", "quantkit.formats.registry", "quantkit.jobs.inspect",
-    "quantkit.calibration.effort",
+    "quantkit.calibration.effort", "quantkit.runtime.generation_config", "quantkit.text.chat",
 }  # fmt: skip
 
 # What headers are read with, and what all commands are parsed with: importing these imports nothing heavy either.
@@ -155,7 +155,7 @@ def test_every_module_belongs_to_a_room() -> None:
     assert {_room(m) for m in MODULES if "." in m} == set(RANKS)
 
 
-@pytest.mark.parametrize("package", ["click", "tqdm"])
+@pytest.mark.parametrize("package", ["click", "prompt_toolkit", "tqdm"])
 def test_the_terminal_is_for_the_command_line_only(package: str) -> None:
     users = {m for m, tree in MODULES.items() if package in _imports(tree)}
     assert users

@@ -161,8 +161,10 @@ def test_compiled_steps_of_many_sequences_give_the_eager_logits(
     model, tokens = _model(folders["float-int8"], torch.bfloat16, "cpu-exact"), _tokens(9, 5)
     found = []
     for each in (True, False):
-        engine = Engine(model, 8, batch=9, compiled=each)
-        found.append(torch.stack([engine.prefill(tokens[:, :4]), engine.decode(tokens[:, 4:])]))
+        engine = Engine(model, 8, slots=9, compiled=each)
+        slots, positions = [slot for slot in range(9) for _ in range(4)], [*range(4)] * 9
+        first = engine.step(tokens[:, :4].flatten(), slots, positions, range(3, 36, 4))
+        found.append(torch.stack([first, engine.step(tokens[:, 4], range(9), [4] * 9, range(9))]))
     torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-3)
 
 

@@ -376,3 +376,15 @@ def test_spelled_out_special_tokens_are_text_unless_asked_for(kind: str, tokeniz
     ids = tokenizers[kind].encode(text)
     assert tokenizers[kind].decode(ids).strip() == text
     assert not set(ids[1:]) & {tokenizers[kind].bos_id, *tokenizers[kind].eos_ids}
+
+
+@pytest.mark.parametrize("kind", ["tiktoken", "sentencepiece"])
+@pytest.mark.parametrize("exported", [False, True])
+def test_special_tokens_are_spelled_out_when_asked_for(
+    kind: str, exported: bool, tokenizers: dict[str, Tokenizer]
+) -> None:
+    tokenizer = tokenizers[f"{kind}-json" if exported else kind]
+    ids = [*tokenizer.encode("hi"), tokenizer.eos_ids[0]]
+    assert tokenizer.decode(ids) == "hi"
+    spelled = {"tiktoken": "<|begin_of_text|>hi<|end_of_text|>", "sentencepiece": "<s> hi</s>" if exported else "hi"}
+    assert tokenizer.decode(ids, specials=True) == spelled[kind]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
 import socket
 import subprocess
 import sys
@@ -16,6 +13,7 @@ import oracle
 import pytest
 from command import Capture, run, without_progress
 from schemes import any_scheme
+from virtual_devices import environment, found_by, require_torchax
 
 import quantkit
 from quantkit.xla import require
@@ -24,25 +22,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "My fellow citizens"
 
 
-def _require_torchax() -> None:
-    """Without importing it: it would change torch for the other tests."""
-    if importlib.util.find_spec("torchax") is None:
-        pytest.skip("torchax is not installed")
-
-
-def _virtual(devices: int, cache: Path, **more: str) -> dict[str, str]:
-    """The environment of a process that has so many devices."""
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
-    return {
-        **os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "QUANTKIT_CACHE": str(cache), "OMP_NUM_THREADS": "1",
-        **more,
-    }  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """All cases in one process; by the folder's name."""
-    _require_torchax()
+    require_torchax()
     home = tmp_path_factory.mktemp("xla")
     small = {"num_hidden_layers": 2, "vocab_size": 99, "eos_token_id": None}
     source = oracle.save(oracle.make("llama", num_key_value_heads=4, **small), home / "float32")
@@ -54,13 +37,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     oracle.save(oracle.make("qwen3", **window, **small), home / "qwen3")
     devices = {"float32": 8, "int8": 8, "int4-g32": 8, "int4-g16-asym": 8, "qwen2": 1, "qwen3": 4}
-    done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "xla_cases.py", *(f"{home / name}:{n}" for name, n in devices.items())],
-        env=_virtual(8, home / "cache"), capture_output=True, text=True, check=False, cwd=home,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return found_by("xla_cases.py", devices, home)
 
 
 NAMES = ["float32", "int8", "int4-g32", "int4-g16-asym", "qwen2", "qwen3"]
@@ -106,7 +83,9 @@ def test_memory_is_divided(cases: dict[str, Any]) -> None:
 
 def test_the_cache_is_donated_and_its_end_is_guarded(cases: dict[str, Any]) -> None:
     assert cases["float32"]["donated"]
-    assert cases["float32"]["full"].startswith("RequestError: the cache is full (found 27 of 32 positions")
+    assert cases["float32"]["full"].startswith(
+        "RequestError: the texts exceed the cache (found 33, expected at most 32"
+    )
     assert cases["clamped"] == [4, 4, 2, 2]  # what would happen without the guard: not at the fourth, before it
 
 
@@ -142,14 +121,14 @@ def test_nan_is_no_token(cases: dict[str, Any]) -> None:
 def test_the_command_continues_as_torch_does_and_compiles_once(
     demo_model: Path, tmp_path: Path, capfd: Capture
 ) -> None:
-    _require_torchax()
+    require_torchax()
     command = ["generate", str(demo_model), "--prompt", PROMPT, "--dtype", "fp32", "--max-new-tokens", "25"]
     code, eager, _ = run(capfd, *command)
     assert code == 0
     sharded = [sys.executable, "-m", "quantkit.cli", *command, "--backend", "xla", "--tp", "4"]
     found = []
     for _ in range(2):
-        done = subprocess.run(sharded, env=_virtual(4, tmp_path), capture_output=True, text=True, check=False)
+        done = subprocess.run(sharded, env=environment(4, tmp_path), capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout, without_progress(done.stderr)) == (0, eager, "")
         found.append({file.name for file in (tmp_path / "xla").glob("*-cache")})
     assert found[0] == found[1]
@@ -157,7 +136,7 @@ def test_the_command_continues_as_torch_does_and_compiles_once(
 
 
 def test_several_hosts_are_one(demo_model: Path, tmp_path: Path) -> None:
-    _require_torchax()
+    require_torchax()
     command = [
         sys.executable, "-m", "quantkit.cli", "generate", str(demo_model), "--prompt", PROMPT, "--max-new-tokens", "15",
         "--temperature", "0.8", "--backend", "xla", "--multi-host",
@@ -166,7 +145,7 @@ def test_several_hosts_are_one(demo_model: Path, tmp_path: Path) -> None:
     hosts = [
         subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=_virtual(2, tmp_path, JAX_PROCESS_ID=str(rank), **place),
+            env=environment(2, tmp_path, JAX_PROCESS_ID=str(rank), **place),
         )
         for rank in range(2)
     ]  # fmt: skip
@@ -236,9 +215,9 @@ for count in sys.argv[2:]:
 
 
 def test_devices_that_do_not_serve_are_refused(demo_model: Path, tmp_path: Path) -> None:
-    _require_torchax()
+    require_torchax()
     command = [sys.executable, "-c", IN_TURN, str(demo_model), *REFUSED]
-    done = subprocess.run(command, env=_virtual(4, tmp_path), capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment(4, tmp_path), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.split()) == (0, ["2"] * 3), done.stderr
     for told, line in zip(done.stderr.splitlines(), REFUSED.values(), strict=True):
         assert told.startswith(f"quantkit: error: {line}")

@@ -24,9 +24,11 @@ from quantkit.model.load import load_model
 from quantkit.runtime.generate import generate as generate_eager
 from quantkit.runtime.sampling_params import SamplingParams
 from quantkit.xla import products
-from quantkit.xla.engine import CachedText, XlaModel, bucket, model_on_devices
+from quantkit.xla.batch import CachedBatch, bucket
+from quantkit.xla.engine import XlaModel, model_on_devices
 from quantkit.xla.estimate import collectives
-from quantkit.xla.programs import CHUNK, Sampling, sample
+from quantkit.xla.programs import CHUNK, Rows
+from quantkit.xla.sampling import Sampling, sample
 
 warnings.simplefilter("error")
 PROMPT = [5, 17, 40, 3, 77, 12, 9]
@@ -57,12 +59,12 @@ def compared(eager: Decoder, model: XlaModel) -> dict[str, Any]:
     texts = [text(model, filler) for filler in (0, 90)]
     starts = [np.asarray(one.logits) for one in texts]
     cache = texts[0]._cache[0][0]
-    drawn = [one.grow(None)[0][:, 0].tolist() for one in texts]
+    drawn = [one.grow().tokens[:, 0].tolist() for one in texts]
     ends = [np.asarray(one.logits) for one in texts]
-    program = model.greedy_chunk.lower(
-        model.state, texts[0]._cache, texts[0].logits, np.int32(0), Sampling.of(0, 0, SamplingParams())
+    numbers = np.zeros(1, np.int32)
+    program = model.chunk(None).lower(
+        model.state, texts[0]._cache, texts[0].logits, Rows(numbers, numbers), numbers[:0], None
     )
-    texts[0].grow(None)  # to 27 of 32 positions
     return {
         "prompt": float(np.abs(starts[0] - expected[0].numpy()).max()),
         "chunk": float(np.abs(ends[0] - expected[-1].numpy()).max()),
@@ -73,7 +75,7 @@ def compared(eager: Decoder, model: XlaModel) -> dict[str, Any]:
         "dtypes": {name: str(array.dtype) for name, array in model.state.items()},
         "bytes": held(model),
         "donated": cache.is_deleted(),
-        "full": error(lambda: texts[0].grow(None)),
+        "full": error(lambda: text(model, 0, CAPACITY - len(PROMPT) + 1)),
         "generated": [
             list(model.generate(PROMPT, max_new_tokens=count))
             == list(generate_eager(eager, PROMPT, max_new_tokens=count))
@@ -82,10 +84,10 @@ def compared(eager: Decoder, model: XlaModel) -> dict[str, Any]:
     }
 
 
-def text(model: XlaModel, filler: int) -> CachedText:
+def text(model: XlaModel, filler: int, count: int = 2 * CHUNK) -> CachedBatch:
     tokens = np.full((1, PADDED), filler)
     tokens[0, : len(PROMPT)] = PROMPT
-    return CachedText(model, tokens, len(PROMPT), CAPACITY)
+    return CachedBatch(model, tokens, np.array([len(PROMPT)]), np.array([count]), CAPACITY)
 
 
 @torch.inference_mode()
@@ -182,10 +184,11 @@ def attention_error() -> float:
 
 def frequencies() -> list[float]:
     """How often each of four tokens of probability 0.5, 0.3, 0.15, 0.05 is drawn from the first 0.7 of them."""
-    logits = 2.0 * np.log(np.array([[0.3, 0.05, 0.5, 0.15]], np.float32))
-    keys = jax.random.split(jax.random.key(0), 4000)
-    tokens = jax.vmap(lambda key: sample(logits, key, np.float32(2.0), np.float32(0.7)))(keys)
-    return (np.bincount(np.asarray(tokens)[:, 0], minlength=4) / 4000).tolist()
+    logits = 2.0 * np.log(np.array([0.3, 0.05, 0.5, 0.15], np.float32))
+    rows = 4000
+    sampling = Sampling.of([SamplingParams(2.0, 0.7)] * rows, range(rows), 4)
+    tokens = jax.jit(sample)(np.broadcast_to(logits, (rows, 4)), sampling, np.zeros(rows, np.int32), None)
+    return (np.bincount(np.asarray(tokens), minlength=4) / rows).tolist()
 
 
 def error(call: Any) -> str:

@@ -117,6 +117,11 @@ class ModelConfig:
         """The window of each layer."""
         return tuple(layer.window for layer in self.layers)
 
+    @property
+    def reach(self) -> int:
+        """Positions that a sequence can have: past the trained context where the scaling grows with its length."""
+        return int(self.max_context * (max(self.rope.factor, 1.0) if self.rope.type == "dynamic" else 1))
+
     def validated(self, path: object) -> ModelConfig:
         """Return self.
 

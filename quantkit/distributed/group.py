@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import os
 import pickle
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -214,31 +216,80 @@ def joined(device: str | None = None) -> Iterator[ProcessGroup]:
         RequestError: if there are fewer GPUs than processes on this machine.
         GroupError: if another process is lost.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if _alone():
         yield SINGLE
         return
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    own = torch.device(device)
-    if own.type == "cuda":
-        index = int(os.environ["LOCAL_RANK"])
-        if index >= torch.cuda.device_count():
-            raise RequestError("there are fewer GPUs than processes", found=torch.cuda.device_count())
-        torch.cuda.set_device(index)
-        own = torch.device("cuda", index)
-    store, rank, size = next(rendezvous("env://"))
-    backend = "nccl" if own.type == "cuda" else "gloo"
-    own_keys = dist.PrefixStore(backend, store)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=own_keys, rank=rank, world_size=size)
-    assert dist.group.WORLD is not None
+    with lost_as_error():
+        yield _begun(device)
+    dist.destroy_process_group()  # not after an error, where NCCL would wait for those that are lost
+
+
+def joined_for_good(device: str | torch.device | None = None) -> ProcessGroup:
+    """Join the other processes until this one ends; as often as asked for, and also where a program has made torch's
+    process group itself.
+
+    Args:
+        device: see `joined`.
+
+    Raises:
+        RequestError, GroupError: see `joined`.
+    """
+    if not dist.is_initialized():
+        if _alone():
+            return SINGLE
+        group = _begun(device)
+        atexit.register(_end)
+        return group
+    return SINGLE if dist.get_world_size() == 1 else _group(_own_device(device), None)
+
+
+@contextmanager
+def lost_as_error() -> Iterator[None]:
+    """Within, it is a `GroupError` if another process is lost."""
     try:
-        patient = dist.new_group(backend="gloo", timeout=_LONGEST_JOB)
-        yield ProcessGroup(rank, size, own, dist.group.WORLD.group_name, store, dist.group.WORLD, patient)
+        yield
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error):  # torch has no error of its own for it
             raise _lost() from error
         raise
-    else:
-        dist.destroy_process_group()  # not after an error, where NCCL would wait for those that are lost
+
+
+def _alone() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) == 1
+
+
+def _begun(device: str | torch.device | None) -> ProcessGroup:
+    own = _own_device(device)
+    store, rank, size = next(rendezvous("env://"))
+    backend = "nccl" if own.type == "cuda" else "gloo"
+    own_keys = dist.PrefixStore(backend, store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=own_keys, rank=rank, world_size=size)
+    return _group(own, store)
+
+
+def _own_device(device: str | torch.device | None) -> torch.device:
+    """Where this process computes."""
+    own = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if own.type != "cuda":
+        return own
+    index = int(os.environ["LOCAL_RANK"])
+    if index >= torch.cuda.device_count():
+        raise RequestError("there are fewer GPUs than processes", found=torch.cuda.device_count())
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _group(own: torch.device, store: Store | None) -> ProcessGroup:
+    """All processes, once torch knows them."""
+    world = dist.group.WORLD
+    assert world is not None
+    patient = dist.new_group(backend="gloo", timeout=_LONGEST_JOB)
+    return ProcessGroup(dist.get_rank(), dist.get_world_size(), own, world.group_name, store, world, patient)
+
+
+def _end() -> None:
+    if dist.is_initialized() and not hasattr(sys, "last_value"):  # after an error, NCCL would wait for those lost
+        dist.destroy_process_group()
 
 
 def _share(count: int, rank: int, size: int) -> slice:

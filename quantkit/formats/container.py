@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -97,6 +97,7 @@ class Output:
         tokenizer: the source's, if it has one.
         model_parallel: into how many shards weights are cut.
         method: of its quantized modules; None is the container's own.
+        templates: of conversations, by name.
     """
 
     source: Checkpoint
@@ -106,6 +107,7 @@ class Output:
     tokenizer: Tokenizer | None = None
     model_parallel: int = 1
     method: QuantMethod | None = None
+    templates: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def schemes(self) -> dict[str, QuantScheme]:

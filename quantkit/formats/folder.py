@@ -7,14 +7,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import CheckpointError
+from quantkit.arguments import as_text
+from quantkit.errors import CheckpointError, RequestError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.files.source import SourceFile
+from quantkit.json_values import read_json
+from quantkit.text.chat import chat_format
+from quantkit.text.chat_template import (
+    META_FORMATS,
+    OLD_TEMPLATE_FILE,
+    TEMPLATE_FILE,
+    ChatTemplates,
+    given_template,
+    template_paths,
+)
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
 
+TOKENIZER_SETTINGS = "tokenizer_config.json"
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+    "tokenizer.json", "tokenizer.model", TOKENIZER_SETTINGS, "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", TEMPLATE_FILE, OLD_TEMPLATE_FILE,
 )  # fmt: skip
 READ_BESIDE = {"generation_config.json", *TOKENIZER_FILES}
 """Files beside weights and config that decide what a model says."""
@@ -29,17 +41,25 @@ def checked_tokenizer(source: Checkpoint) -> tuple[Tokenizer | None, list[str]]:
     """
     if not present(source.path, TOKENIZER_FILES[:2]):
         return None, [f"{source.path}: has no tokenizer; the output will have none"]
-    tokenizer = load_tokenizer(source.path)
-    rows = source.config.vocab_size
-    if tokenizer.vocab_size > rows:
-        raise CheckpointError(
-            "the tokenizer knows more tokens than the embedding has rows", path=source.path,
-            found=f"{tokenizer.vocab_size} tokens", expected=f"at most {rows}",
-            hint="the tokenizer is another model's",
-        )  # fmt: skip
+    tokenizer, rows = load_tokenizer(source.path), source.config.vocab_size
+    require_rows(tokenizer, rows, source.path)
     if tokenizer.vocab_size < rows:
         return tokenizer, [f"{source.path}: the tokenizer has {tokenizer.vocab_size} tokens, the embedding {rows} rows"]
     return tokenizer, []
+
+
+def require_rows(tokenizer: Tokenizer, rows: int, path: Path) -> None:
+    """Check that an embedding has a row for every token.
+
+    Raises:
+        CheckpointError: if it has not.
+    """
+    if tokenizer.vocab_size > rows:
+        raise CheckpointError(
+            "the tokenizer knows more tokens than the embedding has rows", path=path,
+            found=f"{tokenizer.vocab_size} tokens", expected=f"at most {rows}",
+            hint="the tokenizer is another model's",
+        )  # fmt: skip
 
 
 def present(folder: Path, names: tuple[str, ...]) -> dict[str, bytes | Path]:
@@ -47,13 +67,66 @@ def present(folder: Path, names: tuple[str, ...]) -> dict[str, bytes | Path]:
     return {name: folder / name for name in names if (folder / name).is_file()}
 
 
+def carried_templates(source: Checkpoint, tokenizer: Tokenizer | None, asked: str | None = None) -> dict[str, str]:
+    """The chat templates that an output shall have, by name: the source's, or one that is asked for.
+
+    Args:
+        asked: ``llama2``, ``llama3``, or a file ``*.jinja``.
+
+    Raises:
+        RequestError: if there is none of that name, or it is none for the source's tokenizer.
+        CheckpointError: if a template is damaged.
+    """
+    if asked is None:
+        return ChatTemplates(source.path).sources
+    if tokenizer is None:
+        raise RequestError("a chat template needs a tokenizer, and the source has none", path=source.path)
+    if as_text("template", asked) in META_FORMATS:
+        chat_format(source.path, tokenizer, asked)  # refuses another model's tokenizer
+    return {"default": given_template(asked)}
+
+
+def with_templates(
+    files: Mapping[str, bytes | Path], templates: Mapping[str, str], *, in_settings: bool
+) -> dict[str, bytes | Path]:  # fmt: skip
+    """The files beside weights with chat templates where readers look for them.
+
+    One is a file of its own, and stands in tokenizer_config.json too. Several stand only there, since a file of its
+    own would hide the others.
+
+    Args:
+        files: name to content, or to a file to copy.
+        templates: by name.
+        in_settings: whether one template alone, too, shall stand in tokenizer_config.json.
+
+    Raises:
+        CheckpointError: if the tokenizer_config.json is damaged.
+    """
+    if not templates:
+        return dict(files)
+    found = {name: content for name, content in files.items() if name not in (TEMPLATE_FILE, OLD_TEMPLATE_FILE)}
+    alone = templates.get("default") if len(templates) == 1 else None
+    if alone is not None:
+        found[TEMPLATE_FILE] = alone.encode()
+    if alone is None or in_settings:
+        before = found.get(TOKENIZER_SETTINGS, b"{}")
+        settings = read_json(before) if isinstance(before, Path) else json.loads(before)
+        value = (
+            alone if alone is not None else [{"name": name, "template": source} for name, source in templates.items()]
+        )
+        if settings.get("chat_template") != value:
+            found[TOKENIZER_SETTINGS] = json_bytes({**settings, "chat_template": value})
+    return found
+
+
 def tokenizer_files(folder: Path) -> list[SourceFile]:
-    """The files of a folder that say how it tokenizes, opened.
+    """The files of a folder that say how it tokenizes, and how it is told conversations, opened.
 
     Raises:
         CheckpointError: if one cannot be.
     """
-    return [SourceFile(folder / name) for name in present(folder, TOKENIZER_FILES)]
+    paths = dict.fromkeys([*(folder / name for name in present(folder, TOKENIZER_FILES)), *template_paths(folder)])
+    return [SourceFile(path) for path in paths]
 
 
 def json_bytes(value: Mapping[str, Any]) -> bytes:

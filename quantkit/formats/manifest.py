@@ -96,8 +96,13 @@ def identity(files: Iterable[SourceFile]) -> list[list[Any]]:
 class SourceHashes:
     """The sha256 of source files, computed in the background while they are converted."""
 
-    def __init__(self, files: Iterable[SourceFile]) -> None:
+    def __init__(self, files: Iterable[SourceFile], folder: Path) -> None:
+        """
+        Args:
+            folder: in which they lie.
+        """
         self._files = list(files)
+        self._folder = folder
         self._hashes: dict[str, str] = {}
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._work, name="quantkit-hash", daemon=True)
@@ -133,6 +138,6 @@ class SourceHashes:
     def _work(self) -> None:
         try:
             for file in self._files:
-                self._hashes[file.path.name] = file.sha256()
+                self._hashes[file.path.relative_to(self._folder).as_posix()] = file.sha256()
         except Exception as error:  # for the thread that waits
             self._failure = error

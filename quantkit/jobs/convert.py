@@ -16,7 +16,7 @@ from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.container import Output, weight_size
 from quantkit.formats.detect import WeightKind, open_checkpoint
-from quantkit.formats.folder import checked_tokenizer
+from quantkit.formats.folder import carried_templates, checked_tokenizer
 from quantkit.formats.output.staging import require_name, require_new_names
 from quantkit.formats.registry import CONTAINERS, target
 from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, writing
@@ -38,6 +38,7 @@ def convert(
     to: Target = "hf",
     mp: int = 1,
     dtype: FloatName | torch.dtype | None = None,
+    template: str | None = None,
     weights: WeightKind | None = None,
     resume: bool = False,
     allow_nonfinite: bool = False,
@@ -52,6 +53,8 @@ def convert(
         to: ``hf`` or ``meta``.
         mp: number of Meta model-parallel shards.
         dtype: ``bf16``, ``fp16``, ``fp32``, or torch's; None keeps each tensor's own.
+        template: of conversations, for an instruct model that brings none: ``llama2`` or ``llama3``, which say what
+            Meta's code does, or a file ``*.jinja``; None carries those of `src`.
         weights: picks one of several sets of weights in `src`: ``meta``, ``safetensors`` or ``bin``.
         resume: go on with an interrupted run; where there is none, begin.
         allow_nonfinite: write NaN and Inf, and values that overflow `dtype`, as they are.
@@ -70,7 +73,9 @@ def convert(
     began = time.monotonic()
     require_flags(resume=resume, allow_nonfinite=allow_nonfinite, source_check=source_check)
     progress = heard(progress)
-    work, notes = conversion(src, dst, to=to, mp=mp, dtype=dtype, weights=weights, allow_nonfinite=allow_nonfinite)
+    work, notes = conversion(
+        src, dst, to=to, mp=mp, dtype=dtype, template=template, weights=weights, allow_nonfinite=allow_nonfinite
+    )
     source = work.source
     with writing(work, Path(dst), resume=resume, source_check=source_check, progress=progress) as writer:
         writer.tell()
@@ -88,7 +93,7 @@ def convert(
 
 def conversion(
     src: str | Path, dst: str | Path, *, to: Target, mp: int, dtype: FloatName | torch.dtype | None,
-    weights: WeightKind | None, allow_nonfinite: bool,
+    template: str | None, weights: WeightKind | None, allow_nonfinite: bool,
 ) -> tuple[Work, list[str]]:  # fmt: skip
     """A conversion before it is carried out: the work, and notes for the user.
 
@@ -115,12 +120,15 @@ def conversion(
         )  # fmt: skip
     config = source.config if cast is None else source.config.with_dtype(cast)
     specs = _specs(source, cast, with_head=container.stores_tied_head)
-    output = Output(source, config, specs, SHARD_BYTES, tokenizer, mp, method)
+    templates = carried_templates(source, tokenizer, template)
+    output = Output(source, config, specs, SHARD_BYTES, tokenizer, mp, method, templates)
     side_files = container.side_files(output)
     encoder = container.encoder(output)
     notes += container.notes(output)
     short = None if cast is None else _SHORT[cast]
     options: dict[str, object] = {"to": to, "mp": mp, "dtype": short, "allow_nonfinite": allow_nonfinite}
+    if template is not None:
+        options["template"] = Path(template).name
     return Work("convert", source, encoder, side_files, options), [*source.notes, *notes]
 
 

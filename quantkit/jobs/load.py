@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from quantkit.model.decoder import Decoder
 from quantkit.model.device import float_type
 from quantkit.model.load import load_model
 from quantkit.progress import Progress, heard
+from quantkit.runtime.generation_config import end_tokens
 from quantkit.tensors.dtypes import FloatName
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
 from quantkit.xla.require import require_packages
@@ -65,7 +67,7 @@ def load(
         require_backend(as_text("backend", backend))
     path, progress, float_dtype = as_path("path", path), heard(progress), float_type(dtype)
     require_instance("tp", tp, ProcessGroup, "a ProcessGroup")
-    checkpoint: Checkpoint = open_checkpoint(path, weights)
+    checkpoint = opened(path, weights)
     tokenizer, _ = checked_tokenizer(checkpoint)
     model = load_model(checkpoint, device=device, dtype=float_dtype, backend=backend, group=tp, progress=progress)
     return model, tokenizer or load_tokenizer(path)
@@ -89,7 +91,7 @@ def load_xla(
         progress: told of every tensor; None tells nobody.
 
     Returns:
-        The model, which has a `generate` of its own, and its tokenizer.
+        The model, which has a `generate` of its own and is taken by `quantkit.generate_batch`, and its tokenizer.
 
     Raises:
         QuantkitError: of the kind that says what is wrong.
@@ -100,7 +102,18 @@ def load_xla(
     require_packages()
     from quantkit.xla.engine import model_on_devices
 
-    checkpoint = open_checkpoint(path, weights)
+    checkpoint = opened(path, weights)
     tokenizer, _ = checked_tokenizer(checkpoint)
     model = model_on_devices(checkpoint, devices=devices, dtype=float_dtype, multi_host=multi_host, progress=progress)
     return model, tokenizer or load_tokenizer(path)
+
+
+def opened(path: Path, weights: WeightKind | None) -> Checkpoint:
+    """A checkpoint whose config names all tokens that end a text.
+
+    Raises:
+        CheckpointError, UnsupportedError: as `open_checkpoint`; or for a damaged generation_config.json.
+    """
+    checkpoint: Checkpoint = open_checkpoint(path, weights)
+    checkpoint.config = replace(checkpoint.config, eos_token_ids=end_tokens(path, checkpoint.config))
+    return checkpoint

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from quantkit.formats.checkpoint import Checkpoint, parameter_count
 from quantkit.formats.container import Encoder, StoredCheckpoint
 from quantkit.formats.detect import open_unfinished
 from quantkit.formats.files.safetensors_io import require_readable
-from quantkit.formats.folder import tokenizer_files
+from quantkit.formats.folder import TOKENIZER_FILES, tokenizer_files
 from quantkit.formats.output.writer import CheckpointWriter
 from quantkit.progress import Progress, in_phase
 from quantkit.quality.source_check import SourceCheck, check_source
@@ -53,12 +54,17 @@ class Work:
     scratch_bytes: int = 0
 
     def fingerprint(self) -> dict[str, object]:
-        """What a run must have in common with the interrupted one that it goes on with."""
+        """What a run must have in common with the interrupted one that it goes on with.
+
+        Besides files that are copied, which the writer looks at: templates are written anew, in files of their own.
+        """
+        written = {name: content for name, content in self.side_files.items() if isinstance(content, bytes)}
         return {
             "job": self.job,
             "quantkit": __version__,
             "source": manifest.identity(self.source.files()),
             **{f"option {key}": value for key, value in self.options.items()},
+            **{f"file {name}": sha256(written[name]).hexdigest() for name in TOKENIZER_FILES if name in written},
             **self.computed_by,
         }
 
@@ -81,7 +87,8 @@ def writing(work: Work, dst: Path, *, resume: bool, source_check: bool, progress
         dst, work.encoder, work.fingerprint(), work.side_files, needed_bytes=needed, resume=resume,
         progress=progress,
     ) as writer:  # fmt: skip
-        hashes = manifest.SourceHashes([*work.source.files(), *tokenizer_files(work.source.path)])
+        folder = work.source.path
+        hashes = manifest.SourceHashes([*work.source.files(), *tokenizer_files(folder)], folder)
         checked: SourceCheck | str = "skipped as asked"
         if source_check:
             checked = _checked(work, progress)

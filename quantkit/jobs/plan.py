@@ -25,7 +25,7 @@ from quantkit.calibration.effort import Effort, activation_bytes, batch_samples,
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.container import Encoder, Output
 from quantkit.formats.detect import WeightKind, open_checkpoint
-from quantkit.formats.folder import checked_tokenizer
+from quantkit.formats.folder import carried_templates, checked_tokenizer
 from quantkit.formats.output.sink import IN_FLIGHT_BYTES
 from quantkit.formats.output.staging import partial_folder, require_absent, require_room_to_build, require_space
 from quantkit.formats.registry import HF
@@ -117,6 +117,7 @@ def convert(
     to: Target = "hf",
     mp: int = 1,
     dtype: FloatName | torch.dtype | None = None,
+    template: str | None = None,
     weights: WeightKind | None = None,
     resume: bool = False,
     allow_nonfinite: bool = False,
@@ -131,7 +132,9 @@ def convert(
         QuantkitError: as `quantkit.convert` does for what can be told without reading weights.
     """
     require_flags(resume=resume, allow_nonfinite=allow_nonfinite, source_check=source_check)
-    work, notes = conversion(src, dst, to=to, mp=mp, dtype=dtype, weights=weights, allow_nonfinite=allow_nonfinite)
+    work, notes = conversion(
+        src, dst, to=to, mp=mp, dtype=dtype, template=template, weights=weights, allow_nonfinite=allow_nonfinite
+    )
     source = work.source
     disk = work.encoder.total_bytes() + _side_bytes(work.side_files)
     _require_room(Path(dst), disk, resume)
@@ -164,6 +167,7 @@ def quantize(
     accept_quality_loss: bool = False,
     base_model: str | None = None,
     license: str | None = None,
+    template: str | None = None,
     weights: WeightKind | None = None,
     resume: bool = False,
     allow_nonfinite: bool = False,
@@ -188,7 +192,7 @@ def quantize(
     source, assignment, tokenizer, notes = prepare(src, dst, scheme, keep=keep, strict=strict, weights=weights)
     assigned, config = assignment.schemes, source.config
     tensors = [spec for block in tensor_blocks(source, assigned) for spec in block.tensors]
-    output = Output(source, config, tensors, SHARD_BYTES)
+    output = Output(source, config, tensors, SHARD_BYTES, templates=carried_templates(source, tokenizer, template))
     encoder, side_files = HF.encoder(output), HF.side_files(output)
     disk = encoder.total_bytes() + _side_bytes(side_files) + _MANIFEST * len(assignment.modules)
     phases = {"writing": _streaming(source, encoder), "the gate": _gate(source)}

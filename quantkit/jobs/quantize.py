@@ -13,6 +13,7 @@ from quantkit.calibration.quantizers import GptqQuantizer, Quantizer, RtnQuantiz
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.container import Output, weight_size
 from quantkit.formats.detect import WeightKind
+from quantkit.formats.folder import carried_templates
 from quantkit.formats.output.staging import partial_folder
 from quantkit.formats.output.writer import Written
 from quantkit.formats.registry import HF
@@ -46,6 +47,7 @@ def quantize(
     accept_quality_loss: bool = False,
     base_model: str | None = None,
     license: str | None = None,
+    template: str | None = None,
     weights: WeightKind | None = None,
     resume: bool = False,
     allow_nonfinite: bool = False,
@@ -80,7 +82,7 @@ def quantize(
             spell it; by default what the source says of itself.
         group: the processes that share the calibration; each calls this alike, the first one writes, and the
             others wait for it.
-        weights, resume, allow_nonfinite, source_check, progress: as in `convert`.
+        template, weights, resume, allow_nonfinite, source_check, progress: as in `convert`.
 
     Returns:
         What was written: path, size, bits a weight, what the gate measured, notes; in each process of a group the
@@ -124,8 +126,12 @@ def quantize(
             source, drawn, schemes, device=settings.device, memory_bytes=settings.memory_bytes,
             effort=settings.effort, allow_nonfinite=allow_nonfinite, group=group, progress=progress,
         )  # fmt: skip
+    if template is not None:
+        options["template"] = Path(template).name
     blocks = tensor_blocks(source, schemes)
-    planned = Output(source, source.config, [spec for block in blocks for spec in block.tensors], SHARD_BYTES)
+    tensors = [spec for block in blocks for spec in block.tensors]
+    templates = carried_templates(source, tokenizer, template)
+    planned = Output(source, source.config, tensors, SHARD_BYTES, templates=templates)
     encoder = HF.encoder(planned)
     if not group.first:
         return _told_by_first(group, quantizer, blocks, Written(encoder, partial_folder(dst)))
@@ -151,7 +157,10 @@ def quantize(
             "model": model_summary(source, source.config.dtype), **options,
             "quality": gate.to_json(accepted=accept_quality_loss), "modules": scheme_map.describe(writer.records),
         }  # fmt: skip
-        others = {"weights": weights, "allow_nonfinite": allow_nonfinite, "accept_quality_loss": accept_quality_loss}
+        others = {
+            "template": options.get("template"), "weights": weights, "allow_nonfinite": allow_nonfinite,
+            "accept_quality_loss": accept_quality_loss,
+        }  # fmt: skip
         made = Made(scheme_map, *size, settings, drawn, others, labels)
         manifest = writer.commit(details, {CARD: model_card(source, made, gate)})
     found = QuantizeResult(

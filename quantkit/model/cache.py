@@ -22,8 +22,7 @@ class KVCache:
     def __init__(
         self, config: ModelConfig, slots: int, length: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        width = config.head_dim + (_SCALE_BYTES if dtype == torch.int8 else 0)
-        shape = (slots, config.num_kv_heads, length, width)
+        shape = (slots, config.num_kv_heads, length, _width(config, dtype))
         self.length = length
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
@@ -45,6 +44,15 @@ class KVCache:
                 batch = torch.arange(len(rows), device=rows.device) if slots is None else slots
                 stored[batch.unsqueeze(1), :, positions] = rows.transpose(1, 2)
         return self.keys[layer], self.values[layer]
+
+
+def cache_bytes(config: ModelConfig, slots: int, length: int, dtype: torch.dtype) -> int:
+    """What a cache takes."""
+    return 2 * config.num_layers * slots * config.num_kv_heads * length * _width(config, dtype) * dtype.itemsize
+
+
+def _width(config: ModelConfig, dtype: torch.dtype) -> int:
+    return config.head_dim + (_SCALE_BYTES if dtype == torch.int8 else 0)
 
 
 def cached_floats(stored: Tensor, dtype: torch.dtype) -> Tensor:

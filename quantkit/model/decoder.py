@@ -119,7 +119,7 @@ class Decoder(nn.Module):
 
     def hidden(
         self, tokens: Tensor, positions: Tensor, cache: KVCache | None = None, *, slots: Tensor | None = None,
-        first: bool = False,
+        lengths: Tensor | None = None, first: bool = False,
     ) -> Tensor:  # fmt: skip
         """Hidden states [B, T, D] after the final norm, for tokens [B, T].
 
@@ -128,10 +128,11 @@ class Decoder(nn.Module):
             cache: stores keys and values; attention sees all positions stored so far in a sequence's slot.
                 Without one it sees the given tokens only.
             slots: the sequences' places in the cache, [B]; None is all of them in order.
+            lengths: for rotary positions, see `Rotary`.
             first: the cache holds nothing yet that the tokens should see.
         """
         x = self.model.embed_tokens(tokens)
-        angles = self.rotary(positions)
+        angles = self.rotary(positions, lengths)
         if self.ops.blocks is not None:
             x = self.ops.blocks(x, positions, angles, cache, slots, first=first)
         else:

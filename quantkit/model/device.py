@@ -6,6 +6,7 @@ import torch
 
 from quantkit.arguments import wrong_type
 from quantkit.errors import RequestError
+from quantkit.memory import available_bytes
 from quantkit.tensors.dtypes import FloatName, float_name
 
 
@@ -25,6 +26,14 @@ def usable_device(name: str | torch.device | None) -> torch.device:
     except (RuntimeError, AssertionError, ImportError) as error:  # torch raises any of these
         raise RequestError("the device cannot be used", found=name, expected="cpu, or cuda with a GPU") from error
     return device
+
+
+def free_bytes(device: torch.device) -> int:
+    """What a device has left for tensors."""
+    if device.type != "cuda":
+        return available_bytes()
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for tensors to come
+    return int(torch.cuda.mem_get_info(device)[0]) + kept
 
 
 def float_type(dtype: FloatName | torch.dtype | None) -> torch.dtype | None:

@@ -29,21 +29,25 @@ class Rotary(nn.Module):
         frequencies = inverse_frequencies(config.rope, config.head_dim)
         self.register_buffer("inverse_frequencies", frequencies, persistent=False)
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine, float32 [..., T, head_dim], for the positions [..., T] of sequences."""
+    def forward(self, positions: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Cosine and sine, float32 [..., T, head_dim], for the positions [..., T] of sequences.
+
+        Args:
+            lengths: of the sequences as each token finds them, [..., T]; None is up to the last position of each.
+        """
         frequencies = self.inverse_frequencies
         if self._rope.type == "dynamic":
-            frequencies = self._stretched(positions)
+            frequencies = self._stretched(positions.amax(-1, keepdim=True) + 1 if lengths is None else lengths)
         angles = positions.float().unsqueeze(-1) * frequencies  # [T, head_dim / 2]
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos() * self._attention_scale, angles.sin() * self._attention_scale
 
-    def _stretched(self, positions: Tensor) -> Tensor:
+    def _stretched(self, lengths: Tensor) -> Tensor:
         """Dynamic scaling: past the trained context the base grows with a sequence's length."""
-        length = (positions.amax(-1, keepdim=True) + 1).clamp(min=self._context).float().unsqueeze(-1)
+        length = lengths.clamp(min=self._context).float().unsqueeze(-1)
         stretch = self._rope.factor * length / self._context - (self._rope.factor - 1)
         base = self._rope.theta * stretch ** (self._dim / (self._dim - 2))
-        exponents = torch.arange(0, self._dim, 2, device=positions.device, dtype=torch.float32) / self._dim
+        exponents = torch.arange(0, self._dim, 2, device=lengths.device, dtype=torch.float32) / self._dim
         return 1.0 / base**exponents
 
 

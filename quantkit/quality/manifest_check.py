@@ -18,6 +18,7 @@ from quantkit.quality.bounds import REPEATABLE
 from quantkit.quality.gate import Gate, TextResult
 from quantkit.quality.measures import token_perplexities
 from quantkit.quality.windows import measured_windows
+from quantkit.text.chat_template import template_paths
 
 _WEIGHT_FILES = {".safetensors", ".pth", ".bin", ".gguf"}
 _MODEL_CARD = "README.md"
@@ -122,8 +123,9 @@ def verify_folder(folder: str | Path, *, progress: Progress = silent) -> FolderR
         )  # fmt: skip
     made = manifest.read(folder)
     listed = made["files"]
-    for path in sorted(folder.iterdir()):
-        if path.name not in listed and (path.suffix in _WEIGHT_FILES or _decides(path.name)):
+    for path in sorted({*folder.iterdir(), *template_paths(folder)}):
+        beside = path.parent != folder or path.name not in listed
+        if beside and (path.suffix in _WEIGHT_FILES or _decides(path.name) or path.parent != folder):
             raise CheckpointError(
                 "the manifest does not list this file", path=path, hint="what is read must be what was written"
             )

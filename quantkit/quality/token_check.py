@@ -1,4 +1,4 @@
-"""Do two checkpoints read texts as the same tokens, and begin and end them alike?"""
+"""Do two checkpoints read texts and conversations as the same tokens, and begin and end them alike?"""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from quantkit.data.files import gate_texts
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.registry import CONTAINERS
-from quantkit.json_values import read_json
+from quantkit.runtime.generation_config import end_tokens
+from quantkit.text.chat_template import ChatTemplates
 from quantkit.text.compare import first_difference, vocabulary_texts
 
 
 def token_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
-    """Where the two would read a text as other tokens, or end a generation at others."""
+    """Where the two would read a text or a conversation as other tokens, or end a generation at others."""
     problems = []
     for what, tokens in (("begin", _begin_tokens), ("end", _end_tokens)):
         own, others = tokens(a), tokens(b)
@@ -27,7 +28,7 @@ def token_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
         text = first_difference(first, second, (*gate_texts().values(), *vocabulary_texts(first)))
         if text is not None:
             problems.append(f"tokenizers differ on {text[:40]!r}")
-    return problems
+    return problems + _template_problems(a, b)
 
 
 def _listed(tokens: set[int]) -> str:
@@ -40,11 +41,17 @@ def _begin_tokens(checkpoint: Checkpoint) -> set[int]:
 
 
 def _end_tokens(checkpoint: Checkpoint) -> set[int]:
-    """The end tokens of the config and, where it says some, of generation_config.json.
+    """Those that end a generation. A Meta folder states none: they are those of its tokenizer, which may know more or
+    fewer than a model uses."""
+    return set(end_tokens(checkpoint.path, checkpoint.config))
 
-    A Meta folder states none: they are those of its tokenizer, which may know more or fewer than a model uses.
-    """
-    found = set(checkpoint.config.eos_token_ids)
-    path = checkpoint.path / "generation_config.json"
-    stated = read_json(path).get("eos_token_id") if path.is_file() else None
-    return found | {token for token in (stated if isinstance(stated, list) else [stated]) if isinstance(token, int)}
+
+def _template_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
+    """Where the two are told conversations in other words; a Meta folder need not have a template."""
+    own, others = ChatTemplates(a.path).sources, ChatTemplates(b.path).sources
+    for one, templates in ((a, own), (b, others)):
+        if not templates and (own or others):
+            stated = CONTAINERS[one.format].states_tokens
+            return [f"{one.path} has no chat template, the other has"] if stated else []
+    differing = [name for name in sorted({*own, *others}) if own.get(name) != others.get(name)]
+    return [f"the chat templates differ: {', '.join(differing)}"] if differing else []

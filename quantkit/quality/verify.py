@@ -355,10 +355,9 @@ def _other_tokens(checkpoint: Checkpoint) -> dict[str, Batch]:
     def random() -> Tensor:
         return torch.randint(config.vocab_size, (1, count), generator=generator)
 
-    reach = config.max_context * (max(config.rope.factor, 1.0) if config.rope.type == "dynamic" else 1)
     return {
         "other random tokens": Batch.from_start(random()),
-        "positions spread over the context": Batch(random(), torch.linspace(0, int(reach) - 1, count).long()),
+        "positions spread over the context": Batch(random(), torch.linspace(0, config.reach - 1, count).long()),
     }
 
 

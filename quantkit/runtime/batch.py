@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quantkit.runtime.completion import FinishReason
-from quantkit.runtime.engine import Engine
+from quantkit.runtime.engine import Engine, numbers
 from quantkit.runtime.generation import Generation, Siblings
 from quantkit.runtime.request import Request
 from quantkit.runtime.sampling import TokenLogprobs, token_logprobs
@@ -29,6 +29,7 @@ class _Rows:
     tokens: list[Tensor] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)  # of the sequences, see `Engine.step`
     wanted: list[int] = field(default_factory=list)
     drawing: dict[Generation, int] = field(default_factory=dict)  # and the place of its logits
     chunks: list[_Chunk] = field(default_factory=list)
@@ -75,7 +76,11 @@ class Batch:
         self.reused = 0
         """Tokens of prompts that were not computed, but found in a slot."""
         model = engine.model
-        self._slots = SlotTable(engine.slots, engine.chunk, any_prefix=any_prefix, windows=any(model.config.windows))
+        stretches = model.config.rope.type == "dynamic"
+        self._slots = SlotTable(
+            engine.slots, engine.chunk, any_prefix=any_prefix, windows=any(model.config.windows),
+            unstretched=model.config.max_context if stretches else None,
+        )  # fmt: skip
         self._ahead = _LOOKS.get(model.device.type, _FAR)
         self._last = torch.zeros(engine.slots, dtype=torch.long, device=model.device)  # token of each slot
         self._waiting: deque[Generation] = deque()
@@ -84,12 +89,29 @@ class Batch:
         self._unseen: list[_Drawn] = []
 
     @property
+    def slots(self) -> int:
+        """Continuations that run together."""
+        return self.engine.slots
+
+    def require(self, request: Request) -> None:
+        """
+        Raises:
+            RequestError: unless a slot holds its prompt and new tokens.
+        """
+        self.engine.require_length(request.length)
+
+    @property
     def busy(self) -> bool:
         """Whether a request has not ended."""
         return bool(self._waiting or self._reading or self._running)
 
     def add(self, request: Request) -> list[Generation]:
-        """Take up a request, whose prompt and new tokens a slot must hold; its continuations."""
+        """Take up a request; its continuations.
+
+        Raises:
+            RequestError: if a slot does not hold its prompt and new tokens.
+        """
+        self.require(request)
         siblings = Siblings(waiting=request.samples)
         found = [Generation(request, number, siblings, self.engine.model) for number in range(request.samples)]
         self._waiting.extend(found)
@@ -119,7 +141,7 @@ class Batch:
         self._admit()
         rows = self._compose()
         if rows.slots:
-            logits = self.engine.step(torch.cat(rows.tokens), rows.slots, rows.positions, rows.wanted)
+            logits = self.engine.step(torch.cat(rows.tokens), rows.slots, rows.positions, rows.wanted, rows.lengths)
             ended = self._note_chunks(rows, logits)
             if rows.drawing:
                 self._draw(logits[list(rows.drawing.values())], list(rows.drawing))
@@ -134,6 +156,8 @@ class Batch:
             if siblings.logits is not None and (source := self._slots.with_all_of(prompt)) is not None:
                 one.slot = self._slots.take_for(source)
                 self._copy(one, source, len(prompt))
+                if siblings.echoed is not None:
+                    one.logprobs = siblings.echoed.cut(len(prompt))
                 self._running.append(one)
                 self._draw(siblings.logits, [one])
             elif siblings.logits is not None or siblings.unread:
@@ -152,9 +176,11 @@ class Batch:
             one.siblings.logits = None
 
     def _copy(self, one: Generation, source: int, count: int) -> None:
-        self.engine.copy_prefix(source, one.place, count)
-        self.reused += count
-        self._keep(one, count)
+        """Let its slot begin with the first tokens of its prompt, which another holds."""
+        if count:
+            self.engine.copy_prefix(source, one.place, count)
+            self.reused += count
+            self._keep(one, count)
 
     def _keep(self, one: Generation, count: int) -> None:
         """So many tokens of its prompt are in its slot now."""
@@ -166,14 +192,16 @@ class Batch:
         going_on = [one for one in self._running if one.drawn < one.request.max_new_tokens]
         if running := sorted(going_on, key=lambda one: one.position, reverse=True):
             rows.slots, rows.positions = [one.place for one in running], [one.position for one in running]
-            rows.tokens.append(self._last[torch.tensor(rows.slots, device=device)])
+            rows.lengths = [position + 1 for position in rows.positions]
+            rows.tokens.append(self._last[numbers(rows.slots, device)])
             rows.wanted = list(range(len(running)))
             rows.drawing = {one: place for place, one in enumerate(running)}
         for chunk in self._chunks():
             one, row, prompt = chunk.of, len(rows.slots), chunk.of.request.prompt
-            rows.tokens.append(torch.tensor(prompt[one.stored : chunk.stop], device=device))
+            rows.tokens.append(numbers(prompt[one.stored : chunk.stop], device))
             rows.slots += [one.place] * (chunk.stop - one.stored)
             rows.positions += range(one.stored, chunk.stop)
+            rows.lengths += [len(prompt)] * (chunk.stop - one.stored)
             rows.chunks.append(chunk)
             if one.echoes:
                 chunk.echoed = len(rows.wanted)
@@ -213,6 +241,8 @@ class Batch:
             self._running.append(one)
             if one.siblings.waiting:
                 one.siblings.logits = logits[rows.drawing[one]].unsqueeze(0).clone()
+                if one.echoes and one.logprobs is not None:
+                    one.siblings.echoed = one.logprobs.cut(len(prompt))
             if not one.request.max_new_tokens:
                 finite_logits(logits)
                 self.end(one, "length")

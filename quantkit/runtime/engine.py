@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise, product
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from quantkit.errors import RequestError
 from quantkit.kernels.build import cache_folder
-from quantkit.memory import enough_memory
-from quantkit.model.cache import KVCache
+from quantkit.memory import enough_memory, size_text
+from quantkit.model.cache import KVCache, cache_bytes
 from quantkit.model.decoder import Decoder
+from quantkit.model.device import free_bytes
 
 LEAST_BUCKET = 16  # rows of a step with several of one sequence
 _LEAST_CACHE = 256
@@ -49,7 +50,7 @@ class Engine:
         Raises:
             RequestError: if the length exceeds the model's context, or the cache does not fit in memory.
         """
-        context = model.config.max_context
+        context = model.config.reach
         if length > context:
             raise RequestError(
                 "prompt and new tokens exceed the model's context", found=length, expected=f"at most {context}",
@@ -57,18 +58,24 @@ class Engine:
             )  # fmt: skip
         self.model = model
         self.slots = slots
+        self._stretches = model.config.rope.type == "dynamic"
         self.chunk = _CPU_CHUNK if model.device.type == "cpu" else _CHUNK
         """Rows of one prompt that a step should have at most."""
         self._compiled = model.device.type == "cuda" if compiled is None else compiled
         self.length = min(bucket(length, _LEAST_CACHE), context) if self._compiled else length
         """Positions that a slot holds."""
+        cache = model.config, slots, self.length + self._compiled, cache_dtype or model.dtype
+        _require_memory(cache_bytes(*cache), slots, self.length, model.device)
         with enough_memory(None):
-            self._cache = KVCache(
-                model.config, slots, self.length + self._compiled, cache_dtype or model.dtype, model.device
-            )
+            self._cache = KVCache(*cache, model.device)
         if self._compiled and model.device.type == "cuda":
             for tensor in (*self._cache.keys, *self._cache.values):  # else recorded steps would copy the cache
                 torch._dynamo.mark_static_address(tensor, guard=False)
+
+    @property
+    def cache_bytes(self) -> int:
+        """What keys and values take up in memory."""
+        return sum(stored.nbytes for stored in (*self._cache.keys, *self._cache.values))
 
     def require_length(self, length: int) -> None:
         """
@@ -81,7 +88,10 @@ class Engine:
             )
 
     @torch.inference_mode()
-    def step(self, tokens: Tensor, slots: Sequence[int], positions: Sequence[int], wanted: Sequence[int]) -> Tensor:
+    def step(
+        self, tokens: Tensor, slots: Sequence[int], positions: Sequence[int], wanted: Sequence[int],
+        lengths: Sequence[int] | None = None,
+    ) -> Tensor:  # fmt: skip
         """Take up N tokens of any sequences.
 
         Args:
@@ -90,6 +100,8 @@ class Engine:
             positions: in their sequences [N], rising in each. A token sees what its slot holds up to its position,
                 and is stored there first, with the others of the step.
             wanted: rows [M] whose logits are asked for.
+            lengths: of the sequences as each token finds them [N], which rotary positions may be stretched to: a
+                prompt's whole length where it is read in parts. None is up to each token.
 
         Returns:
             Logits [M, V].
@@ -98,21 +110,18 @@ class Engine:
             RequestError: if there is no such slot or position.
         """
         self._require_room(slots, positions)
-        if self.model.ops.ragged:
-            return self._run(tokens, slots, positions, wanted)
-        parts, asked = _rectangles(slots), set(wanted)
-        logits = [
-            self._run(
-                tokens[self._numbers(part)] if len(parts) > 1 else tokens,
-                [slots[row] for row in part], [positions[row] for row in part],
-                [index for index, row in enumerate(part) if row in asked],
-            )
-            for part in parts
-        ]  # fmt: skip
-        given = [row for part in parts for row in part if row in asked]
-        if given == list(wanted):
-            return torch.cat(logits)
-        return torch.cat(logits)[self._numbers([given.index(row) for row in wanted])]
+        if lengths is None:
+            lengths = [position + 1 for position in positions]
+        parts = [range(len(slots))] if self.model.ops.ragged else _rectangles(slots)
+        if len(parts) == 1:
+            return self._run(tokens, slots, positions, wanted, lengths)
+        places, logits = {row: place for place, row in enumerate(wanted)}, []
+        for part in parts:
+            own = [[values[row] for row in part] for values in (slots, positions, lengths)]
+            asked = [index for index, row in enumerate(part) if row in places]
+            logits.append(self._run(tokens[self._numbers(part)], own[0], own[1], asked, own[2]))
+        given = [places[row] for part in parts for row in part if row in places]
+        return torch.cat(logits)[self._numbers(sorted(range(len(given)), key=given.__getitem__))]
 
     @torch.inference_mode()
     def copy_prefix(self, source: int, target: int, length: int) -> None:
@@ -128,22 +137,23 @@ class Engine:
         """
         if not self._compiled:
             return 0
-        ragged = self.model.ops.ragged
-        most = min(self.chunk + (self.slots if ragged else 0), self.length)
-        runs = [
-            range(start, min(start + count, self.length))
-            for count in _buckets(LEAST_BUCKET, most)
-            for start in ((0,) if ragged else (0, 1))
-        ]
-        several = [min(count, self.slots) for count in _buckets(1, self.slots)]
-        steps = [(list(range(count)), [0] * count) for count in several]
-        steps += [([0] * len(run), list(run)) for run in runs]
-        for slots, positions in steps:
-            self.step(self._numbers([0] * len(slots)), slots, positions, [0])
+        steps = [[(slot, 0) for slot in range(min(count, self.slots))] for count in _buckets(1, self.slots)]
+        if self.model.ops.ragged:
+            most = min(self.chunk + self.slots, self.slots * self.length)
+            rows = list(islice(product(range(self.slots), range(self.length)), most))
+            steps += [rows[:count] for count in _buckets(LEAST_BUCKET, most)]
+        else:
+            for start in (0, 1):  # attention among themselves, and over what is stored
+                rows = [(0, position) for position in range(start, min(start + self.chunk, self.length))]
+                steps += [rows[:count] for count in _buckets(LEAST_BUCKET, len(rows)) if len(rows) > 1]
+        for step in steps:
+            slots, positions = zip(*step, strict=True)
+            self.step(self._numbers([0] * len(step)), slots, positions, [0])
         return len(steps)
 
     def _run(
-        self, tokens: Tensor, slots: Sequence[int], positions: Sequence[int], wanted: Sequence[int]
+        self, tokens: Tensor, slots: Sequence[int], positions: Sequence[int], wanted: Sequence[int],
+        lengths: Sequence[int],
     ) -> Tensor:  # fmt: skip
         """`step` for rows that run together: of one sequence, or one of each, or, with ragged kernels, any."""
         rows, ragged = len(slots), self.model.ops.ragged
@@ -158,18 +168,20 @@ class Engine:
             tokens = torch.nn.functional.pad(tokens, (0, idle))
             slots = [*slots, *[slots[-1]] * idle]
             positions = [*positions, *(min(positions[-1] + more, self.length) for more in range(1, idle + 1))]
+            lengths = [*lengths, *[lengths[-1]] * idle]
             asked += [0] * ((heads if len(asked) <= heads else size) - len(asked))
+        shape = (1, -1) if in_line else (-1, 1)
         place = self._numbers(positions)
         logits: Tensor = step(
-            self.model, tokens.view(1, -1) if in_line else tokens.view(-1, 1),
-            place if in_line else place.unsqueeze(1),
+            self.model, tokens.view(shape), place if in_line else place.view(shape),
             None if self.slots == 1 else self._numbers(slots[:1] if in_line else slots),
+            self._numbers(lengths).view(shape) if self._stretches else None,
             self._numbers(asked) if asked else None, self._cache, first,
         )  # fmt: skip
         return logits[: len(wanted)]
 
     def _numbers(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.long, device=self.model.device)
+        return numbers(values, self.model.device)
 
     def _require_room(self, slots: Sequence[int], positions: Sequence[int]) -> None:
         """Writes beyond the cache would be lost on some devices without a word."""
@@ -177,6 +189,22 @@ class Engine:
             raise RequestError("the cache is full", found=most + 1, expected=f"at most {self.length} positions")
         if not all(0 <= slot < self.slots for slot in slots):
             raise RequestError("there is no such slot", found=max(slots), expected=f"0 to {self.slots - 1}")
+
+
+def numbers(values: Sequence[int], device: torch.device) -> Tensor:
+    """Integers on a device; a GPU takes them when it comes to it, and nobody waits for that."""
+    found = torch.tensor(values, dtype=torch.long)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
+
+
+def _require_memory(size: int, slots: int, length: int, device: torch.device) -> None:
+    """Systems promise more than they have, and end who takes it."""
+    if size > (free := free_bytes(device)):
+        raise RequestError(
+            "the cache does not fit in memory",
+            found=f"{size_text(size)} for {slots} x {length} positions", expected=f"at most {size_text(free)}",
+            hint=f"ask for fewer {'sequences at once with `batch_size`' if slots > 1 else 'tokens'}",
+        )  # fmt: skip
 
 
 def _rectangles(slots: Sequence[int]) -> list[list[int]]:
@@ -198,22 +226,22 @@ def _buckets(least: int, most: int) -> list[int]:
 
 
 def _few(
-    model: Decoder, tokens: Tensor, positions: Tensor, slots: Tensor | None, wanted: Tensor | None, cache: KVCache,
-    first: bool,
+    model: Decoder, tokens: Tensor, positions: Tensor, slots: Tensor | None, lengths: Tensor | None,
+    wanted: Tensor | None, cache: KVCache, first: bool,
 ) -> Tensor:  # fmt: skip
     """Logits [M, V] of the wanted rows of [B, T] tokens."""
-    hidden = model.hidden(tokens, positions, cache, slots=slots, first=first).flatten(0, 1)
+    hidden = model.hidden(tokens, positions, cache, slots=slots, lengths=lengths, first=first).flatten(0, 1)
     if wanted is None:
         return hidden.new_empty(0, model.config.vocab_size)
     return model.head(hidden.index_select(0, wanted))
 
 
 def _many(
-    model: Decoder, tokens: Tensor, positions: Tensor, slots: Tensor | None, wanted: Tensor | None, cache: KVCache,
-    first: bool,
+    model: Decoder, tokens: Tensor, positions: Tensor, slots: Tensor | None, lengths: Tensor | None,
+    wanted: Tensor | None, cache: KVCache, first: bool,
 ) -> Tensor:  # fmt: skip
     """As `_few`, with several tokens of a sequence."""
-    return _few(model, tokens, positions, slots, wanted, cache, first)
+    return _few(model, tokens, positions, slots, lengths, wanted, cache, first)
 
 
 @functools.cache

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
-from typing import Unpack
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar, Unpack, runtime_checkable
 
+import torch
+
+from quantkit.architectures.config import ModelConfig
 from quantkit.arguments import as_whole, require_flags, wrong_type
 from quantkit.errors import RequestError
 from quantkit.model.decoder import Decoder
@@ -14,27 +19,50 @@ from quantkit.runtime.batch import Batch
 from quantkit.runtime.completion import Completion
 from quantkit.runtime.detokenizer import Detokenizer
 from quantkit.runtime.engine import Engine
-from quantkit.runtime.generation import Generation
+from quantkit.runtime.generation import Continuation
 from quantkit.runtime.request import (
+    BATCH_SIZE,
     MAX_NEW_TOKENS,
     Request,
     TokenIds,
+    checked_length,
     checked_request,
     checked_stop,
     prompt_ids,
     require_model,
+    require_tokenizer,
     shortened,
     text_ids,
 )
 from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.text.tokenizer import Tokenizer
 
-BATCH_SIZE = 8
+T = TypeVar("T", bound=Continuation)
+
+
+class Runner(Protocol[T]):
+    """Runs requests, several at a time, as `Batch` does over an engine's slots, and says what each method means."""
+
+    @property
+    def slots(self) -> int: ...
+    def require(self, request: Request) -> None: ...
+    def add(self, request: Request) -> list[T]: ...
+    def step(self) -> list[T]: ...
+    def end(self, generation: T) -> None: ...
+
+
+@runtime_checkable
+class BatchModel(Protocol):
+    """A model that runs requests in its own way, such as through XLA."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    def runner(self, slots: int) -> Runner[Any]: ...
 
 
 def generate_batch(
-    model: Decoder | Engine,
-    prompts: Sequence[str | TokenIds],
+    model: Decoder | Engine | BatchModel,
+    prompts: Iterable[str | TokenIds],
     *,
     tokenizer: Tokenizer | None = None,
     max_new_tokens: int = MAX_NEW_TOKENS,
@@ -43,6 +71,7 @@ def generate_batch(
     logprobs: int | None = None,
     echo: bool = False,
     truncate: bool = False,
+    specials: bool = False,
     batch_size: int = BATCH_SIZE,
     progress: Progress | None = None,
     **sampling: Unpack[SamplingOptions],
@@ -50,16 +79,19 @@ def generate_batch(
     """Continue prompts, several at a time; each as if it were alone.
 
     Args:
-        model: from `quantkit.load`, or an engine over it, whose slots are then used.
+        model: from `quantkit.load` or `load_xla`, or an engine over the first, whose slots are then used.
         prompts: texts, where there is a tokenizer, or token ids as `quantkit.generate` takes them.
         tokenizer: for prompts, results and stop strings as texts.
         max_new_tokens: at most so many for each; 0 scores prompts, with `echo` and `logprobs`.
         stop: strings at which a text ends; they are not part of it.
         n: continuations of each prompt, drawn with seeds that count up.
-        logprobs: tell the log-probability of each new token, and of so many of the likeliest in its place.
+        logprobs: tell the log-probability of each new token, and of so many of the likeliest in its place; 0 is of
+            the token alone.
         echo: let tokens, text and log-probabilities begin with the prompt's.
         truncate: cut too long a prompt at its beginning, but for the first token where that is BOS. Else it is
             refused.
+        specials: whether spellings of special tokens in texts, such as ``<|eot_id|>``, mean those tokens. Not for
+            texts that others wrote.
         batch_size: sequences that run together at most; each takes its part of the cache. What comes of a prompt
             does not depend on it with the CPU kernels; elsewhere but for ties.
         progress: told of every prompt.
@@ -77,66 +109,87 @@ def generate_batch(
         >>> for one in quantkit.generate_batch(model, ["Once", "My fellow"], tokenizer=tokenizer, stop="."):
         ...     print(one.text, one.finish_reason)
     """
-    require_model("model", model, (Decoder, Engine))
-    require_flags(echo=echo, truncate=truncate)
-    decoder = model.model if isinstance(model, Engine) else model
-    stops = checked_stop(stop, tokenizer)
-    told = heard(progress)
-    if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
+    require_model("model", model, (Decoder, Engine, BatchModel))
+    require_flags(echo=echo, truncate=truncate, specials=specials)
+    if tokenizer is not None:
+        require_tokenizer(tokenizer)
+    engine = model if isinstance(model, Engine) else None
+    config = model.model.config if isinstance(model, Engine) else model.config
+    most = config.max_context if isinstance(model, BatchModel) else config.reach if engine is None else engine.length
+    stops, told, slots = checked_stop(stop, tokenizer), heard(progress), _checked_batch_size(batch_size)
+    asked = checked_request(config, [0], max_new_tokens, sampling, samples=n, logprobs=logprobs, echo=echo)
+    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
         raise wrong_type("prompts", prompts, "several prompts in a list")
     requests = []
-    for prompt in prompts:
-        ids = _ids(prompt, tokenizer, stops)
-        if truncate:
-            ids = shortened(decoder.config, ids, max_new_tokens)
-        requests.append(
-            checked_request(decoder.config, ids, max_new_tokens, sampling, samples=n, logprobs=logprobs, echo=echo)
-        )
+    for number, prompt in enumerate(prompts):
+        with _about_prompt(number):
+            ids = _ids(prompt, tokenizer, specials)
+            if truncate and ids:
+                ids = shortened(ids, most, asked.max_new_tokens, config.bos_token_id)
+            length = checked_length(config, ids, asked.max_new_tokens)
+            if engine is not None:
+                engine.require_length(length)
+        requests.append(replace(asked, prompt=ids))
     if not requests:
         return []
-    engine = model if isinstance(model, Engine) else engine_for(decoder, requests, batch_size)
-    found: list[Completion] = []
-    for one in completions(engine, requests, tokenizer, [stops] * len(requests)):
+    runner = model if isinstance(model, Engine) else engine_for(model, requests, slots)
+    found, total = list[Completion](), len(requests) * asked.samples
+    told("generate", 0, total, "completions")
+    for one in completions(runner, requests, tokenizer, [stops] * len(requests)):
         found.append(one)
-        told("generate", len(found), len(requests) * n, "completions")
+        told("generate", len(found), total, "completions")
     return sorted(found, key=lambda one: (one.prompt, one.sample))
 
 
-def engine_for(model: Decoder, requests: Sequence[Request], batch_size: int) -> Engine:
-    """An engine that holds the longest of requests, and as many as run together.
+def engine_for(
+    model: Decoder | BatchModel, requests: Sequence[Request], batch_size: int, *,
+    cache_dtype: torch.dtype | None = None, compiled: bool | None = None,
+) -> Engine | Runner[Any]:  # fmt: skip
+    """An engine that holds the longest of requests, and as many as run together; or what a model has instead.
+
+    Args:
+        cache_dtype, compiled: see `Engine`.
 
     Raises:
         RequestError: for no such number, or a cache that does not fit in memory.
     """
-    slots = as_whole("batch_size", batch_size)
-    if slots < 1:
-        raise RequestError("batch_size must be at least 1", found=slots)
-    samples = sum(one.samples for one in requests)
-    return Engine(model, max(one.length for one in requests), slots=min(slots, samples))
+    slots = min(_checked_batch_size(batch_size), sum(one.samples for one in requests))
+    if isinstance(model, Decoder):
+        longest = max(one.length for one in requests)
+        return Engine(model, longest, slots=slots, cache_dtype=cache_dtype, compiled=compiled)
+    return model.runner(slots)
 
 
 def completions(
-    engine: Engine, requests: Sequence[Request], tokenizer: Tokenizer | None, stops: Sequence[Sequence[str]]
+    engine: Engine | Runner[Any],
+    requests: Sequence[Request],
+    tokenizer: Tokenizer | None,
+    stops: Sequence[Sequence[str]],
+    counted: Callable[[int], None] | None = None,
 ) -> Generator[Completion, None, None]:
     """Completions of requests, each as soon as it ends.
 
     Args:
         stops: strings at which the text of each request ends.
+        counted: told of so many new tokens after each step.
     """
+    batch: Runner[Any] = Batch(engine) if isinstance(engine, Engine) else engine
     for request in requests:
-        engine.require_length(request.length)
-    batch = Batch(engine)
+        batch.require(request)
     waiting = deque(enumerate(requests))
-    begun: dict[Generation, _Reader] = {}
+    begun: dict[Continuation, _Reader] = {}
     while waiting or begun:
-        while waiting and len(begun) < 2 * engine.slots:  # enough to fill the slots that become free
+        while waiting and len(begun) < 2 * batch.slots:  # enough to fill the slots that become free
             number, request = waiting.popleft()
             for one in batch.add(request):
                 begun[one] = _Reader(number, one, tokenizer, stops[number])
         for one in batch.step():
             reader = begun[one]
+            before = reader.tokens
             if reader.read():
                 batch.end(one)
+            if counted is not None:
+                counted(reader.tokens - before)
             if one.finish_reason is not None:
                 yield reader.completion()
                 del begun[one]
@@ -146,7 +199,7 @@ class _Reader:
     """Turns the tokens of a continuation into text, as they come."""
 
     def __init__(
-        self, number: int, generation: Generation, tokenizer: Tokenizer | None, stop: Sequence[str]
+        self, number: int, generation: Continuation, tokenizer: Tokenizer | None, stop: Sequence[str]
     ) -> None:  # fmt: skip
         self._number, self._of = number, generation
         self._text = None if tokenizer is None else Detokenizer(tokenizer, generation.request.prompt, stop)
@@ -154,16 +207,17 @@ class _Reader:
         if tokenizer is not None and generation.request.echo:
             self._prompt = tokenizer.decode(generation.request.prompt)
         self._pieces: list[str] = []
-        self._read = 0
+        self.tokens = 0
+        """New ones that are read."""
 
     def read(self) -> bool:
         """Read the tokens that are new; whether a stop string has come."""
         if self._text is None:
-            self._read = len(self._of.tokens)
+            self.tokens = len(self._of.tokens)
             return False
-        while self._read < len(self._of.tokens) and self._text.stopped is None:
-            self._pieces.append(self._text.add(self._of.tokens[self._read]))
-            self._read += 1
+        while self.tokens < len(self._of.tokens) and self._text.stopped is None:
+            self._pieces.append(self._text.add(self._of.tokens[self.tokens]))
+            self.tokens += 1
         if self._of.finish_reason is not None:
             self._pieces.append(self._text.close())
         return self._text.stopped is not None
@@ -172,10 +226,10 @@ class _Reader:
         """What has come, once it has ended."""
         request, reason = self._of.request, self._of.finish_reason
         assert reason is not None
-        tokens, logprobs = self._of.tokens[: self._read], self._of.logprobs
+        tokens, logprobs = self._of.tokens[: self.tokens], self._of.logprobs
         echoed = request.prompt if request.echo else []
         if logprobs is not None:
-            logprobs = logprobs.cut(len(echoed) + self._read)
+            logprobs = logprobs.cut(len(echoed) + self.tokens)
         stopped = None if self._text is None else self._text.stopped
         return Completion(
             self._number, self._of.sample, [*echoed, *tokens],
@@ -184,9 +238,28 @@ class _Reader:
         )  # fmt: skip
 
 
-def _ids(prompt: str | TokenIds, tokenizer: Tokenizer | None, stop: Sequence[str]) -> list[int]:
+def _checked_batch_size(batch_size: object) -> int:
+    size = as_whole("batch_size", batch_size)
+    if size < 1:
+        raise RequestError("batch_size must be at least 1", found=size)
+    return size
+
+
+def _ids(prompt: str | TokenIds, tokenizer: Tokenizer | None, specials: bool) -> list[int]:
     if not isinstance(prompt, str):
         return prompt_ids(prompt)
     if tokenizer is None:
-        raise RequestError("a prompt is a text, and there is no tokenizer", hint="give `tokenizer`")
-    return text_ids(tokenizer, prompt, specials=False)
+        raise RequestError("a text needs a tokenizer", hint="give `tokenizer`")
+    return text_ids(tokenizer, prompt, specials=specials)
+
+
+@contextmanager
+def _about_prompt(number: int) -> Iterator[None]:
+    """Errors within say which prompt they are about."""
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(
+            f"prompt {number}: {error.problem.removeprefix('the prompt ')}", found=error.found,
+            expected=error.expected, hint=error.hint,
+        ) from error  # fmt: skip

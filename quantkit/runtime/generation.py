@@ -12,18 +12,50 @@ from quantkit.runtime.completion import FinishReason, Logprobs
 from quantkit.runtime.request import Request
 from quantkit.runtime.sampling import TokenLogprobs, agreed, generator_of, sample, token_logprobs
 from quantkit.runtime.sampling_params import SamplingParams
+from quantkit.tensors.finite import finite_logits
 
 _GREEDY = SamplingParams()
 
 
-class Generation:
-    """One of the continuations that a request asks for.
+class Continuation:
+    """One of the continuations that a request asks for, whatever runs it.
 
     Attributes:
         request, sample: what was asked for, and which of its continuations this is.
+        sampling: how it is drawn; with a seed of its own, where the request has one.
         tokens: the new ones so far, without an end token.
         logprobs: of them; where the prompt is echoed, of its tokens before them.
         finish_reason: None while it goes on.
+    """
+
+    def __init__(self, request: Request, sample: int) -> None:
+        self.request, self.sample = request, sample
+        self.sampling = _of_sample(request.sampling, sample)
+        self.tokens: list[int] = []
+        self.logprobs = None if request.logprobs is None else Logprobs()
+        self.finish_reason: FinishReason | None = None
+
+    def take(self, token: int, logprobs: TokenLogprobs | None, ends: tuple[int, ...]) -> None:
+        """Take up a token that was drawn.
+
+        Args:
+            logprobs: of it, where they are asked for.
+            ends: the model's end tokens.
+        """
+        if token in ends or token in self.request.end_ids:
+            self.finish_reason = "stop"
+            return
+        self.tokens.append(token)
+        if self.logprobs is not None and logprobs is not None:
+            self.logprobs.add(*logprobs.listed())
+        if len(self.tokens) == self.request.max_new_tokens:
+            self.finish_reason = "length"
+
+
+class Generation(Continuation):
+    """A continuation over the slots of an engine.
+
+    Attributes:
         siblings: the continuations of the same prompt.
         slot: where it runs; None before.
         stored: how much of the prompt is in the slot.
@@ -31,14 +63,12 @@ class Generation:
     """
 
     def __init__(self, request: Request, sample: int, siblings: Siblings, model: Decoder) -> None:
-        self.request, self.sample, self.siblings = request, sample, siblings
-        self.tokens: list[int] = []
-        self.logprobs = None if request.logprobs is None else Logprobs()
-        self.finish_reason: FinishReason | None = None
+        super().__init__(request, sample)
+        self.siblings = siblings
         self.slot: int | None = None
         self.stored = 0
         self.drawn = 0
-        self._sampling = agreed(_of_sample(request.sampling, sample), model.group)
+        self._sampling = agreed(self.sampling, model.group)
         self._generator = generator_of(self._sampling, model.device) if self._sampling.temperature > 0 else None
         self._greedy = replace(self._sampling, seed=None) == _GREEDY
         self._held: Tensor | None = None
@@ -77,29 +107,18 @@ class Generation:
             self._held[0, token] = True
         return token
 
-    def take(self, token: int, logprobs: TokenLogprobs | None, ends: tuple[int, ...]) -> None:
-        """Take up a token that was drawn.
-
-        Args:
-            logprobs: of it, where they are asked for.
-            ends: the model's end tokens.
-        """
-        if token in ends:
-            self.finish_reason = "stop"
-            return
-        self.tokens.append(token)
-        if self.logprobs is not None and logprobs is not None:
-            self.logprobs.add(*logprobs.listed())
-        if len(self.tokens) == self.request.max_new_tokens:
-            self.finish_reason = "length"
-
     def note_prompt(self, logits: Tensor, start: int, stop: int) -> None:
-        """Take up what logits [T, V] at the positions from `start` to `stop` say of the prompt's next tokens."""
+        """Take up what logits [T, V] at the positions from `start` to `stop` say of the prompt's next tokens.
+
+        Raises:
+            NonFiniteError: if they are NaN or Inf.
+        """
         assert self.logprobs is not None and self.request.logprobs is not None
         told = self.request.prompt[start + 1 : stop + 1]
         if start == 0:
             self.logprobs.add([None], [{}])
         if told:
+            finite_logits(logits[: len(told)])
             found = token_logprobs(logits[: len(told)], torch.tensor(told, device=logits.device), self.request.logprobs)
             self.logprobs.add(*found.listed())
 
@@ -112,11 +131,13 @@ class Siblings:
         waiting: how many have not begun.
         reader: the one that reads the prompt.
         logits: what follows the prompt, [1, V], once it is read and as long as one waits.
+        echoed: the prompt's log-probabilities, where they are asked for, once it is read.
     """
 
     waiting: int
     reader: Generation | None = None
     logits: Tensor | None = None
+    echoed: Logprobs | None = None
 
     @property
     def unread(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,16 +48,20 @@ def exact(prompt: Sequence[int], held: Held, chunk: int, *, windows: bool) -> in
 class SlotTable:
     """The slots of an engine."""
 
-    def __init__(self, slots: int, chunk: int, *, any_prefix: bool, windows: bool) -> None:
+    def __init__(
+        self, slots: int, chunk: int, *, any_prefix: bool, windows: bool, unstretched: int | None = None
+    ) -> None:  # fmt: skip
         """
         Args:
             chunk: rows of a prompt that are read at a time.
             any_prefix: whether a prompt may begin with all that a slot holds of it, or only with what is `exact`.
             windows: whether a layer sees but some positions back.
+            unstretched: the longest prompt whose length does not change its rotary positions; None is any.
         """
         self._free = deque(range(slots))  # the one that was left first is taken first
         self._held = [Held() for _ in range(slots)]
         self._chunk, self._any_prefix, self._windows = chunk, any_prefix, windows
+        self._unstretched = math.inf if unstretched is None else unstretched
 
     @property
     def free(self) -> bool:
@@ -87,9 +92,12 @@ class SlotTable:
         self._held[slot] = Held(prompt[:count], len(prompt))
 
     def with_all_of(self, prompt: Sequence[int]) -> int | None:
-        """A slot that begins with a whole prompt."""
+        """A slot that begins with a whole prompt, read as such and not as the beginning of a longer one."""
         size = len(prompt)
-        found = (slot for slot, held in enumerate(self._held) if list(held.tokens[:size]) == list(prompt))
+        found = (
+            slot for slot, held in enumerate(self._held)
+            if held.prompt_length == size and list(held.tokens[:size]) == list(prompt)
+        )  # fmt: skip
         return next(found, None)
 
     def best(self, prompt: Sequence[int]) -> tuple[int, int]:
@@ -98,6 +106,9 @@ class SlotTable:
         return slot, self._reusable(prompt, slot)
 
     def _reusable(self, prompt: Sequence[int], slot: int) -> int:
+        held = self._held[slot]
+        if max(held.prompt_length, len(prompt)) > self._unstretched:
+            return 0
         if self._any_prefix:
-            return common(prompt, self._held[slot])
-        return exact(prompt, self._held[slot], self._chunk, windows=self._windows)
+            return common(prompt, held)
+        return exact(prompt, held, self._chunk, windows=self._windows)

@@ -46,9 +46,6 @@ def speculate(
     """
     require_model("model", model, Decoder)
     require_model("draft", draft, Decoder)
-    prompt = prompt_ids(ids)
-    requests = [checked_request(one.config, prompt, max_new_tokens, sampling) for one in (model, draft)]
-    params = agreed(requests[0].sampling, model.group)
     draft_tokens = as_whole("draft_tokens", draft_tokens)
     if draft_tokens < 1:
         raise RequestError("nothing to propose", found=f"{draft_tokens} draft tokens", expected="at least 1")
@@ -56,15 +53,18 @@ def speculate(
         raise RequestError(
             "the draft model has another vocabulary", found=draft.config.vocab_size, expected=model.config.vocab_size
         )
-    length = requests[0].length
-    return _tokens(_Reader(model, length), _Reader(draft, length), prompt, length, draft_tokens, params)
+    prompt = prompt_ids(ids)
+    request, _ = (checked_request(one.config, prompt, max_new_tokens, sampling) for one in (model, draft))
+    params, length = agreed(request.sampling, model.group), request.length
+    return _tokens(*(_Reader(one, len(prompt), length) for one in (model, draft)), prompt, length, draft_tokens, params)
 
 
 class _Reader:
     """A model over a slot; what is stored beyond `stored` positions is of refused tokens, and never seen."""
 
-    def __init__(self, model: Decoder, length: int) -> None:
+    def __init__(self, model: Decoder, prompt_length: int, length: int) -> None:
         self.model = model
+        self._prompt_length = prompt_length
         self.stored = 0
         self._engine = Engine(model, length, compiled=False)
 
@@ -82,8 +82,9 @@ class _Reader:
         count = stop - self.stored
         tokens = torch.tensor(text[self.stored : stop], device=self.model.device)
         positions, wanted = range(self.stored, stop), range(count - last, count)
+        lengths = [max(position + 1, self._prompt_length) for position in positions]
         self.stored = stop
-        return self._engine.step(tokens, [0] * count, positions, wanted)
+        return self._engine.step(tokens, [0] * count, positions, wanted, lengths)
 
     def _held(self, text: list[int], last: int) -> Tensor:
         """Which tokens the text holds up to each of its last, bool [last, V]."""

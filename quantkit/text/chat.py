@@ -3,21 +3,27 @@ formats of Meta's folders, where nothing tells a base model from an instruct one
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from quantkit.arguments import as_path, as_text
 from quantkit.errors import RequestError
-from quantkit.text.chat_template import ChatTemplates, Message
+from quantkit.text.chat_template import META_FORMATS, ChatTemplate, ChatTemplates, Message, given_template
 from quantkit.text.tokenizer import Tokenizer
 
-META_FORMATS = ("llama2", "llama3")
-
+_LLAMA3_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 _LLAMA2_TAGS = ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>")
 
 
 class Chat(Protocol):
-    """What makes tokens of conversations."""
+    """What makes tokens of conversations.
+
+    Attributes:
+        end_ids: tokens that end an answer in this format, besides those that end any text of the model.
+    """
+
+    end_ids: tuple[int, ...]
 
     def encode(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
@@ -38,19 +44,26 @@ class Chat(Protocol):
 class TemplateChat:
     """By a template in Jinja, as ``transformers.apply_chat_template`` makes tokens of it."""
 
-    def __init__(self, templates: ChatTemplates, tokenizer: Tokenizer, name: str | None = None) -> None:
-        self._templates, self._tokenizer, self._name = templates, tokenizer, name
+    end_ids: tuple[int, ...] = ()
+
+    def __init__(self, choose: Callable[[bool], ChatTemplate], tokenizer: Tokenizer) -> None:
+        """
+        Args:
+            choose: gives the template, told whether there are tools.
+        """
+        self._choose, self._tokenizer = choose, tokenizer
 
     def encode(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
     ) -> list[int]:
-        template = self._templates.choose(self._name, with_tools=tools is not None)
-        text = template.render(messages, tools=tools, **variables)
+        text = self._choose(tools is not None).render(messages, tools=tools, **variables)
         return self._tokenizer.encode(text, specials=True, bos=False)
 
 
 class Llama2Chat:
     """Llama 2's instruct format: each question with its answer between BOS and EOS, tags as plain text."""
+
+    end_ids: tuple[int, ...] = ()
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -59,10 +72,9 @@ class Llama2Chat:
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
     ) -> list[int]:
         _require_none("llama2", tools, variables)
+        if (tag := llama2_tag(messages)) is not None:
+            raise RequestError("a message holds a tag of the chat format", found=tag, hint="leave it out")
         turns = [(str(one["role"]), _text(one)) for one in messages]
-        for _, text in turns:
-            if tag := next((tag for tag in _LLAMA2_TAGS if tag in text), None):
-                raise RequestError("a message holds a tag of the chat format", found=tag, hint="leave it out")
         if turns and turns[0][0] == "system" and len(turns) > 1:
             system, (role, first), *rest = turns[0][1], *turns[1:]
             turns = [(role, f"<<SYS>>\n{system}\n<</SYS>>\n\n{first}"), *rest]
@@ -79,6 +91,16 @@ class Llama2Chat:
         return [*ids, *self._tokenizer.encode(f"[INST] {turns[-1][1].strip()} [/INST]")]
 
 
+def llama2_tag(messages: Sequence[Message]) -> str | None:
+    """A tag of Llama 2's format that a message holds, as none may.
+
+    Raises:
+        RequestError: if one is no message.
+    """
+    texts = [_text(one) for one in messages]
+    return next((tag for text in texts for tag in _LLAMA2_TAGS if tag in text), None)
+
+
 class Llama3Chat:
     """Llama 3's instruct format: a header with the role before each message, contents never read as special tokens."""
 
@@ -89,6 +111,7 @@ class Llama3Chat:
             self._header, self._content, self._end = (
                 specials[name] for name in ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
             )
+            self.end_ids: tuple[int, ...] = tuple(specials[name] for name in _LLAMA3_ENDS if name in specials)
         except KeyError as error:
             raise RequestError(f"the tokenizer has no {error.args[0]}; it is none of Llama 3's") from error
 
@@ -110,35 +133,71 @@ class Llama3Chat:
         return self._tokenizer.encode(text, bos=False)
 
 
-def chat(folder: str | Path, tokenizer: Tokenizer, template: Literal["llama2", "llama3"] | str | None = None) -> Chat:
-    """What makes tokens of conversations for the model in a folder.
+def chat_format(
+    folder: str | Path, tokenizer: Tokenizer, template: Literal["llama2", "llama3"] | str | None = None
+) -> Chat:
+    """How the model in a folder is told a conversation: its `encode` makes tokens of one.
 
     Args:
         folder: of the model.
         tokenizer: the model's.
-        template: ``llama2`` or ``llama3``, or the name of one of the folder's templates; None takes its default.
+        template: ``llama2`` or ``llama3``; the name of one of the folder's templates; or a file ``*.jinja``. None
+            takes the folder's default.
 
     Raises:
         RequestError: if the folder has no template, and none is named.
         CheckpointError: if its template is damaged.
+
+    Example:
+        >>> model, tokenizer = quantkit.load("model")
+        >>> chat = quantkit.chat_format("model", tokenizer)
+        >>> ids = chat.encode([{"role": "user", "content": "What is the capital of France?"}])
     """
+    folder = as_path("folder", folder)
+    if template is not None:
+        as_text("template", template)
     if template == "llama2":
         return Llama2Chat(tokenizer)
     if template == "llama3":
         return Llama3Chat(tokenizer)
-    templates = ChatTemplates(folder)
+    spare = _token_names(tokenizer)
+    if template is not None and template.endswith(".jinja"):
+        tokens = {**spare, **ChatTemplates(folder).tokens}
+        given = ChatTemplate(given_template(template), tokens=tokens, path=Path(template))
+        return TemplateChat(lambda with_tools: given, _with_specials(tokenizer, folder))
+    templates = ChatTemplates(folder, spare)
     if not templates:
         raise RequestError(
             "has no chat template", path=folder, hint="a base model takes a prompt instead",
             expected=f"`template={' or '.join(META_FORMATS)}` for an instruct model",
         )  # fmt: skip
-    templates.choose(template)
-    return TemplateChat(templates, tokenizer, template)
+    found = {with_tools: templates.choose(template, with_tools=with_tools) for with_tools in (False, True)}
+    return TemplateChat(found.__getitem__, _with_specials(tokenizer, folder))
+
+
+def _token_names(tokenizer: Tokenizer) -> dict[str, str]:
+    """What templates call the tokens that begin and end a text, for a folder whose settings spell neither."""
+    spelled = {number: name for name, number in (tokenizer.special_tokens or {}).items()}
+    named = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}
+    return {name: spelled[number] for name, number in named.items() if number is not None and number in spelled}
+
+
+def _with_specials(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
+    """
+    Raises:
+        RequestError: for a tokenizer that reads no special tokens from a text, as templates spell them.
+    """
+    if tokenizer.special_tokens is None:
+        raise RequestError(
+            f"a template cannot spell special tokens for a tokenizer of {tokenizer.kind}", path=folder,
+            expected=f"`template={META_FORMATS[0]}`, or the model in a Hugging Face folder",
+        )  # fmt: skip
+    return tokenizer
 
 
 def _text(message: Message) -> str:
-    content = message.get("content")
-    if not isinstance(message.get("role"), str) or not isinstance(content, str):
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, str) or not isinstance(message.get("role"), str):
         raise RequestError(
             "a message is an object with a role and a text", found=repr(message)[:60],
             expected='{"role": "user", "content": "..."}',

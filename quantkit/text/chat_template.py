@@ -7,26 +7,27 @@ template can see and call is what ``transformers`` documents for chat templates.
 from __future__ import annotations
 
 import copy
-import datetime
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from quantkit.errors import CheckpointError, RequestError
-from quantkit.json_values import read_json, require_plain_file
+from quantkit.json_values import read_json, require_plain_file, shown
+from quantkit.text.template_sandbox import LONGEST, Refusal, Unbounded, bounded, environment
 
 Message = Mapping[str, Any]
 """``role`` and ``content``, and what a template knows besides, such as ``tool_calls``."""
 
 _CONFIG = "tokenizer_config.json"
-_FILE = "chat_template.jinja"
-_OLD_FILE = "chat_template.json"
+TEMPLATE_FILE = "chat_template.jinja"
+OLD_TEMPLATE_FILE = "chat_template.json"
 _MORE = "additional_chat_templates"
+_SUFFIX = ".jinja"
+META_FORMATS = ("llama2", "llama3")
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_LONGEST = 1 << 22  # letters of a rendered conversation
 _END_HERE = "\x02quantkit: the answer goes on here\x03"
 
 
@@ -47,7 +48,7 @@ class ChatTemplate:
         self._tokens = dict(tokens or {})
         self._path = path
         with self._told("is no chat template that Jinja reads"):
-            self._template = _environment().from_string(source)
+            self._template = environment().from_string(source)
 
     def render(
         self,
@@ -86,7 +87,7 @@ class ChatTemplate:
             for piece in self._template.generate(messages=chat, add_generation_prompt=add_generation_prompt, **given):
                 pieces.append(piece)
                 length += len(piece)
-                if length > _LONGEST:
+                if length > LONGEST:
                     raise RequestError("the chat template makes too long a text", path=self._path)
         text = "".join(pieces)
         return _up_to_the_end(text) if continue_final_message else text
@@ -101,26 +102,31 @@ class ChatTemplate:
         from jinja2 import TemplateError
 
         try:
-            yield
-        except _Refusal as refusal:
+            with bounded():
+                yield
+        except Refusal as refusal:
             raise RequestError(f"the chat template refuses this: {refusal}", path=self._path) from refusal
         except RequestError:
             raise
         except (TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError,
-                ValueError) as error:  # fmt: skip
+                Unbounded, ValueError) as error:  # fmt: skip
             raise CheckpointError(f"{problem}: {error}", path=self._path) from error
 
 
 class ChatTemplates:
     """The templates of a folder, by name; ``default`` is for all that is not named."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, tokens: Mapping[str, str] | None = None) -> None:
         """
+        Args:
+            tokens: as for `ChatTemplate`, for those that the tokenizer's config does not spell.
+
         Raises:
             CheckpointError: if a file is damaged.
         """
         self.folder = Path(folder)
         self._sources = _sources(self.folder)
+        self._spare_tokens = dict(tokens or {})
 
     def __bool__(self) -> bool:
         return bool(self._sources)
@@ -129,6 +135,11 @@ class ChatTemplates:
     def names(self) -> tuple[str, ...]:
         """Of all there are."""
         return tuple(self._sources)
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """All there are, by name."""
+        return {name: source for name, (_, source) in self._sources.items()}
 
     def choose(self, name: str | None = None, *, with_tools: bool = False) -> ChatTemplate:
         """One of them.
@@ -147,13 +158,14 @@ class ChatTemplates:
                 hint="a base model has none; give it a prompt, or name a `template`",
             )  # fmt: skip
         path, source = self._sources[chosen]
-        return ChatTemplate(source, tokens=self._tokens, path=path)
+        return ChatTemplate(source, tokens=self.tokens, path=path)
 
     @cached_property
-    def _tokens(self) -> dict[str, str]:
+    def tokens(self) -> dict[str, str]:
+        """Spellings of special tokens by the names that templates use."""
         path = self.folder / _CONFIG
         settings = read_json(path) if path.is_file() else {}
-        found = {}
+        found = dict(self._spare_tokens)
         for name in _TOKENS:
             value = settings.get(name)
             value = value.get("content") if isinstance(value, dict) else value
@@ -162,24 +174,57 @@ class ChatTemplates:
         return found
 
 
+def template_paths(folder: Path) -> list[Path]:
+    """The files of a folder that hold nothing but a template."""
+    names = [folder / TEMPLATE_FILE, folder / OLD_TEMPLATE_FILE, *sorted((folder / _MORE).glob(f"*{_SUFFIX}"))]
+    return [path for path in names if path.is_file()]
+
+
+def given_template(template: str) -> str:
+    """The source of a template that is asked for by name: ``llama2``, ``llama3``, or a file ``*.jinja``.
+
+    Raises:
+        RequestError: for another name.
+        CheckpointError: if the file cannot be read.
+    """
+    if template in META_FORMATS:
+        return resources.files("quantkit.text").joinpath(f"templates/{template}{_SUFFIX}").read_text(encoding="utf-8")
+    if not template.endswith(_SUFFIX):
+        raise RequestError(
+            "no such chat template", found=shown(template), expected=f"{', '.join(META_FORMATS)} or a file *{_SUFFIX}"
+        )
+    source = _read(Path(template))
+    ChatTemplate(source, path=Path(template))
+    return source
+
+
 def _sources(folder: Path) -> dict[str, tuple[Path, str]]:
     """Templates by name, and where they lie: files of their own win over the tokenizer's config, as in transformers."""
     found: dict[str, tuple[Path, str]] = {}
-    if (path := folder / _FILE).is_file():
+    if (path := folder / TEMPLATE_FILE).is_file():
         found["default"] = path, _read(path)
-    for path in sorted((folder / _MORE).glob("*.jinja")):
+    for path in sorted((folder / _MORE).glob(f"*{_SUFFIX}")):
         found[path.stem] = path, _read(path)
     if found:
         return found
-    for path in (folder / _OLD_FILE, folder / _CONFIG):
+    for path in (folder / _CONFIG, folder / OLD_TEMPLATE_FILE):  # the latter was for processors of images and text
         value = read_json(path).get("chat_template") if path.is_file() else None
         if isinstance(value, str):
-            return {"default": (path, value)}
+            return {"default": (path, _lines(value, path))}
         if isinstance(value, list):
-            return {name: (path, source) for name, source in (_named(one, path) for one in value)}
+            return {name: (path, _lines(source, path)) for name, source in (_named(one, path) for one in value)}
         if value is not None:
             raise CheckpointError("holds a chat template that is no text", path=path)
     return {}
+
+
+def _lines(source: str, path: Path) -> str:
+    """A template that stands in JSON, as one that is read from a file: Jinja knows one kind of new line."""
+    try:
+        source.encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError("holds a chat template that is not valid Unicode", path=path) from error
+    return source.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _named(value: Any, path: Path) -> tuple[str, str]:
@@ -212,46 +257,3 @@ def _up_to_the_end(text: str) -> str:
     if place < 0:
         raise RequestError("the chat template does not show the last message; it cannot be continued")
     return text[:place]
-
-
-class _Refusal(Exception):
-    """What a template raises about a conversation that it does not take."""
-
-
-def _refuse(message: str) -> None:
-    raise _Refusal(message)
-
-
-def _now(format: str) -> str:
-    return datetime.datetime.now().strftime(format)
-
-
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    """Jinja's own would escape what stands for itself in a prompt."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _environment() -> Any:
-    from jinja2 import nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """``{% generation %}`` marks what a model is trained on; here it is text as any other."""
-
-        tags = {"generation"}  # noqa: RUF012 (as Jinja declares it)
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body).set_lineno(line)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = _now
-    return environment

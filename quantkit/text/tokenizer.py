@@ -77,14 +77,15 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens left out.
+    def decode(self, ids: Sequence[int], *, specials: bool = False) -> str:
+        """The text of token ids, by default without special tokens.
 
         A token alone need not be a whole character, and may lose the space before it: decode a text as a whole, or
         let `quantkit.stream` cut it into pieces.
 
         Args:
             ids: of any tokens; what is beyond the vocabulary is left out.
+            specials: whether special tokens are spelled out. Sentencepiece has no spellings of them.
 
         Returns:
             The text; bytes that are no character become U+FFFD.
@@ -128,7 +129,8 @@ class SentencePieceTokenizer(Tokenizer):
         _require_known(ids, self.vocab_size, self._path)
         return ids if self.bos_id is None or not bos else [self.bos_id, *ids]
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, specials: bool = False) -> str:
+        require_flags(specials=specials)
         known = _known_ids(ids, self.vocab_size)
         with contained(self._path, _NO_TOKENS):
             text: str = self._model.decode(known)
@@ -169,11 +171,12 @@ class TiktokenTokenizer(Tokenizer):
             ids = self._encoding.encode(text, allowed_special=allowed, disallowed_special=())
         return [self._bos, *ids] if bos else ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        specials = set(self._specials.values())
+    def decode(self, ids: Sequence[int], *, specials: bool = False) -> str:
+        require_flags(specials=specials)
+        left_out = set() if specials else set(self._specials.values())
         known = _known_ids(ids, self.vocab_size)
         with contained(self._path, _NO_TOKENS):
-            return self._encoding.decode([one for one in known if one not in specials])
+            return self._encoding.decode([one for one in known if one not in left_out])
 
 
 class JsonTokenizer(Tokenizer):
@@ -219,10 +222,11 @@ class JsonTokenizer(Tokenizer):
             return [self.bos_id, *ids]
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, specials: bool = False) -> str:
+        require_flags(specials=specials)
         known = _known_ids(ids, self.vocab_size)
         with contained(self._path, _NO_TOKENS):
-            text: str = self._engine.decode(known, skip_special_tokens=True)
+            text: str = self._engine.decode(known, skip_special_tokens=not specials)
         return text
 
 

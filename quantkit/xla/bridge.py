@@ -75,8 +75,8 @@ def attend_by(attention: Callable[[jax.Array, jax.Array, jax.Array, jax.Array | 
     """Let a JAX function be torch's attention.
 
     Args:
-        attention: of queries [B, H, T, Dh], keys and values [B, K, S, Dh] and a mask [T, S], or None for
-            each position up to its own.
+        attention: of queries [B, H, T, Dh], keys and values [B, K, S, Dh] and a mask, [T, S] or
+            [B, 1, T, S], or None for each position up to its own.
     """
 
     def attend(

@@ -1,21 +1,17 @@
-"""A model over the devices that JAX finds, and generation with it.
-
-A prompt is padded to a bucket; then come chunks of tokens, until an end token.
-"""
+"""A model over the devices that JAX finds, and generation with it."""
 
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import numpy as np
 import torch
-from jax.experimental import mesh_utils, multihost_utils
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
 from quantkit.architectures.config import ModelConfig
@@ -24,19 +20,15 @@ from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.kernels.build import cache_folder
 from quantkit.model.decoder import Decoder
 from quantkit.progress import Progress, silent
-from quantkit.runtime.engine import bucket as power_of_two
-from quantkit.runtime.request import MAX_NEW_TOKENS, TokenIds, checked_count, checked_length, prompt_ids
-from quantkit.runtime.sampling_params import SamplingParams
+from quantkit.runtime.request import MAX_NEW_TOKENS, Request, TokenIds, checked_request, prompt_ids
+from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.tensors.dtypes import DType
-from quantkit.tensors.finite import nonfinite_logits
+from quantkit.xla.batch import XlaBatch
 from quantkit.xla.model import sharded_decoder
 from quantkit.xla.products import AXIS
-from quantkit.xla.programs import CHUNK, Sampling, cache_shape, chunk_program, prefill_program
+from quantkit.xla.programs import CHUNK, chunk_program, prefill_program
 from quantkit.xla.split import DeviceSplit
-from quantkit.xla.weights import float_dtype, load_state, zeros
-
-_LEAST, _STEP = 32, 512  # buckets are powers of two from the one to the other, then multiples of it
-_UNUSED = Sampling.of(0, 0, SamplingParams())
+from quantkit.xla.weights import load_state
 
 
 @dataclass(frozen=True)
@@ -52,6 +44,7 @@ class XlaModel:
     decoder: Decoder
     state: dict[str, jax.Array]
     dtype: torch.dtype
+    _chunks: dict[int | None, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def config(self) -> ModelConfig:
@@ -71,27 +64,28 @@ class XlaModel:
     def prefill(self) -> Any:
         return prefill_program(self.decoder, self.mesh)
 
-    @cached_property
-    def greedy_chunk(self) -> Any:
-        return chunk_program(self.decoder, self.mesh, greedy=True)
+    def chunk(self, logprobs: int | None) -> Any:
+        """The program of `chunk_program`."""
+        if logprobs not in self._chunks:
+            self._chunks[logprobs] = chunk_program(self.decoder, self.mesh, logprobs=logprobs)
+        return self._chunks[logprobs]
 
-    @cached_property
-    def sampled_chunk(self) -> Any:
-        return chunk_program(self.decoder, self.mesh, greedy=False)
+    def runner(self, slots: int) -> XlaBatch:
+        """What `quantkit.generate_batch` runs requests with, so many texts at once."""
+        return XlaBatch(self, slots)
 
     def generate(
-        self, ids: TokenIds, *, max_new_tokens: int = MAX_NEW_TOKENS, temperature: float = 0.0,
-        top_p: float = 1.0, seed: int | None = None,
-    ) -> Iterator[int]:  # fmt: skip
+        self, ids: TokenIds, *, max_new_tokens: int = MAX_NEW_TOKENS, **sampling: Unpack[SamplingOptions]
+    ) -> Iterator[int]:
         """What `quantkit.generate` does. The same seed draws other tokens than there.
 
         Raises:
             RequestError, NonFiniteError: as there.
         """
-        params = SamplingParams(temperature, top_p, seed)
-        prompt = prompt_ids(ids)
-        length = checked_length(self.config, prompt, checked_count(max_new_tokens))
-        return _tokens(self, prompt, length - len(prompt), params)
+        request = checked_request(self.config, prompt_ids(ids), max_new_tokens, sampling)
+        runner = self.runner(1)
+        runner.require(request)
+        return _tokens(runner, request)
 
 
 def model_on_devices(
@@ -157,76 +151,10 @@ def _number(variable: str) -> int | None:
     return None if value is None else int(value)
 
 
-class CachedText:
-    """A text in the cache of a model; it grows by chunks."""
-
-    def __init__(self, model: XlaModel, tokens: np.ndarray[Any, Any], length: int, capacity: int) -> None:
-        """Run the prompt.
-
-        Args:
-            tokens: [B, T], of which the first `length` are the prompt and the others padding.
-            capacity: positions that the cache has.
-
-        Raises:
-            RequestError: if the tokens are more than that.
-        """
-        if tokens.shape[1] > capacity:
-            raise RequestError("the prompt exceeds the cache", found=tokens.shape[1], expected=f"at most {capacity}")
-        self.position = length
-        self.capacity = capacity
-        self._model = model
-        shape = cache_shape(model.split, tokens.shape[0], capacity)
-        layers = range(model.config.num_layers)
-        cache = tuple([zeros(model.mesh, shape, float_dtype(model.dtype)) for _ in layers] for _ in range(2))
-        self._cache, self.logits = model.prefill(model.state, cache, tokens.astype(np.int32), np.int32(length))
-
-    def grow(self, sampling: Sampling | None) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Draw `CHUNK` tokens: [CHUNK, B], and whether the logits of each were finite, [CHUNK].
-
-        Args:
-            sampling: how; None takes the likeliest.
-
-        Raises:
-            RequestError: if the cache has no room for them. Beyond its end XLA would write over its last
-                positions, without a word.
-        """
-        if self.position + CHUNK > self.capacity:
-            raise RequestError(
-                "the cache is full", found=f"{self.position} of {self.capacity} positions", expected=f"room for {CHUNK}"
-            )
-        program = self._model.greedy_chunk if sampling is None else self._model.sampled_chunk
-        self._cache, self.logits, tokens, finite = program(
-            self._model.state, self._cache, self.logits, np.int32(self.position), sampling or _UNUSED
-        )
-        self.position += CHUNK
-        return np.asarray(tokens), np.asarray(finite)
-
-
-def bucket(length: int) -> int:
-    """A length that many share, so that what is compiled for one serves all: no shorter, at most twice as long."""
-    return power_of_two(length, _LEAST) if length <= _STEP else -(-length // _STEP) * _STEP
-
-
-def _tokens(model: XlaModel, ids: list[int], count: int, params: SamplingParams) -> Iterator[int]:
-    padded = min(bucket(len(ids)), model.config.max_context)  # beyond it, some rotary scalings change
-    prompt = np.zeros((1, padded), np.int32)
-    prompt[0, : len(ids)] = ids
-    chunks = -(-count // CHUNK)
-    text = CachedText(model, prompt, len(ids), bucket(max(padded, len(ids) + chunks * CHUNK)))
-    seed = _shared_seed(params.seed) if params.temperature else 0
-    for done in range(chunks):
-        sampling = Sampling.of(seed, done, params) if params.temperature else None
-        tokens, finite = text.grow(sampling)
-        for token, fine in zip(tokens[: count - done * CHUNK, 0].tolist(), finite.tolist(), strict=False):
-            if not fine:
-                raise nonfinite_logits()
-            if token in model.config.eos_token_ids:
-                return
-            yield token
-
-
-def _shared_seed(seed: int | None) -> int:
-    """A seed in 64 bits, the same for the processes of all hosts."""
-    words = np.array(divmod((secrets.randbits(64) if seed is None else seed) % 2**64, 2**32), np.uint32)
-    high, low = multihost_utils.broadcast_one_to_all(words).tolist()
-    return int(high) << 32 | int(low)
+def _tokens(batch: XlaBatch, request: Request) -> Iterator[int]:
+    (found,) = batch.add(request)
+    given = 0
+    while found.finish_reason is None:
+        batch.step()
+        yield from found.tokens[given:]
+        given = len(found.tokens)

@@ -18,11 +18,10 @@ from jax.sharding import Mesh, PartitionSpec
 
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, schemes
-from quantkit.runtime.sampling_params import SamplingParams
 from quantkit.tensors.dtypes import DType
 from quantkit.xla.model import sharded_decoder
 from quantkit.xla.products import AXIS
-from quantkit.xla.programs import Sampling, cache_shape, chunk_program, prefill_program
+from quantkit.xla.programs import Rows, cache_shape, chunk_program, prefill_program
 from quantkit.xla.split import DeviceSplit
 from quantkit.xla.weights import abstract, abstract_state, float_dtype
 
@@ -140,13 +139,13 @@ def estimate_slice(
     def whole(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return abstract(mesh, shape, dtype, PartitionSpec())
 
-    sampling = Sampling(*(whole(np.shape(x), x.dtype) for x in Sampling.of(0, 0, SamplingParams())))
-    number, logits = whole((), np.int32), whole((batch, config.vocab_size), float_dtype(dtype))
-    step, prompt = chunk_program(decoder, mesh, greedy=True), prefill_program(decoder, mesh)
+    numbers, logits = whole((batch,), np.int32), whole((batch, config.vocab_size), float_dtype(dtype))
+    rows, ends = Rows(numbers, numbers), whole((len(config.eos_token_ids),), np.int32)
+    step, prompt = chunk_program(decoder, mesh), prefill_program(decoder, mesh)
     tokens = whole((batch, context), np.int32)
     phases = [
-        _phase("a step of decoding", target, lambda: step.lower(state, cache, logits, number, sampling)),
-        _phase(f"a prompt of {context}", target, lambda: prompt.lower(state, cache, tokens, number)),
+        _phase("a step of decoding", target, lambda: step.lower(state, cache, logits, rows, ends, None)),
+        _phase(f"a prompt of {context}", target, lambda: prompt.lower(state, cache, tokens, numbers)),
     ]
     estimate = SliceEstimate(checkpoint.path.name, target, chips, memory, batch, context, phases)
     if estimate.needed > memory:

@@ -58,7 +58,7 @@ class ShardedEmbedding(nn.Module):
 
 
 class ShardedCache(KVCache):
-    """A device's shard of the cache; positions are consecutive, and inside it."""
+    """A device's shard of the cache; the positions of a sequence are consecutive, and inside it."""
 
     def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         self.length = keys[0].shape[2]

@@ -73,7 +73,7 @@ def attention(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.
     Args:
         queries: [B, H, T, Dh].
         keys, values: [B, K, S, Dh]; each KV head serves H / K query heads.
-        mask: [T, S], true where a query sees a position; None for each up to its own.
+        mask: [T, S] or [B, 1, T, S], true where a query sees a position; None for each up to its own.
     """
     length, span = queries.shape[2], keys.shape[2]
     if length <= _BLOCK or length % _BLOCK:
@@ -84,7 +84,7 @@ def attention(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.
         if mask is None:
             seen = start + jnp.arange(_BLOCK)[:, None] >= jnp.arange(span)
         else:
-            seen = lax.dynamic_slice_in_dim(mask, start, _BLOCK)
+            seen = lax.dynamic_slice_in_dim(mask, start, _BLOCK, axis=-2)
         return _attend(some, keys, values, seen)
 
     blocks = lax.map(block, jnp.arange(0, length, _BLOCK))  # [T / _BLOCK, B, H, _BLOCK, Dh]
@@ -96,11 +96,16 @@ def _attend(queries: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Ar
     kv_heads = keys.shape[1]
     grouped = queries.reshape(batch, kv_heads, heads // kv_heads, length, size)
     scores = jnp.einsum("bkgtd,bksd->bkgts", grouped, keys, precision=_EXACT, preferred_element_type=jnp.float32)
+    seen = seen if seen.ndim == 2 else seen[:, :, None]
     weights = jax.nn.softmax(jnp.where(seen, scores / math.sqrt(size), -jnp.inf), axis=-1).astype(values.dtype)
     mixed = jnp.einsum("bkgts,bksd->bkgtd", weights, values, precision=_EXACT)
     return mixed.reshape(queries.shape).astype(queries.dtype)
 
 
 def update_cache(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
-    """A cache [B, K, S, Dh] with keys or values [B, K, T, Dh] put at positions [T], one after the other."""
-    return lax.dynamic_update_slice_in_dim(cache, new.astype(cache.dtype), positions[0], axis=2)
+    """A cache [B, K, S, Dh] with keys or values [B, K, T, Dh] put at positions [T], the same for all texts, or [B, T];
+    those of a text lie one after the other."""
+    new = new.astype(cache.dtype)
+    if positions.ndim == 1:
+        return lax.dynamic_update_slice_in_dim(cache, new, positions[0], axis=2)
+    return jax.vmap(partial(lax.dynamic_update_slice_in_dim, axis=1))(cache, new, positions[:, 0])

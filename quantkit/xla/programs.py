@@ -1,95 +1,116 @@
-"""The two compiled programs of generation: a prompt, and a chunk of new tokens."""
+"""The two compiled programs of generation: the prompts of a batch, and a chunk of new tokens for each.
+
+B rows of a batch, each a text of its own or none; V vocabulary.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from quantkit.model.decoder import Decoder
-from quantkit.runtime.sampling_params import SamplingParams
 from quantkit.xla.bridge import apply, run
 from quantkit.xla.model import ShardedCache
+from quantkit.xla.sampling import Sampling, sample
 from quantkit.xla.split import DeviceSplit
 from quantkit.xla.weights import SHARDED
 
 CHUNK = 10
-"""Tokens that are drawn before the host looks at them."""
+"""Tokens of each text that are drawn before the host looks at them."""
 
-_LEAST_TEMPERATURE = 1e-6
+NO_TOKEN = -1
+"""Where a text had ended."""
+
 _REPLICATED = PartitionSpec()
 
 Cache = tuple[list[jax.Array], list[jax.Array]]
 """Keys and values by layer, each [N, B, K / N, S, Dh]."""
 
 
-class Sampling(NamedTuple):
-    """How a chunk's tokens are drawn, as arrays.
+class Rows(NamedTuple):
+    """The texts of a batch between chunks, as arrays.
 
     Attributes:
-        key: [2] uint32, of the text.
-        chunk: the chunk's number in it.
+        positions: [B], where each text's next token goes.
+        left: [B], tokens that may still be drawn for each; 0 where a text has ended, or a row has none.
+        held: bool [B, V], which tokens each text holds already; None where none is penalized for that.
     """
 
-    key: Any
-    chunk: Any
-    temperature: Any
-    top_p: Any
+    positions: Any
+    left: Any
+    held: Any = None
 
-    @classmethod
-    def of(cls, seed: int, chunk: int, params: SamplingParams) -> Sampling:
-        """
-        Args:
-            seed: in 64 bits.
-        """
-        key = np.array(divmod(seed, 1 << 32), np.uint32)
-        return cls(key, np.int32(chunk), np.float32(params.temperature), np.float32(params.top_p))
+
+class Drawn(NamedTuple):
+    """A chunk's new tokens, as arrays.
+
+    Attributes:
+        tokens: [CHUNK, B]; `NO_TOKEN` where a text had ended.
+        finite: [CHUNK, B], whether the logits that each was drawn from were.
+        logprobs: float32 [CHUNK, B], log-probability of each, as the model has it; None where not asked for.
+        top, top_logprobs: [CHUNK, B, K], the likeliest tokens and theirs.
+    """
+
+    tokens: Any
+    finite: Any
+    logprobs: Any = None
+    top: Any = None
+    top_logprobs: Any = None
 
 
 def prefill_program(model: Decoder, mesh: Mesh) -> Any:
-    """Compiles for each bucket: (state, cache, tokens [B, T], length) to the filled cache and logits [B, V].
+    """Compiles for each bucket: (state, cache, tokens [B, T], lengths [B]) to the filled cache and logits [B, V].
 
-    The prompt is the first `length` of the tokens. The rest is padding: it comes after, so no token of the
-    prompt sees it, and what it leaves in the cache is overwritten before a token that would.
+    A prompt is the first tokens of a row, as many as its length. The rest is padding: it comes after, so no token
+    of the prompt sees it, and what it leaves in the cache is overwritten before a token that would.
     """
 
-    def prefill(state: Any, cache: Cache, tokens: jax.Array, length: jax.Array) -> tuple[Cache, jax.Array]:
-        positions = jnp.arange(tokens.shape[1])
-        return _run_shard(model, state, cache, tokens, positions, length - 1, first=True)
+    def prefill(state: Any, cache: Cache, tokens: jax.Array, lengths: jax.Array) -> tuple[Cache, jax.Array]:
+        return _run_shard(model, state, cache, tokens, jnp.arange(tokens.shape[1]), lengths - 1, first=True)
 
     return _spmd(prefill, mesh, (SHARDED, SHARDED, _REPLICATED, _REPLICATED), (SHARDED, _REPLICATED), donated=(1,))
 
 
-def chunk_program(model: Decoder, mesh: Mesh, *, greedy: bool) -> Any:
-    """(state, cache, logits [B, V], position, sampling) to cache, logits, tokens [CHUNK, B] and whether the
-    logits that each was drawn from were finite, [CHUNK].
+def chunk_program(model: Decoder, mesh: Mesh, *, logprobs: int | None = None) -> Any:
+    """(state, cache, logits [B, V], rows, ends [E], sampling) to cache, logits, rows, what was drawn, and in how many
+    steps: `CHUNK`, or fewer if all texts have ended.
 
-    The first token is drawn from the logits given; position is where it goes. `CHUNK` positions must be left.
+    The first tokens are drawn from the logits given. A text ends with one of the tokens `ends`, or when none is left
+    to it; the cache must have positions for what is left. Sampling is as for `sample`.
+
+    Args:
+        logprobs: give log-probabilities, also of so many of the likeliest tokens.
     """
 
     def chunk(
-        state: Any, cache: Cache, logits: jax.Array, position: jax.Array, sampling: Sampling
-    ) -> tuple[Cache, jax.Array, jax.Array, jax.Array]:
-        def step(carry: tuple[Cache, jax.Array], index: jax.Array) -> tuple[Any, Any]:
-            cache, logits = carry
-            tokens = logits.argmax(-1) if greedy else _sample(logits, sampling, index)
-            positions = (position + index)[None]
-            following = _run_shard(
-                model, state, cache, tokens[:, None], positions, jnp.zeros((), jnp.int32), first=False
-            )
-            return following, (tokens, jnp.isfinite(logits).all())
+        state: Any, cache: Cache, logits: jax.Array, rows: Rows, ends: jax.Array, sampling: Sampling | None
+    ) -> tuple[Cache, jax.Array, Rows, Drawn, jax.Array]:
+        def going(carry: tuple[Any, ...]) -> jax.Array:
+            index, _, _, rows, _ = carry
+            return (index < CHUNK) & (rows.left > 0).any()
 
-        (cache, logits), (tokens, finite) = lax.scan(step, (cache, logits), jnp.arange(CHUNK))
-        return cache, logits, tokens, finite
+        def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            index, cache, logits, rows, drawn = carry
+            new, rows, tokens = _next(logits, rows, ends, sampling, logprobs)
+            drawn = jax.tree.map(lambda all_, one: all_.at[index].set(one), drawn, new)
+            last = jnp.zeros_like(tokens)
+            cache, logits = _run_shard(model, state, cache, tokens[:, None], rows.positions[:, None], last, first=False)
+            return index + 1, cache, logits, rows._replace(positions=rows.positions + (rows.left > 0)), drawn
 
-    inputs = (SHARDED, SHARDED, _REPLICATED, _REPLICATED, _REPLICATED)
-    return _spmd(chunk, mesh, inputs, (SHARDED, _REPLICATED, _REPLICATED, _REPLICATED), donated=(1, 2))
+        shapes = jax.eval_shape(lambda: _next(logits, rows, ends, sampling, logprobs)[0])
+        drawn = jax.tree.map(lambda one: jnp.zeros((CHUNK, *one.shape), one.dtype), shapes)
+        steps, cache, logits, rows, drawn = lax.while_loop(going, step, (jnp.int32(0), cache, logits, rows, drawn))
+        return cache, logits, rows, drawn, steps
+
+    inputs = (SHARDED, SHARDED, _REPLICATED, _REPLICATED, _REPLICATED, _REPLICATED)
+    outputs = (SHARDED, _REPLICATED, _REPLICATED, _REPLICATED, _REPLICATED)
+    return _spmd(chunk, mesh, inputs, outputs, donated=(1, 2))
 
 
 def cache_shape(split: DeviceSplit, batch: int, capacity: int) -> tuple[int, ...]:
@@ -97,39 +118,45 @@ def cache_shape(split: DeviceSplit, batch: int, capacity: int) -> tuple[int, ...
     return split.devices, batch, split.local.num_kv_heads, capacity, split.config.head_dim
 
 
-def sample(logits: jax.Array, key: jax.Array, temperature: jax.Array, top_p: jax.Array) -> jax.Array:
-    """A token for each row: [B, V] to [B], from the likeliest with `top_p` of the probability together.
+def _next(
+    logits: jax.Array, rows: Rows, ends: jax.Array, sampling: Sampling | None, logprobs: int | None
+) -> tuple[Drawn, Rows, jax.Array]:
+    """Draw a token for each text: what was drawn, the rows with these tokens at their positions, and the tokens [B].
 
-    It is what `quantkit.runtime.sampling` does, with other random numbers.
+    A text that has ended, or a row that has none, draws too, since all rows are computed; nobody is told.
     """
-    wide = logits.astype(jnp.float32)
-    scaled = (wide - wide.max(-1, keepdims=True)) / jnp.maximum(temperature, _LEAST_TEMPERATURE)
-    ranked, order = jax.lax.top_k(scaled, scaled.shape[-1])
-    probabilities = jax.nn.softmax(ranked, axis=-1)
-    outside = (probabilities.cumsum(-1) - probabilities >= top_p) & (top_p < 1)
-    rank = jax.random.categorical(key, jnp.where(outside, -jnp.inf, ranked), axis=-1)
-    return jnp.take_along_axis(order, rank[:, None], axis=-1)[:, 0]
-
-
-def _sample(logits: jax.Array, sampling: Sampling, index: jax.Array) -> jax.Array:
-    key = jax.random.wrap_key_data(sampling.key, impl="threefry2x32")
-    key = jax.random.fold_in(jax.random.fold_in(key, sampling.chunk), index)
-    return sample(logits, key, sampling.temperature, sampling.top_p)
+    active = rows.left > 0
+    tokens = sample(logits, sampling, rows.positions, rows.held)
+    drawn = Drawn(jnp.where(active, tokens, NO_TOKEN), jnp.isfinite(logits).all(-1) | ~active)
+    if logprobs is not None:
+        all_ = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+        chosen = jnp.take_along_axis(all_, tokens[:, None], axis=-1)[:, 0]
+        likeliest, top = lax.top_k(all_, logprobs)
+        drawn = drawn._replace(logprobs=chosen, top=top, top_logprobs=likeliest)
+    ended = (tokens[:, None] == ends).any(-1)
+    held = rows.held
+    if held is not None:
+        held = held.at[jnp.arange(len(tokens)), tokens].set(True)
+    return drawn, Rows(rows.positions, jnp.where(active & ~ended, rows.left - 1, 0), held), tokens
 
 
 def _run_shard(
     model: Decoder, state: Any, cache: Cache, tokens: jax.Array, positions: jax.Array, last: jax.Array, *, first: bool
 ) -> tuple[Cache, jax.Array]:
-    """One device's run of the decoder: the cache as it then is, and the logits [B, V] of the token at `last`."""
+    """One device's run of the decoder: the cache as it then is, and the logits [B, V] of each row's token at `last`,
+    [B]."""
 
     def decode(tokens: Any, positions: Any, last: Any, keys: Any, values: Any) -> Any:
         cache = ShardedCache(keys, values)
         hidden = model.hidden(tokens, positions, cache, first=first)
-        chosen = apply(partial(lax.dynamic_index_in_dim, axis=1, keepdims=False), hidden, last)
-        return (cache.keys, cache.values), model.head(chosen)
+        return (cache.keys, cache.values), model.head(apply(_chosen, hidden, last))
 
     result: tuple[Cache, jax.Array] = run(model, state, decode, tokens, positions, last, *cache)
     return result
+
+
+def _chosen(hidden: jax.Array, last: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
 
 
 def _spmd(
@@ -143,7 +170,8 @@ def _spmd(
         return _map_sharded(lambda array: array[None], results, outputs)
 
     mapped = jax.shard_map(one, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
-    return jax.jit(mapped, donate_argnums=donated)
+    shardings = tuple(NamedSharding(mesh, spec) for spec in inputs)  # the host's arrays and the devices' alike
+    return jax.jit(mapped, in_shardings=shardings, donate_argnums=donated)
 
 
 def _map_sharded(change: Callable[[Any], Any], values: tuple[Any, ...], specs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from quantkit.architectures.topology import linear_columns
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.container import Output
 from quantkit.formats.containers.hf_checkpoint import SETTINGS, HFCheckpoint, index_path, read_codecs, weight_kinds
-from quantkit.formats.folder import OTHER_FILES, TOKENIZER_FILES, json_bytes, present
+from quantkit.formats.folder import OTHER_FILES, TOKENIZER_FILES, json_bytes, present, with_templates
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.export import export_json
 
@@ -77,7 +77,7 @@ class HuggingFace:
             files.update(_exported_tokenizer(source.path))
             ids = {"bos_token_id": raw["bos_token_id"], "eos_token_id": raw["eos_token_id"]}
             files.setdefault("generation_config.json", json_bytes({k: v for k, v in ids.items() if v is not None}))
-        return files
+        return with_templates(files, output.templates, in_settings=True)
 
     def notes(self, output: Output) -> list[str]:
         return []

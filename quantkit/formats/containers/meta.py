@@ -12,7 +12,7 @@ from quantkit.errors import CheckpointError
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.container import Output
 from quantkit.formats.containers.meta_checkpoint import MetaCheckpoint, shard_paths
-from quantkit.formats.folder import OTHER_FILES, json_bytes, present
+from quantkit.formats.folder import OTHER_FILES, json_bytes, present, with_templates
 from quantkit.text.compare import first_difference, vocabulary_texts
 from quantkit.text.tokenizer import load_tokenizer, original_tokenizer
 
@@ -64,7 +64,7 @@ class Meta:
         if original.is_file() and (folder / "tokenizer.json").is_file():
             _require_same_tokens(folder, original)
         files.update(present(folder, names + OTHER_FILES[1:]))
-        return files
+        return with_templates(files, output.templates, in_settings=not original.is_file())
 
     def notes(self, output: Output) -> list[str]:
         folder = output.source.path

@@ -1,0 +1,205 @@
+"""A conversation with a model, answer by answer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Unpack
+
+from quantkit.arguments import as_text, as_whole, wrong_type
+from quantkit.errors import RequestError
+from quantkit.model.decoder import Decoder
+from quantkit.runtime.batch import Batch
+from quantkit.runtime.completion import FinishReason
+from quantkit.runtime.detokenizer import Detokenizer
+from quantkit.runtime.engine import Engine
+from quantkit.runtime.generation import Generation
+from quantkit.runtime.request import checked_count, checked_request, checked_stop, require_model
+from quantkit.runtime.sampling_params import SamplingOptions
+from quantkit.text.chat import Chat
+from quantkit.text.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+CONTEXT = 8192
+"""Tokens of a conversation where nobody says how many, and the model can as many: the cache for them is not small."""
+_SHARE = 4  # a quarter of the context is kept for answers
+_WORTH_HAVING = 16
+
+
+class ChatSession:
+    """A conversation: each question is answered with all that was said before in view.
+
+    What was said stays in the cache, so a turn reads only what is new. When the context is full the oldest questions
+    are forgotten with their answers; the system prompt stays.
+
+    Attributes:
+        messages: what was said, each with ``role`` and ``content``, without the system prompt.
+        finish_reason: what ended the last answer: ``stop`` or ``length``; None before one, and where it was cut off.
+
+    Example:
+        >>> model, tokenizer = quantkit.load("model")
+        >>> session = quantkit.ChatSession(model, tokenizer, quantkit.chat_format("model", tokenizer))
+        >>> for piece in session.ask("What is the capital of France?"):
+        ...     print(piece, end="", flush=True)
+    """
+
+    def __init__(
+        self, model: Decoder | Engine, tokenizer: Tokenizer, chat: Chat, *, system: str | None = None,
+        max_new_tokens: int | None = None, context: int | None = None, stop: str | Sequence[str] = (),
+        **sampling: Unpack[SamplingOptions],
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            model, tokenizer: from `quantkit.load`; instead of the model also an engine over it, to choose how it
+                runs.
+            chat: from `quantkit.chat_format`.
+            system: the system prompt.
+            max_new_tokens: of one answer at most; None lets it go on until the context is full.
+            context: tokens of the conversation; None is the model's own, 8192 at most, or the engine's.
+            stop: strings at which an answer ends.
+            sampling: how tokens are drawn, greedily by default: see `quantkit.generate`. `quantkit.sampling_defaults`
+                gives what the model's makers advise.
+
+        Raises:
+            RequestError: for arguments that make no sense.
+        """
+        require_model("model", model, (Decoder, Engine))
+        if not hasattr(chat, "encode") or not hasattr(chat, "end_ids"):
+            raise wrong_type("chat", chat, "what quantkit.chat_format(path, tokenizer) gives")
+        decoder = model.model if isinstance(model, Engine) else model
+        checked_request(decoder.config, [0], 1, sampling)
+        self._most = None if max_new_tokens is None else checked_count(max_new_tokens)
+        self._stop = checked_stop(stop, tokenizer)
+        self._tokenizer, self._chat, self._sampling = tokenizer, chat, sampling
+        if isinstance(model, Engine):
+            if context is not None:
+                raise RequestError("`context` goes with a model; an engine has its length already")
+            self._engine = model
+        else:
+            length = min(decoder.config.max_context, CONTEXT) if context is None else as_whole("context", context)
+            if length < 1:
+                raise RequestError("`context` must be at least 1", found=length)
+            self._engine = Engine(model, length)
+        self.messages: list[dict[str, Any]] = []
+        self.finish_reason: FinishReason | None = None
+        self.system = system
+        self._batch = Batch(self._engine, any_prefix=True)
+        self._told = False
+
+    @property
+    def system(self) -> str | None:
+        """The system prompt; what was said stays when it is changed."""
+        return self._system
+
+    @system.setter
+    def system(self, text: str | None) -> None:
+        self._system = None if text is None else as_text("system", text)
+
+    @property
+    def reused(self) -> int:
+        """Tokens that turns did not compute, as the cache held them."""
+        return self._batch.reused
+
+    def reset(self) -> None:
+        """Forget what was said; the system prompt stays."""
+        self.messages.clear()
+        self.finish_reason = None
+
+    def ask(self, text: str, *, interrupted: Callable[[], bool] | None = None) -> Generator[str, None, None]:
+        """Ask a question.
+
+        Args:
+            interrupted: asked before each step; once it says so the answer ends there.
+
+        Returns:
+            A generator of the pieces of the answer, computed as they are asked for. It may be left at any time: what
+            was given out by then is the answer that is remembered. A question without any is forgotten.
+
+        Raises:
+            RequestError: at once, if the question is too long for the context, or the format does not take it.
+            NonFiniteError: if the model's logits are NaN or Inf; the question is then forgotten.
+        """
+        question = {"role": "user", "content": as_text("text", text)}
+        dropped, ids = self._fitted(question)
+        length = self._engine.length - len(ids)
+        config = self._engine.model.config
+        request = checked_request(config, ids, min(self._most or length, length), self._sampling)
+
+        def answer() -> Generator[str, None, None]:
+            del self.messages[:dropped]
+            self._tell(dropped)
+            self.messages.append(question)
+            (found,) = self._batch.add(request)
+            said: list[str] = []
+            self.finish_reason = None
+            try:
+                for piece in self._pieces(found, interrupted):
+                    said.append(piece)
+                    yield piece
+            except GeneratorExit:
+                raise
+            except BaseException as error:  # amid a step: the slots may not be what they were taken for
+                self._batch = Batch(self._engine, any_prefix=True)
+                if isinstance(error, Exception):
+                    said.clear()
+                raise
+            finally:
+                self._batch.end(found)
+                if said or self.finish_reason is not None:
+                    self.messages.append({"role": "assistant", "content": "".join(said)})
+                else:
+                    self.messages.pop()
+
+        return answer()
+
+    def _pieces(self, found: Generation, interrupted: Callable[[], bool] | None) -> Generator[str, None, None]:
+        """The pieces of an answer that are not empty."""
+        text = Detokenizer(self._tokenizer, (), self._stop)
+        given, ended = 0, False
+        while found.finish_reason is None:
+            if interrupted is not None and interrupted():
+                return
+            self._batch.step()
+            for token in found.tokens[given:]:
+                ended = token in self._chat.end_ids
+                if not ended and (piece := text.add(token)):
+                    yield piece
+                if ended or text.stopped is not None:
+                    self._batch.end(found)
+                    break
+            given = len(found.tokens)
+        if piece := text.close():
+            yield piece
+        self.finish_reason = "stop" if ended or text.stopped is not None else found.finish_reason
+
+    def _fitted(self, question: dict[str, Any]) -> tuple[int, list[int]]:
+        """How many messages must be forgotten so that a question and its answer have room, and the tokens of what
+        is left."""
+        length, dropped = self._engine.length, 0
+        ids = self._encoded(0, question)
+        share = max(1, length // _SHARE)
+        if len(ids) + min(share, self._most or share) > length:
+            while len(ids) + share > length and dropped < len(self.messages):
+                dropped += 2
+                ids = self._encoded(dropped, question)
+        if len(ids) + min(_WORTH_HAVING, self._most or _WORTH_HAVING) > length:
+            raise RequestError(
+                "the message is too long for the context", found=f"{len(ids)} tokens with the system prompt",
+                expected=f"fewer than {length}, so that there is room for an answer",
+                hint="give a shorter one, or a larger `context`",
+            )  # fmt: skip
+        return dropped, ids
+
+    def _encoded(self, dropped: int, question: dict[str, Any]) -> list[int]:
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        return self._chat.encode([*system, *self.messages[dropped:], question])
+
+    def _tell(self, dropped: int) -> None:
+        """Say once that something was forgotten."""
+        if dropped and not self._told and self._engine.model.group.first:
+            self._told = True
+            _log.info(
+                "the context of %d tokens is full: from now on the oldest questions and answers are forgotten",
+                self._engine.length,
+            )

@@ -1,0 +1,77 @@
+"""What a folder's generation_config.json says: which tokens end a text, and how tokens are drawn by default."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from quantkit.architectures.config import ModelConfig
+from quantkit.arguments import as_path
+from quantkit.errors import CheckpointError, RequestError
+from quantkit.json_values import Settings, read_settings
+from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
+
+_log = logging.getLogger(__name__)
+
+NAME = "generation_config.json"
+_MOST = 1e9
+
+
+def sampling_defaults(folder: str | Path) -> SamplingOptions:
+    """How tokens of a model are drawn where nobody says it, as its folder's generation_config.json has it.
+
+    `quantkit.generate` is greedy unless asked; these are for conversations.
+
+    Args:
+        folder: of the model.
+
+    Returns:
+        Arguments for whatever generates: of `temperature`, `top_k`, `top_p`, `min_p` and `repetition_penalty` those
+        that are stated; none but the last where the file does not say ``do_sample``.
+
+    Raises:
+        CheckpointError: if a value is of the wrong type or out of its range.
+
+    Example:
+        >>> session = quantkit.ChatSession(model, tokenizer, chat, **quantkit.sampling_defaults("model"))
+    """
+    settings = _settings(as_path("folder", folder))
+    found: SamplingOptions = {}
+    if settings.has("repetition_penalty"):
+        found["repetition_penalty"] = settings.number("repetition_penalty", 0, _MOST)
+    if settings.flag("do_sample", False):
+        found["temperature"] = settings.number("temperature", 0, _MOST) if settings.has("temperature") else 1.0
+        if settings.has("top_k"):
+            found["top_k"] = settings.whole("top_k", 0, 2**31)
+        if settings.has("top_p"):
+            found["top_p"] = settings.number("top_p", 0, 1)
+        if settings.has("min_p"):
+            found["min_p"] = settings.number("min_p", 0, 1)
+    try:
+        SamplingParams(**found)
+    except RequestError as error:
+        raise CheckpointError(error.problem, path=settings.path, found=error.found) from error
+    if settings.has("num_beams") and settings.whole("num_beams", 1, 2**31) > 1:
+        _log.info("%s: asks for beam search, which is not supported; tokens are drawn one by one", settings.path)
+    return found
+
+
+def end_tokens(folder: Path, config: ModelConfig) -> tuple[int, ...]:
+    """The tokens that end a text: those of a model's config, and those that its folder's generation_config.json adds.
+
+    Raises:
+        CheckpointError: if that lists something else than tokens of the vocabulary.
+    """
+    settings = _settings(folder)
+    stated = settings.ids("eos_token_id")
+    if stated and max(stated) >= config.vocab_size:
+        raise CheckpointError(
+            "'eos_token_id' is not in the vocabulary", path=settings.path, found=max(stated),
+            expected=f"at most {config.vocab_size - 1}",
+        )  # fmt: skip
+    return tuple(dict.fromkeys((*config.eos_token_ids, *stated)))
+
+
+def _settings(folder: Path) -> Settings:
+    path = folder / NAME
+    return Settings(read_settings(path) if path.is_file() else {}, path)

@@ -1,0 +1,222 @@
+"""Texts in the cache of a model, side by side.
+
+Prompts are padded to a bucket of lengths, and their number to a power of two; then come chunks of tokens, until all
+texts have ended.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+import torch
+from jax.experimental import multihost_utils
+
+from quantkit.errors import RequestError
+from quantkit.memory import enough_memory
+from quantkit.runtime.engine import bucket as power_of_two
+from quantkit.runtime.generation import Continuation
+from quantkit.runtime.request import Request, checked_length
+from quantkit.runtime.sampling import TokenLogprobs
+from quantkit.runtime.sampling_params import SamplingParams
+from quantkit.tensors.finite import nonfinite_logits
+from quantkit.xla.programs import NO_TOKEN, Drawn, Rows, cache_shape
+from quantkit.xla.sampling import Sampling
+from quantkit.xla.weights import float_dtype, zeros
+
+if TYPE_CHECKING:
+    from quantkit.xla.engine import XlaModel
+
+_LEAST, _STEP = 32, 512  # buckets are powers of two from the one to the other, then multiples of it
+
+Array = np.ndarray[Any, Any]
+
+
+class CachedBatch:
+    """Texts that begin together and grow by chunks, each until it ends.
+
+    Attributes:
+        logits: [B, V], of what follows.
+        running: whether there is a text that has not ended.
+    """
+
+    def __init__(
+        self, model: XlaModel, tokens: Array, lengths: Array, counts: Array, capacity: int, *,
+        sampling: Sampling | None = None, penalized: bool = False, logprobs: int | None = None,
+    ) -> None:  # fmt: skip
+        """Run the prompts.
+
+        Args:
+            tokens: [B, T], of which the first tokens of each row, as many as its length [B], are a prompt and the
+                others padding.
+            counts: [B], tokens that each text gets at most; 0 where a row has none.
+            capacity: positions that the cache has.
+            sampling: how tokens are drawn; None takes the likeliest.
+            penalized: whether tokens that a text holds already have a penalty.
+            logprobs: also give log-probabilities, and so many of the likeliest tokens.
+
+        Raises:
+            RequestError: if the texts are more than that, or the cache does not fit in memory. Beyond the cache's end
+                XLA would write over its last positions, without a word.
+        """
+        needed = max(tokens.shape[1], int((lengths + counts).max()))
+        if needed > capacity:
+            raise RequestError("the texts exceed the cache", found=needed, expected=f"at most {capacity} positions")
+        self.running = True
+        self._model = model
+        self._sampling = sampling
+        self._program = model.chunk(logprobs)
+        self._ends = np.array(model.config.eos_token_ids, np.int32)
+        self._rows = Rows(lengths.astype(np.int32), counts.astype(np.int32))
+        if penalized:
+            self._rows = self._rows._replace(held=_held(tokens, lengths, model.config.vocab_size))
+        shape = cache_shape(model.split, tokens.shape[0], capacity)
+        layers = range(model.config.num_layers)
+        with enough_memory(None):
+            cache = tuple([zeros(model.mesh, shape, float_dtype(model.dtype)) for _ in layers] for _ in range(2))
+            self._cache, self.logits = model.prefill(
+                model.state, cache, tokens.astype(np.int32), lengths.astype(np.int32)
+            )
+
+    def grow(self) -> Drawn:
+        """The next tokens of all texts, [steps, B]: a chunk of them, or fewer if all texts end before.
+
+        Raises:
+            NonFiniteError: if the logits of a text are NaN or Inf.
+            RequestError: if there is too little memory.
+        """
+        with enough_memory(None):
+            self._cache, self.logits, self._rows, drawn, steps = self._program(
+                self._model.state, self._cache, self.logits, self._rows, self._ends, self._sampling
+            )
+        found: Drawn = jax.tree.map(lambda array: np.asarray(array)[: int(steps)], drawn)
+        if not found.finite.all():
+            raise nonfinite_logits()
+        self.running = bool((np.asarray(self._rows.left) > 0).any())
+        return found
+
+    def end(self, row: int) -> None:
+        """Let a text get no more tokens."""
+        left = np.array(self._rows.left)
+        left[row] = 0
+        self._rows = self._rows._replace(left=left)
+        self.running = bool(left.any())
+
+
+class XlaBatch:
+    """Runs requests: so many begin together, each in a row of a `CachedBatch`, and the next when all have ended."""
+
+    def __init__(self, model: XlaModel, slots: int) -> None:
+        """
+        Args:
+            slots: texts at once, at most.
+        """
+        self.slots = slots
+        self._rows = power_of_two(slots, 1)  # also where fewer texts are left: another size would be compiled
+        self._model = model
+        self._waiting: deque[Continuation] = deque()
+        self._running: list[Continuation] = []
+        self._cached: CachedBatch | None = None
+
+    def require(self, request: Request) -> None:
+        """
+        Raises:
+            RequestError: if it asks for what there is no program for, or for more than the trained context.
+        """
+        if request.echo and request.logprobs is not None:
+            raise RequestError("log-probabilities of prompts are not given through XLA", hint="leave out `echo`")
+        config = self._model.config
+        checked_length(config, request.prompt, request.max_new_tokens, config.max_context)
+
+    def add(self, request: Request) -> list[Continuation]:
+        """Take up a request; its continuations."""
+        found = [Continuation(request, number) for number in range(request.samples)]
+        self._waiting.extend(found)
+        return found
+
+    def end(self, generation: Continuation) -> None:
+        """Let a continuation end here, whatever is still to come of it."""
+        generation.finish_reason = generation.finish_reason or "stop"
+        if generation in self._waiting:
+            self._waiting.remove(generation)
+        elif generation in self._running and self._cached is not None:
+            self._cached.end(self._running.index(generation))
+
+    def step(self) -> list[Continuation]:
+        """A chunk of each text; those that have new tokens or have ended.
+
+        Raises:
+            NonFiniteError: if the model's logits are NaN or Inf.
+        """
+        if self._cached is None or not self._cached.running:
+            self._running = [self._waiting.popleft() for _ in range(min(self.slots, len(self._waiting)))]
+            if not self._running:
+                return []
+            self._cached = cached_batch(self._model, self._running, self._rows)
+        drawn = self._cached.grow()
+        news = [one for one in self._running if one.finish_reason is None]
+        for row, one in enumerate(self._running):
+            if one in news:
+                self._take(one, jax.tree.map(lambda array, row=row: array[:, row], drawn))
+        return news
+
+    def _take(self, one: Continuation, drawn: Drawn) -> None:
+        """Take up what was drawn for a text."""
+        for index, token in enumerate(drawn.tokens.tolist()):
+            if token != NO_TOKEN:
+                one.take(token, _logprobs(one, drawn, index), self._model.config.eos_token_ids)
+
+
+def _logprobs(one: Continuation, drawn: Drawn, index: int) -> TokenLogprobs | None:
+    """Of one of the tokens that were drawn for a text, if it asks for them."""
+    count = one.request.logprobs
+    if count is None:
+        return None
+    here = slice(index, index + 1)
+    found = drawn.logprobs[here], drawn.top_logprobs[here, :count], drawn.top[here, :count]
+    return TokenLogprobs(*map(torch.tensor, found))
+
+
+def cached_batch(model: XlaModel, texts: Sequence[Continuation], rows: int) -> CachedBatch:
+    """Begin texts, one in each of the first rows; what is compiled for their buckets serves other texts."""
+    idle = rows - len(texts)
+    lengths = np.array([*(len(one.request.prompt) for one in texts), *[1] * idle])
+    padded = min(bucket(int(lengths.max())), model.config.max_context)  # beyond it, some rotary scalings change
+    tokens = np.zeros((rows, padded), np.int32)
+    for row, one in enumerate(texts):
+        tokens[row, : len(one.request.prompt)] = one.request.prompt
+    counts = np.array([*(one.request.max_new_tokens for one in texts), *[0] * idle])
+    params = [*(one.sampling for one in texts), *[SamplingParams()] * idle]
+    penalized = any(one.repetition_penalty != 1 for one in params)
+    sampling = None
+    if penalized or any(one.temperature or one.logit_bias for one in params):
+        sampling = Sampling.of(params, _shared_seeds(params), model.config.vocab_size)
+    told = [one.request.logprobs for one in texts if one.request.logprobs is not None]
+    return CachedBatch(
+        model, tokens, lengths, counts, bucket(max(padded, int((lengths + counts).max()))), sampling=sampling,
+        penalized=penalized, logprobs=min(max(told), model.config.vocab_size) if told else None,
+    )  # fmt: skip
+
+
+def bucket(length: int) -> int:
+    """A length that many share, so that what is compiled for one serves all: no shorter, at most twice as long."""
+    return power_of_two(length, _LEAST) if length <= _STEP else -(-length // _STEP) * _STEP
+
+
+def _held(tokens: Array, lengths: Array, vocabulary: int) -> Array:
+    """Which tokens each prompt holds, bool [B, V]."""
+    held = np.zeros((len(tokens), vocabulary), bool)
+    for row, length in enumerate(lengths):
+        held[row, tokens[row, :length]] = True
+    return held
+
+
+def _shared_seeds(params: Sequence[SamplingParams]) -> list[int]:
+    """A seed in 64 bits for each text, the same for the processes of all hosts."""
+    seeds = [secrets.randbits(64) if one.seed is None else one.seed % 2**64 for one in params]
+    words = np.array([divmod(seed, 2**32) for seed in seeds], np.uint32)
+    return [high << 32 | low for high, low in multihost_utils.broadcast_one_to_all(words).tolist()]

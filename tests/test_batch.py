@@ -1,0 +1,481 @@
+"""Sequences that share the steps of an engine: each is as if it were alone."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import forked
+import oracle
+import pytest
+import torch
+from rows import alone, forward_logprobs, require_same, together
+from test_architectures import ROPES
+from torch import Tensor
+
+import quantkit
+from quantkit.distributed.group import SINGLE, ProcessGroup
+from quantkit.errors import NonFiniteError, RequestError
+from quantkit.formats.detect import open_checkpoint
+from quantkit.model.decoder import Decoder
+from quantkit.model.load import load_model
+from quantkit.runtime import batch as scheduler
+from quantkit.runtime import engine as engine_module
+from quantkit.runtime.batch import Batch
+from quantkit.runtime.engine import Engine
+from quantkit.runtime.request import Request
+from quantkit.runtime.sampling_params import SamplingParams
+from quantkit.tensors.qtensor import QuantTensor
+
+LENGTHS = (1, 400, 2, 17, 16, 239, 240, 241, 33, 300, 5, 64, 120, 8, 257, 15)
+"""Of prompts, around what is read at a time (240) and what kernels take as few rows (16)."""
+NEAR = 2e-3
+"""Where sums are made in another order: how near two log-probabilities may be for either to be the larger."""
+CONTEXT = 512
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "windows": ("mistral", {"sliding_window": 50}),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models by kind and scheme."""
+    base = tmp_path_factory.mktemp("batch")
+    for name, (kind, changes) in KINDS.items():
+        oracle.save(oracle.make(kind, **changes, max_position_embeddings=CONTEXT), base / name)
+        for scheme in ("int8", "int4-g32"):
+            quantkit.quantize(base / name, base / f"{name}-{scheme}", scheme, accept_quality_loss=True)
+    return base
+
+
+def _model(folder: Path | str, backend: str | None = None, group: ProcessGroup = SINGLE) -> Decoder:
+    model = load_model(Path(folder), device="cpu", dtype=torch.float32, backend=backend, group=group)
+    model.config = replace(model.config, eos_token_ids=())
+    return model
+
+
+def _prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    return [row[:length].tolist() for row, length in zip(_texts(len(lengths)), lengths, strict=True)]
+
+
+def _texts(count: int) -> Tensor:
+    return oracle.random_tokens(CONTEXT, batch=count)
+
+
+def _staggered(**options: Any) -> list[Request]:
+    """Sixteen requests that end one after the other."""
+    return [Request(prompt, 3 + 5 * index % 23, **options) for index, prompt in enumerate(_prompts())]
+
+
+@pytest.mark.parametrize("cached", [None, torch.int8], ids=["float", "int8"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scheme", ["int8", "int4-g32"])
+@pytest.mark.parametrize("backend", ["cpu-exact", "cpu-fast"])
+def test_each_sequence_has_the_bits_of_itself_alone(
+    backend: str, scheme: str, kind: str, cached: torch.dtype | None, folders: Path
+) -> None:
+    model = _model(folders / f"{kind}-{scheme}", backend)
+    assert model.ops.ragged
+    requests = _staggered(logprobs=2)
+    expected = [replace(alone(model, one, cache_dtype=cached)[0], prompt=at) for at, one in enumerate(requests)]
+    for slots in (3, 16):
+        assert together(Engine(model, 430, slots=slots, cache_dtype=cached), requests) == expected
+    assert len({tuple(one.token_ids) for one in expected}) == len(expected)
+
+
+_SHARED = """
+import sys, torch
+from dataclasses import replace
+from test_batch import _model, _staggered
+from quantkit.distributed.group import joined
+from rows import alone, together
+from quantkit.runtime.engine import Engine
+torch.set_num_threads(1)
+with joined("cpu") as group:
+    for folder in sys.argv[1:]:
+        model = _model(folder, "cpu-exact", group)
+        assert model.ops.ragged and model.config.num_kv_heads == 1
+        requests = _staggered(logprobs=1)
+        expected = [replace(alone(model, one)[0], prompt=at) for at, one in enumerate(requests)]
+        assert together(Engine(model, 430, slots=5), requests) == expected
+        print([one.token_ids for one in expected])
+"""
+
+
+def test_each_sequence_has_the_bits_of_itself_alone_in_two_processes(tmp_path: Path) -> None:
+    model = oracle.make("llama", intermediate_size=128, max_position_embeddings=CONTEXT, num_hidden_layers=1)
+    oracle.save(model, tmp_path / "model")
+    folders = [tmp_path / scheme for scheme in ("int8", "int4-g32")]
+    for folder in folders:
+        quantkit.quantize(tmp_path / "model", folder, folder.name, accept_quality_loss=True)
+    first, second = forked.group(2, _SHARED, *folders)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert first.stdout == second.stdout
+    for line, folder in zip(first.stdout.splitlines(), folders, strict=True):
+        own = _model(folder, "cpu-exact")
+        for tokens, request in zip(json.loads(line), _staggered(logprobs=2), strict=True):
+            right = alone(own, request)[0]
+            shared = replace(right, token_ids=tokens)
+            assert require_same(shared, right, NEAR) > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["", "-int8"], ids=["floats", "reference"])
+def test_without_kernels_for_them_sequences_are_themselves_but_for_ties(name: str, kind: str, folders: Path) -> None:
+    model = _model(folders / f"{kind}{name}", "reference" if name else None)
+    assert not model.ops.ragged
+    requests = _staggered(logprobs=2)
+    found = together(Engine(model, 430, slots=5), requests)
+    same = [require_same(one, alone(model, requests[one.prompt])[0], NEAR) for one in found]
+    assert sum(same) > 0.9 * sum(one.max_new_tokens for one in requests)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("name", "backend", "bound"),
+    [("", None, 1e-4), ("-int8", "reference", 1e-4), ("-int8", "cpu-exact", 1e-3), ("-int4-g32", "cpu-fast", 0.05)],
+)
+def test_log_probabilities_are_those_of_a_plain_pass(
+    name: str, backend: str | None, bound: float, kind: str, folders: Path
+) -> None:
+    """Of prompts that are echoed as well as of new tokens."""
+    model = _model(folders / f"{kind}{name}", backend)
+    requests = [*_staggered(logprobs=3, echo=True)[:8], Request(_prompts()[9], 0, logprobs=0, echo=True)]
+    for one in together(Engine(model, 430, slots=4), requests):
+        request, told = requests[one.prompt], one.logprobs
+        assert told is not None
+        assert len(told.tokens) == len(told.top) == len(one.token_ids) == request.length
+        assert (told.tokens[0], told.top[0]) == (None, {})
+        expected = forward_logprobs(model, one.token_ids)
+        torch.testing.assert_close(torch.tensor(told.tokens[1:]), expected, rtol=0, atol=bound)
+        for token, value, top in zip(one.token_ids[1:], told.tokens[1:], told.top[1:], strict=True):
+            assert len(top) == request.logprobs
+            assert list(top.values()) == sorted(top.values(), reverse=True)
+            assert top.get(token, value) == value
+
+
+def _as_transformers(model: Any, request: Request) -> tuple[list[int], list[Tensor]]:
+    """Greedy tokens over transformers' own cache, the prompt in one pass, and the log-probabilities of each place."""
+    cache, tokens, found, told = None, torch.tensor([request.prompt]), list[int](), list[Tensor]()
+    for _ in range(request.max_new_tokens):
+        with torch.inference_mode():
+            out = model(tokens, past_key_values=cache, use_cache=True)
+        cache, told = out.past_key_values, [*told, out.logits[0, -1].log_softmax(-1)]
+        tokens = told[-1].argmax().view(1, 1)
+        found.append(int(tokens))
+    return found, told
+
+
+@pytest.mark.parametrize("scheme", [None, "int8"])
+@pytest.mark.parametrize(("rope", "compiled"), [*((rope, False) for rope in ROPES), ("dynamic", True)])
+def test_past_the_original_context_each_sequence_is_as_with_transformers(
+    rope: str, compiled: bool, scheme: str | None, graphs: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts and texts that go beyond it and others that do not, beside each other, in chunks of 48."""
+    context = 64 if rope == "dynamic" else 160
+    theirs = oracle.make(
+        "llama", rope_parameters=dict(ROPES[rope]), max_position_embeddings=context, eos_token_id=None,
+        num_hidden_layers=2,
+    )  # fmt: skip
+    folder = oracle.save(theirs, tmp_path / "model")
+    if scheme is not None:
+        quantkit.quantize(folder, tmp_path / scheme, scheme, accept_quality_loss=True)
+        folder = tmp_path / scheme
+        _take_weights(theirs, folder)
+    model = load_model(folder, dtype=torch.float32)
+    assert model.ops.ragged == (scheme is not None)
+    lengths = (100, 5, 49) if compiled else (100, 5, 55, 108, 1, 49)
+    requests = [Request(prompt, 20, logprobs=2) for prompt in _prompts(lengths)]
+    engine = Engine(model, 128, slots=4, compiled=compiled)
+    monkeypatch.setattr(engine, "chunk", 48)
+    for one in together(engine, requests):
+        tokens, told = _as_transformers(theirs, requests[one.prompt])
+        assert one.logprobs is not None
+        for at, (ours, right, value) in enumerate(zip(one.token_ids, tokens, one.logprobs.tokens, strict=True)):
+            assert value == pytest.approx(float(told[at][ours]), abs=NEAR)
+            if ours != right:
+                assert float(told[at][right] - told[at][ours]) < NEAR
+                break
+
+
+def _take_weights(theirs: Any, folder: Path) -> None:
+    """Let a model of transformers have the weights that a quantized folder stands for."""
+    checkpoint = open_checkpoint(folder)
+    for name, parameter in theirs.named_parameters():
+        weight = checkpoint.load(name)
+        parameter.data.copy_(weight.dequantize() if isinstance(weight, QuantTensor) else weight)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
+    """Steps become graphs as they do where they are compiled, but no code is generated, which takes long; tells how
+    many there are so far."""
+    torch.compiler.reset()
+
+    def compiled(step: Callable[..., Tensor], device: str) -> Callable[..., Tensor]:
+        graph = torch.compile(step, fullgraph=True, dynamic=False, backend="eager")
+        return torch._dynamo.config.patch(recompile_limit=64)(graph)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(engine_module, "_compile", functools.cache(compiled))
+    yield lambda: int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    torch.compiler.reset()
+
+
+# What is compiled
+
+
+@pytest.mark.parametrize("backend", ["cpu-exact", "reference"])
+def test_nothing_is_compiled_after_the_warm_up(
+    backend: str, folders: Path, graphs: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which says how much it compiles. Compiled sequences are themselves but for ties."""
+    model = _model(folders / "llama-int8", backend)
+    engine = Engine(model, 100, slots=3, compiled=True)
+    monkeypatch.setattr(engine, "chunk", 16)
+    before = graphs()
+    assert engine.warm_up() == graphs() - before == 5
+    requests = [Request(prompt[:90], 2 + at % 7, logprobs=2) for at, prompt in enumerate(_prompts())]
+    expected = [alone(model, request)[0] for request in requests]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for part in (requests[:1], requests[2:4], requests):
+            for one in together(engine, part):
+                right = expected[requests.index(part[one.prompt])]
+                assert require_same(one, right, NEAR) > 0
+        sampled = [Request(requests[1].prompt, 6, SamplingParams(1.0, seed=3), samples=4), requests[3]]
+        assert len(together(engine, sampled)) == 5
+    assert graphs() - before == engine.warm_up()
+
+
+def test_eager_engines_need_no_warm_up(folders: Path) -> None:
+    assert Engine(_model(folders / "llama-int8"), 20).warm_up() == 0
+
+
+def test_a_warm_up_covers_more_rows_than_a_slot_holds(folders: Path, graphs: Callable[[], int]) -> None:
+    model = _model(folders / "llama-int8", "cpu-exact")
+    model.config = replace(model.config, max_context=20)
+    engine = Engine(model, 20, slots=4, compiled=True)
+    before = graphs()
+    assert engine.warm_up() == graphs() - before == 7
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        together(engine, [Request(prompt[:15], 4) for prompt in _prompts()])
+
+
+# Who waits for whom
+
+
+def test_a_short_prompt_waits_for_no_long_one(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first token, while 8 sequences decode and a prompt of 2000 is read: within three chunks."""
+    model = _model(folders / "llama-int8")
+    model.config = replace(model.config, max_context=2500)
+    engine = Engine(model, 2100, slots=10)
+    rows: list[int] = []
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda *given: rows.append(len(given[1])) or step(*given))
+    batch = Batch(engine)
+    running = [batch.add(Request(prompt, 100))[0] for prompt in _prompts((9,) * 8)]
+    while any(len(one.tokens) < 3 for one in running):
+        batch.step()
+    long, drawn = batch.add(Request([5] * 2000, 10))[0], [len(one.tokens) for one in running]
+    batch.step()
+    short = batch.add(Request(_prompts((16,))[0], 10))[0]
+    rows.clear()
+    while not short.tokens:
+        batch.step()
+    assert len(rows) <= 3
+    assert max(rows) <= engine.chunk + 9
+    assert not long.prefilled
+    assert [len(one.tokens) for one in running] == [count + 1 + len(rows) for count in drawn]
+
+
+def test_long_prompts_take_turns(folders: Path) -> None:
+    model = _model(folders / "llama-int8")
+    model.config = replace(model.config, max_context=2500)
+    batch = Batch(Engine(model, 1500, slots=2))
+    first, second = (batch.add(Request([token] * 1400, 2))[0] for token in (5, 6))
+    for _ in range(4):
+        batch.step()
+    assert first.stored == second.stored == 480
+
+
+# Requests that come and go
+
+
+@pytest.mark.parametrize("name", ["llama-int8", "windows-int4-g32"])
+@pytest.mark.parametrize("seed", range(6))
+def test_requests_that_come_and_go_as_they_like(
+    seed: int, name: str, folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At random: when they come, what they share, how they are drawn, and when they are left."""
+    model, chance = _model(folders / name, "cpu-exact"), random.Random(seed)
+    texts = _prompts((200, 200))
+    cached = chance.choice([None, torch.int8])
+    engine = Engine(model, 260, slots=chance.choice([1, 2, 5]), cache_dtype=cached)
+    monkeypatch.setattr(engine, "chunk", chance.choice([32, 48, 240]))
+    batch = Batch(engine)
+    left = [_any_request(chance, texts) for _ in range(14)]
+    requests, begun = list(left), []
+    while left or batch.busy:
+        while left and chance.random() < 0.4:
+            begun.append(batch.add(left.pop(0)))
+        batch.step()
+        for one in (one for several in begun for one in several):
+            if one.finish_reason is None and chance.random() < 0.01:
+                batch.end(one)
+    for request, several in zip(requests, begun, strict=True):
+        own = Engine(model, 260, cache_dtype=cached)
+        monkeypatch.setattr(own, "chunk", engine.chunk)
+        for one, right in zip(several, together(own, [request]), strict=True):
+            count = len(one.tokens)
+            echoed = len(request.prompt) if request.echo else 0
+            assert one.tokens == right.token_ids[echoed:][:count]
+            assert one.finish_reason == "stop" or count == request.max_new_tokens
+            if one.logprobs is not None and right.logprobs is not None and count:
+                assert one.logprobs == right.logprobs.cut(echoed + count)
+
+
+def _any_request(chance: random.Random, texts: list[list[int]]) -> Request:
+    text, other = chance.sample(texts, 2)
+    shared, own = chance.randrange(1, 190), chance.randrange(0, 40)
+    sampling = SamplingParams(chance.choice([0.0, 1.0]), seed=chance.randrange(100), top_k=chance.choice([0, 5]))
+    if chance.random() < 0.2:
+        sampling = replace(sampling, repetition_penalty=1.3, logit_bias={7: 2.0})
+    return Request(
+        [*text[:shared], *other[:own]], chance.randrange(1, 20), sampling, chance.choice([1, 1, 3]),
+        chance.choice([None, 0, 2]), chance.random() < 0.3,
+    )  # fmt: skip
+
+
+def _read(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts the rows of each step."""
+    rows, step = list[int](), engine.step
+    monkeypatch.setattr(engine, "step", lambda *given: rows.append(len(given[1])) or step(*given))
+    return rows
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 8])
+@pytest.mark.parametrize("name", ["llama", "llama-int8", "windows-int8"])
+def test_samples_of_a_prompt_share_it(name: str, slots: int, folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _model(folders / name)
+    prompt = _prompts((250,))[0]
+    request = Request(prompt, 6, SamplingParams(1.5, seed=4), samples=6)
+    single = [Request(prompt, 6, SamplingParams(1.5, seed=4 + number)) for number in range(6)]
+    expected = [alone(model, one)[0].token_ids for one in single]
+    engine = Engine(model, 260, slots=slots)
+    rows = _read(engine, monkeypatch)
+    assert [one.token_ids for one in together(engine, [request])] == expected
+    assert sum(rows) == len(prompt) + 6 * 5
+    assert len({tuple(one) for one in expected}) == 6
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_samples_go_on_without_the_one_that_read_their_prompt(steps: int, folders: Path) -> None:
+    model = _model(folders / "llama-int8")
+    prompt = _prompts((300,))[0]
+    request = Request(prompt, 6, SamplingParams(1.5, seed=4), samples=3)
+    expected = [one.token_ids for one in alone(model, request)]
+    for slots in (1, 2, 3):
+        batch = Batch(Engine(model, 310, slots=slots))
+        several = batch.add(request)
+        for _ in range(steps):
+            batch.step()
+        batch.end(several[0])
+        while batch.busy:
+            batch.step()
+        assert [one.tokens for one in several[1:]] == expected[1:]
+        assert several[0].tokens == expected[0][: len(several[0].tokens)]
+
+
+def test_seeds_and_samples_do_not_depend_on_what_else_runs(folders: Path) -> None:
+    model = _model(folders / "llama-int4-g32", "cpu-fast")
+    drawn = {"temperature": 1.2, "top_p": 0.9, "seed": 5}
+    asked = [Request(prompt, 12, SamplingParams(**drawn), samples=2) for prompt in _prompts((40, 3, 260))]
+    expected = [one.token_ids for request in asked for one in alone(model, request)]
+    for slots in (2, 6):
+        assert [one.token_ids for one in together(Engine(model, 300, slots=slots), asked)] == expected
+    found = quantkit.generate_batch(model, [one.prompt for one in asked], max_new_tokens=12, n=2, **drawn)
+    assert [one.token_ids for one in found] == expected
+
+
+# Where tokens are looked at late
+
+
+def test_what_is_looked_at_late_is_cut_at_the_same_place(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """End tokens, stop strings, counts, samples and log-probabilities, several at once."""
+    quantkit.quantize(demo_model, tmp_path / "int8", "int8", accept_quality_loss=True)
+    model, tokenizer = quantkit.load(tmp_path / "int8")
+    prompts = ["My fellow citizens", "The", "Fellow citizens, the state of the union", "We"]
+    whole = quantkit.generate_batch(model, prompts, tokenizer=tokenizer, max_new_tokens=40)
+    ends = {whole[0].token_ids[17], whole[2].token_ids[9]}
+    model.config = replace(model.config, eos_token_ids=tuple(ends))
+    stop = [whole[1].text[30:33], whole[3].text[60:62]]
+    options: dict[str, Any] = {"tokenizer": tokenizer, "max_new_tokens": 40, "logprobs": 2, "batch_size": 3}
+    cases = [{}, {"stop": stop}, {"stop": stop, "n": 3, "temperature": 0.8, "seed": 1}, {"echo": True, "n": 2}]
+    for case in cases:
+        found = []
+        for looks in ({"cpu": 1}, {}):
+            monkeypatch.setattr(scheduler, "_LOOKS", looks)
+            found.append(quantkit.generate_batch(model, prompts, **options, **case))
+        assert found[0] == found[1]
+        assert {one.finish_reason for one in found[0]} >= {"stop"}
+        for one in found[0]:
+            assert one.logprobs is not None
+            assert len(one.logprobs.tokens) == len(one.logprobs.top) == len(one.token_ids)
+            if "stop" in case:
+                assert not any(string in (one.text or "") for string in stop)
+
+
+@pytest.mark.parametrize("looks", [{"cpu": 1}, {}], ids=["each", "late"])
+@pytest.mark.parametrize("wrong", ["prompt", "new"])
+@pytest.mark.parametrize("options", [{}, {"logprobs": 1}, {"logprobs": 1, "echo": True}], ids=str)
+def test_what_is_not_finite_is_given_to_nobody(
+    options: dict[str, Any], wrong: str, looks: dict[str, int], folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "_LOOKS", looks)
+    engine = Engine(_model(folders / "llama-int8"), 420, slots=4)
+    step, count = engine.step, iter(range(1000))
+
+    def broken(*given: Any) -> Tensor:
+        logits, at = step(*given), next(count)
+        if len(logits) and (at < 2 if wrong == "prompt" else at == 9):
+            logits[0, 3] = torch.inf
+        return logits
+
+    monkeypatch.setattr(engine, "step", broken)
+    batch = Batch(engine)
+    several = [batch.add(Request(prompt, 30, **options))[0] for prompt in _prompts((300, 5, 7))]
+    with pytest.raises(NonFiniteError):
+        while batch.busy:
+            batch.step()
+    assert all(len(one.tokens) < 10 for one in several)
+
+
+# What does not fit
+
+
+def test_a_cache_that_cannot_fit_is_refused_at_once(folders: Path) -> None:
+    model = _model(folders / "llama-int8")
+    with pytest.raises(
+        RequestError, match=r"the cache does not fit in memory \(found .* GB for \d+ x 400 positions, expected at most"
+    ) as refused:
+        Engine(model, 400, slots=10**9)
+    assert "batch_size" in str(refused.value)
+    with pytest.raises(RequestError, match="does not fit in memory") as refused:
+        quantkit.generate_batch(model, [[3] * 100], n=10**8, batch_size=10**8)
+    model.config = replace(model.config, max_context=10**12)
+    with pytest.raises(RequestError, match="ask for fewer tokens"):
+        Engine(model, 10**12)
+
+
+def test_a_slot_must_hold_what_is_asked_for(folders: Path) -> None:
+    batch = Batch(Engine(_model(folders / "llama-int8"), 20, slots=2))
+    with pytest.raises(RequestError, match="exceed the engine"):
+        batch.add(Request([5] * 15, 6))
+    assert not batch.busy

@@ -1,0 +1,202 @@
+"""``quantkit chat``: on a terminal that somebody types on, and between pipes."""
+
+from __future__ import annotations
+
+import io
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import oracle
+import pytest
+from command import Capture, run
+from partial import no_hang
+from terminal import READY, Terminal
+
+import quantkit
+
+# An answer goes on for ever after its fourth step: it waits there for Ctrl-C. The terminal is told.
+_ENDLESS = """
+import os, signal, sys
+from quantkit.runtime.engine import Engine
+step, count = Engine.step, 0
+
+def held(self, *arguments):
+    global count
+    count += 1
+    if count == 4:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        os.write(2, b"<waits>")
+        signal.sigwait({signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        os.kill(os.getpid(), signal.SIGINT)
+    return step(self, *arguments)
+
+Engine.step = held
+from quantkit.cli.main import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.fixture(autouse=True)
+def _ends() -> Iterator[None]:
+    with no_hang():
+        yield
+
+
+def _answer(model: Path, *questions: str, count: int = 6, system: str | None = None) -> str:
+    """The last answer of a conversation."""
+    loaded, tokenizer = quantkit.load(model)
+    chat = quantkit.chat_format(model, tokenizer, "llama2")
+    session = quantkit.ChatSession(loaded, tokenizer, chat, max_new_tokens=count, system=system)
+    return ["".join(session.ask(question)) for question in questions][-1]
+
+
+def _shown(text: str) -> str:
+    """As a terminal shows it, new lines aside."""
+    return " ".join(text.split())
+
+
+def test_lines_of_a_pipe_are_answered_and_nothing_else_is_printed(
+    demo_model: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = "The people?\n\n  And the Congress?  \n/reset\nGröße 日本語\n/system Be brief.\nThe people?\n/exit\nnever\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
+    code, out, err = run(capfd, "chat", demo_model, "--template", "llama2", "--max-new-tokens", "6")
+    loaded, tokenizer = quantkit.load(demo_model)
+    session = quantkit.ChatSession(
+        loaded, tokenizer, quantkit.chat_format(demo_model, tokenizer, "llama2"), max_new_tokens=6
+    )
+    expected = ["".join(session.ask(text)) for text in ("The people?", "And the Congress?")]
+    session.reset()
+    expected.append("".join(session.ask("Größe 日本語")))
+    session.system = "Be brief."
+    expected.append("".join(session.ask("The people?")))
+    assert (code, err) == (0, "")
+    assert out == "".join(answer + "\n" for answer in expected)
+
+
+def test_a_pipe_through_the_command(demo_model: Path) -> None:
+    command = [sys.executable, "-m", "quantkit.cli", "chat", demo_model, "--template", "llama2"]
+    options = ["--max-new-tokens", "6", "--stop", "Mr"]
+    ran = subprocess.run([*command, *options], input=b"The people?\n", capture_output=True, cwd="/", check=True)
+    whole = _answer(demo_model, "The people?")
+    assert ran.stdout.decode() == whole.split("Mr")[0] + "\n"
+    assert ran.stderr == b""
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "told"),
+    [(b"/nonsense\n", 2, "no such command (found /nonsense, expected /system"),
+     (b"\xff\xfe\n", 2, "the question is not a text (found line 1, expected UTF-8)"),
+     (b"[INST]\n", 2, "holds a tag of the chat format"), (b"word " * 9000 + b"\n", 2, "too long for the context")],
+)  # fmt: skip
+def test_what_cannot_be_answered_ends_a_pipe(
+    line: bytes, code: int, told: str, demo_model: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(line)))
+    found, out, err = run(capfd, "chat", demo_model, "--template", "llama2")
+    assert (found, out, err.count("\n")) == (code, "", 1)
+    assert told in err
+
+
+def test_a_path_is_no_command(demo_model: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"/etc/passwd: what is it?\n")))
+    assert run(capfd, "chat", demo_model, "--template", "llama2", "--max-new-tokens", "2")[0] == 0
+
+
+def test_a_model_without_a_template_is_told_what_to_do(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+    code, _, err = run(capfd, "chat", demo_model)
+    assert code == 2
+    assert "has no chat template (expected --template llama2 or llama3 for an instruct model)" in err
+    quantkit.convert(demo_model, tmp_path / "hf", template="llama2", source_check=False)
+    oracle.edit_json(tmp_path / "hf" / "generation_config.json", do_sample="maybe")
+    code, _, err = run(capfd, "chat", tmp_path / "hf")
+    assert code == 3
+    assert "wrong type for 'do_sample'" in err
+
+
+def test_tokens_are_drawn_as_the_folder_says_unless_asked_otherwise(
+    demo_model: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantkit.convert(demo_model, tmp_path / "hf", template="llama2", source_check=False)
+
+    def said(*options: str) -> str:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"The people?\n")))
+        code, out, _ = run(capfd, "chat", tmp_path / "hf", "--max-new-tokens", "12", "--seed", "3", *options)
+        assert code == 0
+        return out
+
+    greedy = said()
+    oracle.edit_json(tmp_path / "hf" / "generation_config.json", do_sample=True, temperature=1.5)
+    drawn = said()
+    assert drawn != greedy
+    assert said() == drawn
+    assert said("--temperature", "0") == greedy
+    assert said("--top-k", "1") == greedy
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_program(demo_model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _ENDLESS, "chat", demo_model, "--template", "llama2", "--max-new-tokens", "40"]
+    terminal = Terminal(*command, cwd=tmp_path)
+    assert "/help tells the commands, Ctrl-D leaves" in terminal.wait_for(READY)
+    terminal.type("Te people?\x01\x1b[C\x1b[C\x7fhe\x05\r")  # to the start, right twice, back, "he", to the end
+    terminal.wait_for("The people?")
+    terminal.wait_for("<waits>")
+    terminal.type("\x03")
+    terminal.wait_for(READY)
+    terminal.type("And the Congress?\r")
+    terminal.wait_for("And the Congress?")
+    told = terminal.wait_for(READY)
+    assert "the answer was cut off: it may have no more tokens" in told
+    terminal.type("\x04")
+    code, got = terminal.end()
+    assert code == 0
+    assert "Traceback" not in got
+
+
+def test_sigterm_ends_the_program_at_its_prompt(demo_model: Path, tmp_path: Path) -> None:
+    terminal = Terminal(sys.executable, "-m", "quantkit.cli", "chat", demo_model, "--template", "llama2", cwd=tmp_path)
+    terminal.wait_for(READY)
+    terminal.signal(signal.SIGTERM)
+    code, got = terminal.end()
+    assert code == 143
+    assert got.endswith("quantkit: interrupted\r\n")
+
+
+def test_what_else_is_typed(demo_model: Path, tmp_path: Path) -> None:
+    terminal = Terminal(
+        sys.executable, "-m", "quantkit.cli", "chat", demo_model, "--template", "llama2", "--max-new-tokens", "6",
+        cwd=tmp_path,
+    )  # fmt: skip
+    terminal.wait_for(READY)
+    for typed, told in (
+        ("/help\r", "forget what was said"),
+        ("/nonsense\r", "quantkit: error: no such command (found /nonsense"),
+        ("\r", ""),
+        ("thrown away\x03", ""),
+        ("\x03", "Ctrl-D leaves."),
+        ("Größe 日本語 🚀\r", _shown(_answer(demo_model, "Größe 日本語 🚀"))),
+        ("/reset\r", "What was said is forgotten."),
+        ("/system Be brief.\r", "The system prompt is set."),
+        ("The people?\r", _shown(_answer(demo_model, "The people?", system="Be brief."))),
+        ("\x1b[A\x1b[A\r", "The system prompt is set."),  # the line before the last, from the history
+        ("[INST]\r", "holds a tag of the chat format"),
+        ("/system\r", "There is no system prompt."),
+    ):
+        terminal.type(typed)
+        assert told in _shown(terminal.wait_for(READY)), typed
+    terminal.type("/exit\r")
+    assert terminal.end()[0] == 0
+
+
+def test_processes_share_a_conversation(demo_model: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = ["--template", "llama2", "--max-new-tokens", "6", "--dtype", "fp32"]
+    command = [*launcher, "-m", "quantkit.cli", "chat", demo_model, *options]
+    lines = b"The people?\nAnd the Congress?\n"
+    ran = subprocess.run(command, input=lines, capture_output=True, cwd="/", check=True)
+    alone = [sys.executable, *command[len(launcher) :]]
+    assert ran.stdout == subprocess.run(alone, input=lines, capture_output=True, cwd="/", check=True).stdout

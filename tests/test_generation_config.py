@@ -1,0 +1,109 @@
+"""What a folder's generation_config.json says of end tokens and sampling."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+
+import quantkit
+from quantkit.errors import CheckpointError
+from quantkit.jobs.load import load_xla
+
+
+@pytest.fixture(scope="module")
+def plain(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("generation") / "hf"
+    quantkit.convert(demo_model, path, source_check=False)
+    return path
+
+
+@pytest.fixture
+def folder(plain: Path, tmp_path: Path) -> Path:
+    return oracle.copy(plain, tmp_path / "hf")
+
+
+def _say(folder: Path, **settings: Any) -> None:
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+
+
+def test_a_text_ends_at_the_tokens_of_either_file(folder: Path) -> None:
+    model, tokenizer = quantkit.load(folder)
+    ids = tokenizer.encode("The people of the United States")
+    whole = list(quantkit.generate(model, ids, max_new_tokens=20))
+    end = next(token for place, token in enumerate(whole) if place > 2 and token not in whole[:place])
+    _say(folder, eos_token_id=[5, end])
+    again, _ = quantkit.load(folder)
+    assert again.config.eos_token_ids == (*model.config.eos_token_ids, 5, end)
+    assert list(quantkit.generate(again, ids, max_new_tokens=20)) == whole[: whole.index(end)]
+    (batched,) = quantkit.generate_batch(again, [ids], max_new_tokens=20)
+    assert (batched.token_ids, batched.finish_reason) == (whole[: whole.index(end)], "stop")
+    devices, _ = load_xla(folder, devices=1)
+    assert devices.config.eos_token_ids == again.config.eos_token_ids
+
+
+def test_what_is_written_keeps_what_each_file_says(folder: Path, tmp_path: Path) -> None:
+    _say(folder, eos_token_id=[2, 9], do_sample=True)
+    quantkit.convert(folder, tmp_path / "out", source_check=False)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 2
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == [2, 9]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, {}),
+        ({"temperature": 0.6, "top_p": 0.9}, {}),
+        ({"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        ({"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0, "repetition_penalty": None},
+         {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.0}),
+    ],
+)  # fmt: skip
+def test_sampling_is_what_the_file_says(settings: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
+    _say(tmp_path, **settings)
+    assert quantkit.sampling_defaults(tmp_path) == expected
+
+
+def test_a_folder_without_the_file_is_greedy(tmp_path: Path) -> None:
+    assert quantkit.sampling_defaults(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"do_sample": "yes"}, "wrong type for 'do_sample'"),
+        ({"do_sample": True, "temperature": "hot"}, "wrong type for 'temperature'"),
+        ({"do_sample": True, "temperature": -1}, "'temperature' is out of range"),
+        ({"do_sample": True, "top_k": 2.5}, "wrong type for 'top_k'"),
+        ({"do_sample": True, "top_p": 1.5}, "'top_p' is out of range"),
+        ({"do_sample": True, "top_p": 0}, "top_p must lie in"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be"),
+        ({"num_beams": True}, "wrong type for 'num_beams'"),
+        ({"repetition_penalty": float("inf")}, "not finite"),
+    ],
+)  # fmt: skip
+def test_a_value_that_makes_no_sense_names_the_file(settings: dict[str, Any], told: str, tmp_path: Path) -> None:
+    _say(tmp_path, **settings)
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json: .*{told}"):
+        quantkit.sampling_defaults(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("ends", "told"), [("2", "wrong type"), ([2, -1], "wrong type"), ([2, True], "wrong type"), (10**6, "vocabulary")]
+)
+def test_end_tokens_that_are_none_are_refused(ends: Any, told: str, folder: Path) -> None:
+    _say(folder, eos_token_id=ends)
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json: .*{told}"):
+        quantkit.load(folder)
+
+
+def test_beams_are_noted_and_not_searched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _say(tmp_path, num_beams=4)
+    with caplog.at_level(logging.INFO, logger="quantkit"):
+        assert quantkit.sampling_defaults(tmp_path) == {}
+    assert "asks for beam search, which is not supported" in caplog.text

@@ -1,0 +1,41 @@
+"""Processes that have several virtual devices for XLA."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+
+
+def require_torchax() -> None:
+    """Without importing it: it would change torch for the other tests."""
+    if importlib.util.find_spec("torchax") is None:
+        pytest.skip("torchax is not installed")
+
+
+def environment(devices: int, cache: Path, **more: str) -> dict[str, str]:
+    """The environment of a process that has so many devices."""
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    return {
+        **os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "QUANTKIT_CACHE": str(cache), "OMP_NUM_THREADS": "1",
+        **more,
+    }  # fmt: skip
+
+
+def found_by(script: str, folders: dict[str, int], home: Path) -> dict[str, Any]:
+    """What a script of this folder prints as JSON, of folders in `home` over so many of eight devices."""
+    done = subprocess.run(
+        [sys.executable, TESTS / script, *(f"{home / name}:{count}" for name, count in folders.items())],
+        env=environment(8, home / "cache"), capture_output=True, text=True, check=False, cwd=home,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
