@@ -45,9 +45,6 @@ _SCHEMES = "Schemes"
 _CALIBRATION = "Calibration, with --method gptq"
 _RUN = "How it runs"
 
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-"""The options of `options.sampling`."""
-
 _SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "convert": {
         "Target": ("to", "mp", "dtype", "template"),
@@ -68,10 +65,22 @@ _SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         _OUTPUT: ("table", "report", "data", "plot"),
     },
     "generate": {
-        "Prompt": ("prompt", "prompt_file"),
-        "Sampling": ("max_new_tokens", *SAMPLING),
+        "Prompt": ("prompt", "prompt_file", "truncate"),
+        "A file of prompts": ("prompts", "output", "resume", "batch", "template", "echo", "logprobs"),
+        "Sampling": (
+            "max_new_tokens",
+            "stop",
+            "n",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "seed",
+            "logit_bias",
+        ),
         "Speculative decoding": ("draft", "draft_tokens"),
-        _RUN: ("dtype", "backend", "device", "compiled", "int8_cache", "tp", "multi_host"),
+        _RUN: ("dtype", "backend", "device", "compiled", "warmup", "int8_cache", "tp", "multi_host", "stats"),
     },
     "chat": {
         "Conversation": ("template", "system", "context"),

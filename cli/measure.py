@@ -85,10 +85,10 @@ def evaluate(
 )
 @click.option("--prompt-lengths", default="16,128,512", show_default=True, help="Tokens of prefill.")
 @click.option("--batch", "batches", default="1,4,8", show_default=True, help="Sequences decoded at once.")
-@click.option("--contexts", help="Decode with so many tokens of context too, such as 1024,2048,4096, each --batch.")
+@click.option("--contexts", help="Lengths of context to decode at as well, each --batch; such as 1024,2048,4096.")
 @click.option(
     "--price-per-hour", type=float, metavar="PRICE",
-    help="Of all that computes here, in any currency: tells what a thousand tokens cost.",
+    help="What an hour of the machine costs, in any currency, to tell the cost of a thousand tokens.",
 )  # fmt: skip
 @click.option("--threads", type=int, help="That compute; torch's own number by default.")
 @click.option("--runs", type=int, default=5, show_default=True, help="Of each measurement, after one to warm up.")
@@ -104,7 +104,7 @@ def bench(
     batches: str, contexts: str | None, price_per_hour: float | None, threads: int | None, runs: int, int8_cache: bool,
     backend: str | None, compiled: bool | None, device: str | None, table: Style, data: str | None, plot: Path | None,
 ) -> None:  # fmt: skip
-    """Time models: prefill, decoding, loading, memory.
+    """Time models: prefill, decoding, loading, memory, cost.
 
     The models in PATHs are put side by side, each in a process of its own, under the NAMEs given. Under
     torchrun all processes share one model; the figures are the first process's.

@@ -163,6 +163,19 @@ def asked_sampling(given: Mapping[str, Any]) -> SamplingOptions:
     return options
 
 
+def token_bias(text: str) -> tuple[int, float]:
+    """The type of options that add to the logits of a token: ``1234=-100``.
+
+    Raises:
+        RequestError: for anything else.
+    """
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise RequestError("no bias of a token", found=shown(text), expected="ID=NUMBER, such as 1234=-100") from None
+
+
 def backend(*others: str, more: str = "") -> Callable[[Function], Function]:
     """The option for kernels.
 

@@ -51,9 +51,9 @@ class _Phase:
             return None
         return f"{_clock_time((self.total - self.done) * taken / made - (now - self.since))} left"
 
-    def line(self, now: float) -> str:
-        left = self.left(now)
-        return f"quantkit: {self.name}: {self.done}/{self.total} {self.unit}" + (f", {left}" if left else "")
+    def line(self, now: float, beside: str | None) -> str:
+        told = f"quantkit: {self.name}: {self.done}/{self.total} {self.unit}"
+        return ", ".join(part for part in (told, beside, self.left(now)) if part)
 
 
 class ProgressDisplay:
@@ -64,16 +64,18 @@ class ProgressDisplay:
     """
 
     def __init__(
-        self, *, show: bool = True, clock: Callable[[], float] = time.monotonic, ticking: bool = True
+        self, *, show: bool = True, clock: Callable[[], float] = time.monotonic, ticking: bool = True,
+        beside: Callable[[], str | None] = lambda: None,
     ) -> None:  # fmt: skip
         """
         Args:
             show: unset, it shows nothing: of the processes of a group the first one speaks.
+            beside: gives what else is shown, such as a pace.
             clock: tells seconds.
             ticking: call `tick` every second, from a thread.
         """
         self._silent = not show
-        self._clock = clock
+        self._clock, self._beside = clock, beside
         self._ticking = ticking and show
         self._phase: _Phase | None = None
         self._told = 0.0
@@ -138,7 +140,7 @@ class ProgressDisplay:
         if terminal:
             self._draw(phase, now)
         else:
-            click.echo(phase.line(now), file=self._stream)
+            click.echo(phase.line(now, self._beside()), file=self._stream)
 
     def _draw(self, phase: _Phase, now: float) -> None:
         width = (_columns(self._stream) or _DEFAULT_COLUMNS) - 1
@@ -154,7 +156,8 @@ class ProgressDisplay:
         bar.ncols = width
         bar.n, bar.total, bar.unit = phase.done, max(phase.total, 1), phase.unit
         bar.set_description_str(phase.name, refresh=False)
-        bar.set_postfix_str(phase.left(now) or "", refresh=False)
+        beside = ", ".join(part for part in (self._beside(), phase.left(now)) if part)
+        bar.set_postfix_str(beside, refresh=False)
         bar.refresh(nolock=True)
 
     @contextmanager

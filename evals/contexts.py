@@ -11,9 +11,10 @@ import torch
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import RequestError
 from quantkit.evals.timing import PROMPT, Decoding, Rate, rate
-from quantkit.memory import available_bytes, enough_memory, give_back, peak_bytes, reset_peak, size_text
+from quantkit.memory import enough_memory, give_back, peak_bytes, reset_peak, size_text
 from quantkit.model.cache import cache_bytes
 from quantkit.model.decoder import Decoder
+from quantkit.model.device import free_bytes
 
 NEW = 16  # tokens of each sequence that are decoded in a run: the last of its context
 LEAST = PROMPT + NEW
@@ -131,13 +132,9 @@ def most_bytes(device: torch.device) -> int:
 
 def _too_large(model: Decoder, row: Row, cache_dtype: torch.dtype, processes: int) -> str | None:
     """Why a row cannot be measured in the memory that is free now; None if it can."""
-    device = model.device
-    needed = cache_bytes(model.config, row.batch, row.context, cache_dtype)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = available_bytes() // processes
+    needed, free = cache_bytes(model.config, row.batch, row.context, cache_dtype), free_bytes(model.device)
+    if model.device.type == "cpu":
+        free //= processes
     if needed + _SPARE_BYTES <= free:
         return None
     return f"keys and values take {size_text(needed)}, and {size_text(free)} of memory are free"

@@ -20,6 +20,7 @@ Run them:
     stream           continue a prompt, piece of text by piece of text
     generate         continue a prompt, token id by token id
     generate_batch   continue many prompts, several at a time
+    generate_file    continue the prompts in a file, into a file
     Llama            the interface of Meta's own code, for scripts that use it
     open_checkpoint  the tensors of a folder, one at a time
 
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
     from quantkit.formats.detect import open_checkpoint as open_checkpoint
     from quantkit.jobs import plan as plan
     from quantkit.jobs.convert import convert as convert
+    from quantkit.jobs.generate_file import GeneratedFile as GeneratedFile
+    from quantkit.jobs.generate_file import generate_file as generate_file
     from quantkit.jobs.inspect import Inspection as Inspection
     from quantkit.jobs.inspect import inspect as inspect
     from quantkit.jobs.llama import Llama as Llama
@@ -92,6 +95,7 @@ _JOBS = {
     "evaluate": "quantkit.evals.evaluate",
     "generate": "quantkit.runtime.generate",
     "generate_batch": "quantkit.runtime.generate_batch",
+    "generate_file": "quantkit.jobs.generate_file",
     "inspect": "quantkit.jobs.inspect",
     "load": "quantkit.jobs.load",
     "open_checkpoint": "quantkit.formats.detect",
@@ -107,6 +111,7 @@ _TYPES = {
     "Evaluation": "quantkit.evals.results",
     "FolderReport": "quantkit.quality.manifest_check",
     "Gate": "quantkit.quality.gate",
+    "GeneratedFile": "quantkit.jobs.generate_file",
     "Inspection": "quantkit.jobs.inspect",
     "Logprobs": "quantkit.runtime.completion",
     "Override": "quantkit.tensors.recipe",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import forked
 import oracle
 import pytest
 import torch
@@ -17,6 +19,7 @@ from test_architectures import ROPES
 from torch import Tensor
 
 import quantkit
+from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import NonFiniteError, RequestError
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.decoder import Decoder
@@ -51,8 +54,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
-def _model(folder: Path, backend: str | None = None) -> Decoder:
-    model = load_model(folder, dtype=torch.float32, backend=backend)
+def _model(folder: Path | str, backend: str | None = None, group: ProcessGroup = SINGLE) -> Decoder:
+    model = load_model(Path(folder), device="cpu", dtype=torch.float32, backend=backend, group=group)
     model.config = replace(model.config, eos_token_ids=())
     return model
 
@@ -84,6 +87,42 @@ def test_each_sequence_has_the_bits_of_itself_alone(
     for slots in (3, 16):
         assert together(Engine(model, 430, slots=slots, cache_dtype=cached), requests) == expected
     assert len({tuple(one.token_ids) for one in expected}) == len(expected)
+
+
+_SHARED = """
+import sys, torch
+from dataclasses import replace
+from test_batch import _model, _staggered
+from quantkit.distributed.group import joined
+from rows import alone, together
+from quantkit.runtime.engine import Engine
+torch.set_num_threads(1)
+with joined("cpu") as group:
+    for folder in sys.argv[1:]:
+        model = _model(folder, "cpu-exact", group)
+        assert model.ops.ragged and model.config.num_kv_heads == 1
+        requests = _staggered(logprobs=1)
+        expected = [replace(alone(model, one)[0], prompt=at) for at, one in enumerate(requests)]
+        assert together(Engine(model, 430, slots=5), requests) == expected
+        print([one.token_ids for one in expected])
+"""
+
+
+def test_each_sequence_has_the_bits_of_itself_alone_in_two_processes(tmp_path: Path) -> None:
+    model = oracle.make("llama", intermediate_size=128, max_position_embeddings=CONTEXT, num_hidden_layers=1)
+    oracle.save(model, tmp_path / "model")
+    folders = [tmp_path / scheme for scheme in ("int8", "int4-g32")]
+    for folder in folders:
+        quantkit.quantize(tmp_path / "model", folder, folder.name, accept_quality_loss=True)
+    first, second = forked.group(2, _SHARED, *folders)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert first.stdout == second.stdout
+    for line, folder in zip(first.stdout.splitlines(), folders, strict=True):
+        own = _model(folder, "cpu-exact")
+        for tokens, request in zip(json.loads(line), _staggered(logprobs=2), strict=True):
+            right = alone(own, request)[0]
+            shared = replace(right, token_ids=tokens)
+            assert require_same(shared, right, NEAR) > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -136,11 +175,14 @@ def _as_transformers(model: Any, request: Request) -> tuple[list[int], list[Tens
 @pytest.mark.parametrize("scheme", [None, "int8"])
 @pytest.mark.parametrize(("rope", "compiled"), [*((rope, False) for rope in ROPES), ("dynamic", True)])
 def test_past_the_original_context_each_sequence_is_as_with_transformers(
-    rope: str, compiled: bool, scheme: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rope: str, compiled: bool, scheme: str | None, graphs: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts and texts that go beyond it and others that do not, beside each other, in chunks of 48."""
     context = 64 if rope == "dynamic" else 160
-    theirs = oracle.make("llama", rope_parameters=dict(ROPES[rope]), max_position_embeddings=context, eos_token_id=None)
+    theirs = oracle.make(
+        "llama", rope_parameters=dict(ROPES[rope]), max_position_embeddings=context, eos_token_id=None,
+        num_hidden_layers=2,
+    )  # fmt: skip
     folder = oracle.save(theirs, tmp_path / "model")
     if scheme is not None:
         quantkit.quantize(folder, tmp_path / scheme, scheme, accept_quality_loss=True)
@@ -150,7 +192,6 @@ def test_past_the_original_context_each_sequence_is_as_with_transformers(
     assert model.ops.ragged == (scheme is not None)
     lengths = (100, 5, 49) if compiled else (100, 5, 55, 108, 1, 49)
     requests = [Request(prompt, 20, logprobs=2) for prompt in _prompts(lengths)]
-    monkeypatch.setattr(engine_module, "_compile", _as_graphs)
     engine = Engine(model, 128, slots=4, compiled=compiled)
     monkeypatch.setattr(engine, "chunk", 48)
     for one in together(engine, requests):
@@ -171,28 +212,34 @@ def _take_weights(theirs: Any, folder: Path) -> None:
         parameter.data.copy_(weight.dequantize() if isinstance(weight, QuantTensor) else weight)
 
 
-@functools.cache
-def _as_graphs(step: Callable[..., Tensor], device: str) -> Callable[..., Tensor]:
-    """Steps become graphs as they do where they are compiled, but no code is generated, which takes long."""
-    return torch.compile(step, fullgraph=True, dynamic=False, backend="eager")
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
+    """Steps become graphs as they do where they are compiled, but no code is generated, which takes long; tells how
+    many there are so far."""
+    torch.compiler.reset()
+
+    def compiled(step: Callable[..., Tensor], device: str) -> Callable[..., Tensor]:
+        graph = torch.compile(step, fullgraph=True, dynamic=False, backend="eager")
+        return torch._dynamo.config.patch(recompile_limit=64)(graph)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(engine_module, "_compile", functools.cache(compiled))
+    yield lambda: int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    torch.compiler.reset()
 
 
 # What is compiled
 
 
-def _graphs() -> int:
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-
 @pytest.mark.parametrize("backend", ["cpu-exact", "reference"])
-def test_nothing_is_compiled_after_the_warm_up(backend: str, folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_compiled_after_the_warm_up(
+    backend: str, folders: Path, graphs: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which says how much it compiles. Compiled sequences are themselves but for ties."""
     model = _model(folders / "llama-int8", backend)
-    monkeypatch.setattr(engine_module, "_compile", functools.cache(_as_graphs.__wrapped__))
     engine = Engine(model, 100, slots=3, compiled=True)
-    monkeypatch.setattr(engine, "chunk", 40)
-    before = _graphs()
-    assert engine.warm_up() == _graphs() - before == (5 if backend == "cpu-exact" else 8)
+    monkeypatch.setattr(engine, "chunk", 16)
+    before = graphs()
+    assert engine.warm_up() == graphs() - before == 5
     requests = [Request(prompt[:90], 2 + at % 7, logprobs=2) for at, prompt in enumerate(_prompts())]
     expected = [alone(model, request)[0] for request in requests]
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -202,20 +249,19 @@ def test_nothing_is_compiled_after_the_warm_up(backend: str, folders: Path, monk
                 assert require_same(one, right, NEAR) > 0
         sampled = [Request(requests[1].prompt, 6, SamplingParams(1.0, seed=3), samples=4), requests[3]]
         assert len(together(engine, sampled)) == 5
-    assert engine.warm_up() == 5 if backend == "cpu-exact" else 8
-    assert _graphs() - before == engine.warm_up()
+    assert graphs() - before == engine.warm_up()
 
 
 def test_eager_engines_need_no_warm_up(folders: Path) -> None:
     assert Engine(_model(folders / "llama-int8"), 20).warm_up() == 0
 
 
-def test_a_warm_up_covers_more_rows_than_a_slot_holds(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warm_up_covers_more_rows_than_a_slot_holds(folders: Path, graphs: Callable[[], int]) -> None:
     model = _model(folders / "llama-int8", "cpu-exact")
     model.config = replace(model.config, max_context=20)
-    monkeypatch.setattr(engine_module, "_compile", functools.cache(_as_graphs.__wrapped__))
     engine = Engine(model, 20, slots=4, compiled=True)
-    engine.warm_up()
+    before = graphs()
+    assert engine.warm_up() == graphs() - before == 7
     with torch._dynamo.config.patch(error_on_recompile=True):
         together(engine, [Request(prompt[:15], 4) for prompt in _prompts()])
 

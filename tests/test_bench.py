@@ -22,7 +22,6 @@ from quantkit.errors import RequestError
 from quantkit.evals import bench_report, timing
 from quantkit.evals.bench import Bench, Job, _measure, bench, require_room
 from quantkit.evals.bench_plot import picture
-from quantkit.evals.contexts import AtContext
 from quantkit.evals.synthetic import synthetic
 from quantkit.evals.table import render
 from quantkit.evals.timing import OtherProcesses, Rate, rate
@@ -36,11 +35,6 @@ FOUND = Bench(
     "a", True, ["cpu-exact"], "bfloat16", "cpu", 2, 2, 0.1, 1.0, (0.2, 0.1), {16: RATE}, {1: RATE}, None, 10**9, 2e10,
     10**9, "bfloat16", 11 * 10**8,
 )  # fmt: skip
-AT = AtContext(1024, 1, 100.0, Rate(20.0, 19.0, 21.0), 24 * 10**6, 13 * 10**8)
-LONG = replace(
-    FOUND,
-    at_contexts=[AT, replace(AT, batch=4, together=Rate(60.0, 60.0, 60.0), cache_bytes=96 * 10**6, peak_bytes=None)],
-)
 
 
 # What is measured
@@ -333,7 +327,12 @@ def test_a_process_that_dies_does_not_hang_the_command(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")]
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 4503599627370496 bytes."),
+    ],
 )
 def test_running_out_of_memory_is_a_request_for_too_much(error: Exception, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="does not fit in memory"), enough_memory(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -26,9 +25,8 @@ def _blocks(mark: str = "run") -> list[tuple[str, str]]:
 
 def _run(line: str, folder: Path) -> str:
     """What a command line prints."""
-    done = subprocess.run(
-        shlex.split(line), cwd=folder, env=_environment(), capture_output=True, text=True, check=False
-    )
+    command = ["bash", "-o", "pipefail", "-c", line]
+    done = subprocess.run(command, cwd=folder, env=_environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, (line, done.stderr)
     return done.stdout
 
@@ -40,17 +38,25 @@ def _environment() -> dict[str, str]:
 
 
 def test_the_examples_run_in_order(tmp_path: Path) -> None:
-    blocks = _blocks()
-    assert [language for language, _ in blocks] == ["", "python"]
-    for line in blocks[0][1].splitlines():
-        assert _run(line, tmp_path).strip()
-    script = subprocess.run(
-        [sys.executable, "-c", blocks[1][1]], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert script.returncode == 0, script.stderr
-    assert len(script.stdout.split()) > 5
+    (_, jobs), (_, stream), (_, prompts), (_, batch) = blocks = _blocks()
+    assert [language for language, _ in blocks] == ["", "python", "", "python"]
+    for line in jobs.splitlines():
+        assert _run(line, tmp_path).strip(), line
+    streamed = _script(stream, tmp_path)
+    assert len(streamed.split()) > 5
     whole = _run('quantkit generate int4 "My fellow citizens" --max-new-tokens 50', tmp_path)
-    assert whole == f"{script.stdout}\n"  # in whole words, as the command prints them
+    assert whole == f"{streamed}\n"  # in whole words, as the command prints them
+    for line in prompts.splitlines():
+        assert _run(line, tmp_path).strip() or ">" in line, line
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
+    assert re.findall(r"^\d ", _script(batch, tmp_path), re.MULTILINE) == ["0 ", "0 ", "1 ", "1 "]
+
+
+def _script(text: str, folder: Path) -> str:
+    """What a script prints."""
+    done = subprocess.run([sys.executable, "-c", text], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_the_way_from_download_to_generation_runs_with_a_small_model(demo_model: Path, tmp_path: Path) -> None:

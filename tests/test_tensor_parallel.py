@@ -22,6 +22,7 @@ import quantkit
 from quantkit.data.files import excerpt
 from quantkit.distributed.group import SINGLE
 from quantkit.evals.evaluate import evaluate
+from quantkit.model.cache import cache_bytes
 from quantkit.model.decoder import Decoder
 
 ODD: dict[str, Any] = {
@@ -222,7 +223,7 @@ def test_eval_measures_what_one_process_measures(folders: dict[str, Path], tmp_p
 
 
 def test_bench_measures_a_shared_model(folders: dict[str, Path], tmp_path: Path) -> None:
-    few = ["--batch", "2", "--prompt-lengths", "8", "--runs", "1", "--json", tmp_path / "json"]
+    few = ["--batch", "2", "--prompt-lengths", "8", "--contexts", "48", "--runs", "1", "--json", tmp_path / "json"]
     done, _ = forked.group(2, COMMAND, "bench", folders["fp32"], *few)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("threads") == 1
@@ -231,6 +232,8 @@ def test_bench_measures_a_shared_model(folders: dict[str, Path], tmp_path: Path)
     embedding = whole.model.embed_tokens.weight.nbytes
     own = sum(tensor.nbytes for tensor in (*whole.parameters(), *whole.buffers())) - embedding
     assert found["weight_bytes"] == pytest.approx(own / 2, rel=0.05)
+    (row,) = found["at_contexts"]
+    assert row["cache_bytes"] < cache_bytes(whole.config, 2, 48, torch.float32)  # those of its own heads
 
 
 def _told(stderr: str) -> list[str]:

@@ -13,8 +13,8 @@ import torch
 from quantkit.arguments import as_path, as_seed, as_text, as_whole, require_flags, wrong_type
 from quantkit.distributed.group import joined_for_good, lost_as_error
 from quantkit.errors import CheckpointError, RequestError
-from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import require_rows
+from quantkit.jobs.load import opened
 from quantkit.kernels.dispatch import BackendName, require_backend
 from quantkit.model.device import float_type
 from quantkit.model.load import load_model
@@ -109,8 +109,8 @@ class Llama:
             require_backend(as_text("backend", backend))
         if slots < 1:
             raise RequestError("max_batch_size must be at least 1", found=slots)
-        checkpoint = open_checkpoint(path)
-        context = checkpoint.config.max_context
+        checkpoint = opened(path, None)
+        context = checkpoint.config.reach
         if not 1 <= length <= context:
             raise RequestError("max_seq_len is out of range", found=length, expected=f"1 to {context}")
         tokenizer = _tokenizer(tokenizer_path)

@@ -67,7 +67,7 @@ def load(
         require_backend(as_text("backend", backend))
     path, progress, float_dtype = as_path("path", path), heard(progress), float_type(dtype)
     require_instance("tp", tp, ProcessGroup, "a ProcessGroup")
-    checkpoint = _opened(path, weights)
+    checkpoint = opened(path, weights)
     tokenizer, _ = checked_tokenizer(checkpoint)
     model = load_model(checkpoint, device=device, dtype=float_dtype, backend=backend, group=tp, progress=progress)
     return model, tokenizer or load_tokenizer(path)
@@ -102,14 +102,18 @@ def load_xla(
     require_packages()
     from quantkit.xla.engine import model_on_devices
 
-    checkpoint = _opened(path, weights)
+    checkpoint = opened(path, weights)
     tokenizer, _ = checked_tokenizer(checkpoint)
     model = model_on_devices(checkpoint, devices=devices, dtype=float_dtype, multi_host=multi_host, progress=progress)
     return model, tokenizer or load_tokenizer(path)
 
 
-def _opened(path: Path, weights: WeightKind | None) -> Checkpoint:
-    """A checkpoint whose config names all tokens that end a text."""
+def opened(path: Path, weights: WeightKind | None) -> Checkpoint:
+    """A checkpoint whose config names all tokens that end a text.
+
+    Raises:
+        CheckpointError, UnsupportedError: as `open_checkpoint`; or for a damaged generation_config.json.
+    """
     checkpoint: Checkpoint = open_checkpoint(path, weights)
     checkpoint.config = replace(checkpoint.config, eos_token_ids=end_tokens(path, checkpoint.config))
     return checkpoint

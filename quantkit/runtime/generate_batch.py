@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar, Unpack, runtime_checkable
+
+import torch
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.arguments import as_whole, require_flags, wrong_type
@@ -19,6 +21,7 @@ from quantkit.runtime.detokenizer import Detokenizer
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generation import Continuation
 from quantkit.runtime.request import (
+    BATCH_SIZE,
     MAX_NEW_TOKENS,
     Request,
     TokenIds,
@@ -33,8 +36,6 @@ from quantkit.runtime.request import (
 )
 from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.text.tokenizer import Tokenizer
-
-BATCH_SIZE = 8
 
 T = TypeVar("T", bound=Continuation)
 
@@ -140,15 +141,22 @@ def generate_batch(
     return sorted(found, key=lambda one: (one.prompt, one.sample))
 
 
-def engine_for(model: Decoder | BatchModel, requests: Sequence[Request], batch_size: int) -> Engine | Runner[Any]:
+def engine_for(
+    model: Decoder | BatchModel, requests: Sequence[Request], batch_size: int, *,
+    cache_dtype: torch.dtype | None = None, compiled: bool | None = None,
+) -> Engine | Runner[Any]:  # fmt: skip
     """An engine that holds the longest of requests, and as many as run together; or what a model has instead.
+
+    Args:
+        cache_dtype, compiled: see `Engine`.
 
     Raises:
         RequestError: for no such number, or a cache that does not fit in memory.
     """
     slots = min(_checked_batch_size(batch_size), sum(one.samples for one in requests))
     if isinstance(model, Decoder):
-        return Engine(model, max(one.length for one in requests), slots=slots)
+        longest = max(one.length for one in requests)
+        return Engine(model, longest, slots=slots, cache_dtype=cache_dtype, compiled=compiled)
     return model.runner(slots)
 
 
@@ -157,11 +165,13 @@ def completions(
     requests: Sequence[Request],
     tokenizer: Tokenizer | None,
     stops: Sequence[Sequence[str]],
+    counted: Callable[[int], None] | None = None,
 ) -> Generator[Completion, None, None]:
     """Completions of requests, each as soon as it ends.
 
     Args:
         stops: strings at which the text of each request ends.
+        counted: told of so many new tokens after each step.
     """
     batch: Runner[Any] = Batch(engine) if isinstance(engine, Engine) else engine
     for request in requests:
@@ -175,8 +185,11 @@ def completions(
                 begun[one] = _Reader(number, one, tokenizer, stops[number])
         for one in batch.step():
             reader = begun[one]
+            before = reader.tokens
             if reader.read():
                 batch.end(one)
+            if counted is not None:
+                counted(reader.tokens - before)
             if one.finish_reason is not None:
                 yield reader.completion()
                 del begun[one]
@@ -194,16 +207,17 @@ class _Reader:
         if tokenizer is not None and generation.request.echo:
             self._prompt = tokenizer.decode(generation.request.prompt)
         self._pieces: list[str] = []
-        self._read = 0
+        self.tokens = 0
+        """New ones that are read."""
 
     def read(self) -> bool:
         """Read the tokens that are new; whether a stop string has come."""
         if self._text is None:
-            self._read = len(self._of.tokens)
+            self.tokens = len(self._of.tokens)
             return False
-        while self._read < len(self._of.tokens) and self._text.stopped is None:
-            self._pieces.append(self._text.add(self._of.tokens[self._read]))
-            self._read += 1
+        while self.tokens < len(self._of.tokens) and self._text.stopped is None:
+            self._pieces.append(self._text.add(self._of.tokens[self.tokens]))
+            self.tokens += 1
         if self._of.finish_reason is not None:
             self._pieces.append(self._text.close())
         return self._text.stopped is not None
@@ -212,10 +226,10 @@ class _Reader:
         """What has come, once it has ended."""
         request, reason = self._of.request, self._of.finish_reason
         assert reason is not None
-        tokens, logprobs = self._of.tokens[: self._read], self._of.logprobs
+        tokens, logprobs = self._of.tokens[: self.tokens], self._of.logprobs
         echoed = request.prompt if request.echo else []
         if logprobs is not None:
-            logprobs = logprobs.cut(len(echoed) + self._read)
+            logprobs = logprobs.cut(len(echoed) + self.tokens)
         stopped = None if self._text is None else self._text.stopped
         return Completion(
             self._number, self._of.sample, [*echoed, *tokens],

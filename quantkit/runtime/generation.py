@@ -42,7 +42,7 @@ class Continuation:
             logprobs: of it, where they are asked for.
             ends: the model's end tokens.
         """
-        if token in ends:
+        if token in ends or token in self.request.end_ids:
             self.finish_reason = "stop"
             return
         self.tokens.append(token)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from quantkit.architectures.config import ModelConfig
@@ -20,11 +20,17 @@ if TYPE_CHECKING:
 MAX_NEW_TOKENS = 100
 """Where nobody says how many."""
 
+BATCH_SIZE = 8
+"""Prompts that run together, where nobody says how many."""
+
 TokenIds: TypeAlias = "Sequence[int] | Tensor"
 """A prompt as a model takes it: a list of ids, or a tensor of integers, [T] or [1, T]."""
 
 MAX_LOGPROBS = 100
 """Of the likeliest tokens that can be asked for."""
+
+BEAM_SEARCH = {"num_beams", "beams", "beam_size", "beam_width", "best_of", "use_beam_search"}
+"""What others call its options."""
 
 _WORTH_HAVING = 16
 """New tokens: where a prompt leaves fewer, and fewer than asked for, the prompt is too long."""
@@ -44,6 +50,7 @@ class Request:
         logprobs: of so many of the likeliest tokens the log-probability is told, besides that of each token drawn;
             None is of none at all.
         echo: whether the same is told of the prompt's tokens.
+        end_ids: tokens that end it, besides those that end any text of the model.
     """
 
     prompt: list[int]
@@ -52,6 +59,7 @@ class Request:
     samples: int = 1
     logprobs: int | None = None
     echo: bool = False
+    end_ids: tuple[int, ...] = ()
 
     @property
     def length(self) -> int:
@@ -116,11 +124,17 @@ def checked_stop(stop: object, tokenizer: Tokenizer | None) -> list[str]:
     Raises:
         RequestError: if they are no texts, one is empty, or there is no tokenizer to find them with.
     """
+    found = stop_strings(stop)
+    if found and tokenizer is None:
+        raise RequestError("stop strings need a tokenizer", hint="give `tokenizer`")
+    return found
+
+
+def stop_strings(stop: object) -> list[str]:
+    """As `checked_stop`, where a tokenizer is still to come."""
     found = as_texts("stop", stop)
     if "" in found:
         raise RequestError("a stop string is empty")
-    if found and tokenizer is None:
-        raise RequestError("stop strings need a tokenizer", hint="give `tokenizer`")
     return found
 
 
@@ -154,7 +168,25 @@ def checked_request(
         RequestError: if the prompt is empty, holds unknown ids, or does not fit the model's context together with the
             new tokens; for numbers out of range or options that do not go together.
     """
-    params = _checked_sampling(config, sampling)
+    asked = checked_options(max_new_tokens, sampling, samples=samples, logprobs=logprobs, echo=echo)
+    return with_prompt(config, asked, ids)
+
+
+def checked_options(
+    max_new_tokens: object, sampling: SamplingOptions, *, samples: object = 1, logprobs: object = None,
+    echo: bool = False,
+) -> Request:  # fmt: skip
+    """A request whose prompt is still to come, checked as far as that goes without a model.
+
+    Raises:
+        RequestError: for numbers out of range or options that do not go together.
+    """
+    unknown = set(sampling) - set(SamplingOptions.__annotations__)
+    if beams := unknown & BEAM_SEARCH:
+        raise no_beam_search(min(beams))
+    if unknown:
+        raise TypeError(f"unexpected keyword argument '{min(unknown)}'")
+    params = SamplingParams(**sampling)
     count, told = as_whole("n", samples), None if logprobs is None else as_whole("logprobs", logprobs)
     if count < 1:
         raise RequestError("n must be at least 1", found=count)
@@ -165,23 +197,32 @@ def checked_request(
         new = checked_count(new)
     elif count > 1:
         raise RequestError("a prompt that is only scored has one result", found=f"n = {count}")
-    checked_length(config, ids, new)
-    return Request(ids, new, params, count, told, echo)
+    return Request([], new, params, count, told, echo)
 
 
-def _checked_sampling(config: ModelConfig, sampling: SamplingOptions) -> SamplingParams:
-    unknown = set(sampling) - set(SamplingOptions.__annotations__)
-    if beams := unknown & {"num_beams", "beams", "beam_size", "beam_width", "best_of", "use_beam_search"}:
-        raise RequestError("beam search is not supported", found=min(beams), hint="draw several samples with `n`")
-    if unknown:
-        raise TypeError(f"unexpected keyword argument '{min(unknown)}'")
-    params = SamplingParams(**sampling)
-    if not all(0 <= token < config.vocab_size for token in params.logit_bias):
+def with_prompt(config: ModelConfig, asked: Request, ids: list[int], most: int | None = None) -> Request:
+    """A request with its prompt.
+
+    Args:
+        most: see `checked_length`.
+
+    Raises:
+        RequestError: if the prompt is empty, holds unknown ids, or does not fit the model's context together with the
+            new tokens; or if a bias is of unknown tokens.
+    """
+    biased = asked.sampling.logit_bias
+    if not all(0 <= token < config.vocab_size for token in biased):
         raise RequestError(
-            "logit_bias names tokens outside the vocabulary", found=sorted(params.logit_bias)[:8],
+            "logit_bias names tokens outside the vocabulary", found=sorted(biased)[:8],
             expected=f"0 to {config.vocab_size - 1}",
         )  # fmt: skip
-    return params
+    checked_length(config, ids, asked.max_new_tokens, most)
+    return replace(asked, prompt=ids)
+
+
+def no_beam_search(name: str) -> RequestError:
+    """The error for an option of it."""
+    return RequestError("beam search is not supported", found=name, hint="draw several samples with `n`")
 
 
 def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int, most: int | None = None) -> int:

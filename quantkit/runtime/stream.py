@@ -81,7 +81,7 @@ def text_pieces(
 
 
 class Pace:
-    """How fast tokens come; it counts those that pass through `timed`."""
+    """How fast tokens come; it counts those that pass through `timed`, or that it is told of."""
 
     def __init__(self, *, at_once: int = 1, clock: Callable[[], float] = time.perf_counter) -> None:
         """
@@ -96,19 +96,38 @@ class Pace:
 
     def timed(self, tokens: Iterable[int]) -> Iterator[int]:
         """The tokens; time runs from when the first is asked for."""
-        self._begun = self._clock()
+        self.begin()
         for token in tokens:
-            self._last = self._clock()
-            if not self.tokens:
-                self._first = self._last
-            self.tokens += 1
+            self.add(1)
             yield token
+
+    def begin(self) -> None:
+        """Let time run from now on."""
+        self._begun = self._clock()
+
+    def add(self, tokens: int) -> None:
+        """So many tokens have come."""
+        if tokens:
+            self._last = self._clock()
+            self._first = self._first if self.tokens else self._last
+            self.tokens += tokens
+
+    @property
+    def first_after(self) -> float | None:
+        """Seconds to the first token."""
+        return self._first - self._begun if self.tokens else None
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens a second once the first is there; None where there is too little to tell."""
+        spent = self._last - self._first
+        return (self.tokens - self._at_once) / spent if spent > 0 and self.tokens > self._at_once else None
 
     def line(self) -> str:
         """For people: tokens, tokens a second once the first is there, seconds to that."""
         parts = [f"{self.tokens} token{'' if self.tokens == 1 else 's'}"]
-        if (spent := self._last - self._first) > 0 and self.tokens > self._at_once:
-            parts.append(f"{(self.tokens - self._at_once) / spent:.1f} tokens/s")
-        if self.tokens:
-            parts.append(f"first token after {self._first - self._begun:.2f} s")
+        if self.rate is not None:
+            parts.append(f"{self.rate:.1f} tokens/s")
+        if self.first_after is not None:
+            parts.append(f"first token after {self.first_after:.2f} s")
         return ", ".join(parts)

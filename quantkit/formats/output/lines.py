@@ -1,0 +1,159 @@
+"""A file of JSON lines that appears only when it is whole, and until then can be gone on with."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from quantkit.errors import DestinationError
+from quantkit.formats.output.destination import destination_errors, rename_new
+from quantkit.formats.output.own_folder import not_ours
+from quantkit.formats.output.staging import Staging, mark_kept
+from quantkit.json_values import finite
+
+NAME = "lines.jsonl"
+"""In the partial folder: what is there so far, in the order in which it came."""
+_ORDERED = "ordered.jsonl"
+
+
+class ResumableLines:
+    """Lines in groups, each of which is there whole or not at all; in the end in the order of their numbers.
+
+    Within the context `add` takes groups in any order, and `commit` gives the file its name. Left by an error or an
+    interruption, what is there is kept in ``DST.partial``, if it is anything.
+
+    Attributes:
+        done: numbers of the groups that are there.
+    """
+
+    def __init__(self, dst: Path, fingerprint: Mapping[str, Any], sizes: Sequence[int], *, resume: bool) -> None:
+        """
+        Args:
+            dst: the file; it must not exist.
+            fingerprint: inputs and options, JSON; a resumed run must have the same.
+            sizes: lines of each group.
+            resume: go on where an interrupted run stopped, if there is one.
+
+        Raises:
+            RequestError, DestinationError, ResumeError: see `Staging`.
+        """
+        self._dst, self._sizes = dst, sizes
+        self._spans: dict[int, tuple[int, int]] = {}
+        self._staging = Staging(dst, fingerprint, 0, resume=resume)
+        with contextlib.ExitStack() as undone:
+            undone.callback(self._staging.close)
+            self._file = undone.enter_context(self._staging.folder.open(NAME))
+            with destination_errors(self._staging.path / NAME):
+                self._file.truncate(self._take_up())
+                self._file.seek(0, os.SEEK_END)
+            undone.pop_all()
+
+    @property
+    def done(self) -> set[int]:
+        return set(self._spans)
+
+    def __enter__(self) -> ResumableLines:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close(error)
+
+    def add(self, number: int, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Add a group.
+
+        Args:
+            lines: each with the number as its ``index``.
+
+        Raises:
+            DestinationError: if the disk is full or a write failed.
+        """
+        content = b"".join(map(encoded, lines))
+        with destination_errors(self._staging.path / NAME):
+            start = self._file.tell()
+            self._file.write(content)
+            self._file.flush()
+        self._spans[number] = start, len(content)
+
+    def commit(self) -> None:
+        """Write all groups in order, and give the file its name.
+
+        Raises:
+            DestinationError: if that name has been taken meanwhile, or a write failed.
+        """
+        assert self.done == set(range(len(self._sizes)))
+        folder = self._staging.folder
+        with destination_errors(self._staging.path / _ORDERED), folder.open(_ORDERED) as ordered:
+            ordered.truncate(0)
+            for number in range(len(self._sizes)):
+                start, length = self._spans[number]
+                self._file.seek(start)
+                ordered.write(self._file.read(length))
+            ordered.flush()
+            os.fsync(ordered.fileno())
+        self._staging.require_in_place()
+        try:
+            with destination_errors(self._dst):
+                rename_new(self._staging.path / _ORDERED, self._dst)
+        except DestinationError as error:
+            if not isinstance(error.__cause__, FileExistsError):
+                raise
+            raise DestinationError(
+                "appeared while writing; nothing is overwritten", path=self._dst,
+                hint="move it away and repeat it with `resume=True`",
+            ) from error  # fmt: skip
+        self._file.close()
+        self._staging.discard()
+
+    def _close(self, error: BaseException | None) -> None:
+        if self._file.closed:
+            return
+        with contextlib.suppress(OSError):  # what is left of a line that the disk had no room for
+            self._file.close()
+        if not self._spans:
+            self._staging.discard()
+            return
+        if error is not None:
+            mark_kept(error, self._staging.path)
+        self._staging.close()
+
+    def _take_up(self) -> int:
+        """Note which groups are there; how many bytes they are. What follows was torn by an interruption."""
+        start, number = 0, self._line()
+        while number is not None:
+            if number in self._spans or not 0 <= number < len(self._sizes):
+                raise not_ours(self._staging.path / NAME)
+            following = [self._line() for _ in range(self._sizes[number] - 1)]
+            if None in following:
+                break
+            if any(one != number for one in following):
+                raise not_ours(self._staging.path / NAME)
+            self._spans[number] = start, self._file.tell() - start
+            start, number = self._file.tell(), self._line()
+        return start
+
+    def _line(self) -> int | None:
+        """The number of the group that the next line belongs to; None where no whole line follows."""
+        line = self._file.readline()
+        if not line.endswith(b"\n"):
+            return None
+        try:
+            number = json.loads(line)["index"]
+        except (LookupError, RecursionError, TypeError, ValueError) as error:
+            raise not_ours(self._staging.path / NAME) from error
+        return number if type(number) is int else -1
+
+
+def encoded(value: Mapping[str, Any]) -> bytes:
+    """One line of JSON; characters stand for themselves, and what is not finite is null."""
+    plain = finite(value)
+    try:
+        return json.dumps(plain, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    except UnicodeEncodeError:  # half a character in what was given
+        return json.dumps(plain, allow_nan=False).encode() + b"\n"

@@ -1,0 +1,296 @@
+"""Prompts in a file of JSON lines, read and checked before a model is loaded, without torch.
+
+Each line is an object with one of
+
+    prompt       a text, which is continued
+    messages     a conversation, which is answered: objects with a role and a content, as chat templates take them
+    token_ids    the prompt as a list of token ids
+
+and may have
+
+    id           any JSON, which comes with the result
+    max_new_tokens, stop, n, logprobs, echo, temperature, top_p, top_k, min_p, repetition_penalty, logit_bias, seed
+                 how it is continued, in place of what was asked for all lines
+    specials     true: spellings of special tokens in the prompt, such as <|eot_id|>, mean those tokens
+    tools        that may be called in an answer to messages, as JSON schemas
+    chat_template_kwargs
+                 variables for the chat template
+
+Null is as good as absent. Other keys are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+from quantkit.architectures.config import ModelConfig
+from quantkit.arguments import require_flags, wrong_type
+from quantkit.errors import CheckpointError, QuantkitError, RequestError
+from quantkit.json_values import shown
+from quantkit.runtime.generation_config import sampling_defaults
+from quantkit.runtime.request import (
+    BEAM_SEARCH,
+    Request,
+    checked_options,
+    no_beam_search,
+    prompt_ids,
+    shortened,
+    stop_strings,
+    text_ids,
+    with_prompt,
+)
+from quantkit.runtime.sampling_params import SamplingOptions
+from quantkit.text.chat import Chat, chat_format
+from quantkit.text.tokenizer import Tokenizer
+
+OPTIONS = {"max_new_tokens", "stop", "n", "logprobs", "echo", *SamplingOptions.__annotations__}
+"""How prompts are continued: of all lines, or of one."""
+
+_PROMPTS = ("prompt", "messages", "token_ids")
+_OF_MESSAGES = ("tools", "chat_template_kwargs")
+_KEYS = {*_PROMPTS, *_OF_MESSAGES, *OPTIONS, "id", "specials"}
+_ELSEWHERE = {
+    "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "text": "prompt", "input": "prompt",
+    "conversation": "messages", "conversations": "messages", "custom_id": "id", "prompt_token_ids": "token_ids",
+    "num_return_sequences": "n", "stop_strings": "stop", "top_logprobs": "logprobs",
+}  # fmt: skip
+_EXPECTED = '{"prompt": "..."} or {"messages": [...]}'
+_SPELLED = re.compile(r"`(\w+)`")
+_NUMBER = re.compile(r"-?\d{1,20}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A line that was found sound.
+
+    Attributes:
+        request: how it is continued.
+        stop: strings at which the text ends.
+        known_by: its ``id``, if it has one.
+        messages: whether it is a conversation.
+        token_ids: whether it was given as such.
+        truncated: whether its beginning was cut off.
+    """
+
+    request: Request
+    stop: list[str]
+    known_by: dict[str, Any]
+    messages: bool
+    token_ids: bool
+    truncated: bool
+
+
+class PromptReader:
+    """Makes requests to one model of lines."""
+
+    def __init__(
+        self, folder: Path, config: ModelConfig, tokenizer: Tokenizer, options: Mapping[str, Any], *,
+        most: int, template: str | None = None, truncate: bool = False,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            folder: of the model.
+            options: how lines are continued that say nothing else, of `OPTIONS`.
+            most: tokens of a prompt with what continues it.
+            template: for conversations; see `chat_format`.
+            truncate: cut too long a prompt at its beginning, instead of refusing it.
+        """
+        self._folder, self._config, self._tokenizer = folder, config, tokenizer
+        self._options, self._most, self._template, self._truncate = options, most, template, truncate
+
+    def read(self, content: bytes, name: str) -> list[Prompt]:
+        """The prompts of a file.
+
+        Args:
+            name: of the file, for messages.
+
+        Raises:
+            RequestError: for a file of another kind, or a line that makes no sense, with its number.
+            CheckpointError: if the model's chat template or generation_config.json is damaged.
+        """
+        found = []
+        for number, values in _lines(content, name):
+            given = {key: value for key, value in values.items() if value is not None}
+            with _at(f"{name}:{number}"):
+                _require_known(values)
+                kind = _kind(given)
+            if kind == "messages":
+                self._require_chat()
+            with _at(f"{name}:{number}"):
+                known_by = {"id": values["id"]} if "id" in values else {}
+                found.append(self._prompt(kind, given, known_by))
+        return found
+
+    def _prompt(self, kind: str, given: Mapping[str, Any], known_by: dict[str, Any]) -> Prompt:
+        defaults = self._chat_defaults if kind == "messages" else {}
+        asked = {**defaults, **self._options, **{key: given[key] for key in OPTIONS & given.keys()}}
+        stop = stop_strings(asked.pop("stop", ()))
+        request = _request(asked)
+        ids = self._ids(kind, given)
+        if kind == "messages":
+            request = replace(request, end_ids=self._chat.end_ids)
+        cut = ids
+        if self._truncate and ids:
+            cut = shortened(ids, self._most, request.max_new_tokens, self._config.bos_token_id)
+        return Prompt(
+            with_prompt(self._config, request, cut, self._most), stop, known_by, kind == "messages",
+            kind == "token_ids", len(cut) < len(ids),
+        )  # fmt: skip
+
+    def _ids(self, kind: str, given: Mapping[str, Any]) -> list[int]:
+        value = given[kind]
+        if kind == "token_ids":
+            if not isinstance(value, list) or not all(type(one) is int for one in value):
+                raise wrong_type("token_ids", value, "a list of token ids")
+            return prompt_ids(value)
+        if kind == "prompt":
+            if not isinstance(value, str):
+                raise wrong_type("prompt", value, "a text")
+            require_flags(specials=given.get("specials", False))
+            return text_ids(self._tokenizer, value, specials=given.get("specials", False))
+        tools, variables = given.get("tools"), given.get("chat_template_kwargs", {})
+        if not isinstance(value, list):
+            raise wrong_type("messages", value, "a list of objects with a role and a content")
+        if tools is not None and not (isinstance(tools, list) and all(isinstance(one, dict) for one in tools)):
+            raise wrong_type("tools", tools, "a list of objects")
+        if not isinstance(variables, dict):
+            raise wrong_type("chat_template_kwargs", variables, "an object")
+        if taken := variables.keys() & {"messages", "tools", "self"}:
+            raise RequestError(f"'{min(taken)}' is no variable of the template's own")
+        return self._chat.encode(value, tools=tools, **variables)
+
+    def _require_chat(self) -> None:
+        """What is wrong with the model's folder is no fault of a line."""
+        _ = self._chat, self._chat_defaults
+
+    @cached_property
+    def _chat(self) -> Chat:
+        return chat_format(self._folder, self._tokenizer, self._template)
+
+    @cached_property
+    def _chat_defaults(self) -> SamplingOptions:
+        return sampling_defaults(self._folder)
+
+
+def checked(options: Mapping[str, Any]) -> None:
+    """Check what is asked for all lines.
+
+    Raises:
+        RequestError: for a value of the wrong type or out of its range.
+    """
+    others = dict(options)
+    stop_strings(others.pop("stop", ()))
+    _request(others)
+
+
+def _request(asked: Mapping[str, Any]) -> Request:
+    """A request without its prompt."""
+    sampling: Any = {key: asked[key] for key in SamplingOptions.__annotations__ if key in asked}
+    if isinstance(bias := sampling.get("logit_bias"), dict):
+        sampling["logit_bias"] = {_as_token(key): value for key, value in bias.items()}
+    echo = asked.get("echo", False)
+    require_flags(echo=echo)
+    return checked_options(
+        asked["max_new_tokens"], sampling, samples=asked.get("n", 1),
+        logprobs=asked.get("logprobs"), echo=echo,
+    )  # fmt: skip
+
+
+def _as_token(key: Any) -> Any:
+    """A token id, which JSON spells as a text."""
+    return int(key) if isinstance(key, str) and _NUMBER.fullmatch(key) else key
+
+
+def _kind(given: Mapping[str, Any]) -> str:
+    """Which key holds the prompt.
+
+    Raises:
+        RequestError: unless there is just one, and nothing that goes with another.
+    """
+    kinds = [key for key in _PROMPTS if key in given]
+    if not kinds:
+        raise RequestError("there is no prompt", found=", ".join(given) or "no keys", expected=_EXPECTED)
+    if len(kinds) > 1:
+        raise RequestError("the prompt is given twice", found=" and ".join(kinds), expected="one of them")
+    for key in ("specials", *_OF_MESSAGES):
+        goes_with = "prompt" if key == "specials" else "messages"
+        if key in given and kinds != [goes_with]:
+            raise RequestError(f"'{key}' goes with '{goes_with}'", found=f"'{kinds[0]}'")
+    return kinds[0]
+
+
+def _require_known(values: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        RequestError: if there is a key that is not known.
+    """
+    for key in values:
+        if key in BEAM_SEARCH:
+            raise no_beam_search(key)
+        if key not in _KEYS:
+            close = difflib.get_close_matches(key, _KEYS, 1)
+            meant = _ELSEWHERE.get(key) or (close[0] if close else None)
+            raise RequestError(f"unknown key {shown(key)}", hint=f"did you mean '{meant}'?" if meant else None)
+
+
+def _lines(content: bytes, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a file, by numbers of their lines; blank lines at the end are none.
+
+    Raises:
+        RequestError: if it is empty, no text, or of another kind.
+    """
+    try:
+        text = content.decode("utf-8-sig").rstrip()
+    except UnicodeDecodeError as error:
+        number = content.count(b"\n", 0, error.start) + 1
+        raise RequestError("is not a text", path=f"{name}:{number}", expected="UTF-8") from error
+    if not text:
+        raise RequestError("the file is empty", path=name, expected=f"on each line {_EXPECTED}")
+    for number, line in enumerate(text.split("\n"), 1):
+        yield number, _object(line, f"{name}:{number}", first=number == 1)
+
+
+def _object(line: str, place: str, *, first: bool) -> dict[str, Any]:
+    if not line.strip():
+        raise RequestError("the line is empty", path=place, expected=_EXPECTED)
+    value: Any = None
+    with contextlib.suppress(ValueError, RecursionError):
+        value = json.loads(line, parse_constant=_refuse)
+        if isinstance(value, dict):
+            return value
+    if first and line.lstrip().startswith("["):
+        raise RequestError(
+            "holds a JSON array", path=place, expected=f"on each line {_EXPECTED}", hint="jq -c '.[]' makes lines of it"
+        )
+    raise RequestError("is no JSON object", path=place, found=shown(line.strip()), expected=_EXPECTED)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+@contextmanager
+def _at(place: str) -> Iterator[None]:
+    """Tell of errors where they come from: keys, which are arguments elsewhere, as the file spells them."""
+    try:
+        yield
+    except (RequestError, CheckpointError) as error:
+        kind: type[QuantkitError] = RequestError if isinstance(error, RequestError) else CheckpointError
+        problem = error.problem if error.path is None else f"{error.path}: {error.problem}"
+        raise kind(
+            _spelled(problem), path=place, found=error.found, expected=_spelled(error.expected),
+            hint=_spelled(error.hint),
+        ) from error  # fmt: skip
+
+
+def _spelled(told: Any) -> Any:
+    return _SPELLED.sub(r"'\1'", told) if isinstance(told, str) else told

@@ -1,0 +1,74 @@
+"""``quantkit generate`` with one prompt: its options, and what it says of its speed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import Capture, run
+
+import quantkit
+
+
+def test_a_stop_string_ends_a_text(demo_model: Path, capfd: Capture) -> None:
+    whole = run(capfd, "generate", demo_model, "The people", "--max-new-tokens", "12")[1]
+    word = whole.split()[4]
+    cut = run(capfd, "generate", demo_model, "The people", "--max-new-tokens", "12", "--stop", word, "--stop", "\x00")[
+        1
+    ]
+    assert cut == whole[: whole.index(word, len("The people"))] + "\n"
+    both = ("--draft", demo_model, "--draft-tokens", "2")
+    assert run(capfd, "generate", demo_model, "The people", "--max-new-tokens", "12", "--stop", word, *both)[1] == cut
+
+
+def test_several_samples_stand_one_below_the_other(demo_model: Path, capfd: Capture) -> None:
+    asked = ("generate", demo_model, "The people", "--max-new-tokens", "4", "--temperature", "1")
+    code, out, _ = run(capfd, *asked, "--seed", "3", "-n", "3")
+    assert code == 0
+    alone = [run(capfd, *asked, "--seed", str(seed))[1] for seed in (3, 4, 5)]
+    assert out == "".join(f"--- {number} of 3 ---\n{text}" for number, text in enumerate(alone, 1))
+
+
+def test_all_sampling_options_of_one_prompt_are_the_librarys(demo_model: Path, capfd: Capture) -> None:
+    model, tokenizer = quantkit.load(demo_model, device="cpu")
+    options: dict[str, Any] = {"temperature": 1.5, "seed": 3, "top_k": 30, "min_p": 0.01, "repetition_penalty": 1.4}
+    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    expected = "".join(
+        quantkit.stream(model, tokenizer, "The people", max_new_tokens=8, logit_bias={263: -100}, **options)
+    )
+    _, out, _ = run(
+        capfd, "generate", demo_model, "The people", "--max-new-tokens", "8", "--logit-bias", "263=-100", *words
+    )
+    assert out == f"The people{expected}\n"
+
+
+def test_too_long_a_prompt_is_cut_where_that_is_asked_for(demo_model: Path, capfd: Capture) -> None:
+    prompt = "word " * 5000
+    assert run(capfd, "generate", demo_model, prompt, "--max-new-tokens", "2")[0] == 2
+    assert run(capfd, "generate", demo_model, prompt, "--max-new-tokens", "2", "--truncate")[0] == 0
+
+
+def test_stats_tell_times_and_the_share_of_bandwidth(
+    demo_model: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantkit.evals.timing.bandwidth", lambda device: 1e12)
+    code, _, err = run(capfd, "generate", demo_model, "The people", "--max-new-tokens", "4", "--stats")
+    assert code == 0
+    first, second, third = err.splitlines()
+    assert first.startswith("prompt: 3 tokens, first token after ")
+    assert first.endswith(" s")
+    assert second.startswith("generated: 4 tokens, ")
+    assert second.endswith(" tokens/s")
+    assert third.startswith("weights: ")
+    assert " of 1000.0 GB/s, " in third
+    assert third.endswith("% of the memory's bandwidth")
+
+
+def test_warm_up_says_how_many_steps_are_compiled(
+    demo_model: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ("generate", demo_model, "The people", "--max-new-tokens", "2", "--warmup")
+    assert run(capfd, *asked)[2] == "quantkit: note: nothing is compiled: the steps are eager\n"
+    monkeypatch.setattr("quantkit.runtime.engine.Engine.warm_up", lambda self: 7)
+    assert run(capfd, *asked)[2] == "quantkit: note: 7 steps compiled\n"
