@@ -5,10 +5,9 @@
 
 Random weights in TinyLlama's shape, made in FOLDER and kept; the head is of bfloat16 unless `--head` names a scheme.
 PYTHON has llama-cpp-python and gguf, or vLLM, which reads the same int4 folder as ours and compiles it first unless
-told not to. All candidates are loaded,
-each in a process of its own, and take the same prompts, continued greedily. In each round each of ours is measured
-right after its peers; a figure is new tokens a second of all sequences, after their prompts, the median over the
-rounds, and in parentheses the medians of the ratios to the peers, in their order.
+told not to. All candidates are loaded, each in a process of its own, and take the same prompts, continued greedily.
+In each round each of ours is measured right after its peers; a figure is new tokens a second of all sequences, after
+their prompts, the median over the rounds, and in parentheses the medians of the ratios to the peers, in their order.
 """
 
 from __future__ import annotations
