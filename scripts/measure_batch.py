@@ -1,13 +1,13 @@
 """Measure sequences decoded together on this CPU, in turn with llama.cpp and vLLM: tables in Markdown.
 
-    python scripts/measure_batch.py --models FOLDER [--peer PYTHON] [--vllm PYTHON] [--rounds 5] [--head SCHEME]
-        [--schemes int8 int4-g128] [--sequences 1 2 4 8 16] [--prompt 16] [--new 16]
+    python scripts/measure_batch.py --models FOLDER [--peer PYTHON] [--vllm PYTHON [--vllm-eager]]
+        [--rounds 5] [--head SCHEME] [--schemes int8 int4-g128] [--sequences 1 2 4 8 16] [--prompt 16] [--new 16]
 
 Random weights in TinyLlama's shape, made in FOLDER and kept; the head is of bfloat16 unless `--head` names a scheme.
-PYTHON has llama-cpp-python and gguf, or vLLM, which reads the same int4 folder as ours. All candidates are loaded,
-each in a process of its own, and take the same prompts, continued greedily. In each round each of ours is measured
-right after its peers; a figure is new tokens a second of all sequences, after their prompts, the median over the
-rounds, and in parentheses the medians of the ratios to the peers, in their order.
+PYTHON has llama-cpp-python and gguf, or vLLM, which reads the same int4 folder as ours and compiles it first unless
+told not to. All candidates are loaded, each in a process of its own, and take the same prompts, continued greedily.
+In each round each of ours is measured right after its peers; a figure is new tokens a second of all sequences, after
+their prompts, the median over the rounds, and in parentheses the medians of the ratios to the peers, in their order.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def measure(options: argparse.Namespace, scheme: str) -> tuple[list[str], dict[s
         command = (str(here / "peer_llamacpp.py"), str(options.models), "--serve", kind, "--context", context)
         candidates[f"llama.cpp {kind}"] = Candidate(options.peer, *command, "--sequences", str(max(options.sequences)))
     if options.vllm and scheme != "int8":
-        command = (str(here / "peer_vllm.py"), str(folder), "--length", str(length))
+        command = (str(here / "peer_vllm.py"), str(folder), "--length", str(length), *["--eager"] * options.vllm_eager)
         candidates["vLLM"] = Candidate(options.vllm, *command, "--sequences", str(max(options.sequences)))
     peers = list(candidates)
     for mode in MODES:
@@ -150,6 +150,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path)
     parser.add_argument("--peer")
     parser.add_argument("--vllm")
+    parser.add_argument("--vllm-eager", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--schemes", nargs="*", default=["int8", "int4-g128"], choices=PEERS)
     parser.add_argument("--head")
