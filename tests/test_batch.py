@@ -339,6 +339,11 @@ def test_requests_that_come_and_go_as_they_like(
                 assert one.logprobs == right.logprobs.cut(echoed + count)
 
 
+def _finish(batch: Batch) -> None:
+    while batch.busy:
+        batch.step()
+
+
 def _any_request(chance: random.Random, texts: list[list[int]]) -> Request:
     text, other = chance.sample(texts, 2)
     shared, own = chance.randrange(1, 190), chance.randrange(0, 40)
@@ -385,8 +390,7 @@ def test_samples_go_on_without_the_one_that_read_their_prompt(steps: int, folder
         for _ in range(steps):
             batch.step()
         batch.end(several[0])
-        while batch.busy:
-            batch.step()
+        _finish(batch)
         assert [one.tokens for one in several[1:]] == expected[1:]
         assert several[0].tokens == expected[0][: len(several[0].tokens)]
 
@@ -452,8 +456,7 @@ def test_what_is_not_finite_is_given_to_nobody(
     batch = Batch(engine)
     several = [batch.add(Request(prompt, 30, **options))[0] for prompt in _prompts((300, 5, 7))]
     with pytest.raises(NonFiniteError):
-        while batch.busy:
-            batch.step()
+        _finish(batch)
     assert all(len(one.tokens) < 10 for one in several)
 
 

@@ -15,6 +15,7 @@ import quantkit
 from quantkit.errors import RequestError
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
+from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate import generate
 from quantkit.runtime.sampling import probabilities
 from quantkit.runtime.sampling_params import SamplingParams
@@ -64,6 +65,19 @@ def test_a_draft_that_is_right_saves_steps(models: dict[str, Decoder], monkeypat
     found = list(speculate(copy, model, PROMPT, max_new_tokens=20, draft_tokens=4))
     assert found == list(generate(model, PROMPT, max_new_tokens=20))
     assert steps == [len(PROMPT) + 4, 5, 5, 5]
+
+
+def test_long_prompts_are_read_in_chunks(models: dict[str, Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    step = Engine.step
+    monkeypatch.setattr(Engine, "step", lambda engine, *given: (rows.append(len(given[1])), step(engine, *given))[1])
+    for name in ("int8", "fp32"):
+        model, prompt = models[name], PROMPT * 75
+        rows.clear()
+        found = list(speculate(model, models["int4-g32"], prompt, max_new_tokens=12, draft_tokens=3))
+        assert max(rows) == 240
+        assert sum(count == 240 for count in rows) == 2
+        assert found == list(generate(model, prompt, max_new_tokens=12))
 
 
 @pytest.mark.parametrize("guess", [[0.25, 0.25, 0.25, 0.25], [0.7, 0.1, 0.1, 0.1], [0.0, 0.1, 0.1, 0.8]])

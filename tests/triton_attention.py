@@ -213,6 +213,31 @@ def test_a_model_attends_through_it_and_does_all_else_as_before(quantized: Path)
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
+STEPS = [[(2, 0, 5)], [(0, 0, 20), (2, 5, 1)], [(2, 6, 1), (0, 20, 1), (1, 0, 1)], [(1, 1, 7), (2, 7, 1), (0, 21, 1)]]
+"""Of each piece the slot, its first position, and how many tokens."""
+
+
+def test_an_engines_slots_take_turns_through_it(quantized: Path) -> None:
+    """One row of each that decodes in one call, with chunks beside them, few and many; each as if it were alone."""
+    model, reference = (
+        load_model(quantized, device=DEVICE, dtype=torch.float32, backend=name) for name in ("triton", "reference")
+    )
+    assert not model.ops.ragged
+    texts = torch.randint(3, 2000, (3, 30), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    engine, found = Engine(model, 40, slots=3, compiled=False), dict[int, list[Tensor]]()
+    for step in STEPS:
+        rows = [(slot, start + place) for slot, start, count in step for place in range(count)]
+        slots, positions = zip(*rows, strict=True)
+        logits = engine.step(texts[slots, positions], slots, positions, range(len(rows)))
+        for slot, row in zip(slots, logits, strict=True):
+            found.setdefault(slot, []).append(row)
+    for slot, logits in found.items():
+        count = len(logits)
+        alone = Engine(reference, 40, compiled=False)
+        expected = alone.step(texts[slot, :count], [0] * count, range(count), range(count))
+        torch.testing.assert_close(torch.stack(logits), expected, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("mistake", ["wrong", "failing"])
 def test_attention_that_is_wrong_is_found_out_at_load(
     mistake: str, quantized: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

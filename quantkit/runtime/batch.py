@@ -144,7 +144,10 @@ class Batch:
             logits = self.engine.step(torch.cat(rows.tokens), rows.slots, rows.positions, rows.wanted, rows.lengths)
             ended = self._note_chunks(rows, logits)
             if rows.drawing:
-                self._draw(logits[list(rows.drawing.values())], list(rows.drawing))
+                places = list(rows.drawing.values())
+                if places != list(range(len(logits))):
+                    logits = logits[numbers(places, logits.device)]
+                self._draw(logits, list(rows.drawing))
         return [*ended, *self._look()]
 
     def _admit(self) -> None:
@@ -264,7 +267,7 @@ class Batch:
                 else token_logprobs(logits[row : row + 1], tokens[row : row + 1], one.request.logprobs)
                 for row, one in enumerate(by)
             ]  # fmt: skip
-            self._last[[one.place for one in by]] = tokens
+            self._last[numbers([one.place for one in by], tokens.device)] = tokens
         self._unseen.append(_Drawn(by, tokens, extremes, logprobs))
 
     def _look(self) -> list[Generation]:

@@ -146,7 +146,7 @@ class Engine:
             for start in (0, 1):  # attention among themselves, and over what is stored
                 rows = [(0, position) for position in range(start, min(start + self.chunk, self.length))]
                 steps += [rows[:count] for count in _buckets(LEAST_BUCKET, len(rows)) if len(rows) > 1]
-        for step in steps:
+        for step in steps * (2 if self.model.device.type == "cuda" else 1):  # the second is recorded
             slots, positions = zip(*step, strict=True)
             self.step(self._numbers([0] * len(step)), slots, positions, [0])
         return len(steps)

@@ -56,7 +56,8 @@ def speculate(
     prompt = prompt_ids(ids)
     request, _ = (checked_request(one.config, prompt, max_new_tokens, sampling) for one in (model, draft))
     params, length = agreed(request.sampling, model.group), request.length
-    return _tokens(*(_Reader(one, len(prompt), length) for one in (model, draft)), prompt, length, draft_tokens, params)
+    target, helper = (_Reader(one, len(prompt), length) for one in (model, draft))
+    return _tokens(target, helper, prompt, length, draft_tokens, params)
 
 
 class _Reader:
