@@ -203,9 +203,11 @@ def test_the_command_hands_on_its_cache_and_how_steps_run(
 ) -> None:
     asked = []
 
-    def engine(model: Decoder, length: int, *, cache_dtype: torch.dtype | None, compiled: bool | None) -> Engine:
+    def engine(
+        model: Decoder, length: int, *, slots: int, cache_dtype: torch.dtype | None, compiled: bool | None
+    ) -> Engine:
         asked.append((cache_dtype, compiled))
-        return Engine(model, length, cache_dtype=cache_dtype)
+        return Engine(model, length, slots=slots, cache_dtype=cache_dtype)
 
     monkeypatch.setattr("quantkit.runtime.engine.Engine", engine)
     code, text, _ = run(capfd, "generate", demo_model, "--prompt", "Fellow citizens", "--max-new-tokens", "5", option)
