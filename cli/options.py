@@ -100,8 +100,6 @@ _SAMPLING = (
     click.option("--stop", metavar="TEXT", multiple=True, help="End before this text; may be given several times."),
 )
 _SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-SAMPLING = ("max_new_tokens", *_SAMPLING_NAMES, "stop")
-"""The options that `sampling` adds."""
 
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}

@@ -41,6 +41,10 @@ class Candidate:
         print(measure, file=self._process.stdin, flush=True)
         return float(self._answer())
 
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
     def _answer(self) -> str:
         assert self._process.stdout is not None
         answer = self._process.stdout.readline()

@@ -1,15 +1,17 @@
-"""llama.cpp on random weights of TinyLlama's shape, to be held against ours by `measure_cpu.py`.
+"""llama.cpp on random weights of TinyLlama's shape, to be held against ours by `measure_cpu.py` and `measure_batch.py`.
 
-    PYTHON scripts/peer_llamacpp.py FOLDER --serve Q4_0 [--threads 2]
+    PYTHON scripts/peer_llamacpp.py FOLDER --serve Q4_0 [--threads 2] [--context 2048] [--sequences 8]
 
 PYTHON has llama-cpp-python and gguf. The model is made in FOLDER and kept. Says how many bytes of weights it
-reads for a token; then, for each line on standard input that names a measurement, its tokens per second.
+reads for a token; then, for each line on standard input that names a measurement, or holds prompts as JSON, its
+tokens per second.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import sys
 import time
 from pathlib import Path
@@ -80,18 +82,18 @@ def make(folder: Path, kind: str) -> Path:
 class Session:
     """One model and context."""
 
-    def __init__(self, path: Path, threads: int) -> None:
+    def __init__(self, path: Path, threads: int, context: int, sequences: int, *, unified: bool) -> None:
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
         options = llama_cpp.llama_context_default_params()
-        options.n_ctx, options.n_batch, options.n_ubatch = CONTEXT, 512, 512
+        options.n_ctx, options.n_batch, options.n_ubatch = context, 512, 512
         options.n_threads = options.n_threads_batch = threads
-        options.n_seq_max, options.kv_unified = 8, True
+        options.n_seq_max, options.kv_unified = sequences, unified
         self._context = llama_cpp.llama_init_from_model(self._model, options)
 
     def clear(self) -> None:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
 
-    def run(self, tokens: list[int], position: int, sequences: int = 1) -> None:
+    def run(self, tokens: list[int], position: int, sequences: int = 1, sequence: int = 0) -> None:
         """Tokens of one sequence, or one token each of several."""
         batch = llama_cpp.llama_batch_init(len(tokens), 0, sequences)
         batch.n_tokens = len(tokens)
@@ -99,7 +101,7 @@ class Session:
             batch.token[index] = token
             batch.pos[index] = position + (0 if sequences > 1 else index)
             batch.n_seq_id[index] = 1
-            batch.seq_id[index][0] = index if sequences > 1 else 0
+            batch.seq_id[index][0] = index if sequences > 1 else sequence
             batch.logits[index] = sequences > 1 or index == len(tokens) - 1
         if llama_cpp.llama_decode(self._context, batch):
             raise SystemExit("llama.cpp failed")
@@ -123,6 +125,24 @@ class Session:
             self.run(list(range(1, sequences + 1)), 1 + step, sequences)
         return sequences * count / (time.perf_counter() - started)
 
+    def likeliest(self, row: int) -> int:
+        """The token with the largest logit in a row of the last run."""
+        return int(np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self._context, row), (VOCABULARY,)).argmax())
+
+    def together(self, prompts: list[list[int]], new: int) -> float:
+        """New tokens after the first of each prompt, greedily."""
+        self.clear()
+        tokens = []
+        for sequence, prompt in enumerate(prompts):
+            for start in range(0, len(prompt), 512):
+                self.run(prompt[start : start + 512], start, sequence=sequence)
+            tokens.append(self.likeliest(-1))
+        started = time.perf_counter()
+        for step in range(new - 1):
+            self.run(tokens, len(prompts[0]) + step, len(prompts))
+            tokens = [self.likeliest(row) for row in range(len(prompts))]
+        return len(prompts) * (new - 1) / (time.perf_counter() - started)
+
     def prefill(self, count: int) -> float:
         self.clear()
         started = time.perf_counter()
@@ -141,13 +161,16 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--serve", required=True, choices=TYPES)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--context", type=int, default=CONTEXT)
+    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--split", action="store_true", help="each sequence has a cache of its own")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)  # to live as long as the library
     llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
     path = make(options.folder, options.serve)
-    session = Session(path, options.threads)
+    session = Session(path, options.threads, options.context, options.sequences, unified=not options.split)
     measures = {
         "decode": lambda: session.decoding(48),
         "decode batch 8": lambda: session.batched(8, 8),
@@ -156,7 +179,10 @@ def main() -> None:
     }
     print(weight_bytes(path), flush=True)
     for line in sys.stdin:
-        print(measures[line.strip()](), flush=True)
+        if line.startswith("{"):
+            print(session.together(**json.loads(line)), flush=True)
+        else:
+            print(measures[line.strip()](), flush=True)
 
 
 if __name__ == "__main__":

@@ -142,6 +142,14 @@ def test_what_was_said_before_a_question_was_left_is_remembered(loaded: tuple[De
     assert session.messages == [_user("The people?"), _assistant("".join(said))]
     assert session.finish_reason is None
     assert "".join(session.ask("And?"))
+    begun = _session(loaded, chat)
+    left = begun.ask("The people?")
+    assert [next(left), next(left)] == said
+    assert "".join(begun.ask("And?")) == session.messages[-1]["content"]
+    assert begun.messages == session.messages
+    next(begun.ask("And?"))
+    begun.reset()
+    assert begun.messages == []
     fresh = _session(loaded, chat)
     fresh.messages += session.messages[:2]
     assert "".join(fresh.ask("And?")) == session.messages[-1]["content"]

@@ -269,6 +269,8 @@ def test_too_long_a_prompt_is_told_by_its_number_or_cut(model: Decoder, tokenize
         ({"stop": 7}, ("`stop` is of the wrong type",)),
         ({"stop": [None]}, ("`stop` is of the wrong type",)),
         ({"max_new_tokens": 0}, ("nothing to generate", "at least 1")),
+        ({"max_new_tokens": 0, "echo": True}, ("nothing to generate", "with both `echo` and `logprobs`")),
+        ({"max_new_tokens": 0, "logprobs": 1}, ("nothing to generate", "with both `echo` and `logprobs`")),
         ({"max_new_tokens": "9"}, ("`max_new_tokens` is of the wrong type",)),
         ({"max_new_tokens": 10**6}, ("exceed the model's context", "ask for fewer with `max_new_tokens`")),
         ({"n": 0}, ("n must be at least 1",)),

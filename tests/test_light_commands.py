@@ -100,6 +100,11 @@ def test_a_plain_mistake_is_told_without_torch(folders: Path) -> None:
         ("generate", source, "hi", "--max-new-tokens", "0"), ("generate", source, "hi", "--backend", "foo"),
         ("bench", source, "--backend", "foo"), ("generate", "A prompt", source), ("generate", source, "-dash"),
         ("convert", source, out, "--to", "gguf"), ("convert", "nothere", ""), ("run", source),
+        ("generate", source, "hi", "--top-k", "-1"), ("generate", source, "hi", "--min-p", "2"),
+        ("generate", source, "hi", "--stop", ""), ("generate", source, "hi", "--n", "0"),
+        ("generate", source, "hi", "--repetition-penalty", "0"), ("generate", source, "hi", "--logit-bias", "x"),
+        ("generate", source, "hi", "--beam-size", "2"), ("generate", source, "hi", "--echo"),
+        ("generate", source, "--prompts", out), ("generate", source, "--prompts", out, "--output", "-", "--batch", "0"),
     )  # fmt: skip
     assert set(_run(*wrong)) == {2}
     missing = (
@@ -110,3 +115,10 @@ def test_a_plain_mistake_is_told_without_torch(folders: Path) -> None:
         ("generate", source, "hi", "--draft", "nothere"),
     )  # fmt: skip
     assert set(_run(*missing)) == {3}
+
+
+def test_what_is_wrong_in_a_file_of_prompts_is_told_without_torch(folders: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").write_text('{"prompt": "The people"}\n{"prompt": "The", "top_p": 0}\n')
+    (tmp_path / "long").write_text('{"token_ids": [1], "max_new_tokens": 1000000}\n')
+    asked = ("generate", folders / "tokenizer", "--output", tmp_path / "out", "--prompts")
+    assert _run((*asked, tmp_path / "in"), (*asked, tmp_path / "long"), (*asked, tmp_path / "none")) == [2] * 3

@@ -274,7 +274,7 @@ def test_draws_follow_the_seed_one_call_after_the_other(folders: dict[str, Path]
         ({"max_seq_len": 4097}, ("max_seq_len is out of range (found 4097",)),
         ({"max_seq_len": "512"}, ("`max_seq_len` is of the wrong type",)),
         ({"max_batch_size": 0}, ("max_batch_size must be at least 1",)),
-        ({"model_parallel_size": 2}, ("not the number of processes (found 2, expected 1)", "torchrun --nproc-per-n")),
+        ({"model_parallel_size": 2}, ("not the number of processes (found 2, expected 1)", "with torchrun")),
         ({"seed": "x"}, ("`seed` is of the wrong type",)),
         ({"ckpt_dir": "nowhere"}, ("nowhere: does not exist",)),
         ({"tokenizer_path": "nowhere"}, ("nowhere: has no tokenizer", "tokenizer.model or tokenizer.json")),

@@ -18,21 +18,27 @@ constexpr int64_t kPanel = 64;  // tokens whose activations stay in cache while 
 constexpr int64_t kStretch = 256;  // columns converted to float32 at a time, a multiple of 32
 
 template <int Bits, bool Exact, int Tokens>
-void tiles(const Layout& at, const uint8_t* band, const Workspace& x, int64_t token, int64_t count, float* out) {
+void tiles(const Layout& at, const uint8_t* band, int64_t bands, const Workspace& x, int64_t token, int64_t count,
+           float* out, int64_t step) {
   for (; count >= Tokens; token += Tokens, count -= Tokens, out += Tokens * kRows) {
     using Records = Record<form_for(Bits, Exact, Tokens), Tokens>;
-    tile<Bits, Exact, Tokens>(at, band, reinterpret_cast<const Records*>(x.records(token)), out);
+    const auto* records = reinterpret_cast<const Records*>(x.records(token));
+    if (Tokens > 1 && bands == kBands)
+      tile<Bits, Exact, Tokens, kBands>(at, band, records, out, step);
+    else
+      for (int64_t n = 0; n < bands; ++n)
+        tile<Bits, Exact, Tokens, 1>(at, band + n * at.band_bytes(), records, out + n * step, step);
   }
-  if constexpr (Tokens > 1) tiles<Bits, Exact, Tokens / 2>(at, band, x, token, count, out);
+  if constexpr (Tokens > 1) tiles<Bits, Exact, Tokens / 2>(at, band, bands, x, token, count, out, step);
 }
 
-// A band times tokens: out[t * 16 + r].
-inline void band_product(const Layout& at, const uint8_t* band, const Workspace& x, int64_t token, int64_t count,
-                         float* out) {
-  if (at.bits == 4 && at.exact) tiles<4, true, kTokens>(at, band, x, token, count, out);
-  if (at.bits == 4 && !at.exact) tiles<4, false, kTokens>(at, band, x, token, count, out);
-  if (at.bits == 8 && at.exact) tiles<8, true, kTokens>(at, band, x, token, count, out);
-  if (at.bits == 8 && !at.exact) tiles<8, false, kTokens>(at, band, x, token, count, out);
+// Some bands, at most kBands, times tokens: out[t * 16 + r], `step` further for each band.
+inline void band_products(const Layout& at, const uint8_t* band, int64_t bands, const Workspace& x, int64_t token,
+                          int64_t count, float* out, int64_t step) {
+  if (at.bits == 4 && at.exact) tiles<4, true, kTokens>(at, band, bands, x, token, count, out, step);
+  if (at.bits == 4 && !at.exact) tiles<4, false, kTokens>(at, band, bands, x, token, count, out, step);
+  if (at.bits == 8 && at.exact) tiles<8, true, kTokens>(at, band, bands, x, token, count, out, step);
+  if (at.bits == 8 && !at.exact) tiles<8, false, kTokens>(at, band, bands, x, token, count, out, step);
 }
 
 // A packed weight and what is added to its products.
@@ -58,24 +64,26 @@ inline void matmul(const Linear& linear, const void* x, FloatType type, int64_t 
       workspace.quantize(values, count, token, from / kColumns);
     }
   });
-  const int64_t panels = (tokens + kPanel - 1) / kPanel;
-  pool.parallel_for(panels * at.bands(), 1, threads, [&](int64_t index) {
-    const int64_t panel = index / at.bands(), band = index % at.bands();
-    const int64_t token = panel * kPanel, count = std::min(kPanel, tokens - token);
-    const int64_t row = band * kRows, rows = std::min(kRows, at.rows - row);
-    alignas(64) float out[kPanel * kRows];
-    band_product(at, linear.bands + band * at.band_bytes(), workspace, token, count, out);
-    float scratch[kRows] = {};
-    const float* bias = linear.bias ? load_floats(linear.bias, type, row, rows, scratch) : scratch;
-    for (int64_t t = 0; t < count; ++t) {
-      float* of = out + t * kRows;
-      for (int64_t r = 0; r < rows; ++r) of[r] += bias[r];
-      const int64_t offset = (token + t) * at.rows + row;
-      if (add) {
-        float* sums = static_cast<float*>(y) + offset;
-        for (int64_t r = 0; r < rows; ++r) sums[r] += of[r];
-      } else {
-        store_floats(of, rows, y, type, offset);
+  const int64_t panels = (tokens + kPanel - 1) / kPanel, pieces = (at.bands() + kBands - 1) / kBands;
+  pool.parallel_for(panels * pieces, 1, threads, [&](int64_t index) {
+    const int64_t token = index / pieces * kPanel, count = std::min(kPanel, tokens - token);
+    const int64_t band = index % pieces * kBands, bands = std::min<int64_t>(kBands, at.bands() - band);
+    alignas(64) float out[kBands][kPanel * kRows];
+    band_products(at, linear.bands + band * at.band_bytes(), bands, workspace, token, count, out[0], kPanel * kRows);
+    for (int64_t n = 0; n < bands; ++n) {
+      const int64_t row = (band + n) * kRows, rows = std::min(kRows, at.rows - row);
+      float scratch[kRows] = {};
+      const float* bias = linear.bias ? load_floats(linear.bias, type, row, rows, scratch) : scratch;
+      for (int64_t t = 0; t < count; ++t) {
+        float* of = out[n] + t * kRows;
+        for (int64_t r = 0; r < rows; ++r) of[r] += bias[r];
+        const int64_t offset = (token + t) * at.rows + row;
+        if (add) {
+          float* sums = static_cast<float*>(y) + offset;
+          for (int64_t r = 0; r < rows; ++r) sums[r] += of[r];
+        } else {
+          store_floats(of, rows, y, type, offset);
+        }
       }
     }
   });

@@ -10,6 +10,7 @@ namespace quantkit {
 
 constexpr const char* kInstructions = "avx2";
 constexpr int kTokens = 4;  // that a tile takes at once
+constexpr int kBands = 1;   // the same
 constexpr bool kSigned8 = false;
 constexpr int kHalf = 8;
 constexpr int64_t kAhead = 2048;  // bytes
@@ -136,8 +137,9 @@ inline void dot_words(const uint8_t* codes, const Records& x, Sums<Tokens>& sums
 }
 
 // out[t * 16 + r] = row r of the band times token t.
-template <int Bits, bool Exact, int Tokens>
-void tile(const Layout& at, const uint8_t* band, const Record<form_for(Bits, Exact, Tokens), Tokens>* x, float* out) {
+template <int Bits, bool Exact, int Tokens, int Bands>
+void tile(const Layout& at, const uint8_t* band, const Record<form_for(Bits, Exact, Tokens), Tokens>* x, float* out,
+          int64_t) {
   __m256i zero[2] = {};
   __m256 scale[2], total[Tokens][2];
   for (int t = 0; t < Tokens; ++t) total[t][0] = total[t][1] = _mm256_setzero_ps();

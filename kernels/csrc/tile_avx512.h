@@ -10,6 +10,7 @@ namespace quantkit {
 
 constexpr const char* kInstructions = "avx512-vnni";
 constexpr int kTokens = 16;  // that a tile takes at once
+constexpr int kBands = 2;    // the same, where tokens are several: activations are loaded once for both
 constexpr bool kSigned8 = false;
 constexpr int64_t kAhead = 2048;  // bytes
 
@@ -28,60 +29,87 @@ inline __m512i four_columns(const int8_t* x) {
   return _mm512_set1_epi32(word);
 }
 
-// `sum` plus the sums over a block for 16 rows, in two chains since each step waits for the one before.
-inline __m512i dot(__m512i sum, const __m512i* w, const int8_t* x) {
-  __m512i odd = _mm512_setzero_si512();
-  for (int i = 0; i < 8; i += 2) {
-    sum = _mm512_dpbusd_epi32(sum, w[i], four_columns(x + i * 4));
-    odd = _mm512_dpbusd_epi32(odd, w[i + 1], four_columns(x + i * 4 + 4));
-  }
-  return _mm512_add_epi32(sum, odd);
+// sums[t][n] += the sums over a block for the 16 rows of band n and token t, whose activations are `apart` bytes from
+// those of the token before. Each product waits for the one before it in the same sum, so all sums go in turn.
+template <int Tokens, int Bands>
+inline void add_dots(const __m512i (&w)[Bands][8], const int8_t* x, int64_t apart, __m512i (&sums)[Tokens][Bands]) {
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i)
+#pragma GCC unroll 4
+    for (int t = 0; t < Tokens; ++t) {
+      const __m512i four = four_columns(x + t * apart + i * 4);
+#pragma GCC unroll 2
+      for (int n = 0; n < Bands; ++n) sums[t][n] = _mm512_dpbusd_epi32(sums[t][n], w[n][i], four);
+    }
 }
 
-// out[t * 16 + r] = row r of the band times token t.
-template <int Bits, bool Exact, int Tokens>
-void tile(const Layout& at, const uint8_t* band, const Record<form_for(Bits, Exact, Tokens), Tokens>* x, float* out) {
+// out[t * 16 + r] = row r of a band times token t; of the next band at out + step.
+template <int Bits, bool Exact, int Tokens, int Bands>
+void tile(const Layout& at, const uint8_t* band, const Record<form_for(Bits, Exact, Tokens), Tokens>* x, float* out,
+          int64_t step) {
   const __m512i nibble = _mm512_set1_epi8(15);
-  __m512i zero = _mm512_setzero_si512();
-  __m512 total[Tokens];
-  for (int t = 0; t < Tokens; ++t) total[t] = _mm512_setzero_ps();
-  const int64_t groups = at.groups(), per_group = at.blocks_per_group();
+  __m512i zero[Bands];
+  __m512 scale[Bands], total[Tokens][Bands];
+  for (int t = 0; t < Tokens; ++t)
+    for (int n = 0; n < Bands; ++n) total[t][n] = _mm512_setzero_ps();
+  const int64_t groups = at.groups(), per_group = at.blocks_per_group(), apart = at.band_bytes();
   const int64_t per_line = at.groups_per_line(), head_bytes = at.head_bytes();
   const FloatType type = at.scales;
   const bool zeros = at.zeros;
   const uint8_t *codes = band, *head = band;
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t offset = enter_group(g, per_line, head_bytes, codes, head);
-    const __m512 scale = load_scales(head, type, offset);
-    if (zeros) {
-      const __m128i bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(head + kLine + offset));
-      zero = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_cvtepu8_epi32(bytes));
+    for (int n = 0; n < Bands; ++n) {
+      scale[n] = load_scales(head + n * apart, type, offset);
+      if (!zeros) continue;
+      const __m128i* bytes = reinterpret_cast<const __m128i*>(head + n * apart + kLine + offset);
+      zero[n] = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_cvtepu8_epi32(_mm_load_si128(bytes)));
     }
     for (int64_t b = 0; b < per_group; ++b, ++x, codes += kRows * kColumns * Bits / 8) {
-      if (Tokens > 1)  // the work on a block is long, and the processor looks ahead too little
-        for (int i = 0; i < Bits; ++i)
-          _mm_prefetch(reinterpret_cast<const char*>(codes + kAhead + i * 64), _MM_HINT_T0);
-      __m512i w[8];
-      if (Bits == 4) {
-        for (int i = 0; i < 4; ++i) {
-          const __m512i both = _mm512_load_si512(codes + i * 64);
-          w[2 * i] = _mm512_and_si512(both, nibble);
-          w[2 * i + 1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
+      __m512i w[Bands][8];
+      for (int n = 0; n < Bands; ++n) {
+        const uint8_t* from = codes + n * apart;
+        if (Tokens > 1)  // the work on a block is long, and the processor looks ahead too little
+          for (int i = 0; i < Bits; ++i)
+            _mm_prefetch(reinterpret_cast<const char*>(from + kAhead + i * 64), _MM_HINT_T0);
+        if (Bits == 4) {
+          for (int i = 0; i < 4; ++i) {
+            const __m512i both = _mm512_load_si512(from + i * 64);
+            w[n][2 * i] = _mm512_and_si512(both, nibble);
+            w[n][2 * i + 1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
+          }
+        } else {
+          for (int i = 0; i < 8; ++i) w[n][i] = _mm512_load_si512(from + i * 64);
         }
-      } else {
-        for (int i = 0; i < 8; ++i) w[i] = _mm512_load_si512(codes + i * 64);
       }
-      for (int t = 0; t < Tokens; ++t) {
-        const __m512i sums = _mm512_set1_epi32(x->sums[t]);
-        __m512i sum = zeros ? _mm512_mullo_epi32(zero, sums) : sums;
-        if (Exact) sum = _mm512_add_epi32(sum, _mm512_slli_epi32(dot(_mm512_setzero_si512(), w, x->values[t]), 8));
-        sum = dot(sum, w, Exact ? x->low(t) : x->values[t]);
-        const __m512 step = _mm512_mul_ps(scale, _mm512_set1_ps(x->scales[t]));
-        total[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), step, total[t]);
+      constexpr int kSome = Tokens < 4 ? Tokens : 4;  // whose sums stay in registers
+      for (int t = 0; t < Tokens; t += kSome) {
+        constexpr int64_t kApart = sizeof(x->values[0]);
+        __m512i sums[kSome][Bands];
+#pragma GCC unroll 4
+        for (int j = 0; j < kSome; ++j)
+          for (int n = 0; n < Bands; ++n) sums[j][n] = _mm512_setzero_si512();
+        add_dots(w, x->values[t], kApart, sums);
+        if (Exact) {  // these were the high bytes
+#pragma GCC unroll 4
+          for (int j = 0; j < kSome; ++j)
+            for (int n = 0; n < Bands; ++n) sums[j][n] = _mm512_slli_epi32(sums[j][n], 8);
+          add_dots(w, x->low(t), kApart, sums);
+        }
+#pragma GCC unroll 4
+        for (int j = 0; j < kSome; ++j) {
+          const __m512i of_x = _mm512_set1_epi32(x->sums[t + j]);
+          const __m512 by = _mm512_set1_ps(x->scales[t + j]);
+          for (int n = 0; n < Bands; ++n) {
+            const __m512i sum = _mm512_add_epi32(sums[j][n], zeros ? _mm512_mullo_epi32(zero[n], of_x) : of_x);
+            total[t + j][n] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(scale[n], by), total[t + j][n]);
+          }
+        }
       }
     }
   }
-  for (int t = 0; t < Tokens; ++t) _mm512_storeu_ps(out + t * kRows, total[t]);
+  for (int t = 0; t < Tokens; ++t)
+    for (int n = 0; n < Bands; ++n) _mm512_storeu_ps(out + n * step + t * kRows, total[t][n]);
 }
 
 }  // namespace quantkit

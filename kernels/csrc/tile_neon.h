@@ -16,6 +16,7 @@ constexpr const char* kInstructions = "neon";
 constexpr bool kWhole8 = true;  // 8-bit codes take activations as 16-bit integers
 #endif
 constexpr int kTokens = 4;  // that a tile takes at once
+constexpr int kBands = 1;   // the same
 constexpr bool kSigned8 = true;  // codes of 8 bits are made signed
 constexpr int kQuarter = 4;
 constexpr int64_t kAhead = 2048;  // bytes
@@ -89,8 +90,9 @@ inline int32x4_t dot(const int8x16_t* w, const Record<Of, Tokens>& x, int token)
 }
 
 // out[t * 16 + r] = row r of the band times token t.
-template <int Bits, bool Exact, int Tokens>
-void tile(const Layout& at, const uint8_t* band, const Record<form_for(Bits, Exact, Tokens), Tokens>* x, float* out) {
+template <int Bits, bool Exact, int Tokens, int Bands>
+void tile(const Layout& at, const uint8_t* band, const Record<form_for(Bits, Exact, Tokens), Tokens>* x, float* out,
+          int64_t) {
   constexpr int kParts = kRows / kQuarter;
   const uint8x16_t nibble = vdupq_n_u8(15), sign = vdupq_n_u8(128);
   const int32x4_t less = vdupq_n_s32(Bits == 8 ? 128 : 0);

@@ -9,13 +9,15 @@ namespace quantkit {
 
 constexpr const char* kInstructions = "portable";
 constexpr int kTokens = 4;  // that a tile takes at once
+constexpr int kBands = 1;   // the same
 constexpr bool kSigned8 = false;
 
 constexpr Form form_for(int64_t, bool exact, int64_t) { return exact ? Form::halves : Form::bytes; }
 
 // out[t * 16 + r] = row r of the band times token t.
-template <int Bits, bool Exact, int Tokens>
-void tile(const Layout& at, const uint8_t* band, const Record<form_for(Bits, Exact, Tokens), Tokens>* x, float* out) {
+template <int Bits, bool Exact, int Tokens, int Bands>
+void tile(const Layout& at, const uint8_t* band, const Record<form_for(Bits, Exact, Tokens), Tokens>* x, float* out,
+          int64_t) {
   float total[Tokens][kRows] = {};
   const uint8_t *codes = band, *head = band;
   for (int64_t g = 0; g < at.groups(); ++g) {

@@ -119,7 +119,7 @@ class Llama:
         if model_parallel_size is not None and as_whole("model_parallel_size", model_parallel_size) != group.size:
             raise RequestError(
                 "model_parallel_size is not the number of processes", found=model_parallel_size, expected=group.size,
-                hint=f"torchrun --nproc-per-node {model_parallel_size} starts as many",
+                hint="start as many with torchrun, or leave it out",
             )  # fmt: skip
         group.require_same({"max_seq_len": length, "max_batch_size": slots, "seed": seed})
         model = load_model(checkpoint, device=group.device or device, dtype=float_dtype, backend=backend, group=group)

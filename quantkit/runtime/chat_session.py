@@ -85,6 +85,7 @@ class ChatSession:
         self.finish_reason: FinishReason | None = None
         self.system = system
         self._batch = Batch(self._engine, any_prefix=True)
+        self._answer: Generator[str, None, None] | None = None
         self._told = False
 
     @property
@@ -103,6 +104,7 @@ class ChatSession:
 
     def reset(self) -> None:
         """Forget what was said; the system prompt stays."""
+        self._leave_answer()
         self.messages.clear()
         self.finish_reason = None
 
@@ -121,6 +123,7 @@ class ChatSession:
             NonFiniteError: if the model's logits are NaN or Inf; the question is then forgotten.
         """
         question = {"role": "user", "content": as_text("text", text)}
+        self._leave_answer()
         dropped, ids = self._fitted(question)
         length = self._engine.length - len(ids)
         config = self._engine.model.config
@@ -151,7 +154,13 @@ class ChatSession:
                 else:
                     self.messages.pop()
 
-        return answer()
+        self._answer = answer()
+        return self._answer
+
+    def _leave_answer(self) -> None:
+        """End an answer that is still being given."""
+        if self._answer is not None:
+            self._answer.close()
 
     def _pieces(self, found: Generation, interrupted: Callable[[], bool] | None) -> Generator[str, None, None]:
         """The pieces of an answer that are not empty."""

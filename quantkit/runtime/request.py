@@ -193,7 +193,11 @@ def checked_options(
     if told is not None and not 0 <= told <= MAX_LOGPROBS:
         raise RequestError("logprobs is out of range", found=told, expected=f"0 to {MAX_LOGPROBS}")
     new = as_whole("max_new_tokens", max_new_tokens)
-    if new != 0 or told is None or not echo:
+    if new == 0 and echo != (told is not None):
+        raise RequestError(
+            "nothing to generate", found="0 new tokens", hint="prompts are scored with both `echo` and `logprobs`"
+        )
+    if new != 0 or not echo:
         new = checked_count(new)
     elif count > 1:
         raise RequestError("a prompt that is only scored has one result", found=f"n = {count}")
