@@ -13,6 +13,7 @@ from rows import alone
 from torch import Tensor
 
 import quantkit
+from quantkit.errors import RequestError
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
 from quantkit.runtime.batch import Batch
@@ -151,6 +152,8 @@ def test_where_positions_are_stretched_prompts_of_other_lengths_share_nothing(
     batch = Batch(Engine(model, 200), any_prefix=True)
     for prompt in (text[:90], text[:120]):
         assert _run(batch, Request(prompt, 3)).tokens == alone(model, Request(prompt, 3))[0].token_ids
+    with pytest.raises(RequestError, match="found 201, expected at most 200"):
+        quantkit.generate(model, text[:191], max_new_tokens=10)
 
 
 def test_what_two_begin_with() -> None:
