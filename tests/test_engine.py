@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import oracle
 import pytest
@@ -203,13 +204,13 @@ def test_the_command_hands_on_its_cache_and_how_steps_run(
 ) -> None:
     asked = []
 
-    def engine(
-        model: Decoder, length: int, *, slots: int, cache_dtype: torch.dtype | None, compiled: bool | None
-    ) -> Engine:
-        asked.append((cache_dtype, compiled))
-        return Engine(model, length, slots=slots, cache_dtype=cache_dtype)
+    made = Engine.__init__
 
-    monkeypatch.setattr("quantkit.runtime.engine.Engine", engine)
+    def noted(self: Engine, *given: Any, compiled: bool | None, cache_dtype: torch.dtype | None, **more: Any) -> None:
+        asked.append((cache_dtype, compiled))
+        made(self, *given, cache_dtype=cache_dtype, **more)
+
+    monkeypatch.setattr(Engine, "__init__", noted)
     code, text, _ = run(capfd, "generate", demo_model, "--prompt", "Fellow citizens", "--max-new-tokens", "5", option)
     assert code == 0
     assert len(text) > len("Fellow citizens") + 5

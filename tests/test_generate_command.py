@@ -34,12 +34,11 @@ def test_all_sampling_options_of_one_prompt_are_the_librarys(demo_model: Path, c
     model, tokenizer = quantkit.load(demo_model, device="cpu")
     options: dict[str, Any] = {"temperature": 1.5, "seed": 3, "top_k": 30, "min_p": 0.01, "repetition_penalty": 1.4}
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    expected = "".join(
-        quantkit.stream(model, tokenizer, "The people", max_new_tokens=8, logit_bias={263: -100}, **options)
-    )
-    _, out, _ = run(
-        capfd, "generate", demo_model, "The people", "--max-new-tokens", "8", "--logit-bias", "263=-100", *words
-    )
+    (usual,) = quantkit.generate(model, tokenizer.encode("The people"), max_new_tokens=1, **options)
+    pieces = quantkit.stream(model, tokenizer, "The people", max_new_tokens=8, logit_bias={usual: -100}, **options)
+    expected = "".join(pieces)
+    words += ["--max-new-tokens", "8", "--logit-bias", f"{usual}=-100"]
+    _, out, _ = run(capfd, "generate", demo_model, "The people", *words)
     assert out == f"The people{expected}\n"
 
 

@@ -27,12 +27,24 @@ from quantkit.errors import (
 )
 from quantkit.formats.output.lines import NAME, ResumableLines
 from quantkit.jobs.generate_file import GeneratedFile
+from quantkit.runtime.engine import Engine
+from quantkit.runtime.generate_batch import completions
+from quantkit.runtime.request import Request
 
 NEW = 6
 PROMPTS: list[dict[str, Any]] = [
     {"prompt": "My fellow citizens", "max_new_tokens": 9, "id": "first"},
-    {"prompt": "The", "n": 3, "temperature": 1.2, "seed": 5, "top_k": 20, "min_p": 0.01, "id": None},
-    {"token_ids": [1, 20, 30], "id": {"any": ["JSON"]}},
+    {
+        "prompt": "The",
+        "n": 3,
+        "temperature": 1.2,
+        "seed": 5,
+        "top_k": 20,
+        "min_p": 0.01,
+        "stop": ["a", "e"],
+        "id": None,
+    },
+    {"token_ids": [1, 20, 30], "id": {"any": ["JSON", None]}},
     {"prompt": "Größe, 日本語", "logprobs": 2, "echo": True, "repetition_penalty": 1.3},
     {"prompt": "It is the duty of Congress to see that the laws", "logit_bias": {"5": -100, "263": 2}, "top_p": None},
     {"prompt": "We hold these truths", "stop": ["e"], "max_new_tokens": 12},
@@ -166,6 +178,8 @@ def test_conversations_go_by_the_folders_template_and_defaults(
     generated(model, written(tmp_path / "in", asked), tmp_path / "out")
     likeliest, drawn, greedy = texts(tmp_path / "out")
     assert likeliest == greedy != drawn
+    generated(model, tmp_path / "in", tmp_path / "asked", top_k=0, seed=3)
+    assert texts(tmp_path / "asked")[0] == drawn
     ids = quantkit.chat_format(model, quantkit.load(model)[1]).encode(messages)
     assert {one["prompt_tokens"] for one in lines(tmp_path / "out")} == {len(ids)}
     code, _, err = run(capfd, "generate", demo_model, "--prompts", tmp_path / "in", "--output", tmp_path / "none")
@@ -174,6 +188,15 @@ def test_conversations_go_by_the_folders_template_and_defaults(
     command = ("generate", demo_model, "--prompts", tmp_path / "in", "--output", tmp_path / "meta")
     assert run(capfd, *command, "--template", "llama2", "--max-new-tokens", "2")[0] == 0
     assert lines(tmp_path / "meta")[0]["prompt_tokens"] == len(ids)
+
+
+def test_a_format_has_end_tokens_of_its_own(demo_model: Path) -> None:
+    model, _ = quantkit.load(demo_model, device="cpu")
+    tokens = list(quantkit.generate(model, [1, 20, 30], max_new_tokens=NEW))
+    request = Request([1, 20, 30], NEW, end_ids=(tokens[3],))
+    (found,) = completions(Engine(model, request.length), [request], None, [()])
+    assert found.token_ids == tokens[: tokens.index(tokens[3])]
+    assert found.finish_reason == "stop"
 
 
 def test_template_variables_and_tools_reach_the_template(demo_model: Path, tmp_path: Path) -> None:
@@ -374,7 +397,8 @@ def test_a_damaged_partial_file_is_refused_and_kept(
     ("changed", "options"),
     [
         ("option temperature", {"temperature": 1.0}), ("option logprobs", {"logprobs": 1}),
-        ("option truncate", {"truncate": True}), ("option dtype", {"dtype": "fp32"}), ("prompts", {}), ("model", {}),
+        ("option truncate", {"truncate": True}), ("option template", {"template": "llama2"}),
+        ("option dtype", {"dtype": "fp32"}), ("prompts", {}), ("model", {}),
     ],
 )  # fmt: skip
 def test_other_inputs_or_options_are_not_gone_on_with(

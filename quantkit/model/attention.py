@@ -65,7 +65,11 @@ def cached_attention(
 def masked_attention(
     queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None
 ) -> Tensor:
-    """The `CachedAttention` of torch, over the whole cache under a mask."""
+    """The `CachedAttention` of torch, under a mask: over the whole cache, or where that costs no wait for a device, over
+    the positions that are seen."""
+    if type(positions) is Tensor and positions.device.type == "cpu" and not torch.compiler.is_compiling():
+        seen = int(positions.max()) + 1
+        keys, values = keys[:, :, :seen], values[:, :, :seen]
     if slots is not None:
         keys, values = keys.index_select(0, slots), values.index_select(0, slots)
     mask = _causal_mask(positions, torch.arange(keys.shape[2], device=positions.device), window)
