@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,12 +24,9 @@ from quantkit.runtime.request import Request, checked_length
 from quantkit.runtime.sampling import TokenLogprobs
 from quantkit.runtime.sampling_params import SamplingParams
 from quantkit.tensors.finite import nonfinite_logits
-from quantkit.xla.programs import NO_TOKEN, Drawn, Rows, cache_shape
+from quantkit.xla.programs import NO_TOKEN, Drawn, Rows, ShardedModel, cache_shape
 from quantkit.xla.sampling import Sampling
 from quantkit.xla.weights import float_dtype, zeros
-
-if TYPE_CHECKING:
-    from quantkit.xla.engine import XlaModel
 
 _LEAST, _STEP = 32, 512  # buckets are powers of two from the one to the other, then multiples of it
 
@@ -45,7 +42,7 @@ class CachedBatch:
     """
 
     def __init__(
-        self, model: XlaModel, tokens: Array, lengths: Array, counts: Array, capacity: int, *,
+        self, model: ShardedModel, tokens: Array, lengths: Array, counts: Array, capacity: int, *,
         sampling: Sampling | None = None, penalized: bool = False, logprobs: int | None = None,
     ) -> None:  # fmt: skip
         """Run the prompts.
@@ -110,7 +107,7 @@ class CachedBatch:
 class XlaBatch:
     """Runs requests: so many begin together, each in a row of a `CachedBatch`, and the next when all have ended."""
 
-    def __init__(self, model: XlaModel, slots: int) -> None:
+    def __init__(self, model: ShardedModel, slots: int) -> None:
         """
         Args:
             slots: texts at once, at most.
@@ -181,7 +178,7 @@ def _logprobs(one: Continuation, drawn: Drawn, index: int) -> TokenLogprobs | No
     return TokenLogprobs(*map(torch.tensor, found))
 
 
-def cached_batch(model: XlaModel, texts: Sequence[Continuation], rows: int) -> CachedBatch:
+def cached_batch(model: ShardedModel, texts: Sequence[Continuation], rows: int) -> CachedBatch:
     """Begin texts, one in each of the first rows; what is compiled for their buckets serves other texts."""
     idle = rows - len(texts)
     lengths = np.array([*(len(one.request.prompt) for one in texts), *[1] * idle])

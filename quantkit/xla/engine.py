@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Unpack
+from typing import Unpack
 
 import jax
 import numpy as np
@@ -14,11 +12,9 @@ import torch
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
-from quantkit.architectures.config import ModelConfig
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.kernels.build import cache_folder
-from quantkit.model.decoder import Decoder
 from quantkit.progress import Progress, silent
 from quantkit.runtime.request import MAX_NEW_TOKENS, Request, TokenIds, checked_request, prompt_ids
 from quantkit.runtime.sampling_params import SamplingOptions
@@ -26,49 +22,13 @@ from quantkit.tensors.dtypes import DType
 from quantkit.xla.batch import XlaBatch
 from quantkit.xla.model import sharded_decoder
 from quantkit.xla.products import AXIS
-from quantkit.xla.programs import CHUNK, chunk_program, prefill_program
+from quantkit.xla.programs import ShardedModel
 from quantkit.xla.split import DeviceSplit
 from quantkit.xla.weights import load_state
 
 
-@dataclass(frozen=True)
-class XlaModel:
-    """A decoder, its weights in the memory of devices.
-
-    Attributes:
-        dtype: of activations and cache.
-    """
-
-    split: DeviceSplit
-    mesh: Mesh
-    decoder: Decoder
-    state: dict[str, jax.Array]
-    dtype: torch.dtype
-    _chunks: dict[int | None, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    @property
-    def config(self) -> ModelConfig:
-        return self.split.config
-
-    @property
-    def tokens_at_once(self) -> int:
-        """Tokens that `generate` gives out together."""
-        return CHUNK
-
-    @property
-    def first(self) -> bool:
-        """Whether this process speaks for those of all hosts."""
-        return bool(jax.process_index() == 0)
-
-    @cached_property
-    def prefill(self) -> Any:
-        return prefill_program(self.decoder, self.mesh)
-
-    def chunk(self, logprobs: int | None) -> Any:
-        """The program of `chunk_program`."""
-        if logprobs not in self._chunks:
-            self._chunks[logprobs] = chunk_program(self.decoder, self.mesh, logprobs=logprobs)
-        return self._chunks[logprobs]
+class XlaModel(ShardedModel):
+    """A model on devices that generates."""
 
     def runner(self, slots: int) -> XlaBatch:
         """What `quantkit.generate_batch` runs requests with, so many texts at once."""

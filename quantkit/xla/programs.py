@@ -6,14 +6,17 @@ B rows of a batch, each a text of its own or none; V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from dataclasses import dataclass, field
+from functools import cached_property, wraps
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import torch
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from quantkit.architectures.config import ModelConfig
 from quantkit.model.decoder import Decoder
 from quantkit.xla.bridge import apply, run
 from quantkit.xla.model import ShardedCache
@@ -62,6 +65,46 @@ class Drawn(NamedTuple):
     logprobs: Any = None
     top: Any = None
     top_logprobs: Any = None
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """A decoder, its weights in the memory of devices, and its programs.
+
+    Attributes:
+        dtype: of activations and cache.
+    """
+
+    split: DeviceSplit
+    mesh: Mesh
+    decoder: Decoder
+    state: dict[str, jax.Array]
+    dtype: torch.dtype
+    _chunks: dict[int | None, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.split.config
+
+    @property
+    def tokens_at_once(self) -> int:
+        """Tokens that `generate` gives out together."""
+        return CHUNK
+
+    @property
+    def first(self) -> bool:
+        """Whether this process speaks for those of all hosts."""
+        return bool(jax.process_index() == 0)
+
+    @cached_property
+    def prefill(self) -> Any:
+        return prefill_program(self.decoder, self.mesh)
+
+    def chunk(self, logprobs: int | None) -> Any:
+        """The program of `chunk_program`."""
+        if logprobs not in self._chunks:
+            self._chunks[logprobs] = chunk_program(self.decoder, self.mesh, logprobs=logprobs)
+        return self._chunks[logprobs]
 
 
 def prefill_program(model: Decoder, mesh: Mesh) -> Any:
