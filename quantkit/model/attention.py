@@ -65,7 +65,7 @@ def cached_attention(
 def masked_attention(
     queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None
 ) -> Tensor:
-    """The `CachedAttention` of torch, under a mask; over the whole cache, or on a CPU over the positions that are seen."""
+    """The `CachedAttention` of torch, under a mask: over the whole cache, or on a CPU over what is seen."""
     if type(positions) is Tensor and positions.device.type == "cpu" and not torch.compiler.is_compiling():
         seen = int(positions.max()) + 1
         keys, values = keys[:, :, :seen], values[:, :, :seen]
