@@ -29,6 +29,9 @@ TokenIds: TypeAlias = "Sequence[int] | Tensor"
 MAX_LOGPROBS = 100
 """Of the likeliest tokens that can be asked for."""
 
+MAX_SAMPLES = 4096
+"""Of a prompt that can be asked for."""
+
 BEAM_SEARCH = {"num_beams", "beams", "beam_size", "beam_width", "best_of", "use_beam_search"}
 """What others call its options."""
 
@@ -189,7 +192,9 @@ def checked_options(
     params = SamplingParams(**sampling)
     count, told = as_whole("n", samples), None if logprobs is None else as_whole("logprobs", logprobs)
     if count < 1:
-        raise RequestError("n must be at least 1", found=count)
+        raise RequestError("n must be at least 1", found=shown(count))
+    if count > MAX_SAMPLES:
+        raise RequestError("n is out of range", found=shown(count), expected=f"1 to {MAX_SAMPLES}")
     if told is not None and not 0 <= told <= MAX_LOGPROBS:
         raise RequestError("logprobs is out of range", found=told, expected=f"0 to {MAX_LOGPROBS}")
     new = as_whole("max_new_tokens", max_new_tokens)
