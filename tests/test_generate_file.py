@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +263,17 @@ def test_spellings_of_special_tokens_are_text_unless_a_line_says_otherwise(demo_
         (b'{"prompt": "a"}\n{"prompt": "b"', "in:2: is no JSON object"),
         (b'{"prompt": "a", "id": NaN}', "in:1: is no JSON object"),
         (b"[" * 100_000, "in:1: holds a JSON array"),
+        (b'{"prompt": "a", "id": {"x": [1e400]}}', "in:1: 'id' holds a number that is too large (expected at most"),
+        (b'{"prompt": "a", "id": %s}' % (b"9" * 5000), "in:1: 'id' holds a number that is too large (expected at most"),
+        (b'{"prompt": "a", "top_p": 1e400}', "in:1: 'top_p' holds a number that is too large"),
+        (b'{"prompt": "a"}\n{"prompt": "b", "id": [1.0000000000000000001]}',
+         "in:2: 'id' holds a number that does not come back as it is (found '1.0000000000000000001', expected 1.0, or "),
+        (b'{"prompt": "a", "id": 1e-99999999999999999999}', "in:1: 'id' holds a number that does not come back"),
+        (b'{"prompt": "a", "id": %s1%s}' % (b"[" * 90, b"]" * 90), "in:1: 'id' holds lists or objects in one another"),
+        (b'{"prompt": "a"}\n{"prompt": "a", "prompt": "b"}', "in:2: the key 'prompt' is there twice"),
+        (b'{"prompt": "a", "id": {"": 1, "": 1}}', "in:1: the key '' is there twice"),
+        (b'{"prompt": "a", "logit_bias": {"5": 1, "5": 2}}', "in:1: the key '5' is there twice"),
+        (b'{"prompt": "a", "logit_bias": {"0": 1, "00": 2}}', "in:1: 'logit_bias' names a token twice (found 0)"),
         (b'{"id": 3}', "in:1: there is no prompt (found id, expected"),
         (b'{"prompt": ""}', "in:1: the prompt is empty"),
         (b'{"token_ids": []}', "in:1: the prompt is empty"),
@@ -296,6 +308,39 @@ def test_what_is_wrong_with_a_line_is_told_before_the_model_is_loaded(
     assert told in err
     assert err.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_an_id_comes_back_as_it_was_written(demo_model: Path, tmp_path: Path) -> None:
+    ids = [
+        f"[0.1, -2.50, {10**400}, 9007199254740993, 1e22, 5e-324, 1.0]",
+        '"1.0000000000000000001"',
+        "0.30000000000000004",
+    ]
+    (tmp_path / "in").write_text("".join(f'{{"token_ids": [1], "id": {one}}}\n' for one in ids))
+    generated(demo_model, tmp_path / "in", tmp_path / "out")
+    exactly = [json.loads(line, parse_float=Decimal)["id"] for line in (tmp_path / "out").read_text().splitlines()]
+    assert exactly == [json.loads(one, parse_float=Decimal) for one in ids]
+
+
+@pytest.mark.parametrize(
+    ("options", "line", "told"),
+    [
+        ("--echo --logprobs 1", {}, "{}; leave out --echo"), ("--echo", {"logprobs": 1}, "in:2: {}; leave out 'logprobs'"),
+        ("--logprobs 1", {"echo": True}, "in:2: {}; leave out 'echo'"),
+        ("", {"echo": True, "logprobs": 0}, "in:2: {}; leave out 'echo'"),
+    ],
+)  # fmt: skip
+def test_what_xla_does_not_give_is_told_before_the_model_is_loaded(
+    options: str, line: dict[str, Any], told: str, demo_model: Path, tmp_path: Path, capfd: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("quantkit.jobs.load.load_xla", lambda *_, **__: pytest.fail("the model was loaded"))
+    prompts = written(tmp_path / "in", [{"prompt": "The"}, {"prompt": "The", **line}])
+    command = ("generate", demo_model, "--prompts", prompts, "--output", tmp_path / "out", "--backend", "xla")
+    code, out, err = run(capfd, *command, *options.split())
+    assert (code, out) == (2, "")
+    told = told.format("log-probabilities of prompts are not given through XLA")
+    assert err.removeprefix("quantkit: error: ").removeprefix(f"{tmp_path}/") == f"{told}\n"
 
 
 def test_a_template_that_refuses_a_conversation_is_told_with_its_line(demo_model: Path, tmp_path: Path) -> None:

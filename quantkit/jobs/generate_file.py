@@ -43,7 +43,7 @@ from quantkit.formats.output.lines import ResumableLines
 from quantkit.formats.output.staging import partial_folder, require_absent, require_room_to_build
 from quantkit.jobs.prompts_file import Prompt, PromptReader, checked
 from quantkit.progress import Progress, heard
-from quantkit.runtime.request import BATCH_SIZE, MAX_NEW_TOKENS
+from quantkit.runtime.request import BATCH_SIZE, MAX_NEW_TOKENS, no_prompt_logprobs
 from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
 from quantkit.version import __version__
@@ -203,7 +203,9 @@ class FileJob:
             RequestError: for options that make no sense.
         """
         require_flags(truncate=truncate, resume=resume)
-        checked(options)
+        asked = checked(options)
+        if asked.scores_prompt and runtime.backend == "xla":
+            raise no_prompt_logprobs("echo")
         self._path, self._file, self._output = as_path("path", path), as_path("prompts", prompts), output
         self._options, self._template, self._truncate = dict(options), template, truncate
         self._batch_size = as_whole("batch_size", batch_size)
@@ -225,10 +227,10 @@ class FileJob:
         checkpoint: Checkpoint = open_checkpoint(self._path, self._runtime.weights)
         tokenizer = checked_tokenizer(checkpoint)[0] or load_tokenizer(self._path)
         content = _content(self._file)
-        config = checkpoint.config
+        config, xla = checkpoint.config, self._runtime.backend == "xla"
         reader = PromptReader(
             self._path, config, tokenizer, self._options, template=self._template, truncate=self._truncate,
-            most=config.max_context if self._runtime.backend == "xla" else config.reach,
+            most=config.max_context if xla else config.reach, prompt_logprobs=not xla,
         )  # fmt: skip
         self._prompts = reader.read(content, str(self._file))
         self._fingerprint = {

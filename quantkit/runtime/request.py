@@ -69,6 +69,11 @@ class Request:
         """Tokens of the prompt and a continuation together."""
         return len(self.prompt) + self.max_new_tokens
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the prompt's own log-probabilities are told."""
+        return self.echo and self.logprobs is not None
+
 
 def require_model(name: str, model: object, kinds: type | tuple[type, ...]) -> None:
     """Check for one that can be run.
@@ -232,6 +237,15 @@ def with_prompt(config: ModelConfig, asked: Request, ids: list[int], most: int |
 def no_beam_search(name: str) -> RequestError:
     """The error for an option of it."""
     return RequestError("beam search is not supported", found=name, hint="draw several samples with `n`")
+
+
+def no_prompt_logprobs(name: str) -> RequestError:
+    """The error for log-probabilities of prompts where XLA runs the model.
+
+    Args:
+        name: of the argument to leave out.
+    """
+    return RequestError("log-probabilities of prompts are not given through XLA", hint=f"leave out `{name}`")
 
 
 def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int, most: int | None = None) -> int:
