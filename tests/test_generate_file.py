@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import forked
@@ -267,7 +269,7 @@ def test_spellings_of_special_tokens_are_text_unless_a_line_says_otherwise(demo_
         (b'{"prompt": "a", "id": %s}' % (b"9" * 5000), "in:1: 'id' holds a number that is too large (expected at most"),
         (b'{"prompt": "a", "top_p": 1e400}', "in:1: 'top_p' holds a number that is too large"),
         (b'{"prompt": "a"}\n{"prompt": "b", "id": [1.0000000000000000001]}',
-         "in:2: 'id' holds a number that does not come back as it is (found '1.0000000000000000001', expected 1.0, or "),
+         "in:2: 'id' holds a number that does not come back as it is (found '1.0000000000000000001', expected 1.0, "),
         (b'{"prompt": "a", "id": 1e-99999999999999999999}', "in:1: 'id' holds a number that does not come back"),
         (b'{"prompt": "a", "id": %s1%s}' % (b"[" * 90, b"]" * 90), "in:1: 'id' holds lists or objects in one another"),
         (b'{"prompt": "a"}\n{"prompt": "a", "prompt": "b"}', "in:2: the key 'prompt' is there twice"),
@@ -325,7 +327,8 @@ def test_an_id_comes_back_as_it_was_written(demo_model: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("options", "line", "told"),
     [
-        ("--echo --logprobs 1", {}, "{}; leave out --echo"), ("--echo", {"logprobs": 1}, "in:2: {}; leave out 'logprobs'"),
+        ("--echo --logprobs 1", {}, "{}; leave out --echo"),
+        ("--echo", {"logprobs": 1}, "in:2: {}; leave out 'logprobs'"),
         ("--logprobs 1", {"echo": True}, "in:2: {}; leave out 'echo'"),
         ("", {"echo": True, "logprobs": 0}, "in:2: {}; leave out 'echo'"),
     ],
@@ -416,6 +419,29 @@ def test_an_interrupted_run_goes_on_with_what_is_missing(
     assert (made.prompts, made.resumed, told) == (6, 4, [4, 5, 6])
     assert texts(out) == whole
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "prompts.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"finish_reason": "length"', b'"finish_reason": "stop"'),
+        (b'"text": "', b'"text": "x'),
+        (b'"check": "', b'"check": "0'),
+    ],
+)
+def test_a_line_that_was_changed_meanwhile_is_refused_and_kept(
+    old: bytes, new: bytes, demo_model: Path, prompts: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    interrupted(demo_model, prompts, out, done=3)
+    there = partial(out) / NAME
+    content = there.read_bytes()
+    changed = content.replace(old, new, 1)
+    assert changed != content
+    there.write_bytes(changed)
+    with pytest.raises(ResumeError, match=r"lines\.jsonl: is not what the interrupted run left"):
+        generated(demo_model, prompts, out, resume=True)
+    assert there.read_bytes() == changed
 
 
 def test_a_torn_line_is_dropped(demo_model: Path, prompts: Path, tmp_path: Path, whole: list[str]) -> None:
@@ -522,6 +548,25 @@ def test_a_full_disk_keeps_what_is_there(
     code, _, err = run(capfd, "generate", demo_model, "--prompts", prompts, "--output", tmp_path / "out")
     assert code == 5
     assert err == f"quantkit: error: {tmp_path}: the disk is full; {partial(tmp_path / 'out')} is kept: add --resume\n"
+
+
+def test_space_is_asked_for_as_the_prompts_need_it(
+    demo_model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = 1 << 20
+
+    def usage(_: Path) -> SimpleNamespace:
+        return SimpleNamespace(total=1 << 30, free=free)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    generated(demo_model, prompts, tmp_path / "few")
+    free = 60_000
+    with pytest.raises(NoSpaceError, match=r"too little space on the disk \(found 60 kB free, expected 65\.5 kB"):
+        generated(demo_model, prompts, tmp_path / "out")
+    free = 1 << 20
+    many = written(tmp_path / "many", [{"prompt": "The", "n": 4096, "max_new_tokens": 1000}])
+    with pytest.raises(NoSpaceError, match=r"found 1.05 MB free, expected 16\.8 MB"):
+        generated(demo_model, many, tmp_path / "out")
 
 
 def test_a_run_that_fails_before_its_first_line_leaves_nothing(

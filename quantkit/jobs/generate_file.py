@@ -17,9 +17,9 @@ Of what a line of prompts may hold tells `quantkit.jobs.prompts_file`. Of each c
                        same three keys
 
 The file appears when all prompts are done, with lines in the order of the prompts. Until then ``OUT.partial`` is a
-folder: ``lines.jsonl`` in it has the lines in the order in which prompts end, those of one prompt together. A run with
-`resume` drops a torn line at its end and goes on with the prompts that are missing, if model, prompts and options are
-the same; batch size, device and processes may be others.
+folder: ``lines.jsonl`` in it has the lines in the order in which prompts end, those of one prompt together, each with
+its sha256 as ``check``. A run with `resume` drops a torn line at its end and goes on with the prompts that are missing,
+if model, prompts and options are the same; batch size, device and processes may be others.
 """
 
 from __future__ import annotations
@@ -63,6 +63,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 STDIN = "-"
+_LINE_BYTES, _TOKEN_BYTES, _LOGPROB_BYTES = (
+    200,
+    5,
+    60,
+)  # of a result, besides its tokens; of a token; of what it could be
 Line = Mapping[str, Any]
 
 
@@ -294,7 +299,8 @@ class FileJob:
         numeric = {"dtype": how.dtype, "backend": how.backend, "int8_cache": how.int8_cache}
         computed_by = {f"option {name}": None if value is None else str(value) for name, value in numeric.items()}
         sizes = [one.request.samples for one in self._prompts]
-        return ResumableLines(self._output, {**self._fingerprint, **computed_by}, sizes, resume=self._resume)
+        fingerprint, likely = {**self._fingerprint, **computed_by}, sum(map(_likely_bytes, self._prompts))
+        return ResumableLines(self._output, fingerprint, sizes, likely_bytes=likely, resume=self._resume)
 
     def _loaded(
         self, requests: Sequence[Request], group: ProcessGroup, progress: Progress
@@ -347,6 +353,14 @@ class _Given:
 
     def commit(self) -> None:
         pass
+
+
+def _likely_bytes(prompt: Prompt) -> int:
+    """What the lines of a prompt take on the disk, within a factor of a few: nobody knows where they will end."""
+    asked = prompt.request
+    tokens = asked.max_new_tokens + (len(asked.prompt) if asked.echo else 0)
+    entries = 0 if asked.logprobs is None else 1 + asked.logprobs
+    return 2 * asked.samples * (_LINE_BYTES + tokens * (_TOKEN_BYTES + entries * _LOGPROB_BYTES))
 
 
 def _content(file: Path) -> bytes:
