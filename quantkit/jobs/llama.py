@@ -11,7 +11,7 @@ from typing import TypedDict, TypeVar
 
 import torch
 
-from quantkit.arguments import as_path, as_seed, as_text, as_whole, require_flags, wrong_type
+from quantkit.arguments import as_path, as_seed, as_text, as_whole, is_several, require_flags, wrong_type
 from quantkit.distributed.group import joined_for_good, lost_as_error
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.formats.folder import require_rows
@@ -159,6 +159,8 @@ class Llama:
             NonFiniteError: if the model's logits are NaN or Inf.
         """
         require_flags(logprobs=logprobs, echo=echo)
+        if not is_several(prompt_tokens):
+            raise wrong_type("prompt_tokens", prompt_tokens, "several prompts in a list")
         prompts = [prompt_ids(one) for one in prompt_tokens]
         count, sampling = as_whole("max_gen_len", max_gen_len), _sampling(temperature, top_p)
         if count < 0:
@@ -255,7 +257,7 @@ class Llama:
             NonFiniteError: as `generate`.
         """
         chat = self._chat()
-        listed = [list(one) for one in _several("dialogs", dialogs)]
+        listed = [list(_several("dialogs", one)) for one in _several("dialogs", dialogs)]
         refused = [isinstance(chat, Llama2Chat) and llama2_tag(one) is not None for one in listed]
         ids = [chat.encode(one) for one, no in zip(listed, refused, strict=True) if not no]
         answers = iter(_pairs(*self.generate(ids, self._most(max_gen_len), temperature, top_p, logprobs)))

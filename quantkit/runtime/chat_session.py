@@ -8,8 +8,10 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Unpack
 
-from quantkit.arguments import as_text, as_whole, wrong_type
+from quantkit.architectures.config import ModelConfig
+from quantkit.arguments import as_text, as_whole, require_tokenizer, wrong_type
 from quantkit.errors import RequestError
+from quantkit.formats.folder import require_rows
 from quantkit.model.decoder import Decoder
 from quantkit.runtime.batch import Batch
 from quantkit.runtime.completion import FinishReason
@@ -27,6 +29,25 @@ CONTEXT = 8192
 """Tokens of a conversation where nobody says how many, and the model can as many: the cache for them is not small."""
 _SHARE = 4  # a quarter of the context is kept for answers
 _WORTH_HAVING = 16
+
+
+def conversation_length(config: ModelConfig, context: int | None) -> int:
+    """Tokens that a conversation can have.
+
+    Args:
+        context: what is asked for, if anything.
+
+    Raises:
+        RequestError: if that is out of range.
+    """
+    if context is None:
+        return min(config.max_context, CONTEXT)
+    length = as_whole("context", context)
+    if length < 1:
+        raise RequestError("`context` must be at least 1", found=length)
+    if length > config.reach:
+        raise RequestError("`context` exceeds the model's", found=length, expected=f"at most {config.reach}")
+    return length
 
 
 class ChatSession:
@@ -66,11 +87,14 @@ class ChatSession:
 
         Raises:
             RequestError: for arguments that make no sense.
+            CheckpointError: if the tokenizer is another model's, with more tokens than this one knows.
         """
         require_model("model", model, (Decoder, Engine))
+        require_tokenizer(tokenizer)
         if not hasattr(chat, "encode") or not hasattr(chat, "end_ids"):
             raise wrong_type("chat", chat, "what quantkit.chat_format(path, tokenizer) gives")
         decoder = model.model if isinstance(model, Engine) else model
+        require_rows(tokenizer, decoder.config.vocab_size)
         checked_request(decoder.config, [0], 1, sampling)
         self._most = None if max_new_tokens is None else checked_count(max_new_tokens)
         self._stop = checked_stop(stop, tokenizer)
@@ -80,10 +104,7 @@ class ChatSession:
                 raise RequestError("`context` goes with a model; an engine has its length already")
             self._engine = model
         else:
-            length = min(decoder.config.max_context, CONTEXT) if context is None else as_whole("context", context)
-            if length < 1:
-                raise RequestError("`context` must be at least 1", found=length)
-            self._engine = Engine(model, length)
+            self._engine = Engine(model, conversation_length(decoder.config, context))
         self.messages: list[dict[str, Any]] = []
         self.finish_reason: FinishReason | None = None
         self.system = system
