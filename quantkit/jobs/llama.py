@@ -257,7 +257,7 @@ class Llama:
             NonFiniteError: as `generate`.
         """
         chat = self._chat()
-        listed = [list(_several("dialogs", one)) for one in _several("dialogs", dialogs)]
+        listed = [list(one) for one in _several("dialogs", dialogs)]
         refused = [isinstance(chat, Llama2Chat) and llama2_tag(one) is not None for one in listed]
         ids = [chat.encode(one) for one, no in zip(listed, refused, strict=True) if not no]
         answers = iter(_pairs(*self.generate(ids, self._most(max_gen_len), temperature, top_p, logprobs)))
