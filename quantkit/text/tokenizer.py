@@ -15,6 +15,7 @@ from quantkit.arguments import as_text, require_flags, token_rows, wrong_type
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.json_values import Settings, read_json, require_plain_file
 from quantkit.text.contained import contained, is_panic, quiet_on_failure
+from quantkit.text.special_tokens import special_tokens
 from quantkit.text.tiktoken_file import LLAMA3_PATTERN, is_tiktoken, llama3_specials, read_tiktoken, require_length
 from quantkit.text.token_bytes import TokenBytes, fallback_bytes, letters_bytes
 
@@ -204,9 +205,10 @@ class JsonTokenizer(Tokenizer):
             self.vocab_size: int = max(vocabulary.values()) + 1
             added = self._engine.get_added_tokens_decoder().items()
             self.special_tokens: dict[str, int] | None = {str(token): number for number, token in added}
-            self.bos_id: int | None = _named(settings, "bos_token", vocabulary)
-            eos = _named(settings, "eos_token", vocabulary)
-            self.eos_ids: tuple[int, ...] = () if eos is None else (eos,)
+            named = special_tokens(path.parent, vocabulary, ("bos_token", "eos_token"))
+            numbers = {name: vocabulary[one] for name, one in named.items() if one is not None and one in vocabulary}
+            self.bos_id: int | None = numbers.get("bos_token")
+            self.eos_ids: tuple[int, ...] = (numbers["eos_token"],) if "eos_token" in numbers else ()
             self.byte_level: bool = "<0x00>" not in vocabulary
             self._add_bos = settings.flag("add_bos_token", False) and self.bos_id is not None
             _try_out(self, path)
@@ -266,15 +268,6 @@ def original_tokenizer(path: Path) -> Tokenizer:
         CheckpointError: if it is damaged.
     """
     return TiktokenTokenizer(path) if is_tiktoken(path) else SentencePieceTokenizer(path)
-
-
-def _named(settings: Settings, key: str, vocabulary: Mapping[str, int]) -> int | None:
-    """The id of a token whose spelling stands by itself or in an object with how it is taken from a text."""
-    if not settings.has(key):
-        return None
-    if isinstance(settings.values[key], dict):
-        settings, key = settings.inside(key), "content"
-    return vocabulary.get(settings.text(key))
 
 
 def _try_out(tokenizer: Tokenizer, path: Path) -> None:
