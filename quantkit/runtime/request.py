@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.arguments import as_texts, as_whole, require_instance, token_rows, wrong_type
+from quantkit.arguments import as_texts, as_whole, require_instance, token_rows
 from quantkit.errors import RequestError
 from quantkit.json_values import shown
 from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
@@ -82,16 +82,6 @@ def require_model(name: str, model: object, kinds: type | tuple[type, ...]) -> N
         RequestError: for a path, the pair that `quantkit.load` gives, or anything else.
     """
     require_instance(name, model, kinds, "a model; model, tokenizer = quantkit.load(path) gives one")
-
-
-def require_tokenizer(tokenizer: object) -> None:
-    """Check for one that can be used.
-
-    Raises:
-        RequestError: for a path, or anything else.
-    """
-    if not hasattr(tokenizer, "vocab_size"):
-        raise wrong_type("tokenizer", tokenizer, "the one that quantkit.load(path) gives")
 
 
 def prompt_ids(prompt: TokenIds) -> list[int]:
