@@ -316,9 +316,10 @@ class _Begun:
         if isinstance(begun, (list, tuple)):
             parts = [one for one in begun if isinstance(one, dict) and "text" in one]
             holder, name = (parts[-1], "text") if parts else ({}, "text")
-        self._text = holder.get(name)
-        if not isinstance(self._text, str):
+        text = holder.get(name)
+        if not isinstance(text, str):
             raise RequestError("the last message has no text to continue", expected=f'a text as its "{field}"')
+        self._text = text
         same = [one for one in _REASONING if message.get(one) == begun] if field in _REASONING else [field]
         if not any(one in source for one in same):
             raise RequestError(f'the chat template does not read "{field}"; the last message cannot be continued')
