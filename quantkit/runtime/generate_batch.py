@@ -35,6 +35,7 @@ from quantkit.runtime.request import (
     text_ids,
 )
 from quantkit.runtime.sampling_params import SamplingOptions
+from quantkit.runtime.stream import text_pieces
 from quantkit.text.tokenizer import Tokenizer
 
 T = TypeVar("T", bound=Continuation)
@@ -207,7 +208,7 @@ class _Reader:
         self._text = None if tokenizer is None else Detokenizer(tokenizer, generation.request.prompt, stop)
         self._prompt = ""
         if tokenizer is not None and generation.request.echo:
-            self._prompt = tokenizer.decode(generation.request.prompt)
+            self._prompt = "".join(text_pieces(tokenizer, (), generation.request.prompt))
         self._pieces: list[str] = []
         self.tokens = 0
         """New ones that are read."""

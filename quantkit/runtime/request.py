@@ -120,7 +120,7 @@ def checked_stop(stop: object, tokenizer: Tokenizer | None) -> list[str]:
     """Stop strings, one or several.
 
     Raises:
-        RequestError: if they are no texts, one is empty, or there is no tokenizer to find them with.
+        RequestError: if they are no texts, one is empty or no Unicode, or there is no tokenizer to find them with.
     """
     found = stop_strings(stop)
     if found and tokenizer is None:
@@ -133,6 +133,11 @@ def stop_strings(stop: object) -> list[str]:
     found = as_texts("stop", stop)
     if "" in found:
         raise RequestError("a stop string is empty")
+    for one in found:
+        try:
+            one.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError("a stop string is not valid Unicode", found=f"{one[error.start]!r}") from error
     return found
 
 
