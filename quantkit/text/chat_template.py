@@ -16,7 +16,8 @@ from typing import Any
 
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.json_values import read_json, require_plain_file, shown
-from quantkit.text.template_sandbox import LONGEST, Refusal, Unbounded, bounded, environment
+from quantkit.text.contained import contained, short
+from quantkit.text.template_sandbox import LONGEST, Refusal, bounded, environment
 
 Message = Mapping[str, Any]
 """``role`` and ``content``, and what a template knows besides, such as ``tool_calls``."""
@@ -99,18 +100,11 @@ class ChatTemplate:
             RequestError: where the template itself refuses a conversation.
             CheckpointError: for all else that goes wrong in it.
         """
-        from jinja2 import TemplateError
-
-        try:
-            with bounded():
+        with bounded(), contained(self._path, problem):
+            try:
                 yield
-        except Refusal as refusal:
-            raise RequestError(f"the chat template refuses this: {refusal}", path=self._path) from refusal
-        except RequestError:
-            raise
-        except (TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError,
-                Unbounded, ValueError) as error:  # fmt: skip
-            raise CheckpointError(f"{problem}: {error}", path=self._path) from error
+            except Refusal as refusal:
+                raise RequestError(f"the chat template refuses this: {short(refusal)}", path=self._path) from refusal
 
 
 class ChatTemplates:
