@@ -124,6 +124,9 @@ class Asked:
         xla, drafts, many = self.backend == "xla", self.draft is not None, self.prompts is not None
         of_files = self.output is not None or self.resume or self.batch is not None or self.template is not None
         steps = self.int8_cache or self.compiled is not None or self.warmup
+        biased = [token for token, _ in self.logit_bias]
+        if twice := [token for token in biased if biased.count(token) > 1]:
+            raise RequestError("--logit-bias names a token twice", found=twice[0])
         for wrong, problem in (
             (xla and (steps or drafts or self.draft_tokens is not None or self.device is not None),
              "--device, --int8-cache, --compile, --eager, --warmup and --draft do not go with --backend xla"),

@@ -8,10 +8,11 @@ from typing import Any
 import click
 
 from quantkit.cli import many_prompts, one_prompt, options
-from quantkit.cli.asked import Asked
+from quantkit.cli.asked import STDIN, Asked
 from quantkit.cli.help import Command
+from quantkit.cli.output import require_stdout
 from quantkit.cli.processes import together
-from quantkit.runtime.request import BATCH_SIZE, BEAM_SEARCH, MAX_NEW_TOKENS, no_beam_search
+from quantkit.runtime.request import BATCH_SIZE, BEAM_SEARCH, MAX_NEW_TOKENS, MAX_SAMPLES, no_beam_search
 
 _OF_FIRST = ("path", "draft", "prompt_file", "prompts", "output")  # may differ from process to process
 
@@ -56,7 +57,7 @@ class _WithPrompt(Command):
 @click.option("--echo", is_flag=True, help="Let texts begin with their prompts.")
 @click.option("--logprobs", type=int, metavar="K", help="Tell log-probabilities, and the K likeliest tokens.")
 @options.sampling(MAX_NEW_TOKENS)
-@click.option("-n", "--n", "n", type=int, default=1, help="Samples of each prompt; 1 by default.")
+@click.option("-n", "--n", "n", type=int, default=1, help=f"Samples of each prompt, up to {MAX_SAMPLES}; 1 by default.")
 @click.option(
     "--logit-bias", type=options.token_bias, metavar="ID=NUMBER", multiple=True,
     help="Add to the logits of a token; may be given several times.",
@@ -89,13 +90,18 @@ def generate(**given: Any) -> None:
     def check() -> None:
         nonlocal job
         asked.require_sense()
+        first = os.environ.get("RANK", "0") == "0"
+        if first and asked.output in (None, STDIN):
+            require_stdout()
         if asked.prompts is not None:
             job = many_prompts.job_of(asked)
-            if os.environ.get("RANK", "0") == "0":
+            if first:
                 job.prepare()
 
     if asked.backend == "xla" and asked.prompts is None:
         asked.require_sense()
+        if not asked.multi_host:  # of several hosts the first one has something to say
+            require_stdout()
         one_prompt.say_on_devices(asked)
         return
     alike = {name: value for name, value in given.items() if name not in _OF_FIRST}

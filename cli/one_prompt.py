@@ -10,7 +10,7 @@ import click
 
 from quantkit.cli.asked import STDIN, Asked
 from quantkit.cli.entry import raise_if_interrupted
-from quantkit.cli.output import mention, note
+from quantkit.cli.output import mention, note, require_stdout
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
 from quantkit.jobs.generate_file import warmed_up
@@ -65,6 +65,8 @@ def say_on_devices(asked: Asked) -> None:
             asked.path, devices=asked.tp, dtype=asked.dtype, weights=asked.weights,
             multi_host=asked.multi_host, progress=progress,
         )  # fmt: skip
+    if model.first:
+        require_stdout()
     ids = _ids(asked, prompt, model.config, tokenizer)
     pace = Pace(at_once=model.tokens_at_once)
     if asked.n > 1:

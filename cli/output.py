@@ -11,8 +11,11 @@ import click
 
 from quantkit.cli.progress import room_to_print
 from quantkit.cli.spelling import as_options
+from quantkit.errors import DestinationError
 
 _MOST_COLUMNS = 100
+_STDOUT = 1
+_missing: set[int] = set()
 
 
 def say(lines: Iterable[str], *, err: bool = False) -> None:
@@ -65,11 +68,24 @@ def open_missing_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
+            _missing.add(number)
             os.open(os.devnull, os.O_RDWR)  # it takes the lowest number that is free
     if sys.stdout is None:
-        sys.stdout = os.fdopen(1, "w", closefd=False)
+        sys.stdout = os.fdopen(_STDOUT, "w", closefd=False)
     if sys.stderr is None:
         sys.stderr = os.fdopen(2, "w", closefd=False)
+
+
+def require_stdout() -> None:
+    """Refuse to compute what standard output alone would be told, where that leads nowhere.
+
+    Raises:
+        DestinationError: if it was closed when the process began.
+    """
+    if _STDOUT in _missing:
+        raise DestinationError(
+            "standard output is closed, and what is generated goes there", hint=f"> {os.devnull} where nobody reads it"
+        )
 
 
 def drop_output(*, err: bool = False) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from quantkit.errors import CheckpointError
 
 MOST_BYTES = 64 * 2**20  # the largest tokenizers published take some 30 MB, the largest indices 10
-_DEEPEST = 64  # lists and objects in one another
+DEEPEST = 64  # lists and objects in one another
 _SHOWN = 60
 
 
@@ -43,8 +43,8 @@ def parsed(text: str, path: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"is not valid JSON: {error}", path=path) from error
     if not isinstance(value, dict):
         raise CheckpointError("does not hold a JSON object", path=path, found=type(value).__name__)
-    if _depth(value) > _DEEPEST:
-        raise CheckpointError("holds lists or objects in one another", path=path, expected=f"at most {_DEEPEST} deep")
+    if depth(value) > DEEPEST:
+        raise CheckpointError("holds lists or objects in one another", path=path, expected=f"at most {DEEPEST} deep")
     return value
 
 
@@ -57,7 +57,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     """
     value = read_json(path)
     for key, one in value.items():
-        if any(isinstance(inner, float) and not math.isfinite(inner) for inner in _within(one)):
+        if any(isinstance(inner, float) and not math.isfinite(inner) for inner in within(one)):
             raise CheckpointError(
                 f"'{key}' holds a number that is not finite", path=path, found=shown(one), expected="JSON's numbers"
             )
@@ -200,7 +200,7 @@ def finite(value: object) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _within(value: object) -> list[object]:
+def within(value: object) -> list[object]:
     """A value and, for lists and objects, all that they hold."""
     found = [value]
     for one in found:
@@ -209,10 +209,10 @@ def _within(value: object) -> list[object]:
     return found
 
 
-def _depth(value: object) -> int:
+def depth(value: object) -> int:
     """How many lists and objects lie in one another."""
-    depth, level = 0, [value]
+    deep, level = 0, [value]
     while level := [one for one in level if isinstance(one, dict | list)]:
-        depth += 1
+        deep += 1
         level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
-    return depth
+    return deep

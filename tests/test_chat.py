@@ -161,6 +161,84 @@ def test_a_template_that_is_no_text_is_refused(value: Any, folder: Path, tmp_pat
         ChatTemplates(path)
 
 
+SPELLED: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
+    "older file": ({}, {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}}, "llama"),
+    "older file wins": ({"bos_token": "<unk>", "eos_token": "</s>"}, {"bos_token": "<s>"}, "llama"),
+    "older file says none": ({"bos_token": "<s>", "eos_token": "</s>"}, {"bos_token": None}, "llama"),
+    "newer config wins": (
+        {"bos_token": "<s>", "added_tokens_decoder": {"1": {"content": "<s>", "special": True}}, "eos_token": "</s>"},
+        {"bos_token": "<unk>"}, "llama",
+    ),
+    "none there is": ({"bos_token": None, "eos_token": {"content": "</s>", "__type": "AddedToken"}}, None, "llama"),
+    "Llama": ({"tokenizer_class": "LlamaTokenizer"}, None, "llama"),
+    "Llama, fast": ({"tokenizer_class": "LlamaTokenizerFast"}, None, "qwen3"),
+    "Llama without": ({"tokenizer_class": "LlamaTokenizer", "bos_token": None}, None, "llama"),
+    "CodeLlama": ({"tokenizer_class": "CodeLlamaTokenizer"}, None, "llama"),
+    "Gemma": ({}, None, "gemma2"),
+    "Qwen": ({"tokenizer_class": "PreTrainedTokenizerFast"}, None, "qwen2"),
+    "Qwen 3": ({}, None, "qwen3"),
+    "GPT-2": ({"tokenizer_class": "GPT2Tokenizer"}, None, "llama"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPELLED)
+def test_special_tokens_are_spelled_as_in_transformers(name: str, folder: Path, tmp_path: Path) -> None:
+    settings, older, family = SPELLED[name]
+    path = _with_template(folder, tmp_path / "hf")
+    shown = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}{{ unk_token }}"
+    (path / "chat_template.jinja").write_text(shown)
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    if older is not None:
+        (path / "special_tokens_map.json").write_text(json.dumps(older))
+    oracle.edit_json(path / "config.json", model_type=family, bos_token_id=None, eos_token_id=None)
+    added = ["<bos>", "<eos>", "<pad>", "<mask>", "<|endoftext|>"]
+    library = json.loads((path / "tokenizer.json").read_text())
+    first = max(library["model"]["vocab"].values()) + 1
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    library["added_tokens"] += [{"id": first + place, "content": one, **plain} for place, one in enumerate(added)]
+    (path / "tokenizer.json").write_text(json.dumps(library))
+    expected = AutoTokenizer.from_pretrained(path).apply_chat_template([user("Hi")], tokenize=False)
+    tokenizer = load_tokenizer(path)
+    text = tokenizer.decode(chat(path, tokenizer).encode([user("Hi")]), specials=True)
+    assert text.replace(" ", "") == expected
+
+
+def test_a_special_token_that_only_config_numbers_is_found(folder: Path, tmp_path: Path) -> None:
+    path = _with_template(folder, tmp_path / "hf")
+    (path / "chat_template.jinja").write_text("{{ bos_token }}Hi{{ eos_token }}")
+    (path / "tokenizer_config.json").write_text("{}")
+    oracle.edit_json(path / "config.json", bos_token_id=1, eos_token_id=2)
+    tokenizer = load_tokenizer(path)
+    assert (tokenizer.bos_id, tokenizer.eos_ids) == (1, (2,))
+    assert tokenizer.decode(chat(path, tokenizer).encode([user("x")]), specials=True) == "<s> Hi</s>"
+
+
+def test_a_special_token_that_nobody_spells_is_told_where_a_template_shows_it(folder: Path, tmp_path: Path) -> None:
+    path = _with_template(folder, tmp_path / "hf")
+    (path / "tokenizer_config.json").write_text("{}")
+    oracle.edit_json(path / "config.json", bos_token_id=None, eos_token_id=None)
+    asked = "{% if bos_token %}{{ bos_token }}{% endif %}{% if bos_token is defined %}y{% endif %}n"
+    for shown, told in (("{{ bos_token }}", True), ("{{ 'x' ~ eos_token }}", True), (asked, False)):
+        (path / "chat_template.jinja").write_text(shown)
+        ours = chat(path, load_tokenizer(path))
+        if told:
+            with pytest.raises(
+                CheckpointError, match=r"jinja: .* shows ..._token, .*in tokenizer_config\.json, null if"
+            ):
+                ours.encode([user("Hi")])
+            ours.encode([user("Hi")], bos_token="<s>", eos_token="</s>")
+        else:
+            assert load_tokenizer(path).decode(ours.encode([user("Hi")])) == "n"
+
+
+@pytest.mark.parametrize("value", [5, {"lstrip": True}, ["<s>"]])
+def test_a_special_token_that_is_no_text_is_refused(value: Any, folder: Path, tmp_path: Path) -> None:
+    path = _with_template(folder, tmp_path / "hf")
+    (path / "special_tokens_map.json").write_text(json.dumps({"bos_token": value}))
+    with pytest.raises(CheckpointError, match=r"special_tokens_map\.json: .*(bos_token|content)"):
+        load_tokenizer(path)
+
+
 def test_a_base_model_has_none(folder: Path, tmp_path: Path) -> None:
     path = _with_template(folder, tmp_path / "hf")
     with pytest.raises(RequestError, match=r"has no chat template .*`template=llama2 or llama3`.*prompt"):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command import Capture, run
+from command import Capture, run, without_progress
 
 import quantkit
 
@@ -71,3 +75,38 @@ def test_warm_up_says_how_many_steps_are_compiled(
     assert run(capfd, *asked)[2] == "quantkit: note: nothing is compiled: the steps are eager\n"
     monkeypatch.setattr("quantkit.runtime.engine.Engine.warm_up", lambda self: 7)
     assert run(capfd, *asked)[2] == "quantkit: note: 7 steps compiled\n"
+
+
+@pytest.mark.parametrize("asked", ["The", "The -n 2", "--prompts IN --output -", "The --backend xla"])
+def test_text_that_nobody_could_ever_read_is_not_generated(asked: str, demo_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").write_text('{"prompt": "The"}\n')
+    words = [str(tmp_path / "in") if word == "IN" else word for word in asked.split()]
+    command = shlex.join([sys.executable, "-m", "quantkit.cli", "generate", str(demo_model), *words])
+    found = subprocess.run(
+        ["sh", "-c", f"{command} >&-"], cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=600, check=False
+    )
+    assert found.returncode == 5
+    assert found.stderr == (
+        "quantkit: error: standard output is closed, and what is generated goes there; > /dev/null where nobody reads"
+        " it\n"
+    )
+
+
+def test_a_file_is_made_though_stdout_is_closed(demo_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").write_text('{"prompt": "The", "max_new_tokens": 2}\n')
+    words = ["generate", str(demo_model), "--prompts", "in", "--output", "out"]
+    command = shlex.join([sys.executable, "-m", "quantkit.cli", *words])
+    assert subprocess.run(["sh", "-c", f"{command} >&-"], cwd=tmp_path, timeout=600, check=False).returncode == 0
+    assert (tmp_path / "out").read_text().count("\n") == 1
+
+
+@pytest.mark.parametrize("asked", ["The", "--prompts IN --output -"])
+def test_a_reader_that_has_seen_enough_is_no_error(asked: str, demo_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").write_text('{"prompt": "The"}\n')
+    words = [str(tmp_path / "in") if word == "IN" else word for word in asked.split()]
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "quantkit.cli", "generate", str(demo_model), *words]
+    found = subprocess.run(command, cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE, timeout=600, check=False)
+    os.close(writing)
+    assert (found.returncode, without_progress(found.stderr.decode())) == (0, "")

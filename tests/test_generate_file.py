@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import forked
@@ -262,6 +265,17 @@ def test_spellings_of_special_tokens_are_text_unless_a_line_says_otherwise(demo_
         (b'{"prompt": "a"}\n{"prompt": "b"', "in:2: is no JSON object"),
         (b'{"prompt": "a", "id": NaN}', "in:1: is no JSON object"),
         (b"[" * 100_000, "in:1: holds a JSON array"),
+        (b'{"prompt": "a", "id": {"x": [1e400]}}', "in:1: 'id' holds a number that is too large (expected at most"),
+        (b'{"prompt": "a", "id": %s}' % (b"9" * 5000), "in:1: 'id' holds a number that is too large (expected at most"),
+        (b'{"prompt": "a", "top_p": 1e400}', "in:1: 'top_p' holds a number that is too large"),
+        (b'{"prompt": "a"}\n{"prompt": "b", "id": [1.0000000000000000001]}',
+         "in:2: 'id' holds a number that does not come back as it is (found '1.0000000000000000001', expected 1.0, "),
+        (b'{"prompt": "a", "id": 1e-99999999999999999999}', "in:1: 'id' holds a number that does not come back"),
+        (b'{"prompt": "a", "id": %s1%s}' % (b"[" * 90, b"]" * 90), "in:1: 'id' holds lists or objects in one another"),
+        (b'{"prompt": "a"}\n{"prompt": "a", "prompt": "b"}', "in:2: the key 'prompt' is there twice"),
+        (b'{"prompt": "a", "id": {"": 1, "": 1}}', "in:1: the key '' is there twice"),
+        (b'{"prompt": "a", "logit_bias": {"5": 1, "5": 2}}', "in:1: the key '5' is there twice"),
+        (b'{"prompt": "a", "logit_bias": {"0": 1, "00": 2}}', "in:1: 'logit_bias' names a token twice (found 0)"),
         (b'{"id": 3}', "in:1: there is no prompt (found id, expected"),
         (b'{"prompt": ""}', "in:1: the prompt is empty"),
         (b'{"token_ids": []}', "in:1: the prompt is empty"),
@@ -277,6 +291,8 @@ def test_spellings_of_special_tokens_are_text_unless_a_line_says_otherwise(demo_
         (b'{"prompt": "a", "temperature": -1}', "in:1: temperature must be finite and not negative (found -1.0)"),
         (b'{"prompt": "a", "stop": [""]}', "in:1: a stop string is empty"),
         (b'{"prompt": "a", "n": 0}', "in:1: n must be at least 1"),
+        (b'{"prompt": "a", "n": 4097}', "in:1: n is out of range (found 4097, expected 1 to 4096)"),
+        (b'{"prompt": "a", "n": 1%s}' % (b"0" * 90), "in:1: n is out of range (found a huge number, expected"),
         (b'{"prompt": "a", "echo": 1}', "in:1: 'echo' is of the wrong type"),
         (b'{"prompt": "a", "logit_bias": {"x": 1}}', "in:1: 'logit_bias' is of the wrong type"),
         (b'{"prompt": "a", "logit_bias": {"99999": 1}}', "in:1: logit_bias names tokens outside the vocabulary"),
@@ -296,6 +312,40 @@ def test_what_is_wrong_with_a_line_is_told_before_the_model_is_loaded(
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
+def test_an_id_comes_back_as_it_was_written(demo_model: Path, tmp_path: Path) -> None:
+    ids = [
+        f"[0.1, -2.50, {10**400}, 9007199254740993, 1e22, 5e-324, 1.0]",
+        '"1.0000000000000000001"',
+        "0.30000000000000004",
+    ]
+    (tmp_path / "in").write_text("".join(f'{{"token_ids": [1], "id": {one}}}\n' for one in ids))
+    generated(demo_model, tmp_path / "in", tmp_path / "out")
+    exactly = [json.loads(line, parse_float=Decimal)["id"] for line in (tmp_path / "out").read_text().splitlines()]
+    assert exactly == [json.loads(one, parse_float=Decimal) for one in ids]
+
+
+@pytest.mark.parametrize(
+    ("options", "line", "told"),
+    [
+        ("--echo --logprobs 1", {}, "{}; leave out --echo"),
+        ("--echo", {"logprobs": 1}, "in:2: {}; leave out 'logprobs'"),
+        ("--logprobs 1", {"echo": True}, "in:2: {}; leave out 'echo'"),
+        ("", {"echo": True, "logprobs": 0}, "in:2: {}; leave out 'echo'"),
+    ],
+)  # fmt: skip
+def test_what_xla_does_not_give_is_told_before_the_model_is_loaded(
+    options: str, line: dict[str, Any], told: str, demo_model: Path, tmp_path: Path, capfd: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("quantkit.jobs.load.load_xla", lambda *_, **__: pytest.fail("the model was loaded"))
+    prompts = written(tmp_path / "in", [{"prompt": "The"}, {"prompt": "The", **line}])
+    command = ("generate", demo_model, "--prompts", prompts, "--output", tmp_path / "out", "--backend", "xla")
+    code, out, err = run(capfd, *command, *options.split())
+    assert (code, out) == (2, "")
+    told = told.format("log-probabilities of prompts are not given through XLA")
+    assert err.removeprefix("quantkit: error: ").removeprefix(f"{tmp_path}/") == f"{told}\n"
+
+
 def test_a_template_that_refuses_a_conversation_is_told_with_its_line(demo_model: Path, tmp_path: Path) -> None:
     asked = [{"messages": [{"role": "user", "content": "Hi"}]}, {"messages": [{"role": "system", "content": "Be."}]}]
     with pytest.raises(RequestError, match="in:2: llama2 takes at most one system message"):
@@ -312,6 +362,8 @@ def test_a_template_that_refuses_a_conversation_is_told_with_its_line(demo_model
         ("--prompts IN --output - --resume", "--resume goes with a file, not with --output -"),
         ("--prompts IN --output OUT --n 0", "n must be at least 1"),
         ("--prompts IN --output OUT --logit-bias 5", "no bias of a token (found '5', expected ID=NUMBER"),
+        ("--prompts IN --output OUT --logit-bias 5=1 --logit-bias 5=2", "--logit-bias names a token twice (found 5)"),
+        ("x -n 100000000", "n is out of range (found 100000000, expected 1 to 4096)"),
         ("--prompts nowhere --output OUT", "nowhere: the prompts cannot be read: No such file or directory"),
         ("x --output OUT", "--output, --resume, --batch, --template, --echo and --logprobs go with --prompts"),
         ("x --num-beams 4", "beam search is not supported (found --num-beams); draw several samples with --n"),
@@ -367,6 +419,29 @@ def test_an_interrupted_run_goes_on_with_what_is_missing(
     assert (made.prompts, made.resumed, told) == (6, 4, [4, 5, 6])
     assert texts(out) == whole
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "prompts.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"finish_reason": "length"', b'"finish_reason": "stop"'),
+        (b'"text": "', b'"text": "x'),
+        (b'"check": "', b'"check": "0'),
+    ],
+)
+def test_a_line_that_was_changed_meanwhile_is_refused_and_kept(
+    old: bytes, new: bytes, demo_model: Path, prompts: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    interrupted(demo_model, prompts, out, done=3)
+    there = partial(out) / NAME
+    content = there.read_bytes()
+    changed = content.replace(old, new, 1)
+    assert changed != content
+    there.write_bytes(changed)
+    with pytest.raises(ResumeError, match=r"lines\.jsonl: is not what the interrupted run left"):
+        generated(demo_model, prompts, out, resume=True)
+    assert there.read_bytes() == changed
 
 
 def test_a_torn_line_is_dropped(demo_model: Path, prompts: Path, tmp_path: Path, whole: list[str]) -> None:
@@ -473,6 +548,25 @@ def test_a_full_disk_keeps_what_is_there(
     code, _, err = run(capfd, "generate", demo_model, "--prompts", prompts, "--output", tmp_path / "out")
     assert code == 5
     assert err == f"quantkit: error: {tmp_path}: the disk is full; {partial(tmp_path / 'out')} is kept: add --resume\n"
+
+
+def test_space_is_asked_for_as_the_prompts_need_it(
+    demo_model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = 1 << 20
+
+    def usage(_: Path) -> SimpleNamespace:
+        return SimpleNamespace(total=1 << 30, free=free)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    generated(demo_model, prompts, tmp_path / "few")
+    free = 60_000
+    with pytest.raises(NoSpaceError, match=r"too little space on the disk \(found 60 kB free, expected 65\.5 kB"):
+        generated(demo_model, prompts, tmp_path / "out")
+    free = 1 << 20
+    many = written(tmp_path / "many", [{"prompt": "The", "n": 4096, "max_new_tokens": 1000}])
+    with pytest.raises(NoSpaceError, match=r"found 1.05 MB free, expected 16\.8 MB"):
+        generated(demo_model, many, tmp_path / "out")
 
 
 def test_a_run_that_fails_before_its_first_line_leaves_nothing(

@@ -9,7 +9,7 @@ from pathlib import Path
 import oracle
 import pytest
 import torch
-from rows import alone
+from rows import alone, together
 from torch import Tensor
 
 import quantkit
@@ -154,6 +154,23 @@ def test_where_positions_are_stretched_prompts_of_other_lengths_share_nothing(
         assert _run(batch, Request(prompt, 3)).tokens == alone(model, Request(prompt, 3))[0].token_ids
     with pytest.raises(RequestError, match="found 201, expected at most 200"):
         quantkit.generate(model, text[:191], max_new_tokens=10)
+
+
+@pytest.mark.parametrize("backend", ["cpu-exact", "cpu-fast"])
+def test_where_positions_are_stretched_a_prompt_has_the_same_bits_beside_others(backend: str, folders: Path) -> None:
+    """Also where a row's place in the step is that of a loop's remainder, whose powers are rounded otherwise."""
+    model = _model(folders / "dynamic-int8", backend)
+    texts = oracle.random_tokens(190, batch=9).tolist()
+    requests = [Request(text[: 101 + 9 * at], 9, logprobs=2) for at, text in enumerate(texts)]
+    for slots in (2, 9):
+        for found in together(Engine(model, 200, slots=slots), requests):
+            assert replace(found, prompt=0) == alone(model, requests[found.prompt])[0]
+    positions, lengths = torch.randint(400, (240, 1)), torch.randint(101, 500, (240, 1))
+    cosines, sines = model.rotary(positions, lengths)
+    for row in range(240):
+        own = model.rotary(positions[row : row + 1], lengths[row : row + 1])
+        assert torch.equal(cosines[row : row + 1], own[0])
+        assert torch.equal(sines[row : row + 1], own[1])
 
 
 def test_what_two_begin_with() -> None:

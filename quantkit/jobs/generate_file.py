@@ -17,9 +17,9 @@ Of what a line of prompts may hold tells `quantkit.jobs.prompts_file`. Of each c
                        same three keys
 
 The file appears when all prompts are done, with lines in the order of the prompts. Until then ``OUT.partial`` is a
-folder: ``lines.jsonl`` in it has the lines in the order in which prompts end, those of one prompt together. A run with
-`resume` drops a torn line at its end and goes on with the prompts that are missing, if model, prompts and options are
-the same; batch size, device and processes may be others.
+folder: ``lines.jsonl`` in it has the lines in the order in which prompts end, those of one prompt together, each with
+its sha256 as ``check``. A run with `resume` drops a torn line at its end and goes on with the prompts that are missing,
+if model, prompts and options are the same; batch size, device and processes may be others.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from quantkit.formats.output.lines import ResumableLines
 from quantkit.formats.output.staging import partial_folder, require_absent, require_room_to_build
 from quantkit.jobs.prompts_file import Prompt, PromptReader, checked
 from quantkit.progress import Progress, heard
-from quantkit.runtime.request import BATCH_SIZE, MAX_NEW_TOKENS
+from quantkit.runtime.request import BATCH_SIZE, MAX_NEW_TOKENS, no_prompt_logprobs
 from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
 from quantkit.version import __version__
@@ -63,6 +63,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 STDIN = "-"
+_LINE_BYTES, _TOKEN_BYTES, _LOGPROB_BYTES = (
+    200,
+    5,
+    60,
+)  # of a result, besides its tokens; of a token; of what it could be
 Line = Mapping[str, Any]
 
 
@@ -203,7 +208,9 @@ class FileJob:
             RequestError: for options that make no sense.
         """
         require_flags(truncate=truncate, resume=resume)
-        checked(options)
+        asked = checked(options)
+        if asked.scores_prompt and runtime.backend == "xla":
+            raise no_prompt_logprobs("echo")
         self._path, self._file, self._output = as_path("path", path), as_path("prompts", prompts), output
         self._options, self._template, self._truncate = dict(options), template, truncate
         self._batch_size = as_whole("batch_size", batch_size)
@@ -225,10 +232,10 @@ class FileJob:
         checkpoint: Checkpoint = open_checkpoint(self._path, self._runtime.weights)
         tokenizer = checked_tokenizer(checkpoint)[0] or load_tokenizer(self._path)
         content = _content(self._file)
-        config = checkpoint.config
+        config, xla = checkpoint.config, self._runtime.backend == "xla"
         reader = PromptReader(
             self._path, config, tokenizer, self._options, template=self._template, truncate=self._truncate,
-            most=config.max_context if self._runtime.backend == "xla" else config.reach,
+            most=config.max_context if xla else config.reach, prompt_logprobs=not xla,
         )  # fmt: skip
         self._prompts = reader.read(content, str(self._file))
         self._fingerprint = {
@@ -292,7 +299,8 @@ class FileJob:
         numeric = {"dtype": how.dtype, "backend": how.backend, "int8_cache": how.int8_cache}
         computed_by = {f"option {name}": None if value is None else str(value) for name, value in numeric.items()}
         sizes = [one.request.samples for one in self._prompts]
-        return ResumableLines(self._output, {**self._fingerprint, **computed_by}, sizes, resume=self._resume)
+        fingerprint, likely = {**self._fingerprint, **computed_by}, sum(map(_likely_bytes, self._prompts))
+        return ResumableLines(self._output, fingerprint, sizes, likely_bytes=likely, resume=self._resume)
 
     def _loaded(
         self, requests: Sequence[Request], group: ProcessGroup, progress: Progress
@@ -345,6 +353,14 @@ class _Given:
 
     def commit(self) -> None:
         pass
+
+
+def _likely_bytes(prompt: Prompt) -> int:
+    """What the lines of a prompt take on the disk, within a factor of a few: nobody knows where they will end."""
+    asked = prompt.request
+    tokens = asked.max_new_tokens + (len(asked.prompt) if asked.echo else 0)
+    entries = 0 if asked.logprobs is None else 1 + asked.logprobs
+    return 2 * asked.samples * (_LINE_BYTES + tokens * (_TOKEN_BYTES + entries * _LOGPROB_BYTES))
 
 
 def _content(file: Path) -> bytes:

@@ -16,7 +16,8 @@ and may have
     chat_template_kwargs
                  variables for the chat template
 
-Null is as good as absent. Other keys are refused.
+Null is as good as absent. Other keys are refused, and so are keys that are there twice and numbers that would not come
+back as they are: of no value in 64 bits, and in an ``id`` of more digits than those hold.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
+import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from decimal import Decimal, InvalidOperation
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,13 +39,14 @@ from typing import Any, NoReturn
 from quantkit.architectures.config import ModelConfig
 from quantkit.arguments import require_flags, wrong_type
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
-from quantkit.json_values import shown
+from quantkit.json_values import DEEPEST, depth, shown, within
 from quantkit.runtime.generation_config import sampling_defaults
 from quantkit.runtime.request import (
     BEAM_SEARCH,
     Request,
     checked_options,
     no_beam_search,
+    no_prompt_logprobs,
     prompt_ids,
     shortened,
     stop_strings,
@@ -94,7 +99,7 @@ class PromptReader:
 
     def __init__(
         self, folder: Path, config: ModelConfig, tokenizer: Tokenizer, options: Mapping[str, Any], *,
-        most: int, template: str | None = None, truncate: bool = False,
+        most: int, template: str | None = None, truncate: bool = False, prompt_logprobs: bool = True,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -103,9 +108,11 @@ class PromptReader:
             most: tokens of a prompt with what continues it.
             template: for conversations; see `chat_format`.
             truncate: cut too long a prompt at its beginning, instead of refusing it.
+            prompt_logprobs: whether what runs the model tells log-probabilities of prompts.
         """
         self._folder, self._config, self._tokenizer = folder, config, tokenizer
         self._options, self._most, self._template, self._truncate = options, most, template, truncate
+        self._prompt_logprobs = prompt_logprobs
 
     def read(self, content: bytes, name: str) -> list[Prompt]:
         """The prompts of a file.
@@ -135,6 +142,8 @@ class PromptReader:
         asked = {**defaults, **self._options, **{key: given[key] for key in OPTIONS & given.keys()}}
         stop = stop_strings(asked.pop("stop", ()))
         request = _request(asked)
+        if request.scores_prompt and not self._prompt_logprobs:
+            raise no_prompt_logprobs("echo" if "echo" in given else "logprobs")
         ids = self._ids(kind, given)
         if kind == "messages":
             request = replace(request, end_ids=self._chat.end_ids)
@@ -181,22 +190,25 @@ class PromptReader:
         return sampling_defaults(self._folder)
 
 
-def checked(options: Mapping[str, Any]) -> None:
-    """Check what is asked for all lines.
+def checked(options: Mapping[str, Any]) -> Request:
+    """What is asked for all lines, as a request without its prompt.
 
     Raises:
         RequestError: for a value of the wrong type or out of its range.
     """
     others = dict(options)
     stop_strings(others.pop("stop", ()))
-    _request(others)
+    return _request(others)
 
 
 def _request(asked: Mapping[str, Any]) -> Request:
     """A request without its prompt."""
     sampling: Any = {key: asked[key] for key in SamplingOptions.__annotations__ if key in asked}
     if isinstance(bias := sampling.get("logit_bias"), dict):
-        sampling["logit_bias"] = {_as_token(key): value for key, value in bias.items()}
+        tokens = [_as_token(key) for key in bias]
+        if (twice := _repeated(tokens)) is not None:
+            raise RequestError("`logit_bias` names a token twice", found=twice)
+        sampling["logit_bias"] = dict(zip(tokens, bias.values(), strict=True))
     echo = asked.get("echo", False)
     require_flags(echo=echo)
     return checked_options(
@@ -263,15 +275,70 @@ def _object(line: str, place: str, *, first: bool) -> dict[str, Any]:
     if not line.strip():
         raise RequestError("the line is empty", path=place, expected=_EXPECTED)
     value: Any = None
-    with contextlib.suppress(ValueError, RecursionError):
-        value = json.loads(line, parse_constant=_refuse)
-        if isinstance(value, dict):
-            return value
+    with contextlib.suppress(ValueError, RecursionError), _at(place):
+        value = json.loads(line, parse_constant=_refuse, parse_int=_whole, object_pairs_hook=_object_of)
+    if isinstance(value, dict):
+        with _at(place):
+            _require_exact(value, line)
+        return value
     if first and line.lstrip().startswith("["):
         raise RequestError(
             "holds a JSON array", path=place, expected=f"on each line {_EXPECTED}", hint="jq -c '.[]' makes lines of it"
         )
     raise RequestError("is no JSON object", path=place, found=shown(line.strip()), expected=_EXPECTED)
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if (twice := _repeated([key for key, _ in pairs])) is not None:
+        raise RequestError(f"the key {shown(twice)} is there twice")
+    return dict(pairs)
+
+
+def _repeated(keys: list[Any]) -> Any:
+    """One that is among them twice; None if none is."""
+    return next((key for key, times in Counter(keys).items() if times > 1), None)
+
+
+def _whole(text: str) -> float:
+    try:
+        return int(text)
+    except ValueError:  # of more digits than Python takes
+        return math.inf
+
+
+class _Spelled(str):
+    """A number with a point or an exponent, as it stands in the file."""
+
+
+def _require_exact(values: Mapping[str, Any], line: str) -> None:
+    """
+    Raises:
+        RequestError: if a value lies too deep, or a number is not what it was in the line.
+    """
+    for key, value in values.items():
+        if depth(value) > DEEPEST:
+            raise RequestError(
+                f"{shown(key)} holds lists or objects in one another", expected=f"at most {DEEPEST} deep"
+            )
+        if any(isinstance(one, float) and not math.isfinite(one) for one in within(value)):
+            raise RequestError(f"{shown(key)} holds a number that is too large", expected="at most 1.79e308")
+    if not any(isinstance(one, float) for one in within(values.get("id"))):
+        return
+    for one in within(json.loads(line, parse_float=_Spelled)["id"]):
+        if isinstance(one, _Spelled) and not _comes_back(one):
+            raise RequestError(
+                "'id' holds a number that does not come back as it is",
+                found=shown(str(one)),
+                expected=f"{float(one)}, or a text",
+            )
+
+
+def _comes_back(text: str) -> bool:
+    """Whether a finite number is the same when written again."""
+    try:
+        return Decimal(repr(float(text))) == Decimal(text)
+    except InvalidOperation:  # exponents beyond all bounds
+        return False
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -46,9 +46,9 @@ class Rotary(nn.Module):
         """Dynamic scaling: past the trained context the base grows with a sequence's length."""
         length = lengths.clamp(min=self._context).float().unsqueeze(-1)
         stretch = self._rope.factor * length / self._context - (self._rope.factor - 1)
-        base = self._rope.theta * stretch ** (self._dim / (self._dim - 2))
-        exponents = torch.arange(0, self._dim, 2, device=lengths.device, dtype=torch.float32) / self._dim
-        return 1.0 / base**exponents
+        # Powers of a column would be rounded by where a row lies among others: each row is raised to all exponents.
+        exponents = torch.arange(0, self._dim, 2, device=lengths.device, dtype=torch.float32) / (self._dim - 2)
+        return self.inverse_frequencies / stretch**exponents
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from quantkit.errors import RequestError
 from quantkit.runtime.completion import FinishReason
 from quantkit.runtime.engine import Engine, numbers
 from quantkit.runtime.generation import Generation, Siblings
@@ -64,6 +65,8 @@ class Batch:
 
     Each step carries one row of each sequence that decodes, and chunks of prompts in turn, so a short prompt never
     waits for all of a long one. Chunks begin at fixed places of a prompt: what else runs does not change its numbers.
+
+    It has the engine from the first request on, until another one is lent it; with the next request it takes it back.
     """
 
     def __init__(self, engine: Engine, *, any_prefix: bool = False) -> None:
@@ -76,11 +79,9 @@ class Batch:
         self.reused = 0
         """Tokens of prompts that were not computed, but found in a slot."""
         model = engine.model
-        stretches = model.config.rope.type == "dynamic"
-        self._slots = SlotTable(
-            engine.slots, engine.chunk, any_prefix=any_prefix, windows=any(model.config.windows),
-            unstretched=model.config.max_context if stretches else None,
-        )  # fmt: skip
+        self._any_prefix = any_prefix
+        self._slots = self._table()
+        self._loan: int | None = None
         self._ahead = _LOOKS.get(model.device.type, _FAR)
         self._last = torch.zeros(engine.slots, dtype=torch.long, device=model.device)  # token of each slot
         self._waiting: deque[Generation] = deque()
@@ -109,9 +110,13 @@ class Batch:
         """Take up a request; its continuations.
 
         Raises:
-            RequestError: if a slot does not hold its prompt and new tokens.
+            RequestError: if a slot does not hold its prompt and new tokens, or another has taken over the engine while
+                continuations of this one run.
         """
         self.require(request)
+        self._require_engine()
+        if not self.engine.lent(self._loan):
+            self._slots, self._loan = self._table(), self.engine.lend()
         siblings = Siblings(waiting=request.samples)
         found = [Generation(request, number, siblings, self.engine.model) for number in range(request.samples)]
         self._waiting.extend(found)
@@ -135,8 +140,10 @@ class Batch:
         """One step of the engine; the continuations that have new tokens or have ended, as far as is known.
 
         Raises:
+            RequestError: if another has taken over the engine.
             NonFiniteError: if the model's logits are NaN or Inf.
         """
+        self._require_engine()
         ended: list[Generation] = []
         self._admit()
         rows = self._compose()
@@ -149,6 +156,25 @@ class Batch:
                     logits = logits[numbers(places, logits.device)]
                 self._draw(logits, list(rows.drawing))
         return [*ended, *self._look()]
+
+    def _require_engine(self) -> None:
+        """
+        Raises:
+            RequestError: if another has taken over the engine, and with it what was going on.
+        """
+        if self.busy and not self.engine.lent(self._loan):
+            raise RequestError(
+                "the engine is in use by another generation",
+                hint="give each an engine of its own, or run them in one batch",
+            )  # fmt: skip
+
+    def _table(self) -> SlotTable:
+        """Of slots that hold nothing."""
+        config = self.engine.model.config
+        return SlotTable(
+            self.engine.slots, self.engine.chunk, any_prefix=self._any_prefix, windows=any(config.windows),
+            unstretched=config.max_context if config.rope.type == "dynamic" else None,
+        )  # fmt: skip
 
     def _admit(self) -> None:
         """Give free slots to those that wait."""

@@ -33,6 +33,10 @@ class Engine:
     Compiled, rows are padded to buckets, powers of two, so that only the first step of a bucket compiles anything.
     What pads a step goes to the positions that follow in the shortest sequence, and is never seen: each later token
     is stored over it first. Beyond a slot's last position there is one more, of which nothing is ever read.
+
+    One user at a time: whoever begins on it (`quantkit.generate`, `stream`, `generate_batch`, a `ChatSession`) takes
+    over all slots. A conversation that has lost its slots reads its history anew; a generation that was still going on
+    ends with an error at its next step. Of threads, only one may be in an engine's methods.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class Engine:
         self._stretches = model.config.rope.type == "dynamic"
         self.chunk = _CPU_CHUNK if model.device.type == "cpu" else _CHUNK
         """Rows of one prompt that a step should have at most."""
+        self._loans = 0
         self._compiled = model.device.type == "cuda" if compiled is None else compiled
         self.length = min(bucket(length, _LEAST_CACHE), context) if self._compiled else length
         """Positions that a slot holds."""
@@ -76,6 +81,15 @@ class Engine:
     def cache_bytes(self) -> int:
         """What keys and values take up in memory."""
         return sum(stored.nbytes for stored in (*self._cache.keys, *self._cache.values))
+
+    def lend(self) -> int:
+        """Let somebody have the slots, whoever had them before; the number of this loan."""
+        self._loans += 1
+        return self._loans
+
+    def lent(self, loan: int | None) -> bool:
+        """Whether nobody else was lent the slots since."""
+        return loan == self._loans
 
     def require_length(self, length: int) -> None:
         """
@@ -137,6 +151,7 @@ class Engine:
         """
         if not self._compiled:
             return 0
+        self.lend()
         steps = [[(slot, 0) for slot in range(min(count, self.slots))] for count in _buckets(1, self.slots)]
         if self.model.ops.ragged:
             most = min(self.chunk + self.slots, self.slots * self.length)

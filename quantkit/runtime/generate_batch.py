@@ -84,7 +84,7 @@ def generate_batch(
         tokenizer: for prompts, results and stop strings as texts.
         max_new_tokens: at most so many for each; 0 scores prompts, with `echo` and `logprobs`.
         stop: strings at which a text ends; they are not part of it.
-        n: continuations of each prompt, drawn with seeds that count up.
+        n: continuations of each prompt, at most 4096, drawn with seeds that count up.
         logprobs: tell the log-probability of each new token, and of so many of the likeliest in its place; 0 is of
             the token alone.
         echo: let tokens, text and log-probabilities begin with the prompt's.

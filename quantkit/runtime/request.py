@@ -29,6 +29,9 @@ TokenIds: TypeAlias = "Sequence[int] | Tensor"
 MAX_LOGPROBS = 100
 """Of the likeliest tokens that can be asked for."""
 
+MAX_SAMPLES = 4096
+"""Of a prompt that can be asked for."""
+
 BEAM_SEARCH = {"num_beams", "beams", "beam_size", "beam_width", "best_of", "use_beam_search"}
 """What others call its options."""
 
@@ -65,6 +68,11 @@ class Request:
     def length(self) -> int:
         """Tokens of the prompt and a continuation together."""
         return len(self.prompt) + self.max_new_tokens
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the prompt's own log-probabilities are told."""
+        return self.echo and self.logprobs is not None
 
 
 def require_model(name: str, model: object, kinds: type | tuple[type, ...]) -> None:
@@ -189,7 +197,9 @@ def checked_options(
     params = SamplingParams(**sampling)
     count, told = as_whole("n", samples), None if logprobs is None else as_whole("logprobs", logprobs)
     if count < 1:
-        raise RequestError("n must be at least 1", found=count)
+        raise RequestError("n must be at least 1", found=shown(count))
+    if count > MAX_SAMPLES:
+        raise RequestError("n is out of range", found=shown(count), expected=f"1 to {MAX_SAMPLES}")
     if told is not None and not 0 <= told <= MAX_LOGPROBS:
         raise RequestError("logprobs is out of range", found=told, expected=f"0 to {MAX_LOGPROBS}")
     new = as_whole("max_new_tokens", max_new_tokens)
@@ -227,6 +237,15 @@ def with_prompt(config: ModelConfig, asked: Request, ids: list[int], most: int |
 def no_beam_search(name: str) -> RequestError:
     """The error for an option of it."""
     return RequestError("beam search is not supported", found=name, hint="draw several samples with `n`")
+
+
+def no_prompt_logprobs(name: str) -> RequestError:
+    """The error for log-probabilities of prompts where XLA runs the model.
+
+    Args:
+        name: of the argument to leave out.
+    """
+    return RequestError("log-probabilities of prompts are not given through XLA", hint=f"leave out `{name}`")
 
 
 def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int, most: int | None = None) -> int:

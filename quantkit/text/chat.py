@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 from quantkit.arguments import as_path, as_text
 from quantkit.errors import RequestError
 from quantkit.text.chat_template import META_FORMATS, ChatTemplate, ChatTemplates, Message, given_template
+from quantkit.text.special_tokens import special_tokens
 from quantkit.text.tokenizer import Tokenizer
 
 _LLAMA3_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
@@ -160,12 +161,11 @@ def chat_format(
         return Llama2Chat(tokenizer)
     if template == "llama3":
         return Llama3Chat(tokenizer)
-    spare = _token_names(tokenizer)
+    tokens = _token_names(tokenizer, folder)
     if template is not None and template.endswith(".jinja"):
-        tokens = {**spare, **ChatTemplates(folder).tokens}
         given = ChatTemplate(given_template(template), tokens=tokens, path=Path(template))
         return TemplateChat(lambda with_tools: given, _with_specials(tokenizer, folder))
-    templates = ChatTemplates(folder, spare)
+    templates = ChatTemplates(folder, tokens)
     if not templates:
         raise RequestError(
             "has no chat template", path=folder, hint="a base model takes a prompt instead",
@@ -175,11 +175,14 @@ def chat_format(
     return TemplateChat(found.__getitem__, _with_specials(tokenizer, folder))
 
 
-def _token_names(tokenizer: Tokenizer) -> dict[str, str]:
-    """What templates call the tokens that begin and end a text, for a folder whose settings spell neither."""
-    spelled = {number: name for name, number in (tokenizer.special_tokens or {}).items()}
-    named = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}
-    return {name: spelled[number] for name, number in named.items() if number is not None and number in spelled}
+def _token_names(tokenizer: Tokenizer, folder: Path) -> dict[str, str | None]:
+    """What templates call special tokens; where no file spells those that begin and end a text, as the tokenizer has
+    them."""
+    known = tokenizer.special_tokens or {}
+    spelled = {number: name for name, number in known.items()}
+    ends = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}
+    spare = {name: spelled[number] for name, number in ends.items() if number is not None and number in spelled}
+    return {**spare, **special_tokens(folder, known)}
 
 
 def _with_specials(tokenizer: Tokenizer, folder: Path) -> Tokenizer:

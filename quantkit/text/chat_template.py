@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -28,18 +27,21 @@ OLD_TEMPLATE_FILE = "chat_template.json"
 _MORE = "additional_chat_templates"
 _SUFFIX = ".jinja"
 META_FORMATS = ("llama2", "llama3")
-_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_ASKED_FOR = ("bos_token", "eos_token")  # of these a template should never print nothing unawares
 _END_HERE = "\x02quantkit: the answer goes on here\x03"
 
 
 class ChatTemplate:
     """A template, ready to render conversations."""
 
-    def __init__(self, source: str, *, tokens: Mapping[str, str] | None = None, path: Path | None = None) -> None:
+    def __init__(
+        self, source: str, *, tokens: Mapping[str, str | None] | None = None, path: Path | None = None
+    ) -> None:
         """
         Args:
             source: in Jinja.
-            tokens: spellings of special tokens by the names that templates use: ``bos_token`` and the like.
+            tokens: spellings of special tokens by the names that templates use: ``bos_token`` and the like; None for
+                one that the model does not have, and that a template prints nothing for.
             path: where it comes from, for errors.
 
         Raises:
@@ -82,7 +84,9 @@ class ChatTemplate:
                 raise RequestError("the last message has no text to continue")
             add_generation_prompt = False
             chat[-1]["content"] += _END_HERE
-        given = {"tools": None if tools is None else list(tools), "documents": None, **self._tokens, **variables}
+        tokens = {name: spelling for name, spelling in self._tokens.items() if spelling is not None}
+        unknown = {name: _unknown_token(name) for name in _ASKED_FOR if name not in self._tokens}
+        given = {"tools": None if tools is None else list(tools), "documents": None, **unknown, **tokens, **variables}
         with self._told("the chat template fails"):
             pieces, length = [], 0
             for piece in self._template.generate(messages=chat, add_generation_prompt=add_generation_prompt, **given):
@@ -105,22 +109,42 @@ class ChatTemplate:
                 yield
             except Refusal as refusal:
                 raise RequestError(f"the chat template refuses this: {short(refusal)}", path=self._path) from refusal
+            except _UnknownToken as error:
+                raise CheckpointError(
+                    f"the chat template shows {error}, which no file of the model spells", path=self._path,
+                    expected=f'"{error}" in tokenizer_config.json, null if there is none',
+                ) from error  # fmt: skip
+
+
+class _UnknownToken(Exception):
+    """A template shows a special token of which nobody knows how it is spelled."""
+
+
+def _unknown_token(name: str) -> Any:
+    """What a template sees as undefined, and cannot make a text of."""
+    from jinja2 import Undefined
+
+    class Unknown(Undefined):
+        def __str__(self) -> str:
+            raise _UnknownToken(name)
+
+    return Unknown(name=name)
 
 
 class ChatTemplates:
     """The templates of a folder, by name; ``default`` is for all that is not named."""
 
-    def __init__(self, folder: str | Path, tokens: Mapping[str, str] | None = None) -> None:
+    def __init__(self, folder: str | Path, tokens: Mapping[str, str | None] | None = None) -> None:
         """
         Args:
-            tokens: as for `ChatTemplate`, for those that the tokenizer's config does not spell.
+            tokens: as for `ChatTemplate`.
 
         Raises:
             CheckpointError: if a file is damaged.
         """
         self.folder = Path(folder)
         self._sources = _sources(self.folder)
-        self._spare_tokens = dict(tokens or {})
+        self._tokens = dict(tokens or {})
 
     def __bool__(self) -> bool:
         return bool(self._sources)
@@ -152,20 +176,7 @@ class ChatTemplates:
                 hint="a base model has none; give it a prompt, or name a `template`",
             )  # fmt: skip
         path, source = self._sources[chosen]
-        return ChatTemplate(source, tokens=self.tokens, path=path)
-
-    @cached_property
-    def tokens(self) -> dict[str, str]:
-        """Spellings of special tokens by the names that templates use."""
-        path = self.folder / _CONFIG
-        settings = read_json(path) if path.is_file() else {}
-        found = dict(self._spare_tokens)
-        for name in _TOKENS:
-            value = settings.get(name)
-            value = value.get("content") if isinstance(value, dict) else value
-            if isinstance(value, str):
-                found[name] = value
-        return found
+        return ChatTemplate(source, tokens=self._tokens, path=path)
 
 
 def template_paths(folder: Path) -> list[Path]:

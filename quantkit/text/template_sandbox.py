@@ -264,15 +264,14 @@ def environment() -> Any:
         add = functools.partial(made.call_binop, context, "+")
         return functools.reduce(add, items, start)
 
-    made = Bounded(
+    made: Any = Bounded(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols],
         finalize=lambda value: _bounds.get().shown(value),
     )  # fmt: skip
     for name in _WITHOUT:
         del made.filters[name]
     made.filters |= {"tojson": _to_json, "sum": total, _JOINED: lambda items: "".join(map(str, items))}
-    filters: Any = made.filters
-    made.filters = {name: _watched(name, filter) for name, filter in filters.items()}
+    made.filters = {name: _watched(name, filter) for name, filter in made.filters.items()}
     made.tests = {name: _watched(name, test) for name, test in made.tests.items()}
     # Of the context, so that nothing is folded when the template is compiled.
     made.filters[_COUNTED] = pass_context(lambda context, items: _Counted(items))

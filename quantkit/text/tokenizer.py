@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from quantkit.arguments import as_text, require_flags, token_rows, wrong_type
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.json_values import Settings, read_json, require_plain_file
 from quantkit.text.contained import contained, is_panic, quiet_on_failure
+from quantkit.text.special_tokens import special_tokens
 
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -205,9 +206,10 @@ class JsonTokenizer(Tokenizer):
             self.vocab_size: int = max(vocabulary.values()) + 1
             added = self._engine.get_added_tokens_decoder().items()
             self.special_tokens: dict[str, int] | None = {str(token): number for number, token in added}
-            self.bos_id: int | None = _named(settings, "bos_token", vocabulary)
-            eos = _named(settings, "eos_token", vocabulary)
-            self.eos_ids: tuple[int, ...] = () if eos is None else (eos,)
+            named = special_tokens(path.parent, vocabulary, ("bos_token", "eos_token"))
+            numbers = {name: vocabulary[one] for name, one in named.items() if one is not None and one in vocabulary}
+            self.bos_id: int | None = numbers.get("bos_token")
+            self.eos_ids: tuple[int, ...] = (numbers["eos_token"],) if "eos_token" in numbers else ()
             self.byte_level: bool = "<0x00>" not in vocabulary
             self._add_bos = settings.flag("add_bos_token", False) and self.bos_id is not None
             _try_out(self, path)
@@ -310,15 +312,6 @@ def llama3_specials(first: int) -> dict[str, int]:
     filler = _LLAMA3_SPECIALS - len(_LLAMA3_NAMED)
     names = [*_LLAMA3_NAMED, *(f"<|reserved_special_token_{i}|>" for i in range(3, 3 + filler))]
     return {name: first + i for i, name in enumerate(names)}
-
-
-def _named(settings: Settings, key: str, vocabulary: Mapping[str, int]) -> int | None:
-    """The id of a token whose spelling stands by itself or in an object with how it is taken from a text."""
-    if not settings.has(key):
-        return None
-    if isinstance(settings.values[key], dict):
-        settings, key = settings.inside(key), "content"
-    return vocabulary.get(settings.text(key))
 
 
 def _try_out(tokenizer: Tokenizer, path: Path) -> None:

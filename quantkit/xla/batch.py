@@ -20,7 +20,7 @@ from quantkit.errors import RequestError
 from quantkit.memory import enough_memory
 from quantkit.runtime.engine import bucket as power_of_two
 from quantkit.runtime.generation import Continuation
-from quantkit.runtime.request import Request, checked_length
+from quantkit.runtime.request import Request, checked_length, no_prompt_logprobs
 from quantkit.runtime.sampling import TokenLogprobs
 from quantkit.runtime.sampling_params import SamplingParams
 from quantkit.tensors.finite import nonfinite_logits
@@ -124,8 +124,8 @@ class XlaBatch:
         Raises:
             RequestError: if it asks for what there is no program for, or for more than the trained context.
         """
-        if request.echo and request.logprobs is not None:
-            raise RequestError("log-probabilities of prompts are not given through XLA", hint="leave out `echo`")
+        if request.scores_prompt:
+            raise no_prompt_logprobs("echo")
         config = self._model.config
         checked_length(config, request.prompt, request.max_new_tokens, config.max_context)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -13,12 +14,15 @@ from typing import Any
 from quantkit.errors import DestinationError
 from quantkit.formats.output.destination import destination_errors, rename_new
 from quantkit.formats.output.own_folder import not_ours
-from quantkit.formats.output.staging import Staging, mark_kept
+from quantkit.formats.output.staging import SPACE_MARGIN, Staging, mark_kept
 from quantkit.json_values import finite
 
 NAME = "lines.jsonl"
-"""In the partial folder: what is there so far, in the order in which it came."""
+"""In the partial folder: what is there so far, as it came, each line with its sha256 as ``check``."""
 _ORDERED = "ordered.jsonl"
+_LEAST_SPACE = 64 << 10
+_SEAL = b', "check": "%b"}\n'
+_SEAL_BYTES = len(_SEAL % (b"0" * 64))
 
 
 class ResumableLines:
@@ -31,20 +35,25 @@ class ResumableLines:
         done: numbers of the groups that are there.
     """
 
-    def __init__(self, dst: Path, fingerprint: Mapping[str, Any], sizes: Sequence[int], *, resume: bool) -> None:
+    def __init__(
+        self, dst: Path, fingerprint: Mapping[str, Any], sizes: Sequence[int], *, likely_bytes: int, resume: bool
+    ) -> None:
         """
         Args:
             dst: the file; it must not exist.
             fingerprint: inputs and options, JSON; a resumed run must have the same.
             sizes: lines of each group.
+            likely_bytes: of the whole file; so much is to be free, at most as for any output.
             resume: go on where an interrupted run stopped, if there is one.
 
         Raises:
             RequestError, DestinationError, ResumeError: see `Staging`.
         """
         self._dst, self._sizes = dst, sizes
-        self._spans: dict[int, tuple[int, int]] = {}
-        self._staging = Staging(dst, fingerprint, 0, resume=resume)
+        self._starts: dict[int, int] = {}
+        self._staging = Staging(
+            dst, fingerprint, 0, resume=resume, spare_bytes=min(max(likely_bytes, _LEAST_SPACE), SPACE_MARGIN)
+        )
         with contextlib.ExitStack() as undone:
             undone.callback(self._staging.close)
             self._file = undone.enter_context(self._staging.folder.open(NAME))
@@ -55,7 +64,7 @@ class ResumableLines:
 
     @property
     def done(self) -> set[int]:
-        return set(self._spans)
+        return set(self._starts)
 
     def __enter__(self) -> ResumableLines:
         return self
@@ -74,27 +83,28 @@ class ResumableLines:
         Raises:
             DestinationError: if the disk is full or a write failed.
         """
-        content = b"".join(map(encoded, lines))
+        content = b"".join(_sealed(encoded(line)) for line in lines)
         with destination_errors(self._staging.path / NAME):
             start = self._file.tell()
             self._file.write(content)
             self._file.flush()
-        self._spans[number] = start, len(content)
+        self._starts[number] = start
 
     def commit(self) -> None:
         """Write all groups in order, and give the file its name.
 
         Raises:
             DestinationError: if that name has been taken meanwhile, or a write failed.
+            ResumeError: if a line is not as it was written.
         """
         assert self.done == set(range(len(self._sizes)))
         folder = self._staging.folder
         with destination_errors(self._staging.path / _ORDERED), folder.open(_ORDERED) as ordered:
             ordered.truncate(0)
             for number in range(len(self._sizes)):
-                start, length = self._spans[number]
-                self._file.seek(start)
-                ordered.write(self._file.read(length))
+                self._file.seek(self._starts[number])
+                for _ in range(self._sizes[number]):
+                    ordered.write(self._unsealed(self._file.readline()))
             ordered.flush()
             os.fsync(ordered.fileno())
         self._staging.require_in_place()
@@ -116,7 +126,7 @@ class ResumableLines:
             return
         with contextlib.suppress(OSError):  # what is left of a line that the disk had no room for
             self._file.close()
-        if not self._spans:
+        if not self._starts:
             self._staging.discard()
             return
         if error is not None:
@@ -127,14 +137,14 @@ class ResumableLines:
         """Note which groups are there; how many bytes they are. What follows was torn by an interruption."""
         start, number = 0, self._line()
         while number is not None:
-            if number in self._spans or not 0 <= number < len(self._sizes):
+            if number in self._starts or not 0 <= number < len(self._sizes):
                 raise not_ours(self._staging.path / NAME)
             following = [self._line() for _ in range(self._sizes[number] - 1)]
             if None in following:
                 break
             if any(one != number for one in following):
                 raise not_ours(self._staging.path / NAME)
-            self._spans[number] = start, self._file.tell() - start
+            self._starts[number] = start
             start, number = self._file.tell(), self._line()
         return start
 
@@ -144,10 +154,22 @@ class ResumableLines:
         if not line.endswith(b"\n"):
             return None
         try:
-            number = json.loads(line)["index"]
+            number = json.loads(self._unsealed(line))["index"]
         except (LookupError, RecursionError, TypeError, ValueError) as error:
             raise not_ours(self._staging.path / NAME) from error
         return number if type(number) is int else -1
+
+    def _unsealed(self, line: bytes) -> bytes:
+        """A line as it goes into the file."""
+        plain = line[:-_SEAL_BYTES] + b"}\n"
+        if line != _sealed(plain):
+            raise not_ours(self._staging.path / NAME)
+        return plain
+
+
+def _sealed(line: bytes) -> bytes:
+    """A line of JSON, an object that is not empty, with the sha256 of itself."""
+    return line[:-2] + _SEAL % hashlib.sha256(line).hexdigest().encode()
 
 
 def encoded(value: Mapping[str, Any]) -> bytes:

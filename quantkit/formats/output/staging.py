@@ -35,7 +35,8 @@ _SUFFIX = ".partial"
 _KEPT = "is kept: add `resume=True`"
 _LONGEST_LINE = 1 << 20
 _JOBS = ("convert", "quantize")
-_SPACE_MARGIN = 16 << 20
+SPACE_MARGIN = 16 << 20
+"""Bytes that an output leaves free at least."""
 
 
 class Staging:
@@ -47,7 +48,10 @@ class Staging:
         entries: what the journal of an interrupted run says after its fingerprint.
     """
 
-    def __init__(self, dst: Path, fingerprint: Mapping[str, Any], needed_bytes: int, *, resume: bool) -> None:
+    def __init__(
+        self, dst: Path, fingerprint: Mapping[str, Any], needed_bytes: int, *, resume: bool,
+        spare_bytes: int = SPACE_MARGIN,
+    ) -> None:  # fmt: skip
         """Create the partial folder, or take up an interrupted one.
 
         Args:
@@ -55,6 +59,7 @@ class Staging:
             fingerprint: inputs and options, JSON; a resumed run must have the same.
             needed_bytes: size of the whole output.
             resume: go on where an interrupted run stopped, if there is one.
+            spare_bytes: that are to be free besides.
 
         Raises:
             RequestError: if `dst` is no name for a folder.
@@ -69,13 +74,13 @@ class Staging:
         require_absent(dst)
         require_room_to_build(self.path, resume=resume)
         with contextlib.ExitStack() as held:
-            self.folder = self._made_or_taken_up(needed_bytes)
+            self.folder = self._made_or_taken_up(needed_bytes, spare_bytes)
             held.callback(self.folder.close)
             self._journal = Journal(self.folder)
             held.callback(self._journal.close)
             self._sweep()
             written = sum(self.folder.size(name) for name in self.folder.names())
-            require_space(self.path, needed_bytes - written)
+            require_space(self.path, needed_bytes - written, spare_bytes)
             self.entries = self._after(json.loads(json.dumps(fingerprint)))
             self._held = held.pop_all()
 
@@ -134,11 +139,11 @@ class Staging:
             shutil.rmtree(self.path, ignore_errors=True)  # it does not go through links
         self.close()
 
-    def _made_or_taken_up(self, needed_bytes: int) -> OwnFolder:
+    def _made_or_taken_up(self, needed_bytes: int, spare_bytes: int) -> OwnFolder:
         with destination_errors(self.path):
             if is_there(self.path):
                 return OwnFolder(self.path)
-            require_space(self.path, needed_bytes)
+            require_space(self.path, needed_bytes, spare_bytes)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.mkdir()
         return OwnFolder(self.path, made=True)
@@ -307,11 +312,11 @@ def kept(error: BaseException | None) -> str | None:
     return None
 
 
-def require_space(folder: Path, needed_bytes: int) -> None:
+def require_space(folder: Path, needed_bytes: int, spare_bytes: int = SPACE_MARGIN) -> None:
     """Refuse a disk that is too full; `folder` need not be there yet.
 
     Raises:
-        NoSpaceError: if less is free than needed, with a little to spare.
+        NoSpaceError: if less is free than needed, and to spare.
     """
     with destination_errors(folder):
         there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
@@ -319,10 +324,10 @@ def require_space(folder: Path, needed_bytes: int) -> None:
     if disk.total == 0:  # of file systems that are none, such as /proc
         raise DestinationError("cannot be written: it is on no disk", path=folder.parent)
     free = disk.free
-    if free < needed_bytes + _SPACE_MARGIN:
+    if free < needed_bytes + spare_bytes:
         raise NoSpaceError(
             "too little space on the disk", path=folder.parent, found=f"{size_text(free)} free",
-            expected=size_text(needed_bytes + _SPACE_MARGIN),
+            expected=size_text(needed_bytes + spare_bytes),
         )  # fmt: skip
 
 

@@ -1,0 +1,124 @@
+"""What happens where two use one engine, or one conversation, in turn or from two threads: the right text or an error,
+never another's text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import quantkit
+from quantkit.errors import RequestError
+from quantkit.model.decoder import Decoder
+from quantkit.runtime.batch import Batch
+from quantkit.runtime.chat_session import ChatSession
+from quantkit.runtime.engine import Engine
+from quantkit.runtime.request import Request
+from quantkit.text.chat import Chat
+from quantkit.text.tokenizer import Tokenizer
+
+Loaded = tuple[Decoder, Tokenizer]
+QUESTIONS = ("Who is the king?", "And the queen?", "And their people?")
+IN_USE = "^the engine is in use by another generation"
+
+
+@pytest.fixture(scope="module")
+def loaded(demo_model: Path) -> Loaded:
+    return quantkit.load(demo_model)
+
+
+@pytest.fixture(scope="module")
+def chat(demo_model: Path, loaded: Loaded) -> Chat:
+    return quantkit.chat_format(demo_model, loaded[1], "llama2")
+
+
+def _session(engine: Engine, loaded: Loaded, chat: Chat) -> ChatSession:
+    return ChatSession(engine, loaded[1], chat, max_new_tokens=12)
+
+
+def _said(session: ChatSession, question: str) -> str:
+    return "".join(session.ask(question))
+
+
+def test_conversations_that_take_turns_on_an_engine_have_their_own_text(loaded: Loaded, chat: Chat) -> None:
+    alone = _session(Engine(loaded[0], 400), loaded, chat)
+    expected = [_said(alone, question) for question in QUESTIONS]
+    engine = Engine(loaded[0], 400)
+    first, second = (_session(engine, loaded, chat) for _ in range(2))
+    found = []
+    for number, question in enumerate(QUESTIONS):
+        found.append(_said(first, question))
+        _said(second, f"Tell me of the war and the laws of the nation in the year {number}")
+        assert second.reused == 0
+    assert found == expected
+    assert first.reused == 0
+
+
+@pytest.mark.parametrize("other", ["batch", "stream", "warm-up"])
+def test_a_conversation_forgets_what_slots_held_before_another_used_them(
+    other: str, loaded: Loaded, chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = loaded
+    alone = _session(Engine(model, 400), loaded, chat)
+    expected = [_said(alone, question) for question in QUESTIONS]
+    engine = Engine(model, 400)
+    session = _session(engine, loaded, chat)
+    found = [_said(session, QUESTIONS[0])]
+    text = "The state of the union is strong and will be for years to come"
+    if other == "batch":
+        quantkit.generate_batch(engine, [text], tokenizer=tokenizer, max_new_tokens=20)
+    elif other == "stream":
+        next(quantkit.stream(engine, tokenizer, text, max_new_tokens=20))  # and left
+    else:
+        monkeypatch.setattr(engine, "_compiled", True)
+        monkeypatch.setattr(engine, "step", lambda *given: None)
+        engine.warm_up()
+        monkeypatch.undo()
+    found.append(_said(session, QUESTIONS[1]))
+    assert session.reused == 0
+    found.append(_said(session, QUESTIONS[2]))
+    assert found == expected
+    assert session.reused > 0
+
+
+def test_of_two_that_generate_on_an_engine_the_first_is_told(loaded: Loaded) -> None:
+    model, tokenizer = loaded
+    engine = Engine(model, 100, slots=2)
+    prompts = ("My fellow citizens", "The king")
+    expected = ["".join(quantkit.stream(model, tokenizer, prompt, max_new_tokens=12)) for prompt in prompts]
+    first, second = (quantkit.stream(engine, tokenizer, prompt, max_new_tokens=12) for prompt in prompts)
+    begun = next(first)
+    assert expected[0].startswith(begun)
+    begun = next(second)
+    with pytest.raises(RequestError, match=f"{IN_USE}; give each an engine of its own, or run them in one batch"):
+        next(first)
+    assert begun + "".join(second) == expected[1]
+    assert list(first) == []
+
+
+def test_an_answer_whose_engine_was_taken_over_is_told_and_forgotten(loaded: Loaded, chat: Chat) -> None:
+    engine = Engine(loaded[0], 400)
+    session = _session(engine, loaded, chat)
+    answer = session.ask(QUESTIONS[0])
+    next(answer)
+    quantkit.generate_batch(engine, [[1, 5, 7]], max_new_tokens=3)
+    with pytest.raises(RequestError, match=IN_USE):
+        list(answer)
+    assert session.messages == []
+    assert _said(session, QUESTIONS[0]) == _said(_session(Engine(loaded[0], 400), loaded, chat), QUESTIONS[0])
+
+
+def test_a_batch_takes_its_engine_back_once_nothing_of_it_runs(loaded: Loaded) -> None:
+    engine = Engine(loaded[0], 40)
+    mine, other = Batch(engine), Batch(engine)
+    (running,) = mine.add(Request([1, 5, 7], 9))
+    other.add(Request([1, 6], 2))
+    for use in (mine.step, lambda: mine.add(Request([1, 8], 2))):
+        with pytest.raises(RequestError, match=IN_USE):
+            use()
+    mine.end(running)
+    assert mine.step() == []  # it has nothing to do, and takes nothing from the other
+    assert [len(one.tokens) for one in other.step()] == [1]
+    mine.add(Request([1, 8], 2))
+    with pytest.raises(RequestError, match=IN_USE):
+        other.step()
