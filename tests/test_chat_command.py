@@ -232,7 +232,7 @@ def test_what_else_is_typed(demo_model: Path, tmp_path: Path) -> None:
         ("/RESET\r", "What was said is forgotten."),
         ("\x1b[200~/system\nBe brief.\x1b[201~\r", "The system prompt is set."),
         ("/system\r", "There is no system prompt."),
-        ("\x1b[Mab /reset\r", "What was said is forgotten."),  # what a mouse sends, in part
+        ("\x1b[MZZZ/reset\r", "What was said is forgotten."),  # what a mouse sends, in part
         ("\r", ""),
         ("thrown away\x03", ""),
         ("\x03", "Ctrl-D leaves."),
