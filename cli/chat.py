@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
@@ -16,11 +17,12 @@ import click
 from quantkit.cli import options
 from quantkit.cli.entry import raise_if_interrupted
 from quantkit.cli.help import Command
-from quantkit.cli.output import mention
+from quantkit.cli.output import mention, note, require_stdout
 from quantkit.cli.processes import require_models, together
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.cli.spelling import as_options
 from quantkit.errors import RequestError
+from quantkit.json_values import shown
 from quantkit.runtime.generation_config import sampling_defaults
 from quantkit.runtime.request import checked_count
 from quantkit.text.chat import chat_format
@@ -37,8 +39,9 @@ _COMMANDS = {
     "/help": "show this",
     "/exit": "leave, as Ctrl-D does",
 }
+_TEXT = "//word", "a question that begins with /word"
 _LEAVE = ("/exit", "/quit", "/bye")
-_COMMAND = re.compile(r"/[a-z]+(?=\s|$)")
+_COMMAND = re.compile(r"(/[a-z]+)(?:\s+(.*))?", re.IGNORECASE | re.DOTALL)
 
 
 @click.command(cls=Command)
@@ -66,7 +69,13 @@ def chat(**given: Any) -> None:
     Where stdin or stdout is no terminal each line of stdin is a question, and answers alone are printed. Under
     torchrun all processes share the model, and the first one asks.
     """
-    with together({**given, "path": None}, given["device"], check=lambda: _require_sense(given)) as group:
+
+    def check() -> None:
+        if os.environ.get("RANK", "0") == "0":
+            require_stdout()
+        _require_sense(given)
+
+    with together({**given, "path": None}, given["device"], check=check) as group:
         session = _session(given, group)
         on_terminal = group.agree(sys.stdin.isatty() and sys.stdout.isatty())
         if on_terminal:
@@ -116,11 +125,14 @@ def _answer_lines(session: ChatSession, group: ProcessGroup) -> None:
     """Answer each line of stdin, and print nothing else."""
     lines = _lines() if group.first else iter(())
     while (line := group.agree(next(lines, None))) is not None:
-        if _is_command(line):
-            if _obey(session, line) == "leave":
-                return
-            continue
-        for piece in session.ask(line):
+        if (command := _command(line)) is not None:
+            name, text = command
+            if name in (*_COMMANDS, *_LEAVE):
+                if _obey(session, name, text) == "leave":
+                    return
+                continue
+            note(f"{name} is no command, and is asked as a question; //{name[1:]} says that it is one")
+        for piece in session.ask(_question(line)):
             raise_if_interrupted()
             if group.first:
                 click.echo(piece, nl=False)
@@ -152,24 +164,33 @@ def _talk(session: ChatSession, group: ProcessGroup, path: Path) -> None:
         if not line:
             continue
         try:
-            if _is_command(line):
-                told = _obey(session, line)
+            if (command := _command(line)) is not None:
+                told = _obey(session, *command)
                 if told == "leave":
                     return
                 if group.first:
                     mention(told)
             else:
-                _answer(session, group, line)
+                _answer(session, group, _question(line))
         except RequestError as error:  # this question's fault
             if group.first:
                 mention(f"quantkit: error: {as_options(str(error))}", err=True)
 
 
 def _answer(session: ChatSession, group: ProcessGroup, question: str) -> None:
-    with _interruptible() as interrupted:
-        for piece in session.ask(question, interrupted=lambda: group.agree(interrupted())):
-            if group.first:
-                click.echo(piece, nl=False)
+    try:
+        with _interruptible() as interrupted:
+            pieces = session.ask(question, interrupted=lambda: group.agree(interrupted()))
+            interrupted()  # may have come: the answer, which is begun now, ends at once
+            for piece in pieces:
+                if group.first:
+                    click.echo(piece, nl=False)
+    except KeyboardInterrupt:
+        raise_if_interrupted()  # SIGTERM was not typed
+        if group.size > 1:
+            raise
+        mention("quantkit: note: the question was stopped before its answer began, and is forgotten", err=True)
+        return
     if group.first:
         click.echo()
         if session.finish_reason == "length":
@@ -178,16 +199,27 @@ def _answer(session: ChatSession, group: ProcessGroup, question: str) -> None:
 
 @contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C has come, which raises nothing meanwhile: a step that is begun is ended."""
-    came = False
+    """Whether Ctrl-C has come. Once that is asked it raises nothing any more: a step that is begun is ended.
 
-    def note(number: int, frame: FrameType | None) -> None:
+    Raises:
+        KeyboardInterrupt: at once, where it comes before, while the question is made ready.
+    """
+    came = begun = False
+
+    def remember(number: int, frame: FrameType | None) -> None:
         nonlocal came
         came = True
+        if not begun:
+            raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGINT, note)
+    def interrupted() -> bool:
+        nonlocal begun
+        begun = True
+        return came
+
+    before = signal.signal(signal.SIGINT, remember)
     try:
-        yield lambda: came
+        yield interrupted
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -196,9 +228,13 @@ def _questions(path: Path) -> Iterator[str]:
     """What is typed, line by line, until Ctrl-D."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.key_binding import KeyBindings
+    from prompt_toolkit.keys import Keys
 
     words = WordCompleter(list(_COMMANDS), sentence=True)
-    prompts: PromptSession[str] = PromptSession("> ", completer=words, complete_while_typing=False)
+    keys = KeyBindings()
+    keys.add(Keys.Vt100MouseEvent, eager=True)(lambda event: None)  # nobody asked for any; a part of one fails
+    prompts: PromptSession[str] = PromptSession("> ", completer=words, complete_while_typing=False, key_bindings=keys)
     mention(f"{path}: /help tells the commands, Ctrl-D leaves")
     while True:
         try:
@@ -211,28 +247,38 @@ def _questions(path: Path) -> Iterator[str]:
                 mention("Ctrl-D leaves.")
 
 
-def _is_command(line: str) -> bool:
-    return _COMMAND.match(line) is not None
+def _command(line: str) -> tuple[str, str] | None:
+    """The name of the command that a line begins with, there be such a one or not, and the text after it."""
+    found = _COMMAND.fullmatch(line)
+    return None if found is None else (found[1].lower(), found[2] or "")
 
 
-def _obey(session: ChatSession, line: str) -> str:
+def _question(line: str) -> str:
+    """What a line asks: two slashes before a word stand for one, where it would be a command with one."""
+    return line[1:] if line.startswith("//") and _command(line[1:]) else line
+
+
+def _obey(session: ChatSession, name: str, text: str) -> str:
     """Carry out a command.
 
     Returns:
         What to tell of it; ``leave`` for one that ends the conversation.
 
     Raises:
-        RequestError: if there is no such command.
+        RequestError: if there is no such command, or it takes no text.
     """
-    name, _, text = line.partition(" ")
-    if name in _LEAVE:
-        return "leave"
+    if name == "/system":
+        session.system = text or None
+        return "The system prompt is set." if session.system else "There is no system prompt."
+    if name not in (*_COMMANDS, *_LEAVE):
+        raise RequestError(
+            "no such command", found=name, expected=", ".join(_COMMANDS), hint=f"/{name} begins a question with {name}"
+        )
+    if text:
+        raise RequestError(f"{name} takes no text", found=shown(text), hint=f"/{name} begins a question with {name}")
     if name == "/reset":
         session.reset()
         return "What was said is forgotten."
-    if name == "/system":
-        session.system = text.strip() or None
-        return "The system prompt is set." if session.system else "There is no system prompt."
     if name == "/help":
-        return "\n".join(f"{command:<8} {about}" for command, about in _COMMANDS.items())
-    raise RequestError("no such command", found=name, expected=", ".join(_COMMANDS))
+        return "\n".join(f"{command:<8} {about}" for command, about in (*_COMMANDS.items(), _TEXT))
+    return "leave"

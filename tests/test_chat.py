@@ -385,7 +385,7 @@ def _doubled(text: str) -> str:
      "{% macro two(n) %}{% if n %}{{ two(n - 1) }}{{ two(n - 1) }}{% endif %}{% endmacro %}{{ two(60) }}",
      "{% for a in [[1, 2]] recursive %}{{ loop(range(9)) if loop.depth < 30 }}{% endfor %}",
      "{{ 3 ** (10 ** 10) }}", "{{ ('%1000000000d' % 1) | length }}", "{{ '{:1000000000}'.format(1) | length }}",
-     "{{ 'x'.ljust(10 ** 9) | length }}", "{{ 'x' | center(10 ** 9) | length }}",
+     "{{ 'x' | center(10 ** 9) | length }}",
      _doubled("{% set all.text = all.text + all.text %}"), _doubled("{% set all.text = all.text ~ all.text %}"),
      _doubled("{% set more %}{{ all.text }}{{ all.text }}{% endset %}{% set all.text = more %}"),
      _doubled("{% set all.text = [all.text, all.text] | join %}"),
@@ -393,12 +393,76 @@ def _doubled(text: str) -> str:
      _doubled("{% set all.text = [all.text, all.text] %}") + "{{ all.text | tojson | length }}",
      "{% set text = 'x' * 4000000 %}{{ text.replace('x', text) | length }}",
      "{% set text = 'x' * 4000000 %}{{ ([text] * 4000) | map('upper') | join | length }}",
-     "{% set text = 'x' * 4000000 %}{% for a in range(99999) %}{% set b = text | upper %}{% endfor %}"],
+     "{% set text = 'x' * 4000000 %}{% for a in range(99999) %}{% set b = text | upper %}{% endfor %}",
+     "{% set text = 'x' * 4000000 %}{% for a in range(99999) %}{% set b = text[1:] %}{% endfor %}",
+     "{% set text = 'xy' * 2000000 %}{% for a in range(99999) %}{{ 'yyx' in text }}{% endfor %}",
+     "{% set text = 'x' * 4000000 %}{% for a in range(99999) %}{{ text is eq('x') }}{% endfor %}",
+     "{% set text = 'a ' * 2000000 %}{{ text | title | length }}",
+     "{% set text = 'x' * 4000000 %}{% set all = namespace(held=[]) %}"
+     "{% for a in range(999) %}{% set all.held = all.held + [text[a:]] %}{% endfor %}",
+     "{% macro long() %}{% for a in range(99999) %}" + "x" * 9999 + "{% endfor %}{% endmacro %}{{ long() | length }}",
+     "{{ '{0}' * 9999 }}{{ ('{0}' * 9999).format('x' * 99999) | length }}",
+     "{{ range(99999) | map('replace', '', 'x' * 99999) | list }}", "{{ range(9) | batch(10 ** 9, 0) | list }}",
+     "{{ ([[1]] * 99999) | sum(start=[]) | length }}", "{{ 3 | round(-10 ** 9) }}"],
 )  # fmt: skip
 def test_a_template_comes_to_an_end_and_stays_small(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quantkit.text.template_sandbox._MOST_STEPS", 1 << 16)
     with pytest.raises(CheckpointError, match=r"more than \d+ letters or items|takes more steps"):
         ChatTemplate(source).render([user("Hi")])
+
+
+@pytest.mark.parametrize(
+    "use",
+    ["", "{{ all.text == [1] }}", "{{ {all.text: 1} }}", "{{ '%s' % all.text }}", "{{ '{}'.format(all.text) }}",
+     "{{ all.text | sort }}", "{{ raise_exception(all.text) }}"],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "built",
+    ["[all.text, all.text]", "(all.text, all.text)", "{'a': all.text, 'b': all.text}", "dict(a=all.text, b=all.text)",
+     "[all.text] + [all.text]", "[all.text] * 2", "dict(a=all.text, b=all.text).values()",
+     "[all.text, all.text] | map('default') | list"],
+)  # fmt: skip
+def test_what_holds_itself_many_times_is_refused_where_it_is_built(built: str, use: str) -> None:
+    with pytest.raises(CheckpointError, match=r"more than \d+ letters or items"):
+        ChatTemplate(_doubled("{% set all.text = " + built + " %}") + use).render([user("Hi")])
+
+
+def test_namespaces_that_hold_one_another_are_not_printed() -> None:
+    source = _doubled("{% set all.text = namespace(a=all.text, b=all.text, c=all) %}") + "{{ all }}{{ [all.text] }}"
+    assert ChatTemplate(source).render([user("Hi")]) == "<Namespace>[<Namespace>]"
+
+
+def test_what_a_macro_is_given_is_measured() -> None:
+    doubled = "{% macro two() %}{% set all.text = varargs %}{% endmacro %}"
+    source = _doubled("{{ two(all.text, all.text) }}").replace("{% for", doubled + "{% for", 1) + "{{ all.text }}"
+    with pytest.raises(CheckpointError, match=r"more than \d+ letters or items"):
+        ChatTemplate(source).render([user("Hi")])
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [("{{ 'x'.encode() }}", "'encode' of 'str'"), ("{{ (5).to_bytes(10 ** 11, 'big') }}", "'to_bytes' of 'int'"),
+     ("{{ 'x'.translate({120: 'y' * 999}) }}", "'translate'"), ("{{ 'x'.ljust(10 ** 9) }}", "'ljust'"),
+     ("{{ 'x'['zfill'](10 ** 9) }}", "'zfill'"), ("{{ ('x' | attr('expandtabs'))(10 ** 9) }}", "undefined|unsafe"),
+     ("{{ ('f' * 4000000) | int(0, 16) // 3 }}", "more than 16384 bits"),
+     ("{{ 2 ** 7000 * 2 ** 7000 * 2 ** 7000 }}", "bits"),
+     ("{{ [1] | tojson(indent=10 ** 9) }}", "more than 64"), ("{{ [1] | tojson(separators=['x' * 99, '']) }}", "64"),
+     ("{{ 'x' | urlize }}", "No filter"), ("{% break %}", "outside loop"),
+     ("{{ 'xx' | truncate(1, true, 'yy') }}", ">="),
+     ("x" * (1 << 18), "longer than"), ("{% if 1 %}" * 150 + "{% endif %}" * 150, "indentation")],
+)  # fmt: skip
+def test_what_no_template_has_a_use_for(source: str, told: str) -> None:
+    with pytest.raises(CheckpointError, match=told):
+        ChatTemplate(source).render([user("Hi")])
+
+
+def test_an_error_without_words_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(format: str) -> str:
+        raise MemoryError
+
+    monkeypatch.setattr("quantkit.text.template_sandbox._now", fail)
+    with pytest.raises(CheckpointError, match=r"fails: MemoryError$"):
+        ChatTemplate("{{ strftime_now('%Y') }}").render([user("Hi")])
 
 
 def test_what_templates_do_with_loops_is_as_ever() -> None:
@@ -407,9 +471,12 @@ def test_what_templates_do_with_loops_is_as_ever() -> None:
         "{% for a in messages if a.role == 'user' %}{{ loop.length }}{% endfor %}"
         "{% for a in [1, [2, [3]]] recursive %}{{ a if a is number else loop(a) }}{% endfor %}"
         "{% for a in nothing %}{% else %}none{% endfor %}{% for a, b in {'k': 5}.items() %}{{ a ~ b }}{% endfor %}"
+        "{{ [[1], [2]] | sum(start=[]) }}{{ [{'a': 1}, {'a': 2}] | sum('a') }}{{ [1, 2] | tojson(indent=1) }}"
         "{% set c | upper %}{{ 'x' }}{% endset %}{{ c }}{{ '%s %d%%' % ('a', 5) }}{{ '{:>3}'.format(1) }}"
     )
-    assert ChatTemplate(source).render([user("a"), assistant("b"), user("c")]) == "1/3,2/3,3/3.22123nonek5Xa 5%  1"
+    assert ChatTemplate(source).render([user("a"), assistant("b"), user("c")]) == (
+        "1/3,2/3,3/3.22123nonek5[1, 2]3[\n 1,\n 2\n]Xa 5%  1"
+    )
 
 
 def test_a_template_may_refuse_and_may_not_talk_for_ever() -> None:

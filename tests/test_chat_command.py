@@ -40,6 +40,24 @@ main(sys.argv[1:])
 """
 
 
+# The first question is never ready, until Ctrl-C.
+_NEVER_READY = """
+import os, signal, sys
+from quantkit.runtime.chat_session import ChatSession
+fitted = ChatSession._fitted
+
+def held(self, *arguments):
+    ChatSession._fitted = fitted
+    os.write(2, b"<waits>")
+    while True:
+        signal.pause()
+
+ChatSession._fitted = held
+from quantkit.cli.main import main
+main(sys.argv[1:])
+"""
+
+
 @pytest.fixture(autouse=True)
 def _ends() -> Iterator[None]:
     with no_hang():
@@ -89,7 +107,7 @@ def test_a_pipe_through_the_command(demo_model: Path) -> None:
 
 @pytest.mark.parametrize(
     ("line", "code", "told"),
-    [(b"/nonsense\n", 2, "no such command (found /nonsense, expected /system"),
+    [(b"/Reset now\n", 2, "/reset takes no text (found 'now'); //reset begins a question with /reset"),
      (b"\xff\xfe\n", 2, "the question is not a text (found line 1, expected UTF-8)"),
      (b"[INST]\n", 2, "holds a tag of the chat format"), (b"word " * 9000 + b"\n", 2, "too long for the context")],
 )  # fmt: skip
@@ -105,6 +123,27 @@ def test_what_cannot_be_answered_ends_a_pipe(
 def test_a_path_is_no_command(demo_model: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"/etc/passwd: what is it?\n")))
     assert run(capfd, "chat", demo_model, "--template", "llama2", "--max-new-tokens", "2")[0] == 0
+
+
+def test_a_line_of_a_pipe_that_is_no_command_is_a_question(
+    demo_model: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = b"/people of what?\n/RESET\n//people of what?\n/reset\n//reset the people\n/reset\n// the people\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
+    code, out, err = run(capfd, "chat", demo_model, "--template", "llama2", "--max-new-tokens", "6")
+    people = _answer(demo_model, "/people of what?")
+    answers = [people, people, _answer(demo_model, "/reset the people"), _answer(demo_model, "// the people")]
+    assert (code, out) == (0, "".join(answer + "\n" for answer in answers))
+    assert err == ("quantkit: note: /people is no command, and is asked as a question; //people says that it is one\n")
+
+
+@pytest.mark.parametrize(("closed", "code", "told"), [("<&-", 0, ""), (">&-", 5, "standard output is closed")])
+def test_streams_that_are_closed(closed: str, code: int, told: str, demo_model: Path) -> None:
+    command = f'exec "$@" {closed}'
+    arguments = [sys.executable, "-m", "quantkit.cli", "chat", demo_model, "--template", "llama2"]
+    done = subprocess.run(["sh", "-c", command, "sh", *arguments], input=b"", capture_output=True, cwd="/", check=False)
+    assert (done.returncode, done.stdout, done.stderr.count(b"\n")) == (code, b"", 1 if told else 0)
+    assert told in done.stderr.decode()
 
 
 def test_a_model_without_a_template_is_told_what_to_do(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
@@ -165,6 +204,20 @@ def test_ctrl_c_ends_an_answer_and_not_the_program(demo_model: Path, tmp_path: P
     assert "Traceback" not in got
 
 
+def test_ctrl_c_ends_a_question_that_is_not_ready(demo_model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _NEVER_READY, "chat", demo_model, "--template", "llama2", "--max-new-tokens", "6"]
+    terminal = Terminal(*command, cwd=tmp_path)
+    terminal.wait_for(READY)
+    terminal.type("The people?\r")
+    terminal.wait_for("<waits>")
+    terminal.type("\x03")
+    assert "the question was stopped before its answer began, and is forgotten" in terminal.wait_for(READY)
+    terminal.type("And the Congress?\r")
+    assert _shown(_answer(demo_model, "And the Congress?")) in _shown(terminal.wait_for(READY))
+    terminal.type("\x04")
+    assert terminal.end()[0] == 0
+
+
 def test_sigterm_ends_the_program_at_its_prompt(demo_model: Path, tmp_path: Path) -> None:
     terminal = Terminal(sys.executable, "-m", "quantkit.cli", "chat", demo_model, "--template", "llama2", cwd=tmp_path)
     terminal.wait_for(READY)
@@ -183,6 +236,11 @@ def test_what_else_is_typed(demo_model: Path, tmp_path: Path) -> None:
     for typed, told in (
         ("/help\r", "forget what was said"),
         ("/nonsense\r", "quantkit: error: no such command (found /nonsense"),
+        ("/reset now\r", "quantkit: error: /reset takes no text (found 'now')"),
+        ("/RESET\r", "What was said is forgotten."),
+        ("\x1b[200~/system\nBe brief.\x1b[201~\r", "The system prompt is set."),
+        ("/system\r", "There is no system prompt."),
+        ("\x1b[MZZZ/reset\r", "What was said is forgotten."),  # what a mouse sends, in part
         ("\r", ""),
         ("thrown away\x03", ""),
         ("\x03", "Ctrl-D leaves."),
