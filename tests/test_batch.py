@@ -472,7 +472,7 @@ def test_a_cache_that_cannot_fit_is_refused_at_once(folders: Path) -> None:
         Engine(model, 400, slots=10**9)
     assert "batch_size" in str(refused.value)
     with pytest.raises(RequestError, match="does not fit in memory") as refused:
-        quantkit.generate_batch(model, [[3] * 100], n=10**8, batch_size=10**8)
+        quantkit.generate_batch(model, [[3] * 100] * 60, n=4096, batch_size=10**8, max_new_tokens=390)
     model.config = replace(model.config, max_context=10**12)
     with pytest.raises(RequestError, match="ask for fewer tokens"):
         Engine(model, 10**12)

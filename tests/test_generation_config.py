@@ -97,7 +97,7 @@ def test_a_folder_without_the_file_is_greedy(tmp_path: Path) -> None:
         ({"do_sample": True, "top_p": 1.5}, "'top_p' is out of range"),
         ({"do_sample": True, "top_k": -2}, "'top_k' is out of range"),
         ({"do_sample": True, "top_k": True}, "wrong type for 'top_k'"),
-        ({"repetition_penalty": 0}, "repetition_penalty must be"),
+        ({"repetition_penalty": 0}, "repetition_penalty must lie in"),
         ({"num_beams": True}, "wrong type for 'num_beams'"),
         ({"repetition_penalty": float("inf")}, "not finite"),
     ],
