@@ -101,7 +101,7 @@ def _session(given: dict[str, Any], group: ProcessGroup) -> ChatSession:
     import torch
 
     from quantkit.jobs.load import load
-    from quantkit.runtime.chat_session import CONTEXT, ChatSession
+    from quantkit.runtime.chat_session import ChatSession, conversation_length
     from quantkit.runtime.engine import Engine
 
     path: Path = given["path"]
@@ -110,7 +110,7 @@ def _session(given: dict[str, Any], group: ProcessGroup) -> ChatSession:
             path, device=group.device or given["device"], dtype=given["dtype"], backend=given["backend"],
             weights=given["weights"], tp=group, progress=progress,
         )  # fmt: skip
-    length = given["context"] or min(model.config.max_context, CONTEXT)
+    length = conversation_length(model.config, given["context"])
     cache = torch.int8 if given["int8_cache"] else None
     sampling: SamplingOptions = {**sampling_defaults(path), **options.asked_sampling(given)}
     return ChatSession(

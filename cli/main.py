@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> None:
     except QuantkitError as error:
         if debug:
             traceback.print_exc()
-        click.echo(f"quantkit: error: {as_options(_with_kept(str(error), error))}", err=True)
+        click.echo(f"quantkit: error: {_with_kept(as_options(str(error)), error)}", err=True)
         code = error.exit_code
     except BrokenPipeError:
         drop_output()
@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
         if debug:
             raise
         told = _with_kept(f"{type(error).__name__}: {_one_line(error)}", error)
-        click.echo(f"quantkit: internal error: {as_options(told)}; --debug shows more", err=True)
+        click.echo(f"quantkit: internal error: {told}; --debug shows more", err=True)
         code = INTERNAL_ERROR
     sys.exit(code if isinstance(code, int) else 0)
 
@@ -120,7 +120,7 @@ def _with_kept(told: str, error: Exception) -> str:
     from quantkit.formats.output.staging import kept
 
     left = kept(error)
-    return f"{told}; {left}" if left else told
+    return f"{told}; {as_options(left)}" if left else told
 
 
 def _one_line(error: Exception) -> str:

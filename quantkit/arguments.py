@@ -35,6 +35,12 @@ def require_instance(name: str, value: object, kinds: type | tuple[type, ...], e
         raise RequestError(f"`{name}` is of the wrong type", found=type(value).__name__, expected=expected)
 
 
+def require_tokenizer(tokenizer: object) -> None:
+    """Check for a tokenizer, and no path or None."""
+    if not hasattr(tokenizer, "vocab_size"):
+        raise wrong_type("tokenizer", tokenizer, "the one that quantkit.load(path) gives")
+
+
 def as_whole(name: str, value: object) -> int:
     """A whole number, also numpy's; no truth value."""
     if hasattr(value, "__index__") and not _is_truth(value):
@@ -73,7 +79,7 @@ def as_texts(name: str, value: object) -> list[str]:
     """One text or several."""
     if isinstance(value, str):
         return [value]
-    if not _is_several(value):
+    if not is_several(value):
         raise wrong_type(name, value, "a text, or several in a list")
     return [as_text(name, one) for one in value]
 
@@ -92,7 +98,7 @@ def as_paths(name: str, value: object) -> list[Path]:
     """One path or several."""
     if isinstance(value, str | os.PathLike):
         return [as_path(name, value)]
-    if not _is_several(value):
+    if not is_several(value):
         raise wrong_type(name, value, "a path, or several in a list")
     return [as_path(name, one) for one in value]
 
@@ -116,6 +122,7 @@ def _is_truth(value: object) -> bool:
     return isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
 
 
-def _is_several(value: object) -> TypeGuard[Iterable[object]]:
+def is_several(value: object) -> TypeGuard[Iterable[object]]:
     """Whether a value is a collection; one of bytes is of numbers, and of a mapping only half would be taken."""
-    return isinstance(value, Iterable) and not isinstance(value, bytes | bytearray | Mapping)
+    several = isinstance(value, Iterable) and not isinstance(value, bytes | bytearray | Mapping)
+    return several and getattr(value, "ndim", 1) > 0  # an array of no dimension has `__iter__` as well

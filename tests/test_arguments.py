@@ -13,9 +13,10 @@ import torch
 from command import Capture, run
 
 import quantkit
-from quantkit.errors import QualityError, RequestError
+from quantkit.errors import CheckpointError, QualityError, RequestError
 from quantkit.jobs.load import load_xla
 from quantkit.model.decoder import Decoder
+from quantkit.runtime.engine import Engine
 from quantkit.runtime.speculative import speculate
 from quantkit.text.tokenizer import Tokenizer
 
@@ -43,6 +44,7 @@ def jobs(demo_model: Path, tmp_path: Path, loaded: tuple[Decoder, Tokenizer]) ->
     model, tokenizer = loaded
     folders = {"src": demo_model, "dst": tmp_path / "out"}
     quantized = {**folders, "scheme": "int8"}
+    chat = quantkit.chat_format(demo_model, tokenizer, "llama2")
     calibrated = {**quantized, "method": "gptq", "calibration": "text.txt"}
     needed: dict[str, tuple[Job, dict[str, Any]]] = {
         "convert": (quantkit.convert, folders),
@@ -61,6 +63,12 @@ def jobs(demo_model: Path, tmp_path: Path, loaded: tuple[Decoder, Tokenizer]) ->
         "generate": (quantkit.generate, {"model": model, "ids": PROMPT}),
         "stream": (quantkit.stream, {"model": model, "tokenizer": tokenizer, "prompt": "The"}),
         "speculate": (speculate, {"model": model, "draft": model, "ids": PROMPT}),
+        "generate_batch": (quantkit.generate_batch, {"model": model, "prompts": ["The"], "tokenizer": tokenizer}),
+        "Engine": (Engine, {"model": model, "length": 20}),
+        "chat_format": (quantkit.chat_format, {"folder": demo_model, "tokenizer": tokenizer, "template": "llama2"}),
+        "ChatSession": (quantkit.ChatSession, {"model": model, "tokenizer": tokenizer, "chat": chat, "context": 60}),
+        "ask": (quantkit.ChatSession(model, tokenizer, chat, context=60).ask, {"text": "Who?"}),
+        "chat.encode": (chat.encode, {}),
         "encode": (tokenizer.encode, {"text": "The"}),
         "decode": (tokenizer.decode, {"ids": PROMPT}),
         "QuantScheme": (quantkit.QuantScheme, {"bits": 4, "group_size": 64}),
@@ -125,6 +133,19 @@ WRONG: tuple[tuple[str, tuple[str, ...], tuple[Any, ...]], ...] = (
     ("generate", ("model",), ("g4", None, (1, 2))),
     ("stream", ("model",), ("g4", None, (1, 2))),
     ("stream", ("tokenizer",), ("g4", None)),
+    ("generate_batch", ("model",), ("g4", None, (1, 2))),
+    ("generate_batch", ("prompts",), ("The", b"The", None, 3, {"a": 1}, torch.tensor(3), np.array(3))),
+    ("generate_batch", ("stop",), (3, b"x", torch.tensor(3))),
+    *((name, ("tokenizer",), ("g4", 3)) for name in ("generate_batch", "chat_format", "ChatSession")),
+    *((name, ("tokenizer",), (None,)) for name in ("chat_format", "ChatSession")),
+    ("Engine", ("model",), ("g4", None, (1, 2))),
+    ("Engine", ("length", "slots"), (*WHOLE, None, 0, -3)),
+    ("Engine", ("compiled",), ("no", 0, 1, [])),
+    ("Engine", ("cache_dtype",), ("int4", 8, True, [], torch.int32, torch.float64)),
+    ("ChatSession", ("context",), (*WHOLE, 0, -3, 10**6)),
+    ("ask", ("text",), (None, b"x", 3)),
+    ("ask", ("interrupted",), (True, 0)),
+    ("chat.encode", ("messages",), (None, 5, "Who?", {"role": "user", "content": "Who?"})),
     ("speculate", ("model", "draft"), ("g4", None, (1, 2))),
     ("encode", ("text",), (None, b"x", ["x"], 3)),
     ("Override", ("pattern",), (3, None)),
@@ -223,6 +244,29 @@ def test_tokens_beyond_the_vocabulary_are_left_out(loaded: tuple[Decoder, Tokeni
     ids = tokenizer.encode("The people")
     assert tokenizer.decode([10**12, *ids, tokenizer.vocab_size, 2**70]) == tokenizer.decode(ids)
     assert tokenizer.decode(torch.tensor([ids])) == tokenizer.decode(ids)  # type: ignore[arg-type]
+
+
+def test_a_cache_has_a_type_by_name_or_by_torchs(loaded: tuple[Decoder, Tokenizer]) -> None:
+    for dtype, expected in (("int8", torch.int8), (torch.int8, torch.int8), ("bf16", torch.bfloat16),
+                            (torch.float16, torch.float16), (None, loaded[0].dtype)):  # fmt: skip
+        (stored, *_) = Engine(loaded[0], 20, cache_dtype=dtype)._cache.keys  # type: ignore[arg-type]
+        assert stored.dtype == expected
+
+
+def test_a_tokenizer_of_more_tokens_than_the_model_has_is_refused(
+    loaded: tuple[Decoder, Tokenizer], demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is another model's."""
+    model, tokenizer = quantkit.load(demo_model, device="cpu")
+    chat = quantkit.chat_format(demo_model, tokenizer, "llama2")
+    tokenizer.vocab_size += 1
+    for use in (
+        lambda: quantkit.generate_batch(model, [[1]], tokenizer=tokenizer),
+        lambda: quantkit.stream(model, tokenizer, [1]),
+        lambda: quantkit.ChatSession(Engine(model, 20), tokenizer, chat),
+    ):
+        with pytest.raises(CheckpointError, match="the tokenizer knows more tokens than the embedding has rows"):
+            use()
 
 
 @pytest.mark.parametrize("scheme", ["recipe.json", Path("recipe.json")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any, ClassVar
@@ -100,6 +101,102 @@ def test_templates_render_as_in_transformers(name: str, folder: Path) -> None:
     assert len(set(outcomes)) > 15
 
 
+SHOWN = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}|{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.tool_calls }}"
+    "{{ m | tojson }}{% endfor %}"
+)
+LOOSE: dict[str, list[dict[str, Any]]] = {
+    "null content": [{"role": "assistant", "content": None, "tool_calls": CALL["tool_calls"]}],
+    "null within": [{"role": "user", "content": [{"text": None}], "tool_calls": None, "x": {"y": None}}],
+    "reasoning": [{"role": "assistant", "content": "x", "reasoning": "hm"}],
+    "thinking": [{"role": "assistant", "content": "x", "thinking": "hm", "reasoning": "ho"}],
+    "reasoning_content": [{"reasoning_content": "hm", "role": "assistant", "thinking": "ho", "content": "x"}],
+    "no reasoning": [{"role": "assistant", "content": "x", "reasoning_content": None, "thinking": ""}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOOSE)
+def test_messages_as_other_programs_write_them_render_as_in_transformers(name: str, folder: Path) -> None:
+    theirs = AutoTokenizer.from_pretrained(folder)
+    theirs.chat_template = SHOWN
+    given = copy.deepcopy(LOOSE[name])
+    assert ChatTemplate(SHOWN).render(given) == theirs.apply_chat_template(LOOSE[name], tokenize=False)
+    assert given == LOOSE[name]
+
+
+def _each(shown: str) -> str:
+    return "{% for m in messages %}{{ m.role }}: " + shown + "\n{% endfor %}"
+
+
+CONTINUED = {
+    "as it is": _each("{{ m.content }}"),
+    "closed": _each("{{ m.content }}</s>"),
+    "trimmed": _each("{{ m.content | trim }}</s>"),
+    "in JSON": _each("{{ m.content | tojson }}"),
+    "parts": _each("{% for p in m.content %}{{ p.text if p.text is defined }}{% endfor %}"),
+    "cut": _each("{{ m.content.split('</think>')[0] }}"),
+    "without": _each("nothing"),
+    "upper": _each("{{ m.content | upper }}"),
+    "thoughts": _each("{{ m.reasoning_content }}>{{ m.content }}"),
+    "old thoughts": _each("{{ m.thinking }}>"),
+}
+ANSWERS: dict[str, Any] = {
+    "plain": "Once upon", "blanks": " Once upon \n", "empty": "", "only blanks": " \n", "quoted": 'say "x"',
+    "thoughts": "a</think>\n\nb ", "null": None, "number": 5, "parts": [{"type": "text", "text": "a "},
+    {"type": "text", "text": "b "}, {"type": "image"}], "no part": [], "texts": ["a"], "null part": [{"text": None}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+def test_an_answer_is_continued_as_in_transformers(name: str, folder: Path) -> None:
+    theirs = AutoTokenizer.from_pretrained(folder)
+    theirs.chat_template = CONTINUED[name]
+    ours = ChatTemplate(CONTINUED[name])
+    continued = 0
+    for answer in ANSWERS.values():
+        for field in (True, "reasoning_content", "thinking", "reasoning"):
+            chat = [user("Hi"), {"role": "assistant", "content": answer, "reasoning": "hm \n"}]
+            expected = _outcome(
+                lambda c=chat, f=field: theirs.apply_chat_template(c, tokenize=False, continue_final_message=f)
+            )
+            assert _outcome(lambda c=chat, f=field: ours.render(c, continue_final_message=f)) == expected
+            continued += expected != "refused"
+    assert bool(continued) == (name != "without")
+
+
+@pytest.mark.parametrize("source", [_each("{{ m.content }}{{ m.content }}"), "{{ messages[0].content }}"])
+def test_an_answer_that_is_shown_twice_or_not_cannot_be_continued(source: str) -> None:
+    chat = [user("Hi GOES_ON_0"), assistant("Once upon")]
+    with pytest.raises(RequestError, match="cannot be continued"):
+        ChatTemplate(source).render(chat, continue_final_message=True)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{% break %}", "{% for a in [1] %}" * 25 + "{% endfor %}" * 25, "{% if 1 %}" * 150 + "{% endif %}" * 150,
+     "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "{{ raise_exception() }}", "{{ raise_exception('a\nb') }}",
+     "{{ 1 | round(1, 'x') }}", "{% for a in [1] %}{{ loop.cycle() }}{% endfor %}", "{{ [1] | slice(0) | list }}",
+     "{{ '\ud800'.encode() }}", "{{ [1] | sum(start='') }}", "{{ memory() }}", "{{ asserts() }}"],
+)  # fmt: skip
+def test_whatever_a_template_raises_is_told_in_one_line(source: str) -> None:
+    def memory() -> None:
+        raise MemoryError
+
+    def asserts() -> None:
+        raise AssertionError([["x"]])
+
+    with pytest.raises((CheckpointError, RequestError), match="chat template") as caught:
+        ChatTemplate(source, path=Path("x")).render([user("Hi")], memory=memory, asserts=asserts)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("tools", [{}, [5], [print], "x", 5])
+def test_tools_are_json_schemas(tools: Any) -> None:
+    with pytest.raises(RequestError, match=r"`tools` is of the wrong type .*a list of JSON schemas"):
+        ChatTemplate("x").render([user("Hi")], tools=tools)
+
+
 def _with_template(folder: Path, path: Path, **settings: Any) -> Path:
     oracle.copy(folder, path)
     (path / "chat_template.jinja").unlink(missing_ok=True)
@@ -143,6 +240,26 @@ def test_a_template_is_found_wherever_folders_have_it(form: str, folder: Path, t
         assert templates.choose("tool_use").source == "tools"
         with pytest.raises(RequestError, match=r"no chat template 'rag' \(found default, tool_use\)"):
             templates.choose("rag")
+
+
+@pytest.mark.parametrize("form", ["folder", "list"])
+def test_templates_without_a_default_are_named(form: str, folder: Path, tmp_path: Path) -> None:
+    path = _with_template(folder, tmp_path / "hf")
+    if form == "folder":
+        (path / "additional_chat_templates").mkdir()
+        for name in ("rag", "tool_use"):
+            (path / "additional_chat_templates" / f"{name}.jinja").write_text(name)
+    else:
+        listed = [{"name": name, "template": name} for name in ("rag", "tool_use")]
+        oracle.edit_json(path / "tokenizer_config.json", chat_template=listed)
+    tokenizer = load_tokenizer(path)
+    with pytest.raises(RequestError) as caught:
+        chat(path, tokenizer)
+    assert str(caught.value) == (
+        f"{path}: has chat templates, and none of them is the default (found 'rag', 'tool_use'); "
+        "name one of them as `template`"
+    )
+    assert chat(path, tokenizer, "rag").encode([user("Hi")]) == tokenizer.encode("rag", specials=True, bos=False)
 
 
 def test_a_file_wins_over_the_config_and_brings_others_along(folder: Path, tmp_path: Path) -> None:
@@ -370,7 +487,7 @@ def test_a_template_may_refuse_and_may_not_talk_for_ever() -> None:
         ChatTemplate("{% for i in range(99999) %}{{ 'xxxxxxxxxx' * 99 }}{% endfor %}").render([user("Hi")])
 
 
-@pytest.mark.parametrize("messages", [[], ["Hi"], [{"content": "Hi"}], [{"role": 5}]])
+@pytest.mark.parametrize("messages", [[], 5, {}, ["Hi"], "Hi", [{"content": "Hi"}], [{"role": 5}], [{"role": None}]])
 def test_what_is_no_conversation_is_told(messages: Any) -> None:
     with pytest.raises(RequestError, match='"role": "user"'):
         ChatTemplate("x").render(messages)

@@ -157,6 +157,14 @@ def test_a_model_without_a_template_is_told_what_to_do(demo_model: Path, tmp_pat
     assert "wrong type for 'do_sample'" in err
 
 
+def test_a_context_that_cannot_be_is_refused(demo_model: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"The people?\n")))
+    for context, told in ((-3, "must be at least 1"), (0, "must be at least 1"), (10**6, "exceeds the model's")):
+        code, _, err = run(capfd, "chat", demo_model, "--template", "llama2", "--context", context)
+        assert code == 2
+        assert err.startswith(f"quantkit: error: --context {told} (found {context}")
+
+
 def test_tokens_are_drawn_as_the_folder_says_unless_asked_otherwise(
     demo_model: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

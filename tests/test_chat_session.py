@@ -218,7 +218,7 @@ def test_draws_can_be_repeated(loaded: tuple[Decoder, Tokenizer], chat: Chat) ->
 
 @pytest.mark.parametrize(
     ("options", "told"),
-    [({"context": 0}, "`context` must be at least 1"), ({"context": 10**6}, "exceed the model's context"),
+    [({"context": 0}, "`context` must be at least 1"), ({"context": 10**6}, "`context` exceeds the model's"),
      ({"max_new_tokens": 0}, "nothing to generate"), ({"system": 5}, "`system`"), ({"temperature": -1}, "temperature"),
      ({"stop": [""]}, "stop string is empty"), ({"num_beams": 2}, "beam search is not supported")],
 )  # fmt: skip

@@ -131,6 +131,13 @@ def test_an_unexpected_exception_is_one_line_too(error: Exception, raising: Any,
     assert err == f"quantkit: internal error: {type(error).__name__}: a b; --debug shows more\n"
 
 
+def test_only_what_quantkit_says_is_put_in_the_command_lines_spelling(raising: Any, capfd: Capture) -> None:
+    raising(RuntimeError("probability tensor contains either `inf`, `nan` or element < 0"))
+    assert "contains either `inf`, `nan` or element" in run(capfd, "inspect", "somewhere")[2]
+    raising(QuantkitError("is there", hint="give `overwrite=True`"))
+    assert run(capfd, "inspect", "somewhere")[2].endswith("give --overwrite\n")
+
+
 @pytest.mark.parametrize(
     "error",
     [

@@ -131,7 +131,7 @@ def test_a_panic_while_a_text_is_read_is_an_error_of_the_file(tmp_path: Path, mo
     class Broken:
         encode_special_tokens = False
 
-        def encode(self, text: str) -> Any:
+        def encode(self, text: str, **_: Any) -> Any:
             raise PanicException("index out of bounds")
 
         def decode(self, ids: list[int], **_: Any) -> str:
@@ -150,9 +150,9 @@ def test_half_a_character_is_no_text(tmp_path: Path) -> None:
 
 
 def _sentencepiece(folder: Path) -> Path:
-    from test_tokenizer import _train
+    from vocabularies import train
 
-    return _train(folder) / "tokenizer.model"
+    return train(folder) / "tokenizer.model"
 
 
 @pytest.fixture(scope="module")

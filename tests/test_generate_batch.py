@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from vocabularies import train
 
 import quantkit
 from quantkit.errors import RequestError
 from quantkit.model.decoder import Decoder
 from quantkit.runtime.completion import Completion
 from quantkit.runtime.engine import Engine
-from quantkit.text.tokenizer import Tokenizer
+from quantkit.text.export import export_json
+from quantkit.text.tokenizer import Tokenizer, load_tokenizer
 
 PROMPTS = [
     "My fellow citizens", "The", "It is the duty of Congress to see that the laws", "Größe, 日本語",
@@ -286,6 +288,9 @@ def test_too_long_a_prompt_is_told_by_its_number_or_cut(model: Decoder, tokenize
         ({"progress": 7}, ("`progress` is of the wrong type",)),
         ({"temperature": -1}, ("temperature must",)),
         ({"top_p": 0}, ("top_p must",)),
+        ({"repetition_penalty": 1e-300}, ("repetition_penalty must lie in [0.01, 100]",)),
+        ({"logit_bias": {5: 1e300}}, ("logit_bias must lie in [-10000, 10000]", "found 1e+300")),
+        ({"stop": ["a", "b\udcff"]}, ("a stop string is not valid Unicode", r"found '\udcff'")),
         ({"seed": "x"}, ("`seed` is of the wrong type",)),
         ({"logit_bias": {5000: 1.0}}, ("logit_bias names tokens outside the vocabulary",)),
         ({"num_beams": 4}, ("beam search is not supported", "found num_beams", "draw several samples with `n`")),
@@ -303,6 +308,20 @@ def test_what_is_wrong_is_told_before_anything_is_computed(
         quantkit.generate_batch(**arguments)
     assert all(word in str(caught.value) for word in words), caught.value
     assert "prompt prompt" not in str(caught.value)
+
+
+def test_a_prompt_within_characters_is_echoed_and_continued_byte_by_byte(tmp_path: Path, model: Decoder) -> None:
+    """As sentencepiece does it: one bad byte leaves those beside it."""
+    train(tmp_path / "pieces")
+    (tmp_path / "json").mkdir()
+    assert export_json(tmp_path / "pieces" / "tokenizer.model", tmp_path / "json") is not None
+    prompt = [1, *(value + 3 for value in (0xB0, *"é\n".encode(), 0xE4, 0xB8))]
+    (found,) = quantkit.generate_batch(
+        model, [prompt], tokenizer=load_tokenizer(tmp_path / "json"), max_new_tokens=2, echo=True,
+        logit_bias={0xAD + 3: 100},
+    )  # fmt: skip
+    assert found.token_ids == [*prompt, 0xAD + 3, 0xAD + 3]
+    assert found.text == "\ufffdé\n\ufffd\ufffd" + "中\ufffd"
 
 
 def test_an_option_that_there_is_not_is_pythons_own_error(model: Decoder) -> None:

@@ -9,10 +9,13 @@ from typing import Any
 
 import oracle
 import pytest
+import torch
 
 import quantkit
 from quantkit.errors import CheckpointError
 from quantkit.jobs.load import load_xla
+from quantkit.runtime.sampling import probabilities
+from quantkit.runtime.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +65,22 @@ def test_what_is_written_keeps_what_each_file_says(folder: Path, tmp_path: Path)
         ({"do_sample": True}, {"temperature": 1.0}),
         ({"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0, "repetition_penalty": None},
          {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.0}),
+        ({"do_sample": True, "top_k": -1, "top_p": 1}, {"temperature": 1.0, "top_k": 0, "top_p": 1.0}),
+        ({"do_sample": True, "top_k": 0}, {"temperature": 1.0, "top_k": 0}),
+        ({"do_sample": True, "top_k": 50.0}, {"temperature": 1.0, "top_k": 50}),
+        ({"do_sample": True, "top_p": 0}, {"temperature": 1.0, "top_p": 1e-9}),
     ],
 )  # fmt: skip
 def test_sampling_is_what_the_file_says(settings: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
     _say(tmp_path, **settings)
     assert quantkit.sampling_defaults(tmp_path) == expected
+
+
+def test_no_share_of_the_probabilities_is_the_likeliest_token(tmp_path: Path) -> None:
+    _say(tmp_path, do_sample=True, temperature=5.0, top_p=0)
+    params = SamplingParams(seed=1, **quantkit.sampling_defaults(tmp_path))
+    logits = torch.tensor([[1.0, 3.0, 2.999, 0.0]])
+    assert probabilities(logits, params).tolist() == [[0.0, 1.0, 0.0, 0.0]]
 
 
 def test_a_folder_without_the_file_is_greedy(tmp_path: Path) -> None:
@@ -81,7 +95,8 @@ def test_a_folder_without_the_file_is_greedy(tmp_path: Path) -> None:
         ({"do_sample": True, "temperature": -1}, "'temperature' is out of range"),
         ({"do_sample": True, "top_k": 2.5}, "wrong type for 'top_k'"),
         ({"do_sample": True, "top_p": 1.5}, "'top_p' is out of range"),
-        ({"do_sample": True, "top_p": 0}, "top_p must lie in"),
+        ({"do_sample": True, "top_k": -2}, "'top_k' is out of range"),
+        ({"do_sample": True, "top_k": True}, "wrong type for 'top_k'"),
         ({"repetition_penalty": 0}, "repetition_penalty must be"),
         ({"num_beams": True}, "wrong type for 'num_beams'"),
         ({"repetition_penalty": float("inf")}, "not finite"),

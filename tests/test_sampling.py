@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -118,12 +119,28 @@ def test_a_bias_forbids_and_forces_tokens() -> None:
 
 @pytest.mark.parametrize(
     "wrong", [{"top_k": -1}, {"min_p": -0.1}, {"min_p": 1.1}, {"min_p": float("nan")}, {"repetition_penalty": 0.0},
-              {"repetition_penalty": float("inf")}, {"logit_bias": {0: float("nan")}}, {"temperature": float("inf")}],
+              {"repetition_penalty": float("inf")}, {"logit_bias": {0: float("nan")}}, {"temperature": float("inf")},
+              {"repetition_penalty": 1e-300}, {"repetition_penalty": 101}, {"logit_bias": {0: 1e300}},
+              {"logit_bias": {0: 1.0, 1: -10001}}],
     ids=str,
 )  # fmt: skip
 def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=next(iter(wrong))):
         SamplingParams(**wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_no_settings_within_range_make_probabilities_break(dtype: torch.dtype) -> None:
+    held = torch.tensor([[True, True, False, True]])
+    bases = [torch.tensor([[1.0, -1.0, 0.5, 1.0]]) * scale for scale in (1e-30, 1.0, 900.0, 60000.0)]
+    for logits, temperature, top_p, top_k, min_p, penalty, bias in itertools.product(
+        bases, (5e-324, 1e-30, 1.7e308), (5e-324, 1.0), (0, 10**30), (0.0, 5e-324, 1.0), (0.01, 1.0, 100.0),
+        ({}, {0: 1e4, 1: 1e4}, {0: 1e4, 1: -1e4}, dict.fromkeys(range(4), -10000.0)),
+    ):  # fmt: skip
+        params = SamplingParams(temperature, top_p, 0, top_k, min_p, penalty, bias)
+        found = probabilities(logits.to(dtype), params, held)
+        assert found.sum() == pytest.approx(1), (logits, params)
+        assert (found >= 0).all()
 
 
 @pytest.mark.parametrize("temperature", [-1.0, -1e-9, float("nan")])

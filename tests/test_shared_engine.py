@@ -3,9 +3,13 @@ never another's text."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import quantkit
 from quantkit.errors import RequestError
@@ -122,3 +126,76 @@ def test_a_batch_takes_its_engine_back_once_nothing_of_it_runs(loaded: Loaded) -
     mine.add(Request([1, 8], 2))
     with pytest.raises(RequestError, match=IN_USE):
         other.step()
+
+
+class _Held:
+    """Holds a thread within a step of an engine, the first that comes, until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps, self._step = 0, Engine.step
+        self._within, self._let_go = threading.Event(), threading.Event()
+        monkeypatch.setattr(Engine, "step", lambda *given: self._stepped(*given))
+
+    def _stepped(self, *given: Any) -> torch.Tensor:
+        self.steps += 1
+        if self.steps == 1:
+            self._within.set()
+            assert self._let_go.wait(60)
+        return self._step(*given)
+
+    def meanwhile(self, first: Callable[[], object], then: Callable[[], None]) -> None:
+        """Run the first in a thread, and the other while that is within its first step."""
+        thread = threading.Thread(target=first)
+        thread.start()
+        try:
+            assert self._within.wait(60)
+            then()
+        finally:
+            self._let_go.set()
+            thread.join()
+
+
+def test_metas_class_serves_one_thread_after_the_other(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llama = quantkit.Llama.build(demo_model, demo_model, 60, 2)
+
+    def said(prompt: str) -> str:
+        return llama.text_completion([prompt], temperature=0, max_gen_len=8)[0]["generation"]
+
+    prompts = ("My fellow citizens", "The king")
+    expected = [said(prompt) for prompt in prompts]
+    held, found = _Held(monkeypatch), {}
+    second = threading.Thread(target=lambda: found.update({1: said(prompts[1])}))
+
+    def other() -> None:
+        assert llama._turn.locked()
+        second.start()
+
+    held.meanwhile(lambda: found.update({0: said(prompts[0])}), other)
+    second.join()
+    assert [found[0], found[1]] == expected
+
+
+def test_a_conversation_is_one_threads_at_a_time(loaded: Loaded, chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = _said(_session(Engine(loaded[0], 400), loaded, chat), QUESTIONS[0])
+    session = _session(Engine(loaded[0], 400), loaded, chat)
+    held, found = _Held(monkeypatch), list[str]()
+    waiting = session.ask(QUESTIONS[0])
+
+    def other() -> None:
+        for use in (lambda: session.ask(QUESTIONS[1]), session.reset):
+            with pytest.raises(RequestError, match=r"^the conversation is in use by another thread"):
+                use()
+
+    held.meanwhile(lambda: found.extend(waiting), other)
+    assert "".join(found) == expected
+    assert [one["content"] for one in session.messages] == [QUESTIONS[0], expected]
+
+
+def test_an_answer_that_was_left_for_another_question_does_not_go_on(loaded: Loaded, chat: Chat) -> None:
+    session = _session(Engine(loaded[0], 400), loaded, chat)
+    left = session.ask(QUESTIONS[0])
+    said = next(left)
+    answer = _said(session, QUESTIONS[1])
+    with pytest.raises(RequestError, match=r"^the answer was left for another question"):
+        next(left)
+    assert [one["content"] for one in session.messages] == [QUESTIONS[0], said, QUESTIONS[1], answer]

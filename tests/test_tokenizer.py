@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import shutil
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from vocabularies import train, write_tiktoken
 
 import quantkit
 from quantkit.data.files import excerpt
@@ -32,31 +32,6 @@ SPECIALS = ("<s>", "</s>", "<unk>", "<0x", "<|")
 quick = settings(deadline=None, max_examples=80, derandomize=True)
 
 
-def _train(folder: Path, text: str | None = None, **changes: Any) -> Path:
-    """A folder with a tiny byte-pair sentencepiece model of Llama 2's kind."""
-    from sentencepiece import SentencePieceTrainer
-
-    folder.mkdir()
-    corpus = folder / "corpus.txt"
-    corpus.write_text(text or excerpt(), encoding="utf-8")
-    options = {
-        "model_type": "bpe", "vocab_size": 400, "byte_fallback": True, "normalization_rule_name": "identity",
-        "remove_extra_whitespaces": False, "unk_id": 0, "bos_id": 1, "eos_id": 2, "minloglevel": 2, "num_threads": 1,
-    }  # fmt: skip
-    SentencePieceTrainer.train(input=str(corpus), model_prefix=str(folder / "tokenizer"), **{**options, **changes})
-    return folder
-
-
-def _write_tiktoken(folder: Path) -> Path:
-    """A folder with a tiny tiktoken file of Llama 3's kind."""
-    folder.mkdir()
-    merged = [b"th", b"he", b" t", b"in", b"er", b"the", b" the", b"an", b"  ", b"\n\n", "é".encode(), b"\xe6\x97"]
-    tokens = [bytes([byte]) for byte in range(256)] + merged
-    lines = [base64.b64encode(token) + b" %d" % rank for rank, token in enumerate(tokens)]
-    (folder / "tokenizer.model").write_bytes(b"\n".join(lines) + b"\n")
-    return folder
-
-
 def _export(folder: Path, target: Path) -> dict[str, bytes] | None:
     target.mkdir()
     return export_json(folder / "tokenizer.model", target)
@@ -66,7 +41,7 @@ def _export(folder: Path, target: Path) -> dict[str, bytes] | None:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A folder of each kind; the ``-json`` ones hold only what was exported."""
     root = tmp_path_factory.mktemp("tokenizers")
-    found = {"sentencepiece": _train(root / "sentencepiece"), "tiktoken": _write_tiktoken(root / "tiktoken")}
+    found = {"sentencepiece": train(root / "sentencepiece"), "tiktoken": write_tiktoken(root / "tiktoken")}
     for kind in list(found):
         target = root / f"{kind}-json"
         assert _export(found[kind], target) is not None
@@ -166,7 +141,7 @@ def test_an_exported_tokenizer_agrees_on_any_text(kind: str, tokenizers: dict[st
 
 def test_repetitive_pieces_merge_in_the_same_order(tmp_path: Path) -> None:
     runs = "\n".join(f"{'a' * n} {'ab' * n}{'ba' * n}{' ' * n}x" for n in range(1, 30))
-    folder = _train(tmp_path / "model", runs, vocab_size=290, character_coverage=1.0)
+    folder = train(tmp_path / "model", runs, vocab_size=290, character_coverage=1.0)
     assert _export(folder, tmp_path / "json") is not None
     original, exported = load_tokenizer(folder), load_tokenizer(tmp_path / "json")
 
@@ -188,12 +163,12 @@ def test_repetitive_pieces_merge_in_the_same_order(tmp_path: Path) -> None:
     ids=str,
 )  # fmt: skip
 def test_a_model_that_would_tokenize_otherwise_is_not_exported(changes: dict[str, Any], tmp_path: Path) -> None:
-    assert _export(_train(tmp_path / "model", **changes), tmp_path / "json") is None
+    assert _export(train(tmp_path / "model", **changes), tmp_path / "json") is None
 
 
 @pytest.mark.parametrize("changes", [{"bos_id": -1}, {"eos_id": -1}, {"byte_fallback": False}], ids=str)
 def test_models_without_some_special_pieces_are_exported_alike(changes: dict[str, Any], tmp_path: Path) -> None:
-    folder = _train(tmp_path / "model", **changes, character_coverage=1.0)
+    folder = train(tmp_path / "model", **changes, character_coverage=1.0)
     assert _export(folder, tmp_path / "json") is not None
     original, exported = load_tokenizer(folder), load_tokenizer(tmp_path / "json")
     assert (exported.bos_id, exported.eos_ids) == (original.bos_id, original.eos_ids)

@@ -44,11 +44,15 @@ OPTIONS = (
     ([0.3, 0.05, 0.5, 0.15], SamplingParams(1.0, top_k=2, logit_bias={1: 3.0, 2: -1.0})),
     ([0.3, 0.05, 0.5, 0.15], SamplingParams(1.0, repetition_penalty=2.0)),
     ([0.3, 0.05, 0.5, 0.15], SamplingParams()),
+    ([0.3, 0.05, 0.5, 0.15], SamplingParams(1e300, top_k=10**30, repetition_penalty=100.0)),
+    ([0.3, 0.05, 0.5, 0.15], SamplingParams(1e-30, top_p=5e-324, logit_bias={1: 1e4, 2: -1e4})),
 )
 
 
 class Letters:
     """A tokenizer of one letter for each token."""
+
+    token_bytes = None
 
     def decode(self, ids: list[int]) -> str:
         return "".join(chr(0x4E00 + token) for token in ids)

@@ -48,7 +48,7 @@ def checked_tokenizer(source: Checkpoint) -> tuple[Tokenizer | None, list[str]]:
     return tokenizer, []
 
 
-def require_rows(tokenizer: Tokenizer, rows: int, path: Path) -> None:
+def require_rows(tokenizer: Tokenizer, rows: int, path: Path | None = None) -> None:
     """Check that an embedding has a row for every token.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TypedDict, TypeVar
 
 import torch
 
-from quantkit.arguments import as_path, as_seed, as_text, as_whole, require_flags, wrong_type
+from quantkit.arguments import as_path, as_seed, as_text, as_whole, is_several, require_flags, wrong_type
 from quantkit.distributed.group import joined_for_good, lost_as_error
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.formats.folder import require_rows
@@ -56,7 +57,8 @@ class Llama:
 
     Arguments and results are those of Meta's class, on any checkpoint that quantkit reads: original shards,
     Hugging Face folders, quantized or not. Under ``torchrun`` the processes share the model, however many shards it
-    has on disk, and each is given the results. docs/generation.md says what little differs.
+    has on disk, and each is given the results. docs/generation.md says what little differs. Calls from several threads
+    run one after the other.
 
     Attributes:
         model, tokenizer: as `quantkit.load` gives them.
@@ -69,6 +71,7 @@ class Llama:
         self._engine = engine
         self._max_seq_len = max_seq_len
         self._seeds = random.Random(seed)
+        self._turn = threading.Lock()
 
     @staticmethod
     def build(
@@ -156,6 +159,8 @@ class Llama:
             NonFiniteError: if the model's logits are NaN or Inf.
         """
         require_flags(logprobs=logprobs, echo=echo)
+        if not is_several(prompt_tokens):
+            raise wrong_type("prompt_tokens", prompt_tokens, "several prompts in a list")
         prompts = [prompt_ids(one) for one in prompt_tokens]
         count, sampling = as_whole("max_gen_len", max_gen_len), _sampling(temperature, top_p)
         if count < 0:
@@ -165,6 +170,13 @@ class Llama:
                 "more prompts than the model was built for", found=len(prompts),
                 expected=f"at most {self._engine.slots}", hint="give `Llama.build` a larger `max_batch_size`",
             )  # fmt: skip
+        with self._turn:
+            return self._generate(prompts, count, sampling, logprobs=logprobs, echo=echo)
+
+    def _generate(
+        self, prompts: list[list[int]], count: int, sampling: SamplingOptions, *, logprobs: bool, echo: bool
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
+        """`generate`, of arguments that are checked."""
         tokens: list[list[int]] = [prompt if echo else [] for prompt in prompts]
         found: list[list[float]] = [[] for _ in prompts]
         requests: dict[int, Request] = {}

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Unpack
 
-from quantkit.arguments import as_text, as_whole, wrong_type
+from quantkit.architectures.config import ModelConfig
+from quantkit.arguments import as_text, as_whole, require_tokenizer, wrong_type
 from quantkit.errors import RequestError
+from quantkit.formats.folder import require_rows
 from quantkit.model.decoder import Decoder
 from quantkit.runtime.batch import Batch
 from quantkit.runtime.completion import FinishReason
@@ -27,11 +31,31 @@ _SHARE = 4  # a quarter of the context is kept for answers
 _WORTH_HAVING = 16
 
 
+def conversation_length(config: ModelConfig, context: int | None) -> int:
+    """Tokens that a conversation can have.
+
+    Args:
+        context: what is asked for, if anything.
+
+    Raises:
+        RequestError: if that is out of range.
+    """
+    if context is None:
+        return min(config.max_context, CONTEXT)
+    length = as_whole("context", context)
+    if length < 1:
+        raise RequestError("`context` must be at least 1", found=length)
+    if length > config.reach:
+        raise RequestError("`context` exceeds the model's", found=length, expected=f"at most {config.reach}")
+    return length
+
+
 class ChatSession:
     """A conversation: each question is answered with all that was said before in view.
 
     What was said stays in the cache, so a turn reads only what is new. When the context is full the oldest questions
-    are forgotten with their answers; the system prompt stays.
+    are forgotten with their answers; the system prompt stays. A conversation is one thread's at a time: what another
+    asks meanwhile is an error.
 
     Attributes:
         messages: what was said, each with ``role`` and ``content``, without the system prompt.
@@ -63,11 +87,14 @@ class ChatSession:
 
         Raises:
             RequestError: for arguments that make no sense.
+            CheckpointError: if the tokenizer is another model's, with more tokens than this one knows.
         """
         require_model("model", model, (Decoder, Engine))
+        require_tokenizer(tokenizer)
         if not hasattr(chat, "encode") or not hasattr(chat, "end_ids"):
             raise wrong_type("chat", chat, "what quantkit.chat_format(path, tokenizer) gives")
         decoder = model.model if isinstance(model, Engine) else model
+        require_rows(tokenizer, decoder.config.vocab_size)
         checked_request(decoder.config, [0], 1, sampling)
         self._most = None if max_new_tokens is None else checked_count(max_new_tokens)
         self._stop = checked_stop(stop, tokenizer)
@@ -77,16 +104,14 @@ class ChatSession:
                 raise RequestError("`context` goes with a model; an engine has its length already")
             self._engine = model
         else:
-            length = min(decoder.config.max_context, CONTEXT) if context is None else as_whole("context", context)
-            if length < 1:
-                raise RequestError("`context` must be at least 1", found=length)
-            self._engine = Engine(model, length)
+            self._engine = Engine(model, conversation_length(decoder.config, context))
         self.messages: list[dict[str, Any]] = []
         self.finish_reason: FinishReason | None = None
         self.system = system
         self._batch = Batch(self._engine, any_prefix=True)
         self._answer: Generator[str, None, None] | None = None
         self._told = False
+        self._turn = threading.RLock()
 
     @property
     def system(self) -> str | None:
@@ -103,10 +128,15 @@ class ChatSession:
         return self._batch.reused
 
     def reset(self) -> None:
-        """Forget what was said; the system prompt stays."""
-        self._leave_answer()
-        self.messages.clear()
-        self.finish_reason = None
+        """Forget what was said; the system prompt stays.
+
+        Raises:
+            RequestError: while another thread computes an answer.
+        """
+        with self._alone():
+            self._leave_answer()
+            self.messages.clear()
+            self.finish_reason = None
 
     def ask(self, text: str, *, interrupted: Callable[[], bool] | None = None) -> Generator[str, None, None]:
         """Ask a question.
@@ -116,14 +146,58 @@ class ChatSession:
 
         Returns:
             A generator of the pieces of the answer, computed as they are asked for. It may be left at any time: what
-            was given out by then is the answer that is remembered. A question without any is forgotten.
+            was given out by then is the answer that is remembered. A question without any is forgotten. Another
+            question leaves it as well.
 
         Raises:
-            RequestError: at once, if the question is too long for the context, or the format does not take it.
+            RequestError: at once, if the question is too long for the context, the format does not take it, or another
+                thread computes an answer; later if another generation takes over the engine, or another question was
+                asked.
             NonFiniteError: if the model's logits are NaN or Inf; the question is then forgotten.
         """
         question = {"role": "user", "content": as_text("text", text)}
-        self._leave_answer()
+        if interrupted is not None and not callable(interrupted):
+            raise wrong_type("interrupted", interrupted, "a function that says so")
+        with self._alone():
+            self._leave_answer()
+            self._answer = self._answered(question, interrupted)
+            return self._given(self._answer)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """
+        Raises:
+            RequestError: while another thread is within.
+        """
+        if not self._turn.acquire(blocking=False):
+            raise RequestError(
+                "the conversation is in use by another thread", hint="give each thread a conversation of its own"
+            )
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    def _given(self, answer: Generator[str, None, None]) -> Generator[str, None, None]:
+        """The pieces of an answer, each computed while no other thread is at it."""
+        try:
+            while True:
+                with self._alone():
+                    if answer is not self._answer:
+                        raise RequestError("the answer was left for another question; it cannot go on")
+                    piece = next(answer, None)
+                if piece is None:
+                    return
+                yield piece
+        finally:
+            if self._turn.acquire(blocking=False):  # else whoever has it leaves this answer first
+                answer.close()
+                self._turn.release()
+
+    def _answered(
+        self, question: dict[str, Any], interrupted: Callable[[], bool] | None
+    ) -> Generator[str, None, None]:  # fmt: skip
+        """What `ask` gives."""
         dropped, ids = self._fitted(question)
         length = self._engine.length - len(ids)
         config = self._engine.model.config
@@ -154,13 +228,13 @@ class ChatSession:
                 else:
                     self.messages.pop()
 
-        self._answer = answer()
-        return self._answer
+        return answer()
 
     def _leave_answer(self) -> None:
         """End an answer that is still being given."""
         if self._answer is not None:
             self._answer.close()
+            self._answer = None
 
     def _pieces(self, found: Generation, interrupted: Callable[[], bool] | None) -> Generator[str, None, None]:
         """The pieces of an answer that are not empty."""

@@ -2,52 +2,45 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 
+from quantkit.text.token_bytes import TokenBytes
 from quantkit.text.tokenizer import Tokenizer
 
 _UNFINISHED = "\ufffd"
-_WINDOW = 16
+_LONGEST_CHARACTER = 4  # bytes
+_CONTEXT = 8  # tokens
 
 
 class Detokenizer:
-    """The text that each token of a continuation adds.
+    """The text that each token of a continuation adds: what its tokens decode to by themselves, except that the space
+    stays that decoders drop where a text begins, and that a character whose first bytes end the prompt comes whole.
 
-    A character that spans tokens comes whole with its last one. What may begin a stop string is held back until that
-    is known. Only the last few tokens are decoded anew each time, so a token costs the same anywhere.
+    A character that spans tokens comes with its last one, and bytes that make none are U+FFFD. What may begin a stop
+    string is held back until that is known. A token costs the same anywhere.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
         """
         Args:
-            prompt: tokens that come before.
+            prompt: tokens that come before; it may begin and end within a character.
             stop: strings at which the text ends, of which nothing is given out.
         """
         self.stopped: str | None = None
         """The stop string that was found."""
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._context = list(prompt)
-        self._told = len(self._context)
-        self._shown = tokenizer.decode(self._context)
+        self._stop = tuple(stop)
+        known = tokenizer.token_bytes
+        self._texts = _Whole(tokenizer, prompt) if known is None else _Bytes(tokenizer, known, prompt)
         self._back = ""  # text that is held back
 
     def add(self, token: int) -> str:
         """The text that a token adds, as far as it can be given out; nothing once a stop string is found."""
-        self._context.append(token)
-        text = self._tokenizer.decode(self._context)
-        if text.endswith(_UNFINISHED) and len(self._context) - self._told < _WINDOW:
-            return ""
-        new = text[len(self._shown) :]
-        if text != self._shown:  # a context of no text would make the next token look like the first
-            self._context = self._context[self._told :]
-            text = self._tokenizer.decode(self._context)
-        self._shown, self._told = text, len(self._context)
-        return self._given(new)
+        return self._given(self._texts.add(token))
 
     def close(self) -> str:
         """What is left, when no more tokens come."""
-        found = self._given(self._tokenizer.decode(self._context)[len(self._shown) :])
-        self._shown = self._tokenizer.decode(self._context)
+        found = self._given(self._texts.end())
         if self.stopped is None:
             found, self._back = found + self._back, ""
         return found
@@ -64,6 +57,121 @@ class Detokenizer:
         held = max((_begun(text, stop) for stop in self._stop), default=0)
         self._back = text[len(text) - held :]
         return text[: len(text) - held]
+
+
+class _Bytes:
+    """The text of tokens whose bytes are known."""
+
+    def __init__(self, tokenizer: Tokenizer, known: TokenBytes, prompt: Sequence[int]) -> None:
+        self._tokenizer, self._known = tokenizer, known
+        self._begun = not known.bytewise  # vocabularies of bytes drop no space
+        self._first: list[int] = []
+        for token in prompt:
+            if self._begun:
+                break
+            self._shown(token, known.of(token) or b"")
+        last = b""
+        for token in reversed(prompt):
+            data = known.of(token)
+            if data is None or len(last) >= _LONGEST_CHARACTER:
+                break
+            last = data + last
+        self._characters = _Characters(last, known.bytewise)
+
+    def add(self, token: int) -> str:
+        data = self._known.of(token)
+        if data is None:
+            return self.end()
+        return self._characters.add(self._shown(token, data))
+
+    def end(self) -> str:
+        return self._characters.add(b"", final=True)
+
+    def _shown(self, token: int, data: bytes) -> bytes:
+        """What is left of a token's bytes: of the first in a text, decoders drop spaces."""
+        if self._begun or not data:
+            return data
+        self._first = [*self._first[-1:], token]
+        text = self._tokenizer.decode(self._first)
+        self._begun = text != ""
+        return text.encode() if data.startswith(b" ") else data
+
+
+class _Characters:
+    """Bytes to text, as they come."""
+
+    def __init__(self, before: bytes, bytewise: bool) -> None:
+        """
+        Args:
+            before: at least the last character of what comes before.
+            bytewise: see `TokenBytes`.
+        """
+        self._decoder = codecs.getincrementaldecoder("utf-8")(_BYTEWISE if bytewise else "replace")
+        earlier = codecs.getincrementaldecoder("utf-8")("replace")
+        earlier.decode(before)
+        self._torn = bytes(earlier.getstate()[0])  # of a character that began before
+        self._since = b""
+
+    def add(self, data: bytes, final: bool = False) -> str:
+        """The characters that become whole; all that is left, where no more bytes come."""
+        if not self._torn:
+            return self._decoder.decode(data, final)
+        self._since += data
+        left = _width(self._torn[0]) - len(self._torn)
+        try:
+            character = codecs.getincrementaldecoder("utf-8")().decode(self._torn + self._since[:left])
+            if not character and not final:
+                return ""
+        except UnicodeDecodeError:
+            character = ""
+        rest = self._since[left:] if character else self._since
+        self._torn, self._since = b"", b""
+        return character + self._decoder.decode(rest, final)
+
+
+class _Whole:
+    """The text of tokens that are decoded with those before them: anything else may depend on them."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        count = _CONTEXT
+        while count < len(prompt) and not tokenizer.decode(prompt[-count:]).strip():
+            count *= 2
+        self._context = list(prompt[-count:])
+        self._told = len(self._context)
+        self._text = tokenizer.decode(self._context)
+
+    def add(self, token: int) -> str:
+        self._context.append(token)
+        text = self._tokenizer.decode(self._context)
+        if text.endswith(_UNFINISHED) and len(self._context) - self._told < _CONTEXT:
+            return ""
+        new = text[len(self._text) :]
+        if text == self._text:  # a space that shows once more follows, or nothing
+            del self._context[self._told : -_LONGEST_CHARACTER]
+            return ""
+        self._context = self._context[self._told :]
+        self._text, self._told = self._tokenizer.decode(self._context), len(self._context)
+        return new
+
+    def end(self) -> str:
+        before, self._text = self._text, self._tokenizer.decode(self._context)
+        return self._text[len(before) :]
+
+
+def _width(first: int) -> int:
+    """Bytes of a character, by its first one."""
+    return 2 if first < 0xE0 else 3 if first < 0xF0 else 4
+
+
+def _replaced(error: UnicodeError) -> tuple[str, int]:
+    """A byte that is of no character."""
+    assert isinstance(error, UnicodeDecodeError)
+    return _UNFINISHED, error.start + 1
+
+
+_BYTEWISE = "quantkit.bytewise"
+codecs.register_error(_BYTEWISE, _replaced)
 
 
 def _begun(text: str, stop: str) -> int:

@@ -6,17 +6,23 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from itertools import islice, pairwise, product
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from quantkit.arguments import as_whole, require_flags
 from quantkit.errors import RequestError
+from quantkit.json_values import shown
 from quantkit.kernels.build import cache_folder
 from quantkit.memory import enough_memory, size_text
 from quantkit.model.cache import KVCache, cache_bytes
 from quantkit.model.decoder import Decoder
-from quantkit.model.device import free_bytes
+from quantkit.model.device import float_type, free_bytes
+from quantkit.runtime.request import require_model
+from quantkit.tensors.dtypes import FloatName
+
+CacheName: TypeAlias = FloatName | Literal["int8"]
 
 LEAST_BUCKET = 16  # rows of a step with several of one sequence
 _LEAST_CACHE = 256
@@ -40,7 +46,7 @@ class Engine:
     """
 
     def __init__(
-        self, model: Decoder, length: int, *, slots: int = 1, cache_dtype: torch.dtype | None = None,
+        self, model: Decoder, length: int, *, slots: int = 1, cache_dtype: CacheName | torch.dtype | None = None,
         compiled: bool | None = None,
     ) -> None:  # fmt: skip
         """
@@ -48,12 +54,17 @@ class Engine:
             model: from `quantkit.load`.
             length: positions that a slot holds, of prompt and new tokens.
             slots: sequences that it holds at a time.
-            cache_dtype: of keys and values; None is the activations', int8 takes half of that.
+            cache_dtype: of keys and values, float or int8; None is the activations', int8 takes half of that.
             compiled: by `torch.compile`; None is so on GPUs, while on a CPU eager steps are as fast and begin at once.
 
         Raises:
-            RequestError: if the length exceeds the model's context, or the cache does not fit in memory.
+            RequestError: for arguments of the wrong type, numbers below 1, a length beyond the model's context, or a
+                cache that does not fit in memory.
         """
+        require_model("model", model, Decoder)
+        length, slots = _at_least_one("length", length), _at_least_one("slots", slots)
+        if compiled is not None:
+            require_flags(compiled=compiled)
         context = model.config.reach
         if length > context:
             raise RequestError(
@@ -69,7 +80,7 @@ class Engine:
         self._compiled = model.device.type == "cuda" if compiled is None else compiled
         self.length = min(bucket(length, _LEAST_CACHE), context) if self._compiled else length
         """Positions that a slot holds."""
-        cache = model.config, slots, self.length + self._compiled, cache_dtype or model.dtype
+        cache = model.config, slots, self.length + self._compiled, _cached_type(cache_dtype) or model.dtype
         _require_memory(cache_bytes(*cache), slots, self.length, model.device)
         with enough_memory(None):
             self._cache = KVCache(*cache, model.device)
@@ -204,6 +215,24 @@ class Engine:
             raise RequestError("the cache is full", found=most + 1, expected=f"at most {self.length} positions")
         if not all(0 <= slot < self.slots for slot in slots):
             raise RequestError("there is no such slot", found=max(slots), expected=f"0 to {self.slots - 1}")
+
+
+def _at_least_one(name: str, value: object) -> int:
+    found = as_whole(name, value)
+    if found < 1:
+        raise RequestError(f"`{name}` must be at least 1", found=found)
+    return found
+
+
+def _cached_type(dtype: CacheName | torch.dtype | None) -> torch.dtype | None:
+    if dtype == "int8" or dtype is torch.int8:
+        return torch.int8
+    try:
+        return float_type(dtype)
+    except RequestError as error:
+        raise RequestError(
+            "`cache_dtype` is no type that a cache can have", found=shown(dtype), expected=f"int8, {error.expected}"
+        ) from error
 
 
 def numbers(values: Sequence[int], device: torch.device) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar, Unpack, runtime_checkable
@@ -11,8 +11,9 @@ from typing import Any, Protocol, TypeVar, Unpack, runtime_checkable
 import torch
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.arguments import as_whole, require_flags, wrong_type
+from quantkit.arguments import as_whole, is_several, require_flags, require_tokenizer, wrong_type
 from quantkit.errors import RequestError
+from quantkit.formats.folder import require_rows
 from quantkit.model.decoder import Decoder
 from quantkit.progress import Progress, heard
 from quantkit.runtime.batch import Batch
@@ -30,11 +31,11 @@ from quantkit.runtime.request import (
     checked_stop,
     prompt_ids,
     require_model,
-    require_tokenizer,
     shortened,
     text_ids,
 )
 from quantkit.runtime.sampling_params import SamplingOptions
+from quantkit.runtime.stream import text_pieces
 from quantkit.text.tokenizer import Tokenizer
 
 T = TypeVar("T", bound=Continuation)
@@ -102,6 +103,7 @@ def generate_batch(
 
     Raises:
         RequestError: as `quantkit.generate`, for any of the prompts, before anything is computed.
+        CheckpointError: if the tokenizer is another model's, with more tokens than this one knows.
         NonFiniteError: if the model's logits are NaN or Inf.
 
     Example:
@@ -111,14 +113,15 @@ def generate_batch(
     """
     require_model("model", model, (Decoder, Engine, BatchModel))
     require_flags(echo=echo, truncate=truncate, specials=specials)
-    if tokenizer is not None:
-        require_tokenizer(tokenizer)
     engine = model if isinstance(model, Engine) else None
     config = model.model.config if isinstance(model, Engine) else model.config
     most = config.max_context if isinstance(model, BatchModel) else config.reach if engine is None else engine.length
+    if tokenizer is not None:
+        require_tokenizer(tokenizer)
+        require_rows(tokenizer, config.vocab_size)
     stops, told, slots = checked_stop(stop, tokenizer), heard(progress), _checked_batch_size(batch_size)
     asked = checked_request(config, [0], max_new_tokens, sampling, samples=n, logprobs=logprobs, echo=echo)
-    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, str) or not is_several(prompts):
         raise wrong_type("prompts", prompts, "several prompts in a list")
     requests = []
     for number, prompt in enumerate(prompts):
@@ -205,7 +208,7 @@ class _Reader:
         self._text = None if tokenizer is None else Detokenizer(tokenizer, generation.request.prompt, stop)
         self._prompt = ""
         if tokenizer is not None and generation.request.echo:
-            self._prompt = tokenizer.decode(generation.request.prompt)
+            self._prompt = "".join(text_pieces(tokenizer, (), generation.request.prompt))
         self._pieces: list[str] = []
         self.tokens = 0
         """New ones that are read."""

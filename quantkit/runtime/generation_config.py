@@ -15,6 +15,7 @@ _log = logging.getLogger(__name__)
 
 NAME = "generation_config.json"
 _MOST = 1e9
+_LEAST_TOP_P = 1e-9  # the likeliest token alone, which is what 0 means
 
 
 def sampling_defaults(folder: str | Path) -> SamplingOptions:
@@ -42,9 +43,9 @@ def sampling_defaults(folder: str | Path) -> SamplingOptions:
     if settings.flag("do_sample", False):
         found["temperature"] = settings.number("temperature", 0, _MOST) if settings.has("temperature") else 1.0
         if settings.has("top_k"):
-            found["top_k"] = settings.whole("top_k", 0, 2**31)
+            found["top_k"] = _top_k(settings)
         if settings.has("top_p"):
-            found["top_p"] = settings.number("top_p", 0, 1)
+            found["top_p"] = max(settings.number("top_p", 0, 1), _LEAST_TOP_P)
         if settings.has("min_p"):
             found["min_p"] = settings.number("min_p", 0, 1)
     try:
@@ -54,6 +55,13 @@ def sampling_defaults(folder: str | Path) -> SamplingOptions:
     if settings.has("num_beams") and settings.whole("num_beams", 1, 2**31) > 1:
         _log.info("%s: asks for beam search, which is not supported; tokens are drawn one by one", settings.path)
     return found
+
+
+def _top_k(settings: Settings) -> int:
+    """0 is all, and so is -1, as vLLM has it; files that a program has written may say 50.0."""
+    value = settings.values["top_k"]
+    stated = int(value) if isinstance(value, float) and value.is_integer() else value
+    return max(Settings({"top_k": stated}, settings.path).whole("top_k", -1, 2**31), 0)
 
 
 def end_tokens(folder: Path, config: ModelConfig) -> tuple[int, ...]:

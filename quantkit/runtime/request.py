@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.arguments import as_texts, as_whole, require_instance, token_rows, wrong_type
+from quantkit.arguments import as_texts, as_whole, require_instance, token_rows
 from quantkit.errors import RequestError
 from quantkit.json_values import shown
 from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
@@ -84,16 +84,6 @@ def require_model(name: str, model: object, kinds: type | tuple[type, ...]) -> N
     require_instance(name, model, kinds, "a model; model, tokenizer = quantkit.load(path) gives one")
 
 
-def require_tokenizer(tokenizer: object) -> None:
-    """Check for one that can be used.
-
-    Raises:
-        RequestError: for a path, or anything else.
-    """
-    if not hasattr(tokenizer, "vocab_size"):
-        raise wrong_type("tokenizer", tokenizer, "the one that quantkit.load(path) gives")
-
-
 def prompt_ids(prompt: TokenIds) -> list[int]:
     """The ids of a prompt, whatever holds them.
 
@@ -130,7 +120,7 @@ def checked_stop(stop: object, tokenizer: Tokenizer | None) -> list[str]:
     """Stop strings, one or several.
 
     Raises:
-        RequestError: if they are no texts, one is empty, or there is no tokenizer to find them with.
+        RequestError: if they are no texts, one is empty or no Unicode, or there is no tokenizer to find them with.
     """
     found = stop_strings(stop)
     if found and tokenizer is None:
@@ -143,6 +133,11 @@ def stop_strings(stop: object) -> list[str]:
     found = as_texts("stop", stop)
     if "" in found:
         raise RequestError("a stop string is empty")
+    for one in found:
+        try:
+            one.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError("a stop string is not valid Unicode", found=f"{one[error.start]!r}") from error
     return found
 
 

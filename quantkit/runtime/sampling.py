@@ -61,7 +61,7 @@ def adjusted(logits: Tensor, params: SamplingParams, held: Tensor | None = None)
         logits = logits.float().index_add(-1, torch.tensor(ids, device=logits.device), bias.expand(len(logits), -1))
     if params.repetition_penalty != 1:
         assert held is not None
-        penalty = params.repetition_penalty
+        logits, penalty = logits.float(), params.repetition_penalty  # float16 may not hold the product
         penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
         logits = torch.where(held, penalized, logits)
     return logits

@@ -36,8 +36,9 @@ class SamplingParams:
         top_k: draw from so many of the likeliest tokens; 0 is all.
         min_p: draw from tokens with at least this share of the likeliest one's probability (2407.01082).
         repetition_penalty: logits of tokens that the text holds already are divided by it where positive, and
-            multiplied where negative (1909.05858); 1 does nothing.
-        logit_bias: what is added to the logits of tokens, by their ids.
+            multiplied where negative (1909.05858); 1 does nothing; 0.01 to 100.
+        logit_bias: what is added to the logits of tokens, by their ids; -10000 to 10000, of which 100 mostly forces or
+            forbids a token.
 
     Raises:
         RequestError: for a value of another type or out of its range, or a seed that does not fit 64 bits.
@@ -65,11 +66,12 @@ class SamplingParams:
             object.__setattr__(self, "seed", as_seed("seed", self.seed))
 
 
+# What logits are changed by goes beyond any use, but not so far that float32 would overflow.
 _NUMBERS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("temperature", lambda x: 0 <= x < math.inf, "be finite and not negative"),
     ("top_p", lambda x: 0 < x <= 1, "lie in (0, 1]"),
     ("min_p", lambda x: 0 <= x <= 1, "lie in [0, 1]"),
-    ("repetition_penalty", lambda x: 0 < x < math.inf, "be finite and positive"),
+    ("repetition_penalty", lambda x: 0.01 <= x <= 100, "lie in [0.01, 100]"),
 )
 
 
@@ -77,6 +79,6 @@ def _checked_bias(given: object) -> dict[int, float]:
     if not isinstance(given, Mapping):
         raise wrong_type("logit_bias", given, "numbers by token ids")
     found = {as_whole("logit_bias", token): as_number("logit_bias", bias) for token, bias in given.items()}
-    if not all(map(math.isfinite, found.values())):
-        raise RequestError("logit_bias must be finite", found=found)
+    if wrong := [bias for bias in found.values() if not abs(bias) <= 10_000]:
+        raise RequestError("logit_bias must lie in [-10000, 10000]", found=wrong[0])
     return found

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Unpack
 
-from quantkit.arguments import require_flags
+from quantkit.arguments import require_flags, require_tokenizer
+from quantkit.formats.folder import require_rows
 from quantkit.model.decoder import Decoder
 from quantkit.runtime.detokenizer import Detokenizer
 from quantkit.runtime.engine import Engine
@@ -17,7 +18,6 @@ from quantkit.runtime.request import (
     checked_stop,
     prompt_ids,
     require_model,
-    require_tokenizer,
     text_ids,
 )
 from quantkit.runtime.sampling_params import SamplingOptions
@@ -51,6 +51,7 @@ def stream(
 
     Raises:
         RequestError, NonFiniteError: as `quantkit.generate`.
+        CheckpointError: if the tokenizer is another model's, with more tokens than this one knows.
 
     Example:
         >>> model, tokenizer = quantkit.load("model-int4")
@@ -59,6 +60,7 @@ def stream(
     """
     require_model("model", model, (Decoder, Engine))
     require_tokenizer(tokenizer)
+    require_rows(tokenizer, (model.model if isinstance(model, Engine) else model).config.vocab_size)
     require_flags(specials=specials)
     ids = text_ids(tokenizer, prompt, specials=specials) if isinstance(prompt, str) else prompt_ids(prompt)
     stops = checked_stop(stop, tokenizer)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from quantkit.arguments import as_path, as_text
+from quantkit.arguments import as_path, as_text, require_tokenizer, wrong_type
 from quantkit.errors import RequestError
 from quantkit.text.chat_template import META_FORMATS, ChatTemplate, ChatTemplates, Message, given_template
 from quantkit.text.special_tokens import special_tokens
@@ -57,6 +57,7 @@ class TemplateChat:
     def encode(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
     ) -> list[int]:
+        _require_messages(messages)
         text = self._choose(tools is not None).render(messages, tools=tools, **variables)
         return self._tokenizer.encode(text, specials=True, bos=False)
 
@@ -72,6 +73,7 @@ class Llama2Chat:
     def encode(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
     ) -> list[int]:
+        _require_messages(messages)
         _require_none("llama2", tools, variables)
         if (tag := llama2_tag(messages)) is not None:
             raise RequestError("a message holds a tag of the chat format", found=tag, hint="leave it out")
@@ -119,6 +121,7 @@ class Llama3Chat:
     def encode(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
     ) -> list[int]:
+        _require_messages(messages)
         _require_none("llama3", tools, variables)
         if not messages:
             raise RequestError("a chat needs messages", expected='[{"role": "user", "content": "..."}]')
@@ -155,6 +158,7 @@ def chat_format(
         >>> ids = chat.encode([{"role": "user", "content": "What is the capital of France?"}])
     """
     folder = as_path("folder", folder)
+    require_tokenizer(tokenizer)
     if template is not None:
         as_text("template", template)
     if template == "llama2":
@@ -206,6 +210,11 @@ def _text(message: Message) -> str:
             expected='{"role": "user", "content": "..."}',
         )  # fmt: skip
     return content
+
+
+def _require_messages(messages: object) -> None:
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise wrong_type("messages", messages, '[{"role": "user", "content": "..."}]')
 
 
 def _require_none(name: str, tools: object, variables: Mapping[str, Any]) -> None:

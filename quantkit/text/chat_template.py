@@ -7,15 +7,21 @@ template can see and call is what ``transformers`` documents for chat templates.
 from __future__ import annotations
 
 import copy
+import itertools
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import CheckpointError, RequestError
+from quantkit.arguments import wrong_type
+from quantkit.errors import CheckpointError, QuantkitError, RequestError
 from quantkit.json_values import read_json, require_plain_file, shown
+<<<<<<< HEAD
+=======
 from quantkit.text.contained import contained, short
+>>>>>>> wt-l
 from quantkit.text.template_sandbox import LONGEST, Refusal, bounded, environment
 
 Message = Mapping[str, Any]
@@ -28,7 +34,9 @@ _MORE = "additional_chat_templates"
 _SUFFIX = ".jinja"
 META_FORMATS = ("llama2", "llama3")
 _ASKED_FOR = ("bos_token", "eos_token")  # of these a template should never print nothing unawares
-_END_HERE = "\x02quantkit: the answer goes on here\x03"
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""What the thoughts before an answer are called: templates know one name or another."""
+_LONGEST_REASON = 300
 
 
 class ChatTemplate:
@@ -59,7 +67,7 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
+        continue_final_message: bool | str = False,
         **variables: Any,
     ) -> str:
         """The text of a conversation.
@@ -68,7 +76,8 @@ class ChatTemplate:
             messages: in order.
             tools: that the model may call, as JSON schemas.
             add_generation_prompt: end with what begins an answer.
-            continue_final_message: end in the midst of the last message, for the model to continue it.
+            continue_final_message: end in the midst of the last message, for the model to continue it; the name of
+                one of its fields, such as ``reasoning_content``, ends within that instead of ``content``.
             variables: more that the template may read, such as ``enable_thinking``.
 
         Raises:
@@ -76,17 +85,16 @@ class ChatTemplate:
                 be continued.
             CheckpointError: if the template fails.
         """
-        chat = [_checked(message) for message in copy.deepcopy(list(messages))]
-        if not chat:
-            raise RequestError("a chat needs messages", expected='[{"role": "user", "content": "..."}]')
+        chat = _checked_chat(messages)
+        given_tools = None if tools is None else _checked_tools(tools)
+        begun = None
         if continue_final_message:
-            if not isinstance(chat[-1].get("content"), str):
-                raise RequestError("the last message has no text to continue")
+            field = continue_final_message if isinstance(continue_final_message, str) else "content"
+            begun = _Begun(chat, field, self.source)
             add_generation_prompt = False
-            chat[-1]["content"] += _END_HERE
         tokens = {name: spelling for name, spelling in self._tokens.items() if spelling is not None}
         unknown = {name: _unknown_token(name) for name in _ASKED_FOR if name not in self._tokens}
-        given = {"tools": None if tools is None else list(tools), "documents": None, **unknown, **tokens, **variables}
+        given = {"tools": given_tools, "documents": None, **unknown, **tokens, **variables}
         with self._told("the chat template fails"):
             pieces, length = [], 0
             for piece in self._template.generate(messages=chat, add_generation_prompt=add_generation_prompt, **given):
@@ -95,7 +103,7 @@ class ChatTemplate:
                 if length > LONGEST:
                     raise RequestError("the chat template makes too long a text", path=self._path)
         text = "".join(pieces)
-        return _up_to_the_end(text) if continue_final_message else text
+        return text if begun is None else begun.cut(text)
 
     @contextmanager
     def _told(self, problem: str) -> Iterator[None]:
@@ -104,6 +112,33 @@ class ChatTemplate:
             RequestError: where the template itself refuses a conversation.
             CheckpointError: for all else that goes wrong in it.
         """
+<<<<<<< HEAD
+        try:
+            with bounded():
+                yield
+        except Refusal as refusal:
+            raise RequestError(f"the chat template refuses this: {_reason(refusal)}", path=self._path) from refusal
+        except _UnknownToken as error:
+            raise CheckpointError(
+                f"the chat template shows {error}, which no file of the model spells", path=self._path,
+                expected=f'"{error}" in tokenizer_config.json, null if there is none',
+            ) from error  # fmt: skip
+        except QuantkitError:
+            raise
+        except Exception as error:  # of Jinja, of Python's compiler behind it, and of all that a template can call
+            raise CheckpointError(f"{problem}: {_reason(error)}", path=self._path) from error
+
+
+def _reason(error: Exception) -> str:
+    """In one line, of texts and numbers alone: what else an error holds may take for ever to show."""
+    if isinstance(error, SyntaxError):
+        told = error.msg  # lines are of what Jinja makes of the template
+    elif isinstance(error, UnicodeError) or all(isinstance(one, str) for one in error.args):
+        told = str(error)
+    else:
+        told = " ".join(shown(one) for one in error.args if isinstance(one, (str, int)))
+    return textwrap.shorten(told, _LONGEST_REASON, placeholder=" ...") or f"it raises {type(error).__name__}"
+=======
         with bounded(), contained(self._path, problem):
             try:
                 yield
@@ -114,6 +149,7 @@ class ChatTemplate:
                     f"the chat template shows {error}, which no file of the model spells", path=self._path,
                     expected=f'"{error}" in tokenizer_config.json, null if there is none',
                 ) from error  # fmt: skip
+>>>>>>> wt-l
 
 
 class _UnknownToken(Exception):
@@ -169,6 +205,11 @@ class ChatTemplates:
             RequestError: if there is none of that name.
         """
         chosen = name or ("tool_use" if with_tools and "tool_use" in self._sources else "default")
+        if name is None and chosen not in self._sources and self._sources:
+            raise RequestError(
+                "has chat templates, and none of them is the default", path=self.folder,
+                found=", ".join(map(repr, self._sources)), hint="name one of them as `template`",
+            )  # fmt: skip
         if chosen not in self._sources:
             raise RequestError(
                 "has no chat template" if name is None else f"has no chat template '{name}'", path=self.folder,
@@ -247,18 +288,67 @@ def _read(path: Path) -> str:
         raise CheckpointError(f"cannot be read as UTF-8: {error}", path=path) from error
 
 
-def _checked(message: Any) -> dict[str, Any]:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise RequestError(
-            "a message is an object with a role", found=repr(message)[:60],
-            expected='{"role": "user", "content": "..."}',
-        )  # fmt: skip
-    return dict(message)
+def _checked_chat(messages: Any) -> list[dict[str, Any]]:
+    """A copy of a conversation, as transformers gives it to templates: what is null is absent, and thoughts go by all
+    their names."""
+    if not isinstance(messages, Sequence) or not messages:
+        raise RequestError("a chat needs messages", expected='[{"role": "user", "content": "..."}]')
+    chat = []
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise RequestError(
+                "a message is an object with a role", found=shown(message),
+                expected='{"role": "user", "content": "..."}',
+            )  # fmt: skip
+        said = {name: copy.deepcopy(value) for name, value in message.items() if value is not None}
+        if (thoughts := next((said[name] for name in _REASONING if name in said), None)) is not None:
+            said = {"thinking": thoughts, **said, "reasoning_content": thoughts}
+        chat.append(said)
+    return chat
 
 
-def _up_to_the_end(text: str) -> str:
-    """What stands before the mark; blanks at the end of the last message go where the template trims it."""
-    place = text.rfind(_END_HERE)
-    if place < 0:
-        raise RequestError("the chat template does not show the last message; it cannot be continued")
-    return text[:place]
+def _checked_tools(tools: Any) -> list[dict[str, Any]]:
+    if not isinstance(tools, Sequence) or not all(isinstance(one, Mapping) for one in tools):
+        raise wrong_type("tools", tools, "a list of JSON schemas")
+    return [dict(one) for one in tools]
+
+
+class _Begun:
+    """A message that ends the conversation and is to go on: it is marked, and the text cut at the mark."""
+
+    def __init__(self, chat: list[dict[str, Any]], field: str, source: str) -> None:
+        """
+        Args:
+            chat: whose last message gets the mark.
+            field: of that message, which goes on.
+            source: of the template.
+
+        Raises:
+            RequestError: if there is no text there, or the template does not read it.
+        """
+        said, message = repr(chat), chat[-1]
+        self._mark = next(f"GOES_ON_{n}" for n in itertools.count() if f"GOES_ON_{n}" not in said)
+        begun = message.get(field)
+        holder, name = message, field
+        if isinstance(begun, (list, tuple)):
+            parts = [one for one in begun if isinstance(one, dict) and "text" in one]
+            holder, name = (parts[-1], "text") if parts else ({}, "text")
+        text = holder.get(name)
+        if not isinstance(text, str):
+            raise RequestError("the last message has no text to continue", expected=f'a text as its "{field}"')
+        self._text = text
+        same = [one for one in _REASONING if message.get(one) == begun] if field in _REASONING else [field]
+        if not any(one in source for one in same):
+            raise RequestError(f'the chat template does not read "{field}"; the last message cannot be continued')
+        for one in [name] if holder is not message else same:
+            holder[one] = f"{self._text}{self._mark} "
+
+    def cut(self, text: str) -> str:
+        """What stands before the mark. Where its last blank is gone the template trims the message, and the blanks
+        before the mark go as well."""
+        place = text.rfind(self._mark)
+        if place < 0 or self._text.strip() not in text or self._mark in text[:place]:
+            raise RequestError(
+                "the chat template does not show the last message once, as it is; it cannot be continued"
+            )
+        return text[:place] if text.startswith(f"{self._mark} ", place) else text[:place].rstrip()

@@ -12,16 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.text.compare import first_difference
-from quantkit.text.tokenizer import (
-    LLAMA3_PATTERN,
-    JsonTokenizer,
-    SentencePieceTokenizer,
-    TiktokenTokenizer,
-    Tokenizer,
-    is_tiktoken,
-    llama3_specials,
-    read_tiktoken,
-)
+from quantkit.text.tiktoken_file import LLAMA3_PATTERN, is_tiktoken, llama3_specials, read_tiktoken
+from quantkit.text.token_bytes import BYTE_LETTERS
+from quantkit.text.tokenizer import JsonTokenizer, SentencePieceTokenizer, TiktokenTokenizer, Tokenizer
 
 
 def export_json(path: Path, scratch: Path) -> dict[str, bytes] | None:
@@ -133,15 +126,5 @@ def _merges(order: Mapping[str, float], vocabulary: Mapping[str, int]) -> list[t
     return merges
 
 
-def _byte_letters() -> dict[int, str]:
-    """GPT-2's printable letter for every byte."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {**{b: chr(b) for b in printable}, **{b: chr(256 + i) for i, b in enumerate(others)}}
-
-
-_LETTERS = _byte_letters()
-
-
 def _spell(token: bytes) -> str:
-    return "".join(_LETTERS[byte] for byte in token)
+    return "".join(BYTE_LETTERS[byte] for byte in token)

@@ -6,9 +6,8 @@ The kind is told by a file's content: Llama 3 ships a tiktoken file under the na
 
 from __future__ import annotations
 
-import base64
-import binascii
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,20 +16,9 @@ from quantkit.errors import CheckpointError, RequestError
 from quantkit.json_values import Settings, read_json, require_plain_file
 from quantkit.text.contained import contained, is_panic, quiet_on_failure
 from quantkit.text.special_tokens import special_tokens
+from quantkit.text.tiktoken_file import LLAMA3_PATTERN, is_tiktoken, llama3_specials, read_tiktoken, require_length
+from quantkit.text.token_bytes import TokenBytes, fallback_bytes, letters_bytes
 
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_LLAMA3_NAMED = (
-    "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>",
-    "<|finetune_right_pad_id|>", "<|reserved_special_token_2|>", "<|start_header_id|>", "<|end_header_id|>",
-    "<|eom_id|>", "<|eot_id|>", "<|python_tag|>",
-)  # fmt: skip
-_LLAMA3_SPECIALS = 256
-
-LONGEST_TOKEN = 4096  # bytes or letters; the longest published have some hundred
-_MOST_TOKENS = 2**22
 # What a damaged tokenizer is tried on: each makes some part of it work.
 _TRIALS = ("", "The quick <s> fox,  1234 jumps\n", " \t\u2581", "Größe, 日本語 🚀 e\u0301\x00")
 _TRIED_TOKENS = 256
@@ -48,6 +36,7 @@ class Tokenizer(Protocol):
         eos_ids: what ends a generation.
         special_tokens: those that no plain text holds, by their spellings; None where they have none (sentencepiece).
         byte_level: whether the vocabulary is of bytes (GPT-2's kind, tiktoken), and not sentencepiece's.
+        token_bytes: what each token adds to a text; None where that depends on the tokens beside it.
     """
 
     kind: str
@@ -56,6 +45,7 @@ class Tokenizer(Protocol):
     eos_ids: tuple[int, ...]
     special_tokens: dict[str, int] | None
     byte_level: bool
+    token_bytes: TokenBytes | None
 
     def encode(self, text: str, *, specials: bool = False, bos: bool = True) -> list[int]:
         """Token ids of a text, as a model expects one to begin: with BOS where it has one.
@@ -118,10 +108,14 @@ class SentencePieceTokenizer(Tokenizer):
             self._model: Any = SentencePieceProcessor(model_file=str(path))
             self.vocab_size: int = self._model.get_piece_size()
             for index in range(self.vocab_size):
-                _require_length(len(self._model.id_to_piece(index)), path)
+                require_length(len(self._model.id_to_piece(index)), path)
             self.bos_id: int | None = self._model.bos_id() if self._model.bos_id() >= 0 else None
             self.eos_ids: tuple[int, ...] = (self._model.eos_id(),) if self._model.eos_id() >= 0 else ()
             _try_out(self, path)
+            indices = range(self.vocab_size)
+            pieces = {self._model.id_to_piece(index): index for index in indices if self._model.is_byte(index)}
+            apart = {index for index in indices if self._model.is_control(index)}
+            self.token_bytes: TokenBytes | None = fallback_bytes(pieces, self.decode, apart=apart)
 
     def encode(self, text: str, *, specials: bool = False, bos: bool = True) -> list[int]:
         _require_text(text, specials)
@@ -153,6 +147,7 @@ class TiktokenTokenizer(Tokenizer):
 
         self._path = path
         ranks = read_tiktoken(path)
+        self._ordinary = len(ranks)
         self._specials = llama3_specials(len(ranks))
         self.special_tokens: dict[str, int] | None = self._specials
         with quiet_on_failure(), contained(path, "is not a tiktoken vocabulary"):
@@ -164,6 +159,7 @@ class TiktokenTokenizer(Tokenizer):
         self.bos_id: int | None = self._bos
         ends = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
         self.eos_ids: tuple[int, ...] = tuple(self._specials[name] for name in ends)
+        self.token_bytes: TokenBytes | None = TokenBytes(self._bytes, bytewise=False)
 
     def encode(self, text: str, *, specials: bool = False, bos: bool = True) -> list[int]:
         _require_text(text, specials)
@@ -178,6 +174,9 @@ class TiktokenTokenizer(Tokenizer):
         known = _known_ids(ids, self.vocab_size)
         with contained(self._path, _NO_TOKENS):
             return self._encoding.decode([one for one in known if one not in left_out])
+
+    def _bytes(self, token: int) -> bytes:
+        return self._encoding.decode_single_token_bytes(token) if token < self._ordinary else b""
 
 
 class JsonTokenizer(Tokenizer):
@@ -213,6 +212,7 @@ class JsonTokenizer(Tokenizer):
             self.byte_level: bool = "<0x00>" not in vocabulary
             self._add_bos = settings.flag("add_bos_token", False) and self.bos_id is not None
             _try_out(self, path)
+            self.token_bytes: TokenBytes | None = self._token_bytes(vocabulary)
 
     def encode(self, text: str, *, specials: bool = False, bos: bool = True) -> list[int]:
         _require_text(text, specials)
@@ -230,6 +230,15 @@ class JsonTokenizer(Tokenizer):
         with contained(self._path, _NO_TOKENS):
             text: str = self._engine.decode(known, skip_special_tokens=not specials)
         return text
+
+    def _token_bytes(self, vocabulary: Mapping[str, int]) -> TokenBytes | None:
+        decoder = json.loads(self._engine.decoder.__getstate__()) if self._engine.decoder is not None else {}
+        kinds = {one.get("type") for one in decoder.get("decoders", [decoder])}
+        if "ByteFallback" in kinds:
+            return fallback_bytes(vocabulary, self.decode)
+        if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}:
+            return letters_bytes(lambda token: self._engine.id_to_token(token) if self.decode([token]) else None)
+        return None
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
@@ -259,59 +268,6 @@ def original_tokenizer(path: Path) -> Tokenizer:
         CheckpointError: if it is damaged.
     """
     return TiktokenTokenizer(path) if is_tiktoken(path) else SentencePieceTokenizer(path)
-
-
-def is_tiktoken(path: Path) -> bool:
-    """Whether a file holds lines of base64 token and rank.
-
-    Raises:
-        CheckpointError: if it cannot be read.
-    """
-    with contained(path, "cannot be read"), path.open("rb") as file:
-        parts = file.read(4096).split(b"\n", 1)[0].split()
-    if len(parts) != 2 or not parts[1].isdigit():
-        return False
-    try:
-        base64.b64decode(parts[0], validate=True)
-    except binascii.Error:
-        return False
-    return True
-
-
-def read_tiktoken(path: Path) -> dict[bytes, int]:
-    """Byte sequences and their ranks.
-
-    Raises:
-        CheckpointError: if a line is not base64 and a number, or ranks have gaps.
-    """
-    require_plain_file(path)
-    ranks: dict[bytes, int] = {}
-    with contained(path, "cannot be read"):
-        lines = path.read_bytes().splitlines()
-    if len(lines) > _MOST_TOKENS:
-        raise CheckpointError("holds too many tokens", path=path, found=len(lines), expected=f"at most {_MOST_TOKENS}")
-    for number, line in enumerate(lines, 1):
-        if not line:
-            continue
-        try:
-            token, rank = line.split()
-            decoded = base64.b64decode(token, validate=True)
-            ranks[decoded] = int(rank)
-        except ValueError as error:
-            raise CheckpointError(f"line {number} is not 'base64 rank'", path=path) from error
-        _require_length(len(decoded), path)
-    if sorted(ranks.values()) != list(range(len(ranks))):
-        raise CheckpointError("has gaps or doubles in its ranks", path=path)
-    if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
-        raise CheckpointError(f"lacks the single byte {missing[0]:#04x}", path=path, expected="all 256")
-    return ranks
-
-
-def llama3_specials(first: int) -> dict[str, int]:
-    """Llama 3's special tokens, numbered from the end of the vocabulary."""
-    filler = _LLAMA3_SPECIALS - len(_LLAMA3_NAMED)
-    names = [*_LLAMA3_NAMED, *(f"<|reserved_special_token_{i}|>" for i in range(3, 3 + filler))]
-    return {name: first + i for i, name in enumerate(names)}
 
 
 def _try_out(tokenizer: Tokenizer, path: Path) -> None:
@@ -370,11 +326,4 @@ def _require_known(ids: Sequence[int], vocab_size: int, path: Path) -> None:
     if ids and max(ids) >= vocab_size:
         raise CheckpointError(
             "gives tokens outside its own vocabulary", path=path, found=max(ids), expected=f"below {vocab_size}"
-        )
-
-
-def _require_length(length: int, path: Path) -> None:
-    if length > LONGEST_TOKEN:
-        raise CheckpointError(
-            "holds a token that is too long", path=path, found=length, expected=f"at most {LONGEST_TOKEN}"
         )

@@ -17,6 +17,7 @@ from quantkit.runtime.engine import bucket
 from quantkit.runtime.sampling_params import SamplingParams
 
 _LEAST_TEMPERATURE = 1e-6
+_MOST_TEMPERATURE = 1e30  # of float32
 
 
 class Sampling(NamedTuple):
@@ -54,8 +55,8 @@ class Sampling(NamedTuple):
             bias[row, : len(one.logit_bias)] = list(one.logit_bias.values())
         return cls(
             keys=np.array([divmod(seed, 1 << 32) for seed in seeds], np.uint32),
-            temperature=np.array([one.temperature for one in params], np.float32),
-            top_k=np.array([one.top_k for one in params], np.int32),
+            temperature=np.array([min(one.temperature, _MOST_TEMPERATURE) for one in params], np.float32),
+            top_k=np.array([min(one.top_k, vocabulary) for one in params], np.int32),
             top_p=np.array([one.top_p for one in params], np.float32),
             min_p=np.array([one.min_p for one in params], np.float32),
             penalty=np.array([one.repetition_penalty for one in params], np.float32),
