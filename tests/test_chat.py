@@ -462,7 +462,7 @@ def test_an_error_without_words_has_its_name(monkeypatch: pytest.MonkeyPatch) ->
         raise MemoryError
 
     monkeypatch.setattr("quantkit.text.template_sandbox._now", fail)
-    with pytest.raises(CheckpointError, match=r"fails: MemoryError$"):
+    with pytest.raises(CheckpointError, match=r"fails: it raises MemoryError$"):
         ChatTemplate("{{ strftime_now('%Y') }}").render([user("Hi")])
 
 

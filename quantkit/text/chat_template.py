@@ -18,10 +18,6 @@ from typing import Any
 from quantkit.arguments import wrong_type
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
 from quantkit.json_values import read_json, require_plain_file, shown
-<<<<<<< HEAD
-=======
-from quantkit.text.contained import contained, short
->>>>>>> wt-l
 from quantkit.text.template_sandbox import LONGEST, Refusal, bounded, environment
 
 Message = Mapping[str, Any]
@@ -112,7 +108,6 @@ class ChatTemplate:
             RequestError: where the template itself refuses a conversation.
             CheckpointError: for all else that goes wrong in it.
         """
-<<<<<<< HEAD
         try:
             with bounded():
                 yield
@@ -138,18 +133,6 @@ def _reason(error: Exception) -> str:
     else:
         told = " ".join(shown(one) for one in error.args if isinstance(one, (str, int)))
     return textwrap.shorten(told, _LONGEST_REASON, placeholder=" ...") or f"it raises {type(error).__name__}"
-=======
-        with bounded(), contained(self._path, problem):
-            try:
-                yield
-            except Refusal as refusal:
-                raise RequestError(f"the chat template refuses this: {short(refusal)}", path=self._path) from refusal
-            except _UnknownToken as error:
-                raise CheckpointError(
-                    f"the chat template shows {error}, which no file of the model spells", path=self._path,
-                    expected=f'"{error}" in tokenizer_config.json, null if there is none',
-                ) from error  # fmt: skip
->>>>>>> wt-l
 
 
 class _UnknownToken(Exception):
