@@ -403,6 +403,7 @@ def _doubled(text: str) -> str:
      "{% macro long() %}{% for a in range(99999) %}" + "x" * 9999 + "{% endfor %}{% endmacro %}{{ long() | length }}",
      "{{ '{0}' * 9999 }}{{ ('{0}' * 9999).format('x' * 99999) | length }}",
      "{{ range(99999) | map('replace', '', 'x' * 99999) | list }}", "{{ range(9) | batch(10 ** 9, 0) | list }}",
+     "{% for a in range(99999) %}{{ range(9999) | max }}{% endfor %}",
      "{{ ([[1]] * 99999) | sum(start=[]) | length }}", "{{ 3 | round(-10 ** 9) }}"],
 )  # fmt: skip
 def test_a_template_comes_to_an_end_and_stays_small(source: str, monkeypatch: pytest.MonkeyPatch) -> None:

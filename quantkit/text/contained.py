@@ -1,4 +1,4 @@
-"""Calls into libraries for tokenizers and templates, which panic, print and raise what they like on damaged files."""
+"""Calls into the tokenizers' libraries, which panic, print and raise what they like on damaged files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _redirecting = threading.Lock()
 
 
 @contextmanager
-def contained(path: Path | None, problem: str) -> Iterator[None]:
+def contained(path: Path, problem: str) -> Iterator[None]:
     """Whatever a library raises within is the fault of a file.
 
     Raises:
@@ -29,11 +29,11 @@ def contained(path: Path | None, problem: str) -> Iterator[None]:
     except QuantkitError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{problem}: {short(error)}", path=path) from error
+        raise CheckpointError(f"{problem}: {_short(error)}", path=path) from error
     except BaseException as error:
         if not is_panic(error):
             raise
-        raise CheckpointError(f"{problem}: its library failed: {short(error)}", path=path) from error
+        raise CheckpointError(f"{problem}: its library failed: {_short(error)}", path=path) from error
 
 
 def is_panic(error: BaseException) -> bool:
@@ -74,6 +74,5 @@ def _flush() -> None:
         sys.stderr.flush()
 
 
-def short(error: BaseException) -> str:
-    """What an error says, on one line of a length that can be read; its kind where it says nothing."""
-    return textwrap.shorten(str(error) or type(error).__name__, 300, placeholder=" ...")
+def _short(error: BaseException) -> str:
+    return textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" ...")

@@ -97,6 +97,8 @@ class _Bounds:
             return len(value)
         if isinstance(value, int):
             return value.bit_length() // 3
+        if isinstance(value, range):
+            return _ITEM * len(value)
         if not isinstance(value, _HOLD):
             return 0
         if id(value) not in self._sizes:
