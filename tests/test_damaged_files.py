@@ -306,7 +306,7 @@ def test_a_file_cut_off_after_it_was_opened_is_an_error(kind: str, tmp_path: Pat
     with pytest.raises(CheckpointError, match=rf"{path}: was cut off while it was read \(found 100 bytes, .* {size} "):
         file.read("second")
     with pytest.raises(CheckpointError, match="was cut off while it was read"):
-        manifest.SourceHashes([file.source]).result()
+        manifest.SourceHashes([file.source], tmp_path).result()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -317,7 +317,7 @@ def test_a_deleted_file_is_read_on_and_told_in_the_end(kind: str, tmp_path: Path
     assert torch.equal(file.read("first"), TENSORS["first"])
     assert manifest.identity([file.source])[0][0] == "a"
     with pytest.raises(CheckpointError, match=rf"{path}: the source changed while it was read"):
-        manifest.SourceHashes([file.source]).result()
+        manifest.SourceHashes([file.source], tmp_path).result()
 
 
 @pytest.mark.parametrize("how", ["cut", "deleted", "touched", "replaced"])
@@ -352,7 +352,7 @@ def test_an_error_of_any_kind_in_the_hashing_thread_is_told(tmp_path: Path, monk
         raise MemoryError("no more")
 
     monkeypatch.setattr(source.SourceFile, "sha256", fail)
-    hashes = manifest.SourceHashes([source.SourceFile(_saved(tmp_path / "a"))])
+    hashes = manifest.SourceHashes([source.SourceFile(_saved(tmp_path / "a"))], tmp_path)
     with pytest.raises(MemoryError, match="no more"):
         hashes.result()
 
@@ -476,8 +476,8 @@ def test_damage_ends_a_job_before_its_end(pickled: Path, tmp_path: Path, monkeyp
     seen: list[str] = []
 
     class Finished(manifest.SourceHashes):
-        def __init__(self, files: Any) -> None:
-            super().__init__(files)
+        def __init__(self, files: Any, folder: Path) -> None:
+            super().__init__(files, folder)
             self._thread.join()
 
     monkeypatch.setattr(manifest, "SourceHashes", Finished)

@@ -102,7 +102,8 @@ def test_sequences_that_come_and_go_are_each_as_if_alone(
             alone = _hidden(model, texts[text : text + 1], own, cached)[0]
             together = torch.stack(states)
             if backend == "reference":
-                torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+                bound = 1e-4 if cached == torch.float32 else 1e-2  # codes at an edge fall either way
+                torch.testing.assert_close(together, alone, rtol=bound, atol=bound)
             else:
                 assert torch.equal(together, alone)
 
