@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import oracle
 import pytest
 import torch
+from virtual_devices import environment, require_torchax
 
 import quantkit
 from quantkit.errors import CheckpointError
-from quantkit.jobs.load import load_xla
 from quantkit.runtime.sampling import probabilities
 from quantkit.runtime.sampling_params import SamplingParams
 
@@ -45,8 +47,20 @@ def test_a_text_ends_at_the_tokens_of_either_file(folder: Path) -> None:
     assert list(quantkit.generate(again, ids, max_new_tokens=20)) == whole[: whole.index(end)]
     (batched,) = quantkit.generate_batch(again, [ids], max_new_tokens=20)
     assert (batched.token_ids, batched.finish_reason) == (whole[: whole.index(end)], "stop")
-    devices, _ = load_xla(folder, devices=1)
-    assert devices.config.eos_token_ids == again.config.eos_token_ids
+
+
+def test_a_text_on_devices_ends_at_the_tokens_of_either_file(folder: Path, tmp_path: Path) -> None:
+    require_torchax()
+    _say(folder, eos_token_id=[5, 7])
+    code = (
+        "import sys\nfrom quantkit.jobs.load import load_xla\n"
+        "print(*load_xla(sys.argv[1], devices=1)[0].config.eos_token_ids)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code, folder], env=environment(1, tmp_path), capture_output=True, text=True, check=False,
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert {5, 7} < set(map(int, found.stdout.split())), found.stderr
 
 
 def test_what_is_written_keeps_what_each_file_says(folder: Path, tmp_path: Path) -> None:
