@@ -63,6 +63,12 @@ def test_a_stop_string_ends_a_text_and_its_batch(cases: dict[str, Any]) -> None:
     assert counts == [[10, 2], [10, 2]]
 
 
+def test_a_token_that_ends_one_text_ends_it_and_its_batch(cases: dict[str, Any]) -> None:
+    whole, ended, chunks = cases["own ends"]
+    assert ended == [whole[: whole.index(whole[3])], "stop"]
+    assert chunks == 1
+
+
 def test_bias_and_penalty_are_those_of_torch(cases: dict[str, Any]) -> None:
     plain, biased, penalized = cases["options"]
     for by_torch, found in (plain, biased, penalized):

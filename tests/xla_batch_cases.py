@@ -75,6 +75,7 @@ def main(cases: list[str]) -> dict[str, Any]:
     found["rows"] = rows(model, prompts)
     found["seeds"] = seeds(model, prompts)
     found["stopped"] = stopped(model, prompts)
+    found["own ends"] = own_ends(model, prompts)
     found["options"] = options(eager, model, prompts)
     found["logprobs"] = logprob_errors(eager, model, prompts)
     found["refused"] = error(lambda: generate_batch(model, prompts, max_new_tokens=1, logprobs=1, echo=True))
@@ -137,6 +138,15 @@ def rows(model: XlaModel, prompts: list[list[int]]) -> Any:
         run(model, requests[:3])
     numbers = [(one.prompt, one.sample) for one in found]
     return numbers, counts, [one.token_ids for one in found], few
+
+
+def own_ends(model: XlaModel, prompts: list[list[int]]) -> Any:
+    """A text; the same where its fourth ends it, and its chunks."""
+    prompt = prompts[-1]
+    (whole,) = run(model, [Request(prompt, 11)])
+    with counted_steps() as counts:
+        (ended,) = run(model, [Request(prompt, 24, end_ids=(whole.token_ids[3],))])
+    return whole.token_ids, (ended.token_ids, ended.finish_reason), len(counts)
 
 
 def seeds(model: XlaModel, prompts: list[list[int]]) -> list[list[int]]:

@@ -162,10 +162,12 @@ class XlaBatch:
         return news
 
     def _take(self, one: Continuation, drawn: Drawn) -> None:
-        """Take up what was drawn for a text."""
+        """Take up what was drawn for a text up to its end; of tokens that end it alone the device knows nothing."""
         for index, token in enumerate(drawn.tokens.tolist()):
-            if token != NO_TOKEN:
+            if token != NO_TOKEN and one.finish_reason is None:
                 one.take(token, _logprobs(one, drawn, index), self._model.config.eos_token_ids)
+        if one.finish_reason is not None:
+            self.end(one)
 
 
 def _logprobs(one: Continuation, drawn: Drawn, index: int) -> TokenLogprobs | None:
