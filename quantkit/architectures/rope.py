@@ -60,6 +60,7 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    rotary_dim: int | None = None
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], path: object, default_theta: float = DEFAULT_THETA) -> RopeConfig:

@@ -55,6 +55,7 @@ class Family:
         names: modules on disk by role, where they differ from `names.CANONICAL`.
         fused: linears that are one on disk: the fused role of the topology to the module's name.
         stacked: experts that are one tensor on disk.
+        interleaved_rotary: whether rotated pairs of rows lie side by side on disk.
         runs: whether the decoder computes all that its configs say.
     """
 
@@ -65,6 +66,7 @@ class Family:
     names: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, str] = field(default_factory=dict)
     stacked: tuple[StackedExperts, ...] = ()
+    interleaved_rotary: bool = False
     runs: bool = True
 
 
