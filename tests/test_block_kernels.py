@@ -162,6 +162,7 @@ FEATURES = {
     "softcap": Features(softcap=2.0),
     "sinks": Features(sinks=True),
     "clip": Features(clip=0.7),
+    "clip before head norms": Features(query_norm=SIZE, key_norm=SIZE, clip=0.7),
     "query scale": Features(query_scale=True),
     "gelu": Features(activation="gelu_tanh"),
     "swiglu_oai": Features(activation="swiglu_oai", limit=0.5),
@@ -249,12 +250,13 @@ class ExampleBlock:
         wide = x.double()
         projected = self._linear("qkv", self._norm(wide, of["attention_before"]))
         queries, keys, values = projected.split([HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE], -1)
-        if own.query_norm is not None and own.key_norm is not None:
-            queries = self._norm(queries.unflatten(-1, (-1, own.query_norm)), of["query_norm"]).flatten(2)
-            keys = self._norm(keys.unflatten(-1, (-1, own.key_norm)), of["key_norm"]).flatten(2)
+        if own.query_norm != SIZE:
+            queries, keys = self._norm(queries, of["query_norm"]), self._norm(keys, of["key_norm"])
         if own.clip is not None:
             queries, keys, values = (part.clamp(-own.clip, own.clip) for part in (queries, keys, values))
         queries, keys, values = (part.unflatten(-1, (-1, SIZE)).transpose(1, 2) for part in (queries, keys, values))
+        if own.query_norm == SIZE:
+            queries, keys = self._norm(queries, of["query_norm"]), self._norm(keys, of["key_norm"])
         queries, keys = (_turned(part, *step.angles) for part in (queries, keys))
         if own.query_scale:
             queries = queries * step.query_scale[:, None, :, None].double()
