@@ -10,7 +10,7 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families import families
 from quantkit.architectures.families.family import Family, StackedExperts
 from quantkit.architectures.names import CANONICAL
-from quantkit.architectures.topology import Parameter, parameters
+from quantkit.architectures.topology import Linear, Parameter, parameters
 from quantkit.errors import CheckpointError
 
 _EXPERT_ROLES = ("expert.gate", "expert.up", "expert.down")
@@ -49,14 +49,14 @@ class DiskTensor:
         places: of the canonical tensors that it holds, in order; rows one below the other where they are several
             linears of a block, or those of each expert in turn.
         stacked: how it holds experts, if it does.
-        linear: whether it is the weight of a linear that may be quantized; routers may not.
+        linear: that it is the weight of; the first of those whose rows lie one below the other.
     """
 
     name: str
     shape: tuple[int, ...]
     places: tuple[Place, ...]
     stacked: StackedExperts | None = None
-    linear: bool = False
+    linear: Linear | None = None
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -67,6 +67,11 @@ class DiskTensor:
     def module(self) -> str:
         """The name of the module that it is the weight of; its own, where all experts are one tensor."""
         return self.name.removesuffix(".weight")
+
+    @property
+    def quantizable(self) -> bool:
+        """Whether it is the weight of a linear that may be quantized."""
+        return self.linear is not None and self.linear.quantizable
 
     @property
     def whole(self) -> bool:
@@ -102,6 +107,12 @@ def disk_tensors(config: ModelConfig, quantized: Collection[str] = ()) -> list[D
     forms = _expert_forms(families()[config.architecture])
     single = next(form for form in forms if form.names)
     return _tensors(config, {layer: single if layer in apart else forms[0] for layer in range(config.num_layers)})
+
+
+def parameters_as_written(config: ModelConfig, quantized: Collection[str] = ()) -> list[Parameter]:
+    """Every tensor that a model has, the parts of each of `disk_tensors` one after the other."""
+    known = {parameter.name: parameter for parameter in parameters(config)}
+    return [known[name] for tensor in disk_tensors(config, quantized) for name in tensor.parts]
 
 
 def found_tensors(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: object) -> list[DiskTensor]:
@@ -263,15 +274,13 @@ def _tensor(
     name: str, stacked: StackedExperts | None, parts: Sequence[Parameter], order: tuple[int, ...] | None
 ) -> DiskTensor:
     """A tensor from what it is made of."""
-    linear = parts[0].linear
     if stacked is None:
         rows, places = 0, []
         for part in parts:
             places.append(Place(part.name, part.shape, rows, head_order=order if _turns(part) else None))
             rows += part.shape[0]
         shape = parts[0].shape if len(parts) == 1 else (rows, *parts[0].shape[1:])
-        quantizable = linear is not None and linear.quantizable and parts[0].leaf == "weight"
-        return DiskTensor(name, shape, tuple(places), linear=quantizable)
+        return DiskTensor(name, shape, tuple(places), linear=parts[0].linear if parts[0].is_linear_weight else None)
     roles = [part for part in parts if part.expert == parts[0].expert]
     firsts, rows = {}, 0
     for number, part in enumerate(roles):

@@ -121,7 +121,7 @@ class HFCheckpoint:
 
     def _may_have_codec(self, tensor: DiskTensor) -> bool:
         """Whether a codec may hold a tensor: a linear's weight, or all experts that are not there as floats."""
-        return tensor.linear or (tensor.stacked is not None and tensor.name not in self._stored)
+        return tensor.quantizable or (tensor.stacked is not None and tensor.name not in self._stored)
 
     def _read_headers(self, kind: str) -> None:
         index = index_path(self.path, kind)
