@@ -123,9 +123,7 @@ class SafetensorsEncoder:
         """Tensor number `index`, read back from the files so far."""
         number = self._unit_of[index]
         shard, unit = self._shard_of[number], self._tensors[number]
-        before = sum(
-            one.nbytes for one, home in zip(self._tensors[:number], self._shard_of, strict=False) if home == shard
-        )
+        before = sum(self._tensors[other].nbytes for other in range(number) if self._shard_of[other] == shard)
         views, start = {}, len(self._header(shard)) + before
         for stored in unit.stored:
             views[stored.name] = View(stored.dtype, start, stored.shape, contiguous_strides(stored.shape))
