@@ -162,13 +162,13 @@ def disk_name(config: ModelConfig, role: str) -> str:
     return families()[config.architecture].names.get(role, CANONICAL[role]) + ".weight"
 
 
-def head_order(config: ModelConfig) -> tuple[int, ...] | None:
+def head_order(config: ModelConfig, layer: int) -> tuple[int, ...] | None:
     """For each row of a head in canonical order, its place on disk; None where that is the same.
 
     Canonical rows are rotated half against half over the whole head: of r rows that turn and the others each the
     first half, then the second halves.
     """
-    turned = config.rope.rotary_dim or config.head_dim
+    turned = config.rope_of(layer).rotary_dim or config.head_dim
     interleaved = families()[config.architecture].interleaved_rotary
     firsts, seconds = range(turned // 2), range(turned // 2, turned)
     if interleaved:
@@ -233,7 +233,7 @@ def _tensors(config: ModelConfig, forms: Mapping[int, ExpertForm], renamed: Coll
         renamed: layers whose router has its canonical name.
     """
     family = families()[config.architecture]
-    order = head_order(config)
+    orders = [head_order(config, layer) for layer in range(config.num_layers)]
     groups: dict[str, tuple[StackedExperts | None, list[Parameter]]] = {}
     for parameter in parameters(config):
         form = None if parameter.layer is None else forms.get(parameter.layer)
@@ -246,7 +246,10 @@ def _tensors(config: ModelConfig, forms: Mapping[int, ExpertForm], renamed: Coll
         else:
             name = _name(family, form, parameter)
         groups.setdefault(name, (stacked, []))[1].append(parameter)
-    return [_tensor(name, stacked, parts, order) for name, (stacked, parts) in groups.items()]
+    return [
+        _tensor(name, stacked, parts, None if parts[0].layer is None else orders[parts[0].layer])
+        for name, (stacked, parts) in groups.items()
+    ]
 
 
 def _stacked_in(form: ExpertForm | None, parameter: Parameter) -> StackedExperts | None:
