@@ -30,5 +30,4 @@ FAMILY = Family(
         "expert.up": _MOE + "experts.{expert}.w3",
         "expert.down": _MOE + "experts.{expert}.w2",
     },
-    runs=False,
 )
