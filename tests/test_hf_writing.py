@@ -285,3 +285,40 @@ def test_parts_of_one_tensor_must_have_one_float_type(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"are one tensor on disk, 'model.layers.0.mlp.experts.gate_up_proj'"):
         _convert(folder, tmp_path / "made")
     quantkit.convert(folder, tmp_path / "made", dtype="fp32", source_check=False)
+
+
+@pytest.mark.parametrize(
+    ("case", "readers"),
+    [("phi3", "quantkit, transformers with compressed-tensors"), ("gpt-oss", "quantkit"),
+     ("mixtral", "quantkit, transformers with compressed-tensors")],
+)  # fmt: skip
+def test_it_is_told_who_loads_quantized_experts(case: str, readers: str, tmp_path: Path) -> None:
+    source = opened(oracle.save(make(case), tmp_path / "source"))
+    assert opened(quantized(source, tmp_path / "made", Recipe(INT8))).readers() == readers
+    kept = Recipe(INT8).keeping(["*.experts.*"] if case == "gpt-oss" else ["lm_head"])
+    assert opened(quantized(source, tmp_path / "kept", kept)).readers() == (
+        "quantkit, transformers with compressed-tensors"
+    )
+
+
+@pytest.mark.parametrize("case", ["phi3", "gemma2", "mixtral"])
+def test_transformers_loads_quantized_folders(case: str, tmp_path: Path) -> None:
+    source = opened(oracle.save(make(case), tmp_path / "source"))
+    made = quantized(source, tmp_path / "made", Recipe(QuantScheme(4, 32)))
+    settings = json.loads((made / "config.json").read_text())[SETTINGS]
+    oracle.copy(tmp_path / "source", tmp_path / "floats")
+    result = opened(made)
+    values = {name: result.load(name) for name in result.names()}
+    planned = [spec for block in tensor_blocks(source, {}) for spec in block.tensors]
+    encoder = HF.encoder(Output(source, source.config, planned, SHARD_BYTES))
+    with (tmp_path / "floats" / "model.safetensors").open("wb") as file:
+        for index, spec in enumerate(planned):
+            value = values[spec.name]
+            for _, data in encoder.encode(index, value if isinstance(value, Tensor) else value.dequantize()):
+                file.write(data)
+    oracle.copy(tmp_path / "source", tmp_path / "theirs")
+    (tmp_path / "theirs" / "model.safetensors").write_bytes((made / "model.safetensors").read_bytes())
+    oracle.edit_json(tmp_path / "theirs" / "config.json", **{SETTINGS: settings})
+    tokens = oracle.random_tokens(12)
+    theirs, expected = (oracle.logits(oracle.load(tmp_path / name), tokens) for name in ("theirs", "floats"))
+    assert torch.allclose(theirs, expected, atol=1e-4)

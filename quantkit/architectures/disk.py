@@ -157,6 +157,16 @@ def found_tensors(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], pa
     return [_turned(tensor, shapes.get(tensor.name)) for tensor in _tensors(config, forms, renamed)]
 
 
+def experts_set_apart(config: ModelConfig, quantized: Collection[str]) -> bool:
+    """Whether some experts have modules of their own in a family whose float folders hold them in one tensor.
+
+    Args:
+        quantized: canonical names of modules.
+    """
+    stacked = families()[config.architecture].stacked
+    return bool(stacked) and any(p.expert is not None and p.module in quantized for p in parameters(config))
+
+
 def disk_name(config: ModelConfig, role: str) -> str:
     """The name on disk of the weight of a role outside the layers."""
     return families()[config.architecture].names.get(role, CANONICAL[role]) + ".weight"
