@@ -12,6 +12,7 @@ import torch
 import quantkit
 from quantkit.model.load import load_model
 
+_QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-mha": ("llama", {"num_key_value_heads": 8}),
@@ -28,6 +29,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-bias": ("qwen3", {"attention_bias": True}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
     "smollm3-window": ("smollm3", {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 5}),
+    "qwen3-moe": ("qwen3_moe", _QWEN3_MOE),
+    "qwen3-moe-normalized": ("qwen3_moe", {**_QWEN3_MOE, "norm_topk_prob": True, "attention_bias": True}),
+    "qwen3-moe-dense-layer": ("qwen3_moe", {**_QWEN3_MOE, "mlp_only_layers": [1], "tie_word_embeddings": True}),
+    "qwen3-moe-step-window": (
+        "qwen3_moe",
+        {**_QWEN3_MOE, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 5},
+    ),
 }
 ROPES: dict[str, dict[str, Any]] = {
     "theta": {"rope_type": "default", "rope_theta": 500000.0},
@@ -69,7 +77,8 @@ def test_rope_scaling_equals_that_of_transformers(rope: str, length: int, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "case", ["llama", "mistral-window", "qwen2", "qwen3", "llama-tied", "smollm3", "smollm3-window"]
+    "case",
+    ["llama", "mistral-window", "qwen2", "qwen3", "llama-tied", "smollm3", "smollm3-window", "qwen3-moe-step-window"],
 )
 def test_greedy_generation_through_the_cache_equals_that_of_transformers(case: str, tmp_path: Path) -> None:
     kind, changes = CASES[case]
