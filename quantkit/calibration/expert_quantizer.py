@@ -73,8 +73,9 @@ class Tokens:
 
     def record(self) -> dict[str, object]:
         """What the manifest says of them."""
-        source = "all" if self.everyone else "routed"
-        return {"tokens": self.count, "tokens_from": source, "routed_tokens": self.sent}
+        if self.everyone:
+            return {"tokens": self.count, "tokens_from": "all", "routed_tokens": self.sent}
+        return {"tokens": self.count, "tokens_from": "routed"}
 
 
 @dataclass(frozen=True)
