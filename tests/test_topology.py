@@ -29,6 +29,9 @@ from quantkit.json_values import Settings
 
 ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 _YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "rope_theta": 150000.0}
+_QWEN3_MOE = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [1], "head_dim": 16,
+}  # fmt: skip
 _DEEPSEEK = {
     "num_key_value_heads": 8, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
     "moe_intermediate_size": 16, "first_k_dense_replace": 1, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
@@ -42,6 +45,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "smollm3": ("smollm3", {}),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "qwen3-moe": ("qwen3_moe", _QWEN3_MOE),
     "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "head_dim": 8, "rope_parameters": _YARN}),
     "gemma2": ("gemma2", {"head_dim": 8, "pad_token_id": 0}),
     "phi3": ("phi3", {"pad_token_id": 0}),
