@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros.h>
 #include <dlfcn.h>
 #include <sys/mman.h>
 #include <torch/library.h>
@@ -13,6 +14,7 @@
 #include <vector>
 
 #include "block.h"
+#include "experts.h"
 #include "matmul.h"
 
 namespace {
@@ -226,6 +228,62 @@ void block(const at::Tensor& x, const at::Tensor& cosine, const at::Tensor& sine
 #undef QUANTKIT_BLOCK
 #undef QUANTKIT_CHECKED
 
+// Packed weights of one shape, [E, bytes], with the biases [E, O] of all: the first of them, and its bytes.
+std::pair<Linear, int64_t> packed_bank(const at::Tensor& packed, const Optional& bias) {
+  TORCH_CHECK(packed.dim() == 2 && packed.size(0) > 0 && packed.is_contiguous(), "a bank: uint8 [E, bytes]");
+  Linear first = packed_linear(packed[0], std::nullopt, at::kFloat);
+  if (bias) first.bias = floats(*bias, packed.size(0) * first.at.rows, "biases [E, O]");
+  return {first, packed.size(1)};
+}
+
+ExpertBank checked_bank(const at::Tensor& gate_up, const Optional& gate_up_bias, const at::Tensor& down,
+                        const Optional& down_bias, int64_t columns) {
+  const auto [wide, wide_bytes] = packed_bank(gate_up, gate_up_bias);
+  const auto [narrow, narrow_bytes] = packed_bank(down, down_bias);
+  TORCH_CHECK(gate_up.size(0) == down.size(0) && wide.at.columns == columns && narrow.at.rows == columns &&
+                  wide.at.rows == 2 * narrow.at.columns,
+              "weights that do not go together");
+  return {{wide, narrow}, gate_up.size(0), wide_bytes, narrow_bytes};
+}
+
+at::Tensor stack(at::TensorList packed) {
+  TORCH_CHECK(!packed.empty(), "weights to stack");
+  const int64_t bytes = packed[0].numel(), count = static_cast<int64_t>(packed.size());
+  at::Tensor all = allocate_packed(count * bytes).view({count, bytes});
+  uint8_t* to = all.data_ptr<uint8_t>();
+  const Layout at = packed_linear(packed[0], std::nullopt, at::kFloat).at;
+  for (int64_t i = 0; i < count; ++i) {
+    TORCH_CHECK(packed_linear(packed[i], std::nullopt, at::kFloat).at == at, "weights of different shapes or schemes");
+    std::memcpy(to + i * bytes, packed[i].data_ptr<uint8_t>(), bytes);
+  }
+  return all;
+}
+
+at::Tensor experts(const at::Tensor& x, const at::Tensor& chosen, const at::Tensor& shares, const at::Tensor& gate_up,
+                   const Optional& gate_up_bias, const at::Tensor& down, const Optional& down_bias,
+                   int64_t activation, double limit) {
+  TORCH_CHECK(x.dim() == 2 && chosen.dim() == 2 && chosen.size(0) == x.size(0), "x: [N, D], chosen: [N, K]");
+  TORCH_CHECK(chosen.scalar_type() == at::kLong && chosen.is_contiguous(), "chosen: int64 [N, K]");
+  TORCH_CHECK(activation >= 0 && activation <= 2, "unknown activation");
+  const int64_t rows = x.size(0), columns = x.size(1), per_token = chosen.size(1);
+  const ExpertBank bank = checked_bank(gate_up, gate_up_bias, down, down_bias, columns);
+  const float* share = floats(shares, chosen.numel(), "shares [N, K]");
+  std::vector<Choice> choices(chosen.numel());
+  for (int64_t i = 0; i < chosen.numel(); ++i) {
+    const int64_t expert = chosen.data_ptr<int64_t>()[i];
+    TORCH_CHECK(expert >= 0 && expert < bank.count, "expert ", expert, " of ", bank.count);
+    choices[i] = {expert, share[i]};
+  }
+  const at::Tensor source = x.to(at::kFloat).contiguous();
+  at::Tensor y = at::zeros({rows, columns}, source.options());
+  for (int64_t row = 0; row < rows; row += kInnerRows)
+    run_experts(grouped(bank, choices.data() + row * per_token, std::min(kInnerRows, rows - row), per_token, 1),
+                static_cast<Activation>(activation), static_cast<float>(limit),
+                source.data_ptr<float>() + row * columns, columns, at::get_num_threads(),
+                y.data_ptr<float>() + row * columns);
+  return y.to(x.scalar_type());
+}
+
 at::Tensor float_linear(const at::Tensor& x, const at::Tensor& weight) {
   TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous(), "weight: [O, I]");
   const int64_t columns = weight.size(1);
@@ -266,6 +324,10 @@ TORCH_LIBRARY(QUANTKIT_LIBRARY, library) {
       "int heads, int kv_heads, int window, float eps)";
   library.def(("block(Tensor(a!) x, Tensor cosine, Tensor sine, Tensor positions, Tensor? slots, Tensor(b!)? keys, "
                "Tensor(c!)? values, bool prefill, " + weights + " -> ()").c_str());
+  library.def("stack(Tensor[] packed) -> Tensor");
+  library.def(
+      "experts(Tensor x, Tensor chosen, Tensor shares, Tensor gate_up, Tensor? gate_up_bias, Tensor down, "
+      "Tensor? down_bias, int activation, float limit) -> Tensor");
   library.def("float_linear(Tensor x, Tensor weight) -> Tensor");
   library.def("torch_threads(int count) -> int", &torch_threads);
   library.def("instructions() -> str", &instructions);
@@ -276,5 +338,7 @@ TORCH_LIBRARY_IMPL(QUANTKIT_LIBRARY, CPU, library) {
   library.impl("linear", &linear);
   library.impl("cached_attention", &cached_attention);
   library.impl("block", &block);
+  library.impl("stack", &stack);
+  library.impl("experts", &experts);
   library.impl("float_linear", &float_linear);
 }
