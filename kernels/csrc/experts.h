@@ -131,13 +131,15 @@ inline std::vector<ExpertRows> grouped(const ExpertBank& bank, const Choice* cho
   return groups;
 }
 
-constexpr int64_t kDownBands = 8;  // of outputs that a thread takes through all experts at a time
+constexpr int64_t kDownBands = 8;       // of outputs that a thread takes through all experts at a time
+constexpr int64_t kStreamStart = 4096;  // bytes
 
 // What the pieces of several groups are counted by: the first of each group, and the end.
 class Pieces {
  public:
   void add(int64_t count) { first_.push_back(first_.back() + count); }
   int64_t count() const { return first_.back(); }
+  int64_t first(int64_t group) const { return first_[group]; }
   // The group of a piece, and which of its pieces it is.
   std::pair<int64_t, int64_t> operator[](int64_t piece) const {
     const int64_t group = std::upper_bound(first_.begin(), first_.end(), piece) - first_.begin() - 1;
@@ -147,6 +149,13 @@ class Pieces {
  private:
   std::vector<int64_t> first_{0};
 };
+
+// Ask for the beginning of bands that come soon: to follow a stream the processor must have seen some of it.
+inline void prefetch(const Linear& linear, int64_t band) {
+  const uint8_t* from = linear.bands + band * linear.at.band_bytes();
+  const int64_t bytes = std::min(kStreamStart, (linear.at.bands() - band) * linear.at.band_bytes());
+  for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(from + at);
+}
 
 // out[n][t * 16 + r]: products of some bands of a linear with tokens of a panel, biases added.
 inline void panel_products(const Linear& linear, int64_t band, int64_t bands, const Workspace& x, int64_t token,
@@ -171,7 +180,7 @@ inline void run_experts(const std::vector<ExpertRows>& groups, Activation activa
   Pool& pool = Pool::instance();
   std::vector<Workspace> inputs, inner;
   std::vector<size_t> input_of;
-  Pieces rows, blocks;
+  Pieces rows, bands, values, all;
   const auto same = [](const Layout& a, const Layout& b) {
     return a.bits == b.bits && a.exact == b.exact && a.zeros == b.zeros;
   };
@@ -185,43 +194,40 @@ inline void run_experts(const std::vector<ExpertRows>& groups, Activation activa
     input_of.push_back(inputs.size() - 1);
     rows.add(shared ? 0 : count);
     inner.emplace_back(narrow, count);
-    blocks.add((count + kPanel - 1) / kPanel * narrow.blocks());
+    bands.add((count + kPanel - 1) / kPanel * ((wide.bands() + kBands - 1) / kBands));
+    values.add(count * wide.rows);
+    all.add(count);
   }
   const int some = rows.count() > 1 ? threads : 1;
   pool.parallel_for(rows.count(), 1, some, [&](int64_t index) {
     const auto [g, token] = rows[index];
     inputs[input_of[g]].quantize(x + groups[g].rows[token] * columns, columns, token, 0);
   });
-  pool.parallel_for(blocks.count(), 1, threads, [&](int64_t index) {
-    const auto [g, piece] = blocks[index];
+  const auto gates = uninitialized(values.count());
+  pool.parallel_for(bands.count(), 1, threads, [&](int64_t index) {
+    const auto [g, piece] = bands[index];
     const Linear& linear = groups[g].expert.gate_up;
-    const int64_t width = groups[g].expert.down.at.columns, per_panel = groups[g].expert.down.at.blocks();
-    const int64_t token = piece / per_panel * kPanel, block = piece % per_panel, column = block * kColumns;
+    const int64_t per_panel = (linear.at.bands() + kBands - 1) / kBands, token = piece / per_panel * kPanel;
+    const int64_t band = piece % per_panel * kBands, both = std::min<int64_t>(kBands, linear.at.bands() - band);
     const int64_t count = std::min<int64_t>(kPanel, groups[g].rows.size() - token);
-    const int64_t some = std::min(kColumns, width - column);  // of the inner columns
-    constexpr int64_t kMost = kColumns / kRows + 1;           // bands, as a gated row may begin within one
-    alignas(64) float gates[kMost * kPanel * kRows], ups[kMost * kPanel * kRows];
-    const auto products = [&](int64_t row, float* out) {
-      const int64_t band = row / kRows, end = (row + some + kRows - 1) / kRows;
-      panel_products(linear, band, end - band, inputs[input_of[g]], token, count, out);
-    };
-    products(column, gates);
-    products(width + column, ups);
-    const int64_t offset = (width + column) % kRows;
-    for (int64_t t = 0; t < count; ++t) {
-      float gate[kColumns], up[kColumns];
-      for (int64_t i = 0; i < some; ++i) {
-        const int64_t of_up = i + offset;
-        gate[i] = gates[(i / kRows * kPanel + t) * kRows + i % kRows];
-        up[i] = ups[(of_up / kRows * kPanel + t) * kRows + of_up % kRows];
-      }
-      gate_all(activation, limit, gate, up, some);
-      inner[g].quantize(gate, some, token + t, block);
+    alignas(64) float out[kBands * kPanel * kRows];
+    panel_products(linear, band, both, inputs[input_of[g]], token, count, out);
+    for (int64_t n = 0; n < both; ++n) {
+      const int64_t row = (band + n) * kRows, some = std::min(kRows, linear.at.rows - row);
+      float* to = gates.get() + values.first(g) + token * linear.at.rows + row;
+      for (int64_t t = 0; t < count; ++t) std::copy_n(out + (n * kPanel + t) * kRows, some, to + t * linear.at.rows);
     }
   });
-  const int64_t width = groups[0].expert.down.at.rows, bands = groups[0].expert.down.at.bands();
-  pool.parallel_for((bands + kDownBands - 1) / kDownBands, 1, threads, [&](int64_t piece) {
-    const int64_t first = piece * kDownBands, end = std::min(first + kDownBands, bands);
+  pool.parallel_for(all.count(), 1, all.count() > 4 ? threads : 1, [&](int64_t index) {
+    const auto [g, token] = all[index];
+    const int64_t width = groups[g].expert.down.at.columns;
+    float* gate = gates.get() + values.first(g) + token * 2 * width;
+    gate_all(activation, limit, gate, gate + width, width);
+    inner[g].quantize(gate, width, token, 0);
+  });
+  const int64_t width = groups[0].expert.down.at.rows, down_bands = groups[0].expert.down.at.bands();
+  pool.parallel_for((down_bands + kDownBands - 1) / kDownBands, 1, threads, [&](int64_t piece) {
+    const int64_t first = piece * kDownBands, end = std::min(first + kDownBands, down_bands);
     alignas(64) float out[kBands * kPanel * kRows];
     for (size_t g = 0; g < groups.size(); ++g) {
       const auto& [expert, at, factors] = groups[g];
@@ -229,6 +235,8 @@ inline void run_experts(const std::vector<ExpertRows>& groups, Activation activa
         const int64_t count = std::min<int64_t>(kPanel, at.size() - token);
         for (int64_t band = first; band < end; band += kBands) {
           const int64_t both = std::min<int64_t>(kBands, end - band);
+          if (band + kBands >= end && token + kPanel >= static_cast<int64_t>(at.size()) && g + 1 < groups.size())
+            prefetch(groups[g + 1].expert.down, first);
           panel_products(expert.down, band, both, inner[g], token, count, out);
           for (int64_t n = 0; n < both; ++n) {
             const int64_t row = (band + n) * kRows, some = std::min(kRows, width - row);
