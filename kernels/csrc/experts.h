@@ -8,40 +8,16 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <limits>
+#include <optional>
 #include <utility>
 #include <vector>
 
-#include "floats.h"
+#include "branch.h"
+#include "feed_forward.h"
 #include "matmul.h"
 #include "vector_math.h"
 
 namespace quantkit {
-
-// What becomes of a gate and what it gates: silu(gate) up; gelu(gate) up, by tanh; or gpt-oss's clamped one.
-enum class Activation : int64_t { silu = 0, gelu_tanh = 1, swiglu_oai = 2 };
-
-inline float sigmoid(float x) { return 1 / (1 + exponential(-x)); }
-
-template <Activation Of>
-inline float gated(float gate, float up, float limit) {
-  if constexpr (Of == Activation::silu) return gate * sigmoid(gate) * up;
-  if constexpr (Of == Activation::gelu_tanh)  // 0.5 (1 + tanh(z)) is sigmoid(2 z)
-    return gate * sigmoid(1.595769122f * (gate + 0.044715f * gate * gate * gate)) * up;
-  const float below = gate > limit ? limit : gate;
-  const float within = up > limit ? limit : up < -limit ? -limit : up;
-  return below * sigmoid(1.702f * below) * (within + 1);
-}
-
-// gate[i] = gated(gate[i], up[i]).
-inline void gate_all(Activation of, float limit, float* gate, const float* up, int64_t count) {
-  const auto each = [&](auto activation) {
-    for (int64_t i = 0; i < count; ++i) gate[i] = gated<decltype(activation)::value>(gate[i], up[i], limit);
-  };
-  if (of == Activation::silu) each(std::integral_constant<Activation, Activation::silu>());
-  if (of == Activation::gelu_tanh) each(std::integral_constant<Activation, Activation::gelu_tanh>());
-  if (of == Activation::swiglu_oai) each(std::integral_constant<Activation, Activation::swiglu_oai>());
-}
 
 struct Router {
   const void* weight;  // [E, D]
@@ -86,24 +62,24 @@ inline void route(const Router& router, const float* x, int64_t rows, int64_t co
 }
 
 // A gated feed-forward: rows of the gate above those of what it gates.
-struct FeedForward {
+struct Expert {
   Linear gate_up, down;
 };
 
 // A feed-forward and the rows that go through it.
 struct ExpertRows {
-  FeedForward expert;
+  Expert expert;
   std::vector<int64_t> rows;   // rising
   std::vector<float> factors;  // of what it gives for each
 };
 
 // Experts of one shape, packed one after the other.
 struct ExpertBank {
-  FeedForward first;
+  Expert first;
   int64_t count, gate_up_bytes, down_bytes;  // of an expert's weights, to the next one's
 
-  FeedForward operator[](int64_t expert) const {
-    FeedForward at = first;
+  Expert operator[](int64_t expert) const {
+    Expert at = first;
     at.gate_up.bands += expert * gate_up_bytes;
     at.down.bands += expert * down_bytes;
     if (first.gate_up.bias) at.gate_up.bias = static_cast<const float*>(first.gate_up.bias) + expert * first.gate_up.at.rows;
@@ -174,8 +150,8 @@ inline void panel_products(const Linear& linear, int64_t band, int64_t bands, co
 }
 
 // y += what the groups give for their rows of x [N, D], both float32.
-inline void run_experts(const std::vector<ExpertRows>& groups, Activation activation, float limit, const float* x,
-                        int64_t columns, int threads, float* y) {
+inline void run_grouped(const std::vector<ExpertRows>& groups, const Gating& gating, const float* x, int64_t columns,
+                        int threads, float* y) {
   if (groups.empty()) return;
   Pool& pool = Pool::instance();
   std::vector<Workspace> inputs, inner;
@@ -222,7 +198,7 @@ inline void run_experts(const std::vector<ExpertRows>& groups, Activation activa
     const auto [g, token] = all[index];
     const int64_t width = groups[g].expert.down.at.columns;
     float* gate = gates.get() + values.first(g) + token * 2 * width;
-    gate_all(activation, limit, gate, gate + width, width);
+    gated(gating, gate, gate + width, width, gate);
     inner[g].quantize(gate, width, token, 0);
   });
   const int64_t width = groups[0].expert.down.at.rows, down_bands = groups[0].expert.down.at.bands();
@@ -249,6 +225,44 @@ inline void run_experts(const std::vector<ExpertRows>& groups, Activation activa
       }
     }
   });
+}
+
+// The feed-forward half of a block that has experts.
+struct Experts {
+  Branch branch;
+  Router router;
+  ExpertBank bank;
+  Gating gating;
+  std::optional<Expert> shared;  // takes every token
+  const float* shared_gate;      // [D], whose product with a row is the logit of the shared one's share; null is all
+};
+
+// The half, hidden states x [rows, D] in place.
+inline void run_experts(const Experts& half, float* x, int64_t rows, int threads) {
+  const int64_t hidden = half.bank.first.down.at.rows, per_token = half.router.per_token;
+  const bool direct = !half.branch.output_norm;  // each expert's output is added to the hidden states as it comes
+  const float factor = direct ? half.branch.multiplier : 1;
+  const auto scratch = uninitialized(std::min(rows, kInnerRows) * hidden);
+  std::vector<Choice> choices(std::min(rows, kInnerRows) * per_token);
+  std::vector<float> output;
+  for (int64_t count; rows > 0; rows -= count, x += count * hidden) {
+    count = std::min(rows, kInnerRows);
+    const float* normed = branch_input(half.branch, x, count, hidden, threads, scratch.get());
+    if (normed == x && direct) normed = std::copy_n(x, count * hidden, scratch.get()) - count * hidden;
+    route(half.router, normed, count, hidden, threads, choices.data());
+    std::vector<ExpertRows> groups = grouped(half.bank, choices.data(), count, per_token, factor);
+    if (half.shared) {
+      groups.push_back({*half.shared, std::vector<int64_t>(count), std::vector<float>(count, factor)});
+      for (int64_t row = 0; row < count; ++row) {
+        groups.back().rows[row] = row;
+        if (half.shared_gate)
+          groups.back().factors[row] /= 1 + exponential(-dot(normed + row * hidden, half.shared_gate, hidden));
+      }
+    }
+    if (!direct) output.assign(count * hidden, 0);
+    run_grouped(groups, half.gating, normed, hidden, threads, direct ? x : output.data());
+    if (!direct) add_output(half.branch, output.data(), count, hidden, threads, x);
+  }
 }
 
 }  // namespace quantkit

@@ -47,7 +47,8 @@ def fused_blocks(model: Decoder, count: int | None = None) -> Blocks | None:
     if kernel is None or not block_features(config) <= kernel.features:
         return None
     run = kernel.run
-    rest = [(config.num_heads, config.num_kv_heads, window or 0, config.norm_eps) for window in config.windows]
+    heads = config.num_heads, config.num_kv_heads
+    rest = [(*heads, window or 0, None, None, None, "silu", None, config.norm_eps, 1.0) for window in config.windows]
     rotary = [layer.rotary for layer in config.layers]
 
     def blocks(
@@ -59,20 +60,21 @@ def fused_blocks(model: Decoder, count: int | None = None) -> Blocks | None:
         for layer, weights in enumerate(layers):
             stored = (None, None) if cache is None else (cache.keys[layer], cache.values[layer])
             turned = angles if rotary[layer] else unrotated
-            run(x, *turned, positions, slots, *stored, first or cache is None, *weights, *rest[layer])
+            run(x, *turned, None, positions, slots, *stored, first or cache is None, *weights, *rest[layer])
         return x
 
     return blocks
 
 
-def _weights(block: Block, linears: list[QuantLinear]) -> tuple[Tensor | None, ...]:
-    """A block's weights in the order in which the kernels take them."""
+def _weights(block: Block, linears: list[QuantLinear]) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """A block's weights, of attention and of the feed-forward, in the order in which the kernels take them."""
     qkv, out, gate_up, down = linears
-    attention = block.self_attn
-    return (
-        _norm(block.input_layernorm), *_packed(qkv), _norm(attention.q_norm), _norm(attention.k_norm), *_packed(out),
-        _norm(block.post_attention_layernorm), *_packed(gate_up), *_packed(down),
-    )  # fmt: skip
+    own = block.self_attn
+    attention = [
+        _norm(block.input_layernorm), *_packed(qkv), _norm(own.q_norm), _norm(own.k_norm), None, *_packed(out), None,
+    ]  # fmt: skip
+    feed_forward = [_norm(block.post_attention_layernorm), *_packed(gate_up), *_packed(down), None]
+    return attention, feed_forward
 
 
 def _packed(linear: QuantLinear) -> tuple[Tensor, Tensor | None]:
