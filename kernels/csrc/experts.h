@@ -107,8 +107,10 @@ inline std::vector<ExpertRows> grouped(const ExpertBank& bank, const Choice* cho
   return groups;
 }
 
-constexpr int64_t kDownBands = 8;       // of outputs that a thread takes through all experts at a time
-constexpr int64_t kStreamStart = 4096;  // bytes
+constexpr int64_t kChosen = 2048;  // rows of experts' outputs in memory at a time
+
+// So many tokens at a time.
+inline int64_t max_rows(int64_t per_token) { return std::clamp<int64_t>(kChosen / per_token, 1, kInnerRows); }
 
 // What the pieces of several groups are counted by: the first of each group, and the end.
 class Pieces {
@@ -126,104 +128,83 @@ class Pieces {
   std::vector<int64_t> first_{0};
 };
 
-// Ask for the beginning of bands that come soon: to follow a stream the processor must have seen some of it.
-inline void prefetch(const Linear& linear, int64_t band) {
-  const uint8_t* from = linear.bands + band * linear.at.band_bytes();
-  const int64_t bytes = std::min(kStreamStart, (linear.at.bands() - band) * linear.at.band_bytes());
-  for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(from + at);
-}
+// One of several products that threads share: y [tokens, O] of activations, and the linear's biases.
+struct Product {
+  const Linear* linear;
+  const Workspace* x;
+  int64_t tokens;
+  float* y;
 
-// out[n][t * 16 + r]: products of some bands of a linear with tokens of a panel, biases added.
-inline void panel_products(const Linear& linear, int64_t band, int64_t bands, const Workspace& x, int64_t token,
-                           int64_t count, float* out) {
-  const Layout& at = linear.at;
-  for (int64_t n = 0; n < bands; n += kBands)
-    band_products(at, linear.bands + (band + n) * at.band_bytes(), std::min<int64_t>(kBands, bands - n), x, token,
-                  count, out + n * kPanel * kRows, kPanel * kRows);
-  if (!linear.bias) return;
-  for (int64_t n = 0; n < bands; ++n) {
-    const float* bias = static_cast<const float*>(linear.bias) + (band + n) * kRows;
-    const int64_t rows = std::min(kRows, at.rows - (band + n) * kRows);
-    for (int64_t t = 0; t < count; ++t)
-      for (int64_t r = 0; r < rows; ++r) out[(n * kPanel + t) * kRows + r] += bias[r];
-  }
-}
+  int64_t pairs() const { return (linear->at.bands() + kBands - 1) / kBands; }
+};
 
-// y += what the groups give for their rows of x [N, D], both float32.
-inline void run_grouped(const std::vector<ExpertRows>& groups, const Gating& gating, const float* x, int64_t columns,
-                        int threads, float* y) {
-  if (groups.empty()) return;
-  Pool& pool = Pool::instance();
-  std::vector<Workspace> inputs, inner;
-  std::vector<size_t> input_of;
-  Pieces rows, bands, values, all;
-  const auto same = [](const Layout& a, const Layout& b) {
-    return a.bits == b.bits && a.exact == b.exact && a.zeros == b.zeros;
-  };
-  for (const ExpertRows& group : groups) {
-    const Layout &wide = group.expert.gate_up.at, &narrow = group.expert.down.at;
-    const int64_t count = static_cast<int64_t>(group.rows.size());
-    // A single row that goes to several becomes integers once.
-    const ExpertRows* before = inputs.empty() ? nullptr : &groups[input_of.size() - 1];
-    const bool shared = before && count == 1 && before->rows == group.rows && same(before->expert.gate_up.at, wide);
-    if (!shared) inputs.emplace_back(wide, count);
-    input_of.push_back(inputs.size() - 1);
-    rows.add(shared ? 0 : count);
-    inner.emplace_back(narrow, count);
-    bands.add((count + kPanel - 1) / kPanel * ((wide.bands() + kBands - 1) / kBands));
-    values.add(count * wide.rows);
-    all.add(count);
-  }
-  const int some = rows.count() > 1 ? threads : 1;
-  pool.parallel_for(rows.count(), 1, some, [&](int64_t index) {
-    const auto [g, token] = rows[index];
-    inputs[input_of[g]].quantize(x + groups[g].rows[token] * columns, columns, token, 0);
-  });
-  const auto gates = uninitialized(values.count());
-  pool.parallel_for(bands.count(), 1, threads, [&](int64_t index) {
-    const auto [g, piece] = bands[index];
-    const Linear& linear = groups[g].expert.gate_up;
-    const int64_t per_panel = (linear.at.bands() + kBands - 1) / kBands, token = piece / per_panel * kPanel;
-    const int64_t band = piece % per_panel * kBands, both = std::min<int64_t>(kBands, linear.at.bands() - band);
-    const int64_t count = std::min<int64_t>(kPanel, groups[g].rows.size() - token);
-    alignas(64) float out[kBands * kPanel * kRows];
-    panel_products(linear, band, both, inputs[input_of[g]], token, count, out);
-    for (int64_t n = 0; n < both; ++n) {
-      const int64_t row = (band + n) * kRows, some = std::min(kRows, linear.at.rows - row);
-      float* to = gates.get() + values.first(g) + token * linear.at.rows + row;
-      for (int64_t t = 0; t < count; ++t) std::copy_n(out + (n * kPanel + t) * kRows, some, to + t * linear.at.rows);
+// Each weight is read from front to back, by as few threads as can be: a thread's bands lie one after the other.
+inline void run_products(const std::vector<Product>& products, int threads) {
+  Pieces pieces;
+  for (const Product& one : products) pieces.add((one.tokens + kPanel - 1) / kPanel * one.pairs());
+  Pool::instance().parallel_for(pieces.count(), 1, threads, [&](int64_t index) {
+    const auto [g, piece] = pieces[index];
+    const Product& one = products[g];
+    const Layout& at = one.linear->at;
+    const int64_t token = piece / one.pairs() * kPanel, count = std::min(kPanel, one.tokens - token);
+    const int64_t band = piece % one.pairs() * kBands, bands = std::min<int64_t>(kBands, at.bands() - band);
+    alignas(64) float out[kBands][kPanel * kRows];
+    band_products(at, one.linear->bands + band * at.band_bytes(), bands, *one.x, token, count, out[0], kPanel * kRows);
+    for (int64_t n = 0; n < bands; ++n) {
+      const int64_t row = (band + n) * kRows, rows = std::min(kRows, at.rows - row);
+      const float* bias = static_cast<const float*>(one.linear->bias);
+      for (int64_t t = 0; t < count; ++t) {
+        float* to = one.y + (token + t) * at.rows + row;
+        for (int64_t r = 0; r < rows; ++r) to[r] = out[n][t * kRows + r] + (bias ? bias[row + r] : 0);
+      }
     }
   });
-  pool.parallel_for(all.count(), 1, all.count() > 4 ? threads : 1, [&](int64_t index) {
-    const auto [g, token] = all[index];
+}
+
+// y += what the groups give for their rows of x [N, D], both float32; each row's in the order of the groups.
+inline void run_grouped(const std::vector<ExpertRows>& groups, const Gating& gating, const float* x, int64_t hidden,
+                        int64_t rows, int threads, float* y) {
+  std::vector<Workspace> inputs, inner;
+  std::vector<int64_t> input_of;  // of each group
+  Pieces quantized, chosen, values;
+  for (const ExpertRows& group : groups) {
+    const Layout &wide = group.expert.gate_up.at, &narrow = group.expert.down.at;
+    const int64_t count = group.rows.size(), before = input_of.size() - 1;
+    // A single row that goes to several becomes integers once.
+    const bool again = before >= 0 && rows == 1 && wide.like(groups[before].expert.gate_up.at);
+    if (!again) inputs.emplace_back(wide, count);
+    input_of.push_back(inputs.size() - 1);
+    quantized.add(again ? 0 : count);
+    inner.emplace_back(narrow, count);
+    chosen.add(count);
+    values.add(count * wide.rows);
+  }
+  each_row(quantized.count(), threads, [&](int64_t index) {
+    const auto [g, token] = quantized[index];
+    inputs[input_of[g]].quantize(x + groups[g].rows[token] * hidden, hidden, token, 0);
+  });
+  const auto gates = uninitialized(values.count()), outputs = uninitialized(chosen.count() * hidden);
+  std::vector<Product> wide, narrow;
+  std::vector<std::vector<std::pair<int64_t, float>>> of_row(rows);  // where its outputs are, and their factors
+  for (size_t g = 0; g < groups.size(); ++g) {
+    const auto& [expert, at, factors] = groups[g];
+    const int64_t count = at.size();
+    wide.push_back({&expert.gate_up, &inputs[input_of[g]], count, gates.get() + values.first(g)});
+    narrow.push_back({&expert.down, &inner[g], count, outputs.get() + chosen.first(g) * hidden});
+    for (int64_t i = 0; i < count; ++i) of_row[at[i]].push_back({chosen.first(g) + i, factors[i]});
+  }
+  run_products(wide, threads);
+  each_row(chosen.count(), threads, [&](int64_t index) {
+    const auto [g, token] = chosen[index];
     const int64_t width = groups[g].expert.down.at.columns;
     float* gate = gates.get() + values.first(g) + token * 2 * width;
     gated(gating, gate, gate + width, width, gate);
     inner[g].quantize(gate, width, token, 0);
   });
-  const int64_t width = groups[0].expert.down.at.rows, down_bands = groups[0].expert.down.at.bands();
-  pool.parallel_for((down_bands + kDownBands - 1) / kDownBands, 1, threads, [&](int64_t piece) {
-    const int64_t first = piece * kDownBands, end = std::min(first + kDownBands, down_bands);
-    alignas(64) float out[kBands * kPanel * kRows];
-    for (size_t g = 0; g < groups.size(); ++g) {
-      const auto& [expert, at, factors] = groups[g];
-      for (int64_t token = 0; token < static_cast<int64_t>(at.size()); token += kPanel) {
-        const int64_t count = std::min<int64_t>(kPanel, at.size() - token);
-        for (int64_t band = first; band < end; band += kBands) {
-          const int64_t both = std::min<int64_t>(kBands, end - band);
-          if (band + kBands >= end && token + kPanel >= static_cast<int64_t>(at.size()) && g + 1 < groups.size())
-            prefetch(groups[g + 1].expert.down, first);
-          panel_products(expert.down, band, both, inner[g], token, count, out);
-          for (int64_t n = 0; n < both; ++n) {
-            const int64_t row = (band + n) * kRows, some = std::min(kRows, width - row);
-            for (int64_t t = 0; t < count; ++t) {
-              float* sums = y + at[token + t] * width + row;
-              for (int64_t r = 0; r < some; ++r) sums[r] += factors[token + t] * out[(n * kPanel + t) * kRows + r];
-            }
-          }
-        }
-      }
-    }
+  run_products(narrow, threads);
+  each_row(rows, threads, [&](int64_t row) {
+    for (const auto& [at, factor] : of_row[row])
+      for (int64_t i = 0; i < hidden; ++i) y[row * hidden + i] += factor * outputs[at * hidden + i];
   });
 }
 
@@ -242,11 +223,11 @@ inline void run_experts(const Experts& half, float* x, int64_t rows, int threads
   const int64_t hidden = half.bank.first.down.at.rows, per_token = half.router.per_token;
   const bool direct = !half.branch.output_norm;  // each expert's output is added to the hidden states as it comes
   const float factor = direct ? half.branch.multiplier : 1;
-  const auto scratch = uninitialized(std::min(rows, kInnerRows) * hidden);
-  std::vector<Choice> choices(std::min(rows, kInnerRows) * per_token);
+  const auto scratch = uninitialized(std::min(rows, max_rows(per_token)) * hidden);
+  std::vector<Choice> choices(std::min(rows, max_rows(per_token)) * per_token);
   std::vector<float> output;
   for (int64_t count; rows > 0; rows -= count, x += count * hidden) {
-    count = std::min(rows, kInnerRows);
+    count = std::min(rows, max_rows(per_token));
     const float* normed = branch_input(half.branch, x, count, hidden, threads, scratch.get());
     if (normed == x && direct) normed = std::copy_n(x, count * hidden, scratch.get()) - count * hidden;
     route(half.router, normed, count, hidden, threads, choices.data());
@@ -260,7 +241,7 @@ inline void run_experts(const Experts& half, float* x, int64_t rows, int threads
       }
     }
     if (!direct) output.assign(count * hidden, 0);
-    run_grouped(groups, half.gating, normed, hidden, threads, direct ? x : output.data());
+    run_grouped(groups, half.gating, normed, hidden, count, threads, direct ? x : output.data());
     if (!direct) add_output(half.branch, output.data(), count, hidden, threads, x);
   }
 }

@@ -143,17 +143,17 @@ at::Tensor stack(at::TensorList packed) {
 at::Tensor experts(const at::Tensor& x, const at::Tensor& shares, const at::Tensor& chosen, const at::Tensor& gate_up,
                    const Optional& gate_up_bias, const at::Tensor& down, const Optional& down_bias,
                    std::string_view activation, std::optional<double> limit) {
-  TORCH_CHECK(x.dim() == 2 && chosen.dim() == 2 && chosen.size(0) == x.size(0), "x: [N, D], chosen: [N, K]");
+  TORCH_CHECK(x.dim() == 2 && chosen.dim() == 2 && chosen.size(0) == x.size(0) && chosen.size(1) > 0, "x: [N, D], chosen: [N, K]");
   const int64_t rows = x.size(0), hidden = x.size(1), per_token = chosen.size(1);
   const ExpertBank bank = checked_bank(gate_up, gate_up_bias, down, down_bias, hidden);
   const Gating gating = checked_gating(activation, limit);
   const std::vector<Choice> choices = checked_choices(shares, chosen, bank.count);
   const at::Tensor source = x.to(at::kFloat).contiguous();
   at::Tensor y = at::zeros({rows, hidden}, source.options());
-  for (int64_t row = 0; row < rows; row += kInnerRows) {
-    const int64_t count = std::min(kInnerRows, rows - row);
+  for (int64_t row = 0, count; row < rows; row += count) {
+    count = std::min(max_rows(per_token), rows - row);
     run_grouped(grouped(bank, choices.data() + row * per_token, count, per_token, 1), gating,
-                source.data_ptr<float>() + row * hidden, hidden, at::get_num_threads(),
+                source.data_ptr<float>() + row * hidden, hidden, count, at::get_num_threads(),
                 y.data_ptr<float>() + row * hidden);
   }
   return y.to(x.scalar_type());
