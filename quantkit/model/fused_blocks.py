@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,60 +11,73 @@ from torch import Tensor, nn
 from quantkit.architectures.config import LayerConfig, ModelConfig
 from quantkit.kernels.backend import BlockKernel
 from quantkit.model.cache import KVCache
-from quantkit.model.decoder import Block, Blocks, Decoder, RMSNorm
+from quantkit.model.decoder import Block, Blocks, Decoder
+from quantkit.model.feed_forward import MLP
 from quantkit.model.linear import QuantLinear
+from quantkit.model.norm import RMSNorm
+from quantkit.model.rope import Angles
+
+_LINEARS = 4  # of a block whose kernel is known
+
+_OUTSIDE = frozenset({"embedding_multiplier", "logit_multiplier", "logit_softcap", "norm_offset", "window_rope"})
+"""Features that blocks have no part in, or that their weights and angles already hold."""
 
 
 def block_features(config: ModelConfig) -> frozenset[str]:
-    """What blocks of a config do beyond the plainest: the fields of the config, and of its layers, that are not at
-    their defaults. So a feature that is new is one that no kernel serves until it says so."""
-    every: tuple[ModelConfig | LayerConfig, ...] = (config, *config.layers)
-    return frozenset(
-        field.name
-        for settings in every
-        for field in fields(settings)
-        if field.default is not MISSING and getattr(settings, field.name) != field.default
-    )
+    """What blocks of a config do beyond the plainest. A feature that is new is one that no kernel serves until it
+    says so."""
+    scaled = {"query_scaling_beta"} if config.rope.query_scaling_beta is not None else set()
+    return config.features - _OUTSIDE | scaled
 
 
-def fused_blocks(model: Decoder, count: int | None = None) -> Blocks | None:
-    """A model's blocks, or the first `count`, in float32 throughout.
+def fused_blocks(model: Decoder, layers: Mapping[int, LayerConfig] | None = None) -> Blocks | None:
+    """A model's blocks, in float32 throughout.
 
     None where a layer is not quantized throughout by a backend with such a kernel, or the kernel does not serve a
     feature of the model.
+
+    Args:
+        layers: by their numbers those to take, and what they do; None is all, as the config has them.
     """
     config = model.config
+    layers = dict(enumerate(config.layers)) if layers is None else layers
     kernel: BlockKernel | None = None
-    layers = []
-    for block in model.model.layers[:count]:
+    operands = {}
+    for number, layer in layers.items():
+        block = model.model.layers[number]
         assert isinstance(block, Block)
-        linears = [linear for linear in block.fused_linears() if isinstance(linear, QuantLinear)]
+        linears = [linear for linear in _fused_linears(block) if isinstance(linear, QuantLinear)]
         offered = [linear.backend.operations() for linear in linears]
         kernels = [operations.block for operations in offered if operations is not None]
-        if len(kernels) < len(block.fused_linears()) or None in kernels:
+        if len(kernels) < _LINEARS or None in kernels:
             return None
         kernel = kernels[0]
-        layers.append(_weights(block, linears))
+        operands[number] = *_weights(block, linears), *_settings(config, layer)
     if kernel is None or not block_features(config) <= kernel.features:
         return None
-    run = kernel.run
-    heads = config.num_heads, config.num_kv_heads
-    rest = [(*heads, window or 0, None, None, None, "silu", None, config.norm_eps, 1.0) for window in config.windows]
-    rotary = [layer.rotary for layer in config.layers]
+    run, rotary = kernel.run, all(layer.rotary for layer in layers.values())
 
     def blocks(
-        x: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache | None,
+        x: Tensor, positions: Tensor, angles: Angles, cache: KVCache | None,
         slots: Tensor | None = None, *, first: bool,
     ) -> Tensor:  # fmt: skip
         x = x.float()
-        unrotated = angles if all(rotary) else (torch.ones_like(angles[0]), torch.zeros_like(angles[1]))
-        for layer, weights in enumerate(layers):
-            stored = (None, None) if cache is None else (cache.keys[layer], cache.values[layer])
-            turned = angles if rotary[layer] else unrotated
-            run(x, *turned, None, positions, slots, *stored, first or cache is None, *weights, *rest[layer])
+        unrotated = () if rotary else (torch.ones_like(angles.cosine), torch.zeros_like(angles.sine))
+        for number, layer in layers.items():
+            stored = (None, None) if cache is None else (cache.keys[number], cache.values[number])
+            turned = angles.of(layer) if layer.rotary else unrotated
+            among = angles.query_scale, positions, slots, *stored, first or cache is None
+            run(x, *turned, *among, *operands[number])
         return x
 
     return blocks
+
+
+def _fused_linears(block: Block) -> tuple[nn.Module | None, ...]:
+    """The linears in the order of the data's flow, one for each site; None where a site's are not fused."""
+    if not isinstance(block.mlp, MLP):
+        return ()
+    return block.self_attn.qkv_proj, block.self_attn.o_proj, block.mlp.gate_up_proj, block.mlp.down_proj
 
 
 def _weights(block: Block, linears: list[QuantLinear]) -> tuple[list[Tensor | None], list[Tensor | None]]:
@@ -71,16 +85,31 @@ def _weights(block: Block, linears: list[QuantLinear]) -> tuple[list[Tensor | No
     qkv, out, gate_up, down = linears
     own = block.self_attn
     attention = [
-        _norm(block.input_layernorm), *_packed(qkv), _norm(own.q_norm), _norm(own.k_norm), None, *_packed(out), None,
+        _norm(block.input_layernorm), *_packed(qkv), _norm(own.q_norm), _norm(own.k_norm), _floats(own.sinks),
+        *_packed(out), _norm(block.attention_output_layernorm),
     ]  # fmt: skip
-    feed_forward = [_norm(block.post_attention_layernorm), *_packed(gate_up), *_packed(down), None]
+    feed_forward = [
+        _norm(block.post_attention_layernorm), *_packed(gate_up), *_packed(down), _norm(block.mlp_output_layernorm)
+    ]  # fmt: skip
     return attention, feed_forward
 
 
+def _settings(config: ModelConfig, layer: LayerConfig) -> tuple[Any, ...]:
+    """What a block of such a layer does, in the order in which the kernels take it."""
+    return (
+        config.num_heads, config.num_kv_heads, layer.window or 0, config.attention_scale, config.attention_softcap,
+        config.clip_qkv, config.activation, config.activation_limit, config.norm_eps, config.residual_multiplier,
+    )  # fmt: skip
+
+
 def _packed(linear: QuantLinear) -> tuple[Tensor, Tensor | None]:
-    return linear.get_buffer("packed"), None if linear.bias is None else linear.bias.detach().float()
+    return linear.get_buffer("packed"), _floats(linear.bias)
+
+
+def _floats(values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.detach().float()
 
 
 def _norm(norm: nn.Module | None) -> Tensor | None:
     assert norm is None or isinstance(norm, RMSNorm)
-    return None if norm is None else norm.weight.detach().float()
+    return None if norm is None else norm.weight.detach().float() + norm.offset

@@ -1,18 +1,22 @@
-"""Reading Hugging Face folders: names are canonical already; quantized modules are read by their codecs."""
+"""Reading Hugging Face folders: canonical tensors out of those that the family has on disk; modules that are not
+stored as floats are read by their codecs."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit.architectures.disk import DiskTensor, Place, disk_name, found_tensors
 from quantkit.architectures.families import config_from_hf, config_to_hf
 from quantkit.architectures.names import split_derived
-from quantkit.architectures.topology import linear_columns, parameters
+from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.formats.checkpoint import require_complete
+from quantkit.formats.checkpoint import require_tensors
 from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule
+from quantkit.formats.containers.hf_parts import decode, read_floats
 from quantkit.formats.files import pth_io, safetensors_io
 from quantkit.formats.files.source import SourceFile
 from quantkit.formats.files.tensor_file import StoredTensor, TensorFile, same_tensor
@@ -63,18 +67,24 @@ class HFCheckpoint:
         self._stored: dict[str, StoredTensor] = {}
         self._home: dict[str, TensorFile] = {}
         self._read_headers(kind)
-        self._method, codecs = read_codecs(raw, linear_columns(self.config), self._config_path, methods)
-        self._codecs = {f"{module}.weight": codec for module, codec in codecs.items()}
+        shapes = {name: tensor.shape for name, tensor in self._stored.items()}
+        tensors = {tensor.name: tensor for tensor in found_tensors(self.config, shapes, path)}
+        modules = {tensor.module: name for name, tensor in tensors.items() if self._may_have_codec(tensor)}
+        self._method, codecs = read_codecs(raw, modules, self._config_path, methods)
+        self._codecs = {modules[module]: codec for module, codec in codecs.items()}
         self._drop_tied_head()
-        self._specs = self._join_quantized()
-        require_complete(self._specs, self.config, path)
+        self._disk_specs = self._join_coded(tensors)
+        require_tensors(self._disk_specs, {name: tensor.shape for name, tensor in tensors.items()}, path)
+        self._places = {place.name: (tensor, place) for tensor in tensors.values() for place in tensor.places}
         self._order = [parameter.name for parameter in parameters(self.config)]
 
     def names(self) -> list[str]:
         return list(self._order)
 
     def info(self, name: str) -> TensorSpec:
-        return self._specs[name]
+        tensor, place = self._places[name]
+        stored = self._disk_specs[tensor.name]
+        return TensorSpec(name, place.shape, stored.dtype, stored.scheme)
 
     def files(self) -> list[SourceFile]:
         homes = {home.source for home in self._home.values()}
@@ -82,28 +92,36 @@ class HFCheckpoint:
 
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
         """One tensor, or a part of it."""
-        codec = self._codecs.get(name)
-        if codec is None:
-            return self._home[name].read(name, part)
-        return codec.decode(self._raw(name), self._specs[name], part)
+        tensor, place = self._places[name]
+        codec = self._codecs.get(tensor.name)
+        if codec is not None:
+            return decode(codec, self._raw(tensor), self._disk_specs[tensor.name], place, part)
+        home = self._home[tensor.name]
+        return read_floats(home, home.view(tensor.name), tensor, place, part)
 
     @property
     def layout(self) -> str:
         return self.format
 
     def stored_bytes(self, name: str) -> int:
-        codec, spec = self._codecs.get(name), self._specs[name]
+        tensor, place = self._places[name]
+        codec, spec = self._codecs.get(tensor.name), self._disk_specs[tensor.name]
         if codec is None:
-            return StoredTensor(name, spec.dtype, spec.shape).nbytes
-        return sum(tensor.nbytes for tensor in codec.stored(spec))
+            return StoredTensor(name, spec.dtype, place.shape).nbytes
+        size = sum(stored.nbytes for stored in codec.stored(spec))
+        return _share(size, tensor, place)
 
     def readers(self) -> str:
         if self._method is None or not self._codecs:
             return "quantkit, transformers, vLLM"
         return f"quantkit, {self._method.readers(codec.scheme for codec in self._codecs.values())}"
 
-    def _raw(self, name: str) -> RawModule:
-        return RawModule(name.removesuffix(".weight"), self._home, self.path)
+    def _raw(self, tensor: DiskTensor) -> RawModule:
+        return RawModule(tensor.module, self._home, self.path)
+
+    def _may_have_codec(self, tensor: DiskTensor) -> bool:
+        """Whether a codec may hold a tensor: a linear's weight, or all experts that are not there as floats."""
+        return tensor.linear or (tensor.stacked is not None and tensor.name not in self._stored)
 
     def _read_headers(self, kind: str) -> None:
         index = index_path(self.path, kind)
@@ -147,27 +165,23 @@ class HFCheckpoint:
 
     def _drop_tied_head(self) -> None:
         """A tied model may store its head once more; it must then be the embedding."""
-        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-        if not self.config.tied_embeddings:
-            return
-        self._codecs.pop(head, None)
-        if head not in self._stored or embedding not in self._stored:
+        head, embedding = disk_name(self.config, "head"), disk_name(self.config, "embedding")
+        if not self.config.tied_embeddings or head not in self._stored or embedding not in self._stored:
             return
         if not same_tensor(self._home[head], head, self._home[embedding], embedding):
             raise CheckpointError(
-                "tie_word_embeddings is true, yet lm_head.weight differs from the embedding", path=self._config_path,
+                f"tie_word_embeddings is true, yet {head} differs from the embedding", path=self._config_path,
                 hint="set tie_word_embeddings to false if the head was trained apart",
             )  # fmt: skip
         del self._stored[head]
 
-    def _join_quantized(self) -> dict[str, TensorSpec]:
-        """Every tensor, the several of a quantized module as the one weight that they are."""
-        shapes = {parameter.name: parameter.shape for parameter in parameters(self.config)}
+    def _join_coded(self, tensors: Mapping[str, DiskTensor]) -> dict[str, TensorSpec]:
+        """Every tensor on disk, the several of a module with a codec as the one weight that they are."""
         dtype = DType(self.config.dtype)
         stored = dict(self._stored)
         joined = {}
         for name, codec in self._codecs.items():
-            spec = codec.spec(self._raw(name), TensorSpec(name, shapes[name], dtype))
+            spec = codec.spec(self._raw(tensors[name]), TensorSpec(name, tensors[name].shape, dtype))
             for expected in codec.stored(spec):
                 found = stored.pop(expected.name, None)
                 if found is None or found.shape != expected.shape or found.dtype != expected.dtype:
@@ -178,6 +192,14 @@ class HFCheckpoint:
                     )  # fmt: skip
             joined[name] = spec
         return {name: TensorSpec(name, tensor.shape, tensor.dtype) for name, tensor in stored.items()} | joined
+
+
+def _share(size: int, tensor: DiskTensor, place: Place) -> int:
+    """What of a tensor's bytes is a part's; those of all parts are all."""
+    elements = math.prod(tensor.shape)
+    if place is tensor.places[0]:
+        return size - sum(size * math.prod(other.shape) // elements for other in tensor.places[1:])
+    return size * math.prod(place.shape) // elements
 
 
 def read_codecs(
