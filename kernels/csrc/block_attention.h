@@ -21,11 +21,11 @@ namespace quantkit {
 struct AttentionHalf {
   Branch branch;
   Linear qkv, out;
-  const float *query_norm, *key_norm;           // weights; null where there are no norms
-  int64_t query_norm_size, key_norm_size;       // Dh of each head, or of all heads together
+  const float *query_norm, *key_norm;      // weights; null where there are no norms
+  int64_t query_norm_size, key_norm_size;  // Dh of each head, or of all heads together
   Scores scores;
-  float clip;                                   // queries, keys and values are at most so large, either way
-  int64_t heads, kv_heads, size, window;        // H, K, Dh; positions seen, 0 for all
+  float clip;  // queries, keys and values are at most so large, after norms of all heads and before those of each
+  int64_t heads, kv_heads, size, window;  // H, K, Dh; positions seen, 0 for all
 };
 
 struct Cache {
@@ -68,10 +68,15 @@ inline void project(const AttentionHalf& half, const float* x, const Rows& at, i
   matmul(half.qkv, normed, FloatType::f32, rows, threads, qkv);
   each_row(rows, threads, [&](int64_t r) {
     float* row = qkv + r * width;
-    if (half.query_norm) norm_parts(row, queries, half.query_norm, half.query_norm_size, half.branch.eps);
-    if (half.key_norm) norm_parts(row + queries, keys, half.key_norm, half.key_norm_size, half.branch.eps);
+    const auto norm = [&] {
+      if (half.query_norm) norm_parts(row, queries, half.query_norm, half.query_norm_size, half.branch.eps);
+      if (half.key_norm) norm_parts(row + queries, keys, half.key_norm, half.key_norm_size, half.branch.eps);
+    };
+    const bool each_head = half.query_norm_size == size;
+    if (!each_head) norm();
     if (half.clip < std::numeric_limits<float>::infinity())
       for (int64_t i = 0; i < width; ++i) row[i] = limited(row[i], -half.clip, half.clip);
+    if (each_head) norm();
     const int64_t angle = r % at.angles;
     for (int64_t h = 0; h < half.heads + half.kv_heads; ++h)
       rotate(row + h * size, at.cosine + angle * size, at.sine + angle * size, size);

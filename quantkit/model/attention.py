@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quantkit.kernels.backend import ScoredAttention
 from quantkit.model.cache import KVCache, cached_floats
 
 
@@ -58,10 +59,6 @@ class CachedAttention(Protocol):
             window: how many positions back a query sees, itself included; None for all.
         """
         ...
-
-
-PlainAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, int | None], Tensor]
-"""A `CachedAttention` with plain scores."""
 
 
 def causal_attention(positions: Tensor, windows: Sequence[int | None]) -> Attend:
@@ -118,18 +115,17 @@ def masked_attention(
     return _mixed(queries, keys, values, mask, scores)
 
 
-def for_plain_scores(attention: PlainAttention) -> CachedAttention:
-    """A `CachedAttention` by kernels that know one scale and no more, with torch's for other scores."""
+def by_kernel(kernel: ScoredAttention) -> CachedAttention:
+    """The `CachedAttention` of a kernel."""
 
-    def chosen(
+    def attention(
         queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None,
         scores: Scores = PLAIN,
     ) -> Tensor:  # fmt: skip
-        if scores == PLAIN:
-            return attention(queries, keys, values, positions, slots, window)
-        return masked_attention(queries, keys, values, positions, slots, window, scores)
+        rows = queries, keys, values, positions, slots
+        return kernel(*rows, window, scores.scale, scores.softcap, scores.sinks)
 
-    return chosen
+    return attention
 
 
 def for_few_tokens(attention: CachedAttention, max_tokens: int) -> CachedAttention:
