@@ -5,6 +5,8 @@ N tokens, D hidden size, F inner size, E experts, K experts a token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -79,6 +81,7 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(
             MLP(config, experts.size, bias=experts.bias, site="expert.out") for _ in range(experts.count)
         )
+        self.bank: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None  # a kernel's `routed`
         self.shared_experts = self.shared_expert_gate = None
         if experts.shared_size:
             self.shared_experts = MLP(config, experts.shared_size, bias=False, site="shared_expert.out")
@@ -107,7 +110,14 @@ class Experts(nn.Module):
 
     def routed(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """The weighted sum [N, D] of what the chosen experts [N, K] give for rows [N, D]."""
+        if self.bank is not None:
+            return self.bank(rows, weights, chosen)
         out = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
+        if rows.is_cuda or torch.compiler.is_compiling():  # where what is computed cannot depend on the choice
+            shares = weights.new_zeros(len(rows), len(self.experts)).scatter_(1, chosen, weights)
+            for number, expert in enumerate(self.experts):
+                out += expert(rows).float() * shares[:, number : number + 1]
+            return out.to(rows.dtype)
         for number in sorted(set(chosen.flatten().tolist())):
             tokens, places = (chosen == number).nonzero(as_tuple=True)
             given = self.experts[number](rows[tokens]).float()

@@ -12,13 +12,8 @@ from torch import Tensor
 
 from quantkit.kernels.check import self_test, within
 from quantkit.kernels.dispatch import operations_for_floats
-from quantkit.model.attention import (
-    PlainAttention,
-    cached_attention,
-    for_few_tokens,
-    for_plain_scores,
-    masked_attention,
-)
+from quantkit.kernels.backend import ScoredAttention
+from quantkit.model.attention import Scores, by_kernel, cached_attention, for_few_tokens, masked_attention
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Blocks, Decoder, Step
 from quantkit.model.fused_blocks import fused_blocks
@@ -54,10 +49,10 @@ def install_kernels(model: Decoder) -> None:
         if linear is not None:
             model.ops = replace(model.ops, float_linear=linear)
         if attention is not None:
-            chosen = for_plain_scores(attention)
+            chosen = by_kernel(attention)
             chosen = chosen if max_tokens is None else for_few_tokens(chosen, max_tokens)
             model.ops = replace(model.ops, cached_attention=chosen, ragged=max_tokens is None)
-        first = fused_blocks(model, 1)
+        first = fused_blocks(model, {0: model.config.layers[0]})
         if first is not None and not _passes("decoder blocks", lambda: _same_block(model, first)):
             return
     model.ops = replace(model.ops, blocks=fused_blocks(model))
@@ -90,7 +85,7 @@ def _same_linear(model: Decoder, linear: FloatLinear, dtypes: set[torch.dtype]) 
 
 
 def _same_attention(
-    model: Decoder, attention: PlainAttention, dtypes: set[torch.dtype], max_tokens: int | None
+    model: Decoder, attention: ScoredAttention, dtypes: set[torch.dtype], max_tokens: int | None
 ) -> bool:
     """Whether attention is the same for queries of these dtypes, over either kind of cache, for one token and for
     many of those that it is used for, of sequences in slots of their own and at positions of their own."""
@@ -106,7 +101,8 @@ def _same_attention(
             queries = _drawn(model, 2, config.num_heads, tokens, config.head_dim, seed=2).to(dtype)
             positions = torch.stack([every[-tokens - 3 : -3], every[7 : 7 + tokens]])
             given = keys, values, positions, slots, config.windows[0]
-            found, right = attention(queries, *given), masked_attention(queries.double(), *given)
+            found = attention(queries, *given, None, None, None)
+            right = masked_attention(queries.double(), *given, Scores())
             # Kernels may round shares, and rows of an int8 cache, to the dtype of the queries: a few of its steps.
             share = _FLOATS + (0 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps)
             vectors = -1, config.head_dim
