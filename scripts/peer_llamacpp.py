@@ -204,10 +204,12 @@ class Session:
         return count / (time.perf_counter() - started)
 
 
-def weight_bytes(path: Path) -> int:
-    """Of what is read for each token: all but the embedding."""
-    tensors = gguf.GGUFReader(path).tensors
-    return sum(int(tensor.n_bytes) for tensor in tensors if tensor.name != "token_embd.weight")
+def weight_bytes(path: Path, shape: Shape) -> int:
+    """Of what is read for each token: all but the embedding, and of experts as many as take one."""
+    count, per_token = shape.experts or (1, 1)
+    tensors = {tensor.name: int(tensor.n_bytes) for tensor in gguf.GGUFReader(path).tensors}
+    del tensors["token_embd.weight"]
+    return sum(size * per_token // count if "_exps" in name else size for name, size in tensors.items())
 
 
 def main() -> None:
@@ -233,7 +235,7 @@ def main() -> None:
         "prefill 128": lambda: session.prefill(128),
         "prefill 512": lambda: session.prefill(512),
     }
-    print(weight_bytes(path), flush=True)
+    print(weight_bytes(path, SHAPES[options.shape]), flush=True)
     for line in sys.stdin:
         if line.startswith("{"):
             print(session.together(**json.loads(line)), flush=True)

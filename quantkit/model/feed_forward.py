@@ -102,7 +102,7 @@ class Experts(nn.Module):
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The shares, float32 [..., K], and numbers [..., K] of the experts chosen for tokens [..., D]."""
-        shares = self.gate(x).float().softmax(-1)
+        shares = _product(x, self.gate).float().softmax(-1)
         weights, chosen = shares.topk(self.config.per_token, dim=-1)
         if self.config.normalized:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -130,4 +130,10 @@ class Experts(nn.Module):
             return None
         inner = self.shared_experts.inner(x, no_tap)
         out = self.shared_experts.output(inner, tap)
-        return out if self.shared_expert_gate is None else out * torch.sigmoid(self.shared_expert_gate(x))
+        return out if self.shared_expert_gate is None else out * torch.sigmoid(_product(x, self.shared_expert_gate))
+
+
+def _product(x: Tensor, linear: nn.Linear) -> Tensor:
+    """What a linear of floats gives for states of any dtype, in theirs."""
+    bias = None if linear.bias is None else linear.bias.to(x.dtype)
+    return F.linear(x, linear.weight.to(x.dtype), bias)

@@ -10,9 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from quantkit.kernels.backend import ScoredAttention
 from quantkit.kernels.check import self_test, within
 from quantkit.kernels.dispatch import operations_for_floats
-from quantkit.kernels.backend import ScoredAttention
 from quantkit.model.attention import Scores, by_kernel, cached_attention, for_few_tokens, masked_attention
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Blocks, Decoder, Step
