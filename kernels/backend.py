@@ -39,8 +39,8 @@ ScoredAttention = Callable[
     [Tensor, Tensor, Tensor, Tensor, Tensor | None, int | None, float | None, float | None, Tensor | None], Tensor
 ]
 """Attention over a cache: queries [B, H, T, Dh]; cached keys and values [slots, K, S, Dh] as stored; the queries'
-positions, [T] or [B, T]; the sequences' slots [B], None for 0, 1, 2, ...; the window, None for all; and of the scores the
-scale, None for 1 over the root of Dh, the soft cap or None, and the heads' sinks [H] or None. To [B, T, H * Dh]."""
+positions, [T] or [B, T]; the sequences' slots [B], None for 0, 1, 2, ...; the window, None for all; and of the scores
+the scale, None for 1 over the root of Dh, the soft cap or None, and the heads' sinks [H] or None. To [B, T, H * Dh]."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit.kernels.backend import ScoredAttention
 from quantkit.model.cache import KVCache, cached_floats
 
 
@@ -113,19 +112,6 @@ def masked_attention(
     mask = _causal_mask(positions, torch.arange(keys.shape[2], device=positions.device), window)
     keys, values = cached_floats(keys, queries.dtype), cached_floats(values, queries.dtype)
     return _mixed(queries, keys, values, mask, scores)
-
-
-def by_kernel(kernel: ScoredAttention) -> CachedAttention:
-    """The `CachedAttention` of a kernel."""
-
-    def attention(
-        queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None,
-        scores: Scores = PLAIN,
-    ) -> Tensor:  # fmt: skip
-        rows = queries, keys, values, positions, slots
-        return kernel(*rows, window, scores.scale, scores.softcap, scores.sinks)
-
-    return attention
 
 
 def for_few_tokens(attention: CachedAttention, max_tokens: int) -> CachedAttention:
