@@ -100,11 +100,15 @@ class Experts(nn.Module):
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The shares, float32 [..., K], and numbers [..., K] of the experts chosen for tokens [..., D]."""
-        shares = _product(x, self.gate).float().softmax(-1)
+        shares = self.logits(x).softmax(-1)
         weights, chosen = shares.topk(self.config.per_token, dim=-1)
         if self.config.normalized:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights, chosen
+
+    def logits(self, x: Tensor) -> Tensor:
+        """What the router gives for tokens [..., D], float32 [..., E]."""
+        return _product(x, self.gate).float()
 
     def routed(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """The weighted sum [N, D] of what the chosen experts [N, K] give for rows [N, D]."""
