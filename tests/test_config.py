@@ -16,6 +16,7 @@ from quantkit.architectures.config import ExpertsConfig, ModelConfig
 from quantkit.architectures.families import config_from_hf, config_to_hf
 from quantkit.errors import CheckpointError, UnsupportedError
 
+_GEMMA = {"head_dim": 16, "pad_token_id": 0}
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -38,6 +39,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3-types": (
         "smollm3", {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 5}
     ),
+    "gemma2": ("gemma2", {**_GEMMA}),
+    "gemma2-bare": (
+        "gemma2",
+        {
+            **_GEMMA, "sliding_window": 5, "query_pre_attn_scalar": 9, "attn_logit_softcapping": None,
+            "final_logit_softcapping": None, "attention_bias": True, "tie_word_embeddings": False,
+        },
+    ),
+    "gemma2-types": ("gemma2", {**_GEMMA, "layer_types": ["full_attention"] * 3, "attn_logit_softcapping": 7.0}),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "qwen3-biases": ("qwen3", {"attention_bias": True}),
     "qwen3-layers": (
@@ -153,8 +163,7 @@ def test_transformers_reads_our_config_as_the_one_it_came_from(variant: str, tmp
     config = config_from_hf(_keys(kind, **changes), "config.json")
     theirs = _read_back(config_to_hf(config), tmp_path / "model")
     _require_same_meaning(config, theirs)
-    keys = ("rope_parameters", "layer_types", "attention_bias", "mlp_bias", "hidden_act", "hidden_activation")
-    for key in (*keys, "query_pre_attn_scalar"):
+    for key in ("rope_parameters", "layer_types", "attention_bias", "mlp_bias", "query_pre_attn_scalar"):
         assert getattr(theirs, key, None) == getattr(original, key, None), key
     assert theirs.architectures == [config_to_hf(config)["architectures"][0]]
     assert type(theirs) is type(original)
@@ -215,6 +224,15 @@ OPTIONAL = [
     ("qwen2", "max_window_layers"),
     ("qwen3", "attention_bias"),
     ("qwen3", "layer_types"),
+    ("gemma2", "head_dim"),
+    ("gemma2", "hidden_activation"),
+    ("gemma2", "tie_word_embeddings"),
+    ("gemma2", "attention_bias"),
+    ("gemma2", "layer_types"),
+    ("gemma2", "sliding_window"),
+    ("gemma2", "query_pre_attn_scalar"),
+    ("gemma2", "attn_logit_softcapping"),
+    ("gemma2", "final_logit_softcapping"),
 ]  # fmt: skip
 
 
@@ -285,6 +303,23 @@ def test_a_missing_rope_key_is_named_with_its_file(rope: str, key: str) -> None:
 def test_a_setting_that_is_not_computed_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=rf"^x/config\.json: .*{message}"):
         config_from_hf({**_keys("llama"), **changes}, "x/config.json")
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "error", "message"),
+    [
+        ("gemma2", {"use_bidirectional_attention": True}, UnsupportedError, "attention in both directions"),
+        ("gemma2", {"hidden_activation": "gelu"}, UnsupportedError, "activation .*found gelu"),
+        ("gemma2", {"sliding_window": None}, CheckpointError, "sliding_window says none"),
+        ("gemma2", {"attn_logit_softcapping": 0}, CheckpointError, "'attn_logit_softcapping' is out of range"),
+        ("gemma2", {"query_pre_attn_scalar": 0.5}, CheckpointError, "wrong type for 'query_pre_attn_scalar'"),
+    ],
+)
+def test_a_setting_of_a_family_that_is_not_computed_is_refused(
+    kind: str, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=rf"^x/config\.json: .*{message}"):
+        config_from_hf({**_keys(kind), **changes}, "x/config.json")
 
 
 @pytest.mark.parametrize(
