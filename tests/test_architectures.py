@@ -52,6 +52,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-bias": ("qwen3", {"attention_bias": True}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
     "smollm3-window": ("smollm3", {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 5}),
+    "gemma": ("gemma", _GEMMA),
+    "gemma-bias": ("gemma", {**_GEMMA, "attention_bias": True, "tie_word_embeddings": False}),
     "gemma2": ("gemma2", {**_GEMMA, "sliding_window": 7}),
     "gemma2-bare": (
         "gemma2",

@@ -39,6 +39,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3-types": (
         "smollm3", {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 5}
     ),
+    "gemma": ("gemma", {**_GEMMA}),
+    "gemma-bias": ("gemma", {**_GEMMA, "attention_bias": True, "tie_word_embeddings": False, "hidden_act": "gelu"}),
     "gemma2": ("gemma2", {**_GEMMA}),
     "gemma2-bare": (
         "gemma2",
@@ -224,6 +226,9 @@ OPTIONAL = [
     ("qwen2", "max_window_layers"),
     ("qwen3", "attention_bias"),
     ("qwen3", "layer_types"),
+    ("gemma", "head_dim"),
+    ("gemma", "hidden_act"),
+    ("gemma", "tie_word_embeddings"),
     ("gemma2", "head_dim"),
     ("gemma2", "hidden_activation"),
     ("gemma2", "tie_word_embeddings"),
@@ -308,6 +313,9 @@ def test_a_setting_that_is_not_computed_is_refused(changes: dict[str, Any], mess
 @pytest.mark.parametrize(
     ("kind", "changes", "error", "message"),
     [
+        ("gemma", {"use_bidirectional_attention": True}, UnsupportedError, "attention in both directions"),
+        ("gemma", {"hidden_activation": "gelu"}, UnsupportedError, "activation .*found gelu"),
+        ("gemma", {"hidden_act": "silu"}, UnsupportedError, "activation .*found silu"),
         ("gemma2", {"use_bidirectional_attention": True}, UnsupportedError, "attention in both directions"),
         ("gemma2", {"hidden_activation": "gelu"}, UnsupportedError, "activation .*found gelu"),
         ("gemma2", {"sliding_window": None}, CheckpointError, "sliding_window says none"),

@@ -32,6 +32,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": None}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
+    "gemma": ("gemma", {"head_dim": 16, "pad_token_id": 0}),
     "gemma2": ("gemma2", {"head_dim": 16, "pad_token_id": 0, "sliding_window": 7}),
 }
 LAYERS = 2
