@@ -50,6 +50,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma2-types": ("gemma2", {**_GEMMA, "layer_types": ["full_attention"] * 3, "attn_logit_softcapping": 7.0}),
+    "gemma3": ("gemma3_text", {**_GEMMA, "num_hidden_layers": 8}),
+    "gemma3-whole": ("gemma3_text", {**_GEMMA, "layer_types": ["full_attention"] * 3, "attention_bias": True}),
+    "gemma3-ropes": (
+        "gemma3_text",
+        {
+            **_GEMMA, "layer_types": ["full_attention", *["sliding_attention"] * 2], "sliding_window": 5,
+            "query_pre_attn_scalar": 9, "final_logit_softcapping": 7.0, "tie_word_embeddings": False,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "qwen3-biases": ("qwen3", {"attention_bias": True}),
     "qwen3-layers": (
@@ -194,6 +207,25 @@ def test_older_rope_keys_mean_the_same_as_newer_ones(rope: str, spelling: str, t
     _require_same_meaning(config, _read_back(older, tmp_path / "model"))
 
 
+@pytest.mark.parametrize(
+    "older",
+    [
+        {"rope_theta": 5e5, "rope_local_base_freq": 700.0, "sliding_window_pattern": 3},
+        {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window_pattern": 2},
+        {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 700.0},
+        {},
+    ],
+)
+def test_gemma3s_older_keys_mean_what_transformers_takes_them_for(older: dict[str, Any], tmp_path: Path) -> None:
+    keys = _keys("gemma3_text", **_GEMMA, num_hidden_layers=6)
+    raw = {key: value for key, value in keys.items() if key not in ("rope_parameters", "layer_types")} | older
+    config = config_from_hf(raw, "config.json")
+    _require_same_meaning(config, _read_back(raw, tmp_path / "model"))
+    written = config_to_hf(config)
+    assert older.items() <= {**written, "rope_scaling": older.get("rope_scaling")}.items()
+    assert (written["rope_scaling"] or {}) == older.get("rope_scaling", {})
+
+
 def test_rope_scaling_wins_over_rope_parameters_as_in_transformers(tmp_path: Path) -> None:
     raw = {**_keys("llama"), "rope_theta": 20000.0, "rope_scaling": dict(ROPES["linear"])}
     theirs = _read_back(raw, tmp_path / "model")
@@ -238,6 +270,12 @@ OPTIONAL = [
     ("gemma2", "query_pre_attn_scalar"),
     ("gemma2", "attn_logit_softcapping"),
     ("gemma2", "final_logit_softcapping"),
+    ("gemma3_text", "head_dim"),
+    ("gemma3_text", "layer_types"),
+    ("gemma3_text", "sliding_window"),
+    ("gemma3_text", "query_pre_attn_scalar"),
+    ("gemma3_text", "final_logit_softcapping"),
+    ("gemma3_text", "rope_parameters"),
 ]  # fmt: skip
 
 
@@ -317,6 +355,20 @@ def test_a_setting_that_is_not_computed_is_refused(changes: dict[str, Any], mess
         ("gemma", {"hidden_activation": "gelu"}, UnsupportedError, "activation .*found gelu"),
         ("gemma", {"hidden_act": "silu"}, UnsupportedError, "activation .*found silu"),
         ("gemma2", {"use_bidirectional_attention": True}, UnsupportedError, "attention in both directions"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, UnsupportedError, "attention in both directions"),
+        ("gemma3_text", {"sliding_window_pattern": 0}, CheckpointError, "'sliding_window_pattern' is out of range"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"rope_type": "linear", "factor": 8.0}},
+            UnsupportedError,
+            "rope_parameters are not told apart by kind of layer .*factor",
+        ),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "dynamic", "factor": 8.0}}},
+            UnsupportedError,
+            "rope scaling of layers with a window .*dynamic",
+        ),
         ("gemma2", {"hidden_activation": "gelu"}, UnsupportedError, "activation .*found gelu"),
         ("gemma2", {"sliding_window": None}, CheckpointError, "sliding_window says none"),
         ("gemma2", {"attn_logit_softcapping": 0}, CheckpointError, "'attn_logit_softcapping' is out of range"),
