@@ -82,6 +82,11 @@ class RopeConfig:
     rotary_dim: int | None = None
     query_scaling_beta: float | None = None
 
+    @property
+    def follows_length(self) -> bool:
+        """Whether a position's angles depend on the length of its sequence."""
+        return self.type in ("dynamic", "longrope")
+
     @classmethod
     def from_hf(
         cls, raw: Mapping[str, Any], path: object, default_theta: float = DEFAULT_THETA, *, head_dim: int = 0,
