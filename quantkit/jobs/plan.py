@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.topology import input_groups, linear_columns, sizes
+from quantkit.architectures.topology import input_groups, layer_kinds, linear_columns, sizes
 from quantkit.arguments import as_path, as_text, as_whole, require_flags
-from quantkit.calibration.effort import Effort, activation_bytes, batch_samples, followed_share
+from quantkit.calibration.effort import Effort, activation_bytes, batch_samples, followed_share, inner_width
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.container import Encoder, Output
 from quantkit.formats.detect import WeightKind, open_checkpoint
@@ -57,7 +57,7 @@ _GUESSED_DISK_RATE = 5e8  # bytes a second through reading, hashing and writing;
 _LOGIT_FLOPS = 50  # that a softmax over one logit, and what is made of it, are worth
 # Seconds that do not shrink with the model, as measured on a small one:
 _SECONDS_OF_FILES = 0.12  # opened, hashed, synced and read back
-_SECONDS_OF_LAYER = 0.01  # of one model, to load and set up
+_SECONDS_OF_GROUP = 0.0025  # of linears in one model, to load and set up
 _SECONDS_OF_BATCH = 0.001  # through the linears that share an input
 _SECONDS_OF_COLUMN = 1e-4  # of a weight that GPTQ solves
 
@@ -204,7 +204,7 @@ def quantize(
         notes += too_few_tokens(shape, config)
         held, scratch = activation_bytes(config, shape, effort, settings.memory_bytes)
         work_bytes = _gptq(config, batch_samples(config, shape[1]) * shape[1])
-        codes = _block_weights(config)
+        codes = _largest_block(config)
         if settings.device.type == "cuda":
             on_device, work_bytes = work_bytes, 0
         phases["calibration"] = resident_bytes() + _LIBRARIES + held + codes + work_bytes
@@ -290,36 +290,69 @@ def _forward(source: Checkpoint, tokens: int, *, models: int) -> int:
     """Peak of a pass through models on disk: a head, hidden states, one batch in a layer, one layer's codes."""
     config = source.config
     counts = sizes(config)
-    widest = max(
-        counts[linear.dims[0]] * counts[linear.dims[1]] for group in input_groups(config, 0) for linear in group.linears
-    )
-    states = 4 * tokens * (2 * models * config.hidden_size + 4 * config.intermediate_size)
+    groups = (group for layer in layer_kinds(config) for group in input_groups(config, layer))
+    widest = max(counts[linear.dims[0]] * counts[linear.dims[1]] for group in groups for linear in group.linears)
+    states = 4 * tokens * (2 * models * config.hidden_size + 4 * inner_width(config))
     logits = 4 * 8 * TOKENS_THROUGH_THE_HEAD * config.vocab_size
     head = config.vocab_size * config.hidden_size * DType(config.dtype).itemsize
     return resident_bytes() + _LIBRARIES + head + states + logits + 3 * widest
 
 
-def _groups(config: ModelConfig) -> list[tuple[int, int, bool]]:
-    """[O, I] of the linears of a block, those that share their inputs as one, and whether they end a branch."""
+@dataclass(frozen=True)
+class _Group:
+    """Linears of a block that share their inputs, as one.
+
+    Attributes:
+        rows, columns: of their weights, [O, I].
+        writes: whether it ends a branch, or an expert.
+        share: of all tokens, those that go through it.
+    """
+
+    rows: int
+    columns: int
+    writes: bool
+    share: float
+
+    @property
+    def weights(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def of_expert(self) -> bool:
+        return self.share < 1
+
+
+def _groups(config: ModelConfig, layer: int) -> list[_Group]:
+    """The groups of a block."""
     counts = sizes(config)
+    experts = config.experts
+    share = 1.0 if experts is None else experts.per_token / experts.count
     return [
-        (sum(counts[linear.dims[0]] for linear in group.linears), counts[group.linears[0].dims[1]], group.writes)
-        for group in input_groups(config, 0)
-    ]
+        _Group(
+            sum(counts[linear.dims[0]] for linear in group.linears), counts[group.linears[0].dims[1]], group.writes,
+            1.0 if group.expert is None else share,
+        )
+        for group in input_groups(config, layer)
+    ]  # fmt: skip
+
+
+def _every_group(config: ModelConfig) -> list[tuple[_Group, int]]:
+    """The groups of all kinds of blocks, and in how many blocks they are."""
+    return [(group, count) for layer, count in layer_kinds(config).items() for group in _groups(config, layer)]
 
 
 def _gptq(config: ModelConfig, tokens: int) -> int:
     """Peak of weights, sums and temporaries over the branches of a block, for so many tokens at a time."""
-    groups = _groups(config)
-    batch = tokens * 6 * max(columns for _, columns, writes in groups if writes)
+    groups = [group for group, _ in _every_group(config)]
+    batch = tokens * 6 * max(group.columns for group in groups if group.writes)
     passes, held = [], 0
-    for rows, columns, writes in groups:
-        held += 2 * rows * columns
-        if writes:
-            passes.append(held + 2 * columns * columns + batch)
+    for group in groups:
+        held += 2 * group.weights
+        if group.writes:
+            passes.append(held + 2 * group.columns**2 + batch)
             held = 0
-    solves = [2 * rows * columns + 3 * columns * columns for rows, columns, _ in groups]
-    solver = _SOLVER_MATRICES * min(WEIGHTS_AT_ONCE, max(rows * columns for rows, columns, _ in groups))
+    solves = [2 * group.weights + 3 * group.columns**2 for group in groups]
+    solver = _SOLVER_MATRICES * min(WEIGHTS_AT_ONCE, max(group.weights for group in groups))
     return 4 * max(*passes, max(solves) + solver)
 
 
@@ -329,35 +362,43 @@ def _writing_seconds(disk: int) -> float:
 
 def _pass_seconds(config: ModelConfig, models: int) -> float:
     """What passes through models take besides arithmetic."""
-    return models * config.num_layers * _SECONDS_OF_LAYER
+    groups = sum(count for _, count in _every_group(config))
+    return models * groups * _SECONDS_OF_GROUP
 
 
 def _calibration_seconds(config: ModelConfig, shape: Sequence[int], effort: Effort) -> float:
     """What calibration takes besides arithmetic."""
     samples, length = shape
     batches = -(-samples // batch_samples(config, length)) * (1 + followed_share(config, shape, effort))
-    groups = _groups(config)
-    columns = sum(columns for _, columns, _ in groups)
-    return config.num_layers * (columns * _SECONDS_OF_COLUMN + len(groups) * batches * _SECONDS_OF_BATCH)
+    groups = _every_group(config)
+    columns = sum(count * group.columns for group, count in groups)
+    return columns * _SECONDS_OF_COLUMN + sum(count for _, count in groups) * batches * _SECONDS_OF_BATCH
 
 
 def _forward_flops(config: ModelConfig, tokens: int) -> int:
     """Of a pass through blocks, head and softmax."""
     head = config.vocab_size * (2 * config.hidden_size + _LOGIT_FLOPS)
-    return tokens * (2 * config.num_layers * _block_weights(config) + head)
+    active = sum(count * group.share * group.weights for group, count in _every_group(config))
+    return tokens * int(2 * active + head)
 
 
-def _block_weights(config: ModelConfig) -> int:
-    """Parameters of the linears of a block."""
-    return sum(rows * columns for rows, columns, _ in _groups(config))
+def _largest_block(config: ModelConfig) -> int:
+    """Parameters of the linears of the block that has most."""
+    return max(sum(group.weights for group in _groups(config, layer)) for layer in layer_kinds(config))
 
 
 def _calibration_flops(config: ModelConfig, shape: Sequence[int], effort: Effort) -> int:
-    tokens, followed, groups = math.prod(shape), followed_share(config, shape, effort), _groups(config)
-    forward = 2 * tokens * (1 + followed) * _block_weights(config)
-    squares = 2 * tokens * (_OF_ONE_SQUARE + followed) * sum(columns**2 for _, columns, _ in groups)
-    solving = sum(6 * 2 * rows * columns**2 + 4 * columns**3 for rows, columns, _ in groups)
-    return int(config.num_layers * (forward + squares + solving))
+    tokens, followed = math.prod(shape), followed_share(config, shape, effort)
+    total = 0.0
+    for group, count in _every_group(config):
+        own = group.share * tokens
+        passes = 1 + group.of_expert  # an expert is run for its sums, and for what it gives
+        forward = passes * 2 * own * (1 + followed) * group.weights
+        summed = own if own >= group.columns else tokens
+        squares = 2 * summed * (_OF_ONE_SQUARE + followed) * group.columns**2
+        solving = 6 * 2 * group.weights * group.columns + 4 * group.columns**3
+        total += count * (forward + squares + solving)
+    return int(total)
 
 
 def _flop_rate() -> float:
