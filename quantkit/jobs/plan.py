@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,15 @@ import torch
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import input_groups, layer_kinds, linear_columns, sizes
 from quantkit.arguments import as_path, as_text, as_whole, require_flags
-from quantkit.calibration.effort import Effort, activation_bytes, batch_samples, followed_share, inner_width
+from quantkit.calibration.effort import activation_bytes, batch_samples, inner_width
+from quantkit.calibration.estimate import (
+    calibration_flops,
+    calibration_seconds,
+    every_group,
+    forward_flops,
+    gptq_bytes,
+    largest_block,
+)
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.container import Encoder, Output
 from quantkit.formats.detect import WeightKind, open_checkpoint
@@ -38,7 +46,6 @@ from quantkit.memory import resident_bytes, size_text
 from quantkit.model.device import float_type
 from quantkit.quality.measures import TOKENS_THROUGH_THE_HEAD
 from quantkit.quality.windows import measured_tokens, window_length
-from quantkit.solver.gptq import WEIGHTS_AT_ONCE
 from quantkit.tensors.dtypes import DType, FloatName
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
@@ -50,16 +57,11 @@ if TYPE_CHECKING:
 __all__ = ["Estimate", "convert", "generate", "quantize"]
 
 _LIBRARIES = 40 << 20  # what the mathematics libraries and threads set up once work begins
-_SOLVER_MATRICES = 10  # that the solver holds of the rows it is at
 _MANIFEST = 300  # bytes of quantkit.json for each linear layer
-_OF_ONE_SQUARE = 0.65  # of the products of a symmetric sum, what is computed
 _GUESSED_DISK_RATE = 5e8  # bytes a second through reading, hashing and writing; not measured here
-_LOGIT_FLOPS = 50  # that a softmax over one logit, and what is made of it, are worth
 # Seconds that do not shrink with the model, as measured on a small one:
 _SECONDS_OF_FILES = 0.12  # opened, hashed, synced and read back
 _SECONDS_OF_GROUP = 0.0025  # of linears in one model, to load and set up
-_SECONDS_OF_BATCH = 0.001  # through the linears that share an input
-_SECONDS_OF_COLUMN = 1e-4  # of a weight that GPTQ solves
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ def convert(
     if checked:
         phases["the check of the source"] = _forward(source, checked, models=1)
     phase = max(phases, key=lambda name: phases[name])
-    seconds = _writing_seconds(disk) + _forward_flops(source.config, checked) / _flop_rate()
+    seconds = _writing_seconds(disk) + forward_flops(source.config, checked) / _flop_rate()
     seconds += _pass_seconds(source.config, bool(checked))
     layers = {"as they are": len(linear_columns(source.config))}
     return Estimate(layers, phases[phase], phase, 0, disk, 0, seconds, checked, notes)
@@ -197,19 +199,19 @@ def quantize(
     disk = encoder.total_bytes() + _side_bytes(side_files) + _MANIFEST * len(assignment.modules)
     phases = {"writing": _streaming(source, encoder), "the gate": _gate(source)}
     checked = _checked_tokens(source, source_check)
-    scratch, on_device, flops = 0, 0, _forward_flops(config, 3 * measured_tokens(source) + checked)
+    scratch, on_device, flops = 0, 0, forward_flops(config, 3 * measured_tokens(source) + checked)
     seconds = _pass_seconds(config, 3 + bool(checked))
     if settings is not None:
         effort, shape = settings.effort, settings.shape(tokenizer, source)
         notes += too_few_tokens(shape, config)
         held, scratch = activation_bytes(config, shape, effort, settings.memory_bytes)
-        work_bytes = _gptq(config, batch_samples(config, shape[1]) * shape[1])
-        codes = _largest_block(config)
+        work_bytes = gptq_bytes(config, batch_samples(config, shape[1]) * shape[1])
+        codes = largest_block(config)
         if settings.device.type == "cuda":
             on_device, work_bytes = work_bytes, 0
         phases["calibration"] = resident_bytes() + _LIBRARIES + held + codes + work_bytes
-        flops += _calibration_flops(config, shape, effort)
-        seconds += _calibration_seconds(config, shape, effort)
+        flops += calibration_flops(config, shape, effort)
+        seconds += calibration_seconds(config, shape, effort)
     _require_room(dst, disk + scratch, resume)
     kinds = Counter(str(assigned[module]) if module in assigned else "float" for module in assignment.modules)
     phase = max(phases, key=lambda name: phases[name])
@@ -298,107 +300,14 @@ def _forward(source: Checkpoint, tokens: int, *, models: int) -> int:
     return resident_bytes() + _LIBRARIES + head + states + logits + 3 * widest
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Linears of a block that share their inputs, as one.
-
-    Attributes:
-        rows, columns: of their weights, [O, I].
-        writes: whether it ends a branch, or an expert.
-        share: of all tokens, those that go through it.
-    """
-
-    rows: int
-    columns: int
-    writes: bool
-    share: float
-
-    @property
-    def weights(self) -> int:
-        return self.rows * self.columns
-
-    @property
-    def of_expert(self) -> bool:
-        return self.share < 1
-
-
-def _groups(config: ModelConfig, layer: int) -> list[_Group]:
-    """The groups of a block."""
-    counts = sizes(config)
-    experts = config.experts
-    share = 1.0 if experts is None else experts.per_token / experts.count
-    return [
-        _Group(
-            sum(counts[linear.dims[0]] for linear in group.linears), counts[group.linears[0].dims[1]], group.writes,
-            1.0 if group.expert is None else share,
-        )
-        for group in input_groups(config, layer)
-    ]  # fmt: skip
-
-
-def _every_group(config: ModelConfig) -> list[tuple[_Group, int]]:
-    """The groups of all kinds of blocks, and in how many blocks they are."""
-    return [(group, count) for layer, count in layer_kinds(config).items() for group in _groups(config, layer)]
-
-
-def _gptq(config: ModelConfig, tokens: int) -> int:
-    """Peak of weights, sums and temporaries over the branches of a block, for so many tokens at a time."""
-    groups = [group for group, _ in _every_group(config)]
-    batch = tokens * 6 * max(group.columns for group in groups if group.writes)
-    passes, held = [], 0
-    for group in groups:
-        held += 2 * group.weights
-        if group.writes:
-            passes.append(held + 2 * group.columns**2 + batch)
-            held = 0
-    solves = [2 * group.weights + 3 * group.columns**2 for group in groups]
-    solver = _SOLVER_MATRICES * min(WEIGHTS_AT_ONCE, max(group.weights for group in groups))
-    return 4 * max(*passes, max(solves) + solver)
-
-
 def _writing_seconds(disk: int) -> float:
     return _SECONDS_OF_FILES + 2 * disk / _GUESSED_DISK_RATE
 
 
 def _pass_seconds(config: ModelConfig, models: int) -> float:
     """What passes through models take besides arithmetic."""
-    groups = sum(count for _, count in _every_group(config))
+    groups = sum(count for _, count in every_group(config))
     return models * groups * _SECONDS_OF_GROUP
-
-
-def _calibration_seconds(config: ModelConfig, shape: Sequence[int], effort: Effort) -> float:
-    """What calibration takes besides arithmetic."""
-    samples, length = shape
-    batches = -(-samples // batch_samples(config, length)) * (1 + followed_share(config, shape, effort))
-    groups = _every_group(config)
-    columns = sum(count * group.columns for group, count in groups)
-    return columns * _SECONDS_OF_COLUMN + sum(count for _, count in groups) * batches * _SECONDS_OF_BATCH
-
-
-def _forward_flops(config: ModelConfig, tokens: int) -> int:
-    """Of a pass through blocks, head and softmax."""
-    head = config.vocab_size * (2 * config.hidden_size + _LOGIT_FLOPS)
-    active = sum(count * group.share * group.weights for group, count in _every_group(config))
-    return tokens * int(2 * active + head)
-
-
-def _largest_block(config: ModelConfig) -> int:
-    """Parameters of the linears of the block that has most."""
-    return max(sum(group.weights for group in _groups(config, layer)) for layer in layer_kinds(config))
-
-
-def _calibration_flops(config: ModelConfig, shape: Sequence[int], effort: Effort) -> int:
-    tokens, followed = math.prod(shape), followed_share(config, shape, effort)
-    total = 0.0
-    for group, count in _every_group(config):
-        own = group.share * tokens
-        passes = 1 + group.of_expert  # an expert is run for its sums, and for what it gives
-        forward = passes * 2 * own * (1 + followed) * group.weights
-        summed = own if own >= group.columns else tokens
-        squares = 2 * summed * (_OF_ONE_SQUARE + followed) * group.columns**2
-        solving = 6 * 2 * group.weights * group.columns + 4 * group.columns**3
-        total += count * (forward + squares + solving)
-    return int(total)
 
 
 def _flop_rate() -> float:
