@@ -8,9 +8,12 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from rows import together
 
 import quantkit
 from quantkit.model.load import load_model
+from quantkit.runtime.engine import Engine
+from quantkit.runtime.request import Request
 
 ROPES: dict[str, dict[str, Any]] = {
     "theta": {"rope_type": "default", "rope_theta": 500000.0},
@@ -26,6 +29,7 @@ ROPES: dict[str, dict[str, Any]] = {
         "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 1.2,
     },
 }  # fmt: skip
+_GEMMA = {"head_dim": 16, "pad_token_id": 0}
 _MOE = {"num_experts": 6, "num_experts_per_tok": 2}
 _MIXTRAL = {"num_local_experts": 6, "num_experts_per_tok": 2}
 _QWEN2_MOE = {**_MOE, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 80}
@@ -48,6 +52,47 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-bias": ("qwen3", {"attention_bias": True}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
     "smollm3-window": ("smollm3", {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 5}),
+    "gemma": ("gemma", _GEMMA),
+    "gemma-bias": ("gemma", {**_GEMMA, "attention_bias": True, "tie_word_embeddings": False}),
+    "gemma2": ("gemma2", {**_GEMMA, "sliding_window": 7}),
+    "gemma2-bare": (
+        "gemma2",
+        {
+            **_GEMMA,
+            "layer_types": ["full_attention"] * 3,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+    ),
+    "gemma2-features": (
+        "gemma2",
+        {
+            **_GEMMA,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 9,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 1.5,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma3": ("gemma3_text", {**_GEMMA, "sliding_window": 7, "num_hidden_layers": 7}),
+    "gemma3-features": (
+        "gemma3_text",
+        {
+            **_GEMMA,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 9,
+            "final_logit_softcapping": 1.5,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
     "mixtral": ("mixtral", _MIXTRAL),
     "mixtral-window": ("mixtral", {**_MIXTRAL, "sliding_window": 7, "tie_word_embeddings": True}),
     "qwen2-moe": ("qwen2_moe", _QWEN2_MOE),
@@ -80,6 +125,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+
+FULLEST = list({kind: case for case, (kind, _) in CASES.items()}.values())
+"""The last case of each family, which has most of its features."""
+DENSE = [case for case in FULLEST if not {"num_experts", "num_local_experts"} & set(CASES[case][1])]
 
 
 def _require_parity(model: Any, folder: Path, length: int = 40) -> None:
@@ -115,6 +165,19 @@ def test_greedy_generation_through_the_cache_equals_that_of_transformers(case: s
     assert found == oracle.greedy(model, prompt, 20)
 
 
+@pytest.mark.parametrize("case", FULLEST)
+def test_sequences_of_all_lengths_in_slots_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    kind, changes = CASES[case]
+    model = oracle.make(kind, **changes, eos_token_id=None)
+    ours = load_model(oracle.save(model, tmp_path / "model"), dtype=torch.float32)
+    rows = oracle.random_tokens(23, batch=5)
+    prompts = [row[:length].tolist() for row, length in zip(rows, (1, 9, 23, 4, 16), strict=True)]
+    requests = [Request(prompt, 14, logprobs=0) for prompt in prompts]
+    for index, found in enumerate(together(Engine(ours, 40, slots=3), requests)):
+        prompt = torch.tensor([prompts[index]])
+        assert found.token_ids == oracle.greedy(model, prompt, 14)
+
+
 def test_cached_steps_give_the_logits_of_one_pass(tmp_path: Path) -> None:
     from quantkit.model.cache import KVCache
 
@@ -128,14 +191,14 @@ def test_cached_steps_give_the_logits_of_one_pass(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", ["llama", "mistral-window", "qwen3", "smollm3-window", "dynamic"])
+@pytest.mark.parametrize("case", [*DENSE, "dynamic"])
 def test_prefill_and_decode_are_one_graph_each(case: str, tmp_path: Path) -> None:
     from quantkit.model.cache import KVCache
 
     rope = {"rope_parameters": dict(ROPES["dynamic"])} if case == "dynamic" else {}
     kind, changes = CASES.get(case, ("llama", rope))
     folder = oracle.save(oracle.make(kind, **changes), tmp_path / "model")
-    quantkit.quantize(folder, tmp_path / "int4", "int4-g32")
+    quantkit.quantize(folder, tmp_path / "int4", "int4-g32", accept_quality_loss=True)
     for path in (folder, tmp_path / "int4"):
         model = load_model(path, dtype=torch.float32)
         cache, eager_cache = (KVCache(model.config, 1, 16, torch.float32, "cpu") for _ in range(2))
@@ -144,5 +207,7 @@ def test_prefill_and_decode_are_one_graph_each(case: str, tmp_path: Path) -> Non
         with torch.inference_mode():
             for part, positions in ((tokens[:, :8], torch.arange(8)), (tokens[:, 8:], torch.tensor([8]))):
                 found, expected = step(part, positions, cache), model(part, positions, eager_cache)
-                torch.testing.assert_close(found, expected)
+                # Over a longer cache torch rounds attention otherwise, which kernels that round their inputs enlarge.
+                bound = {"rtol": 0.0, "atol": 1e-3} if path.name == "int4" else {}
+                torch.testing.assert_close(found, expected, **bound)
     torch.compiler.reset()

@@ -47,7 +47,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 4}),
     "qwen3-moe": ("qwen3_moe", _QWEN3_MOE),
     "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "head_dim": 8, "rope_parameters": _YARN}),
+    "gemma": ("gemma", {"head_dim": 8, "pad_token_id": 0}),
     "gemma2": ("gemma2", {"head_dim": 8, "pad_token_id": 0}),
+    "gemma3": ("gemma3_text", {"head_dim": 8, "pad_token_id": 0}),
     "phi3": ("phi3", {"pad_token_id": 0}),
     "deepseek-v3": ("deepseek_v3", {**_DEEPSEEK, "q_lora_rank": 12}),
     "deepseek-v3-lite": ("deepseek_v3", {**_DEEPSEEK, "q_lora_rank": None}),
@@ -186,5 +188,7 @@ def test_the_base_of_rotary_positions_is_the_familys_where_a_config_says_none(ki
     raw.pop("rope_parameters")
     raw.pop("rope_theta", None)
     theirs = transformers.AutoConfig.for_model(**raw)
-    expected = theirs.rope_parameters["rope_theta"]
-    assert families()[kind].read(Settings(raw, "config.json")).rope.theta == expected
+    ropes = theirs.rope_parameters
+    ours = families()[kind].read(Settings(raw, "config.json"))
+    assert ours.rope.theta == ropes.get("full_attention", ropes)["rope_theta"]
+    assert (ours.window_rope or ours.rope).theta == ropes.get("sliding_attention", ropes)["rope_theta"]
