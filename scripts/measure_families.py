@@ -1,10 +1,11 @@
-"""Time decoding and prefill of families' blocks on this CPU, in turn with Llama's of the same sizes: a table in Markdown.
+"""Time families' blocks on this CPU, in turn with Llama's of the same sizes: a table in Markdown.
 
     python scripts/measure_families.py [--families gemma2 olmo2] [--scheme int4-g128] [--layers 8] [--rounds 15]
 
 Random weights in a family's sizes, some layers of them, and beside them the same tensors in blocks as Llama's: as many
-bytes are read for a token. Both are loaded, and take turns for a second or so each. Figures are medians over the rounds,
-of tokens a second and of the ratios of each turn's to Llama's in it.
+bytes are read for a token. Both are loaded, and take turns for a second or so each. Figures are medians over the
+rounds, of tokens a second and of the ratios of each turn's to Llama's in it; and the same of the processor's time, which
+other processes disturb less.
 """
 
 from __future__ import annotations
