@@ -96,6 +96,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", {}),
     "olmo2-mha": ("olmo2", {"num_key_value_heads": 8, "tie_word_embeddings": True}),
     "olmo2-bias": ("olmo2", {"attention_bias": True}),
+    "olmo3": ("olmo3", {"sliding_window": 7, "num_hidden_layers": 4}),
+    "olmo3-features": (
+        "olmo3",
+        {
+            "sliding_window": 7,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "attention_bias": True,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                    "rope_theta": 5e5,
+                    "attention_factor": 1.1,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            },
+        },
+    ),
     "mixtral": ("mixtral", _MIXTRAL),
     "mixtral-window": ("mixtral", {**_MIXTRAL, "sliding_window": 7, "tie_word_embeddings": True}),
     "qwen2-moe": ("qwen2_moe", _QWEN2_MOE),
