@@ -85,6 +85,8 @@ def _renamed(name: str, kind: str) -> str:
         "mixtral": {"block_sparse_moe": "mlp", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."},
         "gpt_oss": {"mlp.router": "mlp.gate"},
         "gemma2": {**_OUTPUT_NORMS, "pre_feedforward_layernorm": "post_attention_layernorm"},
+        "olmo2": _OUTPUT_NORMS,
+        "olmo3": _OUTPUT_NORMS,
         "gemma3_text": {**_OUTPUT_NORMS, "pre_feedforward_layernorm": "post_attention_layernorm"},
     }
     for old, new in changes.get(kind, {}).items():

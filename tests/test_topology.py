@@ -50,6 +50,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {"head_dim": 8, "pad_token_id": 0}),
     "gemma2": ("gemma2", {"head_dim": 8, "pad_token_id": 0}),
     "gemma3": ("gemma3_text", {"head_dim": 8, "pad_token_id": 0}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {"num_hidden_layers": 4}),
     "phi3": ("phi3", {"pad_token_id": 0}),
     "deepseek-v3": ("deepseek_v3", {**_DEEPSEEK, "q_lora_rank": 12}),
     "deepseek-v3-lite": ("deepseek_v3", {**_DEEPSEEK, "q_lora_rank": None}),
