@@ -78,13 +78,13 @@ def test_rotary_rows_go_back_to_their_order(
     _require_same(_convert(source, tmp_path / "quantized"), source)
 
 
-@pytest.mark.parametrize("case", ["mixtral", "deepseek-v3", "gpt-oss"])
+@pytest.mark.parametrize("case", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "deepseek-v3", "gpt-oss"])
 def test_stacked_experts_are_written_as_the_family_has_them(case: str, tmp_path: Path) -> None:
     own = oracle.save(make(case), tmp_path / "own")
     _require_same(_convert(restacked(case, tmp_path / "stacked"), tmp_path / "made"), own)
 
 
-@pytest.mark.parametrize("case", ["phi3", "mixtral", "gemma2"])
+@pytest.mark.parametrize("case", ["phi3", "mixtral", "gemma2", "olmoe", "qwen2-moe"])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_a_quantized_folder_is_written_as_it_was(scheme: QuantScheme, case: str, tmp_path: Path) -> None:
     source = oracle.save(make(case), tmp_path / "source")
