@@ -131,9 +131,6 @@ def starved_experts(records: Mapping[str, Mapping[str, object]], config: ModelCo
         f"{len(found)} of {len(experts)} experts were sent fewer calibration tokens than a layer of theirs has inputs"
     )
     line += f", {never} of them none" if never else ""
-    line += "; they were calibrated on all tokens" if rounded < len(found) else ""
-    if rounded:
-        line += (
-            f"; {'even all' if rounded == len(found) else f'for {rounded} even these'} are too few: rounded to nearest"
-        )
+    line += "; they were calibrated on all tokens"
+    line += f", or rounded to nearest where even these are fewer ({rounded} experts)" if rounded else ""
     return [line]
