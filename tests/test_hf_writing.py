@@ -218,7 +218,7 @@ def test_a_run_stopped_within_a_tensor_goes_on_to_the_same_bytes(
         else (lambda dst, resume: _convert(folder, dst, resume=resume))
     )
     undisturbed = job(tmp_path / "undisturbed", False)
-    monkeypatch.setattr(writers, "_CHECKPOINT_BYTES", 1)
+    monkeypatch.setattr(writers, "_CHECKPOINT_BYTES", 0)
     load = HFCheckpoint.load
 
     def stopping(self: HFCheckpoint, name: str, *part: object) -> object:
