@@ -22,6 +22,7 @@ from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.container import Output
 from quantkit.formats.containers.hf_checkpoint import SETTINGS, HFCheckpoint
+from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.output import writer as writers
 from quantkit.formats.output.journal import NAME
 from quantkit.formats.output.writer import CheckpointWriter, Written
@@ -356,3 +357,20 @@ def test_of_experts_of_several_schemes_no_reader_but_quantkit_is_told(recipe: Re
         f"{tmp_path / 'other'}: transformers does not load experts of several schemes right (seen in 5.23); "
         "quantkit does"
     )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_meta_folder_is_refused_or_holds_the_same_tensors(case: str, tmp_path: Path) -> None:
+    source = oracle.save(make(case), tmp_path / "source")
+    if case not in ("llama", "phi3", "smollm3"):  # three layers of SmolLM3 all have rotary positions
+        with pytest.raises(UnsupportedError, match=r"^Meta's format cannot hold [^\n]*; convert to 'hf' instead$"):
+            quantkit.convert(source, tmp_path / "meta", to="meta", source_check=False)
+        assert not (tmp_path / "meta").exists()
+        return
+    quantkit.convert(source, tmp_path / "meta", to="meta", source_check=False)
+    made, own = open_checkpoint(tmp_path / "meta"), opened(source)
+    for name in own.names():
+        value, expected = made.load(name), own.load(name)
+        assert isinstance(value, Tensor)
+        assert isinstance(expected, Tensor)
+        assert torch.equal(value, expected), name
