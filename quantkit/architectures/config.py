@@ -92,6 +92,7 @@ class ModelConfig:
         norm_offset: what is added to every norm's weight.
         activation: of the feed-forward's gate: ``silu``, ``gelu_tanh`` or ``swiglu_oai``, gpt-oss's with its limits.
         activation_limit: what ``swiglu_oai`` clamps gate and up to.
+        activation_alpha: what it multiplies a gate by before the sigmoid.
         attention_scale: what products of queries and keys are multiplied by; None is 1 over the root of head_dim.
         attention_softcap, logit_softcap: what attention scores and logits are bent to stay below, by tanh.
         sinks: whether each head has a learnt logit that takes attention from all positions.
@@ -124,6 +125,7 @@ class ModelConfig:
     norm_offset: float = 0.0
     activation: str = "silu"
     activation_limit: float | None = None
+    activation_alpha: float = 1.702
     attention_scale: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
