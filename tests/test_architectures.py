@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from rows import together
 
 import quantkit
+from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.request import Request
@@ -27,6 +29,14 @@ ROPES: dict[str, dict[str, Any]] = {
     "yarn-options": {
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0,
         "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 1.2,
+    },
+}  # fmt: skip
+_PHI = {"pad_token_id": 0}
+_LONGROPE = {
+    "max_position_embeddings": 64, "original_max_position_embeddings": 26,
+    "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.3, 1.7],
+        "long_factor": [1.5, 2.9, 4.5, 7.3],
     },
 }  # fmt: skip
 _MOE = {"num_experts": 6, "num_experts_per_tok": 2}
@@ -51,6 +61,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-bias": ("qwen3", {"attention_bias": True}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
     "smollm3-window": ("smollm3", {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 5}),
+    "phi3": ("phi3", _PHI),
+    "phi3-window": ("phi3", {**_PHI, "sliding_window": 7, "tie_word_embeddings": True}),
+    "phi3-partial": ("phi3", {**_PHI, "partial_rotary_factor": 0.5}),
+    "phi3-longrope": ("phi3", {**_PHI, **_LONGROPE}),
+    "phi3-longrope-partial-window": (
+        "phi3",
+        {**_PHI, **_LONGROPE, "partial_rotary_factor": 0.5, "hidden_size": 128, "sliding_window": 7},
+    ),
     "mixtral": ("mixtral", _MIXTRAL),
     "mixtral-window": ("mixtral", {**_MIXTRAL, "sliding_window": 7, "tie_word_embeddings": True}),
     "qwen2-moe": ("qwen2_moe", _QWEN2_MOE),
@@ -89,6 +107,13 @@ FULLEST = list({kind: case for case, (kind, _) in CASES.items()}.values())
 """The last case of each family, which has most of its features."""
 
 
+def _endless(folder: Path) -> Decoder:
+    """The model in a folder, with no end tokens; some families have some where a config says none."""
+    model = load_model(folder, dtype=torch.float32)
+    model.config = replace(model.config, eos_token_ids=())
+    return model
+
+
 def _require_parity(model: Any, folder: Path, length: int = 40) -> None:
     ours = load_model(oracle.save(model, folder), dtype=torch.float32)
     tokens = oracle.random_tokens(length, batch=2)
@@ -115,8 +140,8 @@ def test_rope_scaling_equals_that_of_transformers(rope: str, length: int, tmp_pa
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_generation_through_the_cache_equals_that_of_transformers(case: str, tmp_path: Path) -> None:
     kind, changes = CASES[case]
-    model = oracle.make(kind, **changes, eos_token_id=None)
-    ours = load_model(oracle.save(model, tmp_path / "model"), dtype=torch.float32)
+    model = oracle.make(kind, **changes)
+    ours = _endless(oracle.save(model, tmp_path / "model"))
     prompt = oracle.random_tokens(9)
     found = list(quantkit.generate(ours, prompt[0].tolist(), max_new_tokens=20))
     assert found == oracle.greedy(model, prompt, 20)
@@ -125,14 +150,18 @@ def test_greedy_generation_through_the_cache_equals_that_of_transformers(case: s
 @pytest.mark.parametrize("case", FULLEST)
 def test_sequences_of_all_lengths_in_slots_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     kind, changes = CASES[case]
-    model = oracle.make(kind, **changes, eos_token_id=None)
-    ours = load_model(oracle.save(model, tmp_path / "model"), dtype=torch.float32)
+    model = oracle.make(kind, **changes)
+    ours = _endless(oracle.save(model, tmp_path / "model"))
     rows = oracle.random_tokens(23, batch=5)
     prompts = [row[:length].tolist() for row, length in zip(rows, (1, 9, 23, 4, 16), strict=True)]
     requests = [Request(prompt, 14, logprobs=0) for prompt in prompts]
     for index, found in enumerate(together(Engine(ours, 40, slots=3), requests)):
-        prompt = torch.tensor([prompts[index]])
-        assert found.token_ids == oracle.greedy(model, prompt, 14)
+        text = torch.tensor([[*prompts[index], *found.token_ids]])
+        assert found.token_ids == oracle.greedy(model, text[:, :-14], 14)
+        assert found.logprobs is not None
+        for place, told in enumerate(found.logprobs.tokens, text.shape[1] - 14):
+            expected = oracle.logits(model, text[:, :place])[0, -1].log_softmax(-1)[text[0, place]]
+            assert told == pytest.approx(float(expected), abs=1e-4)
 
 
 def test_cached_steps_give_the_logits_of_one_pass(tmp_path: Path) -> None:

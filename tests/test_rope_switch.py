@@ -12,7 +12,8 @@ import torch
 from rows import alone, together
 
 import quantkit
-from quantkit.errors import RequestError
+from quantkit.architectures.families import config_from_hf, config_to_hf
+from quantkit.errors import RequestError, UnsupportedError
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
 from quantkit.runtime import batch as scheduler
@@ -160,3 +161,23 @@ def test_through_xla_texts_end_at_it(model: Decoder) -> None:
         RequestError, match="exceed the length at which rotary positions switch; found 41, expected at most 40"
     ):
         checked_length(config, [3] * 31, 10, config.steady_context)
+
+
+@pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_old_configs_of_phi_3_are_read(key: str, name: str) -> None:
+    """Those of its first months call LongRoPE otherwise, and have its original context beside it."""
+    scaling = {key: name, **{part: _longrope(4)[part] for part in ("short_factor", "long_factor")}}
+    raw = {**oracle.SIZES, "model_type": "phi3", "rms_norm_eps": 1e-5, "rope_theta": 1e4, "rope_scaling": scaling}
+    found = config_from_hf({**raw, "original_max_position_embeddings": 32}, "config.json")
+    assert (found.rope.type, found.rope.original_context, found.rope.factor) == ("longrope", 32, 2.0)
+    assert config_from_hf(raw, "config.json").rope.original_context == 4096  # as in transformers
+    written = config_to_hf(found)
+    assert set(written["rope_scaling"]) == {"type", "short_factor", "long_factor"}  # all that older readers take
+    assert config_from_hf(written, "config.json") == found
+
+
+def test_other_scalings_of_phi_3_are_refused_as_in_transformers() -> None:
+    raw = {**oracle.SIZES, "model_type": "phi3", "rms_norm_eps": 1e-5, "rope_theta": 1e4}
+    with pytest.raises(UnsupportedError, match="rope type is not one of this family's"):
+        config_from_hf({**raw, "rope_scaling": {"type": "linear", "factor": 2.0}}, "config.json")
