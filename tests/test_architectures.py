@@ -105,6 +105,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 FULLEST = list({kind: case for case, (kind, _) in CASES.items()}.values())
 """The last case of each family, which has most of its features."""
+DENSE = [case for case in FULLEST if not {"num_experts", "num_local_experts"} & set(CASES[case][1])]
 
 
 def _endless(folder: Path) -> Decoder:
