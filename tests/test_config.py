@@ -29,6 +29,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-attention-bias": ("llama", {"attention_bias": True}),
     "llama-head-dim": ("llama", {"head_dim": 32}),
     "llama-ends": ("llama", {"eos_token_id": [2, 5, 9], "bos_token_id": None}),
+    "granite": ("granite", {}),
+    "granite-multipliers": (
+        "granite",
+        {
+            "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.015625,
+            "logits_scaling": 7.3, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True,
+        },
+    ),
     "mistral-window": ("mistral", {"sliding_window": 7}),
     "mistral-default": ("mistral", {}),
     "mistral-no-window": ("mistral", {"sliding_window": None}),
@@ -119,9 +127,16 @@ def _require_same_meaning(ours: ModelConfig, theirs: Any) -> None:
         if kind not in ropes or kind in theirs.layer_types:
             assert rope.theta == ropes.get(kind, ropes)["rope_theta"]
             assert rope.type == ropes.get(kind, ropes)["rope_type"]
+            partial = ropes.get(kind, ropes).get("partial_rotary_factor", 1)
+            assert (rope.rotary_dim or ours.head_dim) == ours.head_dim * partial
     assert {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}[ours.activation] == _activation(theirs)
     scale = ours.head_dim**-0.5 if ours.attention_scale is None else ours.attention_scale
-    assert scale == getattr(theirs, "query_pre_attn_scalar", ours.head_dim) ** -0.5
+    assert scale == getattr(
+        theirs, "attention_multiplier", getattr(theirs, "query_pre_attn_scalar", ours.head_dim) ** -0.5
+    )
+    assert ours.embedding_multiplier == getattr(theirs, "embedding_multiplier", 1)
+    assert ours.residual_multiplier == getattr(theirs, "residual_multiplier", 1)
+    assert ours.logit_multiplier == 1 / getattr(theirs, "logits_scaling", 1)
     assert ours.attention_softcap == getattr(theirs, "attn_logit_softcapping", None)
     assert ours.logit_softcap == getattr(theirs, "final_logit_softcapping", None)
     assert ours.qkv_bias == (theirs.model_type == "qwen2" or getattr(theirs, "attention_bias", False))
@@ -224,8 +239,11 @@ OPTIONAL = [
     ("llama", "tie_word_embeddings"),
     ("llama", "attention_bias"),
     ("llama", "mlp_bias"),
+    *(("granite", f"{what}_multiplier") for what in ("embedding", "residual", "attention")),
+    *(("granite", key) for key in ("num_key_value_heads", "attention_bias", "mlp_bias", "logits_scaling")),
     ("mistral", "head_dim"),
     ("mistral", "sliding_window"),
+    *(("phi3", key) for key in ("num_key_value_heads", "rope_parameters", "tie_word_embeddings", "sliding_window")),
     ("qwen2", "layer_types"),
     ("qwen2", "use_sliding_window"),
     ("qwen2", "sliding_window"),
