@@ -31,6 +31,7 @@ ROPES: dict[str, dict[str, Any]] = {
         "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 1.2,
     },
 }  # fmt: skip
+_GLM = {"head_dim": 16, "pad_token_id": 0}
 _PHI = {"pad_token_id": 0}
 _LONGROPE = {
     "max_position_embeddings": 64, "original_max_position_embeddings": 26,
@@ -53,6 +54,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-head-dim": ("llama", {"head_dim": 16}),
+    "glm-whole": ("glm", {**_GLM, "rope_parameters": {"partial_rotary_factor": 1.0}, "tie_word_embeddings": True}),
+    "glm-bare": ("glm", {**_GLM, "attention_bias": False}),
+    "glm": ("glm", _GLM),
     "granite": ("granite", {}),
     "granite-multipliers": (
         "granite",

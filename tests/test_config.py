@@ -30,6 +30,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-attention-bias": ("llama", {"attention_bias": True}),
     "llama-head-dim": ("llama", {"head_dim": 32}),
     "llama-ends": ("llama", {"eos_token_id": [2, 5, 9], "bos_token_id": None}),
+    "glm": ("glm", {"head_dim": 16}),
+    "glm-whole": (
+        "glm", {"head_dim": 16, "attention_bias": False, "rope_parameters": {"partial_rotary_factor": 1.0}}
+    ),
+    "glm-quarter": (
+        "glm",
+        {
+            "head_dim": 16, "tie_word_embeddings": True,
+            "rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 5000.0},
+        },
+    ),
     "granite": ("granite", {}),
     "granite-multipliers": (
         "granite",
@@ -166,7 +177,7 @@ def _require_same_meaning(ours: ModelConfig, theirs: Any) -> None:
     assert ours.attention_softcap == getattr(theirs, "attn_logit_softcapping", None)
     assert ours.logit_softcap == getattr(theirs, "final_logit_softcapping", None)
     assert ours.qkv_bias == (theirs.model_type == "qwen2" or getattr(theirs, "attention_bias", False))
-    assert ours.output_bias == getattr(theirs, "attention_bias", False)
+    assert ours.output_bias == (getattr(theirs, "attention_bias", False) and theirs.model_type[:3] != "glm")
     assert ours.mlp_bias == getattr(theirs, "mlp_bias", False)
     assert ours.bos_token_id == theirs.bos_token_id
     ends = theirs.eos_token_id
@@ -283,6 +294,7 @@ OPTIONAL = [
     ("llama", "tie_word_embeddings"),
     ("llama", "attention_bias"),
     ("llama", "mlp_bias"),
+    *(("glm", key) for key in ("head_dim", "attention_bias", "rope_parameters")),
     *(("granite", f"{what}_multiplier") for what in ("embedding", "residual", "attention")),
     *(("granite", key) for key in ("num_key_value_heads", "attention_bias", "mlp_bias", "logits_scaling")),
     ("mistral", "head_dim"),

@@ -70,6 +70,11 @@ def _expected(folder: Path, checkpoint: HFCheckpoint) -> dict[str, Tensor]:
                 linears = {"gate_proj": matrix[..., ::2], "up_proj": matrix[..., 1::2]}
                 for linear, part in linears.items() if leaf == "gate_up_proj" else [("down_proj", matrix)]:
                     found[f"{module}.{expert}.{linear}.{kind}"] = part.t() if part.ndim == 2 else part
+        elif config.architecture[:3] == "glm" and module.endswith(("q_proj", "k_proj")):
+            half = config.head_dim // 2  # of each head turns, in pairs side by side
+            heads = torch.unflatten(tensor, 0, (-1, config.head_dim))
+            turned, (first, second) = heads[:, :half], heads[:, half:].chunk(2, dim=1)
+            found[name] = torch.cat((turned[:, ::2], first, turned[:, 1::2], second), dim=1).flatten(0, 1)
         else:
             found[_renamed(name, config.architecture)] = tensor
     return found

@@ -40,6 +40,7 @@ _DEEPSEEK = {
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "glm": ("glm", {"head_dim": 16, "pad_token_id": 0}),
     "granite": ("granite", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("mistral", {}),
     "qwen2": ("qwen2", {}),
