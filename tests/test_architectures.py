@@ -57,6 +57,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm-whole": ("glm", {**_GLM, "rope_parameters": {"partial_rotary_factor": 1.0}, "tie_word_embeddings": True}),
     "glm-bare": ("glm", {**_GLM, "attention_bias": False}),
     "glm": ("glm", _GLM),
+    "glm4-whole": ("glm4", {**_GLM, "rope_parameters": {"partial_rotary_factor": 1.0}, "tie_word_embeddings": True}),
+    "glm4-bare": ("glm4", {**_GLM, "attention_bias": False}),
+    "glm4": ("glm4", _GLM),
     "granite": ("granite", {}),
     "granite-multipliers": (
         "granite",

@@ -41,6 +41,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 5000.0},
         },
     ),
+    "glm4": ("glm4", {"head_dim": 16}),
+    "glm4-whole": (
+        "glm4", {"head_dim": 16, "attention_bias": False, "rope_parameters": {"partial_rotary_factor": 1.0}}
+    ),
     "granite": ("granite", {}),
     "granite-multipliers": (
         "granite",
@@ -295,6 +299,7 @@ OPTIONAL = [
     ("llama", "attention_bias"),
     ("llama", "mlp_bias"),
     *(("glm", key) for key in ("head_dim", "attention_bias", "rope_parameters")),
+    *(("glm4", key) for key in ("head_dim", "attention_bias", "rope_parameters")),
     *(("granite", f"{what}_multiplier") for what in ("embedding", "residual", "attention")),
     *(("granite", key) for key in ("num_key_value_heads", "attention_bias", "mlp_bias", "logits_scaling")),
     ("mistral", "head_dim"),

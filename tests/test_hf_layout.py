@@ -89,9 +89,12 @@ def _renamed(name: str, kind: str) -> str:
     changes = {
         "mixtral": {"block_sparse_moe": "mlp", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."},
         "gpt_oss": {"mlp.router": "mlp.gate"},
+        "glm4": {
+            "post_self_attn_layernorm": "attention_output_layernorm", "post_mlp_layernorm": "mlp_output_layernorm",
+        },
         "gemma2": {**_OUTPUT_NORMS, "pre_feedforward_layernorm": "post_attention_layernorm"},
         "gemma3_text": {**_OUTPUT_NORMS, "pre_feedforward_layernorm": "post_attention_layernorm"},
-    }
+    }  # fmt: skip
     for old, new in changes.get(kind, {}).items():
         if old in name:
             name = name.replace(old, new)
