@@ -32,6 +32,13 @@ ROPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 _GLM = {"head_dim": 16, "pad_token_id": 0}
+_SCALED_QUERIES = {
+    "rope_type": "default", "rope_theta": 10000.0, "original_max_position_embeddings": 12, "llama_4_scaling_beta": 0.5,
+}  # fmt: skip
+_MINISTRAL = {
+    "head_dim": 16, "pad_token_id": 0,
+    "rope_parameters": {**ROPES["yarn"], **_SCALED_QUERIES, "rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0},
+}  # fmt: skip
 _PHI = {"pad_token_id": 0}
 _LONGROPE = {
     "max_position_embeddings": 64, "original_max_position_embeddings": 26,
@@ -73,6 +80,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "ministral3": ("ministral3", {**_MINISTRAL, "tie_word_embeddings": True}),
+    "ministral3-default": ("ministral3", {**_MINISTRAL, "rope_parameters": _SCALED_QUERIES}),
+    "ministral3-window": ("ministral3", {**_MINISTRAL, "sliding_window": 7}),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral-window": ("mistral", {"sliding_window": 7}),
     "qwen2": ("qwen2", {}),

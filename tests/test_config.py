@@ -23,6 +23,13 @@ _LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.3, 1.7],
     "long_factor": [1.5, 2.9, 4.5, 7.3],
 }  # fmt: skip
+_SCALED_QUERIES = {
+    "rope_type": "default", "rope_theta": 1e6, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3,
+}  # fmt: skip
+_MINISTRAL = {
+    **_SCALED_QUERIES, "rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}  # fmt: skip
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-mha": ("llama", {"num_key_value_heads": None}),
@@ -53,6 +60,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 7.3, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True,
         },
     ),
+    "ministral3": ("ministral3", {"head_dim": 16, "rope_parameters": _MINISTRAL}),
+    "ministral3-window": ("ministral3", {"sliding_window": 7, "rope_parameters": _SCALED_QUERIES}),
     "mistral-window": ("mistral", {"sliding_window": 7}),
     "mistral-default": ("mistral", {}),
     "mistral-no-window": ("mistral", {"sliding_window": None}),
@@ -169,6 +178,7 @@ def _require_same_meaning(ours: ModelConfig, theirs: Any) -> None:
             assert rope.type == ropes.get(kind, ropes)["rope_type"]
             partial = ropes.get(kind, ropes).get("partial_rotary_factor", 1)
             assert (rope.rotary_dim or ours.head_dim) == ours.head_dim * partial
+            assert rope.query_scaling_beta == ropes.get(kind, ropes).get("llama_4_scaling_beta")
     assert {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}[ours.activation] == _activation(theirs)
     scale = ours.head_dim**-0.5 if ours.attention_scale is None else ours.attention_scale
     assert scale == getattr(
@@ -302,6 +312,7 @@ OPTIONAL = [
     *(("glm4", key) for key in ("head_dim", "attention_bias", "rope_parameters")),
     *(("granite", f"{what}_multiplier") for what in ("embedding", "residual", "attention")),
     *(("granite", key) for key in ("num_key_value_heads", "attention_bias", "mlp_bias", "logits_scaling")),
+    *(("ministral3", key) for key in ("head_dim", "rope_parameters", "sliding_window", "tie_word_embeddings")),
     ("mistral", "head_dim"),
     ("mistral", "sliding_window"),
     *(("phi3", key) for key in ("num_key_value_heads", "rope_parameters", "tie_word_embeddings", "sliding_window")),
