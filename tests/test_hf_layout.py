@@ -70,6 +70,11 @@ def _expected(folder: Path, checkpoint: HFCheckpoint) -> dict[str, Tensor]:
                 linears = {"gate_proj": matrix[..., ::2], "up_proj": matrix[..., 1::2]}
                 for linear, part in linears.items() if leaf == "gate_up_proj" else [("down_proj", matrix)]:
                     found[f"{module}.{expert}.{linear}.{kind}"] = part.t() if part.ndim == 2 else part
+        elif config.architecture[:3] == "glm" and module.endswith(("q_proj", "k_proj")):
+            half = config.head_dim // 2  # of each head turns, in pairs side by side
+            heads = torch.unflatten(tensor, 0, (-1, config.head_dim))
+            turned, (first, second) = heads[:, :half], heads[:, half:].chunk(2, dim=1)
+            found[name] = torch.cat((turned[:, ::2], first, turned[:, 1::2], second), dim=1).flatten(0, 1)
         else:
             found[_renamed(name, config.architecture)] = tensor
     return found
@@ -85,11 +90,14 @@ def _renamed(name: str, kind: str) -> str:
         "mixtral": {"block_sparse_moe": "mlp", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."},
         "gpt_oss": {"mlp.router": "mlp.gate"},
         "qwen2_moe": {"mlp.shared_expert.": "mlp.shared_experts."},
+        "glm4": {
+            "post_self_attn_layernorm": "attention_output_layernorm", "post_mlp_layernorm": "mlp_output_layernorm",
+        },
         "gemma2": {**_OUTPUT_NORMS, "pre_feedforward_layernorm": "post_attention_layernorm"},
         "olmo2": _OUTPUT_NORMS,
         "olmo3": _OUTPUT_NORMS,
         "gemma3_text": {**_OUTPUT_NORMS, "pre_feedforward_layernorm": "post_attention_layernorm"},
-    }
+    }  # fmt: skip
     for old, new in changes.get(kind, {}).items():
         if old in name:
             name = name.replace(old, new)

@@ -40,6 +40,10 @@ _DEEPSEEK = {
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "glm": ("glm", {"head_dim": 16, "pad_token_id": 0}),
+    "glm4": ("glm4", {"head_dim": 16, "pad_token_id": 0}),
+    "granite": ("granite", {"attention_bias": True, "mlp_bias": True}),
+    "ministral3": ("ministral3", {"head_dim": 16, "pad_token_id": 0}),
     "mistral": ("mistral", {}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
