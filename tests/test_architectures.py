@@ -8,9 +8,12 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from rows import together
 
 import quantkit
 from quantkit.model.load import load_model
+from quantkit.runtime.engine import Engine
+from quantkit.runtime.request import Request
 
 ROPES: dict[str, dict[str, Any]] = {
     "theta": {"rope_type": "default", "rope_theta": 500000.0},
@@ -113,6 +116,20 @@ def test_greedy_generation_through_the_cache_equals_that_of_transformers(case: s
     prompt = oracle.random_tokens(9)
     found = list(quantkit.generate(ours, prompt[0].tolist(), max_new_tokens=20))
     assert found == oracle.greedy(model, prompt, 20)
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.startswith(("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "gpt-oss"))]
+)
+def test_sequences_that_share_an_engine_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    kind, changes = CASES[case]
+    model = oracle.make(kind, **changes, eos_token_id=None)
+    ours = load_model(oracle.save(model, tmp_path / "model"), dtype=torch.float32)
+    prompts = [row[:length] for row, length in zip(oracle.random_tokens(20, batch=4), (1, 20, 9, 4), strict=True)]
+    requests = [Request(prompt.tolist(), 6 + 4 * number) for number, prompt in enumerate(prompts)]
+    found = together(Engine(ours, 40, slots=3), requests)
+    for one, prompt, request in zip(found, prompts, requests, strict=True):
+        assert one.token_ids == oracle.greedy(model, prompt.unsqueeze(0), request.max_new_tokens)
 
 
 def test_cached_steps_give_the_logits_of_one_pass(tmp_path: Path) -> None:

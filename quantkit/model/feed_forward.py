@@ -5,6 +5,8 @@ N tokens, D hidden size, F inner size, E experts, K experts a token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -77,6 +79,7 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(
             MLP(config, experts.size, bias=experts.bias, site="expert.out") for _ in range(experts.count)
         )
+        self.sum: Callable[[Tensor], Tensor] | None = None  # of what the processes give that share the experts
         self.shared_experts = self.shared_expert_gate = None
         if experts.shared_size:
             self.shared_experts = MLP(config, experts.shared_size, bias=False, site="shared_expert.out")
@@ -93,7 +96,8 @@ class Experts(nn.Module):
         weights, chosen = self.route(x)
         out = self.routed(x.flatten(0, -2), weights.flatten(0, -2), chosen.flatten(0, -2)).view(x.shape)
         shared = self.shared(x, tap)
-        return out if shared is None else out + shared
+        out = out if shared is None else out + shared
+        return out if self.sum is None else self.sum(out)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The shares, float32 [..., K], and numbers [..., K] of the experts chosen for tokens [..., D]."""
