@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.topology import Parameter, parameters
+from quantkit.architectures.disk import experts_set_apart, parameters_as_written
+from quantkit.architectures.topology import Parameter
 from quantkit.arguments import as_path, as_texts
 from quantkit.calibration.quantizers import TensorBlock
 from quantkit.errors import RequestError, UnsupportedError
@@ -54,6 +55,11 @@ def prepare(
     notes += [f"{source.path}: {line}" for line in misfits]
     if not all(scheme.symmetric for scheme in scheme_map.schemes.values()):
         notes.append(f"{dst}: transformers does not load zero points in this format (seen in 5.23); quantkit does")
+    if experts_set_apart(source.config, scheme_map.schemes):
+        notes.append(
+            f"{dst}: transformers does not load quantized experts of {source.config.architecture} and makes up weights "
+            "in their place (seen in 5.23); quantkit loads them"
+        )
     return source, scheme_map, tokenizer, notes
 
 
@@ -71,7 +77,7 @@ def tensor_blocks(source: Checkpoint, schemes: Mapping[str, QuantScheme]) -> lis
             return TensorSpec(name, shape, scale_dtype, schemes[parameter.module])
         return TensorSpec(name, shape, source.info(name).dtype)
 
-    by_layer = itertools.groupby(parameters(source.config), key=lambda parameter: parameter.layer)
+    by_layer = itertools.groupby(parameters_as_written(source.config, schemes), key=lambda parameter: parameter.layer)
     return [TensorBlock(layer, tuple(map(spec, block))) for layer, block in by_layer]
 
 

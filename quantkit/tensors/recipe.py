@@ -6,6 +6,7 @@ import fnmatch
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from quantkit.arguments import as_path, as_text, as_texts, require_instance, wrong_type
@@ -103,30 +104,37 @@ class Recipe:
         """This recipe with more layers kept as floats."""
         return Recipe(self.default, self.overrides + tuple(Override(p, None) for p in as_texts("patterns", patterns)))
 
-    def requested(self, module: str) -> QuantScheme | None:
-        """What the recipe asks for one module, before the shape is looked at."""
+    def requested(self, module: str, on_disk: str | None = None) -> QuantScheme | None:
+        """What the recipe asks for one module, before the shape is looked at.
+
+        Args:
+            on_disk: what it is called there, if otherwise; patterns match either name.
+        """
         for override in reversed(self.overrides):
-            if override.matches(module):
+            if override.matches(module) or (on_disk is not None and override.matches(on_disk)):
                 return override.scheme
         return None if module == "lm_head" else self.default
 
-    def assign(self, columns: Mapping[str, int]) -> dict[str, QuantScheme]:
+    def assign(
+        self, columns: Mapping[str, int], on_disk: Mapping[str, str] = MappingProxyType({})
+    ) -> dict[str, QuantScheme]:
         """The scheme of every module that gets one, fitted to its columns.
 
         Args:
             columns: every linear module by name with its number of inputs.
+            on_disk: what modules are called there, where otherwise.
 
         Raises:
             RequestError: if an override matches no module.
         """
         for override in self.overrides:
-            if not any(override.matches(module) for module in columns):
+            if not any(override.matches(name) for name in (*columns, *on_disk.values())):
                 raise RequestError(
                     "pattern matches no linear layer",
                     found=shown(override.pattern),
                     expected="a glob such as 'model.layers.0.*' or '*.down_proj'",
                 )
-        requested = {module: self.requested(module) for module in columns}
+        requested = {module: self.requested(module, on_disk.get(module)) for module in columns}
         return {m: s.fitted(columns[m]) for m, s in requested.items() if s is not None}
 
 

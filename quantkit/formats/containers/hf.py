@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.disk import DiskTensor, disk_tensors
 from quantkit.architectures.families import config_to_hf
-from quantkit.architectures.topology import linear_columns
+from quantkit.architectures.topology import parameters
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.container import Output
 from quantkit.formats.containers.hf_checkpoint import SETTINGS, HFCheckpoint, index_path, read_codecs, weight_kinds
@@ -57,20 +58,25 @@ class HuggingFace:
         Raises:
             CheckpointError, UnsupportedError: see `QuantMethod.read_settings`.
         """
-        _, codecs = read_codecs(raw, linear_columns(config), path, self.methods)
-        return {module: codec.scheme for module, codec in codecs.items() if codec.scheme is not None}
+        tensors = {tensor.module: tensor for tensor in _with_experts_apart(config) if tensor.quantizable}
+        _, codecs = read_codecs(raw, tensors, path, self.methods)
+        return {
+            part.removesuffix(".weight"): codec.scheme
+            for module, codec in codecs.items()
+            if codec.scheme is not None
+            for part in tensors[module].parts
+        }
 
     def encoder(self, output: Output) -> SafetensorsEncoder:
         from quantkit.formats.containers.hf_encoder import SafetensorsEncoder
 
-        return SafetensorsEncoder(output.planned, output.shard_bytes, output.method or self._native)
+        return SafetensorsEncoder(output.planned, output.config, output.shard_bytes, output.method or self._native)
 
     def side_files(self, output: Output) -> dict[str, bytes | Path]:
         source, config = output.source, output.config
         raw: dict[str, Any] = {**source.extra_config, **config_to_hf(config)}
         if output.schemes:
-            modules = linear_columns(replace(config, tied_embeddings=False))
-            raw[SETTINGS] = (output.method or self._native).write_settings(output.schemes, modules)
+            raw[SETTINGS] = (output.method or self._native).write_settings(*_on_disk(output.schemes, config))
         files: dict[str, bytes | Path] = {self.config_file: json_bytes(raw)}
         files.update(present(source.path, TOKENIZER_FILES + OTHER_FILES))
         if source.format != self.name:
@@ -81,6 +87,20 @@ class HuggingFace:
 
     def notes(self, output: Output) -> list[str]:
         return []
+
+
+def _with_experts_apart(config: ModelConfig) -> list[DiskTensor]:
+    """The tensors of a folder where every expert has modules of its own."""
+    return disk_tensors(config, {p.module for p in parameters(config) if p.expert is not None})
+
+
+def _on_disk(
+    schemes: Mapping[str, QuantScheme], config: ModelConfig
+) -> tuple[dict[str, QuantScheme], list[str]]:  # fmt: skip
+    """The schemes by the names of modules on disk, and those of all linears, a tied head and routers among them."""
+    tensors = [t for t in disk_tensors(replace(config, tied_embeddings=False), schemes) if t.linear is not None]
+    found = {tensor.module: schemes.get(tensor.parts[0].removesuffix(".weight")) for tensor in tensors}
+    return {module: scheme for module, scheme in found.items() if scheme is not None}, list(found)
 
 
 def _exported_tokenizer(folder: Path) -> dict[str, bytes]:

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit.architectures.disk import DiskTensor, Place, disk_name, found_tensors
+from quantkit.architectures.disk import DiskTensor, Place, disk_name, experts_set_apart, found_tensors
 from quantkit.architectures.families import config_from_hf, config_to_hf
 from quantkit.architectures.names import split_derived
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.formats.checkpoint import require_tensors
+from quantkit.formats.checkpoint import require_tensors, schemes
 from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule
 from quantkit.formats.containers.hf_parts import decode, read_floats
 from quantkit.formats.files import pth_io, safetensors_io
@@ -114,6 +114,8 @@ class HFCheckpoint:
     def readers(self) -> str:
         if self._method is None or not self._codecs:
             return "quantkit, transformers, vLLM"
+        if experts_set_apart(self.config, schemes(self)):
+            return "quantkit"
         return f"quantkit, {self._method.readers(codec.scheme for codec in self._codecs.values())}"
 
     def _raw(self, tensor: DiskTensor) -> RawModule:
@@ -121,7 +123,7 @@ class HFCheckpoint:
 
     def _may_have_codec(self, tensor: DiskTensor) -> bool:
         """Whether a codec may hold a tensor: a linear's weight, or all experts that are not there as floats."""
-        return tensor.linear or (tensor.stacked is not None and tensor.name not in self._stored)
+        return tensor.quantizable or (tensor.stacked is not None and tensor.name not in self._stored)
 
     def _read_headers(self, kind: str) -> None:
         index = index_path(self.path, kind)
