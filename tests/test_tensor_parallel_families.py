@@ -34,7 +34,7 @@ CASES = {
     "qwen3-moe": Case("qwen3-moe-dense-layer", 7),
     "qwen3-moe-int4": Case("qwen3-moe", 7, "int4-g32", {"moe_intermediate_size": 128}),
     "qwen2-moe": Case("qwen2-moe", 7),
-    # "qwen2-moe-int8": Case("qwen2-moe-step-window", 7, "int8"),
+    "qwen2-moe-int8": Case("qwen2-moe-step-window", 7, "int8"),
     "mixtral-int4": Case("mixtral-window", 7, "int4-g32", {"intermediate_size": 128}),
     "olmoe": Case("olmoe-clip", 10),
     "olmoe-int4": Case("olmoe", 10, "int4-g32", _WIDE),

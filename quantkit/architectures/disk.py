@@ -167,6 +167,18 @@ def experts_set_apart(config: ModelConfig, quantized: Collection[str]) -> bool:
     return bool(stacked) and any(p.expert is not None and p.module in quantized for p in parameters(config))
 
 
+def experts_differ(config: ModelConfig, schemes: Mapping[str, object]) -> bool:
+    """Whether, in a folder with quantized modules, some experts have another scheme than others, or none; floats of
+    all in one tensor aside.
+
+    Args:
+        schemes: by canonical names of modules.
+    """
+    found = {schemes.get(p.module) for p in parameters(config) if p.expert is not None and p.is_linear_weight}
+    kept = None in found and not families()[config.architecture].stacked
+    return bool(schemes) and (len(found) > 1 or kept)
+
+
 def disk_name(config: ModelConfig, role: str) -> str:
     """The name on disk of the weight of a role outside the layers."""
     return families()[config.architecture].names.get(role, CANONICAL[role]) + ".weight"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.disk import experts_set_apart, parameters_as_written
+from quantkit.architectures.disk import experts_differ, experts_set_apart, parameters_as_written
 from quantkit.architectures.topology import Parameter
 from quantkit.arguments import as_path, as_texts
 from quantkit.calibration.quantizers import TensorBlock
@@ -59,6 +59,11 @@ def prepare(
         notes.append(
             f"{dst}: transformers does not load quantized experts of {source.config.architecture} and makes up weights "
             "in their place (seen in 5.23); quantkit loads them"
+        )
+    elif experts_differ(source.config, scheme_map.schemes):
+        notes.append(
+            f"{dst}: transformers takes all experts to have one scheme, and loads others wrong or not at all (seen in "
+            "5.23); quantkit loads them"
         )
     return source, scheme_map, tokenizer, notes
 

@@ -139,13 +139,13 @@ class CompressedTensors:
         """One scheme for linears of decoder blocks targets every ``Linear``. Otherwise each names its modules:
         compressed-tensors warns of targets that come behind ``Linear``, older vLLM puts the class before the names
         that q, k and v have before it fuses them, and vLLM's output head is no ``Linear``. Linears without a scheme
-        are listed under ``ignore``."""
+        are listed under ``ignore``. The group of experts comes first: transformers takes the first for theirs."""
         by_scheme: dict[QuantScheme, list[str]] = {}
         for module, scheme in schemes.items():
             by_scheme.setdefault(scheme, []).append(module)
         of_class = len(by_scheme) == 1 and "lm_head" not in schemes
         groups = {}
-        for index, (scheme, named) in enumerate(sorted(by_scheme.items(), key=lambda item: -len(item[1]))):
+        for index, (scheme, named) in enumerate(sorted(by_scheme.items(), key=_experts_first)):
             groups[f"group_{index}"] = {
                 "targets": ["Linear"] if of_class else named,
                 "weights": {
@@ -185,6 +185,12 @@ class _Group:
     name: str
     targets: Targets
     codec: PackQuantized
+
+
+def _experts_first(group: tuple[QuantScheme, list[str]]) -> tuple[bool, int]:
+    """What groups are sorted by: then comes the largest."""
+    modules = group[1]
+    return not any(".experts." in module for module in modules), -len(modules)
 
 
 def _agreed(module: str, groups: list[_Group], settings: Settings) -> Codec:
