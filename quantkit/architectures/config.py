@@ -163,6 +163,24 @@ class ModelConfig:
         )
 
     @property
+    def follows_length(self) -> bool:
+        """Whether the angles of rotary positions depend on the length of their sequence."""
+        return any(rope.follows_length for rope in (self.rope, self.window_rope or self.rope))
+
+    @property
+    def rope_switch(self) -> int | None:
+        """The longest sequence with LongRoPE's short factors, where there are longer ones: all positions of those turn
+        by other angles, so that keys in a cache must be computed anew."""
+        ropes = (self.rope, self.window_rope or self.rope)
+        ends = [rope.original_context for rope in ropes if rope.type == "longrope" and rope.original_context]
+        return min(ends) if ends and min(ends) < self.max_context else None
+
+    @property
+    def steady_context(self) -> int:
+        """Positions up to which no angle depends on the length of its sequence."""
+        return min(self.max_context, self.rope_switch or self.max_context)
+
+    @property
     def reach(self) -> int:
         """Positions that a sequence can have: past the trained context where the scaling grows with its length."""
         return int(self.max_context * (max(self.rope.factor, 1.0) if self.rope.type == "dynamic" else 1))

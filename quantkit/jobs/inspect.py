@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.architectures.rope import RopeConfig
 from quantkit.errors import CheckpointError
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import parameter_count
@@ -101,7 +102,6 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None) -> Inspectio
     specs = [checkpoint.info(name) for name in checkpoint.names()]
     size, bits_per_weight = weight_size(checkpoint)
     kinds = Counter(str(spec.dtype if spec.scheme is None else spec.scheme) for spec in specs)
-    rope = config.rope
     return Inspection(
         path=str(path),
         format=checkpoint.layout,
@@ -112,7 +112,7 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None) -> Inspectio
         kv_heads=config.num_kv_heads,
         vocabulary=config.vocab_size,
         context=config.max_context,
-        rope=f"theta {rope.theta:g}" + ("" if rope.type == "default" else f", {rope.type} x{rope.factor:g}"),
+        rope=_rope(config.rope) + (f"; {_rope(config.window_rope)} in a window" if config.window_rope else ""),
         tied_embeddings=config.tied_embeddings,
         parameters=parameter_count(checkpoint),
         weight_bytes=size,
@@ -123,6 +123,10 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None) -> Inspectio
         readers=checkpoint.readers(),
         notes=[*checkpoint.notes, *notes],
     )
+
+
+def _rope(rope: RopeConfig) -> str:
+    return f"theta {rope.theta:g}" + ("" if rope.type == "default" else f", {rope.type} x{rope.factor:g}")
 
 
 def _describe(tokenizer: Tokenizer) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import experts_differ, experts_set_apart, parameters_as_written
-from quantkit.architectures.topology import Parameter
+from quantkit.architectures.topology import Parameter, input_groups, layer_kinds, parameters, sizes
 from quantkit.arguments import as_path, as_texts
 from quantkit.calibration.quantizers import TensorBlock
 from quantkit.errors import RequestError, UnsupportedError
@@ -20,6 +20,7 @@ from quantkit.formats.output.staging import require_name, require_new_names
 from quantkit.jobs.scheme_map import SchemeMap
 from quantkit.json_values import shown
 from quantkit.tensors.dtypes import DType
+from quantkit.tensors.qtensor import ROUNDING
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 from quantkit.tensors.spec import TensorSpec
@@ -108,7 +109,39 @@ def _recipe(scheme: str | QuantScheme | Recipe) -> Recipe:
 
 def too_few_tokens(shape: Sequence[int], config: ModelConfig) -> list[str]:
     """A note where samples of a shape [N, T] cannot give a Hessian full rank."""
-    tokens, width = math.prod(shape), max(config.intermediate_size, config.hidden_size)
+    counts = sizes(config)
+    groups = (group for layer in layer_kinds(config) for group in input_groups(config, layer))
+    tokens, width = math.prod(shape), max(counts[group.linears[0].dims[1]] for group in groups)
     if tokens >= width:
         return []
     return [f"{tokens} calibration tokens are fewer than the widest layer's {width} inputs; give more `samples`"]
+
+
+def starved_experts(records: Mapping[str, Mapping[str, object]], config: ModelConfig) -> list[str]:
+    """A note where experts were sent too few calibration tokens.
+
+    Args:
+        records: what was found for tensors, by name.
+    """
+    found: dict[tuple[int | None, int], list[Mapping[str, object]]] = {}
+    experts = set()
+    for parameter in parameters(config):
+        if parameter.expert is not None:
+            experts.add((parameter.layer, parameter.expert))
+            record = records.get(parameter.name, {})
+            if record.get("tokens_from") == "all":
+                found.setdefault((parameter.layer, parameter.expert), []).append(record)
+    if not found:
+        return []
+    never = sum(any(record["routed_tokens"] == 0 for record in own) for own in found.values())
+    rounded = sum(any(record["solver"] == ROUNDING for record in own) for own in found.values())
+    line = (
+        f"{len(found)} of {len(experts)} experts were sent fewer calibration tokens than a layer of theirs has inputs"
+    )
+    line += f", {never} of them none" if never else ""
+    line += "; they were calibrated on all tokens" if rounded < len(found) else ""
+    if rounded:
+        line += (
+            f"; {'even all' if rounded == len(found) else f'for {rounded} even these'} are too few: rounded to nearest"
+        )
+    return [line]

@@ -110,6 +110,11 @@ class Experts(nn.Module):
     def routed(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """The weighted sum [N, D] of what the chosen experts [N, K] give for rows [N, D]."""
         out = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
+        if rows.is_cuda or torch.compiler.is_compiling():  # where what is computed cannot depend on the choice
+            shares = weights.new_zeros(len(rows), len(self.experts)).scatter_(1, chosen, weights)
+            for number, expert in enumerate(self.experts):
+                out += expert(rows).float() * shares[:, number : number + 1]
+            return out.to(rows.dtype)
         for number in sorted(set(chosen.flatten().tolist())):
             tokens, places = (chosen == number).nonzero(as_tuple=True)
             given = self.experts[number](rows[tokens]).float()
