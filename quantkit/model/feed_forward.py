@@ -80,6 +80,7 @@ class Experts(nn.Module):
             MLP(config, experts.size, bias=experts.bias, site="expert.out") for _ in range(experts.count)
         )
         self.sum: Callable[[Tensor], Tensor] | None = None  # of what the processes give that share the experts
+        self.bank: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None  # a kernel's `routed`
         self.shared_experts = self.shared_expert_gate = None
         if experts.shared_size:
             self.shared_experts = MLP(config, experts.shared_size, bias=False, site="shared_expert.out")
@@ -101,14 +102,20 @@ class Experts(nn.Module):
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The shares, float32 [..., K], and numbers [..., K] of the experts chosen for tokens [..., D]."""
-        shares = self.gate(x).float().softmax(-1)
+        shares = self.logits(x).softmax(-1)
         weights, chosen = shares.topk(self.config.per_token, dim=-1)
         if self.config.normalized:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights, chosen
 
+    def logits(self, x: Tensor) -> Tensor:
+        """What the router gives for tokens [..., D], float32 [..., E]."""
+        return _product(x, self.gate).float()
+
     def routed(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """The weighted sum [N, D] of what the chosen experts [N, K] give for rows [N, D]."""
+        if self.bank is not None:
+            return self.bank(rows, weights, chosen)
         out = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
         if rows.is_cuda or torch.compiler.is_compiling():  # where what is computed cannot depend on the choice
             shares = weights.new_zeros(len(rows), len(self.experts)).scatter_(1, chosen, weights)
@@ -127,4 +134,10 @@ class Experts(nn.Module):
             return None
         inner = self.shared_experts.inner(x, no_tap)
         out = self.shared_experts.output(inner, tap)
-        return out if self.shared_expert_gate is None else out * torch.sigmoid(self.shared_expert_gate(x))
+        return out if self.shared_expert_gate is None else out * torch.sigmoid(_product(x, self.shared_expert_gate))
+
+
+def _product(x: Tensor, linear: nn.Linear) -> Tensor:
+    """What a linear of floats gives for states of any dtype, in theirs."""
+    bias = None if linear.bias is None else linear.bias.to(x.dtype)
+    return F.linear(x, linear.weight.to(x.dtype), bias)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit.architectures.disk import DiskTensor, Place, disk_name, experts_differ, experts_set_apart, found_tensors
+from quantkit.architectures.disk import DiskTensor, Place, disk_name, found_tensors, unread_experts
 from quantkit.architectures.families import config_from_hf, config_to_hf
 from quantkit.architectures.names import split_derived
 from quantkit.architectures.topology import parameters
@@ -114,8 +114,7 @@ class HFCheckpoint:
     def readers(self) -> str:
         if self._method is None or not self._codecs:
             return "quantkit, transformers, vLLM"
-        found = schemes(self)
-        if experts_set_apart(self.config, found) or experts_differ(self.config, found):
+        if unread_experts(self.config, schemes(self)):
             return "quantkit"
         return f"quantkit, {self._method.readers(codec.scheme for codec in self._codecs.values())}"
 
