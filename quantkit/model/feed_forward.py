@@ -137,7 +137,10 @@ class Experts(nn.Module):
         return out if self.shared_expert_gate is None else out * torch.sigmoid(_product(x, self.shared_expert_gate))
 
 
-def _product(x: Tensor, linear: nn.Linear) -> Tensor:
+def _product(x: Tensor, linear: nn.Module) -> Tensor:
     """What a linear of floats gives for states of any dtype, in theirs."""
+    if not isinstance(linear, nn.Linear):  # its weight is on disk
+        given: Tensor = linear(x)
+        return given
     bias = None if linear.bias is None else linear.bias.to(x.dtype)
     return F.linear(x, linear.weight.to(x.dtype), bias)
