@@ -103,7 +103,7 @@ def test_who_loads_several_schemes_is_told(mix: str, tmp_path: Path) -> None:
     quantkit.quantize(source, tmp_path / "made", recipe, accept_quality_loss=True)
     loads = "transformers" in open_checkpoint(tmp_path / "made").readers()
     assert loads == (mix in {"attention", "attention kept", "shared kept"})
-    assert loads != any("transformers does not load experts of several schemes right" in note for note in notes)
+    assert loads != any("transformers does not load experts of" in note for note in notes)
     if loads:
         assert (_logits(tmp_path / "made", "reference") - _theirs(tmp_path / "made")).abs().max() < 1e-4
 
