@@ -181,11 +181,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_QWEN3_MOE, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 5},
     ),
     "olmoe": ("olmoe", _OLMOE),
-    "olmoe-clip": ("olmoe", {**_OLMOE, "clip_qkv": 0.5, "norm_topk_prob": True, "num_key_value_heads": 2}),
     "olmoe-bias": ("olmoe", {**_OLMOE, "attention_bias": True, "tie_word_embeddings": True}),
+    "olmoe-clip": (
+        "olmoe",
+        {**_OLMOE, "clip_qkv": 0.5, "norm_topk_prob": True, "num_key_value_heads": 2, "attention_bias": True},
+    ),
     "gpt-oss": ("gpt_oss", _GPT_OSS),
     "gpt-oss-square": ("gpt_oss", {**_GPT_OSS, "intermediate_size": 64, "attention_bias": False}),
-    "gpt-oss-limits": ("gpt_oss", {**_GPT_OSS, "swiglu_limit": 0.5, "swiglu_alpha": 1.1, "num_hidden_layers": 2}),
     "gpt-oss-full": (
         "gpt_oss",
         {
@@ -195,6 +197,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**ROPES["yarn"], "truncate": False},
         },
     ),
+    "gpt-oss-limits": ("gpt_oss", {**_GPT_OSS, "swiglu_limit": 0.5, "swiglu_alpha": 1.1, "num_hidden_layers": 2}),
 }
 
 

@@ -22,7 +22,7 @@ from quantkit.architectures.topology import (
     input_groups,
     linear_columns,
     parameters,
-    row_parallel_modules,
+    summed_modules,
 )
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.json_values import Settings
@@ -112,7 +112,7 @@ def test_the_groups_of_a_dense_block_follow_the_data(tmp_path: Path) -> None:
         "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
     }
-    assert row_parallel_modules(config)[:2] == ["model.layers.0.self_attn.o_proj", "model.layers.0.mlp.down_proj"]
+    assert summed_modules(config)[:2] == ["model.layers.0.self_attn.o_proj", "model.layers.0.mlp.down_proj"]
 
 
 def test_each_expert_has_inputs_of_its_own(tmp_path: Path) -> None:

@@ -158,19 +158,22 @@ def found_tensors(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], pa
 
 
 def unread_experts(config: ModelConfig, schemes: Mapping[str, object]) -> str | None:
-    """What transformers does not load right of a folder with quantized experts, in words; None if it does.
+    """What transformers does not load right of a folder with quantized modules, in words; None if it does.
 
-    It takes all experts for quantized alike, in families whose float folders have a tensor for each (seen in 5.23).
+    It takes all experts for quantized, and alike, in families whose float folders have a tensor for each (seen in
+    5.23).
 
     Args:
         schemes: of quantized modules, by canonical name.
     """
     found = {schemes.get(p.module) for p in parameters(config) if p.expert is not None and p.is_linear_weight}
-    if found <= {None}:
+    if not schemes or not found:
         return None
     if families()[config.architecture].stacked:
-        return f"quantized experts of {config.architecture}"
-    return "experts of several schemes" if len(found) > 1 else None
+        return None if found == {None} else f"quantized experts of {config.architecture}"
+    if len(found) > 1:
+        return "experts of several schemes"
+    return "experts of floats beside quantized layers" if None in found else None
 
 
 def disk_name(config: ModelConfig, role: str) -> str:
