@@ -258,6 +258,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(query, config.hidden_size, bias=config.output_bias)
         self.norms_heads = config.qk_norm == "head"
         self.q_norm = self.k_norm = None
+        self.shared_norms: nn.Module | None = None  # takes the place of both where processes share the width
         if config.qk_norm is not None:
             self.q_norm = rms_norm(config, config.head_dim if self.norms_heads else query)
             self.k_norm = rms_norm(config, config.head_dim if self.norms_heads else kv)
@@ -305,4 +306,6 @@ class Attention(nn.Module):
     def _normed(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
         if self.q_norm is None or self.k_norm is None:
             return queries, keys, values
+        if self.shared_norms is not None:
+            return *self.shared_norms(queries, keys), values
         return self.q_norm(queries), self.k_norm(keys), values
