@@ -41,10 +41,9 @@ def quantize_experts(
         NonFiniteError: if a weight or the inputs of a linear hold NaN or Inf.
     """
     states = streams.enter_experts(pair.quantized)
-    counts, followed = states.token_counts()
-    for count in (counts, followed):
-        processes.sum_(count)
-    work = _ExpertWork(pair, states, processes, counts.tolist(), followed.tolist())
+    counts = states.token_counts()
+    processes.sum_(counts)
+    work = _ExpertWork(pair, states, processes, counts.tolist())
     owners = [list(own) for _, own in itertools.groupby(groups, key=_owner)]
     results: dict[str, Result] = {}
     for done, own in enumerate(owners):
@@ -67,13 +66,11 @@ class Tokens:
         count: how many tokens.
         everyone: whether they are all tokens, since too few are sent to the expert.
         sent: how many are.
-        paired: how many of `count` the float stream follows.
     """
 
     count: int
     everyone: bool
     sent: int
-    paired: int
 
     def record(self) -> dict[str, object]:
         """What the manifest says of them."""
@@ -87,14 +84,13 @@ class _ExpertWork:
     """The experts of a block.
 
     Attributes:
-        counts, followed: tokens by expert, and last of all, in all processes; and those that the float stream follows.
+        counts: tokens by expert, and last of all, in all processes.
     """
 
     pair: BlockPair
     states: ExpertStreams
     processes: ProcessGroup
     counts: Sequence[int]
-    followed: Sequence[int]
 
     def expert(self, groups: Sequence[InputGroup], finished: Finished | None) -> dict[str, Result]:
         """The results of one expert, by tensor name, or of the shared ones."""
@@ -122,8 +118,6 @@ class _ExpertWork:
         for piece in self.states.pieces(group.expert, everyone=tokens.everyone):
             _take_up(piece, group, floats, quantized, statistics)
         statistics.finish(self.processes)
-        if group.expert is not None and tokens.paired < linear_of(self.pair.floats, group.modules[0]).in_features:
-            statistics.drift.zero_()  # so few tell noise
         solved = self.pair.solve(group, statistics)
         record = {} if group.expert is None else tokens.record()
         return {module: (codes, {**found, **record}) for module, (codes, found) in solved.items()}
@@ -131,12 +125,10 @@ class _ExpertWork:
     def _tokens(self, group: InputGroup) -> Tokens:
         """What a group is calibrated on; shared experts get all tokens in any case."""
         number = group.expert
-        if number is None:
-            return Tokens(self.counts[-1], False, self.counts[-1], self.followed[-1])
-        sent = self.counts[number]
-        if sent < ENOUGH * linear_of(self.pair.floats, group.modules[0]).in_features:
-            return Tokens(self.counts[-1], True, sent, self.followed[-1])
-        return Tokens(sent, False, sent, self.followed[number])
+        sent = self.counts[-1 if number is None else number]
+        if number is None or sent >= ENOUGH * linear_of(self.pair.floats, group.modules[0]).in_features:
+            return Tokens(sent, False, sent)
+        return Tokens(self.counts[-1], True, sent)
 
 
 def _take_up(piece: Piece, group: InputGroup, floats: MLP, quantized: MLP, statistics: HessianAccumulator) -> None:
