@@ -153,7 +153,8 @@ class Decoder(nn.Module):
             logits = self.ops.float_linear(hidden, self.lm_head.weight)
         else:
             logits = self.lm_head(hidden)
-        return final_logits(logits, self.config)
+        with nullcontext() if torch.compiler.is_compiling() else self.ops.single_threaded():
+            return final_logits(logits, self.config)
 
 
 def final_logits(products: Tensor, config: ModelConfig) -> Tensor:
@@ -161,7 +162,7 @@ def final_logits(products: Tensor, config: ModelConfig) -> Tensor:
     if config.logit_multiplier != 1:
         products = products * config.logit_multiplier
     if config.logit_softcap is not None:
-        products = config.logit_softcap * torch.tanh(products / config.logit_softcap)
+        products = (products / config.logit_softcap).tanh_().mul_(config.logit_softcap)
     return products
 
 

@@ -12,20 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quantkit.architectures.config import ModelConfig
+from quantkit.kernels.reference import gated
 from quantkit.model.linear import Tap, no_tap
-
-
-def gated(gate: Tensor, up: Tensor, config: ModelConfig) -> Tensor:
-    """The product of an activated gate and `up`, [..., F] each; it may reuse their memory."""
-    if config.activation == "silu":
-        return F.silu(gate).mul_(up)
-    if config.activation == "gelu_tanh":
-        return F.gelu(gate, approximate="tanh").mul_(up)
-    assert config.activation == "swiglu_oai", config.activation
-    if config.activation_limit is not None:
-        gate = gate.clamp(max=config.activation_limit)
-        up = up.clamp(-config.activation_limit, config.activation_limit)
-    return (up + 1) * (gate * torch.sigmoid(config.activation_alpha * gate))
 
 
 class MLP(nn.Module):
@@ -51,7 +39,7 @@ class MLP(nn.Module):
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         else:
             gate, up = self.gate_proj(x), self.up_proj(x)
-        return gated(gate, up, self.config)
+        return gated(gate, up, self.config.activation, self.config.activation_limit)
 
     def output(self, inner: Tensor, tap: Tap) -> Tensor:
         """What is added to the hidden states, [..., D]."""
