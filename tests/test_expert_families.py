@@ -250,12 +250,12 @@ def test_experts_are_told(tmp_path: Path) -> None:
     assert "| transformers 5.23 with compressed-tensors 0.20 | yes |" in card
     assert "| vLLM 0.32 on a CPU with AVX-512 | not tried with experts |" in card
     recipe = Recipe(
-        INT4, (Override("*down_proj", INT8), Override("*.2.*", INT4), Override("*.0.*.experts.1.up*", INT8))
+        INT4, (Override("*down_proj", INT8), Override("model.layers.2.*", INT4), Override("*.0.*.experts.1.up*", INT8))
     )
     quantkit.quantize(source, tmp_path / "mixed", recipe, accept_quality_loss=True)
     card = (tmp_path / "mixed" / "README.md").read_text()
     assert (
-        "8 linear layers: `mlp.experts.1.up_proj`, `mlp.experts.*.down_proj` of layer 0; `mlp.down_proj` of layer 1 |"
+        "8 linear layers: `mlp.experts.*.down_proj`, `mlp.experts.1.up_proj` of layer 0; `mlp.down_proj` of layer 1 |"
     ) in card
     assert "transformers 5.23 with compressed-tensors 0.20 | no: it does not load experts of several schemes |" in card
     assert "AutoModelForCausalLM" not in card
