@@ -78,6 +78,24 @@ def test_sequences_beside_each_other_are_as_with_transformers(
     assert [one.token_ids for one in found] == [_generated(theirs, prompt, 25) for prompt in _prompts()]
 
 
+@pytest.mark.parametrize("backend", ["cpu-exact", "cpu-fast"])
+def test_quantized_models_switch_as_well(backend: str, tmp_path: Path) -> None:
+    """Through kernels of whole blocks, that take rows of several sequences."""
+    source = oracle.save(_make(hidden_size=128, rope_parameters=_longrope(8)), tmp_path / "source")
+    quantkit.quantize(source, tmp_path / "int8", "int8", accept_quality_loss=True)
+    model = load_model(tmp_path / "int8", dtype=torch.float32, backend=backend)
+    assert model.ops.ragged
+    requests = [Request(prompt, 25, logprobs=2) for prompt in _prompts()]
+    engine = Engine(model, 140, slots=3)
+    for one, request in zip(together(engine, requests), requests, strict=True):
+        assert one == replace(alone(model, request)[0], prompt=one.prompt)
+        text = [*request.prompt, *one.token_ids]
+        assert one.logprobs is not None
+        for place, told in enumerate(one.logprobs.tokens, len(request.prompt)):
+            expected = model(torch.tensor([text[:place]]), torch.arange(place))[0, -1].log_softmax(-1)
+            assert told == pytest.approx(float(expected[text[place]]), abs=2e-3)
+
+
 def test_a_text_is_read_anew_once(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, rows = Engine(model, 100), list[int]()
     step = engine.step
