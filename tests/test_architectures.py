@@ -12,6 +12,7 @@ import torch
 from rows import together
 
 import quantkit
+from quantkit.errors import NonFiniteError
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
 from quantkit.runtime.engine import Engine
@@ -141,6 +142,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "olmo2": ("olmo2", {}),
+    "olmo2-mha": ("olmo2", {"num_key_value_heads": 8, "tie_word_embeddings": True}),
+    "olmo2-bias": ("olmo2", {"attention_bias": True}),
+    "olmo3": ("olmo3", {"sliding_window": 7, "num_hidden_layers": 4}),
+    "olmo3-features": (
+        "olmo3",
+        {
+            "sliding_window": 7,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "attention_bias": True,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                    "rope_theta": 5e5,
+                    "attention_factor": 1.1,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            },
+        },
+    ),
     "mixtral": ("mixtral", _MIXTRAL),
     "mixtral-window": ("mixtral", {**_MIXTRAL, "sliding_window": 7, "tie_word_embeddings": True}),
     "qwen2-moe": ("qwen2_moe", _QWEN2_MOE),
@@ -158,11 +181,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_QWEN3_MOE, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 5},
     ),
     "olmoe": ("olmoe", _OLMOE),
-    "olmoe-clip": ("olmoe", {**_OLMOE, "clip_qkv": 0.5, "norm_topk_prob": True, "num_key_value_heads": 2}),
     "olmoe-bias": ("olmoe", {**_OLMOE, "attention_bias": True, "tie_word_embeddings": True}),
+    "olmoe-clip": (
+        "olmoe",
+        {**_OLMOE, "clip_qkv": 0.5, "norm_topk_prob": True, "num_key_value_heads": 2, "attention_bias": True},
+    ),
     "gpt-oss": ("gpt_oss", _GPT_OSS),
     "gpt-oss-square": ("gpt_oss", {**_GPT_OSS, "intermediate_size": 64, "attention_bias": False}),
-    "gpt-oss-limits": ("gpt_oss", {**_GPT_OSS, "swiglu_limit": 0.5, "swiglu_alpha": 1.1, "num_hidden_layers": 2}),
     "gpt-oss-full": (
         "gpt_oss",
         {
@@ -172,6 +197,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**ROPES["yarn"], "truncate": False},
         },
     ),
+    "gpt-oss-limits": ("gpt_oss", {**_GPT_OSS, "swiglu_limit": 0.5, "swiglu_alpha": 1.1, "num_hidden_layers": 2}),
 }
 
 
@@ -235,6 +261,29 @@ def test_sequences_of_all_lengths_in_slots_are_those_of_transformers(case: str, 
         for place, told in enumerate(found.logprobs.tokens, text.shape[1] - 14):
             expected = oracle.logits(model, text[:, :place])[0, -1].log_softmax(-1)[text[0, place]]
             assert told == pytest.approx(float(expected), abs=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", ["gemma", "gemma2", "gemma3"])
+def test_multiplied_embeddings_are_rounded_as_by_transformers(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    kind, changes = CASES[case]
+    folder = oracle.save(oracle.make(kind, **changes).to(dtype), tmp_path / "model")
+    tokens = oracle.random_tokens(20)
+    with torch.inference_mode():
+        theirs = oracle.load(folder, dtype).model.embed_tokens(tokens)
+        assert torch.equal(load_model(folder).model.embed(tokens), theirs)
+
+
+def test_hidden_states_beyond_float16_end_in_one_line(tmp_path: Path) -> None:
+    large = oracle.make("gemma2", **CASES["gemma2"][1])
+    with torch.no_grad():
+        for layer in large.model.layers:
+            layer.post_attention_layernorm.weight.fill_(3e4)
+    folder = oracle.save(large.half(), tmp_path / "model")
+    assert not oracle.logits(oracle.load(folder, torch.float16), oracle.random_tokens(5)).isfinite().any()
+    with pytest.raises(NonFiniteError, match=r"too large for float16: .*bf16"):
+        next(quantkit.generate(load_model(folder), [3, 4], max_new_tokens=2))
+    assert next(quantkit.generate(load_model(folder, dtype=torch.bfloat16), [3, 4], max_new_tokens=2))
 
 
 def test_cached_steps_give_the_logits_of_one_pass(tmp_path: Path) -> None:

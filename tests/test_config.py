@@ -111,6 +111,23 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "olmo2": ("olmo2", {}),
+    "olmo2-mha": ("olmo2", {"num_key_value_heads": None, "tie_word_embeddings": True}),
+    "olmo2-rope": ("olmo2", {"attention_bias": True, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    "olmo3": ("olmo3", {"num_hidden_layers": 9}),
+    "olmo3-ropes": (
+        "olmo3",
+        {
+            "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 8,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e5,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            },
+        },
+    ),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "qwen3-biases": ("qwen3", {"attention_bias": True}),
     "qwen3-layers": (
@@ -284,6 +301,19 @@ def test_gemma3s_older_keys_mean_what_transformers_takes_them_for(older: dict[st
     assert (written["rope_scaling"] or {}) == older.get("rope_scaling", {})
 
 
+@pytest.mark.parametrize("scaling", [None, "yarn", "linear"])
+def test_olmo3s_older_scaling_is_for_whole_layers_only(scaling: str | None, tmp_path: Path) -> None:
+    raw = {key: value for key, value in _keys("olmo3", num_hidden_layers=4).items() if key != "rope_parameters"}
+    raw |= {"rope_theta": 500000, "rope_scaling": scaling and dict(ROPES[scaling])}
+    config = config_from_hf(raw, "config.json")
+    assert (config.rope.type, config.window_rope and config.window_rope.type) == (
+        (scaling, "default") if scaling else ("default", None)
+    )
+    _require_same_meaning(config, _read_back(raw, tmp_path / "model"))
+    written = config_to_hf(config)
+    assert (written["rope_theta"], written["rope_scaling"]) == (5e5, raw["rope_scaling"])
+
+
 def test_rope_scaling_wins_over_rope_parameters_as_in_transformers(tmp_path: Path) -> None:
     raw = {**_keys("llama"), "rope_theta": 20000.0, "rope_scaling": dict(ROPES["linear"])}
     theirs = _read_back(raw, tmp_path / "model")
@@ -335,6 +365,12 @@ OPTIONAL = [
     ("gemma2", "attn_logit_softcapping"),
     ("gemma2", "final_logit_softcapping"),
     ("gemma3_text", "head_dim"),
+    ("olmo2", "num_key_value_heads"),
+    ("olmo3", "layer_types"),
+    ("olmo3", "sliding_window"),
+    ("olmo3", "rope_parameters"),
+    ("olmo2", "attention_bias"),
+    ("olmo2", "tie_word_embeddings"),
     ("gemma3_text", "layer_types"),
     ("gemma3_text", "sliding_window"),
     ("gemma3_text", "query_pre_attn_scalar"),

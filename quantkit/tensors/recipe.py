@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -116,19 +116,28 @@ class Recipe:
         return None if module == "lm_head" else self.default
 
     def assign(
-        self, columns: Mapping[str, int], on_disk: Mapping[str, str] = MappingProxyType({})
-    ) -> dict[str, QuantScheme]:
+        self, columns: Mapping[str, int], on_disk: Mapping[str, str] = MappingProxyType({}),
+        routers: Collection[str] = (),
+    ) -> dict[str, QuantScheme]:  # fmt: skip
         """The scheme of every module that gets one, fitted to its columns.
 
         Args:
             columns: every linear module by name with its number of inputs.
             on_disk: what modules are called there, where otherwise.
+            routers: names of linears that never get one; a pattern may keep them.
 
         Raises:
             RequestError: if an override matches no module.
         """
         for override in self.overrides:
-            if not any(override.matches(name) for name in (*columns, *on_disk.values())):
+            if any(override.matches(name) for name in (*columns, *on_disk.values())):
+                continue
+            router = any(override.matches(name) for name in routers)
+            if router and override.scheme is not None:
+                raise RequestError(
+                    "routers and gates of shared experts keep their floats", found=shown(override.pattern)
+                )
+            if not router:
                 raise RequestError(
                     "pattern matches no linear layer",
                     found=shown(override.pattern),
