@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 from quantkit.architectures.rope import RopeConfig
 from quantkit.errors import CheckpointError
@@ -72,6 +72,30 @@ class LatentAttentionConfig:
     value_dim: int
 
 
+@dataclass(frozen=True, slots=True)
+class OpaqueTensor:
+    """A tensor of a model of which nothing is known but its tensors.
+
+    Attributes:
+        role: what it is the weight of: ``linear``; ``head`` or ``tower``, linears that keep their floats unless a
+            recipe names them: an output head, or in a part for pictures or sound; ``float``, one that always does:
+            a router, a head that is the embedding over again. Empty for all others.
+        layer: its block's number among all that repeat, if it is in one.
+        alias: what readers call the module of a linear where it is another name than that on disk.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    role: str = ""
+    layer: int | None = None
+    alias: str | None = None
+
+    @property
+    def module(self) -> str:
+        """Of a linear's weight."""
+        return self.name.removesuffix(".weight")
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Everything that decides a decoder's arithmetic; nothing about weights on disk.
@@ -82,6 +106,7 @@ class ModelConfig:
         dtype: the float type of the checkpoint: ``float32``, ``float16`` or ``bfloat16``.
         norms: where a layer's norms stand: ``before`` attention and feed-forward, ``after`` them, or ``both``.
         sinks: whether each head has a learnt logit that takes attention from all positions.
+        tensors: all there are, of a model whose topology comes from them (see `families.opaque`); None of others.
     """
 
     architecture: str
@@ -107,6 +132,17 @@ class ModelConfig:
     sinks: bool = False
     experts: ExpertsConfig | None = None
     latent_attention: LatentAttentionConfig | None = None
+    tensors: tuple[OpaqueTensor, ...] | None = field(default=None, repr=False)
+
+    @property
+    def runnable(self) -> bool:
+        """Whether it can be computed what the model says."""
+        return self.tensors is None
+
+    @property
+    def calibratable(self) -> bool:
+        """Whether samples can be sent through its blocks."""
+        return self.runnable
 
     @property
     def num_layers(self) -> int:
@@ -153,8 +189,8 @@ class ModelConfig:
     def differences(self, other: ModelConfig) -> list[str]:
         """What differs between two models' arithmetic, float type left aside, each in a few words for people:
         ``hidden_size 128 against 256``."""
-        skipped = {"dtype", "bos_token_id", "eos_token_ids", "layers"}
-        found = _differences(self, other, skipped)
+        skipped = {"dtype", "bos_token_id", "eos_token_ids", "layers", "tensors"}
+        found = _differences(self, other, skipped) + _tensor_differences(self.tensors, other.tensors)
         if self.num_layers != other.num_layers:
             return [*found, f"num_layers {self.num_layers} against {other.num_layers}"]
         return found + _layer_differences(self.layers, other.layers)
@@ -188,6 +224,21 @@ def _layer_differences(own: tuple[LayerConfig, ...], others: tuple[LayerConfig, 
             more = f" and {len(places) - 1} more" if len(places) > 1 else ""
             found.append(f"{field.name} {first} against {second} in layer {places[0]}{more}")
     return found
+
+
+def _tensor_differences(
+    own: tuple[OpaqueTensor, ...] | None, others: tuple[OpaqueTensor, ...] | None
+) -> list[str]:  # fmt: skip
+    """The first tensor that only one of two models has, or that has another shape, and how many such there are."""
+    if own is None or others is None:
+        return [] if own is others else ["one is known by its tensors only, the other is not"]
+    first, second = ({tensor.name: tensor.shape for tensor in tensors} for tensors in (own, others))
+    differing = [name for name in {**first, **second} if first.get(name) != second.get(name)]
+    if not differing:
+        return []
+    name, *more = differing
+    shapes = [list(shapes[name]) if name in shapes else "none" for shapes in (first, second)]
+    return [f"tensor '{name}' {shapes[0]} against {shapes[1]}" + (f" and {len(more)} more" if more else "")]
 
 
 def _shown(value: object) -> str:

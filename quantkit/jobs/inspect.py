@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.arguments import require_flags
 from quantkit.errors import CheckpointError
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import parameter_count
@@ -36,6 +37,8 @@ class Inspection:
         made_by: version and job of quantkit that wrote it; None where that is not told.
         readers: who can load the folder.
         notes: what one should know though it is no error.
+        runnable: whether it can be run here; of a model known by its tensors only sizes are what its config says, 0
+            where it does not.
     """
 
     path: str
@@ -57,6 +60,7 @@ class Inspection:
     made_by: str | None
     readers: str
     notes: list[str]
+    runnable: bool = True
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as plain values."""
@@ -65,26 +69,30 @@ class Inspection:
     def lines(self) -> list[str]:
         """The report for people."""
         kinds = ", ".join(f"{count} x {kind}" for kind, count in self.tensors.items())
+        sizes = (
+            f"  layers {self.layers}, hidden {self.hidden_size}, heads {self.heads} ({self.kv_heads} KV),"
+            f" vocabulary {self.vocabulary}, context {self.context}, rope {self.rope}"
+            + (", tied embeddings" if self.tied_embeddings else "")
+        )
         return [
             f"{self.path}: {self.format}, {self.architecture}, {_si(self.parameters)} parameters,"
             f" {self.weight_bytes / 1e6:.1f} MB, {self.bits_per_weight:.2f} bits per weight",
-            f"  layers {self.layers}, hidden {self.hidden_size}, heads {self.heads} ({self.kv_heads} KV),"
-            f" vocabulary {self.vocabulary}, context {self.context}, rope {self.rope}"
-            + (", tied embeddings" if self.tied_embeddings else ""),
+            sizes if self.runnable else "  known by its tensors only: not run here",
             f"  tensors: {kinds}",
-            f"  tokenizer: {self.tokenizer}",
+            *([f"  tokenizer: {self.tokenizer}"] if self.runnable else []),
             f"  loads in: {self.readers}",
             *([f"  made by: {self.made_by}"] if self.made_by else []),
             *(f"  note: {note}" for note in self.notes),
         ]
 
 
-def inspect(path: str | Path, *, weights: WeightKind | None = None) -> Inspection:
+def inspect(path: str | Path, *, weights: WeightKind | None = None, tensors_only: bool = False) -> Inspection:
     """Look at a checkpoint without reading its weights.
 
     Args:
         path: a Meta or Hugging Face folder.
         weights: picks one of several sets of weights in the folder: ``meta``, ``safetensors`` or ``bin``.
+        tensors_only: take the tensors as they are, of whatever architecture.
 
     Returns:
         Architecture, sizes, float types and schemes, tokenizer, and who can load it.
@@ -95,7 +103,8 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None) -> Inspectio
     Example:
         >>> print(*quantkit.inspect("model-int4").lines(), sep="\\n")
     """
-    checkpoint = open_checkpoint(path, weights)
+    require_flags(tensors_only=tensors_only)
+    checkpoint = open_checkpoint(path, weights, tensors_only=tensors_only)
     config = checkpoint.config
     tokenizer, notes = checked_tokenizer(checkpoint)
     specs = [checkpoint.info(name) for name in checkpoint.names()]
@@ -112,7 +121,7 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None) -> Inspectio
         kv_heads=config.num_kv_heads,
         vocabulary=config.vocab_size,
         context=config.max_context,
-        rope=f"theta {rope.theta:g}" + ("" if rope.type == "default" else f", {rope.type} x{rope.factor:g}"),
+        rope="not told" if not config.runnable else f"theta {rope.theta:g}" + ("" if rope.type == "default" else f", {rope.type} x{rope.factor:g}"),
         tied_embeddings=config.tied_embeddings,
         parameters=parameter_count(checkpoint),
         weight_bytes=size,
@@ -122,6 +131,7 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None) -> Inspectio
         made_by=_made_by(checkpoint.path),
         readers=checkpoint.readers(),
         notes=[*checkpoint.notes, *notes],
+        runnable=config.runnable,
     )
 
 

@@ -22,7 +22,7 @@ from quantkit.distributed.collectives import (
 from quantkit.distributed.group import ProcessGroup
 from quantkit.distributed.shard import CheckpointShard
 from quantkit.distributed.split import split_model
-from quantkit.formats.checkpoint import Checkpoint, schemes
+from quantkit.formats.checkpoint import Checkpoint, require_runnable, schemes
 from quantkit.model.decoder import Decoder
 
 
@@ -39,8 +39,10 @@ class TensorParallel:
             checkpoint: the same in all processes; `require_shareable` checks that.
 
         Raises:
+            UnsupportedError: for a model known by its tensors only.
             RequestError: if so many processes cannot share the model.
         """
+        require_runnable(checkpoint)
         self._group = group
         self._vocab_size = checkpoint.config.vocab_size
         self._vocab_start = 0

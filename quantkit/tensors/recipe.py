@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from quantkit.arguments import as_path, as_text, as_texts, require_instance, wro
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.json_values import Settings, parsed, shown
 from quantkit.tensors.scheme import QuantScheme
+
+_HEADS = frozenset({"lm_head"})
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Override:
 class Recipe:
     """A default scheme for all decoder linears and per-layer overrides, later ones winning.
 
-    ``lm_head`` keeps its floats unless an override names it.
+    ``lm_head`` keeps its floats unless an override names it, as do a few others of models known by their tensors only.
 
     Raises:
         RequestError: for values of other types.
@@ -103,18 +105,23 @@ class Recipe:
         """This recipe with more layers kept as floats."""
         return Recipe(self.default, self.overrides + tuple(Override(p, None) for p in as_texts("patterns", patterns)))
 
-    def requested(self, module: str) -> QuantScheme | None:
-        """What the recipe asks for one module, before the shape is looked at."""
+    def requested(self, module: str, kept: Collection[str] = _HEADS) -> QuantScheme | None:
+        """What the recipe asks for one module, before the shape is looked at.
+
+        Args:
+            kept: the modules that keep their floats unless an override names them.
+        """
         for override in reversed(self.overrides):
             if override.matches(module):
                 return override.scheme
-        return None if module == "lm_head" else self.default
+        return None if module in kept else self.default
 
-    def assign(self, columns: Mapping[str, int]) -> dict[str, QuantScheme]:
+    def assign(self, columns: Mapping[str, int], kept: Collection[str] = _HEADS) -> dict[str, QuantScheme]:
         """The scheme of every module that gets one, fitted to its columns.
 
         Args:
             columns: every linear module by name with its number of inputs.
+            kept: see `requested`.
 
         Raises:
             RequestError: if an override matches no module.
@@ -126,7 +133,7 @@ class Recipe:
                     found=shown(override.pattern),
                     expected="a glob such as 'model.layers.0.*' or '*.down_proj'",
                 )
-        requested = {module: self.requested(module) for module in columns}
+        requested = {module: self.requested(module, kept) for module in columns}
         return {m: s.fitted(columns[m]) for m, s in requested.items() if s is not None}
 
 

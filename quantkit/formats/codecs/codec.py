@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quantkit.errors import UnsupportedError
-from quantkit.formats.files.tensor_file import StoredTensor, TensorFile
+from quantkit.formats.codecs.dequantized import Home
+from quantkit.formats.files.tensor_file import StoredTensor
 from quantkit.json_values import Settings
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
@@ -43,7 +44,7 @@ class RawModule:
         path: what errors name.
     """
 
-    def __init__(self, name: str, files: Mapping[str, TensorFile], path: Path) -> None:
+    def __init__(self, name: str, files: Mapping[str, Home], path: Path) -> None:
         """
         Args:
             files: where each tensor lies, by its whole name; others may be among them.
@@ -66,6 +67,15 @@ class RawModule:
         name = f"{self.name}.{suffix}"
         return self._files[name].read(name, part)
 
+    def read_bytes(self, suffix: str) -> bytes:
+        """The elements of a tensor, without torch.
+
+        Raises:
+            CheckpointError: see `TensorFile.read`.
+        """
+        name = f"{self.name}.{suffix}"
+        return self._files[name].read_bytes(name)
+
 
 class Codec(Protocol):
     """How one module's weight lies in a checkpoint: which tensors there are, and what they mean."""
@@ -84,6 +94,14 @@ class Codec(Protocol):
 
         Raises:
             CheckpointError, UnsupportedError: if a tensor is missing, or its shape does not go with the codec.
+        """
+        ...
+
+    def shape(self, raw: RawModule) -> tuple[int, ...] | None:
+        """Of the weight, as a module's tensors alone tell it, where no architecture does; None if they do not.
+
+        Raises:
+            CheckpointError: if they cannot be read.
         """
         ...
 

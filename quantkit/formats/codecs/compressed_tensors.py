@@ -9,6 +9,7 @@ Source: the compressed-tensors package's pack-quantized compressor.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _PACKED, _SCALE, _SHAPE, _ZERO = "weight_packed", "weight_scale", "weight_shape", "weight_zero_point"
 _MOST_GROUPS = 64
 _MOST_COLUMNS = 2**24
+_OF_FLOATS = ("float-quantized", "naive-quantized")  # read as floats, see `dequantized`
 _PLAIN_ORDERS = ("weight", "static")  # of columns; what is stored lies in the order of the inputs
 
 
@@ -52,6 +54,13 @@ class PackQuantized:
                 f"group size of '{raw.name}' does not divide its row", path=raw.path, found=self.scheme
             )
         return TensorSpec(expected.name, (found[0] if found else rows, columns), scale.dtype, self.scheme)
+
+    def shape(self, raw: RawModule) -> tuple[int, ...] | None:
+        found = raw.find(_SHAPE)
+        if found is None or found.dtype != DType.INT64 or found.shape != (2,):
+            return None
+        rows, columns = struct.unpack("<qq", raw.read_bytes(_SHAPE))
+        return (rows, columns) if 0 < rows <= _MOST_COLUMNS and 0 < columns <= _MOST_COLUMNS else None
 
     def stored(self, spec: TensorSpec) -> list[StoredTensor]:
         module = spec.name.removesuffix("weight")
@@ -132,7 +141,9 @@ class CompressedTensors:
             ranked = [(group.targets.closeness(module), group) for group in groups]
             closest = min((rank for rank, _ in ranked), default=NO_MATCH)
             if closest < NO_MATCH:
-                found[module] = _agreed(module, [group for rank, group in ranked if rank == closest], settings)
+                codec = _agreed(module, [group for rank, group in ranked if rank == closest], settings)
+                if codec is not None:
+                    found[module] = codec
         return found
 
     def write_settings(self, schemes: Mapping[str, QuantScheme], modules: Iterable[str]) -> dict[str, Any]:
@@ -182,20 +193,24 @@ class CompressedTensors:
 
 @dataclass(frozen=True)
 class _Group:
+    """Some modules; without a codec they are read as floats."""
+
     name: str
     targets: Targets
-    codec: PackQuantized
+    codec: PackQuantized | None
+
+    def __str__(self) -> str:
+        return f"{'floats' if self.codec is None else self.codec.scheme} in '{self.name}'"
 
 
-def _agreed(module: str, groups: list[_Group], settings: Settings) -> Codec:
+def _agreed(module: str, groups: list[_Group], settings: Settings) -> Codec | None:
     """What groups give a module which they name alike."""
     first = groups[0]
     for other in groups[1:]:
         if other.codec != first.codec:
             raise CheckpointError(
-                f"{settings.name} gives '{module}' two schemes", path=settings.path,
-                found=f"{first.codec.scheme} in '{first.name}' and {other.codec.scheme} in '{other.name}'",
-            )  # fmt: skip
+                f"{settings.name} gives '{module}' two schemes", path=settings.path, found=f"{first} and {other}"
+            )
     return first.codec
 
 
@@ -210,16 +225,19 @@ def _groups(settings: Settings, deadline: Deadline) -> list[_Group]:
     for name in named.values:
         group = named.inside(name)
         layout = group if group.has("format") else settings
-        if (found := layout.text("format") if layout.has("format") else None) != "pack-quantized":
+        found = layout.text("format") if layout.has("format") else None
+        targets = Targets(group.texts("targets"), deadline)
+        if found in _OF_FLOATS and group.inside("weights").values.get("type") == "float":
+            groups.append(_Group(name, targets, None))
+            continue
+        if found != "pack-quantized":
             raise UnsupportedError(
                 "this compressed-tensors format is not read", path=settings.path, found=found,
-                expected="pack-quantized",
+                expected="pack-quantized, or float-quantized",
             )  # fmt: skip
         if group.values.get("input_activations") or group.values.get("output_activations"):
             raise UnsupportedError("quantized activations are not supported", path=settings.path)
-        groups.append(
-            _Group(name, Targets(group.texts("targets"), deadline), PackQuantized(_scheme(group.inside("weights"))))
-        )
+        groups.append(_Group(name, targets, PackQuantized(_scheme(group.inside("weights")))))
     return groups
 
 

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families import config_to_hf
+from quantkit.architectures.families.opaque import with_dtype
 from quantkit.architectures.topology import linear_columns
+from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.container import Output
 from quantkit.formats.containers.hf_checkpoint import SETTINGS, HFCheckpoint, index_path, read_codecs, weight_kinds
-from quantkit.formats.folder import OTHER_FILES, TOKENIZER_FILES, json_bytes, present, with_templates
+from quantkit.formats.folder import json_bytes, present, side_names, with_templates
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.export import export_json
 
@@ -48,8 +50,8 @@ class HuggingFace:
     def indexed(self, path: Path, kind: str) -> bool:
         return index_path(path, kind).is_file()
 
-    def open(self, path: Path, kind: str) -> HFCheckpoint:
-        return HFCheckpoint(path, kind, self.methods)
+    def open(self, path: Path, kind: str, *, tensors_only: bool = False) -> HFCheckpoint:
+        return HFCheckpoint(path, kind, self.methods, tensors_only=tensors_only)
 
     def schemes(self, raw: Mapping[str, Any], config: ModelConfig, path: Path) -> dict[str, QuantScheme]:
         """The scheme of every module that a config.json quantizes, whether or not there are weights.
@@ -67,12 +69,12 @@ class HuggingFace:
 
     def side_files(self, output: Output) -> dict[str, bytes | Path]:
         source, config = output.source, output.config
-        raw: dict[str, Any] = {**source.extra_config, **config_to_hf(config)}
-        if output.schemes:
-            modules = linear_columns(replace(config, tied_embeddings=False))
-            raw[SETTINGS] = (output.method or self._native).write_settings(output.schemes, modules)
+        raw = _config(source, config)
+        if output.schemes and SETTINGS not in raw:
+            schemes, modules = _as_readers_call_them(output)
+            raw[SETTINGS] = (output.method or self._native).write_settings(schemes, modules)
         files: dict[str, bytes | Path] = {self.config_file: json_bytes(raw)}
-        files.update(present(source.path, TOKENIZER_FILES + OTHER_FILES))
+        files.update(present(source.path, side_names(source)))
         if source.format != self.name:
             files.update(_exported_tokenizer(source.path))
             ids = {"bos_token_id": raw["bos_token_id"], "eos_token_id": raw["eos_token_id"]}
@@ -81,6 +83,27 @@ class HuggingFace:
 
     def notes(self, output: Output) -> list[str]:
         return []
+
+
+def _config(source: Checkpoint, config: ModelConfig) -> dict[str, Any]:
+    """The config.json of an output, but for its quantization."""
+    if config.tensors is None:
+        return {**source.extra_config, **config_to_hf(config)}
+    same = config.dtype == source.config.dtype
+    return dict(source.extra_config) if same else with_dtype(source.extra_config, config.dtype)
+
+
+def _as_readers_call_them(output: Output) -> tuple[dict[str, QuantScheme], list[str]]:
+    """The scheme of every quantized module, and all linear modules, by their names; where readers have another name
+    for one, by both."""
+    schemes, tensors = output.schemes, output.config.tensors
+    if tensors is None:
+        return schemes, list(linear_columns(replace(output.config, tied_embeddings=False)))
+    linears = [tensor for tensor in tensors if tensor.role]
+    aliases = {tensor.module: tensor.alias for tensor in linears if tensor.alias is not None}
+    both = {**schemes, **{aliases[module]: scheme for module, scheme in schemes.items() if module in aliases}}
+    named = dict.fromkeys(name for one in linears for name in (one.module, one.alias) if name is not None)
+    return both, list(named)
 
 
 def _exported_tokenizer(folder: Path) -> dict[str, bytes]:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.architectures.families import config_from_hf, config_to_hf
-from quantkit.architectures.names import split_derived
+from quantkit.architectures.families.opaque import opaque_config
+from quantkit.architectures.names import is_derived_buffer, split_derived
 from quantkit.architectures.topology import linear_columns, parameters
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.checkpoint import require_complete
 from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule
+from quantkit.formats.codecs.dequantized import METHODS as READ_AS_FLOATS
+from quantkit.formats.codecs.dequantized import DequantizedTensor, Home, dequantized
 from quantkit.formats.files import pth_io, safetensors_io
 from quantkit.formats.files.source import SourceFile
 from quantkit.formats.files.tensor_file import StoredTensor, TensorFile, same_tensor
@@ -42,11 +46,14 @@ class HFCheckpoint:
 
     format = "hf"
 
-    def __init__(self, path: Path, kind: str, methods: Mapping[str, QuantMethod]) -> None:
+    def __init__(
+        self, path: Path, kind: str, methods: Mapping[str, QuantMethod], *, tensors_only: bool = False
+    ) -> None:  # fmt: skip
         """Open a folder's ``safetensors`` or ``bin`` weights; headers only.
 
         Args:
             methods: of quantization that are read, by ``quant_method``.
+            tensors_only: whether to take any tensors for the model's, of whatever architecture.
 
         Raises:
             CheckpointError: if files are missing, damaged or contradict each other.
@@ -57,18 +64,54 @@ class HFCheckpoint:
         self._config_path = path / "config.json"
         raw = read_settings(self._config_path)
         self._settings = [SourceFile(self._config_path)]
+        self._stored: dict[str, StoredTensor] = {}
+        self._files: dict[str, TensorFile] = {}
+        self._home: dict[str, Home] = {}
+        if tensors_only:
+            self._read_headers(kind, derived=True)
+            self._take_tensors(raw, methods)
+            return
         self.config = config_from_hf(raw, self._config_path)
         owned = set(config_to_hf(self.config)) | _NOT_CARRIED
         self.extra_config: Mapping[str, Any] = {k: v for k, v in raw.items() if k not in owned}
-        self._stored: dict[str, StoredTensor] = {}
-        self._home: dict[str, TensorFile] = {}
         self._read_headers(kind)
+        self._dequantize(raw, DType(self.config.dtype))
         self._method, codecs = read_codecs(raw, linear_columns(self.config), self._config_path, methods)
         self._codecs = {f"{module}.weight": codec for module, codec in codecs.items()}
         self._drop_tied_head()
-        self._specs = self._join_quantized()
+        self._specs = self._join_quantized({parameter.name: parameter.shape for parameter in parameters(self.config)})
         require_complete(self._specs, self.config, path)
         self._order = [parameter.name for parameter in parameters(self.config)]
+
+    def _take_tensors(self, raw: Mapping[str, Any], methods: Mapping[str, QuantMethod]) -> None:
+        """Take whatever tensors there are for the model's."""
+        named = {**raw, SETTINGS: quantization(raw)}
+        dtype = opaque_config(raw, {name: (one.shape, one.dtype) for name, one in self._stored.items()}).dtype
+        self._dequantize(named, DType(dtype))
+        packed = {name.rpartition(".")[0]: name for name in self._stored if name.endswith(".weight_packed")}
+        shapes: dict[str, tuple[int, ...]] = {}
+        self._method, codecs = read_codecs(named, packed, self._config_path, methods)
+        self._codecs = {}
+        for module, codec in codecs.items():
+            shape = codec.shape(RawModule(module, self._home, self.path))
+            if shape is not None:  # others are carried as they are
+                self._codecs[f"{module}.weight"], shapes[f"{module}.weight"] = codec, shape
+        places = {name: place for place, name in enumerate(self._stored)}
+        self.config = replace(opaque_config(raw, {}), dtype=dtype)
+        specs = self._join_quantized(shapes)
+        self._order = sorted(specs, key=lambda name: places.get(name, places.get(f"{name}_packed", 0)))
+        self._specs = specs
+        self.config = replace(
+            opaque_config(raw, {name: (specs[name].shape, specs[name].dtype) for name in self._order}), dtype=dtype
+        )
+        self.extra_config = raw if self._codecs else without_quantization(raw)
+
+    def _dequantize(self, raw: Mapping[str, Any], dtype: DType) -> None:
+        """Put floats in the place of weights in small floats with scales."""
+        settings = raw.get(SETTINGS)
+        named = Settings(settings, self._config_path, SETTINGS) if isinstance(settings, dict) else None
+        self._stored, self._home, notes = dequantized(self._stored, self._files, named, dtype)
+        self.notes += [f"{self.path}: {note}" for note in notes]
 
     def names(self) -> list[str]:
         return list(self._order)
@@ -77,7 +120,7 @@ class HFCheckpoint:
         return self._specs[name]
 
     def files(self) -> list[SourceFile]:
-        homes = {home.source for home in self._home.values()}
+        homes = {home.source for home in self._files.values()}
         return [*sorted(homes, key=lambda home: home.path), *self._settings]
 
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
@@ -92,7 +135,9 @@ class HFCheckpoint:
         return self.format
 
     def stored_bytes(self, name: str) -> int:
-        codec, spec = self._codecs.get(name), self._specs[name]
+        codec, spec, home = self._codecs.get(name), self._specs[name], self._home.get(name)
+        if isinstance(home, DequantizedTensor):
+            return home.nbytes
         if codec is None:
             return StoredTensor(name, spec.dtype, spec.shape).nbytes
         return sum(tensor.nbytes for tensor in codec.stored(spec))
@@ -105,7 +150,11 @@ class HFCheckpoint:
     def _raw(self, name: str) -> RawModule:
         return RawModule(name.removesuffix(".weight"), self._home, self.path)
 
-    def _read_headers(self, kind: str) -> None:
+    def _read_headers(self, kind: str, *, derived: bool = False) -> None:
+        """
+        Args:
+            derived: whether buffers that a config determines are tensors too.
+        """
         index = index_path(self.path, kind)
         if index.is_file():
             listed = _weight_map(index)
@@ -120,7 +169,7 @@ class HFCheckpoint:
             self.notes += file.notes
             for name, tensor in file.tensors.items():
                 if listed is not None and listed.get(name) != path.name:
-                    if name in listed or not split_derived([name])[1]:
+                    if name in listed or derived or not is_derived_buffer(name):
                         raise CheckpointError(
                             f"the index does not list tensor '{name}' in {path.name}", path=index,
                             found=listed.get(name, "nothing"), hint="the index is stale; download it again",
@@ -128,10 +177,10 @@ class HFCheckpoint:
                     continue
                 if name in self._stored:
                     raise CheckpointError(
-                        f"tensor '{name}' is in two files", path=path, found=f"also in {self._home[name].path.name}"
+                        f"tensor '{name}' is in two files", path=path, found=f"also in {self._files[name].path.name}"
                     )
                 self._stored[name] = tensor
-                self._home[name] = file
+                self._files[name] = file
         for name, home in (listed or {}).items():
             if name not in self._stored:
                 raise CheckpointError(
@@ -141,9 +190,11 @@ class HFCheckpoint:
         stray = {p.name for p in _unindexed(self.path, kind)} - {p.name for p in paths}
         if stray:
             self.notes.append(f"{self.path}: {', '.join(sorted(stray))} not in the index; ignored")
-        for name in split_derived(self._stored)[1]:
+        for name in [] if derived else split_derived(self._stored)[1]:
             del self._stored[name]
-            del self._home[name]
+            del self._files[name]
+        if not self._stored:
+            raise CheckpointError("holds no tensors", path=self.path)
 
     def _drop_tied_head(self) -> None:
         """A tied model may store its head once more; it must then be the embedding."""
@@ -160,9 +211,12 @@ class HFCheckpoint:
             )  # fmt: skip
         del self._stored[head]
 
-    def _join_quantized(self) -> dict[str, TensorSpec]:
-        """Every tensor, the several of a quantized module as the one weight that they are."""
-        shapes = {parameter.name: parameter.shape for parameter in parameters(self.config)}
+    def _join_quantized(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorSpec]:
+        """Every tensor, the several of a quantized module as the one weight that they are.
+
+        Args:
+            shapes: of those weights.
+        """
         dtype = DType(self.config.dtype)
         stored = dict(self._stored)
         joined = {}
@@ -195,14 +249,31 @@ def read_codecs(
         raise CheckpointError(f"{SETTINGS} is no object", path=path, found=shown(raw[SETTINGS]))
     settings = Settings(raw[SETTINGS], path, SETTINGS)
     name = settings.text("quant_method") if settings.has("quant_method") else None
+    if name in READ_AS_FLOATS:
+        return None, {}
     if name is None or name not in methods:
         bits = shown(settings.values["bits"]) if settings.has("bits") else ""
         raise UnsupportedError(
             "the source is quantized already in a scheme quantkit does not read", path=path,
-            found=f"{name} {bits}".strip() if name else "an unnamed scheme", expected=" or ".join(methods),
+            found=f"{name} {bits}".strip() if name else "an unnamed scheme", expected=", ".join([*methods, *sorted(READ_AS_FLOATS)]),
             hint="start from the float model",
         )  # fmt: skip
     return methods[name], methods[name].read_settings(settings, modules)
+
+
+def quantization(raw: Mapping[str, Any]) -> object:
+    """The settings of a quantization, in a config.json or in a part of it; None for floats."""
+    nested = (part.get(SETTINGS) for part in raw.values() if isinstance(part, dict))
+    return next((one for one in (raw.get(SETTINGS), *nested) if one is not None), None)
+
+
+def without_quantization(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json of the same model in floats."""
+    return {
+        key: without_quantization(value) if isinstance(value, dict) else value
+        for key, value in raw.items()
+        if key != SETTINGS
+    }
 
 
 def index_path(folder: Path, kind: str) -> Path:

@@ -1,0 +1,49 @@
+"""Quantizing a model that cannot be run: what rounding would change too much keeps its floats."""
+
+from __future__ import annotations
+
+from quantkit.calibration.quantizers import RtnQuantizer, TensorBlock
+from quantkit.formats.checkpoint import Checkpoint
+from quantkit.jobs.scheme_map import SchemeMap
+from quantkit.progress import Progress
+from quantkit.quality.bounds import ROUNDING_BOUNDS
+from quantkit.tensors.dtypes import DType
+from quantkit.tensors.spec import TensorSpec
+
+
+def within_bounds(
+    source: Checkpoint, scheme_map: SchemeMap, *, allow_nonfinite: bool, progress: Progress
+) -> tuple[SchemeMap, list[str]]:  # fmt: skip
+    """Round every weight once, before anything is written, and leave out those that lose more than `ROUNDING_BOUNDS`.
+
+    Returns:
+        What is quantized, and notes on what is not.
+
+    Raises:
+        NonFiniteError: if a weight holds NaN or Inf.
+        QualityError: if none may be quantized.
+    """
+    scale_dtype, schemes = DType(source.config.dtype), scheme_map.schemes
+    specs = (
+        TensorSpec(f"{module}.weight", source.info(f"{module}.weight").shape, scale_dtype, scheme)
+        for module, scheme in schemes.items()
+    )
+    quantizer = RtnQuantizer(source, allow_nonfinite=allow_nonfinite)
+    too_far = {}
+    for index, spec in enumerate(specs):
+        progress("rounding errors", index, len(schemes), "weights")
+        for name, _, record in quantizer.solve(TensorBlock(None, (spec,))):
+            assert record is not None
+            assert spec.scheme is not None
+            error, bound = float(str(record["relative_error"])), ROUNDING_BOUNDS[f"int{spec.scheme.bits}"]
+            if not error <= bound:
+                too_far[name.removesuffix(".weight")] = (
+                    f"rounding to {spec.scheme} changes it by {error:.3g} of its norm, more than {bound:g}"
+                )
+    progress("rounding errors", len(schemes), len(schemes), "weights")
+    if not too_far:
+        return scheme_map, []
+    left = scheme_map.without(too_far)
+    module, reason = next(iter(too_far.items()))
+    more = f", and so do {len(too_far) - 1} more" if len(too_far) > 1 else ""
+    return left, [f"{source.path}: '{module}' keeps its floats: {reason}{more}"]
