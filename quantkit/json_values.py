@@ -146,6 +146,15 @@ class Settings:
             self.wrong_type(key, "a list of texts")
         return value
 
+    def numbers(self, key: str, least: float, most: float) -> tuple[float, ...]:
+        """A list of numbers."""
+        value = self.need(key)
+        if not isinstance(value, list) or not all(type(one) in (int, float) for one in value):
+            self.wrong_type(key, "a list of numbers")
+        if not all(least <= one <= most for one in value):
+            self._out_of_range(key, f"numbers from {least:g} to {most:g}")
+        return tuple(float(one) for one in value)
+
     def objects(self, key: str) -> list[Settings]:
         """A list of objects; empty where there is none."""
         value = self.values.get(key, [])

@@ -166,11 +166,11 @@ def test_where_positions_are_stretched_a_prompt_has_the_same_bits_beside_others(
         for found in together(Engine(model, 200, slots=slots), requests):
             assert replace(found, prompt=0) == alone(model, requests[found.prompt])[0]
     positions, lengths = torch.randint(400, (240, 1)), torch.randint(101, 500, (240, 1))
-    cosines, sines = model.rotary(positions, lengths)
+    every = model.rotary(positions, lengths)
     for row in range(240):
         own = model.rotary(positions[row : row + 1], lengths[row : row + 1])
-        assert torch.equal(cosines[row : row + 1], own[0])
-        assert torch.equal(sines[row : row + 1], own[1])
+        assert torch.equal(every.cosine[row : row + 1], own.cosine)
+        assert torch.equal(every.sine[row : row + 1], own.sine)
 
 
 def test_what_two_begin_with() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 
 from quantkit.architectures.rope import RopeConfig
 from quantkit.errors import CheckpointError
@@ -40,7 +40,10 @@ class ExpertsConfig:
     Attributes:
         count: experts in a layer.
         size: width of one expert.
+        per_token: experts that a token is sent to, those that the router gives most.
         shared_size: width of the experts that take every token, together; 0 if there are none.
+        shared_gate: whether what these give is multiplied by the sigmoid of a gate of its own.
+        normalized: whether the chosen experts' shares are scaled to add up to 1.
         bias: whether an expert's linears have biases.
         router_bias: whether the router has one.
         score_correction: whether the choice of experts is corrected by a bias of its own (2408.15664).
@@ -48,7 +51,10 @@ class ExpertsConfig:
 
     count: int
     size: int
+    per_token: int
     shared_size: int = 0
+    shared_gate: bool = False
+    normalized: bool = True
     bias: bool = False
     router_bias: bool = False
     score_correction: bool = False
@@ -104,8 +110,18 @@ class ModelConfig:
         architecture: the family, by its name in config.json (``model_type``).
         layers: what each layer does.
         dtype: the float type of the checkpoint: ``float32``, ``float16`` or ``bfloat16``.
+        qk_norm: norms of queries and keys: of each ``head``, over the whole ``width``, or None.
+        clip_qkv: largest absolute value of queries, keys and values; None for any.
         norms: where a layer's norms stand: ``before`` attention and feed-forward, ``after`` them, or ``both``.
+        norm_offset: what is added to every norm's weight.
+        activation: of the feed-forward's gate: ``silu``, ``gelu_tanh`` or ``swiglu_oai``, gpt-oss's with its limits.
+        activation_limit: what ``swiglu_oai`` clamps gate and up to.
+        attention_scale: what products of queries and keys are multiplied by; None is 1 over the root of head_dim.
+        attention_softcap, logit_softcap: what attention scores and logits are bent to stay below, by tanh.
         sinks: whether each head has a learnt logit that takes attention from all positions.
+        embedding_multiplier, logit_multiplier: of embeddings and logits.
+        residual_multiplier: of what a branch adds to the hidden states.
+        window_rope: rotary positions of layers with a window; None is those of the others.
         tensors: all there are, of a model whose topology comes from them (see `families.opaque`); None of others.
     """
 
@@ -127,9 +143,20 @@ class ModelConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: str | None = None
+    clip_qkv: float | None = None
     norms: str = "before"
+    norm_offset: float = 0.0
+    activation: str = "silu"
+    activation_limit: float | None = None
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
     sinks: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logit_multiplier: float = 1.0
+    window_rope: RopeConfig | None = None
     experts: ExpertsConfig | None = None
     latent_attention: LatentAttentionConfig | None = None
     tensors: tuple[OpaqueTensor, ...] | None = field(default=None, repr=False)
@@ -153,6 +180,22 @@ class ModelConfig:
         """The window of each layer."""
         return tuple(layer.window for layer in self.layers)
 
+    def rope_of(self, layer: int) -> RopeConfig:
+        """The rotary positions of a layer."""
+        return self.window_rope if self.window_rope and self.layers[layer].window is not None else self.rope
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What the model does beyond the plainest: the fields of the config, and of its layers, that are not at their
+        defaults."""
+        every: tuple[ModelConfig | LayerConfig, ...] = (self, *set(self.layers))
+        return frozenset(
+            field.name
+            for settings in every
+            for field in fields(settings)
+            if field.default is not MISSING and getattr(settings, field.name) != field.default
+        )
+
     @property
     def reach(self) -> int:
         """Positions that a sequence can have: past the trained context where the scaling grows with its length."""
@@ -172,6 +215,13 @@ class ModelConfig:
             )
         if self.head_dim % 2 or not self.head_dim:
             raise CheckpointError("head_dim must be even for rotary embedding", path=str(path), found=self.head_dim)
+        for rope in (self.rope, self.window_rope or self.rope):
+            rope.require_fits(self.head_dim, path)
+        if self.experts is not None and self.experts.per_token > self.experts.count:
+            raise CheckpointError(
+                "a token is sent to more experts than there are", path=str(path), found=self.experts.per_token,
+                expected=f"at most {self.experts.count}",
+            )  # fmt: skip
         if self.rope.type == "dynamic" and self.head_dim == 2:
             raise CheckpointError("head_dim must be above 2 for dynamic rope scaling", path=str(path), found=2)
         for token in (self.bos_token_id, *self.eos_token_ids):

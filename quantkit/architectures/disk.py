@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families import families
 from quantkit.architectures.families.family import Family, StackedExperts
-from quantkit.architectures.names import BLOCK, CANONICAL
-from quantkit.architectures.topology import ExpertBank, Linear, Parameter, block_items, parameters, sizes
+from quantkit.architectures.names import CANONICAL
+from quantkit.architectures.topology import Parameter, parameters
+from quantkit.errors import CheckpointError
+
+_EXPERT_ROLES = ("expert.gate", "expert.up", "expert.down")
+_STACKED = (
+    StackedExperts(CANONICAL["expert.gate_up"].replace(".{expert}", ""), ("expert.gate", "expert.up")),
+    StackedExperts(CANONICAL["expert.down"].replace(".{expert}", ""), ("expert.down",)),
+)
+"""How transformers 5 keeps the experts of most families: outputs first, gate above up."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a canonical tensor lies in one on disk.
+
+    Attributes:
+        name: the canonical name.
+        shape: of the canonical tensor.
+        first, step: its first row there, and from each to the next.
+        expert: its place along the first axis, where the tensor on disk holds all experts.
+        head_order: for each row of a head its place on disk, where rotary rows lie otherwise there.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    first: int = 0
+    step: int = 1
+    expert: int | None = None
+    head_order: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -17,68 +46,258 @@ class DiskTensor:
     """One tensor on disk.
 
     Attributes:
-        parts: the canonical tensors that it holds, in order; rows one below the other where they are several linears
-            of a block, or those of each expert in turn.
+        places: of the canonical tensors that it holds, in order; rows one below the other where they are several
+            linears of a block, or those of each expert in turn.
         stacked: how it holds experts, if it does.
+        linear: whether it is the weight of a linear that may be quantized; routers may not.
     """
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple[str, ...]
+    places: tuple[Place, ...]
     stacked: StackedExperts | None = None
+    linear: bool = False
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The canonical names, in order."""
+        return tuple(place.name for place in self.places)
+
+    @property
+    def module(self) -> str:
+        """The name of the module that it is the weight of; its own, where all experts are one tensor."""
+        return self.name.removesuffix(".weight")
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is a canonical tensor as it lies."""
+        return len(self.places) == 1 and self.stacked is None and self.places[0].head_order is None
 
 
-def disk_tensors(config: ModelConfig) -> list[DiskTensor]:
-    """The tensors of a folder of a model's family; stacked experts where the family has them."""
+@dataclass(frozen=True)
+class ExpertForm:
+    """How the experts of a layer may lie on disk.
+
+    Attributes:
+        names: of the linears of one expert by role, where each is a tensor of its own.
+        stacked: the tensors that hold those of all, else.
+    """
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    stacked: tuple[StackedExperts, ...] = ()
+
+    def templates(self) -> list[str]:
+        """Names of its modules and tensors, with places for layer and expert."""
+        biases = [stacked.bias for stacked in self.stacked if stacked.bias is not None]
+        return [*self.names.values(), *(stacked.name for stacked in self.stacked), *biases]
+
+
+def disk_tensors(config: ModelConfig, quantized: Collection[str] = ()) -> list[DiskTensor]:
+    """The tensors of a folder of a model's family, in the order in which they are written.
+
+    Args:
+        quantized: canonical names of modules; an expert in a layer with one of them has modules of its own.
+    """
+    if config.tensors is not None:
+        return _as_they_are(config)
+    apart = {p.layer for p in parameters(config) if p.expert is not None and p.module in quantized}
+    forms = _expert_forms(families()[config.architecture])
+    single = next(form for form in forms if form.names)
+    return _tensors(config, {layer: single if layer in apart else forms[0] for layer in range(config.num_layers)})
+
+
+def found_tensors(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: object) -> list[DiskTensor]:
+    """The tensors that a folder should hold, its experts in the form in which they are there.
+
+    Args:
+        shapes: of the tensors there are, by name; those of quantized modules by their own.
+        path: what errors name.
+
+    Raises:
+        CheckpointError: if the experts of a layer are there in two forms, or there are more than the config says.
+    """
+    if config.tensors is not None:
+        return _as_they_are(config)
+    if config.experts is None:
+        return _tensors(config, {})
     family = families()[config.architecture]
-    found: list[DiskTensor] = []
-    fused: dict[str, list[Parameter]] = {}
-    for parameter in parameters(config):
-        if any(parameter.role in stacked.roles for stacked in family.stacked):
-            continue
-        linear = parameter.linear
-        if linear is not None and linear.fused is not None and linear.fused in family.fused:
-            name = _named(family.fused[linear.fused], parameter)
-            fused.setdefault(name, []).append(parameter)
-        else:
-            template = family.names.get(parameter.role, CANONICAL[parameter.role])
-            found.append(DiskTensor(_named(template, parameter), parameter.shape, (parameter.name,)))
-    for name, parts in fused.items():
-        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-        found.append(DiskTensor(name, shape, tuple(part.name for part in parts)))
+    known = _expert_forms(family)
+    there = {stem for name in shapes for stem in (name, name.rpartition(".")[0], name.rpartition("_")[0])}
+    count = config.experts.count
+    forms = {}
     for layer, features in enumerate(config.layers):
-        if features.experts:
-            found += _stacked(config, family, layer)
-    return found
+        if not features.experts:
+            continue
+        present = {
+            number: found
+            for number, form in enumerate(known)
+            if (found := [name for name in _names(form, layer, count) if name in there])
+        }
+        if len(present) > 1:
+            one, other, *_ = present.values()
+            raise CheckpointError(
+                f"the experts of layer {layer} are there in two forms", path=str(path),
+                found=f"'{one[0]}' and '{other[0]}'", expected="a tensor for each expert, or one for all",
+                hint="weight files of two versions of the model lie side by side",
+            )  # fmt: skip
+        forms[layer] = known[next(iter(present), 0)]
+    _require_no_more_experts(shapes, known, count, path)
+    own_router = family.names.get("router", CANONICAL["router"])
+    renamed = {
+        layer for layer in forms
+        if CANONICAL["router"].format(layer=layer) in there and own_router.format(layer=layer) not in there
+    }  # fmt: skip
+    return [_turned(tensor, shapes.get(tensor.name)) for tensor in _tensors(config, forms, renamed)]
 
 
-def _stacked(config: ModelConfig, family: Family, layer: int) -> list[DiskTensor]:
-    """The tensors that hold all experts of a layer."""
-    counts = sizes(config)
-    bank = next(item for item in block_items(config, layer) if isinstance(item, ExpertBank))
-    found = []
-    for stacked in family.stacked:
-        linears = [linear for role in stacked.roles for linear in bank.linears if linear.role == role]
-        rows = sum(counts[linear.dims[0]] for linear in linears)
-        columns = counts[linears[0].dims[1]]
-        matrix = (columns, rows) if stacked.transposed else (rows, columns)
-        shapes: Mapping[str, tuple[str | None, tuple[int, ...]]] = {
-            "weight": (stacked.name, matrix), "bias": (stacked.bias, (rows,)),
-        }  # fmt: skip
-        for leaf, (name, shape) in shapes.items():
-            if name is not None:
-                parts = tuple(
-                    f"{_module(linear, layer, expert)}.{leaf}" for expert in range(bank.count) for linear in linears
-                )
-                found.append(DiskTensor(name.format(layer=layer), (bank.count, *shape), parts, stacked))
-    return found
+def disk_name(config: ModelConfig, role: str) -> str:
+    """The name on disk of the weight of a role outside the layers."""
+    return families()[config.architecture].names.get(role, CANONICAL[role]) + ".weight"
 
 
-def _named(template: str, parameter: Parameter) -> str:
+def head_order(config: ModelConfig) -> tuple[int, ...] | None:
+    """For each row of a head in canonical order, its place on disk; None where that is the same.
+
+    Canonical rows are rotated half against half over the whole head: of r rows that turn and the others each the
+    first half, then the second halves.
+    """
+    turned = config.rope.rotary_dim or config.head_dim
+    interleaved = families()[config.architecture].interleaved_rotary
+    firsts, seconds = range(turned // 2), range(turned // 2, turned)
+    if interleaved:
+        firsts, seconds = range(0, turned, 2), range(1, turned, 2)
+    middle = turned + (config.head_dim - turned) // 2
+    order = (*firsts, *range(turned, middle), *seconds, *range(middle, config.head_dim))
+    return None if order == tuple(range(config.head_dim)) else order
+
+
+def _expert_forms(family: Family) -> list[ExpertForm]:
+    """The forms in which a family's experts are read, its own first."""
+    own = {role: family.names.get(role, CANONICAL[role]) for role in _EXPERT_ROLES}
+    canonical = {role: CANONICAL[role] for role in _EXPERT_ROLES}
+    forms = [ExpertForm(stacked=family.stacked)] if family.stacked else []
+    forms += [ExpertForm(own)] + ([ExpertForm(canonical)] if canonical != own else [])
+    return forms if family.stacked else [*forms, ExpertForm(stacked=_STACKED)]
+
+
+def _names(form: ExpertForm, layer: int, count: int) -> list[str]:
+    """What a layer's experts may be called in a form."""
+    templates = form.templates()
+    experts = range(count) if form.names else range(1)
+    return [template.format(layer=layer, expert=expert) for template in templates for expert in experts]
+
+
+def _require_no_more_experts(names: Collection[str], forms: Sequence[ExpertForm], count: int, path: object) -> None:
+    """
+    Raises:
+        CheckpointError: for a tensor of an expert beyond those of the config.
+    """
+    templates = [re.escape(name) for form in forms for name in form.names.values()]
+    patterns = [name.replace(r"\{layer\}", r"\d+").replace(r"\{expert\}", r"(\d+)") for name in templates]
+    numbered = re.compile("|".join(rf"(?:{pattern})\..*" for pattern in patterns))
+    for name in sorted(names):
+        match = numbered.fullmatch(name)
+        expert = next((int(number[:9]) for number in match.groups() if number), 0) if match else 0
+        if expert >= count:
+            raise CheckpointError(
+                f"tensor '{name}' is of an expert that the config does not count", path=str(path),
+                found=f"expert {expert}", expected=f"experts 0 to {count - 1}",
+                hint="the config is another model's",
+            )  # fmt: skip
+
+
+def _as_they_are(config: ModelConfig) -> list[DiskTensor]:
+    """The tensors of a model of which no more is known: canonical is what lies on disk."""
+    return [
+        DiskTensor(p.name, p.shape, (Place(p.name, p.shape),), linear=p.linear is not None and p.linear.quantizable)
+        for p in parameters(config)
+    ]
+
+
+def _turned(tensor: DiskTensor, shape: tuple[int, ...] | None) -> DiskTensor:
+    """A tensor of all experts with inputs and outputs as they lie: the other way around where its shape can only be
+    that; outputs first where it is not there by its name, but encoded."""
+    if tensor.stacked is None or len(tensor.shape) != 3:
+        return tensor
+    experts, rows, columns = tensor.shape
+    other = (experts, columns, rows)
+    if shape == other != tensor.shape or (shape is None and tensor.stacked.transposed):
+        return replace(tensor, shape=other, stacked=replace(tensor.stacked, transposed=not tensor.stacked.transposed))
+    return tensor
+
+
+def _tensors(config: ModelConfig, forms: Mapping[int, ExpertForm], renamed: Collection[int] = ()) -> list[DiskTensor]:
+    """The tensors on disk, each where the first of its parts stands among a model's parameters.
+
+    Args:
+        forms: of the experts, by layer.
+        renamed: layers whose router has its canonical name.
+    """
+    family = families()[config.architecture]
+    order = head_order(config)
+    groups: dict[str, tuple[StackedExperts | None, list[Parameter]]] = {}
+    for parameter in parameters(config):
+        form = None if parameter.layer is None else forms.get(parameter.layer)
+        stacked = _stacked_in(form, parameter)
+        if stacked is not None:
+            template = stacked.name if parameter.leaf == "weight" else stacked.bias or stacked.name + "_bias"
+            name = template.format(layer=parameter.layer)
+        elif parameter.role == "router" and parameter.layer in renamed:
+            name = parameter.name
+        else:
+            name = _name(family, form, parameter)
+        groups.setdefault(name, (stacked, []))[1].append(parameter)
+    return [_tensor(name, stacked, parts, order) for name, (stacked, parts) in groups.items()]
+
+
+def _stacked_in(form: ExpertForm | None, parameter: Parameter) -> StackedExperts | None:
+    if form is None or parameter.expert is None:
+        return None
+    return next((stacked for stacked in form.stacked if parameter.role in stacked.roles), None)
+
+
+def _name(family: Family, form: ExpertForm | None, parameter: Parameter) -> str:
+    """Of a tensor that is not of all experts."""
+    linear = parameter.linear
+    if form is not None and parameter.role in form.names:
+        template = form.names[parameter.role]
+    elif linear is not None and linear.fused is not None and linear.fused in family.fused:
+        template = family.fused[linear.fused]
+    elif parameter.role in family.names:
+        template = family.names[parameter.role]
+    else:
+        return parameter.name
     module = template.format(layer=parameter.layer, expert=parameter.expert)
     return f"{module}.{parameter.leaf}" if parameter.leaf else module
 
 
-def _module(linear: Linear, layer: int, expert: int) -> str:
-    assert CANONICAL[linear.role].startswith(BLOCK)
-    return CANONICAL[linear.role].format(layer=layer, expert=expert)
+def _tensor(
+    name: str, stacked: StackedExperts | None, parts: Sequence[Parameter], order: tuple[int, ...] | None
+) -> DiskTensor:
+    """A tensor from what it is made of."""
+    linear = parts[0].linear
+    if stacked is None:
+        rows, places = 0, []
+        for part in parts:
+            places.append(Place(part.name, part.shape, rows, head_order=order if _turns(part) else None))
+            rows += part.shape[0]
+        shape = parts[0].shape if len(parts) == 1 else (rows, *parts[0].shape[1:])
+        quantizable = linear is not None and linear.quantizable and parts[0].leaf == "weight"
+        return DiskTensor(name, shape, tuple(places), linear=quantizable)
+    roles = [part for part in parts if part.expert == parts[0].expert]
+    firsts, rows = {}, 0
+    for number, part in enumerate(roles):
+        firsts[part.role] = number if stacked.interleaved else rows
+        rows += part.shape[0]
+    step = len(roles) if stacked.interleaved else 1
+    found = tuple(Place(part.name, part.shape, firsts[part.role], step, part.expert) for part in parts)
+    matrix = (rows, *parts[0].shape[1:])
+    experts = len(parts) // len(roles)
+    if len(matrix) == 1:
+        return DiskTensor(name, (experts, rows), found, replace(stacked, transposed=False))
+    return DiskTensor(name, (experts, *(matrix[::-1] if stacked.transposed else matrix)), found, stacked)
+
+
+def _turns(parameter: Parameter) -> bool:
+    """Whether a tensor has rotary rows: of queries and keys, and of norms on them."""
+    return parameter.rotary or parameter.role in ("attention.q_norm", "attention.k_norm")

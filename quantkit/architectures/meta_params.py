@@ -30,6 +30,14 @@ _KNOWN = {
 _LLAMA_31_MIN_WIDTH = 4096
 _SCALED_ROPE_ORIGINAL_CONTEXT = 8192
 
+_BIASES = "attention or MLP biases"
+_UNSAYABLE = {
+    "qkv_bias": _BIASES, "output_bias": _BIASES, "mlp_bias": _BIASES, "qk_norm": "q/k norms",
+    "window": "sliding-window attention", "rotary": "layers without rotary positions",
+    "norms": "norms elsewhere than before attention and feed-forward", "sinks": "attention sinks",
+}  # fmt: skip
+"""Features in words, where their names would not say it."""
+
 
 def config_from_meta(
     params: Mapping[str, Any],
@@ -99,15 +107,8 @@ def config_to_meta(config: ModelConfig) -> dict[str, Any]:
     Raises:
         UnsupportedError: if the model has features, a head size or a rope scaling that Meta's format has no words for.
     """
-    reasons = {
-        "attention or MLP biases": config.qkv_bias or config.output_bias or config.mlp_bias,
-        "q/k norms": config.qk_norm,
-        "sliding-window attention": any(window is not None for window in config.windows),
-        "layers without rotary positions": not all(layer.rotary for layer in config.layers),
-        "norms elsewhere than before attention and feed-forward": config.norms != "before",
-        "attention sinks": config.sinks,
-        "experts": config.experts is not None,
-        "latent attention": config.latent_attention is not None,
+    reasons = {_UNSAYABLE.get(feature, feature.replace("_", " ")): True for feature in sorted(config.features)}
+    reasons |= {
         "a head size other than dim / n_heads": config.head_dim * config.num_heads != config.hidden_size,
         f"{config.rope.type} rope scaling": not _meta_can_say(config.rope),
     }
@@ -157,6 +158,8 @@ def _rope(settings: Settings, dim: int) -> RopeConfig:
 
 
 def _meta_can_say(rope: RopeConfig) -> bool:
+    if rope.rotary_dim is not None or rope.query_scaling_beta is not None:
+        return False
     if rope.type == "default":
         return True
     return rope.type == "llama3" and (

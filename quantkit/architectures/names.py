@@ -41,6 +41,7 @@ CANONICAL = {
     "mlp.down": BLOCK + "mlp.down_proj",
     "router": BLOCK + "mlp.gate",
     "router.score_correction": BLOCK + "mlp.gate.e_score_correction_bias",
+    "shared_expert.router": BLOCK + "mlp.shared_expert_gate",
     "expert.gate": BLOCK + "mlp.experts.{expert}.gate_proj",
     "expert.up": BLOCK + "mlp.experts.{expert}.up_proj",
     "expert.gate_up": BLOCK + "mlp.experts.{expert}.gate_up_proj",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quantkit.errors import CheckpointError, UnsupportedError
@@ -15,6 +15,7 @@ _REQUIRED = {
     "dynamic": ("factor",),
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
 }
 _OPTIONAL = {
     "default": (),
@@ -22,10 +23,16 @@ _OPTIONAL = {
     "dynamic": (),
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     "llama3": (),
+    "longrope": ("factor", "attention_factor"),
 }
+_OLD_NAMES = {"su": "longrope"}
+_BETA, _CONTEXT = "llama_4_scaling_beta", "max_position_embeddings"
+_LISTS = {"short_factor", "long_factor"}
 _BETA_FAST, _BETA_SLOW = 32.0, 1.0  # YaRN's own, where a config says nothing
-# Present in published files, without effect on the arithmetic.
-_IGNORED = {"rope_type", "type", "rope_theta", "finetuned", "original_max_position_embeddings"}
+# Present in published files beside the settings of a type.
+_IGNORED = {
+    "rope_type", "type", "rope_theta", "finetuned", "original_max_position_embeddings", "partial_rotary_factor",
+}  # fmt: skip
 # What numbers may be: far beyond what is published, and within what float32 computes without loss of sense.
 MAX_THETA = 1e15
 MIN_THETA = 1.001  # of 1 all dimensions turn alike
@@ -45,7 +52,14 @@ class RopeConfig:
 
     ``original_context`` is the length, in tokens, that the model was trained to
     before its context was extended. Sources: RoFormer (2104.09864), YaRN
-    (2309.00071), Llama 3.1's frequency scaling.
+    (2309.00071), LongRoPE (2402.13753), Llama 3.1's frequency scaling.
+
+    Attributes:
+        short_factor, long_factor: of LongRoPE, for each pair of dimensions that turn: for sequences up to
+            `original_context`, and for longer ones.
+        rotary_dim: dimensions of a head that turn, the first ones; None for all.
+        query_scaling_beta: queries are multiplied by 1 + beta log(1 + floor(position / original_context)), as in
+            Llama 4; None for none of that.
     """
 
     theta: float = DEFAULT_THETA
@@ -60,13 +74,23 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
+    rotary_dim: int | None = None
+    query_scaling_beta: float | None = None
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any], path: object, default_theta: float = DEFAULT_THETA) -> RopeConfig:
+    def from_hf(
+        cls, raw: Mapping[str, Any], path: object, default_theta: float = DEFAULT_THETA, *, head_dim: int = 0,
+        partial: float | None = None, query_scaling: bool = False,
+    ) -> RopeConfig:  # fmt: skip
         """Read ``rope_parameters`` or ``rope_theta`` with ``rope_scaling``.
 
         Args:
             default_theta: the family's own, where the file says none.
+            head_dim: of the model.
+            partial: the part of it that turns where the file says none; None in families where all of it must.
+            query_scaling: whether the family scales queries by position.
 
         Raises:
             UnsupportedError: for a rope type or setting that quantkit does not compute.
@@ -78,14 +102,18 @@ class RopeConfig:
         stated, where = inner.values, whole.path
         spelled = next((name for name in ("rope_type", "type") if name in stated), None)
         kind = "default" if spelled is None else inner.text(spelled)
+        kind = _OLD_NAMES.get(kind, kind)
         if kind not in _REQUIRED:
             raise UnsupportedError("rope type is not supported", path=where, found=kind, expected=", ".join(_REQUIRED))
         key = "partial_rotary_factor"
-        partial = inner if key in stated else whole
-        if partial.has(key) and partial.number(key, 0, 1) != 1:
-            raise UnsupportedError("partial rotary embedding is not supported", path=where, found=partial.values[key])
+        stating = inner if key in stated else whole
+        part = stating.number(key, 0, 1) if stating.has(key) else 1.0 if partial is None else partial
+        turned = int(head_dim * part)
+        if part != 1 and (partial is None or turned < 2 or turned % 2):
+            raise UnsupportedError("partial rotary embedding is not supported", path=where, found=f"{part:g}")
         known = {*_REQUIRED[kind], *_OPTIONAL[kind]}
-        if unknown := sorted(set(stated) - known - _IGNORED - {key}):
+        beside = _IGNORED | ({_BETA, _CONTEXT} if query_scaling else set())
+        if unknown := sorted(set(stated) - known - beside):
             raise UnsupportedError(f"unknown setting of {kind} rope scaling", path=where, found=shown(unknown))
         for name in _REQUIRED[kind]:
             if not inner.has(name):
@@ -96,9 +124,15 @@ class RopeConfig:
             type=kind,
             original_context=_original_context(kind, inner, whole),
             truncate=inner.flag("truncate", "truncate" not in stated),  # null is false, as in transformers
-            **{name: inner.number(name, *_BOUNDS[name]) for name in known - {"truncate"} if inner.has(name)},
+            rotary_dim=None if part == 1 else turned,
+            query_scaling_beta=inner.number(_BETA, 0, 1e3) if inner.has(_BETA) else None,
+            short_factor=inner.numbers("short_factor", *SCALE) if "short_factor" in known else None,
+            long_factor=inner.numbers("long_factor", *SCALE) if "long_factor" in known else None,
+            **{name: inner.number(name, *_BOUNDS[name]) for name in known - _LISTS - {"truncate"} if inner.has(name)},
         )
         rope._require_order(where)
+        if kind == "longrope" and not inner.has("factor") and whole.has(_CONTEXT) and rope.original_context:
+            return replace(rope, factor=whole.whole(_CONTEXT, 1, _MAX_CONTEXT) / rope.original_context)
         return rope
 
     def _require_order(self, where: str) -> None:
@@ -113,27 +147,46 @@ class RopeConfig:
                     expected="the first below the second",
                 )  # fmt: skip
 
-    def to_hf(self) -> dict[str, Any]:
+    def require_fits(self, head_dim: int, path: object) -> None:
+        """
+        Raises:
+            CheckpointError: if there is not one factor for each pair of dimensions that turn.
+        """
+        pairs = (self.rotary_dim or head_dim) // 2
+        for name in sorted(_LISTS):
+            factors = getattr(self, name)
+            if factors is not None and len(factors) != pairs:
+                raise CheckpointError(
+                    f"{name} of rope scaling does not fit the heads", path=str(path), found=f"{len(factors)} factors",
+                    expected=f"{pairs}",
+                )  # fmt: skip
+
+    def to_hf(self, head_dim: int) -> dict[str, Any]:
         """The keys both older (``rope_theta``, ``rope_scaling``) and newer readers look for."""
         scaling: dict[str, Any] = {"rope_type": self.type}
         for key in _REQUIRED[self.type] + _OPTIONAL[self.type]:
             value = getattr(self, key)
             if value is not None and not (key == "truncate" and value is True):
-                scaling[key] = value
+                scaling[key] = list(value) if key in _LISTS else value
+        if self.query_scaling_beta is not None:
+            scaling[_BETA] = self.query_scaling_beta
         if self.original_context is not None and self.type != "default":
             scaling["original_max_position_embeddings"] = self.original_context
+        partial = {} if self.rotary_dim is None else {"partial_rotary_factor": self.rotary_dim / head_dim}
         return {
             "rope_theta": self.theta,
             "rope_scaling": None if self.type == "default" else scaling,
-            "rope_parameters": {"rope_theta": self.theta, **scaling},
+            "rope_parameters": {"rope_theta": self.theta, **partial, **scaling},
+            **partial,
         }
 
 
 def _original_context(kind: str, inner: Settings, whole: Settings) -> int | None:
-    if kind not in ("llama3", "yarn"):
+    if kind not in ("llama3", "yarn", "longrope") and not inner.has(_BETA):
         return None
+    least = 2 if kind == "longrope" else 1  # its logarithm divides
     key = "original_max_position_embeddings"
-    for settings, name in ((whole, key), (inner, key), (whole, "max_position_embeddings")):
+    for settings, name in ((whole, key), (inner, key), (whole, _CONTEXT)):
         if settings.has(name):
-            return settings.whole(name, 1, _MAX_CONTEXT)
+            return settings.whole(name, least, _MAX_CONTEXT)
     return None

@@ -154,6 +154,7 @@ def sizes(config: ModelConfig) -> dict[str, int]:
         "kv": config.num_kv_heads * config.head_dim,
         "heads": config.num_heads,
         "head_dim": config.head_dim,
+        "one": 1,
     }
     if config.experts is not None:
         found |= {
@@ -264,9 +265,10 @@ def _attention(config: ModelConfig) -> Iterator[Item]:
     )
     yield from (q, k, v)
     yield Linear("attention.output", ("hidden", "query"), "attention.out", bias=config.output_bias)
-    if config.qk_norm:
-        yield Vector("attention.q_norm", ("head_dim",))
-        yield Vector("attention.k_norm", ("head_dim",))
+    if config.qk_norm is not None:
+        per_head = config.qk_norm == "head"
+        yield Vector("attention.q_norm", ("head_dim" if per_head else "query",))
+        yield Vector("attention.k_norm", ("head_dim" if per_head else "kv",))
     if config.sinks:
         yield Vector("attention.sinks", ("heads",), leaf="")
 
@@ -299,6 +301,8 @@ def _experts(config: ModelConfig) -> Iterator[Item]:
     yield Linear("router", ("experts", "hidden"), "mlp.in", bias=experts.router_bias, quantizable=False)
     if experts.score_correction:
         yield Vector("router.score_correction", ("experts",), leaf="")
+    if experts.shared_gate:
+        yield Linear("shared_expert.router", ("one", "hidden"), "mlp.in", quantizable=False)
     yield ExpertBank(experts.count, tuple(_gated("expert", "expert_intermediate", "expert.in", experts.bias)))
     if experts.shared_size:
         yield from _gated("shared_expert", "shared_intermediate", "mlp.in", False)

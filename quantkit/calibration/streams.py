@@ -15,7 +15,7 @@ from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.effort import Effort, batch_samples
 from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.model.attention import causal_attention
-from quantkit.model.decoder import Block, Step
+from quantkit.model.decoder import Block, Step, scaled_embeddings
 from quantkit.model.rope import Rotary
 
 QUANTIZED, FLOAT, INNER = "quantized", "float", "inner"  # what the store holds of a batch
@@ -47,8 +47,9 @@ class Streams:
         batches = torch.split(samples, batch_samples(config, length)) if len(samples) else ()
         self._batches = len(batches)
         for index, batch in enumerate(batches):
+            states = scaled_embeddings(nn.functional.embedding(batch, embedding).float(), config.embedding_multiplier)
             for stream in (QUANTIZED, FLOAT)[: 1 + self._follows(index)]:
-                store.put((stream, index), nn.functional.embedding(batch, embedding).float())
+                store.put((stream, index), states)
         positions = torch.arange(length, device=device)
         angles = Rotary(config).to(device)(positions)
         self._step = Step(angles, causal_attention(positions, config.windows))

@@ -112,7 +112,15 @@ def require_complete(found: Mapping[str, TensorSpec], config: ModelConfig, path:
         UnsupportedError: if unexpected tensors belong to a quantization scheme, or a
             weight is not stored as floats.
     """
-    expected = {entry.name: entry.shape for entry in parameters(config)}
+    require_tensors(found, {entry.name: entry.shape for entry in parameters(config)}, path)
+
+
+def require_tensors(found: Mapping[str, TensorSpec], expected: Mapping[str, tuple[int, ...]], path: Path) -> None:
+    """Check that the tensors are exactly those expected, in these shapes, and floats unless they have a scheme.
+
+    Raises:
+        CheckpointError, UnsupportedError: see `require_complete`.
+    """
     if unexpected := [name for name in found if name not in expected]:
         raise_unexpected(unexpected, path)
     if missing := [name for name in expected if name not in found]:

@@ -6,6 +6,8 @@ B batch, T new positions, S positions of the cache, H heads, K KV heads, Dh head
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -13,25 +15,64 @@ from torch import Tensor
 
 from quantkit.model.cache import KVCache, cached_floats
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+@dataclass(frozen=True)
+class Scores:
+    """How products of queries and keys become shares of attention.
+
+    Attributes:
+        scale: what they are multiplied by; None is 1 over the root of the head size.
+        softcap: what they are bent to stay below, softcap * tanh(score / softcap); None for no bound.
+        sinks: a score of each head that takes a share and gives no value, [H]; None for none.
+    """
+
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether torch's fused attention computes them: it knows no caps and no sinks."""
+        return self.softcap is None and self.sinks is None
+
+
+PLAIN = Scores()
+
+Attend = Callable[[int, Tensor, Tensor, Tensor, Scores], Tensor]
 """Layer, queries [B, H, T, Dh], keys and values [B, K, T, Dh] to mixed values [B, T, H * Dh]."""
 
-CachedAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, int | None], Tensor]
-"""Queries [B, H, T, Dh], cached keys and values [slots, K, S, Dh] as stored, the queries' positions, [T] or [B, T],
-the sequences' slots [B], None for 0, 1, 2, ..., and the window to mixed values [B, T, H * Dh]; each query sees the
-positions of its slot up to its own."""
+
+class CachedAttention(Protocol):
+    """Attention over a cache."""
+
+    def __call__(
+        self, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None,
+        window: int | None, scores: Scores = PLAIN,
+    ) -> Tensor:  # fmt: skip
+        """Mixed values [B, T, H * Dh] of queries [B, H, T, Dh] over cached keys and values [slots, K, S, Dh] as
+        stored; each query sees the positions of its slot up to its own.
+
+        Args:
+            positions: the queries', [T] or [B, T].
+            slots: the sequences' slots [B]; None for 0, 1, 2, ...
+            window: how many positions back a query sees, itself included; None for all.
+        """
+        ...
+
+
+PlainAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, int | None], Tensor]
+"""A `CachedAttention` with plain scores."""
 
 
 def causal_attention(positions: Tensor, windows: Sequence[int | None]) -> Attend:
     """Each of the tokens at rising positions, [T] or [B, T], sees itself and those of its sequence before it."""
     masks = {window: _window_mask(positions, window) for window in set(windows)}
 
-    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
         mask = masks[windows[layer]]
-        mixed = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
-        )
-        return mixed.transpose(1, 2).flatten(2)
+        if mask is None and not scores.plain:
+            mask = _causal_mask(positions, positions, None)
+        return _mixed(queries, keys, values, mask, scores)
 
     return attend
 
@@ -42,9 +83,9 @@ def prefill_attention(
     """As `causal_attention`, of the first tokens there are; keys and values go into the cache."""
     attend_to_each_other = causal_attention(positions, windows)
 
-    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
         cache.update(layer, positions, keys, values, slots)
-        return attend_to_each_other(layer, queries, keys, values)
+        return attend_to_each_other(layer, queries, keys, values, scores)
 
     return attend
 
@@ -55,16 +96,17 @@ def cached_attention(
 ) -> Attend:  # fmt: skip
     """Each token sees all that the cache holds of its sequence up to it."""
 
-    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
         stored = cache.update(layer, positions, keys, values, slots)
-        return attention(queries, *stored, positions, slots, windows[layer])
+        return attention(queries, *stored, positions, slots, windows[layer], scores)
 
     return attend
 
 
 def masked_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None
-) -> Tensor:
+    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None,
+    scores: Scores = PLAIN,
+) -> Tensor:  # fmt: skip
     """The `CachedAttention` of torch, under a mask: over the whole cache, or on a CPU over what is seen."""
     if type(positions) is Tensor and positions.device.type == "cpu" and not torch.compiler.is_compiling():
         seen = int(positions.max()) + 1
@@ -73,20 +115,58 @@ def masked_attention(
         keys, values = keys.index_select(0, slots), values.index_select(0, slots)
     mask = _causal_mask(positions, torch.arange(keys.shape[2], device=positions.device), window)
     keys, values = cached_floats(keys, queries.dtype), cached_floats(values, queries.dtype)
-    mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
-    return mixed.transpose(1, 2).flatten(2)
+    return _mixed(queries, keys, values, mask, scores)
+
+
+def for_plain_scores(attention: PlainAttention) -> CachedAttention:
+    """A `CachedAttention` by kernels that know one scale and no more, with torch's for other scores."""
+
+    def chosen(
+        queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None,
+        scores: Scores = PLAIN,
+    ) -> Tensor:  # fmt: skip
+        if scores == PLAIN:
+            return attention(queries, keys, values, positions, slots, window)
+        return masked_attention(queries, keys, values, positions, slots, window, scores)
+
+    return chosen
 
 
 def for_few_tokens(attention: CachedAttention, max_tokens: int) -> CachedAttention:
     """A `CachedAttention` for up to `max_tokens` tokens at a time, with torch's for more."""
 
     def chosen(
-        queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None
-    ) -> Tensor:
+        queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None,
+        scores: Scores = PLAIN,
+    ) -> Tensor:  # fmt: skip
         few = queries.shape[2] <= max_tokens
-        return (attention if few else masked_attention)(queries, keys, values, positions, slots, window)
+        return (attention if few else masked_attention)(queries, keys, values, positions, slots, window, scores)
 
     return chosen
+
+
+def _mixed(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+    """Mixed values [B, T, H * Dh] under a mask, or each token seeing those up to it."""
+    if scores.plain:
+        mixed = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scores.scale, enable_gqa=True
+        )
+        return mixed.transpose(1, 2).flatten(2)
+    assert mask is not None
+    grouped = torch.unflatten(queries, 1, (keys.shape[1], -1))  # [B, K, H / K, T, Dh]
+    products = (grouped @ keys.unsqueeze(2).transpose(-1, -2)).float()
+    products = products * (queries.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
+    if scores.softcap is not None:
+        products = scores.softcap * torch.tanh(products / scores.softcap)
+    mask = mask if mask.dim() == 2 else mask.unsqueeze(1)
+    products = products.masked_fill(~mask, -torch.inf)
+    if scores.sinks is None:
+        shares = products.softmax(-1)
+    else:
+        sinks = scores.sinks.float().view(1, keys.shape[1], -1, 1, 1).expand(*products.shape[:-1], 1)
+        shares = torch.cat((products, sinks), dim=-1).softmax(-1)[..., :-1]
+    given: Tensor = shares.to(values.dtype) @ values.unsqueeze(2)
+    return given.flatten(1, 2).transpose(1, 2).flatten(2)
 
 
 def _window_mask(positions: Tensor, window: int | None) -> Tensor | None:

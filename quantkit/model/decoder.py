@@ -7,13 +7,12 @@ block does follows from the config's features; nothing here knows a family.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quantkit.architectures.config import ModelConfig
@@ -21,21 +20,17 @@ from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.model.attention import (
     Attend,
     CachedAttention,
+    Scores,
     cached_attention,
     causal_attention,
     masked_attention,
     prefill_attention,
 )
 from quantkit.model.cache import KVCache
-from quantkit.model.linear import FloatLinear, float_linear
-from quantkit.model.rope import Rotary, rotate
-
-Tap = Callable[[str, Tensor], None]
-"""Is told a site's name and the input [B, T, I] of the linears that share it, right before they are applied."""
-
-
-def no_tap(site: str, x: Tensor) -> None:
-    """The `Tap` that does nothing."""
+from quantkit.model.feed_forward import MLP, Experts
+from quantkit.model.linear import FloatLinear, Tap, float_linear, no_tap
+from quantkit.model.norm import rms_norm
+from quantkit.model.rope import Angles, Rotary, rotate
 
 
 @dataclass(frozen=True)
@@ -43,12 +38,12 @@ class Step:
     """What one pass through the decoder hands to every block.
 
     Attributes:
-        angles: cosine and sine of the tokens' positions, float32 [T, Dh] or [B, T, Dh].
+        angles: of the tokens' positions.
         attend: how each token attends to the others.
         tap: listens to the inputs of the linears; it may raise to end the pass there.
     """
 
-    angles: tuple[Tensor, Tensor]
+    angles: Angles
     attend: Attend
     tap: Tap = no_tap
 
@@ -57,7 +52,7 @@ class Blocks(Protocol):
     """All blocks of a decoder in one call."""
 
     def __call__(
-        self, x: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache | None,
+        self, x: Tensor, positions: Tensor, angles: Angles, cache: KVCache | None,
         slots: Tensor | None = None, *, first: bool,
     ) -> Tensor:  # fmt: skip
         """Hidden states [B, T, D] at rising positions, with their angles, to hidden states after all blocks, which
@@ -131,7 +126,7 @@ class Decoder(nn.Module):
             lengths: for rotary positions, see `Rotary`.
             first: the cache holds nothing yet that the tokens should see.
         """
-        x = self.model.embed_tokens(tokens)
+        x = self.model.embed(tokens)
         angles = self.rotary(positions, lengths)
         if self.ops.blocks is not None:
             x = self.ops.blocks(x, positions, angles, cache, slots, first=first)
@@ -153,11 +148,21 @@ class Decoder(nn.Module):
         """Logits [..., V] of hidden states [..., D], in their dtype: float32 where kernels compute whole blocks, else
         the model's."""
         if self.lm_head is None:
-            return self.ops.float_linear(hidden, self.model.embed_tokens.weight)
-        if isinstance(self.lm_head, nn.Linear):
-            return self.ops.float_linear(hidden, self.lm_head.weight)
-        logits: Tensor = self.lm_head(hidden)
-        return logits
+            logits = self.ops.float_linear(hidden, self.model.embed_tokens.weight)
+        elif isinstance(self.lm_head, nn.Linear):
+            logits = self.ops.float_linear(hidden, self.lm_head.weight)
+        else:
+            logits = self.lm_head(hidden)
+        return final_logits(logits, self.config)
+
+
+def final_logits(products: Tensor, config: ModelConfig) -> Tensor:
+    """Logits [..., V] from the products of hidden states with the head."""
+    if config.logit_multiplier != 1:
+        products = products * config.logit_multiplier
+    if config.logit_softcap is not None:
+        products = config.logit_softcap * torch.tanh(products / config.logit_softcap)
+    return products
 
 
 class Backbone(nn.Module):
@@ -167,24 +172,44 @@ class Backbone(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = rms_norm(config)
+        self._multiplier = config.embedding_multiplier
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """What the first block is given, [B, T, D], for tokens [B, T]."""
+        return scaled_embeddings(self.embed_tokens(tokens), self._multiplier)
+
+
+def scaled_embeddings(embeddings: Tensor, multiplier: float) -> Tensor:
+    """Embeddings times the model's multiplier, rounded to their dtype first as Gemma's is."""
+    if multiplier == 1:
+        return embeddings
+    return embeddings * torch.tensor(multiplier, dtype=embeddings.dtype, device=embeddings.device)
 
 
 class Block(nn.Module):
-    """One decoder layer: residual branches one after the other, each behind its norm.
+    """One decoder layer: residual branches one after the other, with norms before them, after them or both.
 
-    A branch has two halves: `inner` leads up to its last linear, `finish` applies that and adds its output to the
-    hidden states.
+    A branch has two halves: `inner` leads up to its last linear, or to its experts; `finish` applies that and adds
+    the output to the hidden states.
     """
 
     BRANCHES: ClassVar = ("attention", "mlp")
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        before, after = config.norms in ("before", "both"), config.norms in ("after", "both")
+        self.input_layernorm = rms_norm(config) if before else None
         self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config)
+        self.attention_output_layernorm = rms_norm(config) if after else None
+        self.post_attention_layernorm = rms_norm(config) if before else None
+        self.mlp: MLP | Experts
+        if config.layers[layer].experts:
+            self.mlp = Experts(config)
+        else:
+            self.mlp = MLP(config, config.intermediate_size, bias=config.mlp_bias, site="mlp.out")
+        self.mlp_output_layernorm = rms_norm(config) if after else None
+        self._multiplier = config.residual_multiplier
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """Hidden states [B, T, D] to hidden states."""
@@ -193,18 +218,22 @@ class Block(nn.Module):
         return x
 
     def inner(self, branch: str, x: Tensor, step: Step) -> Tensor:
-        """What a branch's last linear is applied to, [B, T, I], for hidden states [B, T, D]."""
+        """What a branch's last linear is applied to, [B, T, I], or its experts, [B, T, D], for hidden states
+        [B, T, D]."""
         if branch == "attention":
-            return self.self_attn.inner(self.input_layernorm(x), step)
-        return self.mlp.inner(self.post_attention_layernorm(x), step)
+            return self.self_attn.inner(x if self.input_layernorm is None else self.input_layernorm(x), step)
+        norm = self.post_attention_layernorm
+        return self.mlp.inner(x if norm is None else norm(x), step.tap)
 
     def finish(self, branch: str, x: Tensor, inner: Tensor, step: Step) -> Tensor:
         """Hidden states [B, T, D] with a branch's output added, given what `inner` returned for them."""
-        return x + (self.self_attn if branch == "attention" else self.mlp).output(inner, step)
-
-    def fused_linears(self) -> tuple[nn.Module | None, ...]:
-        """The linears in the order of the data's flow, one for each site; None where a site's are not fused."""
-        return self.self_attn.qkv_proj, self.self_attn.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj
+        if branch == "attention":
+            out, norm = self.self_attn.output(inner, step.tap), self.attention_output_layernorm
+        else:
+            out, norm = self.mlp.output(inner, step.tap), self.mlp_output_layernorm
+        if norm is not None:
+            out = norm(out)
+        return x + out if self._multiplier == 1 else x + out * self._multiplier
 
 
 class Attention(nn.Module):
@@ -213,7 +242,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.rotary = config.layers[layer].rotary
+        self.config = config.layers[layer]
         self.head_dim = config.head_dim
         query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, query, bias=config.qkv_bias)
@@ -222,72 +251,53 @@ class Attention(nn.Module):
         self.qkv_proj: nn.Module | None = None  # takes the place of the three where they are fused
         self.widths = [query, kv, kv]
         self.o_proj = nn.Linear(query, config.hidden_size, bias=config.output_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.norms_heads = config.qk_norm == "head"
+        self.q_norm = self.k_norm = None
+        if config.qk_norm is not None:
+            self.q_norm = rms_norm(config, config.head_dim if self.norms_heads else query)
+            self.k_norm = rms_norm(config, config.head_dim if self.norms_heads else kv)
+        self.clip = config.clip_qkv
+        self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
+        self._scale, self._softcap = config.attention_scale, config.attention_softcap
+
+    @property
+    def scores(self) -> Scores:
+        return Scores(self._scale, self._softcap, self.sinks)
 
     def inner(self, x: Tensor, step: Step) -> Tensor:
         """Values mixed by attention, [B, T, H * Dh], of normed hidden states [B, T, D]."""
         step.tap("attention.in", x)
-        batch, length, _ = x.shape
-        heads = [part.view(batch, length, -1, self.head_dim) for part in self.project(x)]
-        queries, keys, values = heads  # [B, T, H, Dh], twice [B, T, K, Dh]
-        if self.q_norm is not None and self.k_norm is not None:
-            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        parts = self.project(x)
+        if not self.norms_heads:
+            parts = self._normed(*parts)
+        if self.clip is not None:
+            parts = tuple(part.clamp(-self.clip, self.clip) for part in parts)
+        queries, keys, values = (part.view(*part.shape[:-1], -1, self.head_dim) for part in parts)
+        if self.norms_heads:
+            queries, keys, values = self._normed(queries, keys, values)
         queries, keys, values = queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
-        if self.rotary:
-            queries, keys = rotate(queries, *step.angles), rotate(keys, *step.angles)
-        return step.attend(self.layer, queries, keys, values)
+        if self.config.rotary:
+            turn = step.angles.of(self.config)
+            queries, keys = rotate(queries, *turn), rotate(keys, *turn)
+        if step.angles.query_scale is not None:
+            scale = step.angles.query_scale.unsqueeze(-1)
+            queries = queries * (scale.unsqueeze(1) if scale.dim() == 3 else scale).to(queries.dtype)
+        return step.attend(self.layer, queries, keys, values, self.scores)
 
-    def project(self, x: Tensor) -> Sequence[Tensor]:
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Queries [B, T, H * Dh], keys and values [B, T, K * Dh]."""
         if self.qkv_proj is not None:
             fused: Tensor = self.qkv_proj(x)
             return torch.split(fused, self.widths, dim=-1)
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
-    def output(self, mixed: Tensor, step: Step) -> Tensor:
+    def output(self, mixed: Tensor, tap: Tap) -> Tensor:
         """What is added to the hidden states, [B, T, D]."""
-        step.tap("attention.out", mixed)
+        tap("attention.out", mixed)
         out: Tensor = self.o_proj(mixed)
         return out
 
-
-class MLP(nn.Module):
-    """SwiGLU feed-forward (2002.05202)."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        size, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(size, inner, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(size, inner, bias=config.mlp_bias)
-        self.gate_up_proj: nn.Module | None = None  # takes the place of the two where they are fused
-        self.down_proj = nn.Linear(inner, size, bias=config.mlp_bias)
-
-    def inner(self, x: Tensor, step: Step) -> Tensor:
-        """Gated inner states, [B, T, F], of normed hidden states [B, T, D]."""
-        step.tap("mlp.in", x)
-        if self.gate_up_proj is not None:
-            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        else:
-            gate, up = self.gate_proj(x), self.up_proj(x)
-        return F.silu(gate).mul_(up)
-
-    def output(self, gated: Tensor, step: Step) -> Tensor:
-        """What is added to the hidden states, [B, T, D]."""
-        step.tap("mlp.out", gated)
-        out: Tensor = self.down_proj(gated)
-        return out
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm (1910.07467), computed in float32."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        mean = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / x.shape[-1]
-        return (wide * torch.rsqrt(mean + self.eps)).to(x.dtype).mul_(self.weight)
+    def _normed(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        if self.q_norm is None or self.k_norm is None:
+            return queries, keys, values
+        return self.q_norm(queries), self.k_norm(keys), values

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from quantkit.kernels.check import self_test, within
 from quantkit.kernels.dispatch import operations_for_floats
-from quantkit.model.attention import CachedAttention, cached_attention, for_few_tokens, masked_attention
+from quantkit.model.attention import (
+    PlainAttention,
+    cached_attention,
+    for_few_tokens,
+    for_plain_scores,
+    masked_attention,
+)
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Blocks, Decoder, Step
 from quantkit.model.fused_blocks import fused_blocks
@@ -48,7 +54,8 @@ def install_kernels(model: Decoder) -> None:
         if linear is not None:
             model.ops = replace(model.ops, float_linear=linear)
         if attention is not None:
-            chosen = attention if max_tokens is None else for_few_tokens(attention, max_tokens)
+            chosen = for_plain_scores(attention)
+            chosen = chosen if max_tokens is None else for_few_tokens(chosen, max_tokens)
             model.ops = replace(model.ops, cached_attention=chosen, ragged=max_tokens is None)
         first = fused_blocks(model, 1)
         if first is not None and not _passes("decoder blocks", lambda: _same_block(model, first)):
@@ -83,7 +90,7 @@ def _same_linear(model: Decoder, linear: FloatLinear, dtypes: set[torch.dtype]) 
 
 
 def _same_attention(
-    model: Decoder, attention: CachedAttention, dtypes: set[torch.dtype], max_tokens: int | None
+    model: Decoder, attention: PlainAttention, dtypes: set[torch.dtype], max_tokens: int | None
 ) -> bool:
     """Whether attention is the same for queries of these dtypes, over either kind of cache, for one token and for
     many of those that it is used for, of sequences in slots of their own and at positions of their own."""

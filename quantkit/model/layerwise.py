@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from quantkit.architectures.config import ModelConfig
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.model.attention import causal_attention
-from quantkit.model.decoder import Block, RMSNorm, Step
+from quantkit.model.attention import Scores, causal_attention
+from quantkit.model.decoder import Block, Step, final_logits, scaled_embeddings
 from quantkit.model.linear import float32_linears
-from quantkit.model.load import BLOCK_PREFIX, fill, meta_init
+from quantkit.model.load import BLOCK_PREFIX, meta_init
+from quantkit.model.norm import rms_norm
 from quantkit.model.rope import Rotary
 from quantkit.model.tensor_parallel import TensorParallel
 from quantkit.progress import Progress, silent
@@ -48,17 +49,15 @@ class _Pack:
         self.lengths = [batch.tokens.numel() for batch in batches]
         self._shapes = [batch.tokens.shape for batch in batches]
         self._attends = [causal_attention(batch.positions, config.windows) for batch in batches]
-        turned = [rotary(batch.positions) for batch in batches]
-        angles = (
-            torch.cat([cos.repeat(shape[0], 1) for (cos, _), shape in zip(turned, self._shapes, strict=True)]),
-            torch.cat([sin.repeat(shape[0], 1) for (_, sin), shape in zip(turned, self._shapes, strict=True)]),
-        )
-        self.step = Step(angles, self._attend)
+        positions = [batch.positions.repeat(shape[0]) for batch, shape in zip(batches, self._shapes, strict=True)]
+        lengths = [own.amax() + 1 for own in positions]
+        reach = [length.expand(len(own)) for length, own in zip(lengths, positions, strict=True)]
+        self.step = Step(rotary(torch.cat(positions), torch.cat(reach)), self._attend)
 
-    def _attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
         """An `Attend` for B = 1 and T = N."""
         own = zip(*(self._unpacked(heads) for heads in (queries, keys, values)), strict=True)
-        mixed = [attend(layer, *heads) for attend, heads in zip(self._attends, own, strict=True)]
+        mixed = [attend(layer, q, k, v, scores) for attend, (q, k, v) in zip(self._attends, own, strict=True)]
         return torch.cat([one.flatten(0, 1) for one in mixed]).unsqueeze(0)
 
     def split(self, states: Tensor) -> list[Tensor]:
@@ -88,7 +87,9 @@ def layerwise_hidden(
     rotary = Rotary(config)
     packs = [_Pack(some, config, rotary) for some in _grouped(batches)]
     embedding = _tensor(checkpoint, "model.embed_tokens.weight")
-    states = [tp.embed(pack.tokens, embedding).float() for pack in packs]
+    states = [
+        scaled_embeddings(tp.embed(pack.tokens, embedding).float(), config.embedding_multiplier) for pack in packs
+    ]
     del embedding
     for layer in range(config.num_layers):
         progress("layers", layer, config.num_layers, "layers")
@@ -96,7 +97,7 @@ def layerwise_hidden(
             block = offloaded_block(checkpoint, layer, pack.lengths)
             tp.connect(block, BLOCK_PREFIX.format(layer))
             states[index] = block(states[index], pack.step)
-    norm = RMSNorm(config.hidden_size, config.norm_eps)
+    norm = rms_norm(config)
     norm.weight = nn.Parameter(_tensor(checkpoint, "model.norm.weight").float(), requires_grad=False)
     progress("layers", config.num_layers, config.num_layers, "layers")
     for index, state in enumerate(states):
@@ -116,7 +117,7 @@ def head_logits(checkpoint: Checkpoint, hidden: Sequence[Tensor], *, group: Proc
     head = tp.checkpoint.load("model.embed_tokens.weight" if tied else "lm_head.weight")
     logits = float32_linears(hidden, head)
     del head  # the largest tensor there is, and with two models at hand there are two
-    return [tp.gather_logits(one) for one in logits]
+    return [final_logits(tp.gather_logits(one), checkpoint.config) for one in logits]
 
 
 def _grouped(batches: Sequence[Batch]) -> Iterator[list[Batch]]:
@@ -135,7 +136,7 @@ class OffloadedLinear(nn.Module):
     """``x @ weight.T + bias`` in float32, the weight read at every call, some rows at a time.
 
     The tokens of several sequences, one after the other, are multiplied sequence by sequence: a matrix product's bits
-    depend on its size.
+    depend on its size. Those that are sent to an expert, [N, I], are multiplied together.
     """
 
     def __init__(self, checkpoint: Checkpoint, name: str, bias: bool, lengths: Sequence[int]) -> None:
@@ -146,9 +147,10 @@ class OffloadedLinear(nn.Module):
         self._lengths = list(lengths)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[1, N, I] float32 to [1, N, O] float32."""
+        """[1, N, I] or [N, I] float32 to as many rows of O."""
         weight = self._checkpoint.load(self._name + ".weight")
-        out = torch.cat(float32_linears(torch.split(x, self._lengths, dim=1), weight), dim=1)
+        parts = torch.split(x, self._lengths, dim=1) if x.dim() == 3 else [x]
+        out = torch.cat(float32_linears(parts, weight), dim=-2)
         if self._bias:
             bias = self._checkpoint.load(self._name + ".bias")
             assert isinstance(bias, Tensor)
@@ -170,8 +172,11 @@ def offloaded_block(checkpoint: Checkpoint, layer: int, lengths: Sequence[int]) 
             parent, _, child = name.rpartition(".")
             linear = OffloadedLinear(checkpoint, prefix + name, module.bias is not None, lengths)
             setattr(block.get_submodule(parent), child, linear)
-        elif "weight" in module._parameters:
-            fill(module, checkpoint, f"{prefix}{name}.", torch.device("cpu"), torch.float32, None)
+        else:
+            for own, parameter in module._parameters.items():
+                if parameter is not None:
+                    value = _tensor(checkpoint, f"{prefix}{name}.{own}" if name else prefix + own).float()
+                    setattr(module, own, nn.Parameter(value, requires_grad=False))
     return block.eval()
 
 

@@ -1,49 +1,109 @@
 """Rotary position embedding with real numbers, in rotate-half layout.
 
 Sources: RoFormer (2104.09864); linear and NTK-by-length scaling as in the Hugging Face
-configs ``linear`` and ``dynamic``; YaRN (2309.00071); Llama 3.1's frequency scaling.
+configs ``linear`` and ``dynamic``; YaRN (2309.00071); LongRoPE (2402.13753); Llama 3.1's frequency scaling.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.config import LayerConfig, ModelConfig
 from quantkit.architectures.rope import RopeConfig
 
 
-class Rotary(nn.Module):
-    """Cosines and sines for positions; all scaling of the frequencies happens here."""
+@dataclass(frozen=True)
+class Angles:
+    """By what the queries and keys of some tokens are turned.
 
-    inverse_frequencies: Tensor
+    Attributes:
+        cosine, sine: float32 [..., T, head_dim].
+        windowed: the same for layers with a window where their rotary positions differ, or None.
+        query_scale: what queries are multiplied by, float32 [..., T], or None.
+    """
+
+    cosine: Tensor
+    sine: Tensor
+    windowed: tuple[Tensor, Tensor] | None = None
+    query_scale: Tensor | None = None
+
+    def of(self, layer: LayerConfig) -> tuple[Tensor, Tensor]:
+        """Cosine and sine for a layer that turns queries and keys."""
+        if self.windowed is not None and layer.window is not None:
+            return self.windowed
+        return self.cosine, self.sine
+
+
+class Rotary(nn.Module):
+    """The angles of positions, of all layers."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self._rope = config.rope
-        self._dim = config.head_dim
-        self._context = config.max_context
-        self._attention_scale = _attention_scale(config.rope)
-        frequencies = inverse_frequencies(config.rope, config.head_dim)
-        self.register_buffer("inverse_frequencies", frequencies, persistent=False)
+        self.whole = Frequencies(config.rope, config.head_dim, config.max_context)
+        self.windowed = (
+            None if config.window_rope is None else Frequencies(config.window_rope, config.head_dim, config.max_context)
+        )
 
-    def forward(self, positions: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Cosine and sine, float32 [..., T, head_dim], for the positions [..., T] of sequences.
+    def forward(self, positions: Tensor, lengths: Tensor | None = None) -> Angles:
+        """The angles of the positions [..., T] of sequences.
 
         Args:
             lengths: of the sequences as each token finds them, [..., T]; None is up to the last position of each.
         """
-        frequencies = self.inverse_frequencies
-        if self._rope.type == "dynamic":
-            frequencies = self._stretched(positions.amax(-1, keepdim=True) + 1 if lengths is None else lengths)
-        angles = positions.float().unsqueeze(-1) * frequencies  # [T, head_dim / 2]
-        angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos() * self._attention_scale, angles.sin() * self._attention_scale
+        windowed = None if self.windowed is None else self.windowed(positions, lengths)
+        cosine, sine = self.whole(positions, lengths)
+        return Angles(cosine, sine, windowed, self._query_scale(positions))
 
-    def _stretched(self, lengths: Tensor) -> Tensor:
-        """Dynamic scaling: past the trained context the base grows with a sequence's length."""
+    def _query_scale(self, positions: Tensor) -> Tensor | None:
+        beta, context = self._rope.query_scaling_beta, self._rope.original_context
+        if beta is None or context is None:
+            return None
+        return 1 + beta * torch.log(1 + torch.floor(positions.float() / context))
+
+
+class Frequencies(nn.Module):
+    """Cosines and sines of one kind of rotary positions; all scaling of the frequencies happens here."""
+
+    inverse_frequencies: Tensor
+    stretched: Tensor | None
+
+    def __init__(self, rope: RopeConfig, head_dim: int, max_context: int) -> None:
+        super().__init__()
+        self._rope = rope
+        self._dim = rope.rotary_dim or head_dim
+        self._context = max_context
+        self._attention_scale = _attention_scale(rope)
+        self._still = (head_dim - self._dim) // 2  # pairs that do not turn
+        self.register_buffer("inverse_frequencies", inverse_frequencies(rope, self._dim), persistent=False)
+        longer = None if rope.long_factor is None else _long_rope(rope, rope.long_factor, self._dim)
+        self.register_buffer("stretched", longer, persistent=False)
+
+    def forward(self, positions: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Cosine and sine, float32 [..., T, head_dim], for the positions [..., T]; see `Rotary`."""
+        frequencies = self.inverse_frequencies
+        if self._rope.type in ("dynamic", "longrope"):
+            lengths = positions.amax(-1, keepdim=True) + 1 if lengths is None else lengths
+            frequencies = self._of_length(lengths)
+        angles = positions.float().unsqueeze(-1) * frequencies  # [T, dim / 2]
+        cosine, sine = angles.cos() * self._attention_scale, angles.sin() * self._attention_scale
+        if self._still:
+            cosine, sine = F.pad(cosine, (0, self._still), value=1.0), F.pad(sine, (0, self._still))
+        return torch.cat((cosine, cosine), dim=-1), torch.cat((sine, sine), dim=-1)
+
+    def _of_length(self, lengths: Tensor) -> Tensor:
+        """The frequencies for sequences of lengths [..., 1 or T]: [..., 1 or T, dim / 2]."""
+        if self.stretched is not None:
+            assert self._rope.original_context is not None
+            longer = (lengths > self._rope.original_context).unsqueeze(-1)
+            return torch.where(longer, self.stretched, self.inverse_frequencies)
+        # Dynamic scaling: past the trained context the base grows with a sequence's length.
         length = lengths.clamp(min=self._context).float().unsqueeze(-1)
         stretch = self._rope.factor * length / self._context - (self._rope.factor - 1)
         # Powers of a column would be rounded by where a row lies among others: each row is raised to all exponents.
@@ -63,6 +123,8 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 def inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
     """Angle per position of each pair of dimensions, float32 [dim / 2] on the CPU, wherever modules are made."""
     plain = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
+    if rope.short_factor is not None:
+        return _long_rope(rope, rope.short_factor, dim)
     if rope.type == "linear":
         return plain / rope.factor
     if rope.type == "llama3":
@@ -98,12 +160,21 @@ def _yarn(rope: RopeConfig, plain: Tensor, dim: int) -> Tensor:
     return plain / rope.factor * (1 - keep) + plain * keep
 
 
+def _long_rope(rope: RopeConfig, factors: Sequence[float], dim: int) -> Tensor:
+    """Each pair of dimensions is slowed down by a factor of its own."""
+    powers = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
+    return 1.0 / (torch.tensor(factors, dtype=torch.float32, device="cpu") * powers)
+
+
 def _attention_scale(rope: RopeConfig) -> float:
-    """YaRN's temperature, folded into cosine and sine; 1 for other types."""
-    if rope.type != "yarn":
+    """YaRN's and LongRoPE's temperature, folded into cosine and sine; 1 for other types."""
+    if rope.type not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
+    if rope.type == "longrope":
+        assert rope.original_context is not None
+        return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_context))
 
     def magnitude(weight: float) -> float:
         return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quantkit.architectures.topology import parameters
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.model.rope import inverse_frequencies
+from quantkit.model.rope import Rotary
 from quantkit.progress import Progress, silent
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
@@ -84,7 +84,7 @@ def float_dtype(dtype: torch.dtype) -> Any:
 
 def _derived(split: DeviceSplit) -> list[Leaf]:
     """What the model has besides the checkpoint's tensors."""
-    return [Leaf("rotary.inverse_frequencies", inverse_frequencies(split.config.rope, split.config.head_dim))]
+    return [Leaf(f"rotary.{name}", values) for name, values in Rotary(split.config).named_buffers()]
 
 
 def _cast(value: Tensor | QuantTensor, dtype: torch.dtype) -> Tensor | QuantTensor:

@@ -62,6 +62,6 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "torch_dtype": config.dtype,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": (ends[0] if len(ends) == 1 else list(ends)) if ends else None,
-        **config.rope.to_hf(),
+        **config.rope.to_hf(config.head_dim),
         **family.write(config),
     }

@@ -28,6 +28,7 @@ def _read(settings: Settings) -> ModelConfig:
     experts = ExpertsConfig(
         count=settings.whole("n_routed_experts", 1, MAX_EXPERTS),
         size=size,
+        per_token=settings.whole("num_experts_per_tok", 1, MAX_EXPERTS),
         shared_size=size * settings.whole("n_shared_experts", 0, MAX_EXPERTS),
         score_correction=True,
     )

@@ -55,6 +55,7 @@ class Family:
         names: modules on disk by role, where they differ from `names.CANONICAL`.
         fused: linears that are one on disk: the fused role of the topology to the module's name.
         stacked: experts that are one tensor on disk.
+        interleaved_rotary: whether the dimensions of a pair that turns lie side by side on disk.
         runs: whether the decoder computes all that its configs say.
     """
 
@@ -65,6 +66,7 @@ class Family:
     names: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, str] = field(default_factory=dict)
     stacked: tuple[StackedExperts, ...] = ()
+    interleaved_rotary: bool = False
     runs: bool = True
 
 
@@ -79,6 +81,8 @@ def read_config(
     head_dim_required: bool = False,
     tied_by_default: bool = False,
     default_theta: float = DEFAULT_THETA,
+    partial_rotary: float | None = None,
+    query_scaling: bool = False,
     **features: Any,
 ) -> ModelConfig:
     """What all families' configs say alike.
@@ -90,6 +94,7 @@ def read_config(
         head_dim: if the file does not say it; else the hidden size over the heads.
         tied_by_default: whether the head is the embedding where nothing is said.
         default_theta: of the rotary embedding, where nothing is said.
+        partial_rotary, query_scaling: as for `RopeConfig.from_hf`.
         features: further fields of `ModelConfig`.
 
     Raises:
@@ -106,8 +111,9 @@ def read_config(
     layers = (LayerConfig(),) * layer_count(settings) if layers is None else tuple(layers)
     if "num_key_value_heads" not in settings.values and kv_heads_required:
         settings.need("num_key_value_heads")
+    own_head_dim = settings.has("head_dim") or head_dim_required
+    head_dim = settings.whole("head_dim", 1, MAX_HEADS) if own_head_dim else head_dim or hidden // heads
     own_kv_heads = settings.has("num_key_value_heads")
-    stated_head_dim = settings.has("head_dim") or head_dim_required
     ends = settings.ids("eos_token_id")
     starts = settings.ids("bos_token_id")
     return ModelConfig(
@@ -118,9 +124,16 @@ def read_config(
         layers=layers,
         num_heads=heads,
         num_kv_heads=settings.whole("num_key_value_heads", 1, MAX_HEADS) if own_kv_heads else heads,
-        head_dim=settings.whole("head_dim", 1, MAX_HEADS) if stated_head_dim else head_dim or hidden // heads,
+        head_dim=head_dim,
         norm_eps=settings.number("rms_norm_eps", MIN_EPS, MAX_EPS),
-        rope=RopeConfig.from_hf(settings.values, settings.path, default_theta),
+        rope=RopeConfig.from_hf(
+            settings.values,
+            settings.path,
+            default_theta,
+            head_dim=head_dim,
+            partial=partial_rotary,
+            query_scaling=query_scaling,
+        ),
         max_context=settings.whole("max_position_embeddings", 1, MAX_CONTEXT),
         tied_embeddings=settings.flag("tie_word_embeddings", tied_by_default),
         dtype=_dtype(settings),

@@ -29,6 +29,7 @@ def _read(settings: Settings) -> ModelConfig:
     experts = ExpertsConfig(
         count=settings.whole("num_local_experts", 1, MAX_EXPERTS),
         size=settings.whole("intermediate_size", 1, MAX_WIDTH),
+        per_token=settings.whole("num_experts_per_tok", 1, MAX_EXPERTS),
         bias=True,
         router_bias=True,
     )

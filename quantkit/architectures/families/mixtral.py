@@ -14,6 +14,7 @@ def _read(settings: Settings) -> ModelConfig:
     experts = ExpertsConfig(
         count=settings.whole("num_local_experts", 1, MAX_EXPERTS),
         size=settings.whole("intermediate_size", 1, MAX_WIDTH),
+        per_token=settings.whole("num_experts_per_tok", 1, MAX_EXPERTS),
     )
     layer = LayerConfig(window=sliding_window(settings, None), experts=True)
     return read_config(settings, [layer] * layer_count(settings), default_theta=1e6, experts=experts)
@@ -29,5 +30,4 @@ FAMILY = Family(
         "expert.up": _MOE + "experts.{expert}.w3",
         "expert.down": _MOE + "experts.{expert}.w2",
     },
-    runs=False,
 )

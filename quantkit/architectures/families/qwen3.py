@@ -13,7 +13,7 @@ from quantkit.json_values import Settings
 def _read(settings: Settings) -> ModelConfig:
     bias = settings.flag("attention_bias", False)
     return read_config(
-        settings, qwen_layers(settings), head_dim_required=True, qkv_bias=bias, output_bias=bias, qk_norm=True
+        settings, qwen_layers(settings), head_dim_required=True, qkv_bias=bias, output_bias=bias, qk_norm="head"
     )
 
 

@@ -67,15 +67,6 @@ class RawModule:
         name = f"{self.name}.{suffix}"
         return self._files[name].read(name, part)
 
-    def read_bytes(self, suffix: str) -> bytes:
-        """The elements of a tensor, without torch.
-
-        Raises:
-            CheckpointError: see `TensorFile.read`.
-        """
-        name = f"{self.name}.{suffix}"
-        return self._files[name].read_bytes(name)
-
 
 class Codec(Protocol):
     """How one module's weight lies in a checkpoint: which tensors there are, and what they mean."""
@@ -94,14 +85,6 @@ class Codec(Protocol):
 
         Raises:
             CheckpointError, UnsupportedError: if a tensor is missing, or its shape does not go with the codec.
-        """
-        ...
-
-    def shape(self, raw: RawModule) -> tuple[int, ...] | None:
-        """Of the weight, as a module's tensors alone tell it, where no architecture does; None if they do not.
-
-        Raises:
-            CheckpointError: if they cannot be read.
         """
         ...
 

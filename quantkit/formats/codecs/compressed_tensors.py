@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.codecs.codec import Codec, RawModule
 from quantkit.formats.codecs.targets import NO_MATCH, Deadline, Targets
-from quantkit.formats.files.tensor_file import StoredTensor
+from quantkit.formats.files.tensor_file import StoredTensor, TensorFile
 from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
@@ -54,13 +54,6 @@ class PackQuantized:
                 f"group size of '{raw.name}' does not divide its row", path=raw.path, found=self.scheme
             )
         return TensorSpec(expected.name, (found[0] if found else rows, columns), scale.dtype, self.scheme)
-
-    def shape(self, raw: RawModule) -> tuple[int, ...] | None:
-        found = raw.find(_SHAPE)
-        if found is None or found.dtype != DType.INT64 or found.shape != (2,):
-            return None
-        rows, columns = struct.unpack("<qq", raw.read_bytes(_SHAPE))
-        return (rows, columns) if 0 < rows <= _MOST_COLUMNS and 0 < columns <= _MOST_COLUMNS else None
 
     def stored(self, spec: TensorSpec) -> list[StoredTensor]:
         module = spec.name.removesuffix("weight")
@@ -189,6 +182,29 @@ class CompressedTensors:
         if all(scheme.symmetric for scheme in found):
             return f"transformers with compressed-tensors{vllm}"
         return f"compressed-tensors' own decompressor{vllm}; transformers refuses packed zero points (seen in 5.23)"
+
+
+def packed_shapes(
+    stored: Mapping[str, StoredTensor], files: Mapping[str, TensorFile], raw: Mapping[str, Any]
+) -> dict[str, tuple[int, ...]]:  # fmt: skip
+    """The shapes of the weights of packed modules, as their own tensors tell them; none of a folder in another method.
+
+    Args:
+        stored, files: a folder's tensors, and where they lie.
+        raw: its config.json.
+    """
+    settings = raw.get("quantization_config")
+    if not isinstance(settings, dict) or settings.get("quant_method") != CompressedTensors.name:
+        return {}
+    found: dict[str, tuple[int, ...]] = {}
+    for name in stored:
+        module, _, leaf = name.rpartition(".")
+        told = stored.get(f"{module}.{_SHAPE}")
+        if leaf == _PACKED and told is not None and (told.dtype, told.shape) == (DType.INT64, (2,)):
+            rows, columns = struct.unpack("<qq", files[told.name].read_bytes(told.name))
+            if 0 < rows <= _MOST_COLUMNS and 0 < columns <= _MOST_COLUMNS:
+                found[module] = rows, columns
+    return found
 
 
 @dataclass(frozen=True)

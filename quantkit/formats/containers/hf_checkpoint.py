@@ -1,22 +1,27 @@
-"""Reading Hugging Face folders: names are canonical already; quantized modules are read by their codecs."""
+"""Reading Hugging Face folders: canonical tensors out of those that the family has on disk; modules that are not
+stored as floats are read by their codecs."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit.architectures.disk import DiskTensor, Place, disk_name, found_tensors
 from quantkit.architectures.families import config_from_hf, config_to_hf
 from quantkit.architectures.families.opaque import opaque_config
 from quantkit.architectures.names import is_derived_buffer, split_derived
-from quantkit.architectures.topology import linear_columns, parameters
+from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.formats.checkpoint import require_complete
+from quantkit.formats.checkpoint import require_tensors
 from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule
+from quantkit.formats.codecs.compressed_tensors import packed_shapes
 from quantkit.formats.codecs.dequantized import METHODS as READ_AS_FLOATS
 from quantkit.formats.codecs.dequantized import DequantizedTensor, Home, dequantized
+from quantkit.formats.containers.hf_parts import decode, read_dequantized, read_floats
 from quantkit.formats.files import pth_io, safetensors_io
 from quantkit.formats.files.source import SourceFile
 from quantkit.formats.files.tensor_file import StoredTensor, TensorFile, same_tensor
@@ -67,57 +72,35 @@ class HFCheckpoint:
         self._stored: dict[str, StoredTensor] = {}
         self._files: dict[str, TensorFile] = {}
         self._home: dict[str, Home] = {}
+        self.extra_config: Mapping[str, Any]
         if tensors_only:
             self._read_headers(kind, derived=True)
-            self._take_tensors(raw, methods)
-            return
-        self.config = config_from_hf(raw, self._config_path)
-        owned = set(config_to_hf(self.config)) | _NOT_CARRIED
-        self.extra_config: Mapping[str, Any] = {k: v for k, v in raw.items() if k not in owned}
-        self._read_headers(kind)
-        self._dequantize(raw, DType(self.config.dtype))
-        self._method, codecs = read_codecs(raw, linear_columns(self.config), self._config_path, methods)
-        self._codecs = {f"{module}.weight": codec for module, codec in codecs.items()}
+            self._take_tensors(raw)
+        else:
+            self.config = config_from_hf(raw, self._config_path)
+            owned = set(config_to_hf(self.config)) | _NOT_CARRIED
+            self.extra_config = {k: v for k, v in raw.items() if k not in owned}
+            self._read_headers(kind)
+            self._dequantize(raw)
+        shapes = {name: tensor.shape for name, tensor in self._stored.items()}
+        tensors = {tensor.name: tensor for tensor in found_tensors(self.config, shapes, path)}
+        modules = {tensor.module: name for name, tensor in tensors.items() if self._may_have_codec(tensor)}
+        self._method, codecs = read_codecs(settings_in(raw), modules, self._config_path, methods)
+        self._codecs = {modules[module]: codec for module, codec in codecs.items()}
         self._drop_tied_head()
-        self._specs = self._join_quantized({parameter.name: parameter.shape for parameter in parameters(self.config)})
-        require_complete(self._specs, self.config, path)
+        self._disk_specs = self._join_coded(tensors)
+        if self.config.runnable:
+            require_tensors(self._disk_specs, {name: tensor.shape for name, tensor in tensors.items()}, path)
+        self._places = {place.name: (tensor, place) for tensor in tensors.values() for place in tensor.places}
         self._order = [parameter.name for parameter in parameters(self.config)]
-
-    def _take_tensors(self, raw: Mapping[str, Any], methods: Mapping[str, QuantMethod]) -> None:
-        """Take whatever tensors there are for the model's."""
-        named = {**raw, SETTINGS: quantization(raw)}
-        dtype = opaque_config(raw, {name: (one.shape, one.dtype) for name, one in self._stored.items()}).dtype
-        self._dequantize(named, DType(dtype))
-        packed = {name.rpartition(".")[0]: name for name in self._stored if name.endswith(".weight_packed")}
-        shapes: dict[str, tuple[int, ...]] = {}
-        self._method, codecs = read_codecs(named, packed, self._config_path, methods)
-        self._codecs = {}
-        for module, codec in codecs.items():
-            shape = codec.shape(RawModule(module, self._home, self.path))
-            if shape is not None:  # others are carried as they are
-                self._codecs[f"{module}.weight"], shapes[f"{module}.weight"] = codec, shape
-        places = {name: place for place, name in enumerate(self._stored)}
-        self.config = replace(opaque_config(raw, {}), dtype=dtype)
-        specs = self._join_quantized(shapes)
-        self._order = sorted(specs, key=lambda name: places.get(name, places.get(f"{name}_packed", 0)))
-        self._specs = specs
-        self.config = replace(
-            opaque_config(raw, {name: (specs[name].shape, specs[name].dtype) for name in self._order}), dtype=dtype
-        )
-        self.extra_config = raw if self._codecs else without_quantization(raw)
-
-    def _dequantize(self, raw: Mapping[str, Any], dtype: DType) -> None:
-        """Put floats in the place of weights in small floats with scales."""
-        settings = raw.get(SETTINGS)
-        named = Settings(settings, self._config_path, SETTINGS) if isinstance(settings, dict) else None
-        self._stored, self._home, notes = dequantized(self._stored, self._files, named, dtype)
-        self.notes += [f"{self.path}: {note}" for note in notes]
 
     def names(self) -> list[str]:
         return list(self._order)
 
     def info(self, name: str) -> TensorSpec:
-        return self._specs[name]
+        tensor, place = self._places[name]
+        stored = self._disk_specs[tensor.name]
+        return TensorSpec(name, place.shape, stored.dtype, stored.scheme)
 
     def files(self) -> list[SourceFile]:
         homes = {home.source for home in self._files.values()}
@@ -125,30 +108,67 @@ class HFCheckpoint:
 
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
         """One tensor, or a part of it."""
-        codec = self._codecs.get(name)
-        if codec is None:
-            return self._home[name].read(name, part)
-        return codec.decode(self._raw(name), self._specs[name], part)
+        tensor, place = self._places[name]
+        codec = self._codecs.get(tensor.name)
+        if codec is not None:
+            return decode(codec, self._raw(tensor), self._disk_specs[tensor.name], place, part)
+        home = self._home[tensor.name]
+        if isinstance(home, DequantizedTensor):
+            return read_dequantized(home, self._disk_specs[tensor.name], tensor, place, part)
+        file = self._files[tensor.name]
+        return read_floats(file, file.view(tensor.name), tensor, place, part)
 
     @property
     def layout(self) -> str:
         return self.format
 
     def stored_bytes(self, name: str) -> int:
-        codec, spec, home = self._codecs.get(name), self._specs[name], self._home.get(name)
+        tensor, place = self._places[name]
+        codec, spec = self._codecs.get(tensor.name), self._disk_specs[tensor.name]
+        home = self._home.get(tensor.name)
         if isinstance(home, DequantizedTensor):
-            return home.nbytes
+            return _share(home.nbytes, tensor, place)
         if codec is None:
-            return StoredTensor(name, spec.dtype, spec.shape).nbytes
-        return sum(tensor.nbytes for tensor in codec.stored(spec))
+            return StoredTensor(name, spec.dtype, place.shape).nbytes
+        size = sum(stored.nbytes for stored in codec.stored(spec))
+        return _share(size, tensor, place)
 
     def readers(self) -> str:
         if self._method is None or not self._codecs:
             return "quantkit, transformers, vLLM"
         return f"quantkit, {self._method.readers(codec.scheme for codec in self._codecs.values())}"
 
-    def _raw(self, name: str) -> RawModule:
-        return RawModule(name.removesuffix(".weight"), self._home, self.path)
+    def _raw(self, tensor: DiskTensor) -> RawModule:
+        return RawModule(tensor.module, self._home, self.path)
+
+    def _may_have_codec(self, tensor: DiskTensor) -> bool:
+        """Whether a codec may hold a tensor: a linear's weight, or all experts that are not there as floats."""
+        if not self.config.runnable:
+            return tensor.name not in self._stored
+        return tensor.linear or (tensor.stacked is not None and tensor.name not in self._stored)
+
+    def _take_tensors(self, raw: Mapping[str, Any]) -> None:
+        """Take whatever tensors there are for the model's: floats, those that codecs may hold, and all others."""
+        self.config = opaque_config(raw, {name: (one.shape, one.dtype) for name, one in self._stored.items()})
+        self._dequantize(raw)
+        shapes = packed_shapes(self._stored, self._files, settings_in(raw))
+        found: dict[str, tuple[tuple[int, ...], str]] = {}
+        for name, tensor in self._stored.items():
+            module, _, leaf = name.rpartition(".")
+            if module not in shapes or not leaf.startswith("weight_"):
+                found[name] = tensor.shape, tensor.dtype
+            elif leaf == "weight_packed":
+                found[f"{module}.weight"] = shapes[module], self.config.dtype
+        self.config = replace(opaque_config(raw, found), dtype=self.config.dtype)
+        self.extra_config = raw if shapes else without_settings(raw)
+
+    def _dequantize(self, raw: Mapping[str, Any]) -> None:
+        """Put floats in the place of weights in small floats with scales."""
+        stated = settings_in(raw).get(SETTINGS)
+        settings = Settings(stated, self._config_path, SETTINGS) if isinstance(stated, dict) else None
+        dtype = DType(self.config.dtype)
+        self._stored, self._home, notes = dequantized(self._stored, self._files, settings, dtype)
+        self.notes += [f"{self.path}: {note}" for note in notes]
 
     def _read_headers(self, kind: str, *, derived: bool = False) -> None:
         """
@@ -198,30 +218,25 @@ class HFCheckpoint:
 
     def _drop_tied_head(self) -> None:
         """A tied model may store its head once more; it must then be the embedding."""
-        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
         if not self.config.tied_embeddings:
             return
-        self._codecs.pop(head, None)
+        head, embedding = disk_name(self.config, "head"), disk_name(self.config, "embedding")
         if head not in self._stored or embedding not in self._stored:
             return
         if not same_tensor(self._home[head], head, self._home[embedding], embedding):
             raise CheckpointError(
-                "tie_word_embeddings is true, yet lm_head.weight differs from the embedding", path=self._config_path,
+                f"tie_word_embeddings is true, yet {head} differs from the embedding", path=self._config_path,
                 hint="set tie_word_embeddings to false if the head was trained apart",
             )  # fmt: skip
         del self._stored[head]
 
-    def _join_quantized(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorSpec]:
-        """Every tensor, the several of a quantized module as the one weight that they are.
-
-        Args:
-            shapes: of those weights.
-        """
+    def _join_coded(self, tensors: Mapping[str, DiskTensor]) -> dict[str, TensorSpec]:
+        """Every tensor on disk, the several of a module with a codec as the one weight that they are."""
         dtype = DType(self.config.dtype)
         stored = dict(self._stored)
         joined = {}
         for name, codec in self._codecs.items():
-            spec = codec.spec(self._raw(name), TensorSpec(name, shapes[name], dtype))
+            spec = codec.spec(self._raw(tensors[name]), TensorSpec(name, tensors[name].shape, dtype))
             for expected in codec.stored(spec):
                 found = stored.pop(expected.name, None)
                 if found is None or found.shape != expected.shape or found.dtype != expected.dtype:
@@ -232,6 +247,14 @@ class HFCheckpoint:
                     )  # fmt: skip
             joined[name] = spec
         return {name: TensorSpec(name, tensor.shape, tensor.dtype) for name, tensor in stored.items()} | joined
+
+
+def _share(size: int, tensor: DiskTensor, place: Place) -> int:
+    """What of a tensor's bytes is a part's; those of all parts are all."""
+    elements = math.prod(tensor.shape)
+    if place is tensor.places[0]:
+        return size - sum(size * math.prod(other.shape) // elements for other in tensor.places[1:])
+    return size * math.prod(place.shape) // elements
 
 
 def read_codecs(
@@ -261,16 +284,17 @@ def read_codecs(
     return methods[name], methods[name].read_settings(settings, modules)
 
 
-def quantization(raw: Mapping[str, Any]) -> object:
-    """The settings of a quantization, in a config.json or in a part of it; None for floats."""
+def settings_in(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config.json whose settings of a quantization stand in it, not in one of its parts."""
     nested = (part.get(SETTINGS) for part in raw.values() if isinstance(part, dict))
-    return next((one for one in (raw.get(SETTINGS), *nested) if one is not None), None)
+    found = next((one for one in (raw.get(SETTINGS), *nested) if one is not None), None)
+    return {**raw, SETTINGS: found}
 
 
-def without_quantization(raw: Mapping[str, Any]) -> dict[str, Any]:
+def without_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json of the same model in floats."""
     return {
-        key: without_quantization(value) if isinstance(value, dict) else value
+        key: without_settings(value) if isinstance(value, dict) else value
         for key, value in raw.items()
         if key != SETTINGS
     }

@@ -53,6 +53,20 @@ class View:
         shape = (*self.shape[:axis], length, *self.shape[axis + 1 :])
         return replace(self, start=self.start + start * self.stride[axis] * self.dtype.itemsize, shape=shape)
 
+    def at(self, axis: int, index: int) -> View:
+        """One place along an axis, which is gone then."""
+        found = self.narrow(axis, index, 1)
+        return replace(found, shape=_without(self.shape, axis), stride=_without(self.stride, axis))
+
+    def every(self, axis: int, first: int, step: int, count: int) -> View:
+        """Some of an axis, evenly spaced."""
+        stride = (*self.stride[:axis], self.stride[axis] * step, *self.stride[axis + 1 :])
+        return replace(self.narrow(axis, first, count), stride=stride)
+
+    def transposed(self) -> View:
+        """The axes in reverse."""
+        return replace(self, shape=self.shape[::-1], stride=self.stride[::-1])
+
     def of(self, part: TensorSlice | None) -> list[View]:
         """A part, range by range."""
         if part is None:
@@ -97,12 +111,23 @@ class TensorFile:
         Raises:
             CheckpointError: if the file was cut off meanwhile, or cannot be read.
         """
-        tensor = self.tensors[name]
-        shape = list(tensor.shape)
+        return self.read_view(self._views[name], part)
+
+    def view(self, name: str) -> View:
+        """Where a tensor's elements lie."""
+        return self._views[name]
+
+    def read_view(self, view: View, part: TensorSlice | None = None) -> Tensor:
+        """Elements of the file, or a part of them.
+
+        Raises:
+            CheckpointError: see `read`.
+        """
+        shape = list(view.shape)
         if part is not None:
             shape[part.axis] = part.size
-        target = tensor.dtype.empty(shape)
-        self.read_into(target, name, part)
+        target = view.dtype.empty(shape)
+        self._read_into(target, view, part)
         return target
 
     def read_into(self, target: Tensor, name: str, part: TensorSlice | None = None) -> None:
@@ -111,13 +136,7 @@ class TensorFile:
         Raises:
             CheckpointError: see `read`.
         """
-        start = 0
-        for view in self._views[name].of(part):
-            if part is None:
-                self._fill(target, view)
-            else:
-                self._fill(target.narrow(part.axis, start, view.shape[part.axis]), view)
-                start += view.shape[part.axis]
+        self._read_into(target, self._views[name], part)
 
     def read_bytes(self, name: str, part: TensorSlice | None = None) -> bytes:
         """The elements of a tensor, or of a part of it, one after the other, without torch where they lie so.
@@ -137,6 +156,15 @@ class TensorFile:
         step = max(1, _BUFFER // max(1, math.prod(rest) * self.tensors[name].dtype.itemsize))
         for start in range(0, rows, step):
             yield TensorSlice(0, ((start, min(start + step, rows)),))
+
+    def _read_into(self, target: Tensor, view: View, part: TensorSlice | None) -> None:
+        start = 0
+        for piece in view.of(part):
+            if part is None:
+                self._fill(target, piece)
+            else:
+                self._fill(target.narrow(part.axis, start, piece.shape[part.axis]), piece)
+                start += piece.shape[part.axis]
 
     def _fill(self, target: Tensor, view: View) -> None:
         if target.numel() == 0:
@@ -202,6 +230,10 @@ def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def _without(sizes: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    return (*sizes[:axis], *sizes[axis + 1 :])
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -1,0 +1,155 @@
+"""Canonical tensors out of those on disk that hold them, and back: rows of fused projections, of stacked experts, and
+rotary rows in another order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from quantkit.architectures.disk import DiskTensor, Place
+from quantkit.formats.codecs.codec import RawModule
+from quantkit.formats.codecs.dequantized import DequantizedTensor
+from quantkit.formats.files.tensor_file import TensorFile, View
+from quantkit.tensors.spec import TensorSpec
+from quantkit.tensors.tensor_slice import TensorSlice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.tensors.qtensor import QuantTensor
+
+
+def read_floats(file: TensorFile, view: View, tensor: DiskTensor, place: Place, part: TensorSlice | None) -> Tensor:
+    """A canonical tensor, or a part of it, of one that is stored as floats; no other rows are read.
+
+    Args:
+        view: where all of the tensor on disk lies in the file.
+    """
+    if place.expert is not None:
+        view = view.at(0, place.expert)
+        assert tensor.stacked is not None
+        if tensor.stacked.transposed:
+            view = view.transposed()
+    view = view.every(0, place.first, place.step, place.shape[0])
+    if place.head_order is None:
+        return file.read_view(view, part)
+    wanted, inside = _whole_heads(part, len(place.head_order))
+    rows = _in_order(file.read_view(view, wanted), place.head_order)
+    return rows if inside is None else inside.of(rows)
+
+
+def read_dequantized(
+    weight: DequantizedTensor, spec: TensorSpec, tensor: DiskTensor, place: Place, part: TensorSlice | None
+) -> Tensor:
+    """A canonical tensor, or a part of it, of one that is read as floats.
+
+    Args:
+        spec: of the tensor on disk.
+    """
+    if place.expert is None:
+        value: Tensor = decode(weight, None, spec, place, part)  # type: ignore[assignment]
+        return value
+    assert tensor.stacked is not None
+    matrix = weight.read(tensor.name, TensorSlice(0, ((place.expert, place.expert + 1),)))[0]
+    rows = (matrix.t() if tensor.stacked.transposed else matrix)[place.first :: place.step][: place.shape[0]]
+    return rows.contiguous() if part is None else part.of(rows).contiguous()
+
+
+class Decodes(Protocol):
+    """What gives the weight that tensors mean; a codec, or what stands for a file."""
+
+    def decode(self, raw: Any, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor | Tensor: ...
+
+
+def decode(
+    codec: Decodes, raw: RawModule | None, spec: TensorSpec, place: Place, part: TensorSlice | None
+) -> QuantTensor | Tensor:  # fmt: skip
+    """A canonical tensor, or a part of it, of one that a codec holds; of a stacked one, what it holds of the expert
+    is decoded, [1, O, I].
+
+    Args:
+        spec: of the tensor on disk.
+    """
+    if place.expert is not None:
+        slab = codec.decode(raw, spec, TensorSlice(0, ((place.expert, place.expert + 1),)))
+        rows = slab[0][place.first :: place.step][: place.shape[0]]  # type: ignore[index]
+        return rows.contiguous() if part is None else part.of(rows).contiguous()
+    wanted, inside = part, None
+    if place.head_order is not None:
+        wanted, inside = _whole_heads(part, len(place.head_order))
+    if place.shape[0] == spec.shape[0]:
+        value = codec.decode(raw, spec, wanted)
+    elif wanted is not None and wanted.axis == 1:
+        rows = TensorSlice(0, ((place.first, place.first + place.shape[0]),))
+        value = rows.of_weight(codec.decode(raw, spec, wanted))
+    else:
+        ranges = ((0, place.shape[0]),) if wanted is None else wanted.ranges
+        shifted = tuple((place.first + start, place.first + stop) for start, stop in ranges)
+        value = codec.decode(raw, spec, TensorSlice(0, shifted))
+    if place.head_order is not None:
+        value = reordered(value, place.head_order)
+    return value if inside is None else inside.of_weight(value)
+
+
+def assembled(tensor: DiskTensor, values: Sequence[Tensor | QuantTensor]) -> Tensor | QuantTensor:
+    """A tensor on disk, or what it holds of one expert, from its parts in order.
+
+    Raises:
+        ValueError: if they are of several schemes or float types.
+    """
+    import torch
+
+    from quantkit.tensors.qtensor import QuantTensor, stacked
+
+    places = tensor.places[: len(values)]
+    parts = [
+        value if place.head_order is None else reordered(value, _inverse(place.head_order))
+        for place, value in zip(places, values, strict=True)
+    ]
+    if len(parts) == 1 and tensor.stacked is None:
+        return parts[0]
+    quantized = [part for part in parts if isinstance(part, QuantTensor)]
+    floats = [part for part in parts if not isinstance(part, QuantTensor)]
+    if quantized:
+        joined = None if floats else stacked(quantized)
+        if joined is None:
+            raise ValueError(f"{tensor.name}: its parts are not quantized alike")
+        return joined
+    if tensor.stacked is not None and tensor.stacked.interleaved and len(floats) > 1:
+        rows = torch.stack(floats, 1).flatten(0, 1)
+    else:
+        rows = torch.cat(floats) if len(floats) > 1 else floats[0]
+    turned = tensor.stacked is not None and tensor.stacked.transposed
+    return rows.t() if turned else rows
+
+
+def reordered(value: Tensor | QuantTensor, order: Sequence[int]) -> Tensor | QuantTensor:
+    """Rows in another order within each head."""
+    from quantkit.tensors.qtensor import QuantTensor
+
+    if not isinstance(value, QuantTensor):
+        return _in_order(value, order)
+    zero = None if value.zero is None else _in_order(value.zero, order)
+    return QuantTensor(_in_order(value.codes, order), _in_order(value.scale, order), zero, value.scheme)
+
+
+def _in_order(rows: Tensor, order: Sequence[int]) -> Tensor:
+    heads = rows.reshape(-1, len(order), *rows.shape[1:])
+    return heads[:, list(order)].reshape(rows.shape)
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+def _whole_heads(part: TensorSlice | None, head: int) -> tuple[TensorSlice | None, TensorSlice | None]:
+    """The heads that a part of rows lies in, and the part of them that it is; None for all of them."""
+    if part is None or part.axis == 1 or not any(bound % head for bounds in part.ranges for bound in bounds):
+        return part, None
+    wider, inside, before = [], [], 0
+    for start, stop in part.ranges:
+        low, high = start // head * head, -(-stop // head) * head
+        wider.append((low, high))
+        inside.append((before + start - low, before + stop - low))
+        before += high - low
+    return TensorSlice(0, tuple(wider)), TensorSlice(0, tuple(inside))

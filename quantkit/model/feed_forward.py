@@ -1,0 +1,123 @@
+"""Feed-forward networks: one for all tokens, or a mixture of experts.
+
+N tokens, D hidden size, F inner size, E experts, K experts a token.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quantkit.architectures.config import ModelConfig
+from quantkit.model.linear import Tap, no_tap
+
+_OAI_ALPHA = 1.702
+
+
+def gated(gate: Tensor, up: Tensor, config: ModelConfig) -> Tensor:
+    """The product of an activated gate and `up`, [..., F] each; it may reuse their memory."""
+    if config.activation == "silu":
+        return F.silu(gate).mul_(up)
+    if config.activation == "gelu_tanh":
+        return F.gelu(gate, approximate="tanh").mul_(up)
+    assert config.activation == "swiglu_oai", config.activation
+    if config.activation_limit is not None:
+        gate = gate.clamp(max=config.activation_limit)
+        up = up.clamp(-config.activation_limit, config.activation_limit)
+    return (up + 1) * (gate * torch.sigmoid(_OAI_ALPHA * gate))
+
+
+class MLP(nn.Module):
+    """A gated feed-forward network (2002.05202).
+
+    Attributes:
+        site: what `Tap` is told as the place of the last linear's inputs; the first two share those of the branch.
+    """
+
+    def __init__(self, config: ModelConfig, size: int, *, bias: bool, site: str) -> None:
+        super().__init__()
+        self.config = config
+        self.site = site
+        self.gate_proj = nn.Linear(config.hidden_size, size, bias=bias)
+        self.up_proj = nn.Linear(config.hidden_size, size, bias=bias)
+        self.gate_up_proj: nn.Module | None = None  # takes the place of the two where they are fused
+        self.down_proj = nn.Linear(size, config.hidden_size, bias=bias)
+
+    def inner(self, x: Tensor, tap: Tap) -> Tensor:
+        """Gated inner states, [..., F], of normed hidden states [..., D]."""
+        tap("mlp.in", x)
+        if self.gate_up_proj is not None:
+            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        else:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        return gated(gate, up, self.config)
+
+    def output(self, inner: Tensor, tap: Tap) -> Tensor:
+        """What is added to the hidden states, [..., D]."""
+        tap(self.site, inner)
+        out: Tensor = self.down_proj(inner)
+        return out
+
+    def forward(self, x: Tensor, tap: Tap = no_tap) -> Tensor:
+        """Normed hidden states [..., D] to what is added to the hidden states."""
+        return self.output(self.inner(x, tap), tap)
+
+
+class Experts(nn.Module):
+    """A mixture of experts (1701.06538): each token goes to the few that a router chooses for it, weighted by their
+    shares, and to shared ones if there are any.
+
+    Its `inner` gives the states as they are: the branch ends with the experts.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.experts is not None
+        self.config = experts = config.experts
+        self.gate = nn.Linear(config.hidden_size, experts.count, bias=experts.router_bias)
+        self.experts = nn.ModuleList(
+            MLP(config, experts.size, bias=experts.bias, site="expert.out") for _ in range(experts.count)
+        )
+        self.shared_experts = self.shared_expert_gate = None
+        if experts.shared_size:
+            self.shared_experts = MLP(config, experts.shared_size, bias=False, site="shared_expert.out")
+        if experts.shared_gate:
+            self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
+
+    def inner(self, x: Tensor, tap: Tap) -> Tensor:
+        """The normed hidden states [B, T, D] themselves."""
+        tap("mlp.in", x)
+        return x
+
+    def output(self, x: Tensor, tap: Tap) -> Tensor:
+        """What is added to the hidden states, [B, T, D], of normed hidden states [B, T, D]."""
+        weights, chosen = self.route(x)
+        out = self.routed(x.flatten(0, -2), weights.flatten(0, -2), chosen.flatten(0, -2)).view(x.shape)
+        shared = self.shared(x, tap)
+        return out if shared is None else out + shared
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The shares, float32 [..., K], and numbers [..., K] of the experts chosen for tokens [..., D]."""
+        shares = self.gate(x).float().softmax(-1)
+        weights, chosen = shares.topk(self.config.per_token, dim=-1)
+        if self.config.normalized:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights, chosen
+
+    def routed(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """The weighted sum [N, D] of what the chosen experts [N, K] give for rows [N, D]."""
+        out = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
+        for number in sorted(set(chosen.flatten().tolist())):
+            tokens, places = (chosen == number).nonzero(as_tuple=True)
+            given = self.experts[number](rows[tokens]).float()
+            out.index_add_(0, tokens, given * weights[tokens, places].unsqueeze(-1))
+        return out.to(rows.dtype)
+
+    def shared(self, x: Tensor, tap: Tap) -> Tensor | None:
+        """What the shared experts give, [..., D]; None if there are none."""
+        if self.shared_experts is None:
+            return None
+        inner = self.shared_experts.inner(x, no_tap)
+        out = self.shared_experts.output(inner, tap)
+        return out if self.shared_expert_gate is None else out * torch.sigmoid(self.shared_expert_gate(x))

@@ -1,0 +1,382 @@
+"""Canonical tensors out of the folders of all families: fused, stacked, in another order, in part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from families import CASES, let_run, make, opened
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quantkit.architectures.names import BLOCK
+from quantkit.errors import CheckpointError
+from quantkit.formats.codecs.compressed_tensors import CompressedTensors
+from quantkit.formats.containers.hf_checkpoint import HFCheckpoint
+from quantkit.formats.files.source import SourceFile
+from quantkit.tensors.dtypes import DType
+from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
+from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.spec import TensorSpec
+from quantkit.tensors.tensor_slice import TensorSlice
+
+
+@pytest.fixture(autouse=True)
+def _all_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind, _ in CASES.values():
+        let_run(monkeypatch, kind)
+
+
+@pytest.fixture
+def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of what is read of files."""
+    sizes: list[int] = []
+    plain = SourceFile.read_into
+
+    def counted(self: SourceFile, offset: int, target: memoryview) -> None:
+        sizes.append(target.nbytes)
+        plain(self, offset, target)
+
+    monkeypatch.setattr(SourceFile, "read_into", counted)
+    return sizes
+
+
+def _expected(folder: Path, checkpoint: HFCheckpoint) -> dict[str, Tensor]:
+    """What a folder holds by canonical names, put together by hand."""
+    stored = load_file(folder / "model.safetensors")
+    config = checkpoint.config
+    found: dict[str, Tensor] = {}
+    for name, tensor in stored.items():
+        module, _, leaf = name.rpartition(".")
+        if module.endswith("qkv_proj"):
+            sizes = [config.num_heads * config.head_dim] + 2 * [config.num_kv_heads * config.head_dim]
+            for part, rows in zip("qkv", tensor.split(sizes), strict=True):
+                found[f"{module.removesuffix('qkv_proj')}{part}_proj.{leaf}"] = rows
+        elif module.endswith("mlp.gate_up_proj"):
+            for part, rows in zip(("gate", "up"), tensor.chunk(2), strict=True):
+                found[f"{module.removesuffix('gate_up_proj')}{part}_proj.{leaf}"] = rows
+        elif module.endswith("mlp.experts"):
+            leaf, kind = leaf.removesuffix("_bias"), "bias" if leaf.endswith("_bias") else "weight"
+            for expert, matrix in enumerate(tensor):
+                linears = {"gate_proj": matrix[..., ::2], "up_proj": matrix[..., 1::2]}
+                for linear, part in linears.items() if leaf == "gate_up_proj" else [("down_proj", matrix)]:
+                    found[f"{module}.{expert}.{linear}.{kind}"] = part.t() if part.ndim == 2 else part
+        else:
+            found[_renamed(name, config.architecture)] = tensor
+    return found
+
+
+def _renamed(name: str, kind: str) -> str:
+    changes = {
+        "mixtral": {"block_sparse_moe": "mlp", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."},
+        "gpt_oss": {"mlp.router": "mlp.gate"},
+        "gemma2": {
+            "post_attention_layernorm": "attention_output_layernorm",
+            "pre_feedforward_layernorm": "post_attention_layernorm",
+            "post_feedforward_layernorm": "mlp_output_layernorm",
+        },
+    }
+    for old, new in changes.get(kind, {}).items():
+        if old in name:
+            name = name.replace(old, new)
+            if kind == "gemma2":
+                break
+    return name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_canonical_tensors_are_those_of_the_folder(case: str, tmp_path: Path) -> None:
+    folder = oracle.save(make(case), tmp_path)
+    checkpoint = opened(folder)
+    expected = _expected(folder, checkpoint)
+    assert set(checkpoint.names()) == set(expected)
+    for name in checkpoint.names():
+        value = checkpoint.load(name)
+        assert isinstance(value, Tensor)
+        assert value.is_contiguous()
+        assert torch.equal(value, expected[name]), name
+        assert checkpoint.info(name).shape == tuple(value.shape)
+        assert checkpoint.stored_bytes(name) == value.nbytes
+
+
+def _parts(shape: tuple[int, ...]) -> Iterator[TensorSlice]:
+    rows = shape[0]
+    yield TensorSlice(0, ((rows // 2, rows),))
+    yield TensorSlice(0, ((1, rows - 1), (0, 1)))
+    if len(shape) == 2:
+        yield TensorSlice(1, ((8, shape[1] // 8 * 8),))
+
+
+@pytest.mark.parametrize("case", ["phi3", "gpt-oss", "mixtral"])
+def test_parts_of_fused_and_stacked_tensors(case: str, tmp_path: Path) -> None:
+    checkpoint = opened(oracle.save(make(case), tmp_path))
+    for name in checkpoint.names():
+        whole = checkpoint.load(name)
+        assert isinstance(whole, Tensor)
+        for part in _parts(tuple(whole.shape)) if whole.shape[0] > 2 else ():
+            read = checkpoint.load(name, part)
+            assert isinstance(read, Tensor)
+            assert torch.equal(read, part.of(whole)), (name, part)
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "most"),
+    [
+        ("phi3", "self_attn.k_proj.weight", 16 * 64 * 4),
+        ("mixtral", "mlp.experts.2.up_proj.weight", 96 * 64 * 4),
+        ("gpt-oss", "mlp.experts.2.down_proj.weight", 96 * 64 * 4),
+        ("gpt-oss", "mlp.experts.2.up_proj.weight", 2 * 96 * 64 * 4),  # its rows alternate with those of gate
+    ],
+)
+def test_no_more_is_read_than_must_be(
+    case: str, name: str, most: int, tmp_path: Path, bytes_read: list[int]
+) -> None:  # fmt: skip
+    checkpoint = opened(oracle.save(make(case), tmp_path))
+    bytes_read.clear()
+    checkpoint.load(BLOCK.format(layer=1) + name)
+    assert 0 < sum(bytes_read) <= most
+
+
+def _restacked(case: str, folder: Path, *, transposed: bool = False) -> Path:
+    """A model with experts as transformers keeps them in memory."""
+    oracle.save(make(case), folder, save_original_format=False)
+    if transposed:
+        file = folder / "model.safetensors"
+        stored = {
+            name: tensor.transpose(1, 2).contiguous() if tensor.ndim == 3 else tensor
+            for name, tensor in load_file(file).items()
+        }
+        save_file(stored, file, {"format": "pt"})
+    return folder
+
+
+def _canonical(checkpoint: HFCheckpoint) -> dict[str, Any]:
+    return {name: checkpoint.load(name) for name in checkpoint.names()}
+
+
+@pytest.mark.parametrize("case", ["mixtral", "deepseek-v3", "gpt-oss"])
+def test_experts_stacked_and_apart_are_the_same(case: str, tmp_path: Path, bytes_read: list[int]) -> None:
+    own = _canonical(opened(oracle.save(make(case), tmp_path / "own")))
+    stacked = opened(_restacked(case, tmp_path / "stacked"))
+    bytes_read.clear()
+    gate = stacked.load(BLOCK.format(layer=1) + "mlp.experts.3.gate_proj.weight")
+    assert sum(bytes_read) <= gate.nbytes * (2 if case == "gpt-oss" else 1)
+    assert torch.equal(_table(_canonical(stacked)), _table(own))
+    if case != "gpt-oss":
+        turned = opened(_restacked(case, tmp_path / "turned", transposed=True))
+        assert torch.equal(_table(_canonical(turned)), _table(own))
+
+
+def test_experts_with_canonical_names_are_read(tmp_path: Path) -> None:
+    own = opened(oracle.save(make("mixtral"), tmp_path / "own"))
+    values = _canonical(own)
+    oracle.copy(tmp_path / "own", tmp_path / "canonical")
+    save_file(values, tmp_path / "canonical" / "model.safetensors", {"format": "pt"})
+    assert torch.equal(_table(_canonical(opened(tmp_path / "canonical"))), _table(values))
+
+
+def _table(values: dict[str, Tensor]) -> Tensor:
+    return torch.cat([values[name].flatten() for name in sorted(values)])
+
+
+def test_a_square_down_projection_is_turned_as_the_family_has_it(tmp_path: Path) -> None:
+    model = make("gpt-oss", intermediate_size=64)
+    checkpoint = opened(oracle.save(model, tmp_path))
+    down = model.state_dict()["model.layers.2.mlp.experts.down_proj"]
+    assert down.shape == (4, 64, 64)
+    read = checkpoint.load(BLOCK.format(layer=2) + "mlp.experts.1.down_proj.weight")
+    assert isinstance(read, Tensor)
+    assert torch.equal(read, down[1].t())
+
+
+def _edited(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> Path:
+    file = folder / "model.safetensors"
+    stored = load_file(file)
+    edit(stored)
+    save_file(stored, file, {"format": "pt"})
+    return folder
+
+
+_MIXTRAL = "model.layers.1.block_sparse_moe.experts."
+
+
+def test_a_missing_expert_is_named_as_it_is_called_on_disk(tmp_path: Path) -> None:
+    folder = _edited(oracle.save(make("mixtral"), tmp_path), lambda stored: stored.pop(_MIXTRAL + "3.w1.weight"))
+    with pytest.raises(CheckpointError) as caught:
+        opened(folder)
+    assert str(caught.value) == (
+        f"{folder}: tensor '{_MIXTRAL}3.w1.weight' is missing (found 59 of 60 tensors); "
+        "a weight file is missing or the config is another model's"
+    )
+
+
+def test_one_expert_too_many_is_refused(tmp_path: Path) -> None:
+    def add(stored: dict[str, Tensor]) -> None:
+        stored[_MIXTRAL + "4.w1.weight"] = stored[_MIXTRAL + "3.w1.weight"].clone()
+
+    folder = _edited(oracle.save(make("mixtral"), tmp_path), add)
+    with pytest.raises(CheckpointError) as caught:
+        opened(folder)
+    assert str(caught.value) == (
+        f"{folder}: tensor '{_MIXTRAL}4.w1.weight' is of an expert that the config does not count (found expert 4, "
+        "expected experts 0 to 3); the config is another model's"
+    )
+
+
+def test_experts_in_two_forms_are_refused(tmp_path: Path) -> None:
+    def add(stored: dict[str, Tensor]) -> None:
+        stored["model.layers.1.mlp.experts.down_proj"] = torch.zeros(4, 64, 96)
+
+    folder = _edited(oracle.save(make("mixtral"), tmp_path), add)
+    with pytest.raises(CheckpointError) as caught:
+        opened(folder)
+    assert str(caught.value) == (
+        f"{folder}: the experts of layer 1 are there in two forms (found '{_MIXTRAL}0.w1' and "
+        "'model.layers.1.mlp.experts.down_proj', expected a tensor for each expert, or one for all); "
+        "weight files of two versions of the model lie side by side"
+    )
+
+
+def test_a_stack_of_too_few_experts_is_misshapen(tmp_path: Path) -> None:
+    def cut(stored: dict[str, Tensor]) -> None:
+        name = "model.layers.1.mlp.experts.down_proj"
+        stored[name] = stored[name][:3].clone()
+
+    folder = _edited(_restacked("mixtral", tmp_path), cut)
+    with pytest.raises(CheckpointError, match=r"experts.down_proj' has the wrong shape \(found \[3, 64, 96\]"):
+        opened(folder)
+
+
+SCHEMES = [QuantScheme(8, None), QuantScheme(4, 32), QuantScheme(4, 32, symmetric=False)]
+
+
+def quantized_on_disk(folder: Path, scheme: QuantScheme) -> dict[str, QuantTensor]:
+    """Replace the linears of a folder, as they are called there, by compressed-tensors; what they are now."""
+    file, method = folder / "model.safetensors", CompressedTensors()
+    found, stored = {}, load_file(file)
+    for name, tensor in list(stored.items()):
+        if (tensor.ndim == 2 and name.endswith("proj.weight")) or ".experts." in name:
+            module, value = name.removesuffix(".weight"), quantize_rtn(stored.pop(name), scheme, torch.float32)
+            found[module] = value
+            expected = method.codec(scheme).stored(TensorSpec(name, value.shape, DType.FLOAT32, scheme))
+            tensors = method.codec(scheme).encode(value)
+            stored.update({one.name: data for one, data in zip(expected, tensors, strict=True)})
+    save_file(stored, file, {"format": "pt"})
+    settings = method.write_settings(dict.fromkeys(found, scheme), ["lm_head", *found])
+    oracle.edit_json(folder / "config.json", quantization_config=settings)
+    return found
+
+
+def _same(one: object, other: object) -> bool:
+    assert isinstance(one, QuantTensor)
+    assert isinstance(other, QuantTensor)
+    zeros = (one.zero is None) == (other.zero is None) and (one.zero is None or torch.equal(one.zero, other.zero))
+    return torch.equal(one.codes, other.codes) and torch.equal(one.scale, other.scale) and zeros
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_fused_modules_are_split_as_they_are_quantized(scheme: QuantScheme, tmp_path: Path) -> None:
+    folder = oracle.save(make("phi3"), tmp_path)
+    modules = quantized_on_disk(folder, scheme)
+    checkpoint = opened(folder)
+    block = BLOCK.format(layer=1)
+    fused = modules[block + "self_attn.qkv_proj"]
+    for name, start, stop in (("q", 0, 64), ("k", 64, 80), ("v", 80, 96)):
+        own, canonical = fused.rows(start, stop), f"{block}self_attn.{name}_proj.weight"
+        assert checkpoint.info(canonical).scheme == scheme
+        assert _same(checkpoint.load(canonical), own)
+        for part in (TensorSlice(0, ((8, 16),)), TensorSlice(0, ((8, 16), (0, 8))), TensorSlice(1, ((32, 64),))):
+            assert _same(checkpoint.load(canonical, part), part.of_weight(own))
+    names = [f"{block}mlp.{part}_proj.weight" for part in ("gate", "up")]
+    assert [_same(checkpoint.load(name), modules[block + "mlp.gate_up_proj"].rows(*rows)) for name, rows in zip(
+        names, [(0, 96), (96, 192)], strict=True
+    )] == [True, True]  # fmt: skip
+    stored = sum(tensor.nbytes for name, tensor in load_file(folder / "model.safetensors").items() if "gate_up" in name)
+    assert stored == 3 * sum(checkpoint.stored_bytes(name) for name in names)
+
+
+def test_experts_are_modules_by_their_names_on_disk(tmp_path: Path) -> None:
+    folder = oracle.save(make("mixtral"), tmp_path)
+    scheme = QuantScheme(4, 32)
+    modules = quantized_on_disk(folder, scheme)
+    checkpoint = opened(folder)
+    read = checkpoint.load(BLOCK.format(layer=1) + "mlp.experts.2.down_proj.weight")
+    assert _same(read, modules[_MIXTRAL + "2.w2"])
+    assert checkpoint.info(BLOCK.format(layer=1) + "mlp.gate.weight").scheme is None
+
+
+@pytest.mark.parametrize("partial", [None, 4])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_rows_are_brought_into_canonical_order(
+    interleaved: bool, partial: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"attention_bias": True, "head_dim": 8}
+    folder = oracle.save(oracle.make("qwen3", **changes), tmp_path)
+    stored = load_file(folder / "model.safetensors")
+    _turn(monkeypatch, interleaved=interleaved, partial=partial)
+    checkpoint = opened(folder)
+    turned = partial or 8
+    pairs = [(2 * i, 2 * i + 1) if interleaved else (i, i + turned // 2) for i in range(turned // 2)]
+    pairs += [(turned + i, turned + (8 - turned) // 2 + i) for i in range((8 - turned) // 2)]
+    order = [first for first, _ in pairs] + [second for _, second in pairs]
+    for name in checkpoint.names():
+        expected = stored[name]
+        if any(f"{kind}_proj" in name or f"{kind}_norm" in name for kind in "qk"):
+            heads = [head * 8 + row for head in range(expected.shape[0] // 8) for row in order]
+            expected = expected[heads]
+        read = checkpoint.load(name)
+        assert isinstance(read, Tensor)
+        assert torch.equal(read, expected), name
+        for part in _parts(tuple(expected.shape)):
+            piece = checkpoint.load(name, part)
+            assert isinstance(piece, Tensor)
+            assert torch.equal(piece, part.of(expected)), (name, part)
+
+
+def _turn(monkeypatch: pytest.MonkeyPatch, *, interleaved: bool, partial: int | None) -> None:
+    """Have Qwen3's folders read as if their rotary rows lay otherwise."""
+    from dataclasses import replace
+
+    from quantkit.architectures.families import families
+
+    plain = families()["qwen3"].read
+
+    def read(settings: Any) -> Any:
+        config = plain(settings)
+        return replace(config, rope=replace(config.rope, rotary_dim=partial))
+
+    let_run(monkeypatch, "qwen3", read=read, interleaved_rotary=interleaved)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_rotary_rows_of_quantized_modules(
+    scheme: QuantScheme, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    folder = oracle.save(oracle.make("qwen3", head_dim=8), tmp_path)
+    modules = quantized_on_disk(folder, scheme)
+    _turn(monkeypatch, interleaved=True, partial=None)
+    name = BLOCK.format(layer=0) + "self_attn.k_proj"
+    heads = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+    index = torch.cat((heads, heads + 8))
+    own = modules[name]
+    zero = None if own.zero is None else own.zero[index]
+    expected = QuantTensor(own.codes[index], own.scale[index], zero, scheme)
+    checkpoint = opened(folder)
+    assert _same(checkpoint.load(name + ".weight"), expected)
+    for part in (TensorSlice(0, ((8, 16),)), TensorSlice(0, ((3, 12),)), TensorSlice(1, ((32, 64),))):
+        assert _same(checkpoint.load(name + ".weight", part), part.of_weight(expected))
+
+
+def test_a_config_that_ignores_modules_means_their_names_on_disk(tmp_path: Path) -> None:
+    folder = oracle.save(make("phi3"), tmp_path)
+    quantized_on_disk(folder, QuantScheme(8, None))
+    raw = json.loads((folder / "config.json").read_text())
+    raw["quantization_config"]["ignore"].append(BLOCK.format(layer=1) + "mlp.gate_up_proj")
+    oracle.edit_json(folder / "config.json", quantization_config=raw["quantization_config"])
+    with pytest.raises(Exception, match=r"1\.mlp\.gate_up_proj\.weight_packed"):
+        opened(folder)
