@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 
 from quantkit.architectures.rope import RopeConfig
 from quantkit.errors import CheckpointError
@@ -123,6 +124,8 @@ class ModelConfig:
         residual_multiplier: of what a branch adds to the hidden states.
         window_rope: rotary positions of layers with a window; None is those of the others.
         tensors: all there are, of a model whose topology comes from them (see `families.opaque`); None of others.
+        unstored: linear modules that its readers have, and none of its tensors is the weight of; None where it is not
+            known which.
     """
 
     architecture: str
@@ -159,7 +162,8 @@ class ModelConfig:
     window_rope: RopeConfig | None = None
     experts: ExpertsConfig | None = None
     latent_attention: LatentAttentionConfig | None = None
-    tensors: tuple[OpaqueTensor, ...] | None = field(default=None, repr=False)
+    tensors: tuple[OpaqueTensor, ...] | None = dataclasses.field(default=None, repr=False)
+    unstored: tuple[str, ...] | None = None
 
     @property
     def runnable(self) -> bool:
@@ -239,7 +243,7 @@ class ModelConfig:
     def differences(self, other: ModelConfig) -> list[str]:
         """What differs between two models' arithmetic, float type left aside, each in a few words for people:
         ``hidden_size 128 against 256``."""
-        skipped = {"dtype", "bos_token_id", "eos_token_ids", "layers", "tensors"}
+        skipped = {"dtype", "bos_token_id", "eos_token_ids", "layers", "tensors", "unstored"}
         found = _differences(self, other, skipped) + _tensor_differences(self.tensors, other.tensors)
         if self.num_layers != other.num_layers:
             return [*found, f"num_layers {self.num_layers} against {other.num_layers}"]

@@ -147,9 +147,11 @@ def _facts(source: Checkpoint, made: Made) -> list[str]:
     rows = {"size": f"{size_text(made.weight_bytes)}: {total} weights of {made.bits_per_weight:.2f} bits on average"}
     for index, (text, layer_count) in enumerate(chosen.counts().items()):
         layers = [module for module, scheme in chosen.schemes.items() if str(scheme) == text]
-        where = "" if index == 0 else f": {_layers(layers, chosen.modules)}"
+        where = "" if index == 0 or not source.config.runnable else f": {_layers(layers, chosen.modules)}"
         rows[text] = f"{_told(chosen.schemes[layers[0]])}; {layer_count} linear layer{'s' * (layer_count > 1)}{where}"
-    kept = ["embedding and norms" if source.config.runnable else "all other tensors", *([_layers(floats, chosen.modules)] if (floats := chosen.kept()) else [])]
+    kept = ["embedding and norms", *([_layers(floats, chosen.modules)] if (floats := chosen.kept()) else [])]
+    if not source.config.runnable:
+        kept = ["all other tensors"]
     tied = ", which is the output head too" if source.config.tied_embeddings else ""
     rows["kept as floats"] = f"{'; '.join(kept)}{tied} ({source.config.dtype})"
     rows["method"] = _method(made)

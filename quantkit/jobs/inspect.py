@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.architectures.config import ModelConfig
 from quantkit.arguments import require_flags
 from quantkit.errors import CheckpointError
 from quantkit.formats import manifest
@@ -75,7 +76,7 @@ class Inspection:
             + (", tied embeddings" if self.tied_embeddings else "")
         )
         return [
-            f"{self.path}: {self.format}, {self.architecture}, {_si(self.parameters)} parameters,"
+            f"{self.path}: {self.format}, {self.architecture}, {count_text(self.parameters)} parameters,"
             f" {self.weight_bytes / 1e6:.1f} MB, {self.bits_per_weight:.2f} bits per weight",
             sizes if self.runnable else "  known by its tensors only: not run here",
             f"  tensors: {kinds}",
@@ -110,7 +111,6 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None, tensors_only
     specs = [checkpoint.info(name) for name in checkpoint.names()]
     size, bits_per_weight = weight_size(checkpoint)
     kinds = Counter(str(spec.dtype if spec.scheme is None else spec.scheme) for spec in specs)
-    rope = config.rope
     return Inspection(
         path=str(path),
         format=checkpoint.layout,
@@ -121,7 +121,7 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None, tensors_only
         kv_heads=config.num_kv_heads,
         vocabulary=config.vocab_size,
         context=config.max_context,
-        rope="not told" if not config.runnable else f"theta {rope.theta:g}" + ("" if rope.type == "default" else f", {rope.type} x{rope.factor:g}"),
+        rope=_rope(config),
         tied_embeddings=config.tied_embeddings,
         parameters=parameter_count(checkpoint),
         weight_bytes=size,
@@ -133,6 +133,13 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None, tensors_only
         notes=[*checkpoint.notes, *notes],
         runnable=config.runnable,
     )
+
+
+def _rope(config: ModelConfig) -> str:
+    rope = config.rope
+    if not config.runnable:
+        return "not told"
+    return f"theta {rope.theta:g}" + ("" if rope.type == "default" else f", {rope.type} x{rope.factor:g}")
 
 
 def _describe(tokenizer: Tokenizer) -> str:
@@ -147,7 +154,8 @@ def _made_by(folder: Path) -> str | None:
     return f"quantkit {made.get('quantkit_version')} ({made.get('job')})"
 
 
-def _si(count: int) -> str:
+def count_text(count: int) -> str:
+    """A number of parameters: ``1.24B``."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if count >= size:
             return f"{count / size:.2f}{unit}"

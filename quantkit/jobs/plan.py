@@ -194,8 +194,9 @@ def quantize(
         activation_memory=activation_memory, device=device,
     )  # fmt: skip
     prepared = prepare(
-        src, dst, scheme, keep=keep, strict=strict, weights=weights, tensors_only=tensors_only, gptq=settings is not None
-    )
+        src, dst, scheme, keep=keep, strict=strict, weights=weights, tensors_only=tensors_only,
+        gptq=settings is not None,
+    )  # fmt: skip
     source, assignment, tokenizer, notes = prepared.source, prepared.scheme_map, prepared.tokenizer, prepared.notes
     assigned, config = assignment.schemes, source.config
     tensors = [spec for block in tensor_blocks(source, assigned) for spec in block.tensors]

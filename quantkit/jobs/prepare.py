@@ -19,6 +19,7 @@ from quantkit.formats.detect import WeightKind, open_checkpoint
 from quantkit.formats.folder import checked_tokenizer, left_behind
 from quantkit.formats.output.staging import require_name, require_new_names
 from quantkit.jobs.scheme_map import SchemeMap
+from quantkit.jobs.weights_only import kept_parts
 from quantkit.json_values import shown
 from quantkit.model.transformers_linears import with_linears
 from quantkit.tensors.dtypes import DType
@@ -69,6 +70,8 @@ def prepare(
     if not source.config.runnable:
         source.config, linears_by, more = with_linears(source.config, source.extra_config, source.path)
         notes += [*more, *left_behind(source)]
+        if left := kept_parts(source.config):
+            notes.append(f"{source.path}: kept as they are: {'; '.join(left)}")
     scheme_map = SchemeMap.of(recipe.keeping(kept), source.config)
     misfits = scheme_map.misfit_lines()
     if misfits and strict:

@@ -61,9 +61,11 @@ def quantize(
     """Write the model in `src`, quantized, to the new folder `dst`, if it passes the gate.
 
     All decoder linears are quantized; ``lm_head`` and the embedding keep their floats
-    unless the recipe names the head. A model known by its tensors only is not run: its linears are rounded, those that
-    lose too much keep their floats, and all other tensors stay as they are. Rows that the group size does not divide follow
+    unless the recipe names the head. Rows that the group size does not divide follow
     `QuantScheme.fitted`, which the manifest records.
+
+    A model known by its tensors only is not run: its linears are rounded, those that lose too much keep their floats,
+    and all other tensors stay as they are.
 
     Args:
         src: a Meta or Hugging Face folder of floats; in FP8 or MXFP4 it counts as one.
@@ -115,8 +117,9 @@ def quantize(
         activation_memory=activation_memory, device=device,
     )  # fmt: skip
     prepared = prepare(
-        src, dst, scheme, keep=keep, strict=strict, weights=weights, tensors_only=tensors_only, gptq=settings is not None
-    )
+        src, dst, scheme, keep=keep, strict=strict, weights=weights, tensors_only=tensors_only,
+        gptq=settings is not None,
+    )  # fmt: skip
     source, scheme_map, tokenizer, notes = prepared.source, prepared.scheme_map, prepared.tokenizer, prepared.notes
     runnable = source.config.runnable
     if not runnable:

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import math
+import re
+
+from quantkit.architectures.config import ModelConfig
 from quantkit.calibration.quantizers import RtnQuantizer, TensorBlock
 from quantkit.formats.checkpoint import Checkpoint
+from quantkit.jobs.inspect import count_text
 from quantkit.jobs.scheme_map import SchemeMap
 from quantkit.progress import Progress
 from quantkit.quality.bounds import ROUNDING_BOUNDS
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.spec import TensorSpec
+
+_PARTS = {"tower": "linears of parts for pictures or sound", "head": "output heads"}
+_EXPERTS = re.compile(r"(.*\.)?[^.]*experts?[^.]*(\..*)?")
+
+
+def kept_parts(config: ModelConfig) -> list[str]:
+    """What of a model known by its tensors only is not rounded though it is large, in a few words for people."""
+    counts: dict[str, list[int]] = {}
+    for tensor in config.tensors or ():
+        stacked = not tensor.role and len(tensor.shape) > 2 and _EXPERTS.fullmatch(tensor.name)
+        part = "stacked experts" if stacked else _PARTS.get(tensor.role)
+        if part is not None:
+            counts.setdefault(part, []).append(math.prod(tensor.shape))
+    return [f"{part}: {count_text(sum(sizes))} parameters in {len(sizes)} tensor{'s' * (len(sizes) > 1)}" for part, sizes in counts.items()]
 
 
 def within_bounds(

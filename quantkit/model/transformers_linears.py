@@ -44,19 +44,21 @@ def with_linears(config: ModelConfig, raw: Mapping[str, Any], path: Path) -> tup
     """
     assert config.tensors is not None
     try:
-        name, roles = _roles(config.tensors, raw)
+        name, roles, unstored = _roles(config.tensors, raw)
     except _NotKnown as reason:
         why = f"{path}: {reason}; linear layers are told by their names"
         return with_roles(config, named_roles(raw, config.tensors)), "names", [why]
-    return with_roles(config, roles), f"the modules of transformers' {name}", []
+    return with_roles(config, roles, unstored), f"the modules of transformers' {name}", []
 
 
 class _NotKnown(Exception):
     """Why transformers can't say which linears a model has."""
 
 
-def _roles(tensors: tuple[OpaqueTensor, ...], raw: Mapping[str, Any]) -> tuple[str, dict[str, Role]]:
-    """The class, and role and alias of the tensors that are weights of linears."""
+def _roles(
+    tensors: tuple[OpaqueTensor, ...], raw: Mapping[str, Any]
+) -> tuple[str, dict[str, Role], tuple[str, ...]]:  # fmt: skip
+    """The class, role and alias of the tensors that are weights of linears, and the linears that have none."""
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError:
@@ -70,7 +72,10 @@ def _roles(tensors: tuple[OpaqueTensor, ...], raw: Mapping[str, Any]) -> tuple[s
         except Exception as error:  # of the code of any model, given any config
             told = " ".join(str(error).split())
             raise _NotKnown(f"transformers can't build the model ({type(error).__name__}: {shown(told)})") from error
-    return type(model).__name__, _told(model, names, tensors, raw)
+    told = _told(model, names, tensors, raw)
+    stored = {alias or name.removesuffix(".weight") for name, (_, alias) in told.items()}
+    linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    return type(model).__name__, told, tuple(name for name in linears if name not in stored)
 
 
 def _on_meta(transformers: Any, raw: Mapping[str, Any]) -> Any:
@@ -95,7 +100,7 @@ def _on_meta(transformers: Any, raw: Mapping[str, Any]) -> Any:
             found = one
             break
     if found is None:
-        found = MODEL_MAPPING[type(config)] if type(config) in MODEL_MAPPING else None
+        found = MODEL_MAPPING.get(type(config), None)
     if not isinstance(found, type):
         raise _NotKnown(f"transformers has no class for {shown(classes or kind)}")
     with torch.device("meta"):
@@ -143,6 +148,7 @@ def _told(
     head = model.get_output_embeddings()
     inside = None if model.base_model is model else {id(module) for module in model.base_model.modules()}
     tied = is_tied(raw) or getattr(model.config.get_text_config(), "tie_word_embeddings", False) is True
+    precise = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
     hints: Any = {"experts": expert_counts(raw), "tied": tied, "sided": has_language_part(raw)}
     found: dict[str, Role] = {}
     for tensor in tensors:
@@ -161,6 +167,8 @@ def _told(
             role = "float" if tied else "head"
         elif type(module) is not nn.Linear or not alone or tuple(module.weight.shape) != tensor.shape:
             role = "float"
+        elif precise.intersection(called.split(".")):
+            role = "float"  # its class keeps it in float32
         else:
             role = hinted or ("linear" if inside is None or id(module) in inside else "head")
         found[tensor.name] = role, alias

@@ -77,18 +77,21 @@ def opaque_config(raw: Mapping[str, Any], tensors: Mapping[str, tuple[tuple[int,
     )
 
 
-def with_roles(config: ModelConfig, roles: Mapping[str, tuple[str, str | None]]) -> ModelConfig:
+def with_roles(
+    config: ModelConfig, roles: Mapping[str, tuple[str, str | None]], unstored: tuple[str, ...] | None = None
+) -> ModelConfig:  # fmt: skip
     """The same model, told which of its tensors are weights of linears.
 
     Args:
         roles: role and alias, as `OpaqueTensor` has them, by tensor name.
+        unstored: see `ModelConfig`.
     """
     assert config.tensors is not None
     told = (
         replace(tensor, role=roles[tensor.name][0], alias=roles[tensor.name][1]) if tensor.name in roles else tensor
         for tensor in config.tensors
     )
-    return replace(config, tensors=tuple(told))
+    return replace(config, tensors=tuple(told), unstored=unstored)
 
 
 def named_roles(raw: Mapping[str, Any], tensors: Iterable[OpaqueTensor]) -> dict[str, tuple[str, str | None]]:

@@ -124,8 +124,13 @@ class QuantMethod(Protocol):
         """
         ...
 
-    def write_settings(self, schemes: Mapping[str, QuantScheme], modules: Iterable[str]) -> dict[str, Any]:
+    def write_settings(
+        self, schemes: Mapping[str, QuantScheme], modules: Iterable[str], *, every: bool = True
+    ) -> dict[str, Any]:
         """The settings of a folder: all its linear modules, of which some have a scheme.
+
+        Args:
+            every: whether its readers know of no linear modules besides.
 
         Raises:
             UnsupportedError: if they can't tell these schemes apart.

@@ -139,7 +139,9 @@ class CompressedTensors:
                     found[module] = codec
         return found
 
-    def write_settings(self, schemes: Mapping[str, QuantScheme], modules: Iterable[str]) -> dict[str, Any]:
+    def write_settings(
+        self, schemes: Mapping[str, QuantScheme], modules: Iterable[str], *, every: bool = True
+    ) -> dict[str, Any]:
         """One scheme for linears of decoder blocks targets every ``Linear``. Otherwise each names its modules:
         compressed-tensors warns of targets that come behind ``Linear``, older vLLM puts the class before the names
         that q, k and v have before it fuses them, and vLLM's output head is no ``Linear``. Linears without a scheme
@@ -147,7 +149,7 @@ class CompressedTensors:
         by_scheme: dict[QuantScheme, list[str]] = {}
         for module, scheme in schemes.items():
             by_scheme.setdefault(scheme, []).append(module)
-        of_class = len(by_scheme) == 1 and "lm_head" not in schemes
+        of_class = every and len(by_scheme) == 1 and "lm_head" not in schemes
         groups = {}
         for index, (scheme, named) in enumerate(sorted(by_scheme.items(), key=lambda item: -len(item[1]))):
             groups[f"group_{index}"] = {

@@ -72,7 +72,8 @@ class HuggingFace:
         raw = _config(source, config)
         if output.schemes and SETTINGS not in raw:
             schemes, modules = _as_readers_call_them(output)
-            raw[SETTINGS] = (output.method or self._native).write_settings(schemes, modules)
+            every = config.tensors is None or config.unstored is not None
+            raw[SETTINGS] = (output.method or self._native).write_settings(schemes, modules, every=every)
         files: dict[str, bytes | Path] = {self.config_file: json_bytes(raw)}
         files.update(present(source.path, side_names(source)))
         if source.format != self.name:
@@ -103,7 +104,7 @@ def _as_readers_call_them(output: Output) -> tuple[dict[str, QuantScheme], list[
     aliases = {tensor.module: tensor.alias for tensor in linears if tensor.alias is not None}
     both = {**schemes, **{aliases[module]: scheme for module, scheme in schemes.items() if module in aliases}}
     named = dict.fromkeys(name for one in linears for name in (one.module, one.alias) if name is not None)
-    return both, list(named)
+    return both, [*named, *(output.config.unstored or ())]
 
 
 def _exported_tokenizer(folder: Path) -> dict[str, bytes]:

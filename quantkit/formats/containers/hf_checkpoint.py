@@ -134,6 +134,9 @@ class HFCheckpoint:
         return _share(size, tensor, place)
 
     def readers(self) -> str:
+        if not self.config.runnable:
+            also = "" if self._method is None or not self._codecs else f" and {self._method.name}"
+            return f"what runs this architecture{also}"
         if self._method is None or not self._codecs:
             return "quantkit, transformers, vLLM"
         return f"quantkit, {self._method.readers(codec.scheme for codec in self._codecs.values())}"
@@ -278,8 +281,8 @@ def read_codecs(
         bits = shown(settings.values["bits"]) if settings.has("bits") else ""
         raise UnsupportedError(
             "the source is quantized already in a scheme quantkit does not read", path=path,
-            found=f"{name} {bits}".strip() if name else "an unnamed scheme", expected=", ".join([*methods, *sorted(READ_AS_FLOATS)]),
-            hint="start from the float model",
+            found=f"{name} {bits}".strip() if name else "an unnamed scheme",
+            expected=", ".join([*methods, *sorted(READ_AS_FLOATS)]), hint="start from the float model",
         )  # fmt: skip
     return methods[name], methods[name].read_settings(settings, modules)
 
