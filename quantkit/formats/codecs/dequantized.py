@@ -40,10 +40,6 @@ class Home(Protocol):
 
     def read(self, name: str, part: TensorSlice | None = None) -> Tensor: ...
 
-    def decode(self, raw: object, spec: object, part: TensorSlice | None = None) -> Tensor:
-        """What `read` gives, asked as a codec is."""
-        return self._weight.read(part)
-
     def read_bytes(self, name: str, part: TensorSlice | None = None) -> bytes: ...
 
     def row_parts(self, name: str) -> Iterator[TensorSlice]: ...
@@ -64,6 +60,10 @@ class DequantizedTensor:
         self._weight = weight
 
     def read(self, name: str, part: TensorSlice | None = None) -> Tensor:
+        return self._weight.read(part)
+
+    def decode(self, raw: object, spec: object, part: TensorSlice | None = None) -> Tensor:
+        """What `read` gives, asked as a codec is."""
         return self._weight.read(part)
 
     def read_bytes(self, name: str, part: TensorSlice | None = None) -> bytes:
