@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import sys
@@ -17,7 +16,7 @@ import click
 from quantkit.cli import options
 from quantkit.cli.entry import raise_if_interrupted
 from quantkit.cli.help import Command
-from quantkit.cli.output import mention, note, require_stdout
+from quantkit.cli.output import first_process, mention, note, require_stdout
 from quantkit.cli.processes import require_models, together
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.cli.spelling import as_options
@@ -71,7 +70,7 @@ def chat(**given: Any) -> None:
     """
 
     def check() -> None:
-        if os.environ.get("RANK", "0") == "0":
+        if first_process():
             require_stdout()
         _require_sense(given)
 

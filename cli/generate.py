@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import click
@@ -10,7 +9,7 @@ import click
 from quantkit.cli import many_prompts, one_prompt, options
 from quantkit.cli.asked import STDIN, Asked
 from quantkit.cli.help import Command
-from quantkit.cli.output import require_stdout
+from quantkit.cli.output import first_process, require_stdout
 from quantkit.cli.processes import together
 from quantkit.runtime.request import BATCH_SIZE, BEAM_SEARCH, MAX_NEW_TOKENS, MAX_SAMPLES, no_beam_search
 
@@ -90,7 +89,7 @@ def generate(**given: Any) -> None:
     def check() -> None:
         nonlocal job
         asked.require_sense()
-        first = os.environ.get("RANK", "0") == "0"
+        first = first_process()
         if first and asked.output in (None, STDIN):
             require_stdout()
         if asked.prompts is not None:

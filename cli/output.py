@@ -44,9 +44,14 @@ def columns() -> int:
     return min(_MOST_COLUMNS, shutil.get_terminal_size((_MOST_COLUMNS, 24)).columns)
 
 
+def first_process() -> bool:
+    """Whether this is the process that speaks to the user, of those that torchrun started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def note(line: str) -> None:
     """Tell the user something on stderr; of the processes of a group the first one does."""
-    if os.environ.get("RANK", "0") == "0":
+    if first_process():
         mention(f"quantkit: note: {as_options(line)}", err=True)
 
 

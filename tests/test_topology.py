@@ -139,9 +139,9 @@ def test_windows_and_positions_are_told_layer_by_layer(tmp_path: Path) -> None:
     assert gpt.windows == (128, None, 128)
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "gemma2", "phi3", "deepseek_v3"])
+@pytest.mark.parametrize("kind", [kind for kind, family in families().items() if not family.runs])
 def test_families_that_do_not_run_are_refused_by_name(kind: str) -> None:
-    with pytest.raises(UnsupportedError, match=rf"found {kind}, expected llama, mistral, mixtral, qwen2, qwen3, smollm3"):
+    with pytest.raises(UnsupportedError, match=rf"found {kind}, expected .*llama, .*qwen3"):
         config_from_hf({"model_type": kind}, "config.json")
 
 

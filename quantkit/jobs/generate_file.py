@@ -63,11 +63,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 STDIN = "-"
-_LINE_BYTES, _TOKEN_BYTES, _LOGPROB_BYTES = (
-    200,
-    5,
-    60,
-)  # of a result, besides its tokens; of a token; of what it could be
+_LINE_BYTES = 200  # of a result, besides its tokens
+_TOKEN_BYTES = 5
+_LOGPROB_BYTES = 60  # of what a token could be
 Line = Mapping[str, Any]
 
 

@@ -37,7 +37,7 @@ class Engine:
     """Runs sequences, each in a slot of a cache.
 
     Compiled, rows are padded to buckets, powers of two, so that only the first step of a bucket compiles anything.
-    What pads a step goes to the positions that follow in the shortest sequence, and is never seen: each later token
+    What pads a step goes to the positions that follow in the last row's sequence, and is never seen: each later token
     is stored over it first. Beyond a slot's last position there is one more, of which nothing is ever read.
 
     One user at a time: whoever begins on it (`quantkit.generate`, `stream`, `generate_batch`, a `ChatSession`) takes
