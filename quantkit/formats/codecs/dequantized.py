@@ -112,6 +112,8 @@ def dequantized(
     order = {name: place for place, name in enumerate(stored)}
     ordered = sorted(tensors, key=lambda name: order.get(name, order.get(name + mxfp4.BLOCKS, 0)))
     notes = [f"{count} weights in {kind} are read as {dtype}, by their own scales" for kind, count in kinds.items()]
+    if method in METHODS and not kinds:
+        notes.append(f"the config names {method}, and no weight is in it: they are the floats that they are")
     if left_out:
         notes.append(f"{left_out} scales of activations are left out: activations stay floats")
     return {name: tensors[name] for name in ordered}, found, notes

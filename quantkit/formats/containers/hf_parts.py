@@ -25,6 +25,8 @@ def read_floats(file: TensorFile, view: View, tensor: DiskTensor, place: Place, 
     Args:
         view: where all of the tensor on disk lies in the file.
     """
+    if tensor.whole:
+        return file.read_view(view, part)
     if place.expert is not None:
         view = view.at(0, place.expert)
         assert tensor.stacked is not None
