@@ -181,7 +181,7 @@ def _content(file: str) -> str:
 
 def _ids(asked: Asked, prompt: str, config: ModelConfig, tokenizer: Tokenizer) -> list[int]:
     ids = text_ids(tokenizer, prompt, specials=True)
-    most = config.max_context if asked.backend == "xla" else config.reach
+    most = config.steady_context if asked.backend == "xla" else config.reach
     return shortened(ids, most, asked.max_new_tokens, config.bos_token_id) if asked.truncate else ids
 
 

@@ -35,6 +35,14 @@ class Rounding:
     result: float = 0.5
 
 
+ScoredAttention = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor | None, int | None, float | None, float | None, Tensor | None], Tensor
+]
+"""Attention over a cache: queries [B, H, T, Dh]; cached keys and values [slots, K, S, Dh] as stored; the queries'
+positions, [T] or [B, T]; the sequences' slots [B], None for 0, 1, 2, ...; the window, None for all; and of the scores
+the scale, None for 1 over the root of Dh, the soft cap or None, and the heads' sinks [H] or None. To [B, T, H * Dh]."""
+
+
 @dataclass(frozen=True)
 class BlockKernel:
     """A kernel for a whole decoder block.
@@ -42,8 +50,8 @@ class BlockKernel:
     Attributes:
         run: updates hidden states [B, T, D] in place, attending to a cache or among the tokens given.
         features: what it serves besides RMS norms before both branches, rotary grouped-query attention and SwiGLU:
-            names of fields of `ModelConfig` and `LayerConfig` that may differ from their defaults. Models that need
-            more run without it.
+            names of fields of `ModelConfig`, `LayerConfig` and `RopeConfig` that may differ from their defaults.
+            Models that need more run without it.
     """
 
     run: Callable[..., None]
@@ -55,9 +63,7 @@ class Operations:
     """What a backend offers for the rest of a model, besides its linears; None where it offers nothing.
 
     Attributes:
-        cached_attention: attention of queries [B, H, T, Dh] over cached keys and values [slots, K, S, Dh]; then the
-            queries' positions, [T] or [B, T], the sequences' slots [B], None for 0, 1, 2, ..., and the window. To
-            [B, T, H * Dh].
+        cached_attention: see `ScoredAttention`.
         cached_attention_max_tokens: tokens T up to which it is faster than torch's attention; None is any number.
         float_linear: ``x @ weight.T`` with a weight of floats, in the dtype of x, whatever the weight's.
         block: for whole decoder blocks.
@@ -65,7 +71,7 @@ class Operations:
             up look for more work for milliseconds, on processors that the kernels then lack.
     """
 
-    cached_attention: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, int | None], Tensor] | None = None
+    cached_attention: ScoredAttention | None = None
     cached_attention_max_tokens: int | None = None
     float_linear: Callable[[Tensor, Tensor], Tensor] | None = None
     block: BlockKernel | None = None

@@ -80,8 +80,9 @@ def _linear_shape(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> 
 
 
 def _cached_attention_shape(
-    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int, scale: float
-) -> Tensor:
+    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int, scale: float,
+    softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     batch, heads, tokens, size = queries.shape
     return queries.new_empty(batch, tokens, heads * size)
 

@@ -27,7 +27,10 @@ VARIANT_SETTING = "QUANTKIT_CPU"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _COLUMNS = 32  # that share an activation scale
 _EXACT_MAX, _FAST_MAX = 127 * 256, 127  # the largest integers that activations become
-_BLOCK_FEATURES = frozenset({"qkv_bias", "output_bias", "mlp_bias", "qk_norm", "window", "rotary"})
+_BLOCK_FEATURES = frozenset({
+    "qkv_bias", "output_bias", "mlp_bias", "qk_norm", "clip_qkv", "window", "rotary", "query_scaling_beta",
+    "attention_scale", "attention_softcap", "sinks", "norms", "residual_multiplier", "activation", "activation_limit",
+})  # fmt: skip
 
 
 class CpuBackend:
@@ -77,10 +80,14 @@ class CpuBackend:
         operators = self._operators
 
         def cached_attention(
-            queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None
-        ) -> Tensor:
-            scale = queries.shape[-1] ** -0.5
-            mixed: Tensor = operators.cached_attention(queries, keys, values, positions, slots, window or 0, scale)
+            queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None,
+            window: int | None, scale: float | None, softcap: float | None, sinks: Tensor | None,
+        ) -> Tensor:  # fmt: skip
+            scale = queries.shape[-1] ** -0.5 if scale is None else scale
+            sinks = None if sinks is None else sinks.float()
+            mixed: Tensor = operators.cached_attention(
+                queries, keys, values, positions, slots, window or 0, scale, softcap, sinks
+            )
             return mixed
 
         def float_linear(x: Tensor, weight: Tensor) -> Tensor:

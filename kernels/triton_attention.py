@@ -11,6 +11,7 @@ that share a KV head lie side by side and are handled together, so its keys are 
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,8 @@ _TILE_BYTES = 1 << 14  # of keys that a program holds at a time, and as many of 
 _MAX_SPANS = 64  # that one program can join
 _WAVES = 2  # programs for each processor
 _SCALE_BYTES = 4
+LOG2_E = tl.constexpr(math.log2(math.e))
+"""Exponentials are to the base of 2."""
 
 
 class Tile(NamedTuple):
@@ -62,15 +65,23 @@ def cached(stored, at, inside, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE:
 
 
 @triton.jit
+def capped(scores, SOFTCAP: tl.constexpr):
+    """SOFTCAP * tanh(scores / SOFTCAP)."""
+    return SOFTCAP * (1 - 2 / (1 + tl.exp2(scores * (2 * LOG2_E / SOFTCAP))))
+
+
+@triton.jit
 def attend_spans(
     queries, keys, values, positions, slots, mixed, largest, total, tokens, rows, length, window, kv_heads, stride,
-    SLOTS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, SPANS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr,
+    SPANS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One span for up to BLOCK_M queries: values weighted by exponentials, the largest score, the exponentials' sum."""
+    """One span for up to BLOCK_M queries: values weighted by exponentials, the largest score, the exponentials' sum.
+
+    SCALE is of products with keys, to scores to the base of 2, or with a SOFTCAP to the base of e.
+    """
     DTYPE: tl.constexpr = queries.dtype.element_ty
     WIDTH: tl.constexpr = SIZE + 4 if keys.dtype.element_ty == tl.int8 else SIZE
-    SCALE: tl.constexpr = 1.4426950408889634 * SIZE**-0.5  # of exponentials to the base of 2
     pair = tl.program_id(2).to(tl.int64)
     sequence = pair // kv_heads
     positions += sequence * stride
@@ -95,6 +106,8 @@ def attend_spans(
             at = block + tl.arange(0, BLOCK_N)
             key = cached(keys, at, at < last, SIZE, BLOCK_D, DTYPE)
             scores = dot_add(query, tl.trans(key), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)) * SCALE
+            if SOFTCAP > 0:
+                scores = capped(scores, SOFTCAP) * LOG2_E
             distance = position - at[None, :]
             scores = tl.where((distance >= 0) & (distance < window), scores, float("-inf"))
             higher = tl.maximum(high, tl.max(scores, 1))
@@ -113,11 +126,11 @@ def attend_spans(
 
 @triton.jit
 def join_spans(
-    positions, mixed, largest, total, out, tokens, heads, length, window, stride,
-    SIZE: tl.constexpr, TOKENS: tl.constexpr, SPANS: tl.constexpr,
+    positions, mixed, largest, total, sinks, out, tokens, heads, length, window, stride,
+    SINKS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, SPANS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The spans of one query as one; to [B, T, H, Dh]."""
+    """The spans of one query, and its head's sink if there are any, as one; to [B, T, H, Dh]."""
     line = tl.program_id(0).to(tl.int64)
     positions += line // (heads * tokens) * stride
     first, last, each = live(positions, tokens, length, window, TOKENS, SPANS, BLOCK_N)
@@ -127,8 +140,14 @@ def join_spans(
     part = line * SPANS + span
     high = tl.load(largest + part, mask=there, other=float("-inf"))
     highest = tl.max(high, 0)
-    share = tl.exp2(high - tl.where(highest == float("-inf"), 0.0, highest))
+    if SINKS:
+        sink = tl.load(sinks + line // tokens % heads).to(tl.float32) * LOG2_E
+        highest = tl.maximum(highest, sink)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    share = tl.exp2(high - base)
     sums = tl.sum(tl.load(total + part, mask=there, other=0) * share, 0)
+    if SINKS:
+        sums += tl.exp2(sink - base)
     mask = there[:, None] & (column < SIZE)[None, :]
     parts = tl.load(mixed + part[:, None] * SIZE + column[None, :], mask=mask, other=0)
     joined = tl.sum(parts * share[:, None], 0) / sums
@@ -138,8 +157,9 @@ def join_spans(
 
 @operator("cached_attention")
 def cached_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None
-) -> Tensor:
+    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None,
+    scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Grouped-query attention; each query sees the positions cached in its sequence's slot up to its own.
 
     What lies in the cache before or beyond all that the queries see is never read. Products are of the queries'
@@ -151,6 +171,9 @@ def cached_attention(
         positions: [T] or [B, T], each below S.
         slots: of the sequences, [B]; None is 0, 1, 2, ...
         window: positions seen, the own included; None for all.
+        scale: of products of queries and keys; None is 1 over the root of Dh.
+        softcap: what scores are bent to stay below; None for no bound.
+        sinks: a score of each head that has no value, [H]; None for none.
 
     Returns:
         [B, T, H * Dh] in the queries' dtype.
@@ -158,13 +181,14 @@ def cached_attention(
     Raises:
         ValueError: if the scales of int8 rows are not aligned: Dh is no multiple of 4.
     """
-    return attended(queries, keys, values, positions, slots, window)
+    return attended(queries, keys, values, positions, slots, window, None, scale, softcap, sinks)
 
 
 @cached_attention.register_fake
 def _(
-    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None
-) -> Tensor:
+    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None,
+    scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     batch, heads, tokens, size = queries.shape
     return queries.new_empty(batch, tokens, heads * size)
 
@@ -185,7 +209,7 @@ def spans_for(pairs: int, rows: int, length: int, tile: Tile, card: Card) -> int
 
 def attended(
     queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None,
-    spans: int | None = None,
+    spans: int | None = None, scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As `cached_attention`, with the live part in up to `spans` spans; None is as many as suit the card."""
     batch, heads, tokens, size = queries.shape
@@ -200,17 +224,19 @@ def attended(
     out = queries.new_empty(batch, tokens, heads * size)
     seen = length if window is None else window
     stride = 0 if positions.dim() == 1 else tokens
+    scale = size**-0.5 if scale is None else scale
     constants = {
         "SIZE": size, "TOKENS": triton.next_power_of_2(tokens), "SPANS": spans,
         "BLOCK_N": tile.block_n, "BLOCK_D": tile.block_d,
     }  # fmt: skip
     wrap_triton(attend_spans)[(spans, triton.cdiv(rows, tile.block_m), pairs)](
         queries.contiguous(), keys.contiguous(), values.contiguous(), positions, positions if slots is None else slots,
-        mixed, largest, total, tokens, rows, length, seen, kv_heads, stride, SLOTS=slots is not None,
+        mixed, largest, total, tokens, rows, length, seen, kv_heads, stride,
+        SCALE=scale if softcap else scale * LOG2_E.value, SOFTCAP=softcap or 0.0, SLOTS=slots is not None,
         BLOCK_M=tile.block_m, **constants, num_warps=4, num_stages=tile.stages,
     )  # fmt: skip
     wrap_triton(join_spans)[(pairs * rows,)](
-        positions, mixed, largest, total, out, tokens, heads, length, seen, stride,
-        BLOCK_S=triton.next_power_of_2(spans), **constants, num_warps=4, num_stages=1,
+        positions, mixed, largest, total, mixed if sinks is None else sinks, out, tokens, heads, length, seen, stride,
+        SINKS=sinks is not None, BLOCK_S=triton.next_power_of_2(spans), **constants, num_warps=4, num_stages=1,
     )  # fmt: skip
     return out

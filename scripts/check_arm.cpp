@@ -56,11 +56,11 @@ void linear(int threads) {
 }
 
 void cached_attention(int threads) {
-  AttentionShape at{number(), number(), number(), number(), number(), number(), number(), 0,
+  AttentionShape at{number(), number(), number(), number(), number(), number(), number(), {},
                     FloatType(number()), CacheType(number()), 0, 0, 0};
   const int64_t places = number();
   at.head_step = at.tokens * at.size, at.batch_step = at.heads * at.head_step, at.token_step = at.size;
-  std::cin >> at.scale;
+  std::cin >> at.scores.scale;
   std::cin.ignore();
   const int64_t mixed = at.batch * at.batch_step * width(at.type);
   const int64_t cached = places * at.kv_heads * at.length * at.size * width(FloatType(at.cached));

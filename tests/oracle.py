@@ -35,7 +35,7 @@ SIZES: dict[str, Any] = {
 
 
 def make(kind: str, **changes: Any) -> Any:
-    """A random float32 model of an architecture: ``llama``, ``mistral``, ``qwen2`` or ``qwen3``.
+    """A random float32 model of an architecture, by its ``model_type``.
 
     Biases and norms are randomized too, so that losing one shows.
     """
@@ -43,10 +43,11 @@ def make(kind: str, **changes: Any) -> Any:
     config = transformers.AutoConfig.for_model(kind, **settings)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(1)
+    middle = 0 if kind.startswith("gemma") else 1  # whose norms add 1
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.1 * noise if "norm" in name else 0.3 * noise / parameter.shape[-1] ** 0.25)
+            parameter.copy_(middle + 0.1 * noise if "norm" in name else 0.3 * noise / parameter.shape[-1] ** 0.25)
     return model
 
 

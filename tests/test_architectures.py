@@ -8,10 +8,33 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from rows import together
 
 import quantkit
 from quantkit.model.load import load_model
+from quantkit.runtime.engine import Engine
+from quantkit.runtime.request import Request
 
+ROPES: dict[str, dict[str, Any]] = {
+    "theta": {"rope_type": "default", "rope_theta": 500000.0},
+    "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+    "llama3": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32, "rope_theta": 500000.0,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0},
+    "yarn-options": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0,
+        "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 1.2,
+    },
+}  # fmt: skip
+_MOE = {"num_experts": 6, "num_experts_per_tok": 2}
+_MIXTRAL = {"num_local_experts": 6, "num_experts_per_tok": 2}
+_QWEN2_MOE = {**_MOE, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 80}
+_QWEN3_MOE = {**_MOE, "moe_intermediate_size": 48, "head_dim": 16}
+_OLMOE = {**_MOE, "num_key_value_heads": 8}
+_GPT_OSS = {**_MIXTRAL, "head_dim": 16, "sliding_window": 5}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-mha": ("llama", {"num_key_value_heads": 8}),
@@ -28,21 +51,42 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-bias": ("qwen3", {"attention_bias": True}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
     "smollm3-window": ("smollm3", {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 5}),
+    "mixtral": ("mixtral", _MIXTRAL),
+    "mixtral-window": ("mixtral", {**_MIXTRAL, "sliding_window": 7, "tie_word_embeddings": True}),
+    "qwen2-moe": ("qwen2_moe", _QWEN2_MOE),
+    "qwen2-moe-normalized": ("qwen2_moe", {**_QWEN2_MOE, "norm_topk_prob": True, "qkv_bias": False}),
+    "qwen2-moe-dense-layer": ("qwen2_moe", {**_QWEN2_MOE, "mlp_only_layers": [1], "tie_word_embeddings": True}),
+    "qwen2-moe-step-window": (
+        "qwen2_moe",
+        {**_QWEN2_MOE, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 5},
+    ),
+    "qwen3-moe": ("qwen3_moe", _QWEN3_MOE),
+    "qwen3-moe-normalized": ("qwen3_moe", {**_QWEN3_MOE, "norm_topk_prob": True, "attention_bias": True}),
+    "qwen3-moe-dense-layer": ("qwen3_moe", {**_QWEN3_MOE, "mlp_only_layers": [1], "tie_word_embeddings": True}),
+    "qwen3-moe-step-window": (
+        "qwen3_moe",
+        {**_QWEN3_MOE, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 5},
+    ),
+    "olmoe": ("olmoe", _OLMOE),
+    "olmoe-clip": ("olmoe", {**_OLMOE, "clip_qkv": 0.5, "norm_topk_prob": True, "num_key_value_heads": 2}),
+    "olmoe-bias": ("olmoe", {**_OLMOE, "attention_bias": True, "tie_word_embeddings": True}),
+    "gpt-oss": ("gpt_oss", _GPT_OSS),
+    "gpt-oss-square": ("gpt_oss", {**_GPT_OSS, "intermediate_size": 64, "attention_bias": False}),
+    "gpt-oss-limits": ("gpt_oss", {**_GPT_OSS, "swiglu_limit": 0.5, "swiglu_alpha": 1.1, "num_hidden_layers": 2}),
+    "gpt-oss-full": (
+        "gpt_oss",
+        {
+            **_GPT_OSS,
+            "tie_word_embeddings": True,
+            "layer_types": ["full_attention"] * 3,
+            "rope_parameters": {**ROPES["yarn"], "truncate": False},
+        },
+    ),
 }
-ROPES: dict[str, dict[str, Any]] = {
-    "theta": {"rope_type": "default", "rope_theta": 500000.0},
-    "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
-    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
-    "llama3": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32, "rope_theta": 500000.0,
-    },
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0},
-    "yarn-options": {
-        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0,
-        "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 1.2,
-    },
-}  # fmt: skip
+
+
+FULLEST = list({kind: case for case, (kind, _) in CASES.items()}.values())
+"""The last case of each family, which has most of its features."""
 
 
 def _require_parity(model: Any, folder: Path, length: int = 40) -> None:
@@ -68,9 +112,7 @@ def test_rope_scaling_equals_that_of_transformers(rope: str, length: int, tmp_pa
     _require_parity(model, tmp_path / "model", length)
 
 
-@pytest.mark.parametrize(
-    "case", ["llama", "mistral-window", "qwen2", "qwen3", "llama-tied", "smollm3", "smollm3-window"]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_greedy_generation_through_the_cache_equals_that_of_transformers(case: str, tmp_path: Path) -> None:
     kind, changes = CASES[case]
     model = oracle.make(kind, **changes, eos_token_id=None)
@@ -78,6 +120,19 @@ def test_greedy_generation_through_the_cache_equals_that_of_transformers(case: s
     prompt = oracle.random_tokens(9)
     found = list(quantkit.generate(ours, prompt[0].tolist(), max_new_tokens=20))
     assert found == oracle.greedy(model, prompt, 20)
+
+
+@pytest.mark.parametrize("case", FULLEST)
+def test_sequences_of_all_lengths_in_slots_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    kind, changes = CASES[case]
+    model = oracle.make(kind, **changes, eos_token_id=None)
+    ours = load_model(oracle.save(model, tmp_path / "model"), dtype=torch.float32)
+    rows = oracle.random_tokens(23, batch=5)
+    prompts = [row[:length].tolist() for row, length in zip(rows, (1, 9, 23, 4, 16), strict=True)]
+    requests = [Request(prompt, 14, logprobs=0) for prompt in prompts]
+    for index, found in enumerate(together(Engine(ours, 40, slots=3), requests)):
+        prompt = torch.tensor([prompts[index]])
+        assert found.token_ids == oracle.greedy(model, prompt, 14)
 
 
 def test_cached_steps_give_the_logits_of_one_pass(tmp_path: Path) -> None:
@@ -93,14 +148,14 @@ def test_cached_steps_give_the_logits_of_one_pass(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", ["llama", "mistral-window", "qwen3", "smollm3-window", "dynamic"])
+@pytest.mark.parametrize("case", [*FULLEST, "dynamic"])
 def test_prefill_and_decode_are_one_graph_each(case: str, tmp_path: Path) -> None:
     from quantkit.model.cache import KVCache
 
     rope = {"rope_parameters": dict(ROPES["dynamic"])} if case == "dynamic" else {}
     kind, changes = CASES.get(case, ("llama", rope))
     folder = oracle.save(oracle.make(kind, **changes), tmp_path / "model")
-    quantkit.quantize(folder, tmp_path / "int4", "int4-g32")
+    quantkit.quantize(folder, tmp_path / "int4", "int4-g32", accept_quality_loss=True)
     for path in (folder, tmp_path / "int4"):
         model = load_model(path, dtype=torch.float32)
         cache, eager_cache = (KVCache(model.config, 1, 16, torch.float32, "cpu") for _ in range(2))

@@ -98,8 +98,16 @@ def _require_same_meaning(ours: ModelConfig, theirs: Any) -> None:
     assert ours.norm_eps == theirs.rms_norm_eps
     assert ours.max_context == theirs.max_position_embeddings
     assert ours.tied_embeddings == theirs.tie_word_embeddings
-    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
-    assert ours.rope.type == theirs.rope_parameters["rope_type"]
+    ropes = theirs.rope_parameters
+    for rope, kind in ((ours.rope, "full_attention"), (ours.window_rope or ours.rope, "sliding_attention")):
+        if kind not in ropes or kind in theirs.layer_types:
+            assert rope.theta == ropes.get(kind, ropes)["rope_theta"]
+            assert rope.type == ropes.get(kind, ropes)["rope_type"]
+    assert {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}[ours.activation] == _activation(theirs)
+    scale = ours.head_dim**-0.5 if ours.attention_scale is None else ours.attention_scale
+    assert scale == getattr(theirs, "query_pre_attn_scalar", ours.head_dim) ** -0.5
+    assert ours.attention_softcap == getattr(theirs, "attn_logit_softcapping", None)
+    assert ours.logit_softcap == getattr(theirs, "final_logit_softcapping", None)
     assert ours.qkv_bias == (theirs.model_type == "qwen2" or getattr(theirs, "attention_bias", False))
     assert ours.output_bias == getattr(theirs, "attention_bias", False)
     assert ours.mlp_bias == getattr(theirs, "mlp_bias", False)
@@ -111,9 +119,14 @@ def _require_same_meaning(ours: ModelConfig, theirs: Any) -> None:
     assert [layer.rotary for layer in ours.layers] == [bool(rotated) for rotated in rotary]
 
 
+def _activation(theirs: Any) -> str:
+    name: str = getattr(theirs, "hidden_activation", theirs.hidden_act if hasattr(theirs, "hidden_act") else "")
+    return name
+
+
 def _windows(theirs: Any) -> list[int | None]:
     count = theirs.num_hidden_layers
-    if theirs.model_type == "llama":
+    if not hasattr(theirs, "sliding_window"):
         return [None] * count
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * count
     return [theirs.sliding_window if kind == "sliding_attention" else None for kind in kinds]
@@ -140,7 +153,8 @@ def test_transformers_reads_our_config_as_the_one_it_came_from(variant: str, tmp
     config = config_from_hf(_keys(kind, **changes), "config.json")
     theirs = _read_back(config_to_hf(config), tmp_path / "model")
     _require_same_meaning(config, theirs)
-    for key in ("rope_parameters", "layer_types", "attention_bias", "mlp_bias", "hidden_act"):
+    keys = ("rope_parameters", "layer_types", "attention_bias", "mlp_bias", "hidden_act", "hidden_activation")
+    for key in (*keys, "query_pre_attn_scalar"):
         assert getattr(theirs, key, None) == getattr(original, key, None), key
     assert theirs.architectures == [config_to_hf(config)["architectures"][0]]
     assert type(theirs) is type(original)
@@ -263,7 +277,7 @@ def test_a_missing_rope_key_is_named_with_its_file(rope: str, key: str) -> None:
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "unknown setting .*full_attention"),
         ({"partial_rotary_factor": 0.5}, "partial rotary"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial rotary"),
-        ({"model_type": "gemma"}, "architecture .*gemma"),
+        ({"model_type": "gemma3"}, "architecture .*found gemma3,"),  # which sees pictures; its text part alone is read
         ({"hidden_act": "gelu"}, "activation .*gelu"),
         ({"dtype": "float64"}, "dtype .*float64"),
     ],

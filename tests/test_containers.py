@@ -67,6 +67,8 @@ class LoudCheckpoint:
 
 class LoudEncoder:
     rearranges = False
+    joined_bytes = 0
+    holds = False
 
     def __init__(self, planned: Sequence[TensorSpec]) -> None:
         self.planned = planned

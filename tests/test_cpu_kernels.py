@@ -274,12 +274,13 @@ def test_the_operator_on_blocks_passes_torchs_own_checks(own: bool, cached: bool
         product: Tensor = ops.pack(weight.codes, weight.scale, None, 8, True)
         return product
 
-    weights = (torch.ones(64), packed(128, 64), None, None, None, packed(64, 64), None, torch.ones(64),
-               packed(192, 64), torch.randn(192), packed(64, 96), None, 4, 2, 0, 1e-5)  # fmt: skip
+    attention = [torch.ones(64), packed(128, 64), None, None, None, None, packed(64, 64), None, None]
+    feed_forward = [torch.ones(64), packed(192, 64), torch.randn(192), packed(64, 96), None, None]
+    settings = (4, 2, 0, None, None, None, "silu", None, 1e-5, 1.0)
     x, angles = torch.randn(2, 3, 64), torch.randn(2, 3, 16)
     cache = torch.zeros(2, 2, 2, 9, 16)
     stored = (cache[0].clone(), cache[1].clone()) if cached else (None, None)
-    arguments = (x, *angles, torch.arange(3), None, *stored, own, *weights)
+    arguments = (x, *angles, None, torch.arange(3), None, *stored, own, attention, feed_forward, *settings)
     if own or cached:
         torch.library.opcheck(ops.block.default, arguments)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ from families import CASES, let_run, make, opened
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.families import families
 from quantkit.architectures.names import BLOCK
 from quantkit.errors import CheckpointError
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.containers.hf_checkpoint import HFCheckpoint
 from quantkit.formats.files.source import SourceFile
+from quantkit.json_values import Settings
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
@@ -142,7 +146,7 @@ def test_no_more_is_read_than_must_be(
     assert 0 < sum(bytes_read) <= most
 
 
-def _restacked(case: str, folder: Path, *, transposed: bool = False) -> Path:
+def restacked(case: str, folder: Path, *, transposed: bool = False) -> Path:
     """A model with experts as transformers keeps them in memory."""
     oracle.save(make(case), folder, save_original_format=False)
     if transposed:
@@ -162,13 +166,13 @@ def _canonical(checkpoint: HFCheckpoint) -> dict[str, Any]:
 @pytest.mark.parametrize("case", ["mixtral", "deepseek-v3", "gpt-oss"])
 def test_experts_stacked_and_apart_are_the_same(case: str, tmp_path: Path, bytes_read: list[int]) -> None:
     own = _canonical(opened(oracle.save(make(case), tmp_path / "own")))
-    stacked = opened(_restacked(case, tmp_path / "stacked"))
+    stacked = opened(restacked(case, tmp_path / "stacked"))
     bytes_read.clear()
     gate = stacked.load(BLOCK.format(layer=1) + "mlp.experts.3.gate_proj.weight")
     assert sum(bytes_read) <= gate.nbytes * (2 if case == "gpt-oss" else 1)
     assert torch.equal(_table(_canonical(stacked)), _table(own))
     if case != "gpt-oss":
-        turned = opened(_restacked(case, tmp_path / "turned", transposed=True))
+        turned = opened(restacked(case, tmp_path / "turned", transposed=True))
         assert torch.equal(_table(_canonical(turned)), _table(own))
 
 
@@ -247,7 +251,7 @@ def test_a_stack_of_too_few_experts_is_misshapen(tmp_path: Path) -> None:
         name = "model.layers.1.mlp.experts.down_proj"
         stored[name] = stored[name][:3].clone()
 
-    folder = _edited(_restacked("mixtral", tmp_path), cut)
+    folder = _edited(restacked("mixtral", tmp_path), cut)
     with pytest.raises(CheckpointError, match=r"experts.down_proj' has the wrong shape \(found \[3, 64, 96\]"):
         opened(folder)
 
@@ -272,7 +276,7 @@ def quantized_on_disk(folder: Path, scheme: QuantScheme) -> dict[str, QuantTenso
     return found
 
 
-def _same(one: object, other: object) -> bool:
+def same(one: object, other: object) -> bool:
     assert isinstance(one, QuantTensor)
     assert isinstance(other, QuantTensor)
     zeros = (one.zero is None) == (other.zero is None) and (one.zero is None or torch.equal(one.zero, other.zero))
@@ -289,11 +293,11 @@ def test_fused_modules_are_split_as_they_are_quantized(scheme: QuantScheme, tmp_
     for name, start, stop in (("q", 0, 64), ("k", 64, 80), ("v", 80, 96)):
         own, canonical = fused.rows(start, stop), f"{block}self_attn.{name}_proj.weight"
         assert checkpoint.info(canonical).scheme == scheme
-        assert _same(checkpoint.load(canonical), own)
+        assert same(checkpoint.load(canonical), own)
         for part in (TensorSlice(0, ((8, 16),)), TensorSlice(0, ((8, 16), (0, 8))), TensorSlice(1, ((32, 64),))):
-            assert _same(checkpoint.load(canonical, part), part.of_weight(own))
+            assert same(checkpoint.load(canonical, part), part.of_weight(own))
     names = [f"{block}mlp.{part}_proj.weight" for part in ("gate", "up")]
-    assert [_same(checkpoint.load(name), modules[block + "mlp.gate_up_proj"].rows(*rows)) for name, rows in zip(
+    assert [same(checkpoint.load(name), modules[block + "mlp.gate_up_proj"].rows(*rows)) for name, rows in zip(
         names, [(0, 96), (96, 192)], strict=True
     )] == [True, True]  # fmt: skip
     stored = sum(tensor.nbytes for name, tensor in load_file(folder / "model.safetensors").items() if "gate_up" in name)
@@ -306,7 +310,7 @@ def test_experts_are_modules_by_their_names_on_disk(tmp_path: Path) -> None:
     modules = quantized_on_disk(folder, scheme)
     checkpoint = opened(folder)
     read = checkpoint.load(BLOCK.format(layer=1) + "mlp.experts.2.down_proj.weight")
-    assert _same(read, modules[_MIXTRAL + "2.w2"])
+    assert same(read, modules[_MIXTRAL + "2.w2"])
     assert checkpoint.info(BLOCK.format(layer=1) + "mlp.gate.weight").scheme is None
 
 
@@ -318,7 +322,7 @@ def test_rotary_rows_are_brought_into_canonical_order(
     changes = {"attention_bias": True, "head_dim": 8}
     folder = oracle.save(oracle.make("qwen3", **changes), tmp_path)
     stored = load_file(folder / "model.safetensors")
-    _turn(monkeypatch, interleaved=interleaved, partial=partial)
+    turn(monkeypatch, interleaved=interleaved, partial=partial)
     checkpoint = opened(folder)
     turned = partial or 8
     pairs = [(2 * i, 2 * i + 1) if interleaved else (i, i + turned // 2) for i in range(turned // 2)]
@@ -338,16 +342,14 @@ def test_rotary_rows_are_brought_into_canonical_order(
             assert torch.equal(piece, part.of(expected)), (name, part)
 
 
-def _turn(monkeypatch: pytest.MonkeyPatch, *, interleaved: bool, partial: int | None) -> None:
+def turn(monkeypatch: pytest.MonkeyPatch, *, interleaved: bool, partial: int | None) -> None:
     """Have Qwen3's folders read as if their rotary rows lay otherwise."""
-    from dataclasses import replace
-
-    from quantkit.architectures.families import families
-
     plain = families()["qwen3"].read
 
-    def read(settings: Any) -> Any:
-        config = plain(settings)
+    def read(settings: Settings) -> ModelConfig:
+        known = {k: v for k, v in settings.values.items() if k != "partial_rotary_factor"}
+        inner = {k: v for k, v in known["rope_parameters"].items() if k != "partial_rotary_factor"}
+        config = plain(Settings({**known, "rope_parameters": inner}, settings.path))
         return replace(config, rope=replace(config.rope, rotary_dim=partial))
 
     let_run(monkeypatch, "qwen3", read=read, interleaved_rotary=interleaved)
@@ -359,7 +361,7 @@ def test_rotary_rows_of_quantized_modules(
 ) -> None:  # fmt: skip
     folder = oracle.save(oracle.make("qwen3", head_dim=8), tmp_path)
     modules = quantized_on_disk(folder, scheme)
-    _turn(monkeypatch, interleaved=True, partial=None)
+    turn(monkeypatch, interleaved=True, partial=None)
     name = BLOCK.format(layer=0) + "self_attn.k_proj"
     heads = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
     index = torch.cat((heads, heads + 8))
@@ -367,9 +369,9 @@ def test_rotary_rows_of_quantized_modules(
     zero = None if own.zero is None else own.zero[index]
     expected = QuantTensor(own.codes[index], own.scale[index], zero, scheme)
     checkpoint = opened(folder)
-    assert _same(checkpoint.load(name + ".weight"), expected)
+    assert same(checkpoint.load(name + ".weight"), expected)
     for part in (TensorSlice(0, ((8, 16),)), TensorSlice(0, ((3, 12),)), TensorSlice(1, ((32, 64),))):
-        assert _same(checkpoint.load(name + ".weight", part), part.of_weight(expected))
+        assert same(checkpoint.load(name + ".weight", part), part.of_weight(expected))
 
 
 def test_a_config_that_ignores_modules_means_their_names_on_disk(tmp_path: Path) -> None:

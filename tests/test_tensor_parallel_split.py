@@ -101,9 +101,16 @@ def test_too_many_processes_are_refused() -> None:
 
 def test_experts_are_refused() -> None:
     config = _config()
-    experts = replace(config, layers=(LayerConfig(experts=True),), experts=ExpertsConfig(count=4, size=32))
+    experts = replace(config, layers=(LayerConfig(experts=True),), experts=ExpertsConfig(count=4, size=32, per_token=2))
     with pytest.raises(UnsupportedError, match=r"cannot share this architecture \(found tensor 'model.layers.0.mlp"):
         split_model(experts, {}, 0, 2)
+
+
+def test_norms_over_all_heads_are_refused_where_processes_divide_the_heads() -> None:
+    config = replace(_config(), qk_norm="width")
+    split_model(config, {}, 0, 1)
+    with pytest.raises(UnsupportedError, match=r"cannot share this architecture \(found norms over all heads"):
+        split_model(config, {}, 0, 2)
 
 
 def _shards(folder: Path, size: int) -> list[CheckpointShard]:

@@ -79,7 +79,7 @@ def test_an_unknown_architecture_is_refused_with_the_flag_in_the_hint(tmp_path: 
         lambda: quantkit.convert(source, tmp_path / "dst"),
         lambda: quantkit.quantize(source, tmp_path / "dst", "int8"),
     ):
-        with pytest.raises(UnsupportedError, match="architecture is not supported.*`tensors_only=True`"):
+        with pytest.raises(UnsupportedError, match=r"architecture is not supported.*`tensors_only=True`"):
             job()
 
 
@@ -157,7 +157,9 @@ def test_an_error_that_is_not_the_manifests_is_a_problem(tmp_path: Path) -> None
     assert "in the manifest" in report.problems[0]
     manifest["modules"]["net.layers.0.attn.q_proj"]["scheme"] = None
     path.write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match="scheme of 'net.layers.0.attn.q_proj' is not what the manifest says"):
+    with pytest.raises(
+        CheckpointError, match=r"scheme of 'net\.layers\.0\.attn\.q_proj' is not what the manifest says"
+    ):
         quantkit.verify(made)
 
 
@@ -324,7 +326,7 @@ def test_a_hundred_thousand_tensors_are_named_once_each(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(opaque, "_block", counted)
     names = [f"model.layers.{i % 61}.mlp.experts.{i}.up_proj.weight" for i in range(100_000)]
-    config = opaque.opaque_config({"model_type": "x"}, {name: ((8, 8), "bfloat16") for name in names})
+    config = opaque.opaque_config({"model_type": "x"}, dict.fromkeys(names, ((8, 8), "bfloat16")))
     config = opaque.with_roles(config, opaque.named_roles({}, config.tensors or ()))
     assert asked == len(names)
     assert config.num_layers == 61

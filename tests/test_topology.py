@@ -29,6 +29,9 @@ from quantkit.json_values import Settings
 
 ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 _YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "rope_theta": 150000.0}
+_QWEN3_MOE = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [1], "head_dim": 16,
+}  # fmt: skip
 _DEEPSEEK = {
     "num_key_value_heads": 8, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
     "moe_intermediate_size": 16, "first_k_dense_replace": 1, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
@@ -42,6 +45,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "smollm3": ("smollm3", {}),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "qwen3-moe": ("qwen3_moe", _QWEN3_MOE),
     "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "head_dim": 8, "rope_parameters": _YARN}),
     "gemma2": ("gemma2", {"head_dim": 8, "pad_token_id": 0}),
     "phi3": ("phi3", {"pad_token_id": 0}),
@@ -182,5 +186,7 @@ def test_the_base_of_rotary_positions_is_the_familys_where_a_config_says_none(ki
     raw.pop("rope_parameters")
     raw.pop("rope_theta", None)
     theirs = transformers.AutoConfig.for_model(**raw)
-    expected = theirs.rope_parameters["rope_theta"]
-    assert families()[kind].read(Settings(raw, "config.json")).rope.theta == expected
+    ropes = theirs.rope_parameters
+    ours = families()[kind].read(Settings(raw, "config.json"))
+    assert ours.rope.theta == ropes.get("full_attention", ropes)["rope_theta"]
+    assert (ours.window_rope or ours.rope).theta == ropes.get("sliding_attention", ropes)["rope_theta"]

@@ -59,7 +59,7 @@ def _compiled(kernel: Any, constants: dict[str, Any], target: str, cached: str |
     arch, lanes, dtype = TARGETS[target]
     pointers = {"x": dtype, "words": "i32", "scale": "fp16", "zero": "u8", "bias": dtype, "out": dtype}
     pointers |= {"queries": dtype, "keys": cached or dtype, "values": cached or dtype}
-    pointers |= {"positions": "i64", "slots": "i64"}
+    pointers |= {"positions": "i64", "slots": "i64", "sinks": dtype}
     pointers |= dict.fromkeys(("mixed", "largest", "total"), "fp32")
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
     names = kernel.arg_names
@@ -93,19 +93,22 @@ def test_kernels_compile_for_cards_that_are_not_here(
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("cached", [None, "i8"])
-@pytest.mark.parametrize("slots", [False, True], ids=["all", "slots"])
+@pytest.mark.parametrize(("slots", "softcap"), [(False, 0.0), (True, 50.0)], ids=["plain", "slots, capped"])
 @pytest.mark.parametrize(("rows", "size"), [(4, 128), (64, 80), (16, 256)])
 def test_attention_compiles_for_cards_that_are_not_here(
-    rows: int, size: int, slots: bool, cached: str | None, target: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    rows: int, size: int, slots: bool, softcap: float, cached: str | None, target: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     from quantkit.kernels.triton_attention import attend_spans, join_spans, tile_for
 
     tile = tile_for(rows, size, torch.bfloat16, LARGE if target == "cuda" else SMALL)
     constants = {"SIZE": size, "TOKENS": 1, "SPANS": 33, "BLOCK_N": tile.block_n, "BLOCK_D": tile.block_d}
-    spans = {"SLOTS": slots, "BLOCK_M": tile.block_m, "num_warps": 4, "num_stages": tile.stages}
+    launch = {"BLOCK_M": tile.block_m, "num_warps": 4, "num_stages": tile.stages}
+    spans = {"SCALE": 0.1, "SOFTCAP": softcap, "SLOTS": slots} | launch
+    join = {"SINKS": softcap > 0, "BLOCK_S": 64, "num_warps": 4, "num_stages": 1}
     stages = _compiled(attend_spans, constants | spans, target, cached)
-    assert _compiled(join_spans, constants | {"BLOCK_S": 64, "num_warps": 4, "num_stages": 1}, target)
+    assert _compiled(join_spans, constants | join, target)
     if target == "cuda":
         assert "mma" in stages["ptx"]
         assert "cp.async" in stages["ptx"]  # tiles of the cache come while others are multiplied

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from quantkit.architectures.config import LayerConfig, ModelConfig
 from quantkit.architectures.topology import Parameter, parameters
-from quantkit.errors import RequestError
+from quantkit.errors import RequestError, UnsupportedError
 from quantkit.evals.synthetic import synthetic
 from quantkit.tensors.qtensor import quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
@@ -20,8 +21,8 @@ from quantkit.xla.split import DeviceSplit
 SCHEMES = ["int8", "int4-g32", "int4-g128", "int4-g128-asym", "int8-g64-asym"]
 
 
-def _config(**changes: int) -> ModelConfig:
-    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32}
+def _config(**changes: Any) -> ModelConfig:
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 704, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32}
     config = replace(synthetic("llama-160m", None).config, layers=(LayerConfig(),))
     return replace(config, **{**sizes, "vocab_size": 99, **changes})
 
@@ -101,6 +102,19 @@ def test_biases_of_sums_are_whole_and_the_others_divided() -> None:
 def test_heads_that_can_not_be_divided_are_refused(heads: int, kv_heads: int, devices: int) -> None:
     with pytest.raises(RequestError, match="can't be divided among the devices"):
         DeviceSplit(_config(num_heads=heads, num_kv_heads=kv_heads), {}, devices)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"attention_softcap": 50.0, "norms": "both"}, "attention softcap, norms"),
+        ({"qk_norm": "width"}, "qk norm"),
+        ({"attention_scale": 0.1}, "attention scale"),
+    ],
+)
+def test_features_that_programs_do_not_have_are_refused(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"llama is not run by XLA \(found {named}\)"):
+        DeviceSplit(_config(**changes), {}, 1)
 
 
 def test_columns_between_heads_are_not_padded() -> None:

@@ -23,7 +23,7 @@ from quantkit.kernels.triton_attention import attended, spans_for, tile_for
 from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.kernels.triton_tiles import Card
 from quantkit.kernels.triton_words import INTERPRETED
-from quantkit.model.attention import masked_attention
+from quantkit.model.attention import Scores, masked_attention
 from quantkit.model.cache import KVCache, cached_floats
 from quantkit.model.linear import float_linear
 from quantkit.model.load import load_model
@@ -107,6 +107,30 @@ def test_attention_is_right_for_every_dtype(dtype: torch.dtype, cached: torch.dt
         _require_right(attended(*operands, None, window, spans), *operands, None, window)
 
 
+SCORES = {
+    "scaled": Scores(0.3),
+    "capped": Scores(0.2, 5.0),
+    "capped by little": Scores(None, 50.0),
+    "with sinks": Scores(0.1, None, torch.linspace(-4, 6, 6)),
+    "capped, with sinks": Scores(0.2, 2.5, torch.tensor([0.0, 3.0, -50.0, 50.0, -torch.inf, 1.0])),
+}
+
+
+@pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scores_are_capped_and_sinks_take_their_share(dtype: torch.dtype, scores: str) -> None:
+    given = SCORES[scores]
+    if given.sinks is not None:
+        given = replace(given, sinks=given.sinks.to(DEVICE, dtype))
+    for case in ("a window over tiles", "more spans than tiles"):
+        *_, window, spans = CASES[case]
+        operands = _operands(case, dtype, torch.float32)
+        heads = operands[0].shape[1]
+        own = given if given.sinks is None else replace(given, sinks=given.sinks[:heads])
+        found = attended(*operands, None, window, spans, own.scale, own.softcap, own.sinks)
+        _require_right(found, *operands, None, window, own)
+
+
 @pytest.mark.parametrize("cached", [torch.float32, torch.int8], ids=str)
 def test_sequences_are_at_places_and_positions_of_their_own(cached: torch.dtype) -> None:
     keys, values = (_stored(torch.randn(2, 2, LENGTH, 32), cached) for _ in range(2))
@@ -177,7 +201,9 @@ def test_programs_are_as_many_as_there_is_work_for() -> None:
 def test_the_operator_passes_torchs_own_checks(cached: torch.dtype) -> None:
     operands = _operands("tokens on both sides of a tile's end", torch.float32, cached)
     for window in (None, 9):
-        torch.library.opcheck(torch.ops.quantkit_triton.cached_attention.default, (*operands, None, window))
+        for scores in ((), (0.3, 5.0, torch.ones(3, device=DEVICE))):
+            given = (*operands, None, window, *scores)
+            torch.library.opcheck(torch.ops.quantkit_triton.cached_attention.default, given)
 
 
 def test_attention_compiles_into_one_graph() -> None:
@@ -243,11 +269,14 @@ def test_attention_that_is_wrong_is_found_out_at_load(
     mistake: str, quantized: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def wrong(
-        queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None
-    ) -> Tensor:
+        queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None,
+        *scores: Any,
+    ) -> Tensor:  # fmt: skip
         if mistake == "failing":
             raise RuntimeError("out of\nresource")
-        return masked_attention(queries, keys, values, positions + (keys.dtype == torch.int8), slots, window)
+        return masked_attention(
+            queries, keys, values, positions + (keys.dtype == torch.int8), slots, window, Scores(*scores)
+        )
 
     monkeypatch.setattr(TritonBackend, "operations", lambda self: Operations(cached_attention=wrong))
     with caplog.at_level(logging.WARNING):

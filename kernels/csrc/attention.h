@@ -19,10 +19,23 @@ namespace quantkit {
 constexpr int64_t kSpan = 256;  // cached positions that one piece of work covers
 constexpr int64_t kTile = 64;   // of them that are converted to float32 at a time
 
+// How products of queries and keys become scores: times `scale`, below `softcap`; and what takes part in the softmax
+// besides them.
+struct Scores {
+  float scale, softcap;  // cap tanh(score / cap); 0 for none
+  const float* sinks;    // [H], a score of each head that has no value; null for none
+
+  void cap(float* scores, int64_t count) const {
+    if (softcap == 0) return;
+    const float over = 1 / softcap;
+    for (int64_t s = 0; s < count; ++s) scores[s] = softcap * hyperbolic_tangent(scores[s] * over);
+  }
+};
+
 struct AttentionShape {
   int64_t batch, heads, kv_heads, tokens, length, size;  // B, H, K, T, S, Dh
   int64_t window;                                      // positions seen, the own included; 0 for all
-  float scale;
+  Scores scores;
   FloatType type;    // of queries and outputs
   CacheType cached;
   int64_t batch_step, head_step, token_step;  // from one query to the next
@@ -139,6 +152,7 @@ inline void attend_span(const AttentionShape& at, const float* queries, const vo
   }
   for (int64_t g = 0; g < group; ++g) {
     float *weights = scores + g * kSpan, *to = records + g * record;
+    at.scores.cap(weights, count);
     const float max = largest(weights, count);
     for (int64_t s = 0; s < count; ++s) weights[s] = exponential(weights[s] - max);
     to[0] = max;
@@ -196,7 +210,7 @@ inline void attention(const AttentionShape& at, const void* queries, const void*
       float* query = scaled + g * at.size;
       const int64_t from = at.query(line.row, line.kv_head * group + g);
       const float* loaded = load_floats(queries, at.type, from, at.size, query);
-      for (int64_t i = 0; i < at.size; ++i) query[i] = loaded[i] * at.scale;
+      for (int64_t i = 0; i < at.size; ++i) query[i] = loaded[i] * at.scores.scale;
     }
     const int64_t first = (line.slot * at.kv_heads + line.kv_head) * at.length;
     attend_span(at, scaled, keys, values, first, start, stop, records.get() + index * group * record);
@@ -204,17 +218,21 @@ inline void attention(const AttentionShape& at, const void* queries, const void*
   pool.parallel_for(lines * group, 16, threads, [&](int64_t index) {
     const Line& line = all[index / group];
     const int64_t g = index % group;
-    const auto part = [&](int64_t span) { return records.get() + ((index / group * spans + span) * group + g) * record; };
+    const auto part = [&](int64_t span) {
+      return records.get() + ((index / group * spans + span) * group + g) * record;
+    };
     const auto sees = [&](int64_t span) {
       const auto [start, stop] = seen(line.row, span);
       return start < stop;
     };
-    float max = -std::numeric_limits<float>::infinity();
+    const int64_t head = line.kv_head * group + g;
+    const float* sink = at.scores.sinks ? at.scores.sinks + head : nullptr;
+    float max = sink ? *sink : -std::numeric_limits<float>::infinity();
     for (int64_t s = 0; s < spans; ++s)
       if (sees(s) && !(part(s)[0] <= max)) max = part(s)[0];
     thread_local std::vector<float> total;
     total.assign(at.size, 0);
-    float sum = 0;
+    float sum = sink ? exponential(*sink - max) : 0;
     for (int64_t s = 0; s < spans; ++s) {
       if (!sees(s)) continue;
       const float* from = part(s);
@@ -223,7 +241,7 @@ inline void attention(const AttentionShape& at, const void* queries, const void*
       for (int64_t i = 0; i < at.size; ++i) total[i] += factor * from[2 + i];
     }
     for (float& value : total) value /= sum;
-    store_floats(total.data(), at.size, out, at.type, (line.row * at.heads + line.kv_head * group + g) * at.size);
+    store_floats(total.data(), at.size, out, at.type, (line.row * at.heads + head) * at.size);
   });
 }
 

@@ -112,12 +112,14 @@ void attention_of_many(const AttentionShape& at, const void* queries, const Keys
     std::fill_n(mixed, padded * width, 0.f);
     max.assign(rows, -std::numeric_limits<float>::infinity());
     sums.assign(rows, 0);
+    if (at.scores.sinks)
+      for (int64_t r = 0; r < rows; ++r) max[r] = at.scores.sinks[kv_head * group + r % group], sums[r] = 1;
     const RunningSoftmax running{max.data(), sums.data(), mixed};
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t from = at.query(tile.first + r / group, kv_head * group + r % group);
       float* query = scaled + r * size;
       const float* loaded = load_floats(queries, at.type, from, size, query);
-      for (int64_t i = 0; i < size; ++i) query[i] = loaded[i] * at.scale;
+      for (int64_t i = 0; i < size; ++i) query[i] = loaded[i] * at.scores.scale;
     }
     for (int64_t start = tile.all.first; start < tile.all.stop; start += kTile) {
       const int64_t count = std::min(kTile, tile.all.stop - start);
@@ -130,6 +132,7 @@ void attention_of_many(const AttentionShape& at, const void* queries, const Keys
         const KeyRange& by = seen[tile.first + r / group];
         const int64_t first = std::clamp<int64_t>(by.first - start, 0, count);
         const int64_t stop = std::clamp<int64_t>(by.stop - start, first, count);
+        at.scores.cap(scores + r * kTile, kTile);
         update_softmax(scores + r * kTile, first, stop, width, r, running);
       }
       const float* value = values(*tile.run, kv_head, start, count, scratch);

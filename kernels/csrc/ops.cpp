@@ -8,30 +8,18 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <limits>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
-#include "block.h"
-#include "matmul.h"
+#include "operands.h"
 
 namespace {
 
 using namespace quantkit;
 
-constexpr int64_t kHead = 64;            // bytes before the bands, which hold the layout
 constexpr int64_t kHugePage = 2 << 20;  // bytes
-
-FloatType float_type(at::ScalarType type) {
-  if (type == at::kFloat) return FloatType::f32;
-  if (type == at::kHalf) return FloatType::f16;
-  TORCH_CHECK(type == at::kBFloat16, "expected float32, float16 or bfloat16, found ", type);
-  return FloatType::bf16;
-}
-
-CacheType cache_type(at::ScalarType type) {
-  return type == at::kChar ? CacheType::i8 : static_cast<CacheType>(float_type(type));
-}
 
 // Memory for a packed weight, on huge pages where the system gives them, so that it takes few address translations.
 at::Tensor allocate_packed(int64_t bytes) {
@@ -48,7 +36,7 @@ at::Tensor allocate_packed(int64_t bytes) {
                        options);
 }
 
-at::Tensor pack(const at::Tensor& codes, const at::Tensor& scale, const std::optional<at::Tensor>& zero, int64_t bits,
+at::Tensor pack(const at::Tensor& codes, const at::Tensor& scale, const Optional& zero, int64_t bits,
                 bool exact) {
   TORCH_CHECK(codes.dim() == 2 && codes.scalar_type() == at::kByte && codes.is_contiguous(), "codes: uint8 [O, I]");
   TORCH_CHECK(bits == 4 || bits == 8, "bits: 4 or 8");
@@ -73,20 +61,7 @@ at::Tensor pack(const at::Tensor& codes, const at::Tensor& scale, const std::opt
   return packed;
 }
 
-// A packed weight and its bias, which is of the type of the activations.
-Linear packed_linear(const at::Tensor& packed, const std::optional<at::Tensor>& bias, at::ScalarType type) {
-  TORCH_CHECK(packed.scalar_type() == at::kByte && packed.numel() >= kHead && packed.is_contiguous(),
-              "not a weight packed here");
-  const uint8_t* bytes = packed.data_ptr<uint8_t>();
-  Layout at;
-  std::memcpy(&at, bytes, sizeof(at));
-  TORCH_CHECK(packed.numel() == kHead + at.bytes(), "not a weight packed here");
-  TORCH_CHECK(!bias || (bias->scalar_type() == type && bias->numel() == at.rows && bias->is_contiguous()),
-              "bias: [O] in the dtype of x");
-  return Linear{at, bytes + kHead, bias ? bias->data_ptr() : nullptr};
-}
-
-at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t rows) {
+at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const Optional& bias, int64_t rows) {
   const Linear by = packed_linear(packed, bias, x.scalar_type());
   TORCH_CHECK(by.at.rows == rows, "not a weight packed here, expected ", rows, " rows, found ", by.at.rows);
   TORCH_CHECK(x.dim() > 0 && x.size(-1) == by.at.columns, "expected ", by.at.columns, " columns, found ", x.sizes());
@@ -100,51 +75,15 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::opti
   return y;
 }
 
-void check_cache(const at::Tensor& keys, const at::Tensor& values) {
-  TORCH_CHECK(keys.dim() == 4 && keys.sizes() == values.sizes() && keys.scalar_type() == values.scalar_type() &&
-                  keys.is_contiguous() && values.is_contiguous(),
-              "keys and values: [B, K, S, Dh], contiguous, of one dtype; rows of int8 end with their scale");
-}
-
-// The positions of all rows [B, T], from those of each or, [T], of any sequence; rising in each sequence.
-std::vector<int64_t> checked_positions(const at::Tensor& positions, int64_t batch, int64_t tokens, int64_t length) {
-  const int64_t count = positions.numel();
-  TORCH_CHECK(positions.scalar_type() == at::kLong && (count == tokens || count == batch * tokens) &&
-                  positions.is_contiguous(),
-              "positions: int64 [T] or [B, T]");
-  const int64_t* from = positions.data_ptr<int64_t>();
-  std::vector<int64_t> all(batch * tokens);
-  for (int64_t row = 0; row < batch * tokens; ++row) {
-    all[row] = from[row % count];
-    TORCH_CHECK(all[row] >= 0 && all[row] < length, "position ", all[row], " is outside the cache of ", length);
-    TORCH_CHECK(row % tokens == 0 || all[row - 1] <= all[row], "positions must rise");
-  }
-  return all;
-}
-
-// The sequences' places in a cache that has so many; null where none are given.
-const int64_t* checked_slots(const std::optional<at::Tensor>& slots, int64_t batch, int64_t places) {
-  if (!slots) {
-    TORCH_CHECK(batch <= places, "the cache has ", places, " slots, and there are ", batch, " sequences");
-    return nullptr;
-  }
-  TORCH_CHECK(slots->scalar_type() == at::kLong && slots->numel() == batch && slots->is_contiguous(),
-              "slots: int64 [B]");
-  const int64_t* from = slots->data_ptr<int64_t>();
-  for (int64_t b = 0; b < batch; ++b)
-    TORCH_CHECK(from[b] >= 0 && from[b] < places, "slot ", from[b], " is outside the cache's ", places);
-  return from;
-}
-
 at::Tensor cached_attention(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
-                            const at::Tensor& positions, const std::optional<at::Tensor>& slots, int64_t window,
-                            double scale) {
+                            const at::Tensor& positions, const Optional& slots, int64_t window, double scale,
+                            std::optional<double> softcap, const Optional& sinks) {
   TORCH_CHECK(queries.dim() == 4 && keys.dim() == 4, "queries [B, H, T, Dh], keys [B, K, S, Dh]");
   const int64_t heads = queries.size(1), tokens = queries.size(2), size = queries.size(3);
   const FloatType type = float_type(queries.scalar_type());
   const AttentionShape at{queries.size(0), heads, keys.size(1), tokens, keys.size(2), size, window,
-                          static_cast<float>(scale), type, cache_type(keys.scalar_type()), heads * tokens * size,
-                          tokens * size, size};
+                          checked_scores(scale, softcap, sinks, heads), type, cache_type(keys.scalar_type()),
+                          heads * tokens * size, tokens * size, size};
   TORCH_CHECK(keys.size(3) == cache_width(at.cached, size) && at.kv_heads > 0 &&
                   at.heads % at.kv_heads == 0,
               "queries ", queries.sizes(), " do not go with keys ", keys.sizes());
@@ -159,72 +98,25 @@ at::Tensor cached_attention(const at::Tensor& queries, const at::Tensor& keys, c
   return out;
 }
 
-const float* floats(const at::Tensor& tensor, int64_t count, const char* what) {
-  TORCH_CHECK(tensor.scalar_type() == at::kFloat && tensor.numel() == count && tensor.is_contiguous(), what, ": ", count,
-              " values of float32");
-  return tensor.data_ptr<float>();
-}
-
-using Optional = std::optional<at::Tensor>;
-
-// A block's weights, checked against each other and the hidden states.
-Block checked_block(const at::Tensor& x, const at::Tensor& input_norm, const at::Tensor& qkv, const Optional& qkv_bias,
-                    const Optional& query_norm, const Optional& key_norm, const at::Tensor& out,
-                    const Optional& out_bias, const at::Tensor& output_norm, const at::Tensor& gate_up,
-                    const Optional& gate_up_bias, const at::Tensor& down, const Optional& down_bias, int64_t heads,
-                    int64_t kv_heads, int64_t window, double eps) {
+void block(const at::Tensor& x, const at::Tensor& cosine, const at::Tensor& sine, const Optional& query_scale,
+           const at::Tensor& positions, const Optional& slots, const Optional& keys, const Optional& values,
+           bool prefill, const Optionals& attention, const Optionals& feed_forward, int64_t heads, int64_t kv_heads,
+           int64_t window, std::optional<double> scale, std::optional<double> softcap, std::optional<double> clip,
+           std::string_view activation, std::optional<double> limit, double eps, double multiplier) {
   TORCH_CHECK(x.dim() == 3, "x: [B, T, D]");
-  floats(x, x.numel(), "x");
+  float* states = const_cast<float*>(floats(x, x.numel(), "x"));
   const int64_t hidden = x.size(2);
-  const Linear all[] = {packed_linear(qkv, qkv_bias, at::kFloat), packed_linear(out, out_bias, at::kFloat),
-                        packed_linear(gate_up, gate_up_bias, at::kFloat), packed_linear(down, down_bias, at::kFloat)};
-  const Layout &into = all[0].at, &from = all[1].at, &wide = all[2].at, &narrow = all[3].at;
-  TORCH_CHECK(heads > 0 && kv_heads > 0 && heads % kv_heads == 0 && from.columns % (2 * heads) == 0,
-              "heads do not divide");
-  const int64_t size = from.columns / heads;
-  TORCH_CHECK(into.columns == hidden && into.rows == (heads + 2 * kv_heads) * size && from.rows == hidden &&
-                  wide.columns == hidden && wide.rows == 2 * narrow.columns && narrow.rows == hidden,
-              "weights that do not go together");
-  return Block{all[0], all[1], all[2], all[3], floats(input_norm, hidden, "input norm"),
-               floats(output_norm, hidden, "output norm"), query_norm ? floats(*query_norm, size, "query norm") : nullptr,
-               key_norm ? floats(*key_norm, size, "key norm") : nullptr, static_cast<float>(eps), heads, kv_heads,
-               size, window};
-}
-
-// The weights of a block.
-#define QUANTKIT_BLOCK                                                                                                \
-  const at::Tensor &input_norm, const at::Tensor &qkv, const Optional &qkv_bias, const Optional &query_norm,          \
-      const Optional &key_norm, const at::Tensor &out, const Optional &out_bias, const at::Tensor &output_norm,       \
-      const at::Tensor &gate_up, const Optional &gate_up_bias, const at::Tensor &down, const Optional &down_bias,     \
-      int64_t heads, int64_t kv_heads, int64_t window, double eps
-#define QUANTKIT_CHECKED                                                                                              \
-  checked_block(x, input_norm, qkv, qkv_bias, query_norm, key_norm, out, out_bias, output_norm, gate_up,              \
-                gate_up_bias, down, down_bias, heads, kv_heads, window, eps)
-
-void block(const at::Tensor& x, const at::Tensor& cosine, const at::Tensor& sine, const at::Tensor& positions,
-           const Optional& slots, const Optional& keys, const Optional& values, bool prefill, QUANTKIT_BLOCK) {
-  const Block block = QUANTKIT_CHECKED;
-  const int64_t batch = x.size(0), tokens = x.size(1), angles = positions.numel();
-  TORCH_CHECK(keys.has_value() == values.has_value() && (prefill || keys), "keys and values, unless in a prefill");
-  Cache cache{};
-  int64_t length = std::numeric_limits<int64_t>::max();
-  if (keys) {
-    check_cache(*keys, *values);
-    cache = {keys->data_ptr(), values->data_ptr(), cache_type(keys->scalar_type()), keys->size(2)};
-    TORCH_CHECK(keys->size(1) == kv_heads && keys->size(3) == cache_width(cache.type, block.size),
-                "a cache of other shape");
-    length = cache.length;
-  }
-  const std::vector<int64_t> rising = checked_positions(positions, batch, tokens, length);
-  const int64_t* places = checked_slots(slots, batch, keys ? keys->size(0) : batch);
+  const AttentionHalf first =
+      checked_attention(attention, hidden, heads, kv_heads, window, scale, softcap, clip, eps, multiplier);
+  const FeedForward second =
+      checked_feed_forward(feed_forward, hidden, checked_gating(activation, limit), eps, multiplier);
+  const CheckedStep step =
+      checked_step(x, cosine, sine, query_scale, positions, slots, keys, values, prefill, first);
   if (x.numel() == 0) return;
-  const Rows rows{batch, tokens, rising.data(), floats(cosine, angles * block.size, "cosine"),
-                  floats(sine, angles * block.size, "sine"), angles, places};
-  run_block(block, x.data_ptr<float>(), rows, keys ? &cache : nullptr, prefill, at::get_num_threads());
+  const int threads = at::get_num_threads();
+  run_attention(first, states, step.rows, keys ? &step.cache : nullptr, prefill, threads);
+  run_feed_forward(second, states, step.rows.batch * step.rows.tokens, threads);
 }
-
-#undef QUANTKIT_BLOCK
-#undef QUANTKIT_CHECKED
 
 at::Tensor float_linear(const at::Tensor& x, const at::Tensor& weight) {
   TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous(), "weight: [O, I]");
@@ -259,13 +151,12 @@ TORCH_LIBRARY(QUANTKIT_LIBRARY, library) {
   library.def("linear(Tensor x, Tensor packed, Tensor? bias, int rows) -> Tensor");
   library.def(
       "cached_attention(Tensor queries, Tensor keys, Tensor values, Tensor positions, Tensor? slots, int window, "
-      "float scale) -> Tensor");
-  const std::string weights =
-      "Tensor input_norm, Tensor qkv, Tensor? qkv_bias, Tensor? query_norm, Tensor? key_norm, Tensor out, "
-      "Tensor? out_bias, Tensor output_norm, Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias, "
-      "int heads, int kv_heads, int window, float eps)";
-  library.def(("block(Tensor(a!) x, Tensor cosine, Tensor sine, Tensor positions, Tensor? slots, Tensor(b!)? keys, "
-               "Tensor(c!)? values, bool prefill, " + weights + " -> ()").c_str());
+      "float scale, float? softcap=None, Tensor? sinks=None) -> Tensor");
+  library.def(
+      "block(Tensor(a!) x, Tensor cosine, Tensor sine, Tensor? query_scale, Tensor positions, Tensor? slots, "
+      "Tensor(b!)? keys, Tensor(c!)? values, bool prefill, Tensor?[] attention, Tensor?[] feed_forward, int heads, "
+      "int kv_heads, int window, float? scale, float? softcap, float? clip, str activation, float? limit, float eps, "
+      "float multiplier) -> ()");
   library.def("float_linear(Tensor x, Tensor weight) -> Tensor");
   library.def("torch_threads(int count) -> int", &torch_threads);
   library.def("instructions() -> str", &instructions);

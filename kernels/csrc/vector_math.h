@@ -136,24 +136,45 @@ inline float power_of_two(int32_t exponent) {
   return value;
 }
 
-// e^x, within 3e-7 of its value; below -87 that of -87, which is 2e-38. NaN stays NaN, large x give Inf.
-inline float exponential(float x) {
-  const float below = x > 89.f ? 89.f : x;
-  const float near = below < -87.f ? -87.f : below;
-  const float shifted = near * 1.44269504f + 12582912.f;  // rounds to the nearest integer
+// The nearest value to x in a range; NaN stays NaN.
+inline float limited(float x, float low, float high) {
+  const float below = x > high ? high : x;
+  return below < low ? low : below;
+}
+
+// e^x = 2^power (1 + rest series).
+struct Exponential {
+  int32_t power;
+  float rest, series;
+};
+
+inline Exponential reduced_exponential(float x) {
+  const float shifted = x * 1.44269504f + 12582912.f;  // rounds to the nearest integer
   const float whole = shifted - 12582912.f;
-  const float rest = near - whole * 0.693145752f - whole * 1.42860677e-6f;
+  const float rest = x - whole * 0.693145752f - whole * 1.42860677e-6f;
   float series = 1.3981999e-3f;
   series = series * rest + 8.3334519e-3f;
   series = series * rest + 4.1665665e-2f;
   series = series * rest + 1.6666667e-1f;
   series = series * rest + 0.5f;
   series = series * rest + 1.f;
-  series = series * rest + 1.f;
   int32_t bits;
   std::memcpy(&bits, &shifted, 4);
-  const int32_t power = bits - 0x4b400000, half = power >> 1;
-  return series * power_of_two(half) * power_of_two(power - half);  // 2^128 is no float
+  return {bits - 0x4b400000, rest, series};
+}
+
+// e^x, within 3e-7 of its value; below -87 that of -87, which is 2e-38. NaN stays NaN, large x give Inf.
+inline float exponential(float x) {
+  const auto [power, rest, series] = reduced_exponential(limited(x, -87.f, 89.f));
+  const int32_t half = power >> 1;
+  return (series * rest + 1.f) * power_of_two(half) * power_of_two(power - half);  // 2^128 is no float
+}
+
+// tanh(x), within 5e-7 of its value, however small that is; NaN stays NaN.
+inline float hyperbolic_tangent(float x) {
+  const auto [power, rest, series] = reduced_exponential(limited(2 * x, -30.f, 30.f));
+  const float scale = power_of_two(power), less_one = scale * (series * rest) + (scale - 1);  // e^2x - 1
+  return less_one / (less_one + 2);
 }
 
 }  // namespace quantkit

@@ -117,6 +117,7 @@ class ModelConfig:
         norm_offset: what is added to every norm's weight.
         activation: of the feed-forward's gate: ``silu``, ``gelu_tanh`` or ``swiglu_oai``, gpt-oss's with its limits.
         activation_limit: what ``swiglu_oai`` clamps gate and up to.
+        activation_alpha: what it multiplies a gate by before the sigmoid.
         attention_scale: what products of queries and keys are multiplied by; None is 1 over the root of head_dim.
         attention_softcap, logit_softcap: what attention scores and logits are bent to stay below, by tanh.
         sinks: whether each head has a learnt logit that takes attention from all positions.
@@ -152,6 +153,7 @@ class ModelConfig:
     norm_offset: float = 0.0
     activation: str = "silu"
     activation_limit: float | None = None
+    activation_alpha: float = 1.702
     attention_scale: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
@@ -199,6 +201,24 @@ class ModelConfig:
             for field in fields(settings)
             if field.default is not MISSING and getattr(settings, field.name) != field.default
         )
+
+    @property
+    def follows_length(self) -> bool:
+        """Whether the angles of rotary positions depend on the length of their sequence."""
+        return any(rope.follows_length for rope in (self.rope, self.window_rope or self.rope))
+
+    @property
+    def rope_switch(self) -> int | None:
+        """The longest sequence with LongRoPE's short factors, where there are longer ones: all positions of those turn
+        by other angles, so that keys in a cache must be computed anew."""
+        ropes = (self.rope, self.window_rope or self.rope)
+        ends = [rope.original_context for rope in ropes if rope.type == "longrope" and rope.original_context]
+        return min(ends) if ends and min(ends) < self.max_context else None
+
+    @property
+    def steady_context(self) -> int:
+        """Positions up to which no angle depends on the length of its sequence."""
+        return min(self.max_context, self.rope_switch or self.max_context)
 
     @property
     def reach(self) -> int:

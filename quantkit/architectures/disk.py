@@ -10,7 +10,7 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families import families
 from quantkit.architectures.families.family import Family, StackedExperts
 from quantkit.architectures.names import CANONICAL
-from quantkit.architectures.topology import Parameter, parameters
+from quantkit.architectures.topology import Linear, Parameter, parameters
 from quantkit.errors import CheckpointError
 
 _EXPERT_ROLES = ("expert.gate", "expert.up", "expert.down")
@@ -49,14 +49,14 @@ class DiskTensor:
         places: of the canonical tensors that it holds, in order; rows one below the other where they are several
             linears of a block, or those of each expert in turn.
         stacked: how it holds experts, if it does.
-        linear: whether it is the weight of a linear that may be quantized; routers may not.
+        linear: that it is the weight of; the first of those whose rows lie one below the other.
     """
 
     name: str
     shape: tuple[int, ...]
     places: tuple[Place, ...]
     stacked: StackedExperts | None = None
-    linear: bool = False
+    linear: Linear | None = None
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -67,6 +67,11 @@ class DiskTensor:
     def module(self) -> str:
         """The name of the module that it is the weight of; its own, where all experts are one tensor."""
         return self.name.removesuffix(".weight")
+
+    @property
+    def quantizable(self) -> bool:
+        """Whether it is the weight of a linear that may be quantized."""
+        return self.linear is not None and self.linear.quantizable
 
     @property
     def whole(self) -> bool:
@@ -104,6 +109,12 @@ def disk_tensors(config: ModelConfig, quantized: Collection[str] = ()) -> list[D
     forms = _expert_forms(families()[config.architecture])
     single = next(form for form in forms if form.names)
     return _tensors(config, {layer: single if layer in apart else forms[0] for layer in range(config.num_layers)})
+
+
+def parameters_as_written(config: ModelConfig, quantized: Collection[str] = ()) -> list[Parameter]:
+    """Every tensor that a model has, the parts of each of `disk_tensors` one after the other."""
+    known = {parameter.name: parameter for parameter in parameters(config)}
+    return [known[name] for tensor in disk_tensors(config, quantized) for name in tensor.parts]
 
 
 def found_tensors(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: object) -> list[DiskTensor]:
@@ -150,18 +161,30 @@ def found_tensors(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], pa
     return [_turned(tensor, shapes.get(tensor.name)) for tensor in _tensors(config, forms, renamed)]
 
 
+def experts_set_apart(config: ModelConfig, quantized: Collection[str]) -> bool:
+    """Whether some experts have modules of their own in a family whose float folders hold them in one tensor.
+
+    Args:
+        quantized: canonical names of modules.
+    """
+    if config.tensors is not None:
+        return False
+    stacked = families()[config.architecture].stacked
+    return bool(stacked) and any(p.expert is not None and p.module in quantized for p in parameters(config))
+
+
 def disk_name(config: ModelConfig, role: str) -> str:
     """The name on disk of the weight of a role outside the layers."""
     return families()[config.architecture].names.get(role, CANONICAL[role]) + ".weight"
 
 
-def head_order(config: ModelConfig) -> tuple[int, ...] | None:
+def head_order(config: ModelConfig, layer: int) -> tuple[int, ...] | None:
     """For each row of a head in canonical order, its place on disk; None where that is the same.
 
     Canonical rows are rotated half against half over the whole head: of r rows that turn and the others each the
     first half, then the second halves.
     """
-    turned = config.rope.rotary_dim or config.head_dim
+    turned = config.rope_of(layer).rotary_dim or config.head_dim
     interleaved = families()[config.architecture].interleaved_rotary
     firsts, seconds = range(turned // 2), range(turned // 2, turned)
     if interleaved:
@@ -208,10 +231,7 @@ def _require_no_more_experts(names: Collection[str], forms: Sequence[ExpertForm]
 
 def _as_they_are(config: ModelConfig) -> list[DiskTensor]:
     """The tensors of a model of which no more is known: canonical is what lies on disk."""
-    return [
-        DiskTensor(p.name, p.shape, (Place(p.name, p.shape),), linear=p.linear is not None and p.linear.quantizable)
-        for p in parameters(config)
-    ]
+    return [DiskTensor(p.name, p.shape, (Place(p.name, p.shape),), linear=p.linear) for p in parameters(config)]
 
 
 def _turned(tensor: DiskTensor, shape: tuple[int, ...] | None) -> DiskTensor:
@@ -234,7 +254,7 @@ def _tensors(config: ModelConfig, forms: Mapping[int, ExpertForm], renamed: Coll
         renamed: layers whose router has its canonical name.
     """
     family = families()[config.architecture]
-    order = head_order(config)
+    orders = [head_order(config, layer) for layer in range(config.num_layers)]
     groups: dict[str, tuple[StackedExperts | None, list[Parameter]]] = {}
     for parameter in parameters(config):
         form = None if parameter.layer is None else forms.get(parameter.layer)
@@ -247,7 +267,10 @@ def _tensors(config: ModelConfig, forms: Mapping[int, ExpertForm], renamed: Coll
         else:
             name = _name(family, form, parameter)
         groups.setdefault(name, (stacked, []))[1].append(parameter)
-    return [_tensor(name, stacked, parts, order) for name, (stacked, parts) in groups.items()]
+    return [
+        _tensor(name, stacked, parts, None if parts[0].layer is None else orders[parts[0].layer])
+        for name, (stacked, parts) in groups.items()
+    ]
 
 
 def _stacked_in(form: ExpertForm | None, parameter: Parameter) -> StackedExperts | None:
@@ -275,15 +298,13 @@ def _tensor(
     name: str, stacked: StackedExperts | None, parts: Sequence[Parameter], order: tuple[int, ...] | None
 ) -> DiskTensor:
     """A tensor from what it is made of."""
-    linear = parts[0].linear
     if stacked is None:
         rows, places = 0, []
         for part in parts:
             places.append(Place(part.name, part.shape, rows, head_order=order if _turns(part) else None))
             rows += part.shape[0]
         shape = parts[0].shape if len(parts) == 1 else (rows, *parts[0].shape[1:])
-        quantizable = linear is not None and linear.quantizable and parts[0].leaf == "weight"
-        return DiskTensor(name, shape, tuple(places), linear=quantizable)
+        return DiskTensor(name, shape, tuple(places), linear=parts[0].linear if parts[0].is_linear_weight else None)
     roles = [part for part in parts if part.expert == parts[0].expert]
     firsts, rows = {}, 0
     for number, part in enumerate(roles):

@@ -26,6 +26,9 @@ _OPTIONAL = {
     "longrope": ("factor", "attention_factor"),
 }
 _OLD_NAMES = {"su": "longrope"}
+_BY_LENGTH = {"dynamic", "longrope"}  # whose frequencies follow the length of a sequence
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""What configs call layers that see everything, and layers with a window."""
 _BETA, _CONTEXT = "llama_4_scaling_beta", "max_position_embeddings"
 _LISTS = {"short_factor", "long_factor"}
 _BETA_FAST, _BETA_SLOW = 32.0, 1.0  # YaRN's own, where a config says nothing
@@ -78,6 +81,11 @@ class RopeConfig:
     long_factor: tuple[float, ...] | None = None
     rotary_dim: int | None = None
     query_scaling_beta: float | None = None
+
+    @property
+    def follows_length(self) -> bool:
+        """Whether a position's angles depend on the length of its sequence."""
+        return self.type in ("dynamic", "longrope")
 
     @classmethod
     def from_hf(
@@ -179,6 +187,43 @@ class RopeConfig:
             "rope_parameters": {"rope_theta": self.theta, **partial, **scaling},
             **partial,
         }
+
+
+def ropes_by_layer(
+    raw: Mapping[str, Any], path: object, default_theta: float, windowed_theta: tuple[str, float], *, head_dim: int
+) -> tuple[RopeConfig, RopeConfig]:
+    """The rotary positions of layers that see everything and of those with a window, where a family keeps them apart:
+    in ``rope_parameters`` by kind of layer, or in older keys, whose scaling is for the first only.
+
+    Args:
+        default_theta: of layers that see everything, where the file says nothing.
+        windowed_theta: the key that says it of those with a window, and what it is where that says nothing.
+
+    Raises:
+        UnsupportedError, CheckpointError: as `RopeConfig.from_hf`; and where the kinds of layers are not told apart.
+    """
+    whole = Settings(raw, path)
+    key, default_windowed = windowed_theta
+    kinds = whole.inside("rope_parameters") if whole.has("rope_parameters") else Settings({}, path)
+    if unknown := sorted(set(kinds.values) - {FULL, SLIDING}):
+        raise UnsupportedError(
+            "rope_parameters are not told apart by kind of layer", path=whole.path, found=shown(unknown),
+            expected=f"{FULL} and {SLIDING}",
+        )  # fmt: skip
+    full, windowed = (kinds.inside(kind).values if kinds.has(kind) else {} for kind in (FULL, SLIDING))
+    older = {**raw, "rope_scaling": None, "rope_parameters": None}
+    first = {**older, "rope_parameters": full}
+    if whole.has("rope_scaling") and whole.inside("rope_scaling").values:
+        theta = full.get("rope_theta", raw.get("rope_theta"))
+        first = {**older, "rope_theta": theta, "rope_scaling": raw["rope_scaling"]}
+    rope = RopeConfig.from_hf(first, path, default_theta, head_dim=head_dim)
+    second = {**older, "rope_theta": raw.get(key), "rope_parameters": windowed}
+    windowed_rope = RopeConfig.from_hf(second, path, default_windowed, head_dim=head_dim)
+    if windowed_rope.type in _BY_LENGTH:
+        raise UnsupportedError(
+            "rope scaling of layers with a window is not supported", path=whole.path, found=windowed_rope.type
+        )
+    return rope, windowed_rope
 
 
 def _original_context(kind: str, inner: Settings, whole: Settings) -> int | None:

@@ -249,6 +249,12 @@ def input_groups(config: ModelConfig, layer: int) -> list[InputGroup]:
     ]
 
 
+def layer_kinds(config: ModelConfig) -> dict[int, int]:
+    """The first layer of each kind that differs in its linears, and how many layers are of it."""
+    first = {layer.experts: index for index, layer in reversed(list(enumerate(config.layers)))}
+    return {index: sum(layer.experts == experts for layer in config.layers) for experts, index in first.items()}
+
+
 def fused_modules(config: ModelConfig, layer: int) -> dict[str, tuple[str, ...]]:
     """The linears that become one when a model is loaded: its name within the block, and theirs, in order."""
     found: dict[str, list[str]] = {}

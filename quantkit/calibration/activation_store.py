@@ -6,6 +6,7 @@ import errno
 import shutil
 from collections.abc import Hashable
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -70,6 +71,25 @@ class ActivationStore:
         value = torch.from_numpy(np.fromfile(path, dtype=np.float32)).view(shape)
         path.unlink()
         return value
+
+    def rows(self, key: Hashable, numbers: Tensor) -> Tensor:
+        """Some rows [N, D] of a tensor [..., D], which stays."""
+        if key in self._held:
+            return self._held[key].flatten(0, -2)[numbers]
+        return torch.from_numpy(self._mapped(key, "r")[numbers.numpy()])
+
+    def add_rows(self, key: Hashable, numbers: Tensor, values: Tensor) -> None:
+        """Add to some rows of a tensor [..., D], each named once, values [N, D]."""
+        if key in self._held:
+            value = self._held[key]
+            value.view(-1, value.shape[-1]).index_add_(0, numbers, values)
+        else:
+            self._mapped(key, "r+")[numbers.numpy()] += values.numpy()
+
+    def _mapped(self, key: Hashable, mode: Literal["r", "r+"]) -> np.memmap[Any, np.dtype[np.float32]]:
+        """The rows of a tensor in a file."""
+        path, shape = self._files[key]
+        return np.memmap(path, np.float32, mode, shape=(shape[:-1].numel(), shape[-1]))
 
     def close(self) -> None:
         """Forget everything and remove the folder."""

@@ -6,25 +6,23 @@ block does. Only the linears at work are in memory, in float32; the samples lie 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from quantkit.architectures.topology import InputGroup, input_groups
+from quantkit.architectures.topology import InputGroup
 from quantkit.calibration.activation_store import ActivationStore
+from quantkit.calibration.block_pair import BlockPair, Finished, forget
 from quantkit.calibration.effort import Effort
+from quantkit.calibration.expert_quantizer import Told, quantize_experts
 from quantkit.calibration.group_solver import GroupSolver, Result
-from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.calibration.streams import Streams
 from quantkit.distributed.group import ProcessGroup
-from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.memory import give_back
 from quantkit.model.decoder import Block
-from quantkit.model.load import BLOCK_PREFIX, fill, meta_init
 from quantkit.tensors.dtypes import DType
-from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
 
@@ -47,7 +45,6 @@ class BlockQuantizer:
             group: the processes that share the work.
         """
         self._source = source
-        self._schemes = schemes
         self._device = device
         self._group = group
         self._solver = GroupSolver(schemes, DType(source.config.dtype).torch, effort.damping, group)
@@ -58,118 +55,53 @@ class BlockQuantizer:
         self._layer = 0
 
     @torch.inference_mode()
-    def next_block(self, finished: Callable[[str], Tensor | QuantTensor] | None = None) -> dict[str, Result]:
+    def next_block(self, finished: Finished | None = None, told: Told | None = None) -> dict[str, Result]:
         """Quantize the next block; the results by tensor name.
 
         Args:
             finished: gives the block's weights by tensor name if an earlier run has
                 already found them; they are then passed through.
+            told: is told of each expert that is begun: how many are done, of how many.
 
         Raises:
             NonFiniteError: if a weight or the inputs of a linear hold NaN or Inf.
         """
-        groups = input_groups(self._source.config, self._layer)
-        with meta_init():
-            floats, quantized = (Block(self._source.config, self._layer) for _ in range(2))
-        self._fill_rest(groups, floats, quantized)
+        pair = BlockPair.of(self._source, self._layer, self._solver, self._device)
         results: dict[str, Result] = {}
         for branch in Block.BRANCHES:
-            *leading, last = [group for group in groups if group.branch == branch]
-            for group in (*leading, last):
-                self._fill(group, floats)
-                wanted = self._wanted(group)
-                statistics = self._statistics(group, floats) if wanted and finished is None else None
-                if group is last:
-                    self._streams.reach_end(group, quantized, floats, statistics)
-                    _forget(leading, floats, quantized)
-                elif statistics is not None:
-                    self._streams.gather(group, quantized, floats, statistics)
-                give_back()
-                solved: dict[str, Result] = {}
-                if finished is not None:
-                    solved = {module: (_quantized(finished(f"{name}.weight")), {}) for module, name in wanted.items()}
-                elif statistics is not None:
-                    solved = self._solve(group, wanted, floats, statistics)
-                del statistics
-                give_back()
-                self._install(group, solved, floats, quantized)
-                results |= {f"{wanted[module]}.weight": result for module, result in solved.items()}
-            self._streams.finish_later(branch, quantized)
-            _forget([last], floats)
+            groups = [group for group in pair.groups if group.branch == branch]
+            if branch == "mlp" and self._source.config.layers[self._layer].experts:
+                results |= quantize_experts(pair, groups, self._streams, self._group, finished, told)
+            else:
+                results |= self._branch(branch, pair, groups, finished)
         self._layer += 1
         return results
 
-    def _fill_rest(self, groups: Iterable[InputGroup], floats: Block, quantized: Block) -> None:
-        """Load what both blocks have in common: all that is in no group, as norms."""
-        grouped = {module for group in groups for module in group.modules}
-        for name, _ in list(floats.named_parameters()):
-            owner, _, leaf = name.rpartition(".")
-            if owner not in grouped:
-                value = self._source.load(BLOCK_PREFIX.format(self._layer) + name)
-                assert isinstance(value, Tensor)
-                parameter = nn.Parameter(value.to(self._device, torch.float32), requires_grad=False)
-                for block in (floats, quantized):
-                    setattr(block.get_submodule(owner), leaf, parameter)
-
-    def _fill(self, group: InputGroup, floats: Block) -> None:
-        for module in group.modules:
-            prefix = f"{BLOCK_PREFIX.format(self._layer)}{module}."
-            fill(floats.get_submodule(module), self._source, prefix, self._device, torch.float32, None)
-
-    def _wanted(self, group: InputGroup) -> dict[str, str]:
-        """The modules to quantize: name within the block to full name."""
-        names = {module: BLOCK_PREFIX.format(self._layer) + module for module in group.modules}
-        return {module: name for module, name in names.items() if name in self._schemes}
-
-    def _statistics(self, group: InputGroup, floats: Block) -> HessianAccumulator:
-        linear = _linear(floats, group.modules[0])
-        drift_width = linear.out_features if group.writes else linear.in_features
-        return HessianAccumulator(linear.in_features, drift_width, self._device)
-
-    def _solve(
-        self, group: InputGroup, wanted: Mapping[str, str], floats: Block, statistics: HessianAccumulator
+    def _branch(
+        self, branch: str, pair: BlockPair, groups: Sequence[InputGroup], finished: Finished | None
     ) -> dict[str, Result]:
-        """The results by module within the block."""
-        statistics.finish(self._group)
-        linears = {name: _linear(floats, module) for module, name in wanted.items()}
-        try:
-            solved = self._solver.solve(linears, statistics, outputs=group.writes)
-        except NonFiniteError as error:
-            raise NonFiniteError(f"layer '{next(iter(linears))}': {error.problem}", path=self._source.path) from error
-        return {module: solved[name] for module, name in wanted.items()}
-
-    def _install(self, group: InputGroup, solved: Mapping[str, Result], floats: Block, quantized: Block) -> None:
-        """Let the quantized block go on with what was found, and with floats for the rest."""
-        for module in group.modules:
-            linear = _linear(floats, module)
-            if module in solved:
-                bias = linear.bias
-                linear = nn.Linear(1, 1, device="meta")
-                weight = solved[module][0].to(self._device).dequantize()
-                linear.weight = nn.Parameter(weight, requires_grad=False)
-                linear.bias = bias
-            _set(quantized, module, linear)
-
-
-def _linear(block: Block, module: str) -> nn.Linear:
-    linear = block.get_submodule(module)
-    assert isinstance(linear, nn.Linear)
-    return linear
-
-
-def _quantized(value: Tensor | QuantTensor) -> QuantTensor:
-    assert isinstance(value, QuantTensor)
-    return value
-
-
-def _forget(groups: Iterable[InputGroup], *blocks: Block) -> None:
-    """Let go of linears that are not needed again."""
-    for group in groups:
-        for module in group.modules:
-            for block in blocks:
-                _set(block, module, nn.Module())
-
-
-def _set(block: Block, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(block.get_submodule(parent), child, module)
+        """The results of a branch that ends with one linear."""
+        floats, quantized = pair.floats, pair.quantized
+        results: dict[str, Result] = {}
+        *leading, last = groups
+        for group in groups:
+            pair.fill(group)
+            statistics = pair.statistics(group) if pair.wanted(group) and finished is None else None
+            if group is last:
+                self._streams.reach_end(group, quantized, floats, statistics)
+                forget(leading, floats, quantized)
+            elif statistics is not None:
+                self._streams.gather(group, quantized, floats, statistics)
+            give_back()
+            solved: dict[str, Result] = {}
+            if finished is not None:
+                solved = pair.taken_up(group, finished)
+            elif statistics is not None:
+                statistics.finish(self._group)
+                solved = pair.solve(group, statistics)
+            del statistics
+            give_back()
+            results |= pair.install(group, solved)
+        self._streams.finish_later(branch, quantized)
+        forget([last], floats)
+        return results

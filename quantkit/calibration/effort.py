@@ -5,11 +5,12 @@ Without torch, so that the command line's help can tell the defaults.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.topology import input_groups, sizes
+from quantkit.architectures.topology import input_groups, layer_kinds, sizes
 
 SAMPLES = 128
 MAX_LENGTH = 2048
@@ -46,7 +47,14 @@ THOROUGH = Effort(1, 0.01)
 
 def batch_samples(config: ModelConfig, length: int) -> int:
     """How many samples of a length go through the model together."""
-    return max(1, min(_BATCH_TOKENS, _BATCH_VALUES // config.intermediate_size) // length)
+    return max(1, min(_BATCH_TOKENS, _BATCH_VALUES // inner_width(config)) // length)
+
+
+def inner_width(config: ModelConfig) -> int:
+    """Of a feed-forward's inner states, the widest there are at once: of a mixture those of one expert."""
+    counts = sizes(config)
+    groups = [group for layer in layer_kinds(config) for group in input_groups(config, layer)]
+    return max(counts[group.linears[0].dims[1]] for group in groups if group.branch == "mlp" and group.writes)
 
 
 def followed_share(config: ModelConfig, shape: Sequence[int], effort: Effort) -> float:
@@ -57,7 +65,8 @@ def followed_share(config: ModelConfig, shape: Sequence[int], effort: Effort) ->
 
 
 def activation_bytes(config: ModelConfig, shape: Sequence[int], effort: Effort, memory_bytes: int) -> tuple[int, int]:
-    """What the streams, and the widest inputs between two passes, take up for samples of a shape [N, T].
+    """What the streams, and what is kept between two passes, take up for samples of a shape [N, T]: the inputs of a
+    branch's last linear, or what experts have given to each stream so far.
 
     It is that of one process with all samples. Several share them and have the memory each, so they put less
     on the disk, unless their shares are so few batches that they follow more of them.
@@ -65,9 +74,14 @@ def activation_bytes(config: ModelConfig, shape: Sequence[int], effort: Effort, 
     Returns:
         Bytes in memory, where there is room for so many, and bytes on disk.
     """
-    samples, length = shape
-    groups = (group for layer in range(config.num_layers) for group in input_groups(config, layer))
-    width = max(sizes(config)[group.linears[0].dims[1]] for group in groups if group.writes)
-    total = int(4 * samples * length * ((1 + followed_share(config, shape, effort)) * config.hidden_size + width))
+    counts, streams = sizes(config), 1 + followed_share(config, shape, effort)
+    between = 0.0
+    for layer in layer_kinds(config):
+        groups = [group for group in input_groups(config, layer) if group.writes]
+        if config.layers[layer].experts:
+            groups = [group for group in groups if group.branch != "mlp"]
+            between = max(between, streams * config.hidden_size)
+        between = max(between, *(counts[group.linears[0].dims[1]] for group in groups))
+    total = int(4 * math.prod(shape) * (streams * config.hidden_size + between))
     held = min(total, memory_bytes)
     return held, total - held

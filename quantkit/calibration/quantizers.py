@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -102,7 +103,7 @@ class GptqQuantizer:
             memory_bytes: activations held in memory; more go to disk.
             effort: how much to do about drift.
             group: this process among those that share the work.
-            progress: told of every finished block that the samples pass through.
+            progress: told of every finished block that the samples pass through, and of every expert.
         """
         self._source = source
         self._calibration = calibration
@@ -113,6 +114,7 @@ class GptqQuantizer:
         self._allow_nonfinite = allow_nonfinite
         self._group = group
         self._progress = progress
+        self._layers = source.config.num_layers
         self._finished = 0
         self._written: Written | None = None
         self._unsolved = 0
@@ -154,12 +156,18 @@ class GptqQuantizer:
         assert self._written is not None
         if block.layer < self._finished:
             self._progress("calibrate", block.layer, self._finished, "layers")
+        finished = self._written.load if _finished(block, self._written) else None
         try:
-            return self._blocks.next_block(self._written.load if _finished(block, self._written) else None)
+            return self._blocks.next_block(finished, partial(self._tell_expert, block.layer))
         except NonFiniteError:
             for spec in block.tensors:  # the first that is not finite has made the others so
                 _require_finite(self._source, spec.name)
             raise
+
+    def _tell_expert(self, layer: int, done: int, count: int) -> None:
+        """Within a layer with many experts, which takes long, tell of each."""
+        phase, layers = ("quantize", self._layers) if layer >= self._finished else ("calibrate", self._finished)
+        self._progress(phase, layer * count + done, layers * count, "experts")
 
 
 def _finished(block: TensorBlock, written: Written) -> bool:

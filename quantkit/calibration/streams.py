@@ -13,12 +13,13 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import InputGroup
 from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.effort import Effort, batch_samples
+from quantkit.calibration.expert_streams import FLOAT, QUANTIZED, ExpertStreams
 from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.model.attention import causal_attention
 from quantkit.model.decoder import Block, Step, scaled_embeddings
 from quantkit.model.rope import Rotary
 
-QUANTIZED, FLOAT, INNER = "quantized", "float", "inner"  # what the store holds of a batch
+INNER = "inner"  # what the store holds of a batch besides its states in the streams
 
 
 class Streams:
@@ -94,6 +95,20 @@ class Streams:
     def finish_later(self, branch: str, quantized: Block) -> None:
         """Have the next pass finish a branch whose last linear has now been quantized."""
         self._unfinished = branch, quantized
+
+    def enter_experts(self, block: Block) -> ExpertStreams:
+        """Both streams at a branch that ends with experts.
+
+        Args:
+            block: with its norms and router.
+        """
+        experts = ExpertStreams(self._store, self._device, block, self._step)
+        for index in range(self._batches):
+            experts.enter(QUANTIZED, index, self._current(index))
+            if self._follows(index):
+                experts.enter(FLOAT, index, self._take(FLOAT, index))
+        self._unfinished = None
+        return experts
 
     def _follows(self, index: int) -> bool:
         return self._effort.follows(index, self._batches)

@@ -84,6 +84,8 @@ def split_model(config: ModelConfig, schemes: Mapping[str, QuantScheme], rank: i
     for parameter in parameters(config):
         if parameter.split_axis is not None and parameter.dims[parameter.split_axis] not in ranges:
             raise UnsupportedError("processes cannot share this architecture", found=f"tensor '{parameter.name}'")
+    if config.qk_norm == "width" and size > 1:
+        raise UnsupportedError("processes cannot share this architecture", found="norms over all heads together")
     return Split(rank, own, ranges, rows)
 
 

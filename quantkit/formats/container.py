@@ -44,15 +44,27 @@ class StoredCheckpoint(Checkpoint, Protocol):
 class Encoder(Protocol):
     """Turns the values of a fixed list of tensors, in order, into what is appended to files.
 
-    It only ever appends, in one fixed order, so an interrupted output can be continued from any tensor.
+    It only ever appends, in one fixed order, so an interrupted output can be continued from any tensor before which
+    it holds none.
 
     Attributes:
         planned: what the values are to be.
         rearranges: whether floats are copied on their way, as where rows are permuted or weights are cut.
+        joined_bytes: the largest parts of one tensor on disk that are held until they are all there; 0 if there are
+            none.
+        holds: whether it holds some now, so that what is written is not all that was given.
     """
 
     planned: Sequence[TensorSpec]
-    rearranges: bool
+
+    @property
+    def rearranges(self) -> bool: ...
+
+    @property
+    def joined_bytes(self) -> int: ...
+
+    @property
+    def holds(self) -> bool: ...
 
     def total_bytes(self) -> int:
         """Size of all files, or a little more."""

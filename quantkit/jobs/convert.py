@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from quantkit.architectures.topology import parameters
+from quantkit.architectures.disk import parameters_as_written
 from quantkit.arguments import as_path, as_text, as_whole, require_flags
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, schemes
@@ -155,7 +155,7 @@ def _value(source: Checkpoint, spec: TensorSpec, allow_nonfinite: bool) -> Tenso
 def _specs(source: Checkpoint, dtype: DType | None, *, with_head: bool) -> list[TensorSpec]:
     config = replace(source.config, tied_embeddings=source.config.tied_embeddings and not with_head)
     specs = []
-    for parameter in parameters(config):
+    for parameter in parameters_as_written(config, schemes(source)):
         info = source.info(_stored_name(source, parameter.name))
         cast = None if not config.runnable and info.dtype not in FLOATS else dtype
         specs.append(TensorSpec(parameter.name, parameter.shape, cast or info.dtype, info.scheme))

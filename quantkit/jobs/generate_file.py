@@ -234,7 +234,7 @@ class FileJob:
         config, xla = checkpoint.config, self._runtime.backend == "xla"
         reader = PromptReader(
             self._path, config, tokenizer, self._options, template=self._template, truncate=self._truncate,
-            most=config.max_context if xla else config.reach, prompt_logprobs=not xla,
+            most=config.steady_context if xla else config.reach, prompt_logprobs=not xla,
         )  # fmt: skip
         self._prompts = reader.read(content, str(self._file))
         self._fingerprint = {

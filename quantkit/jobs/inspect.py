@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.rope import RopeConfig
 from quantkit.arguments import require_flags
 from quantkit.errors import CheckpointError
 from quantkit.formats import manifest
@@ -121,7 +122,7 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None, tensors_only
         kv_heads=config.num_kv_heads,
         vocabulary=config.vocab_size,
         context=config.max_context,
-        rope=_rope(config),
+        rope=_ropes(config) if config.runnable else "not told",
         tied_embeddings=config.tied_embeddings,
         parameters=parameter_count(checkpoint),
         weight_bytes=size,
@@ -135,10 +136,11 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None, tensors_only
     )
 
 
-def _rope(config: ModelConfig) -> str:
-    rope = config.rope
-    if not config.runnable:
-        return "not told"
+def _ropes(config: ModelConfig) -> str:
+    return _rope(config.rope) + (f"; {_rope(config.window_rope)} in a window" if config.window_rope else "")
+
+
+def _rope(rope: RopeConfig) -> str:
     return f"theta {rope.theta:g}" + ("" if rope.type == "default" else f", {rope.type} x{rope.factor:g}")
 
 

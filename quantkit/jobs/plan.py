@@ -283,6 +283,7 @@ def _streaming(source: Checkpoint, encoder: Encoder) -> int:
         count, dtype = math.prod(item.shape), source.info(name).dtype
         copied = item.scheme is None and (item.dtype != dtype or encoder.rearranges)
         largest = max(largest, count * dtype.itemsize + copied * count * item.dtype.itemsize)
+    largest = max(largest, 2 * encoder.joined_bytes)
     return resident_bytes() + largest + min(IN_FLIGHT_BYTES, encoder.total_bytes())
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.topology import Parameter, parameters
+from quantkit.architectures.disk import experts_set_apart, parameters_as_written
+from quantkit.architectures.topology import Parameter, input_groups, layer_kinds, parameters, sizes
 from quantkit.arguments import as_path, as_texts
 from quantkit.calibration.quantizers import TensorBlock
 from quantkit.errors import RequestError, UnsupportedError
@@ -23,6 +24,7 @@ from quantkit.jobs.weights_only import kept_parts
 from quantkit.json_values import shown
 from quantkit.model.transformers_linears import with_linears
 from quantkit.tensors.dtypes import DType
+from quantkit.tensors.qtensor import ROUNDING
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 from quantkit.tensors.spec import TensorSpec
@@ -82,6 +84,11 @@ def prepare(
     notes += [f"{source.path}: {line}" for line in misfits]
     if not all(scheme.symmetric for scheme in scheme_map.schemes.values()):
         notes.append(f"{dst}: transformers does not load zero points in this format (seen in 5.23); quantkit does")
+    if experts_set_apart(source.config, scheme_map.schemes):
+        notes.append(
+            f"{dst}: transformers does not load quantized experts of {source.config.architecture} and makes up weights "
+            "in their place (seen in 5.23); quantkit loads them"
+        )
     return Prepared(source, scheme_map, tokenizer, linears_by, notes)
 
 
@@ -99,7 +106,7 @@ def tensor_blocks(source: Checkpoint, schemes: Mapping[str, QuantScheme]) -> lis
             return TensorSpec(name, shape, scale_dtype, schemes[parameter.module])
         return TensorSpec(name, shape, source.info(name).dtype)
 
-    by_layer = itertools.groupby(parameters(source.config), key=lambda parameter: parameter.layer)
+    by_layer = itertools.groupby(parameters_as_written(source.config, schemes), key=lambda parameter: parameter.layer)
     return [TensorBlock(layer, tuple(map(spec, block))) for layer, block in by_layer]
 
 
@@ -125,7 +132,39 @@ def _recipe(scheme: str | QuantScheme | Recipe) -> Recipe:
 
 def too_few_tokens(shape: Sequence[int], config: ModelConfig) -> list[str]:
     """A note where samples of a shape [N, T] cannot give a Hessian full rank."""
-    tokens, width = math.prod(shape), max(config.intermediate_size, config.hidden_size)
+    counts = sizes(config)
+    groups = (group for layer in layer_kinds(config) for group in input_groups(config, layer))
+    tokens, width = math.prod(shape), max(counts[group.linears[0].dims[1]] for group in groups)
     if tokens >= width:
         return []
     return [f"{tokens} calibration tokens are fewer than the widest layer's {width} inputs; give more `samples`"]
+
+
+def starved_experts(records: Mapping[str, Mapping[str, object]], config: ModelConfig) -> list[str]:
+    """A note where experts were sent too few calibration tokens.
+
+    Args:
+        records: what was found for tensors, by name.
+    """
+    found: dict[tuple[int | None, int], list[Mapping[str, object]]] = {}
+    experts = set()
+    for parameter in parameters(config):
+        if parameter.expert is not None:
+            experts.add((parameter.layer, parameter.expert))
+            record = records.get(parameter.name, {})
+            if record.get("tokens_from") == "all":
+                found.setdefault((parameter.layer, parameter.expert), []).append(record)
+    if not found:
+        return []
+    never = sum(any(record["routed_tokens"] == 0 for record in own) for own in found.values())
+    rounded = sum(any(record["solver"] == ROUNDING for record in own) for own in found.values())
+    line = (
+        f"{len(found)} of {len(experts)} experts were sent fewer calibration tokens than a layer of theirs has inputs"
+    )
+    line += f", {never} of them none" if never else ""
+    line += "; they were calibrated on all tokens" if rounded < len(found) else ""
+    if rounded:
+        line += (
+            f"; {'even all' if rounded == len(found) else f'for {rounded} even these'} are too few: rounded to nearest"
+        )
+    return [line]

@@ -20,7 +20,7 @@ from quantkit.formats.registry import HF
 from quantkit.jobs.card import NAME as CARD
 from quantkit.jobs.card import Labels, Made, model_card
 from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, writing
-from quantkit.jobs.prepare import prepare, tensor_blocks, too_few_tokens
+from quantkit.jobs.prepare import prepare, starved_experts, tensor_blocks, too_few_tokens
 from quantkit.jobs.result import QuantizeResult
 from quantkit.jobs.settings import Method, gptq_settings
 from quantkit.jobs.weights_only import within_bounds
@@ -168,6 +168,7 @@ def quantize(
                     writer.checkpoint()  # what takes long to solve is not solved again
         result = writer.seal()
         size = weight_size(result)
+        notes += starved_experts(writer.records, source.config)
         if runnable:
             gate = run_gate(source, result, writer.records, progress=in_phase(progress, "gate"))
             if not accept_quality_loss:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.disk import disk_tensors
 from quantkit.architectures.topology import kept_unless_named, linear_columns
 from quantkit.errors import QualityError, RequestError
 from quantkit.tensors.recipe import Recipe
@@ -36,8 +37,8 @@ class SchemeMap:
         """Apply a recipe.
 
         Raises:
-            RequestError: if nothing would be quantized, a pattern matches nothing, or an
-                override wants what cannot be.
+            RequestError: if nothing would be quantized, a pattern matches nothing, an override wants what cannot
+                be, or linears that are one module on disk would have several schemes.
         """
         for override in recipe.overrides:
             if override.scheme is None:
@@ -49,10 +50,12 @@ class SchemeMap:
         columns, kept = linear_columns(config), kept_unless_named(config)
         if not columns:
             raise RequestError("nothing would be quantized: no tensor is known for the weight of a linear layer")
-        schemes = recipe.assign(columns, kept)
+        on_disk = _names_on_disk(config, columns)
+        schemes = recipe.assign(columns, on_disk, kept)
         if not schemes:
             raise RequestError("the recipe keeps every layer; nothing would be quantized")
-        asked = {module: recipe.requested(module, kept) for module in schemes}
+        _require_alike(schemes, config)
+        asked = {module: recipe.requested(module, on_disk.get(module), kept) for module in schemes}
         misfits = {module: scheme for module, scheme in asked.items() if scheme and scheme != schemes[module]}
         return cls(recipe, tuple(columns), schemes, misfits)
 
@@ -104,6 +107,29 @@ class SchemeMap:
         if module in self.misfits:
             facts["reason"] = f"{self.misfits[module]} does not divide the row"
         return facts
+
+
+def _names_on_disk(config: ModelConfig, modules: Collection[str]) -> dict[str, str]:
+    """What linears are called on disk, where otherwise: users know them by these names."""
+    parts = ((part.removesuffix(".weight"), tensor) for tensor in disk_tensors(config) for part in tensor.parts)
+    return {module: tensor.module for module, tensor in parts if module in modules and module != tensor.module}
+
+
+def _require_alike(schemes: Mapping[str, QuantScheme], config: ModelConfig) -> None:
+    """
+    Raises:
+        RequestError: if linears that are one module on disk have several schemes.
+    """
+    for tensor in disk_tensors(config, schemes):
+        if not tensor.quantizable:
+            continue
+        found = {part.removesuffix(".weight"): schemes.get(part.removesuffix(".weight")) for part in tensor.parts}
+        if len(set(found.values())) > 1:
+            given = (f"{module.rpartition('.')[2]} {scheme or 'kept'}" for module, scheme in found.items())
+            raise RequestError(
+                f"'{tensor.module}' is one module on disk and cannot have several schemes", found=", ".join(given),
+                hint=f"give them all one, by the pattern '*.{tensor.module.rpartition('.')[2]}'",
+            )  # fmt: skip
 
 
 def _layers(modules: list[str]) -> str:

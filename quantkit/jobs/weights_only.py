@@ -27,7 +27,10 @@ def kept_parts(config: ModelConfig) -> list[str]:
         part = "stacked experts" if stacked else _PARTS.get(tensor.role)
         if part is not None:
             counts.setdefault(part, []).append(math.prod(tensor.shape))
-    return [f"{part}: {count_text(sum(sizes))} parameters in {len(sizes)} tensor{'s' * (len(sizes) > 1)}" for part, sizes in counts.items()]
+    return [
+        f"{part}: {count_text(sum(sizes))} parameters in {len(sizes)} tensor{'s' * (len(sizes) > 1)}"
+        for part, sizes in counts.items()
+    ]
 
 
 def within_bounds(

@@ -60,10 +60,6 @@ class CachedAttention(Protocol):
         ...
 
 
-PlainAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, int | None], Tensor]
-"""A `CachedAttention` with plain scores."""
-
-
 def causal_attention(positions: Tensor, windows: Sequence[int | None]) -> Attend:
     """Each of the tokens at rising positions, [T] or [B, T], sees itself and those of its sequence before it."""
     masks = {window: _window_mask(positions, window) for window in set(windows)}
@@ -116,20 +112,6 @@ def masked_attention(
     mask = _causal_mask(positions, torch.arange(keys.shape[2], device=positions.device), window)
     keys, values = cached_floats(keys, queries.dtype), cached_floats(values, queries.dtype)
     return _mixed(queries, keys, values, mask, scores)
-
-
-def for_plain_scores(attention: PlainAttention) -> CachedAttention:
-    """A `CachedAttention` by kernels that know one scale and no more, with torch's for other scores."""
-
-    def chosen(
-        queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None,
-        scores: Scores = PLAIN,
-    ) -> Tensor:  # fmt: skip
-        if scores == PLAIN:
-            return attention(queries, keys, values, positions, slots, window)
-        return masked_attention(queries, keys, values, positions, slots, window, scores)
-
-    return chosen
 
 
 def for_few_tokens(attention: CachedAttention, max_tokens: int) -> CachedAttention:

@@ -227,10 +227,12 @@ class Block(nn.Module):
 
     def finish(self, branch: str, x: Tensor, inner: Tensor, step: Step) -> Tensor:
         """Hidden states [B, T, D] with a branch's output added, given what `inner` returned for them."""
-        if branch == "attention":
-            out, norm = self.self_attn.output(inner, step.tap), self.attention_output_layernorm
-        else:
-            out, norm = self.mlp.output(inner, step.tap), self.mlp_output_layernorm
+        module = self.self_attn if branch == "attention" else self.mlp
+        return self.add(branch, x, module.output(inner, step.tap))
+
+    def add(self, branch: str, x: Tensor, out: Tensor) -> Tensor:
+        """Hidden states [B, T, D] with what the last linear of a branch gave, or its experts, [B, T, D]."""
+        norm = self.attention_output_layernorm if branch == "attention" else self.mlp_output_layernorm
         if norm is not None:
             out = norm(out)
         return x + out if self._multiplier == 1 else x + out * self._multiplier

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from quantkit.architectures.config import ModelConfig
 from quantkit.model.linear import Tap, no_tap
 
-_OAI_ALPHA = 1.702
-
 
 def gated(gate: Tensor, up: Tensor, config: ModelConfig) -> Tensor:
     """The product of an activated gate and `up`, [..., F] each; it may reuse their memory."""
@@ -25,7 +23,7 @@ def gated(gate: Tensor, up: Tensor, config: ModelConfig) -> Tensor:
     if config.activation_limit is not None:
         gate = gate.clamp(max=config.activation_limit)
         up = up.clamp(-config.activation_limit, config.activation_limit)
-    return (up + 1) * (gate * torch.sigmoid(_OAI_ALPHA * gate))
+    return (up + 1) * (gate * torch.sigmoid(config.activation_alpha * gate))
 
 
 class MLP(nn.Module):

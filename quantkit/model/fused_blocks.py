@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.config import LayerConfig, ModelConfig
 from quantkit.kernels.backend import BlockKernel
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Block, Blocks, Decoder
@@ -15,7 +18,6 @@ from quantkit.model.norm import RMSNorm
 from quantkit.model.rope import Angles
 
 _LINEARS = 4  # of a block whose kernel is known
-
 
 _OUTSIDE = frozenset({"embedding_multiplier", "logit_multiplier", "logit_softcap", "norm_offset", "window_rope"})
 """Features that blocks have no part in, or that their weights and angles already hold."""
@@ -28,16 +30,21 @@ def block_features(config: ModelConfig) -> frozenset[str]:
     return config.features - _OUTSIDE | scaled
 
 
-def fused_blocks(model: Decoder, count: int | None = None) -> Blocks | None:
-    """A model's blocks, or the first `count`, in float32 throughout.
+def fused_blocks(model: Decoder, layers: Mapping[int, LayerConfig] | None = None) -> Blocks | None:
+    """A model's blocks, in float32 throughout.
 
     None where a layer is not quantized throughout by a backend with such a kernel, or the kernel does not serve a
     feature of the model.
+
+    Args:
+        layers: by their numbers those to take, and what they do; None is all, as the config has them.
     """
     config = model.config
+    layers = dict(enumerate(config.layers)) if layers is None else layers
     kernel: BlockKernel | None = None
-    layers = []
-    for block in model.model.layers[:count]:
+    operands = {}
+    for number, layer in layers.items():
+        block = model.model.layers[number]
         assert isinstance(block, Block)
         linears = [linear for linear in _fused_linears(block) if isinstance(linear, QuantLinear)]
         offered = [linear.backend.operations() for linear in linears]
@@ -45,22 +52,22 @@ def fused_blocks(model: Decoder, count: int | None = None) -> Blocks | None:
         if len(kernels) < _LINEARS or None in kernels:
             return None
         kernel = kernels[0]
-        layers.append(_weights(block, linears))
+        operands[number] = *_weights(block, linears), *_settings(config, layer)
     if kernel is None or not block_features(config) <= kernel.features:
         return None
-    run = kernel.run
-    rest = [(config.num_heads, config.num_kv_heads, window or 0, config.norm_eps) for window in config.windows]
+    run, rotary = kernel.run, all(layer.rotary for layer in layers.values())
 
     def blocks(
         x: Tensor, positions: Tensor, angles: Angles, cache: KVCache | None,
         slots: Tensor | None = None, *, first: bool,
     ) -> Tensor:  # fmt: skip
         x = x.float()
-        unrotated = torch.ones_like(angles.cosine), torch.zeros_like(angles.sine)
-        for layer, weights in enumerate(layers):
-            stored = (None, None) if cache is None else (cache.keys[layer], cache.values[layer])
-            turned = angles.of(config.layers[layer]) if config.layers[layer].rotary else unrotated
-            run(x, *turned, positions, slots, *stored, first or cache is None, *weights, *rest[layer])
+        unrotated = () if rotary else (torch.ones_like(angles.cosine), torch.zeros_like(angles.sine))
+        for number, layer in layers.items():
+            stored = (None, None) if cache is None else (cache.keys[number], cache.values[number])
+            turned = angles.of(layer) if layer.rotary else unrotated
+            among = angles.query_scale, positions, slots, *stored, first or cache is None
+            run(x, *turned, *among, *operands[number])
         return x
 
     return blocks
@@ -73,18 +80,34 @@ def _fused_linears(block: Block) -> tuple[nn.Module | None, ...]:
     return block.self_attn.qkv_proj, block.self_attn.o_proj, block.mlp.gate_up_proj, block.mlp.down_proj
 
 
-def _weights(block: Block, linears: list[QuantLinear]) -> tuple[Tensor | None, ...]:
-    """A block's weights in the order in which the kernels take them."""
+def _weights(block: Block, linears: list[QuantLinear]) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """A block's weights, of attention and of the feed-forward, in the order in which the kernels take them."""
     qkv, out, gate_up, down = linears
-    attention = block.self_attn
+    own = block.self_attn
+    attention = [
+        _norm(block.input_layernorm), *_packed(qkv), _norm(own.q_norm), _norm(own.k_norm), _floats(own.sinks),
+        *_packed(out), _norm(block.attention_output_layernorm),
+    ]  # fmt: skip
+    feed_forward = [
+        _norm(block.post_attention_layernorm), *_packed(gate_up), *_packed(down), _norm(block.mlp_output_layernorm)
+    ]  # fmt: skip
+    return attention, feed_forward
+
+
+def _settings(config: ModelConfig, layer: LayerConfig) -> tuple[Any, ...]:
+    """What a block of such a layer does, in the order in which the kernels take it."""
     return (
-        _norm(block.input_layernorm), *_packed(qkv), _norm(attention.q_norm), _norm(attention.k_norm), *_packed(out),
-        _norm(block.post_attention_layernorm), *_packed(gate_up), *_packed(down),
+        config.num_heads, config.num_kv_heads, layer.window or 0, config.attention_scale, config.attention_softcap,
+        config.clip_qkv, config.activation, config.activation_limit, config.norm_eps, config.residual_multiplier,
     )  # fmt: skip
 
 
 def _packed(linear: QuantLinear) -> tuple[Tensor, Tensor | None]:
-    return linear.get_buffer("packed"), None if linear.bias is None else linear.bias.detach().float()
+    return linear.get_buffer("packed"), _floats(linear.bias)
+
+
+def _floats(values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.detach().float()
 
 
 def _norm(norm: nn.Module | None) -> Tensor | None:

@@ -10,22 +10,27 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from quantkit.architectures.config import LayerConfig, ModelConfig
+from quantkit.kernels.backend import ScoredAttention
 from quantkit.kernels.check import self_test, within
 from quantkit.kernels.dispatch import operations_for_floats
 from quantkit.model.attention import (
-    PlainAttention,
+    PLAIN,
+    CachedAttention,
+    Scores,
     cached_attention,
     for_few_tokens,
-    for_plain_scores,
     masked_attention,
 )
 from quantkit.model.cache import KVCache
-from quantkit.model.decoder import Blocks, Decoder, Step
+from quantkit.model.decoder import Block, Decoder, Step
 from quantkit.model.fused_blocks import fused_blocks
 from quantkit.model.linear import FloatLinear, QuantLinear
 
 _POSITIONS = 300  # of the cache that attention is tried on: more than kernels take in one piece
 _MANY = 20  # tokens that kernels are tried with besides one: more than those for few tokens take
+_WINDOW, _FEW = 100, 10  # the widest windows that attention and blocks are tried with
+_BENT = 0.1  # of a soft cap: the scores that attention is tried on, a third or fourth of the largest
 _FLOATS = 1e-3  # share of a result that float32 arithmetic in another order may be off by, through a whole block
 
 _log = logging.getLogger(__name__)
@@ -40,7 +45,8 @@ def install_kernels(model: Decoder) -> None:
     offered = linears[0].backend.operations() if linears else operations_for_floats(model.device, model.dtype)
     if offered is None:
         return
-    linear, attention, max_tokens = offered.float_linear, offered.cached_attention, offered.cached_attention_max_tokens
+    linear, max_tokens = offered.float_linear, offered.cached_attention_max_tokens
+    attention = None if offered.cached_attention is None else _by_kernel(offered.cached_attention)
     if offered.single_threaded is not None:
         model.ops = replace(model.ops, single_threaded=offered.single_threaded)
     dtypes = {model.dtype} if offered.block is None else {model.dtype, torch.float32}  # of blocks
@@ -54,13 +60,23 @@ def install_kernels(model: Decoder) -> None:
         if linear is not None:
             model.ops = replace(model.ops, float_linear=linear)
         if attention is not None:
-            chosen = for_plain_scores(attention)
-            chosen = chosen if max_tokens is None else for_few_tokens(chosen, max_tokens)
+            chosen = attention if max_tokens is None else for_few_tokens(attention, max_tokens)
             model.ops = replace(model.ops, cached_attention=chosen, ragged=max_tokens is None)
-        first = fused_blocks(model, 1)
-        if first is not None and not _passes("decoder blocks", lambda: _same_block(model, first)):
+        blocks = fused_blocks(model)
+        if blocks is not None and not _passes("decoder blocks", lambda: _same_blocks(model)):
             return
-    model.ops = replace(model.ops, blocks=fused_blocks(model))
+    model.ops = replace(model.ops, blocks=blocks)
+
+
+def _by_kernel(kernel: ScoredAttention) -> CachedAttention:
+    def attention(
+        queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None,
+        scores: Scores = PLAIN,
+    ) -> Tensor:  # fmt: skip
+        rows = queries, keys, values, positions, slots
+        return kernel(*rows, window, scores.scale, scores.softcap, scores.sinks)
+
+    return attention
 
 
 def _passes(what: str, same_as_torch: Callable[[], bool]) -> bool:
@@ -90,22 +106,25 @@ def _same_linear(model: Decoder, linear: FloatLinear, dtypes: set[torch.dtype]) 
 
 
 def _same_attention(
-    model: Decoder, attention: PlainAttention, dtypes: set[torch.dtype], max_tokens: int | None
+    model: Decoder, attention: CachedAttention, dtypes: set[torch.dtype], max_tokens: int | None
 ) -> bool:
     """Whether attention is the same for queries of these dtypes, over either kind of cache, for one token and for
     many of those that it is used for, of sequences in slots of their own and at positions of their own."""
     many = _MANY if max_tokens is None else min(max_tokens, _MANY)
     config = replace(model.config, layers=model.config.layers[:1])
+    scores = _block(model, 0).self_attn.scores
+    windows = {layer.window and min(layer.window, _WINDOW) for layer in model.config.layers}
+    stretch = _stretch(config, scores)
     every = torch.arange(_POSITIONS, device=model.device)
     slots = torch.tensor([2, 0], device=model.device)
     rows = 3, config.num_kv_heads, _POSITIONS, config.head_dim
     for cached in (model.dtype, torch.int8):
         cache = KVCache(config, 3, _POSITIONS, cached, model.device)
         keys, values = cache.update(0, every, _drawn(model, *rows), _drawn(model, *rows, seed=1))
-        for dtype, tokens in itertools.product(dtypes, (1, many)):
-            queries = _drawn(model, 2, config.num_heads, tokens, config.head_dim, seed=2).to(dtype)
+        for dtype, tokens, window in itertools.product(dtypes, (1, many), windows):
+            queries = (_drawn(model, 2, config.num_heads, tokens, config.head_dim, seed=2) * stretch).to(dtype)
             positions = torch.stack([every[-tokens - 3 : -3], every[7 : 7 + tokens]])
-            given = keys, values, positions, slots, config.windows[0]
+            given = keys, values, positions, slots, window, scores
             found, right = attention(queries, *given), masked_attention(queries.double(), *given)
             # Kernels may round shares, and rows of an int8 cache, to the dtype of the queries: a few of its steps.
             share = _FLOATS + (0 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps)
@@ -115,16 +134,33 @@ def _same_attention(
     return True
 
 
-def _same_block(model: Decoder, first: Blocks) -> bool:
-    """Whether the first block is the same through the kernels, for the first tokens, for one after them, and for
-    many; and the head for what comes out, which is float32."""
-    config, head = model.config, model.lm_head
-    layer = model.model.layers[0]
-    linears = [module for module in layer.modules() if isinstance(module, QuantLinear)]
+def _stretch(config: ModelConfig, scores: Scores) -> float:
+    """By what drawn queries are multiplied, so that a soft cap bends the largest of their scores by much."""
+    scale = config.head_dim**-0.5 if scores.scale is None else scores.scale
+    return max(1.0, _BENT * (scores.softcap or 0.0) / (scale * config.head_dim**0.5))
+
+
+def _same_blocks(model: Decoder) -> bool:
+    """Whether the first block of each kind is the same through the kernels; and the head for what comes out, which is
+    float32."""
+    head = model.lm_head
     if isinstance(head, QuantLinear) and self_test(
         head.backend, head.scheme, model.device, torch.float32, head.scale_dtype
     ):
         return False
+    kinds = {layer: number for number, layer in reversed(list(enumerate(model.config.layers)))}
+    return all(_same_block(model, number, layer) for layer, number in kinds.items())
+
+
+def _same_block(model: Decoder, number: int, kind: LayerConfig) -> bool:
+    """Whether a block is the same through the kernels, for the first tokens, for one after them, and for many."""
+    config, layer = model.config, _block(model, number)
+    kind = kind if kind.window is None else replace(kind, window=min(kind.window, _FEW))
+    blocks = fused_blocks(model, {number: kind})
+    assert blocks is not None
+    windows = [kind.window] * config.num_layers
+    far = config.rope.original_context or 0  # where factors of positions are others than at the start
+    linears = [module for module in layer.modules() if isinstance(module, QuantLinear)]
     # Both round the same activations, but for those between two integers: at worst each of four products differs.
     share = _FLOATS + 4 * max(linear.backend.rounding(torch.float32).activations for linear in linears)
     length = 4 + _MANY
@@ -132,16 +168,22 @@ def _same_block(model: Decoder, first: Blocks) -> bool:
     found, expected = (KVCache(config, 1, length, torch.float32, model.device) for _ in range(2))
     for start, stop in ((0, 3), (3, 4), (4, length)):
         positions = torch.arange(start, stop, device=model.device)
-        angles = model.rotary(positions)
-        step = Step(angles, cached_attention(expected, positions, config.windows, masked_attention))
+        angles = model.rotary(positions + far)
+        step = Step(angles, cached_attention(expected, positions, windows, masked_attention))
         states = x[:, start:stop]
         right = layer(states, step)
         if not bool(right.isfinite().all()):
             return True  # nothing can be compared; NaN and Inf are reported where logits are asked for
-        out = first(states.clone(), positions, angles, found, first=start == 0)
+        out = blocks(states.clone(), positions, angles, found, first=start == 0)
         if not _alike(out - states, (right - states).double(), share):  # what a block adds may be little
             return False
     return True
+
+
+def _block(model: Decoder, number: int) -> Block:
+    block = model.model.layers[number]
+    assert isinstance(block, Block)
+    return block
 
 
 def _alike(found: Tensor, right: Tensor, share: float) -> bool:

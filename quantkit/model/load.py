@@ -26,7 +26,6 @@ from quantkit.model.tensor_parallel import TensorParallel
 from quantkit.progress import Progress, silent
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
-from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
 _COPY_BYTES = 1 << 25  # of a float tensor that are converted at a time
@@ -99,7 +98,7 @@ def fill(
         info = checkpoint.info(name)
         if info.scheme is None:
             parent, _, leaf = name.removeprefix(prefix).rpartition(".")
-            setattr(module.get_submodule(parent), leaf, _loaded(checkpoint, name, info, device, dtype))
+            setattr(module.get_submodule(parent), leaf, float_parameter(checkpoint, name, device, dtype))
         else:
             value = checkpoint.load(name)
             assert isinstance(value, QuantTensor)
@@ -120,10 +119,9 @@ def _replace(module: nn.Module, prefix: str, found: Projection, linear: QuantLin
     setattr(module.get_submodule(parent), child, linear)
 
 
-def _loaded(
-    checkpoint: Checkpoint, name: str, info: TensorSpec, device: torch.device, dtype: torch.dtype
-) -> nn.Parameter:  # fmt: skip
+def float_parameter(checkpoint: Checkpoint, name: str, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
     """A float tensor on its device in its dtype; a large one that must be copied goes some heads' rows at a time."""
+    info = checkpoint.info(name)
     if info.dtype.torch == dtype and device.type == "cpu":
         return nn.Parameter(_floats(checkpoint.load(name)), requires_grad=False)
     copy = torch.empty(info.shape, device=device, dtype=dtype)

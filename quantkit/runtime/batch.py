@@ -133,7 +133,7 @@ class Batch:
             self._slots.release(generation.place)
         elif generation in self._running:
             self._running.remove(generation)
-            self._slots.release(generation.place, generation.tokens[: max(0, generation.drawn - 1)])
+            self._slots.release(generation.place, generation.added)
 
     @torch.inference_mode()
     def step(self) -> list[Generation]:
@@ -173,7 +173,8 @@ class Batch:
         config = self.engine.model.config
         return SlotTable(
             self.engine.slots, self.engine.chunk, any_prefix=self._any_prefix, windows=any(config.windows),
-            unstretched=config.max_context if config.rope.type == "dynamic" else None,
+            unstretched=config.steady_context if config.follows_length else None,
+            switches=config.rope_switch is not None,
         )  # fmt: skip
 
     def _admit(self) -> None:
@@ -205,20 +206,21 @@ class Batch:
             one.siblings.logits = None
 
     def _copy(self, one: Generation, source: int, count: int) -> None:
-        """Let its slot begin with the first tokens of its prompt, which another holds."""
+        """Let its slot begin with the first tokens of what it reads, which another holds."""
         if count:
             self.engine.copy_prefix(source, one.place, count)
             self.reused += count
             self._keep(one, count)
 
     def _keep(self, one: Generation, count: int) -> None:
-        """So many tokens of its prompt are in its slot now."""
+        """So many tokens of what it reads are in its slot now."""
         one.stored = count
-        self._slots.hold(one.place, one.request.prompt, count)
+        self._slots.hold(one.place, one.text, count)
 
     def _compose(self) -> _Rows:
         rows, device = _Rows(), self.engine.model.device
-        going_on = [one for one in self._running if one.drawn < one.request.max_new_tokens]
+        running = [one for one in self._running if not self._switches(one)]
+        going_on = [one for one in running if one.drawn < one.request.max_new_tokens]
         if running := sorted(going_on, key=lambda one: one.position, reverse=True):
             rows.slots, rows.positions = [one.place for one in running], [one.position for one in running]
             rows.lengths = [position + 1 for position in rows.positions]
@@ -226,18 +228,18 @@ class Batch:
             rows.wanted = list(range(len(running)))
             rows.drawing = {one: place for place, one in enumerate(running)}
         for chunk in self._chunks():
-            one, row, prompt = chunk.of, len(rows.slots), chunk.of.request.prompt
-            rows.tokens.append(numbers(prompt[one.stored : chunk.stop], device))
+            one, row, text = chunk.of, len(rows.slots), chunk.of.text
+            rows.tokens.append(numbers(text[one.stored : chunk.stop], device))
             rows.slots += [one.place] * (chunk.stop - one.stored)
             rows.positions += range(one.stored, chunk.stop)
-            rows.lengths += [len(prompt)] * (chunk.stop - one.stored)
+            rows.lengths += [len(text)] * (chunk.stop - one.stored)
             rows.chunks.append(chunk)
             if one.echoes:
                 chunk.echoed = len(rows.wanted)
                 rows.wanted += range(row, len(rows.slots))
-            elif chunk.stop == len(prompt):
+            elif chunk.stop == len(text):
                 rows.wanted.append(len(rows.slots) - 1)
-            if chunk.stop == len(prompt) and one.request.max_new_tokens:
+            if chunk.stop == len(text) and one.request.max_new_tokens:
                 rows.drawing[one] = len(rows.wanted) - 1
         return rows
 
@@ -247,8 +249,8 @@ class Batch:
         taken: list[_Chunk] = []
         for one in list(self._reading):
             if not one.stored and not one.echoes:
-                self._copy(one, *self._slots.best(one.request.prompt))
-            stop = min(len(one.request.prompt), (one.stored // size + 1) * size)
+                self._copy(one, *self._slots.best(one.text))
+            stop = min(len(one.text), (one.stored // size + 1) * size)
             left -= stop - one.stored
             if taken and left < 0:
                 break
@@ -260,18 +262,18 @@ class Batch:
         """Take up what a step has read of prompts; those that end with it."""
         ended = []
         for chunk in rows.chunks:
-            one, prompt = chunk.of, chunk.of.request.prompt
+            one = chunk.of
             if chunk.echoed is not None:
                 one.note_prompt(logits[chunk.echoed :], one.stored, chunk.stop)
             self._keep(one, chunk.stop)
-            if chunk.stop < len(prompt):
+            if chunk.stop < len(one.text):
                 continue
             self._reading.remove(one)
             self._running.append(one)
-            if one.siblings.waiting:
+            if one.siblings.waiting and not one.drawn:
                 one.siblings.logits = logits[rows.drawing[one]].unsqueeze(0).clone()
                 if one.echoes and one.logprobs is not None:
-                    one.siblings.echoed = one.logprobs.cut(len(prompt))
+                    one.siblings.echoed = one.logprobs.cut(len(one.text))
             if not one.request.max_new_tokens:
                 finite_logits(logits)
                 self.end(one, "length")
@@ -299,7 +301,9 @@ class Batch:
     def _look(self) -> list[Generation]:
         """Take up what was drawn, if it is time to; the continuations that have news."""
         unseen, ends = self._unseen, self.engine.model.config.eos_token_ids
-        due = any(one.drawn in (1, one.request.max_new_tokens) for drawn in unseen for one in drawn.by)
+        due = any(
+            one.drawn in (1, one.request.max_new_tokens) or self._switches(one) for drawn in unseen for one in drawn.by
+        )
         if not unseen or not (due or len(unseen) >= self._ahead):
             return []
         self._unseen = []
@@ -316,4 +320,14 @@ class Batch:
                 one.take(token, logprobs, ends)
                 if one.finish_reason is not None:
                     self.end(one)
+        for one in [one for one in self._running if self._switches(one)]:
+            self._running.remove(one)
+            one.read_anew()
+            self._keep(one, 0)
+            self._reading.append(one)
         return list(news)
+
+    def _switches(self, one: Generation) -> bool:
+        """Whether its last token makes it longer than keys turned by LongRoPE's short factors serve."""
+        switch = self.engine.model.config.rope_switch
+        return switch is not None and len(one.text) <= switch <= one.position

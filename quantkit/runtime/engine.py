@@ -73,7 +73,7 @@ class Engine:
             )  # fmt: skip
         self.model = model
         self.slots = slots
-        self._stretches = model.config.rope.type == "dynamic"
+        self._follows_length = model.config.follows_length
         self.chunk = _CPU_CHUNK if model.device.type == "cpu" else _CHUNK
         """Rows of one prompt that a step should have at most."""
         self._loans = 0
@@ -126,7 +126,8 @@ class Engine:
                 and is stored there first, with the others of the step.
             wanted: rows [M] whose logits are asked for.
             lengths: of the sequences as each token finds them [N], which rotary positions may be stretched to: a
-                prompt's whole length where it is read in parts. None is up to each token.
+                prompt's whole length where it is read in parts. None is up to each token. Past `rope_switch` of the
+                config a sequence must be read anew, all of it.
 
         Returns:
             Logits [M, V].
@@ -201,7 +202,7 @@ class Engine:
         logits: Tensor = step(
             self.model, tokens.view(shape), place if in_line else place.view(shape),
             None if self.slots == 1 else self._numbers(slots[:1] if in_line else slots),
-            self._numbers(lengths).view(shape) if self._stretches else None,
+            self._numbers(lengths).view(shape) if self._follows_length else None,
             self._numbers(asked) if asked else None, self._cache, first,
         )  # fmt: skip
         return logits[: len(wanted)]

@@ -115,7 +115,7 @@ def generate_batch(
     require_flags(echo=echo, truncate=truncate, specials=specials)
     engine = model if isinstance(model, Engine) else None
     config = model.model.config if isinstance(model, Engine) else model.config
-    most = config.max_context if isinstance(model, BatchModel) else config.reach if engine is None else engine.length
+    most = config.steady_context if isinstance(model, BatchModel) else config.reach if engine is None else engine.length
     if tokenizer is not None:
         require_tokenizer(tokenizer)
         require_rows(tokenizer, config.vocab_size)

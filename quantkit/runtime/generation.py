@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -58,7 +59,8 @@ class Generation(Continuation):
     Attributes:
         siblings: the continuations of the same prompt.
         slot: where it runs; None before.
-        stored: how much of the prompt is in the slot.
+        text: what is read before it goes on: its prompt; where rotary positions switch, all there is.
+        stored: how much of that is in the slot.
         drawn: new tokens, of which the host may have seen fewer.
     """
 
@@ -66,6 +68,7 @@ class Generation(Continuation):
         super().__init__(request, sample)
         self.siblings = siblings
         self.slot: int | None = None
+        self.text: Sequence[int] = request.prompt
         self.stored = 0
         self.drawn = 0
         self._sampling = agreed(self.sampling, model.group)
@@ -89,13 +92,23 @@ class Generation(Continuation):
 
     @property
     def prefilled(self) -> bool:
-        """Whether all of its prompt is in the slot."""
-        return self.stored == len(self.request.prompt)
+        """Whether all that it goes on from is in the slot."""
+        return self.stored == len(self.text)
 
     @property
     def echoes(self) -> bool:
-        """Whether log-probabilities of the prompt are asked for."""
-        return self.request.echo and self.logprobs is not None
+        """Whether log-probabilities of what it reads are asked for."""
+        return self.request.echo and self.logprobs is not None and not self.drawn
+
+    @property
+    def added(self) -> list[int]:
+        """Tokens in the slot after what it has read."""
+        read = len(self.text) - len(self.request.prompt)
+        return self.tokens[read : max(read, self.drawn - 1)]
+
+    def read_anew(self) -> None:
+        """Let all there is be read once more; the host has seen every token."""
+        self.text, self.stored = [*self.request.prompt, *self.tokens], 0
 
     def draw(self, logits: Tensor) -> Tensor:
         """The next token [1], of logits [1, V]."""

@@ -263,8 +263,10 @@ def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int,
     most = config.reach if most is None else most
     if length > most:
         room, wanted = most - len(ids), min(max_new_tokens, _WORTH_HAVING)
+        switch = most < config.reach and most == config.rope_switch
+        exceeded = "the length at which rotary positions switch" if switch else "the model's context"
         raise RequestError(
-            "prompt and new tokens exceed the model's context", found=length, expected=f"at most {most}",
+            f"prompt and new tokens exceed {exceeded}", found=length, expected=f"at most {most}",
             hint="give a shorter prompt" if room < wanted else "ask for fewer with `max_new_tokens`",
         )  # fmt: skip
     return length

@@ -49,7 +49,8 @@ class SlotTable:
     """The slots of an engine."""
 
     def __init__(
-        self, slots: int, chunk: int, *, any_prefix: bool, windows: bool, unstretched: int | None = None
+        self, slots: int, chunk: int, *, any_prefix: bool, windows: bool, unstretched: int | None = None,
+        switches: bool = False,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -57,11 +58,13 @@ class SlotTable:
             any_prefix: whether a prompt may begin with all that a slot holds of it, or only with what is `exact`.
             windows: whether a layer sees but some positions back.
             unstretched: the longest prompt whose length does not change its rotary positions; None is any.
+            switches: whether those of all longer ones are alike; else each length has its own.
         """
         self._free = deque(range(slots))  # the one that was left first is taken first
         self._held = [Held() for _ in range(slots)]
         self._chunk, self._any_prefix, self._windows = chunk, any_prefix, windows
         self._unstretched = math.inf if unstretched is None else unstretched
+        self._switches = switches
 
     @property
     def free(self) -> bool:
@@ -107,7 +110,8 @@ class SlotTable:
 
     def _reusable(self, prompt: Sequence[int], slot: int) -> int:
         held = self._held[slot]
-        if max(held.prompt_length, len(prompt)) > self._unstretched:
+        longer = [length > self._unstretched for length in (held.prompt_length, len(prompt))]
+        if any(longer) and not (self._switches and all(longer)):
             return 0
         if self._any_prefix:
             return common(prompt, held)

@@ -61,16 +61,26 @@ def speculate(
 
 
 class _Reader:
-    """A model over a slot; what is stored beyond `stored` positions is of refused tokens, and never seen."""
+    """A model over a slot; what is stored beyond `stored` positions is of refused tokens, and never seen.
+
+    Where rotary positions switch, a text that has become longer is read anew.
+    """
 
     def __init__(self, model: Decoder, prompt_length: int, length: int) -> None:
         self.model = model
-        self._prompt_length = prompt_length
+        self._read_length = prompt_length  # of what was read at once
+        self._switch = model.config.rope_switch
         self.stored = 0
         self._engine = Engine(model, length, compiled=False)
 
+    def room(self, length: int) -> int | None:
+        """How many tokens may follow a text before rotary positions switch; None is any number."""
+        return None if self._switch is None or length > self._switch else self._switch - length
+
     def read(self, text: list[int], last: int, params: SamplingParams) -> Tensor:
         """Store what is not yet of a text; probabilities [last, V] of what follows each of its last tokens."""
+        if self._switch is not None and self._read_length <= self._switch < len(text):
+            self._read_length, self.stored = len(text), 0
         while len(text) - self.stored > self._engine.chunk + last:
             self._step(text, self.stored + self._engine.chunk, 0)
         logits = self._step(text, len(text), last)
@@ -83,7 +93,7 @@ class _Reader:
         count = stop - self.stored
         tokens = torch.tensor(text[self.stored : stop], device=self.model.device)
         positions, wanted = range(self.stored, stop), range(count - last, count)
-        lengths = [max(position + 1, self._prompt_length) for position in positions]
+        lengths = [max(position + 1, self._read_length) for position in positions]
         self.stored = stop
         return self._engine.step(tokens, [0] * count, positions, wanted, lengths)
 
@@ -100,7 +110,9 @@ def _tokens(
 ) -> Generator[int, None, None]:
     generator = generator_of(params, target.model.device)
     while len(text) < length:
-        for token in _step(target, draft, text, min(most, length - len(text) - 1), params, generator):
+        rooms = (reader.room(len(text)) for reader in (target, draft))
+        count = min(most, length - len(text) - 1, *(room for room in rooms if room is not None))
+        for token in _step(target, draft, text, count, params, generator):
             if token in target.model.config.eos_token_ids:
                 return
             yield token

@@ -6,6 +6,7 @@ import fnmatch
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from quantkit.arguments import as_path, as_text, as_texts, require_instance, wrong_type
@@ -105,35 +106,40 @@ class Recipe:
         """This recipe with more layers kept as floats."""
         return Recipe(self.default, self.overrides + tuple(Override(p, None) for p in as_texts("patterns", patterns)))
 
-    def requested(self, module: str, kept: Collection[str] = _HEADS) -> QuantScheme | None:
+    def requested(self, module: str, on_disk: str | None = None, kept: Collection[str] = _HEADS) -> QuantScheme | None:
         """What the recipe asks for one module, before the shape is looked at.
 
         Args:
+            on_disk: what it is called there, if otherwise; patterns match either name.
             kept: the modules that keep their floats unless an override names them.
         """
         for override in reversed(self.overrides):
-            if override.matches(module):
+            if override.matches(module) or (on_disk is not None and override.matches(on_disk)):
                 return override.scheme
         return None if module in kept else self.default
 
-    def assign(self, columns: Mapping[str, int], kept: Collection[str] = _HEADS) -> dict[str, QuantScheme]:
+    def assign(
+        self, columns: Mapping[str, int], on_disk: Mapping[str, str] = MappingProxyType({}),
+        kept: Collection[str] = _HEADS,
+    ) -> dict[str, QuantScheme]:  # fmt: skip
         """The scheme of every module that gets one, fitted to its columns.
 
         Args:
             columns: every linear module by name with its number of inputs.
+            on_disk: what modules are called there, where otherwise.
             kept: see `requested`.
 
         Raises:
             RequestError: if an override matches no module.
         """
         for override in self.overrides:
-            if not any(override.matches(module) for module in columns):
+            if not any(override.matches(name) for name in (*columns, *on_disk.values())):
                 raise RequestError(
                     "pattern matches no linear layer",
                     found=shown(override.pattern),
                     expected="a glob such as 'model.layers.0.*' or '*.down_proj'",
                 )
-        requested = {module: self.requested(module, kept) for module in columns}
+        requested = {module: self.requested(module, on_disk.get(module), kept) for module in columns}
         return {m: s.fitted(columns[m]) for m, s in requested.items() if s is not None}
 
 

@@ -122,12 +122,12 @@ class XlaBatch:
     def require(self, request: Request) -> None:
         """
         Raises:
-            RequestError: if it asks for what there is no program for, or for more than the trained context.
+            RequestError: if it asks for what there is no program for, or for more positions than have the same angles in all texts.
         """
         if request.scores_prompt:
             raise no_prompt_logprobs("echo")
         config = self._model.config
-        checked_length(config, request.prompt, request.max_new_tokens, config.max_context)
+        checked_length(config, request.prompt, request.max_new_tokens, config.steady_context)
 
     def add(self, request: Request) -> list[Continuation]:
         """Take up a request; its continuations."""
@@ -184,7 +184,7 @@ def cached_batch(model: ShardedModel, texts: Sequence[Continuation], rows: int) 
     """Begin texts, one in each of the first rows; what is compiled for their buckets serves other texts."""
     idle = rows - len(texts)
     lengths = np.array([*(len(one.request.prompt) for one in texts), *[1] * idle])
-    padded = min(bucket(int(lengths.max())), model.config.max_context)  # beyond it, some rotary scalings change
+    padded = min(bucket(int(lengths.max())), model.config.steady_context)  # beyond it, some rotary scalings change
     tokens = np.zeros((rows, padded), np.int32)
     for row, one in enumerate(texts):
         tokens[row, : len(one.request.prompt)] = one.request.prompt

@@ -18,11 +18,13 @@ from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import Parameter, parameters
-from quantkit.errors import RequestError
+from quantkit.errors import RequestError, UnsupportedError
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
 _MAX_PADDING = 1 / 32  # of the feed-forward size; beyond it scales are repeated for smaller groups
+_FEATURES = frozenset({"qkv_bias", "output_bias", "mlp_bias", "qk_norm", "window", "rotary"})
+"""What models may do beyond the plainest."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class DeviceSplit:
 
     Raises:
         RequestError: if the devices do not divide the heads.
+        UnsupportedError: if the model has features that programs for XLA do not serve.
     """
 
     config: ModelConfig
@@ -73,6 +76,12 @@ class DeviceSplit:
     devices: int
 
     def __post_init__(self) -> None:
+        unserved = self.config.features - _FEATURES
+        if self.config.qk_norm == "width":
+            unserved |= {"qk_norm"}
+        if unserved:
+            names = ", ".join(name.replace("_", " ") for name in sorted(unserved))
+            raise UnsupportedError(f"{self.config.architecture} is not run by XLA", found=names)
         heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
         if self.devices < 1 or heads % self.devices or (kv_heads % self.devices and self.devices % kv_heads):
             raise RequestError(

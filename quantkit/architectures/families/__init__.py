@@ -13,6 +13,8 @@ from quantkit.architectures.families.family import Family
 from quantkit.errors import UnsupportedError
 from quantkit.json_values import Settings
 
+_ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}
+
 
 @functools.cache
 def families() -> dict[str, Family]:
@@ -55,7 +57,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "hidden_act": "silu",
+        "hidden_act": _ACTIVATIONS.get(config.activation, "silu"),
         "rms_norm_eps": config.norm_eps,
         "max_position_embeddings": config.max_context,
         "tie_word_embeddings": config.tied_embeddings,

@@ -16,12 +16,11 @@ from quantkit.architectures.config import (
     LayerConfig,
     ModelConfig,
 )
-from quantkit.architectures.rope import DEFAULT_THETA, RopeConfig
+from quantkit.architectures.rope import DEFAULT_THETA, FULL, SLIDING, RopeConfig, ropes_by_layer
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.json_values import Settings, shown
 
 DEFAULT_WINDOW = 4096  # of transformers, where the key is absent; null means none
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True)
@@ -81,6 +80,7 @@ def read_config(
     head_dim_required: bool = False,
     tied_by_default: bool = False,
     default_theta: float = DEFAULT_THETA,
+    windowed_theta: tuple[str, float] | None = None,
     partial_rotary: float | None = None,
     query_scaling: bool = False,
     **features: Any,
@@ -94,6 +94,7 @@ def read_config(
         head_dim: if the file does not say it; else the hidden size over the heads.
         tied_by_default: whether the head is the embedding where nothing is said.
         default_theta: of the rotary embedding, where nothing is said.
+        windowed_theta: as for `ropes_by_layer`, in families that keep rotary positions of layers with a window apart.
         partial_rotary, query_scaling: as for `RopeConfig.from_hf`.
         features: further fields of `ModelConfig`.
 
@@ -116,6 +117,16 @@ def read_config(
     own_kv_heads = settings.has("num_key_value_heads")
     ends = settings.ids("eos_token_id")
     starts = settings.ids("bos_token_id")
+    if windowed_theta is None:
+        rope, window_rope = RopeConfig.from_hf(
+            settings.values, settings.path, default_theta, head_dim=head_dim, partial=partial_rotary,
+            query_scaling=query_scaling,
+        ), None  # fmt: skip
+    else:
+        rope, window_rope = ropes_by_layer(
+            settings.values, settings.path, default_theta, windowed_theta, head_dim=head_dim
+        )
+    windows = any(layer.window is not None for layer in layers)
     return ModelConfig(
         architecture=settings.text("model_type"),
         vocab_size=settings.whole("vocab_size", 1, MAX_WIDTH),
@@ -126,14 +137,8 @@ def read_config(
         num_kv_heads=settings.whole("num_key_value_heads", 1, MAX_HEADS) if own_kv_heads else heads,
         head_dim=head_dim,
         norm_eps=settings.number("rms_norm_eps", MIN_EPS, MAX_EPS),
-        rope=RopeConfig.from_hf(
-            settings.values,
-            settings.path,
-            default_theta,
-            head_dim=head_dim,
-            partial=partial_rotary,
-            query_scaling=query_scaling,
-        ),
+        rope=rope,
+        window_rope=window_rope if windows and window_rope != rope else None,
         max_context=settings.whole("max_position_embeddings", 1, MAX_CONTEXT),
         tied_embeddings=settings.flag("tie_word_embeddings", tied_by_default),
         dtype=_dtype(settings),
@@ -156,10 +161,10 @@ def layer_types(settings: Settings, layers: int) -> list[str]:
     """
     key = "layer_types"
     types = settings.texts(key) if settings.has(key) else []
-    if settings.has(key) and (len(types) != layers or set(types) - {_FULL, _SLIDING}):
+    if settings.has(key) and (len(types) != layers or set(types) - {FULL, SLIDING}):
         raise CheckpointError(
             "layer_types does not fit the layers", path=settings.path, found=shown(types),
-            expected=f"{_FULL} or {_SLIDING} for each of {layers}",
+            expected=f"{FULL} or {SLIDING} for each of {layers}",
         )  # fmt: skip
     return types
 
@@ -173,12 +178,33 @@ def sliding_window(settings: Settings, default: int | None = DEFAULT_WINDOW) -> 
 
 def windowed(types: Sequence[str], window: int | None) -> list[LayerConfig]:
     """Layers whose kind of attention is given."""
-    return [LayerConfig(window=window if kind == _SLIDING else None) for kind in types]
+    return [LayerConfig(window=window if kind == SLIDING else None) for kind in types]
+
+
+def layers_by_kind(settings: Settings, interval: int) -> list[LayerConfig]:
+    """Layers of the kinds of attention that a config lists; where it does not, with a window but for every
+    `interval`-th.
+
+    Raises:
+        CheckpointError: if the kinds do not fit the layers, or some have a window and the config says that none does.
+    """
+    count = layer_count(settings)
+    types = layer_types(settings, count) or [SLIDING if (i + 1) % interval else FULL for i in range(count)]
+    window = sliding_window(settings)
+    if window is None and SLIDING in types:
+        raise CheckpointError("there are layers with a window, and sliding_window says none", path=settings.path)
+    return windowed(types, window)
 
 
 def written_layer_types(config: ModelConfig) -> list[str]:
     """The key ``layer_types``."""
-    return [_FULL if window is None else _SLIDING for window in config.windows]
+    return [FULL if window is None else SLIDING for window in config.windows]
+
+
+def written_layer_ropes(config: ModelConfig) -> dict[str, Any]:
+    """The key ``rope_parameters`` where a family has rotary positions by kind of layer."""
+    ropes = {FULL: config.rope, SLIDING: config.window_rope or config.rope}
+    return {"rope_parameters": {kind: rope.to_hf(config.head_dim)["rope_parameters"] for kind, rope in ropes.items()}}
 
 
 def only_window(config: ModelConfig) -> int | None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from quantkit.architectures.config import MAX_EXPERTS, MAX_WIDTH, ExpertsConfig, LayerConfig, ModelConfig
-from quantkit.architectures.families.family import Family, layer_count, read_config, sliding_window
+from typing import Any
+
+from quantkit.architectures.config import LayerConfig, ModelConfig
+from quantkit.architectures.families.experts import experts_of, read_experts
+from quantkit.architectures.families.family import Family, layer_count, only_window, read_config, sliding_window
 from quantkit.architectures.names import BLOCK
 from quantkit.json_values import Settings
 
@@ -11,19 +14,26 @@ _MOE = BLOCK + "block_sparse_moe."
 
 
 def _read(settings: Settings) -> ModelConfig:
-    experts = ExpertsConfig(
-        count=settings.whole("num_local_experts", 1, MAX_EXPERTS),
-        size=settings.whole("intermediate_size", 1, MAX_WIDTH),
-        per_token=settings.whole("num_experts_per_tok", 1, MAX_EXPERTS),
-    )
     layer = LayerConfig(window=sliding_window(settings, None), experts=True)
-    return read_config(settings, [layer] * layer_count(settings), default_theta=1e6, experts=experts)
+    return read_config(
+        settings, [layer] * layer_count(settings), default_theta=1e6, experts=read_experts(settings)
+    )  # fmt: skip
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    experts = experts_of(config)
+    return {
+        "sliding_window": only_window(config),
+        "num_local_experts": experts.count,
+        "num_experts_per_tok": experts.per_token,
+    }
 
 
 FAMILY = Family(
     "mixtral",
     "MixtralForCausalLM",
     _read,
+    _write,
     names={
         "router": _MOE + "gate",
         "expert.gate": _MOE + "experts.{expert}.w1",

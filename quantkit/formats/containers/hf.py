@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.disk import DiskTensor, disk_tensors
 from quantkit.architectures.families import config_to_hf
 from quantkit.architectures.families.opaque import with_dtype
-from quantkit.architectures.topology import linear_columns
+from quantkit.architectures.topology import parameters
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.container import Output
@@ -59,20 +60,26 @@ class HuggingFace:
         Raises:
             CheckpointError, UnsupportedError: see `QuantMethod.read_settings`.
         """
-        _, codecs = read_codecs(raw, linear_columns(config), path, self.methods)
-        return {module: codec.scheme for module, codec in codecs.items() if codec.scheme is not None}
+        tensors = {tensor.module: tensor for tensor in _with_experts_apart(config) if tensor.quantizable}
+        _, codecs = read_codecs(raw, tensors, path, self.methods)
+        return {
+            part.removesuffix(".weight"): codec.scheme
+            for module, codec in codecs.items()
+            if codec.scheme is not None
+            for part in tensors[module].parts
+        }
 
     def encoder(self, output: Output) -> SafetensorsEncoder:
         from quantkit.formats.containers.hf_encoder import SafetensorsEncoder
 
-        return SafetensorsEncoder(output.planned, output.shard_bytes, output.method or self._native)
+        return SafetensorsEncoder(output.planned, output.config, output.shard_bytes, output.method or self._native)
 
     def side_files(self, output: Output) -> dict[str, bytes | Path]:
         source, config = output.source, output.config
         raw = _config(source, config)
         if output.schemes and SETTINGS not in raw:
-            schemes, modules = _as_readers_call_them(output)
             every = config.tensors is None or config.unstored is not None
+            schemes, modules = _on_disk(output.schemes, config)
             raw[SETTINGS] = (output.method or self._native).write_settings(schemes, modules, every=every)
         files: dict[str, bytes | Path] = {self.config_file: json_bytes(raw)}
         files.update(present(source.path, side_names(source)))
@@ -94,17 +101,22 @@ def _config(source: Checkpoint, config: ModelConfig) -> dict[str, Any]:
     return dict(source.extra_config) if same else with_dtype(source.extra_config, config.dtype)
 
 
-def _as_readers_call_them(output: Output) -> tuple[dict[str, QuantScheme], list[str]]:
-    """The scheme of every quantized module, and all linear modules, by their names; where readers have another name
-    for one, by both."""
-    schemes, tensors = output.schemes, output.config.tensors
-    if tensors is None:
-        return schemes, list(linear_columns(replace(output.config, tied_embeddings=False)))
-    linears = [tensor for tensor in tensors if tensor.role]
-    aliases = {tensor.module: tensor.alias for tensor in linears if tensor.alias is not None}
-    both = {**schemes, **{aliases[module]: scheme for module, scheme in schemes.items() if module in aliases}}
-    named = dict.fromkeys(name for one in linears for name in (one.module, one.alias) if name is not None)
-    return both, [*named, *(output.config.unstored or ())]
+def _with_experts_apart(config: ModelConfig) -> list[DiskTensor]:
+    """The tensors of a folder where every expert has modules of its own."""
+    return disk_tensors(config, {p.module for p in parameters(config) if p.expert is not None})
+
+
+def _on_disk(
+    schemes: Mapping[str, QuantScheme], config: ModelConfig
+) -> tuple[dict[str, QuantScheme], list[str]]:  # fmt: skip
+    """The schemes by the names of modules on disk, and those of all linears, a tied head and routers among them; where
+    readers have another name for one, by both."""
+    tensors = [t for t in disk_tensors(replace(config, tied_embeddings=False), schemes) if t.linear is not None]
+    found = {tensor.module: schemes.get(tensor.parts[0].removesuffix(".weight")) for tensor in tensors}
+    aliases = {tensor.module: tensor.alias for tensor in config.tensors or () if tensor.alias is not None}
+    found |= {aliases[module]: scheme for module, scheme in found.items() if module in aliases}
+    found |= dict.fromkeys(config.unstored or ())
+    return {module: scheme for module, scheme in found.items() if scheme is not None}, list(found)
 
 
 def _exported_tokenizer(folder: Path) -> dict[str, bytes]:

@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit.architectures.disk import DiskTensor, Place, disk_name, found_tensors
+from quantkit.architectures.disk import DiskTensor, Place, disk_name, experts_set_apart, found_tensors
 from quantkit.architectures.families import config_from_hf, config_to_hf
 from quantkit.architectures.families.opaque import opaque_config
 from quantkit.architectures.names import is_derived_buffer, split_derived
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.formats.checkpoint import require_tensors
+from quantkit.formats.checkpoint import require_tensors, schemes
 from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule
 from quantkit.formats.codecs.compressed_tensors import packed_shapes
 from quantkit.formats.codecs.dequantized import METHODS as READ_AS_FLOATS
@@ -139,6 +139,8 @@ class HFCheckpoint:
             return f"what runs this architecture{also}"
         if self._method is None or not self._codecs:
             return "quantkit, transformers, vLLM"
+        if experts_set_apart(self.config, schemes(self)):
+            return "quantkit"
         return f"quantkit, {self._method.readers(codec.scheme for codec in self._codecs.values())}"
 
     def _raw(self, tensor: DiskTensor) -> RawModule:
@@ -148,7 +150,7 @@ class HFCheckpoint:
         """Whether a codec may hold a tensor: a linear's weight, or all experts that are not there as floats."""
         if not self.config.runnable:
             return tensor.name not in self._stored
-        return tensor.linear or (tensor.stacked is not None and tensor.name not in self._stored)
+        return tensor.quantizable or (tensor.stacked is not None and tensor.name not in self._stored)
 
     def _take_tensors(self, raw: Mapping[str, Any]) -> None:
         """Take whatever tensors there are for the model's: floats, those that codecs may hold, and all others."""

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.disk import DiskTensor, disk_tensors
+from quantkit.errors import UnsupportedError
 from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule, Reason
 from quantkit.formats.container import Chunk, tensor_bytes
+from quantkit.formats.containers.hf_parts import assembled, decode, read_floats
 from quantkit.formats.files.safetensors_io import build_header
 from quantkit.formats.files.source import SourceFile
 from quantkit.formats.files.tensor_file import StoredTensor, TensorFile, View, contiguous_strides
@@ -18,71 +24,116 @@ from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
 
 
+@dataclass(frozen=True)
+class _Written:
+    """A tensor on disk, or the several of a quantized module.
+
+    Attributes:
+        first: the index of its first part among the planned tensors.
+        spec: its name on disk, shape, float type and scheme.
+        at_once: how many parts are appended together: all, or those of one expert.
+    """
+
+    tensor: DiskTensor
+    first: int
+    spec: TensorSpec
+    codec: Codec | None
+    stored: Sequence[StoredTensor]
+    at_once: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.stored)
+
+
 class SafetensorsEncoder:
-    """Hugging Face shards ``model-0000N-of-0000M.safetensors``, or one ``model.safetensors``."""
+    """Hugging Face shards ``model-0000N-of-0000M.safetensors``, or one ``model.safetensors``, with the tensors that a
+    family has on disk. The parts of one follow each other in the plan, and are held until they are all there."""
 
-    rearranges = False
-
-    def __init__(self, planned: Sequence[TensorSpec], shard_bytes: int, method: QuantMethod) -> None:
+    def __init__(
+        self, planned: Sequence[TensorSpec], config: ModelConfig, shard_bytes: int, method: QuantMethod
+    ) -> None:  # fmt: skip
         """
         Args:
+            planned: canonical tensors, in the order of `disk_tensors`.
             method: of the quantized modules.
 
         Raises:
-            UnsupportedError: if it has no codec for a scheme.
+            UnsupportedError: if it has no codec for a scheme, or the parts of a tensor differ in scheme or float type.
         """
         self.planned = planned
         self._method = method.name
-        self._codecs = [_codec(spec, method) for spec in planned]
-        self._stored = [
-            [StoredTensor(spec.name, spec.dtype, spec.shape)] if codec is None else codec.stored(spec)
-            for spec, codec in zip(planned, self._codecs, strict=True)
-        ]
+        self._tensors = _written(planned, config, method)
+        self._unit_of = [number for number, one in enumerate(self._tensors) for _ in one.tensor.places]
+        self._held: list[Tensor | QuantTensor] = []
         self._shard_of: list[int] = []
         filled = 0
-        for tensors in self._stored:
-            size = sum(t.nbytes for t in tensors)
+        for tensor in self._tensors:
             if not self._shard_of:
                 self._shard_of.append(0)
             else:
-                full = filled + size > shard_bytes
+                full = filled + tensor.nbytes > shard_bytes
                 self._shard_of.append(self._shard_of[-1] + full)
                 filled = 0 if full else filled
-            filled += size
+            filled += tensor.nbytes
         count = self._shard_of[-1] + 1
         self._names = [
             "model.safetensors" if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)
         ]
 
+    @property
+    def rearranges(self) -> bool:
+        return not all(one.tensor.whole for one in self._tensors)
+
+    @property
+    def joined_bytes(self) -> int:
+        parts = (
+            self.planned[one.first : one.first + one.at_once] for one in self._tensors if len(one.tensor.places) > 1
+        )
+        return max((sum(math.prod(p.shape) * p.dtype.itemsize for p in specs) for specs in parts), default=0)
+
+    @property
+    def holds(self) -> bool:
+        return bool(self._held)
+
     def total_bytes(self) -> int:
-        data = sum(t.nbytes for tensors in self._stored for t in tensors)
+        data = sum(tensor.nbytes for tensor in self._tensors)
         return data + sum(len(self._header(shard)) for shard in range(len(self._names)))
 
     def files(self) -> Sequence[str]:
         return self._names
 
     def encode(self, index: int, value: Tensor | QuantTensor) -> Iterator[Chunk]:
-        shard = self._shard_of[index]
+        number = self._unit_of[index]
+        shard, unit = self._shard_of[number], self._tensors[number]
         name = self._names[shard]
-        if index == 0 or self._shard_of[index - 1] != shard:
+        self._held.append(value)
+        position = index - unit.first
+        if (position + 1) % unit.at_once:
+            return
+        joined, self._held = assembled(unit.tensor, self._held), []
+        if position + 1 == unit.at_once and (number == 0 or self._shard_of[number - 1] != shard):
             yield name, self._header(shard)
-        for tensor, expected in zip(self._tensors(index, value), self._stored[index], strict=True):
+        for tensor, expected in zip(self._encoded(unit, joined), unit.stored, strict=True):
+            if unit.tensor.stacked is not None:
+                expected = StoredTensor(expected.name, expected.dtype, expected.shape[1:])
             yield name, tensor_bytes(tensor, expected)
 
     def decode(self, index: int, folder: Path) -> Tensor | QuantTensor:
         """Tensor number `index`, read back from the files so far."""
-        shard = self._shard_of[index]
-        before = sum(t.nbytes for i in range(index) if self._shard_of[i] == shard for t in self._stored[i])
+        number = self._unit_of[index]
+        shard, unit = self._shard_of[number], self._tensors[number]
+        before = sum(self._tensors[other].nbytes for other in range(number) if self._shard_of[other] == shard)
         views, start = {}, len(self._header(shard)) + before
-        for stored in self._stored[index]:
+        for stored in unit.stored:
             views[stored.name] = View(stored.dtype, start, stored.shape, contiguous_strides(stored.shape))
             start += stored.nbytes
-        file = TensorFile(SourceFile(folder / self._names[shard]), views)
-        spec, codec = self.planned[index], self._codecs[index]
-        if codec is None:
-            return file.read(spec.name)
-        raw = RawModule(spec.name.removesuffix(".weight"), dict.fromkeys(views, file), file.path)
-        return codec.decode(raw, spec)
+        place, source = unit.tensor.places[index - unit.first], SourceFile(folder / self._names[shard])
+        if unit.codec is None:  # some of a stacked tensor may not be there yet
+            return read_floats(TensorFile(source, {}), views[unit.tensor.name], unit.tensor, place, None)
+        file = TensorFile(source, views)
+        raw = RawModule(unit.tensor.module, dict.fromkeys(views, file), file.path)
+        return decode(unit.codec, raw, unit.spec, place, None)
 
     def finish(self) -> Iterator[Chunk]:
         return iter(())
@@ -96,29 +147,61 @@ class SafetensorsEncoder:
     def extra_files(self) -> dict[str, bytes]:
         if len(self._names) == 1:
             return {}
-        total = sum(t.nbytes for tensors in self._stored for t in tensors)
+        total = sum(tensor.nbytes for tensor in self._tensors)
         weight_map = {
-            t.name: self._names[shard]
-            for tensors, shard in zip(self._stored, self._shard_of, strict=True)
-            for t in tensors
+            stored.name: self._names[shard]
+            for tensor, shard in zip(self._tensors, self._shard_of, strict=True)
+            for stored in tensor.stored
         }
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         return {"model.safetensors.index.json": json.dumps(index, indent=2).encode() + b"\n"}
 
     def _header(self, shard: int) -> bytes:
-        pairs = zip(self._stored, self._shard_of, strict=True)
-        return build_header([t for tensors, home in pairs if home == shard for t in tensors])
+        pairs = zip(self._tensors, self._shard_of, strict=True)
+        return build_header([stored for tensor, home in pairs if home == shard for stored in tensor.stored])
 
-    def _tensors(self, index: int, value: Tensor | QuantTensor) -> list[Tensor]:
+    def _encoded(self, unit: _Written, value: Tensor | QuantTensor) -> list[Tensor]:
         """What a value is stored as."""
         if isinstance(value, Tensor):
             return [value]
-        codec = self._codecs[index]
-        assert codec is not None, "the plan says which tensors are quantized"
-        tensors = codec.encode(value)
+        assert unit.codec is not None, "the plan says which tensors are quantized"
+        tensors = unit.codec.encode(value)
         if isinstance(tensors, Reason):
-            raise tensors.error(self.planned[index].name, self._method)
+            raise tensors.error(unit.spec.name, self._method)
         return tensors
+
+
+def _written(planned: Sequence[TensorSpec], config: ModelConfig, method: QuantMethod) -> list[_Written]:
+    """The tensors on disk that the planned ones make, in their order."""
+    quantized = {spec.name.removesuffix(".weight") for spec in planned if spec.scheme is not None}
+    known = {tensor.places[0].name: tensor for tensor in disk_tensors(config, quantized)}
+    found: list[_Written] = []
+    start = 0
+    while start < len(planned):
+        tensor = known.get(planned[start].name)
+        parts = planned[start : start + len(tensor.places)] if tensor is not None else ()
+        if tensor is None or tuple(part.name for part in parts) != tensor.parts:
+            raise ValueError(f"{planned[start].name} does not begin the next tensor on disk")
+        spec = _joined_spec(tensor, parts)
+        codec = _codec(spec, method)
+        stored = [StoredTensor(spec.name, spec.dtype, spec.shape)] if codec is None else codec.stored(spec)
+        at_once = len(parts) if tensor.stacked is None else len(parts) // tensor.shape[0]
+        found.append(_Written(tensor, start, spec, codec, stored, at_once))
+        start += len(parts)
+    return found
+
+
+def _joined_spec(tensor: DiskTensor, parts: Sequence[TensorSpec]) -> TensorSpec:
+    """What a tensor on disk is, whose parts must be alike."""
+    first = parts[0]
+    for part in parts[1:]:
+        if (part.dtype, part.scheme) != (first.dtype, first.scheme):
+            raise UnsupportedError(
+                f"'{first.name}' and '{part.name}' are one tensor on disk, '{tensor.name}', but differ",
+                found=f"{first.scheme or first.dtype} and {part.scheme or part.dtype}",
+                hint="convert the source to one float type first",
+            )  # fmt: skip
+    return TensorSpec(tensor.name, tensor.shape, first.dtype, first.scheme)
 
 
 def _codec(spec: TensorSpec, method: QuantMethod) -> Codec | None:

@@ -23,6 +23,8 @@ class MetaEncoder:
     """Meta's ``consolidated.NN.pth``: every weight cut along the axis that its sizes divide."""
 
     rearranges = True
+    joined_bytes = 0
+    holds = False
 
     def __init__(self, planned: Sequence[TensorSpec], config: ModelConfig, shards: int, *, embedding_axis: int) -> None:
         """

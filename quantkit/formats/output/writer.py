@@ -122,11 +122,17 @@ class CheckpointWriter:
         if record is not None:
             self._fresh[name] = record
         self._next += 1
-        if self._since_checkpoint >= _CHECKPOINT_BYTES:
+        if self._since_checkpoint >= _CHECKPOINT_BYTES and not self._encoder.holds:
             self.checkpoint()
 
     def checkpoint(self) -> None:
-        """Make everything so far durable, so that a later run resumes from here."""
+        """Make everything so far durable, so that a later run resumes from here.
+
+        Raises:
+            RuntimeError: if some of a tensor's parts are not there yet.
+        """
+        if self._encoder.holds:
+            raise RuntimeError(f"a checkpoint within the parts of a tensor, after {self._next} of them all")
         sizes = self._sink.sync()
         point = SafePoint(self._next, sizes, self._sink.hashes(), self._encoder.state(), self._fresh)
         self._staging.record(point.to_json())

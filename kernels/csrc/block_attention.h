@@ -1,0 +1,145 @@
+// The attention half of a decoder block.
+//
+// The same arithmetic as the decoder's modules, in float32 throughout; one call instead of
+// some fifty, each of which costs more than its work where tokens are few.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "attention.h"
+#include "attention_many.h"
+#include "branch.h"
+#include "floats.h"
+#include "matmul.h"
+
+namespace quantkit {
+
+struct AttentionHalf {
+  Branch branch;
+  Linear qkv, out;
+  const float *query_norm, *key_norm;      // weights; null where there are no norms
+  int64_t query_norm_size, key_norm_size;  // Dh of each head, or of all heads together
+  Scores scores;
+  float clip;  // queries, keys and values are at most so large, after norms of all heads and before those of each
+  int64_t heads, kv_heads, size, window;  // H, K, Dh; positions seen, 0 for all
+};
+
+struct Cache {
+  void *keys, *values;  // [B, K, S] rows of Dh
+  CacheType type;
+  int64_t length;  // S
+};
+
+// The rows of a step: B sequences of T tokens each.
+struct Rows {
+  int64_t batch, tokens;
+  const int64_t* positions;    // [B, T], rising in each sequence
+  const float *cosine, *sine;  // of the positions, [angles, Dh]
+  const float* query_scale;    // of the positions, [angles]; null for 1
+  int64_t angles;              // B T, or T where all sequences are at the same positions
+  const int64_t* slots;        // [B], the sequences' places in the cache; null is 0, 1, 2, ...
+};
+
+// Norms of the parts of a row, each of so many values, in place.
+inline void norm_parts(float* row, int64_t count, const float* weight, int64_t size, float eps) {
+  for (int64_t i = 0; i < count; i += size) rms_norm(row + i, weight, size, eps, row + i);
+}
+
+// Rotate one head in place by a position's angles, in rotate-half layout.
+inline void rotate(float* head, const float* cosine, const float* sine, int64_t size) {
+  const int64_t half = size / 2;
+  for (int64_t i = 0; i < half; ++i) {
+    const float first = head[i], second = head[i + half];
+    head[i] = first * cosine[i] - second * sine[i];
+    head[i + half] = second * cosine[i + half] + first * sine[i + half];
+  }
+}
+
+// Queries, keys and values [rows, (H + 2 K) Dh] of hidden states x [rows, D], rotated.
+inline void project(const AttentionHalf& half, const float* x, const Rows& at, int threads, float* qkv) {
+  const int64_t rows = at.batch * at.tokens, size = half.size, hidden = half.qkv.at.columns;
+  const int64_t width = half.qkv.at.rows, queries = half.heads * size, keys = half.kv_heads * size;
+  const auto scratch = uninitialized(half.branch.input_norm ? rows * hidden : 0);
+  const float* normed = branch_input(half.branch, x, rows, hidden, threads, scratch.get());
+  matmul(half.qkv, normed, FloatType::f32, rows, threads, qkv);
+  each_row(rows, threads, [&](int64_t r) {
+    float* row = qkv + r * width;
+    const auto norm = [&] {
+      if (half.query_norm) norm_parts(row, queries, half.query_norm, half.query_norm_size, half.branch.eps);
+      if (half.key_norm) norm_parts(row + queries, keys, half.key_norm, half.key_norm_size, half.branch.eps);
+    };
+    const bool each_head = half.query_norm_size == size;
+    if (!each_head) norm();
+    if (half.clip < std::numeric_limits<float>::infinity())
+      for (int64_t i = 0; i < width; ++i) row[i] = limited(row[i], -half.clip, half.clip);
+    if (each_head) norm();
+    const int64_t angle = r % at.angles;
+    for (int64_t h = 0; h < half.heads + half.kv_heads; ++h)
+      rotate(row + h * size, at.cosine + angle * size, at.sine + angle * size, size);
+    if (at.query_scale)
+      for (int64_t i = 0; i < queries; ++i) row[i] *= at.query_scale[angle];
+  });
+}
+
+// Keys or values of the new tokens, as they lie among their queries.
+struct NewRows {
+  const float* from;
+  int64_t step, size;
+  const float* operator()(const Run& run, int64_t head, int64_t first, int64_t count, float* scratch) const {
+    for (int64_t s = 0; s < count; ++s)
+      std::memcpy(scratch + s * size, from + (run.first + first + s) * step + head * size, size * sizeof(float));
+    return scratch;
+  }
+};
+
+// Which of the new rows of its run, counted from the run's first, each row sees.
+inline std::vector<KeyRange> seen_among_new(const std::vector<Run>& runs, const int64_t* positions, int64_t rows,
+                                            int64_t window) {
+  std::vector<KeyRange> seen(rows);
+  for (const Run& run : runs) {
+    const int64_t* from = positions + run.first;
+    for (int64_t t = 0; t < run.count; ++t) {
+      const int64_t first_seen = window ? from[t] + 1 - window : 0;
+      seen[run.first + t] = {std::lower_bound(from, from + t, first_seen) - from, t + 1};
+    }
+  }
+  return seen;
+}
+
+// The half, x in place. Keys and values go into the cache if there is one; in a prefill the tokens of a sequence
+// see each other, otherwise what the cache holds of it up to their positions.
+inline void run_attention(const AttentionHalf& half, float* x, const Rows& at, const Cache* cache, bool prefill,
+                          int threads) {
+  const int64_t rows = at.batch * at.tokens, size = half.size, qkv_width = half.qkv.at.rows;
+  const int64_t queries = half.heads * size, keys = half.kv_heads * size;
+  const auto qkv = uninitialized(rows * qkv_width), mixed = uninitialized(rows * queries);
+  project(half, x, at, threads, qkv.get());
+  const float *new_keys = qkv.get() + queries, *new_values = new_keys + keys;
+  if (cache)
+    each_row(rows, threads, [&](int64_t r) {
+      const int64_t slot = at.slots ? at.slots[r / at.tokens] : r / at.tokens;
+      for (int64_t k = 0; k < half.kv_heads; ++k) {
+        const int64_t row = (slot * half.kv_heads + k) * cache->length + at.positions[r];
+        store_row(new_keys + r * qkv_width + k * size, size, cache->keys, cache->type, row);
+        store_row(new_values + r * qkv_width + k * size, size, cache->values, cache->type, row);
+      }
+    });
+  const AttentionShape shape{at.batch, half.heads, half.kv_heads, at.tokens, cache ? cache->length : at.tokens,
+                             size, half.window, half.scores, FloatType::f32, cache ? cache->type : CacheType::f32,
+                             at.tokens * qkv_width, size, qkv_width};
+  const std::vector<Run> runs = runs_of(at.slots, at.positions, at.batch, at.tokens);
+  if (prefill) {
+    const auto seen = seen_among_new(runs, at.positions, rows, half.window);
+    attention_of_many(shape, qkv.get(), NewRows{new_keys, qkv_width, size}, NewRows{new_values, qkv_width, size},
+                      runs, seen.data(), threads, mixed.get());
+  } else {
+    attention_over_cache(shape, qkv.get(), cache->keys, cache->values, at.positions, runs, threads, mixed.get());
+  }
+  add_product(half.branch, half.out, mixed.get(), rows, threads, x);
+}
+
+}  // namespace quantkit

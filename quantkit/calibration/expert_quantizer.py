@@ -1,0 +1,166 @@
+"""GPTQ for a mixture of experts: one expert after the other, each on the tokens that are sent to it.
+
+An expert that gets fewer tokens than a linear of it has inputs would leave that linear's Hessian singular, and its
+errors free to grow on other tokens. It is calibrated on all tokens then; if even they are fewer, it is rounded.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from quantkit.architectures.topology import InputGroup
+from quantkit.calibration.block_pair import BlockPair, Finished, forget, linear_of
+from quantkit.calibration.expert_streams import FLOAT, QUANTIZED, ExpertStreams, Piece
+from quantkit.calibration.group_solver import Result
+from quantkit.calibration.hessian import HessianAccumulator
+from quantkit.calibration.streams import Streams
+from quantkit.distributed.group import ProcessGroup
+from quantkit.memory import give_back
+from quantkit.model.decoder import Block
+from quantkit.model.feed_forward import MLP
+from quantkit.model.linear import no_tap
+
+Told = Callable[[int, int], None]
+"""Is told of each expert that is begun: how many are done, of how many."""
+
+
+def quantize_experts(
+    pair: BlockPair, groups: Sequence[InputGroup], streams: Streams, processes: ProcessGroup,
+    finished: Finished | None, told: Told | None,
+) -> dict[str, Result]:  # fmt: skip
+    """The results of a branch that ends with experts, by tensor name; both streams are led through it.
+
+    Args:
+        groups: of the branch.
+        processes: those that share the samples; all decide alike.
+        finished, told: as for `BlockQuantizer.next_block`.
+
+    Raises:
+        NonFiniteError: if a weight or the inputs of a linear hold NaN or Inf.
+    """
+    states = streams.enter_experts(pair.quantized)
+    counts, followed = states.token_counts()
+    for count in (counts, followed):
+        processes.sum_(count)
+    work = _ExpertWork(pair, states, processes, counts.tolist(), followed.tolist())
+    owners = [list(own) for _, own in itertools.groupby(groups, key=_owner)]
+    results: dict[str, Result] = {}
+    for done, own in enumerate(owners):
+        if told is not None:
+            told(done, len(owners))
+        results |= work.expert(own, finished)
+    states.leave()
+    return results
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a group of an expert's linears is calibrated on.
+
+    Attributes:
+        count: how many tokens; fewer than the linears have inputs, they are rounded.
+        everyone: whether they are all tokens, since too few are sent to the expert.
+        sent: how many are.
+        paired: how many of `count` the float stream follows.
+    """
+
+    count: int
+    everyone: bool
+    sent: int
+    paired: int
+
+    def record(self) -> dict[str, object]:
+        """What the manifest says of them."""
+        if self.everyone:
+            return {"tokens": self.count, "tokens_from": "all", "routed_tokens": self.sent}
+        return {"tokens": self.count, "tokens_from": "routed"}
+
+
+@dataclass(frozen=True)
+class _ExpertWork:
+    """The experts of a block.
+
+    Attributes:
+        counts, followed: tokens by expert, and last of all, in all processes; and those that the float stream follows.
+    """
+
+    pair: BlockPair
+    states: ExpertStreams
+    processes: ProcessGroup
+    counts: Sequence[int]
+    followed: Sequence[int]
+
+    def expert(self, groups: Sequence[InputGroup], finished: Finished | None) -> dict[str, Result]:
+        """The results of one expert, by tensor name, or of the shared ones."""
+        pair, number = self.pair, groups[0].expert
+        floats, quantized = (_mlp(block, groups[0]) for block in (pair.floats, pair.quantized))
+        results: dict[str, Result] = {}
+        for group in groups:
+            pair.fill(group)
+        for group in groups:
+            solved: dict[str, Result] = {}
+            if finished is not None:
+                solved = pair.taken_up(group, finished)
+            elif pair.wanted(group):
+                solved = self._solved(group, floats, quantized)
+            give_back()
+            results |= pair.install(group, solved)
+        for stream, mlp in ((QUANTIZED, quantized), (FLOAT, floats)):
+            self.states.add(stream, number, mlp)
+        forget(groups, pair.floats, pair.quantized)
+        return results
+
+    def _solved(self, group: InputGroup, floats: MLP, quantized: MLP) -> dict[str, Result]:
+        """The results of some linears of an expert, by module within the block."""
+        tokens = self._tokens(group)
+        width = linear_of(self.pair.floats, group.modules[0]).in_features
+        if group.expert is not None and tokens.count < width:
+            solved = self.pair.rounded(group)
+        else:
+            statistics = self.pair.statistics(group)
+            for piece in self.states.pieces(group.expert, everyone=tokens.everyone):
+                _take_up(piece, group, floats, quantized, statistics)
+            statistics.finish(self.processes)
+            if tokens.paired < width and group.expert is not None:
+                statistics.drift.zero_()  # so few tell noise
+            solved = self.pair.solve(group, statistics)
+        record = {} if group.expert is None else tokens.record()
+        return {module: (codes, {**found, **record}) for module, (codes, found) in solved.items()}
+
+    def _tokens(self, group: InputGroup) -> Tokens:
+        """What a group is calibrated on; shared experts get all tokens in any case."""
+        number = group.expert
+        if number is None:
+            return Tokens(self.counts[-1], False, self.counts[-1], self.followed[-1])
+        sent = self.counts[number]
+        if sent < linear_of(self.pair.floats, group.modules[0]).in_features:
+            return Tokens(self.counts[-1], True, sent, self.followed[-1])
+        return Tokens(sent, False, sent, self.followed[number])
+
+
+def _take_up(piece: Piece, group: InputGroup, floats: MLP, quantized: MLP, statistics: HessianAccumulator) -> None:
+    """Add a piece to the sums over a group's inputs, by the tokens' shares."""
+    inputs, counterparts = piece.inputs, piece.counterparts
+    if group.writes:
+        inputs = quantized.inner(inputs, no_tap)
+        counterparts = None if counterparts is None else floats.inner(counterparts, no_tap)
+    if counterparts is None:
+        statistics.add(inputs * piece.shares)
+        return
+    difference = (counterparts - inputs) * piece.shares
+    if group.writes:
+        difference = difference @ floats.down_proj.weight.t()
+    statistics.add_pair(inputs * piece.shares, difference)
+
+
+def _owner(group: InputGroup) -> str:
+    return group.modules[0].rpartition(".")[0]
+
+
+def _mlp(block: Block, group: InputGroup) -> MLP:
+    """The expert whose linears a group is."""
+    found = block.get_submodule(_owner(group))
+    assert isinstance(found, MLP)
+    return found

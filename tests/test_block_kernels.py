@@ -1,0 +1,387 @@
+"""The C++ kernels for attention and for whole blocks: each feature, and all together, against float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_cpu_kernels import DTYPES, HERE
+from torch import Tensor
+
+from quantkit.kernels.build import load_kernels
+from quantkit.model.cache import cached_floats
+from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
+from quantkit.tensors.scheme import QuantScheme
+
+INT8 = QuantScheme.parse("int8")
+SCORES = {
+    "capped": (0.3, 4.0, False, None),
+    "with sinks": (0.2, None, True, 100),
+    "capped, with sinks": (0.05, 1.5, True, None),
+    "capped, with sinks, in a window": (0.05, 1.5, True, 100),
+}
+"""Scale, soft cap, whether heads have sinks, window."""
+
+
+def _mixed(
+    queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float, softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Values mixed by attention, [B, T, H Dh], in float64; `seen` [T, S] or [B, 1, T, S]."""
+    group = queries.shape[1] // keys.shape[1]
+    keys, values = (rows.double().repeat_interleave(group, 1) for rows in (keys, values))
+    scores = queries.double() @ keys.transpose(2, 3) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, -math.inf)
+    if sinks is not None:
+        alone = sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, alone], dim=-1)
+    shares = torch.softmax(scores, -1)[..., : keys.shape[2]]
+    return (shares @ values).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "shared", "tokens", "length", "size"),
+    [(8, 2, 1, 600, 64), (4, 4, 3, 300, 80), (6, 1, 33, 260, 20)],
+)
+def test_attention_scores_are_capped_and_sinks_take_their_share(
+    variant: str, scores: str, dtype: torch.dtype, heads: int, shared: int, tokens: int, length: int, size: int
+) -> None:
+    scale, softcap, has_sinks, window = SCORES[scores]
+    queries = torch.randn(2, heads, tokens, size).to(dtype)
+    keys, values = torch.randn(2, 2, shared, length, size).to(dtype)
+    sinks = torch.linspace(-3, 9, heads) if has_sinks else None
+    positions = torch.arange(length - tokens, length)
+    operator = load_kernels(variant).cached_attention
+    found = operator(queries, keys, values, positions, None, window or 0, scale, softcap, sinks)
+    distance = positions.unsqueeze(-1) - torch.arange(length)
+    seen = (distance >= 0) & (distance < (window or length))
+    expected = _mixed(queries, keys, values, seen, scale, softcap, sinks)
+    tolerance = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_capped_scores_are_right_whatever_their_size(variant: str, tokens: int) -> None:
+    """The value of a lone key is its share beside a sink, which tells its score."""
+    cap, products = 5.0, torch.cat([torch.linspace(-9, 9, 500), 10 ** torch.linspace(-6, 30, 500)])
+    keys = products.view(-1, 1, 1, 1) * torch.eye(4)[0]
+    queries, ones = torch.eye(4)[0].expand(len(products), 1, tokens, 4), torch.ones(len(products), 1, 1, 4)
+    keys, values = (torch.cat([rows, torch.zeros(len(products), 1, tokens, 4)], dim=2) for rows in (keys, ones))
+    positions = torch.zeros(tokens, dtype=torch.int64)
+    operator = load_kernels(variant).cached_attention
+    found = operator(queries, keys, values, positions, None, 0, 1.0, cap, torch.zeros(1))
+    expected = torch.sigmoid(cap * torch.tanh(products.double() / cap))
+    torch.testing.assert_close(found[:, -1, 0].double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_a_sink_far_above_or_below_all_scores_takes_all_or_nothing(variant: str, tokens: int) -> None:
+    queries, keys = torch.randn(1, 3, tokens, 32), torch.randn(1, 3, 300, 32)
+    positions = torch.arange(300 - tokens, 300)
+    operator = load_kernels(variant).cached_attention
+    sinks = torch.tensor([500.0, -500.0, -math.inf])
+    found = operator(queries, keys, keys, positions, None, 0, 0.2, None, sinks).unflatten(-1, (3, 32))
+    without = operator(queries, keys, keys, positions, None, 0, 0.2).unflatten(-1, (3, 32))
+    assert found[:, :, 0].abs().max() < 1e-30
+    torch.testing.assert_close(found[:, :, 1:], without[:, :, 1:], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_capped_attention_hands_on_what_is_not_finite(variant: str, tokens: int) -> None:
+    queries, keys = torch.randn(1, 2, tokens, 32), torch.randn(1, 2, 90, 32)
+    values = keys.clone()
+    keys[0, 1, 4, 3] = torch.nan
+    positions = torch.arange(70 - tokens, 70)
+    operator = load_kernels(variant).cached_attention
+    found = operator(queries, keys, values, positions, None, 0, 1.0, 5.0, torch.tensor([0.0, 1.0]))
+    assert found[..., :32].isfinite().all()
+    assert found[..., 32:].isnan().all()
+    found = operator(queries, values, values, positions, None, 0, 1.0, None, torch.tensor([torch.nan, 1.0]))
+    assert found[..., :32].isnan().all()
+    assert found[..., 32:].isfinite().all()
+
+
+@pytest.mark.parametrize("wrong", [{"softcap": 0.0}, {"softcap": -1.0}, {"sinks": torch.zeros(3)},
+                                   {"sinks": torch.zeros(2).double()}], ids=str)  # fmt: skip
+def test_scores_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+    keys = torch.zeros(1, 1, 9, 32)
+    given = {"softcap": None, "sinks": None} | wrong
+    with pytest.raises(RuntimeError, match=r"softcap|sinks"):
+        load_kernels("native").cached_attention(
+            torch.zeros(1, 2, 1, 32), keys, keys, torch.tensor([3]), None, 0, 1.0, *given.values()
+        )
+
+
+HIDDEN, INNER, HEADS, KV_HEADS, SIZE = 64, 96, 4, 2, 32
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a block does besides Llama's."""
+
+    norms: tuple[bool, bool] = (True, False)  # before, and after
+    query_norm: int | None = None
+    key_norm: int | None = None
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    clip: float | None = None
+    query_scale: bool = False
+    activation: str = "silu"
+    limit: float | None = None
+    multiplier: float = 1.0
+    biases: bool = False
+
+
+ALL = Features(
+    norms=(True, True), query_norm=HEADS * SIZE, key_norm=KV_HEADS * SIZE, window=9, scale=0.1, softcap=3.0,
+    sinks=True, clip=1.5, query_scale=True, activation="swiglu_oai", limit=0.7, multiplier=0.4, biases=True,
+)  # fmt: skip
+FEATURES = {
+    "llama": Features(),
+    "norms after": Features(norms=(False, True)),
+    "norms both": Features(norms=(True, True)),
+    "no norms": Features(norms=(False, False)),
+    "head norms": Features(query_norm=SIZE, key_norm=SIZE),
+    "width norms": Features(query_norm=HEADS * SIZE, key_norm=KV_HEADS * SIZE),
+    "window": Features(window=4),
+    "scale": Features(scale=0.05),
+    "softcap": Features(softcap=2.0),
+    "sinks": Features(sinks=True),
+    "clip": Features(clip=0.7),
+    "clip before head norms": Features(query_norm=SIZE, key_norm=SIZE, clip=0.7),
+    "query scale": Features(query_scale=True),
+    "gelu": Features(activation="gelu_tanh"),
+    "swiglu_oai": Features(activation="swiglu_oai", limit=0.5),
+    "swiglu_oai without a limit": Features(activation="swiglu_oai"),
+    "multiplier": Features(multiplier=0.22),
+    "biases": Features(biases=True),
+    "all": ALL,
+}
+
+
+@dataclass(frozen=True)
+class ExampleStep:
+    """Where the rows of a step are: positions [B, T], and the sequences' slots [B]."""
+
+    positions: Tensor
+    slots: Tensor
+    prefill: bool
+
+    @property
+    def angles(self) -> tuple[Tensor, Tensor]:
+        frequencies = 100.0 ** (-torch.arange(SIZE // 2) * 2 / SIZE)
+        turns = self.positions.unsqueeze(-1) * torch.cat([frequencies, frequencies])
+        return turns.cos() * 1.1, turns.sin() * 1.1
+
+    @property
+    def query_scale(self) -> Tensor:
+        return 1 + 0.3 * torch.log1p(self.positions // 8)
+
+
+def _turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    half = torch.cat([-x[..., SIZE // 2 :], x[..., : SIZE // 2]], -1)
+    return x * cosine.double().unsqueeze(1) + half * sine.double().unsqueeze(1)
+
+
+@dataclass
+class ExampleBlock:
+    """A block of random weights: as the operator takes them, and in float64."""
+
+    features: Features
+    ops: Any
+    tensors: dict[str, Tensor | None] = field(default_factory=dict)
+    weights: dict[str, QuantTensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator)
+
+        own = self.features
+        shapes = {"qkv": ((HEADS + 2 * KV_HEADS) * SIZE, HIDDEN), "out": (HIDDEN, HEADS * SIZE),
+                  "gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}  # fmt: skip
+        for name, shape in shapes.items():
+            self.weights[name] = quantize_rtn(drawn(*shape) / shape[1] ** 0.5, INT8, torch.float32)
+            self.tensors[f"{name}_bias"] = drawn(shape[0]) if own.biases else None
+        widths = {"query_norm": own.query_norm, "key_norm": own.key_norm, "sinks": HEADS if own.sinks else None}
+        for half in ("attention", "feed_forward"):
+            for place, there in zip(("before", "after"), own.norms, strict=True):
+                widths[f"{half}_{place}"] = HIDDEN if there else None
+        for name, width in widths.items():
+            self.tensors[name] = None if width is None else 1 + drawn(width) / 4
+
+    def run(self, x: Tensor, step: ExampleStep, stored: tuple[Tensor, Tensor] | tuple[None, None]) -> Tensor:
+        """Through the operator; hidden states [B, T, D]."""
+        own, of = self.features, self.tensors
+        packed = {
+            name: self.ops.pack(weight.codes, weight.scale, weight.zero, 8, True)
+            for name, weight in self.weights.items()
+        }
+        attention = [of["attention_before"], packed["qkv"], of["qkv_bias"], of["query_norm"], of["key_norm"],
+                     of["sinks"], packed["out"], of["out_bias"], of["attention_after"]]  # fmt: skip
+        feed_forward = [of["feed_forward_before"], packed["gate_up"], of["gate_up_bias"], packed["down"],
+                        of["down_bias"], of["feed_forward_after"]]  # fmt: skip
+        out = x.clone()
+        self.ops.block(
+            out, *step.angles, step.query_scale if own.query_scale else None, step.positions, step.slots, *stored,
+            step.prefill, attention, feed_forward, HEADS, KV_HEADS, own.window or 0, own.scale, own.softcap, own.clip,
+            own.activation, own.limit, 1e-5, own.multiplier,
+        )  # fmt: skip
+        return out
+
+    def expected(self, x: Tensor, step: ExampleStep, stored: tuple[Tensor, Tensor]) -> Tensor:
+        """The same in float64, over the cache as it is after that."""
+        own, of = self.features, self.tensors
+        wide = x.double()
+        projected = self._linear("qkv", self._norm(wide, of["attention_before"]))
+        queries, keys, values = projected.split([HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE], -1)
+        if own.query_norm != SIZE:
+            queries, keys = self._norm(queries, of["query_norm"]), self._norm(keys, of["key_norm"])
+        if own.clip is not None:
+            queries, keys, values = (part.clamp(-own.clip, own.clip) for part in (queries, keys, values))
+        queries, keys, values = (part.unflatten(-1, (-1, SIZE)).transpose(1, 2) for part in (queries, keys, values))
+        if own.query_norm == SIZE:
+            queries, keys = self._norm(queries, of["query_norm"]), self._norm(keys, of["key_norm"])
+        queries, keys = (_turned(part, *step.angles) for part in (queries, keys))
+        if own.query_scale:
+            queries = queries * step.query_scale[:, None, :, None].double()
+        distance = step.positions.unsqueeze(-1) - step.positions.unsqueeze(-2)
+        if not step.prefill:
+            keys, values = (cached_floats(rows[step.slots], torch.float64) for rows in stored)
+            distance = step.positions.unsqueeze(-1) - torch.arange(keys.shape[2])
+        seen = (distance >= 0) & (distance < (own.window or 10**6))
+        mixed = _mixed(queries, keys, values, seen.unsqueeze(1), own.scale or SIZE**-0.5, own.softcap, of["sinks"])
+        wide = wide + own.multiplier * self._norm(self._linear("out", mixed), of["attention_after"])
+        gates = self._linear("gate_up", self._norm(wide, of["feed_forward_before"]))
+        inner = _gated(own.activation, own.limit, *gates.chunk(2, -1))
+        return wide + own.multiplier * self._norm(self._linear("down", inner), of["feed_forward_after"])
+
+    def _linear(self, name: str, x: Tensor) -> Tensor:
+        bias = self.tensors[f"{name}_bias"]
+        product = x @ self.weights[name].dequantize().double().t()
+        return product if bias is None else product + bias.double()
+
+    @staticmethod
+    def _norm(x: Tensor, weight: Tensor | None) -> Tensor:
+        return x if weight is None else F.rms_norm(x, x.shape[-1:], weight.double(), 1e-5)
+
+
+def _gated(activation: str, limit: float | None, gate: Tensor, up: Tensor) -> Tensor:
+    if activation == "silu":
+        return F.silu(gate) * up
+    if activation == "gelu_tanh":
+        return F.gelu(gate, approximate="tanh") * up
+    most = math.inf if limit is None else limit
+    gate, up = gate.clamp(max=most), up.clamp(-most, most)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+STEPS = [(6, True), (1, False), (3, False), (30, False), (1, False)]
+"""Tokens of each step, and whether they see none but each other."""
+
+
+@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("cached", [torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize("name", FEATURES)
+def test_blocks_serve_each_feature(variant: str, cached: torch.dtype, name: str) -> None:
+    """A prompt, one token, a few, many, of sequences at positions of their own in slots that are not in order."""
+    block = ExampleBlock(FEATURES[name], load_kernels(variant))
+    width = SIZE + (4 if cached == torch.int8 else 0)
+    stored = torch.zeros(2, KV_HEADS, 60, width, dtype=cached), torch.zeros(2, KV_HEADS, 60, width, dtype=cached)
+    starts = torch.tensor([[0], [0]])
+    for count, prefill in STEPS:
+        step = ExampleStep(starts + torch.arange(count), torch.tensor([1, 0]), prefill)
+        x = torch.randn(2, count, HIDDEN)
+        found = block.run(x, step, stored)
+        torch.testing.assert_close(found.double(), block.expected(x, step, stored), rtol=1e-3, atol=1e-3)
+        starts = step.positions[:, -1:] + (torch.tensor([[1], [5]]) if prefill else 1)
+
+
+@pytest.mark.parametrize("name", ["llama", "all"])
+def test_rows_of_blocks_have_the_bits_that_they_have_alone(name: str) -> None:
+    block = ExampleBlock(FEATURES[name], load_kernels("native"))
+    x, stored = torch.randn(3, 5, HIDDEN), torch.zeros(2, 3, KV_HEADS, 60, SIZE)
+    starts = torch.tensor([[0], [7], [20]])
+    step = ExampleStep(starts + torch.arange(5), torch.arange(3), prefill=False)
+    together = block.run(x, step, (stored[0].clone(), stored[1].clone()))
+    for row in range(3):
+        own = ExampleStep(step.positions[row : row + 1], torch.tensor([row]), prefill=False)
+        assert torch.equal(block.run(x[row : row + 1], own, (stored[0], stored[1]))[0], together[row])
+
+
+ACTIVATIONS = [("silu", None), ("gelu_tanh", None), ("swiglu_oai", None), ("swiglu_oai", 7.0)]
+
+
+@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize(("activation", "limit"), ACTIVATIONS)
+def test_activations_are_right_to_float32(variant: str, activation: str, limit: float | None) -> None:
+    """A block that adds the inner state of the first column to the second; its attention adds nothing."""
+    ops = load_kernels(variant)
+
+    def packed(rows: int, columns: int, ones: list[tuple[int, int]]) -> Tensor:
+        codes = torch.full((rows, columns), 128, dtype=torch.uint8)
+        for place in ones:
+            codes[place] += 1
+        weight: Tensor = ops.pack(codes, torch.ones(rows, 1), None, 8, True)
+        return weight
+
+    gates = torch.cat([torch.linspace(-12, 12, 997), 10 ** torch.linspace(-6, 30, 100)])
+    for up in (1.0, -9.0):
+        x = torch.zeros(1, len(gates), 32)
+        x[0, :, 0] = gates
+        bias = torch.zeros(64)
+        bias[32] = up
+        attention = [None, packed(96, 32, []), None, None, None, None, packed(32, 32, []), None, None]
+        feed_forward = [None, packed(64, 32, [(0, 0)]), bias, packed(32, 32, [(1, 0)]), None, None]
+        ops.block(
+            x, torch.ones(len(gates), 32), torch.zeros(len(gates), 32), None, torch.arange(len(gates)), None, None,
+            None, True, attention, feed_forward, 1, 1, 0, None, None, None, activation, limit, 1e-5, 1.0,
+        )  # fmt: skip
+        expected = _gated(activation, limit, gates.double(), torch.full_like(gates, up).double())
+        torch.testing.assert_close(x[0, :, 1].double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("attention", "feed_forward", "activation", "reason"),
+    [
+        (range(8), None, "silu", "attention: 9 tensors"),
+        (None, range(5), "silu", "feed-forward: 6 tensors"),
+        (None, None, "relu", "no such activation: relu"),
+    ],
+)
+def test_blocks_that_make_no_sense_are_refused(
+    attention: range | None, feed_forward: range | None, activation: str, reason: str
+) -> None:
+    block = ExampleBlock(replace(FEATURES["llama"], activation=activation), _Shortened(attention, feed_forward))
+    step = ExampleStep(torch.arange(3).unsqueeze(0), torch.tensor([0]), prefill=True)
+    with pytest.raises(RuntimeError, match=reason):
+        block.run(torch.randn(1, 3, HIDDEN), step, (None, None))
+
+
+class _Shortened:
+    """The operators, with some of a block's tensors alone."""
+
+    def __init__(self, attention: range | None, feed_forward: range | None) -> None:
+        self._kept, self.pack = (attention, feed_forward), load_kernels("native").pack
+
+    def block(self, *arguments: Any) -> None:
+        halves = [
+            half if kept is None else [half[index] for index in kept]
+            for half, kept in zip(arguments[9:11], self._kept, strict=True)
+        ]
+        load_kernels("native").block(*arguments[:9], *halves, *arguments[11:])
