@@ -84,6 +84,7 @@ class OpaqueTensor:
     """A tensor of a model of which nothing is known but its tensors.
 
     Attributes:
+        dtype: of its elements, or of the floats that they stand for.
         role: what it is the weight of: ``linear``; ``head`` or ``tower``, linears that keep their floats unless a
             recipe names them: an output head, or in a part for pictures or sound; ``float``, one that always does:
             a router, a head that is the embedding over again. Empty for all others.
@@ -93,6 +94,7 @@ class OpaqueTensor:
 
     name: str
     shape: tuple[int, ...]
+    dtype: str
     role: str = ""
     layer: int | None = None
     alias: str | None = None

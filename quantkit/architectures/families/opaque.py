@@ -51,10 +51,10 @@ def opaque_config(raw: Mapping[str, Any], tensors: Mapping[str, tuple[tuple[int,
     text = _language(raw)
     layers: dict[str, int] = {}
     found = []
-    for name, (shape, _) in tensors.items():
+    for name, (shape, dtype) in tensors.items():
         block = _block(name)
         layer = None if block is None else layers.setdefault(block, len(layers))
-        found.append(OpaqueTensor(name, shape, layer=layer))
+        found.append(OpaqueTensor(name, shape, str(dtype), layer=layer))
     heads = _whole(text, "num_attention_heads", "n_head", "num_heads")
     hidden = _whole(text, "hidden_size", "d_model", "n_embd")
     return ModelConfig(
@@ -137,8 +137,9 @@ def never_or_named(
 
 
 def may_be_linear(tensor: OpaqueTensor) -> bool:
-    """Whether a tensor has the shape and the name that the weight of a linear has."""
-    return len(tensor.shape) == 2 and 0 not in tensor.shape and tensor.name.endswith(".weight")
+    """Whether a tensor has the shape, type and name that the weight of a linear has."""
+    matrix = len(tensor.shape) == 2 and 0 not in tensor.shape and tensor.name.endswith(".weight")
+    return matrix and tensor.dtype in _FLOAT_TYPES
 
 
 def expert_counts(raw: Mapping[str, Any]) -> frozenset[int]:
