@@ -165,18 +165,9 @@ def test_an_error_that_is_not_the_manifests_is_a_problem(tmp_path: Path) -> None
 
 def test_what_rounding_changes_too_much_keeps_its_floats(tmp_path: Path) -> None:
     tensors = _some()
-    outlier = tensors["net.layers.0.attn.q_proj.weight"]
-    outlier[:, ::8] *= 1e4  # leaves the others no steps
-    outlier[:, ::8] *= torch.rand(16, 8) ** 8
-    source = _folder(tmp_path / "src", tensors)
-    made = quantkit.quantize(source, tmp_path / "dst", "int4-g64", tensors_only=True)
-    record = made.manifest["modules"]["net.layers.0.attn.q_proj"]
-    if record["scheme"] is not None:  # the draw was kind: the bound is of the norm, which the outliers have
-        assert record["relative_error"] <= 0.25
     flat = torch.zeros(16, 64)
     flat[:, 0] = 1.0
     flat[:, 1:] = 0.06  # below half a step of int4, and together as large as the outlier: rounded away
-    flat[:, 1:] *= 4 / 4
     tensors["net.layers.0.attn.q_proj.weight"] = flat
     source = _folder(tmp_path / "flat", tensors)
     made = quantkit.quantize(source, tmp_path / "kept", "int4-g64", tensors_only=True)
