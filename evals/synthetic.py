@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.config import ExpertsConfig, LayerConfig, ModelConfig
 from quantkit.architectures.families import config_from_hf
 from quantkit.architectures.topology import Parameter, linear_columns, parameters
 from quantkit.errors import RequestError
@@ -37,6 +37,10 @@ _SHAPES = {
     "llama-3.1-8b": (4096, 14336, 32, 32, 8, 128256, 8192),
     "llama-2-13b": (5120, 13824, 40, 40, 40, 32000, 4096),
     "llama-2-70b": (8192, 28672, 80, 64, 8, 32000, 4096),
+}
+# Mixtures of experts, whose feed-forward is that of one; at the end head size, experts, how many of them take a token.
+_MIXTURES = {
+    "qwen3-moe-2.7b": (2048, 384, 16, 16, 4, 32000, 2048, 128, 64, 8),
 }
 _LEAST_CONTEXT = 4096  # so that all shapes can be timed there, which random weights do as well as in their own
 _SPREAD = 0.02  # of the weights
@@ -82,7 +86,8 @@ class SyntheticCheckpoint:
         if scheme is None:
             return torch.empty(parameter.shape, dtype=torch.bfloat16).normal_(0, _SPREAD, generator=generator)
         rows, columns = parameter.shape
-        codes = torch.randint(0, scheme.levels, parameter.shape, dtype=torch.uint8, generator=generator)
+        words = torch.empty(-(-rows * columns // 8), dtype=torch.int64).random_(-(2**63), None, generator=generator)
+        codes = words.view(torch.uint8)[: rows * columns].view(rows, columns) & (scheme.levels - 1)
         scale = torch.full((rows, scheme.groups(columns)), 4 * _SPREAD / scheme.levels, dtype=torch.bfloat16)
         zero = None if scheme.symmetric else torch.full(scale.shape, scheme.levels // 2, dtype=torch.uint8)
         return QuantTensor(codes, scale, zero, scheme)
@@ -104,9 +109,9 @@ def synthetic(shape: str, scheme: str | None, head: str | None = None) -> Synthe
     Raises:
         RequestError: for an unknown shape or scheme.
     """
-    if shape not in _SHAPES:
-        raise RequestError("unknown shape", found=shape, expected=", ".join(_SHAPES))
-    hidden, inner, layers, heads, shared, vocabulary, context = _SHAPES[shape]
+    if shape not in _SHAPES | _MIXTURES:
+        raise RequestError("unknown shape", found=shape, expected=", ".join(_SHAPES | _MIXTURES))
+    hidden, inner, layers, heads, shared, vocabulary, context, *mixture = (_SHAPES | _MIXTURES)[shape]
     raw = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
         "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
@@ -115,6 +120,15 @@ def synthetic(shape: str, scheme: str | None, head: str | None = None) -> Synthe
         "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": None,
     }  # fmt: skip
     config = config_from_hf(raw, shape)
+    if mixture:
+        head_dim, count, per_token = mixture
+        config = replace(
+            config,
+            head_dim=head_dim,
+            qk_norm="head",
+            experts=ExpertsConfig(count, inner, per_token),
+            layers=(LayerConfig(experts=True),) * layers,
+        )
     name = "-".join(part for part in (shape, scheme, head and f"head-{head}") if part is not None)
     return SyntheticCheckpoint(Path(name), config, _schemes(config, scheme, head))
 
@@ -130,7 +144,7 @@ def shaped(source: str | Path, scheme: str | None) -> Checkpoint:
         QuantkitError: as opening a folder does.
     """
     folder = Path(source)
-    if not folder.exists() and str(source) in _SHAPES:
+    if not folder.exists() and str(source) in _SHAPES | _MIXTURES:
         return synthetic(str(source), scheme)
     path = folder / "config.json"
     if HF.present(folder) or not path.is_file():

@@ -18,6 +18,7 @@ from quantkit.evals.models import backend_names
 from quantkit.evals.texts import token_ids
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.decoder import Decoder
+from quantkit.model.feed_forward import Experts
 from quantkit.model.load import load_model
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate import generate
@@ -196,15 +197,22 @@ class Decoding:
 
 
 def weight_bytes(model: Decoder) -> int:
-    """Of what is read for each token: all weights but the embedding, unless it is the head as well."""
-    embedding: nn.Module = model.model.embed_tokens
-    left_out = sum(weight.nbytes for weight in embedding.parameters()) if model.lm_head is not None else 0
+    """Of what is read for each token: all weights but the embedding, unless it is the head as well, and of a mixture's
+    experts as many as take a token."""
+    left_out = _bytes(model.model.embed_tokens) if model.lm_head is not None else 0
+    if model.config.experts is not None:
+        unused = 1 - model.config.experts.per_token / model.config.experts.count
+        left_out += round(sum(unused * _bytes(part.experts) for part in model.modules() if isinstance(part, Experts)))
     return loaded_bytes(model) - left_out
 
 
 def loaded_bytes(model: Decoder) -> int:
     """Of all weights, as the kernels have them."""
-    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    return _bytes(model)
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
 
 
 def bandwidth(device: torch.device) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -59,6 +59,38 @@ class BlockKernel:
 
 
 @dataclass(frozen=True)
+class StackedLinear:
+    """A linear of every expert of a layer.
+
+    Attributes:
+        prepared: what the backend's `prepare` gave for each, by name, as one tensor [E, ...].
+        rows: outputs of one.
+        bias: [E, O] in float32, or None.
+    """
+
+    prepared: dict[str, Tensor]
+    scheme: QuantScheme
+    rows: int
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class ExpertKernel:
+    """A kernel for the experts of a layer. It reads the weights of those that are chosen only, and nothing that it is
+    given on the host: it can be captured.
+
+    Attributes:
+        stack: one of the tensors that `prepare` gave for each expert, as one tensor [E, ...].
+        run: for rows [N, D], weights [N, K] in float32 and numbers [N, K] of the chosen experts, each one's gate and up
+            side by side, and down, the activation and its limit as in `ModelConfig`: the weighted sums [N, D] in the
+            dtype of the rows.
+    """
+
+    stack: Callable[[Sequence[Tensor]], Tensor]
+    run: Callable[[Tensor, Tensor, Tensor, StackedLinear, StackedLinear, str, float | None], Tensor]
+
+
+@dataclass(frozen=True)
 class Operations:
     """What a backend offers for the rest of a model, besides its linears; None where it offers nothing.
 
@@ -67,6 +99,7 @@ class Operations:
         cached_attention_max_tokens: tokens T up to which it is faster than torch's attention; None is any number.
         float_linear: ``x @ weight.T`` with a weight of floats, in the dtype of x, whatever the weight's.
         block: for whole decoder blocks.
+        experts: for mixtures of experts.
         single_threaded: keeps torch's own operations, while in it, to the calling thread. Threads that torch wakes
             up look for more work for milliseconds, on processors that the kernels then lack.
     """
@@ -75,6 +108,7 @@ class Operations:
     cached_attention_max_tokens: int | None = None
     float_linear: Callable[[Tensor, Tensor], Tensor] | None = None
     block: BlockKernel | None = None
+    experts: ExpertKernel | None = None
     single_threaded: Callable[[], AbstractContextManager[None]] | None = None
 
 

@@ -101,11 +101,17 @@ def cache_folder() -> Path:
     return Path(os.environ.get("QUANTKIT_CACHE") or Path(base) / "quantkit")
 
 
+def _as_first(first: Tensor, *operands: Any) -> Tensor:
+    """Gives what is like its first operand."""
+    return torch.empty_like(first)
+
+
 _SHAPES: dict[str, Callable[..., Any]] = {
     "linear": _linear_shape,
     "cached_attention": _cached_attention_shape,
     "float_linear": _float_linear_shape,
     "block": _in_place,
+    "experts": _as_first,
 }
 """The shapes that operators return, for tracing."""
 

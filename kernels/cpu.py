@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import UnsupportedError
-from quantkit.kernels.backend import BlockKernel, Operations, Rounding
+from quantkit.kernels.backend import BlockKernel, ExpertKernel, Operations, Rounding, StackedLinear
 from quantkit.kernels.build import load_kernels
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
@@ -30,6 +30,7 @@ _EXACT_MAX, _FAST_MAX = 127 * 256, 127  # the largest integers that activations 
 _BLOCK_FEATURES = frozenset({
     "qkv_bias", "output_bias", "mlp_bias", "qk_norm", "clip_qkv", "window", "rotary", "query_scaling_beta",
     "attention_scale", "attention_softcap", "sinks", "norms", "residual_multiplier", "activation", "activation_limit",
+    "experts",
 })  # fmt: skip
 
 
@@ -94,6 +95,16 @@ class CpuBackend:
             product: Tensor = operators.float_linear(x, weight)
             return product
 
+        def experts(
+            rows: Tensor, weights: Tensor, chosen: Tensor, gate_up: StackedLinear, down: StackedLinear,
+            activation: str, limit: float | None,
+        ) -> Tensor:  # fmt: skip
+            first, second = gate_up.prepared["packed"], down.prepared["packed"]
+            summed: Tensor = operators.experts(
+                rows, weights, chosen, first, gate_up.bias, second, down.bias, activation, limit
+            )
+            return summed
+
         @contextmanager
         def single_threaded() -> Iterator[None]:
             before = operators.torch_threads(1)
@@ -104,5 +115,5 @@ class CpuBackend:
 
         return Operations(
             cached_attention, float_linear=float_linear, block=BlockKernel(operators.block, _BLOCK_FEATURES),
-            single_threaded=single_threaded,
+            experts=ExpertKernel(operators.stack, experts), single_threaded=single_threaded,
         )  # fmt: skip

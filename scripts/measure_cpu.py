@@ -1,12 +1,13 @@
 """Measure generation on this CPU, in turn with llama.cpp: tables in Markdown, and a picture.
 
-    python scripts/measure_cpu.py --peer PYTHON --models FOLDER [--rounds 7] [--measures decode] [--head SCHEME]
-        [--plot OUT.png]
+    python scripts/measure_cpu.py --peer PYTHON --models FOLDER [--shape qwen3-moe-2.7b] [--schemes int4-g128 int4-g32]
+        [--modes exact fast] [--rounds 7] [--measures decode] [--head SCHEME] [--plot OUT.png]
 
-Random weights in TinyLlama's shape. PYTHON has llama-cpp-python and gguf; its models are made in FOLDER and
-kept. All candidates are loaded, each in a process of its own (12 GB together). In each round each of ours is
-measured right after the llama.cpp type beside it, for a second or so, with the bandwidth of a plain sum before
-and after: what a shared machine gives changes within seconds. Figures are medians over the rounds, tokens a second.
+Random weights in TinyLlama's shape, or another that `peer_llamacpp.py` knows. PYTHON has llama-cpp-python and gguf;
+its models are made in FOLDER and kept. All candidates are loaded, each in a process of its own (12 GB together). In
+each round each of ours is measured right after the llama.cpp type beside it, for a second or so, with the bandwidth of
+a plain sum before and after: what a shared machine gives changes within seconds. Figures are medians over the rounds,
+tokens a second.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-SHAPE = "tinyllama-1.1b"
-OURS = [(scheme, mode) for scheme in ("int8", "int4-g32", "int4-g128") for mode in ("exact", "fast")]
+SCHEMES, MODES = ("int8", "int4-g32", "int4-g128"), ("exact", "fast")
 PEERS = {"int8": "Q8_0", "int4-g32": "Q4_0", "int4-g128": "Q4_0"}
 MEASURES = ("decode", "decode batch 8", "prefill 128", "prefill 512")
 QUIET = 0.85  # of the most that memory gave to a plain sum: at least so much when nothing else used it
@@ -53,7 +53,7 @@ class Candidate:
         return answer
 
 
-def serve(scheme: str, head: str | None, mode: str) -> None:
+def serve(shape: str, scheme: str, head: str | None, mode: str) -> None:
     """Be such a process, for one of ours."""
     import torch
 
@@ -61,7 +61,7 @@ def serve(scheme: str, head: str | None, mode: str) -> None:
     from quantkit.evals.timing import Decoding, prefill_once, seconds, weight_bytes
     from quantkit.model.load import load_model
 
-    model = load_model(synthetic(SHAPE, scheme, head), device="cpu", backend=f"cpu-{mode}")
+    model = load_model(synthetic(shape, scheme, head), device="cpu", backend=f"cpu-{mode}")
     measures: dict[str, Callable[[], float]] = {
         "decode": lambda: 48 / Decoding(model, 1, 48, None).run(),
         "decode batch 8": lambda: 64 / Decoding(model, 8, 8, None).run(),
@@ -110,13 +110,13 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Candidate], dict[str
     read = partial(bandwidth, torch.device("cpu"))
     script = str(Path(__file__).with_name("peer_llamacpp.py"))
     candidates = {
-        kind: Candidate(options.peer, script, str(options.models), "--serve", kind)
-        for kind in dict.fromkeys(PEERS.values())
+        kind: Candidate(options.peer, script, str(options.models), "--serve", kind, "--shape", options.shape)
+        for kind in dict.fromkeys(PEERS[scheme] for scheme in options.schemes)
     }
-    labels = {f"{scheme}, {mode}": (scheme, mode) for scheme, mode in OURS}
+    labels = {f"{scheme}, {mode}": (scheme, mode) for scheme in options.schemes for mode in options.modes}
     for label, (scheme, mode) in labels.items():
         head = "int8" if scheme == "int8" else options.head or scheme
-        candidates[label] = Candidate(sys.executable, __file__, "--serve", scheme, head, mode)
+        candidates[label] = Candidate(sys.executable, __file__, "--serve", options.shape, scheme, head, mode)
     found: dict[str, dict[str, list[Pair]]] = defaultdict(lambda: defaultdict(list))
     for name in options.measures:
         for candidate in candidates.values():  # to warm up
@@ -165,7 +165,7 @@ def tables(candidates: dict[str, Candidate], found: dict[str, dict[str, list[Pai
 def peers(found: dict[str, dict[str, list[Pair]]]) -> dict[str, dict[str, float]]:
     """Medians of what llama.cpp did, by its type and the measure."""
     rows: dict[str, dict[str, float]] = {}
-    for kind in dict.fromkeys(PEERS.values()):
+    for kind in dict.fromkeys(PEERS[label.split(",")[0]] for label in found):
         beside = [by for label, by in found.items() if PEERS[label.split(",")[0]] == kind]
         rows[kind] = {name: statistics.median(pair.theirs for by in beside for pair in by[name]) for name in beside[0]}
     return rows
@@ -173,9 +173,12 @@ def peers(found: dict[str, dict[str, list[Pair]]]) -> dict[str, dict[str, float]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--peer")
     parser.add_argument("--models", type=Path)
+    parser.add_argument("--shape", default="tinyllama-1.1b")
+    parser.add_argument("--schemes", nargs="+", default=SCHEMES, choices=SCHEMES)
+    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--measures", nargs="*", default=MEASURES, choices=MEASURES)
     parser.add_argument("--head", help="the scheme of the head of int4 models; their own by default")

@@ -1,10 +1,10 @@
-"""llama.cpp on random weights of TinyLlama's shape, to be held against ours by `measure_cpu.py` and `measure_batch.py`.
+"""llama.cpp on random weights of a shape, to be held against ours by `measure_cpu.py` and `measure_batch.py`.
 
-    PYTHON scripts/peer_llamacpp.py FOLDER --serve Q4_0 [--threads 2] [--context 2048] [--sequences 8]
+    PYTHON scripts/peer_llamacpp.py FOLDER --serve Q4_0 [--shape SHAPE] [--threads 2] [--context 2048] [--sequences 8]
 
-PYTHON has llama-cpp-python and gguf. The model is made in FOLDER and kept. Says how many bytes of weights it
-reads for a token; then, for each line on standard input that names a measurement, or holds prompts as JSON, its
-tokens per second.
+PYTHON has llama-cpp-python and gguf. The model is made in FOLDER, in a folder of its shape, and kept. Says how many
+bytes of weights it reads for a token; then, for each line on standard input that names a measurement, or holds prompts
+as JSON, its tokens per second.
 """
 
 from __future__ import annotations
@@ -12,65 +12,116 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import math
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import gguf
 import llama_cpp
 import numpy as np
 
-DIM, HIDDEN, LAYERS, HEADS, SHARED, VOCABULARY, CONTEXT = 2048, 5632, 22, 32, 4, 32000, 2048
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes as `quantkit.evals.synthetic` has them for a shape of this name; `experts` is how many, and how many of
+    them take a token."""
+
+    arch: str
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    experts: tuple[int, int] | None = None
+    vocabulary: int = 32000
+    context: int = 2048
+
+
+SHAPES = {
+    "tinyllama-1.1b": Shape("llama", 2048, 5632, 22, 32, 4, 64),
+    "qwen3-moe-2.7b": Shape("qwen3moe", 2048, 384, 16, 16, 4, 128, (64, 8)),
+}
 TYPES = {"Q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
          "Q4_K_M": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M}  # fmt: skip
 
 
-def make_source(path: Path) -> None:
-    """A float model with a vocabulary of nothing but bytes and unused tokens."""
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(CONTEXT)
-    writer.add_embedding_length(DIM)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(HIDDEN)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(SHARED)
-    writer.add_rope_dimension_count(DIM // HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tokenizer_model("llama")
-    tokens = [f"<{index}>".encode() for index in range(VOCABULARY)]
-    writer.add_token_list(tokens)
-    writer.add_token_scores([0.0] * VOCABULARY)
-    writer.add_token_types([int(gguf.TokenType.NORMAL)] * VOCABULARY)
-    random = np.random.default_rng(0)
-
-    def add(name: str, *shape: int) -> None:
-        values = random.standard_normal(shape, dtype=np.float32) * 0.02
-        writer.add_tensor(name, values.astype(np.float16) if len(shape) > 1 else np.ones(shape, np.float32))
-
-    add("token_embd.weight", VOCABULARY, DIM)
-    add("output_norm.weight", DIM)
-    add("output.weight", VOCABULARY, DIM)
-    for layer in range(LAYERS):
+def tensors_of(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes; vectors and routers are float32 on disk."""
+    hidden, inner, kv = shape.hidden, shape.intermediate, shape.kv_heads * shape.head_dim
+    queries = shape.heads * shape.head_dim
+    bank = () if shape.experts is None else (shape.experts[0],)
+    of_experts = "_exps" if bank else ""
+    yield "token_embd.weight", (shape.vocabulary, hidden)
+    yield "output_norm.weight", (hidden,)
+    yield "output.weight", (shape.vocabulary, hidden)
+    for layer in range(shape.layers):
         block = f"blk.{layer}."
-        add(block + "attn_norm.weight", DIM)
-        add(block + "ffn_norm.weight", DIM)
+        for norm in ("attn_norm", "ffn_norm"):
+            yield f"{block}{norm}.weight", (hidden,)
+        if shape.arch == "qwen3moe":
+            for norm in ("attn_q_norm", "attn_k_norm"):
+                yield f"{block}{norm}.weight", (shape.head_dim,)
+            yield f"{block}ffn_gate_inp.weight", (*bank, hidden)
         for name, rows, columns in (
-            ("attn_q", DIM, DIM), ("attn_k", DIM // HEADS * SHARED, DIM), ("attn_v", DIM // HEADS * SHARED, DIM),
-            ("attn_output", DIM, DIM), ("ffn_gate", HIDDEN, DIM), ("ffn_up", HIDDEN, DIM), ("ffn_down", DIM, HIDDEN),
+            ("attn_q", queries, hidden), ("attn_k", kv, hidden), ("attn_v", kv, hidden),
+            ("attn_output", hidden, queries),
         ):  # fmt: skip
-            add(f"{block}{name}.weight", rows, columns)
+            yield f"{block}{name}.weight", (rows, columns)
+        for name, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
+            yield f"{block}ffn_{name}{of_experts}.weight", (*bank, rows, columns)
+
+
+def make_source(path: Path, shape: Shape) -> None:
+    """A float model with a vocabulary of nothing but bytes and unused tokens, written tensor by tensor."""
+    writer = gguf.GGUFWriter(path, shape.arch)
+    writer.add_context_length(shape.context)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_block_count(shape.layers)
+    writer.add_feed_forward_length(shape.intermediate)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_layer_norm_rms_eps(1e-5)
+    if shape.experts is not None:
+        writer.add_expert_count(shape.experts[0])
+        writer.add_expert_used_count(shape.experts[1])
+        writer.add_expert_feed_forward_length(shape.intermediate)
+    writer.add_tokenizer_model("llama")
+    tokens = [f"<{index}>".encode() for index in range(shape.vocabulary)]
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * shape.vocabulary)
+    writer.add_token_types([int(gguf.TokenType.NORMAL)] * shape.vocabulary)
+    random = np.random.default_rng(0)
+    dtypes = {
+        name: np.dtype(np.float32 if len(sizes) == 1 or "gate_inp" in name else np.float16)
+        for name, sizes in tensors_of(shape)
+    }
+    for name, sizes in tensors_of(shape):
+        writer.add_tensor_info(name, sizes, dtypes[name], math.prod(sizes) * dtypes[name].itemsize)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    writer.write_ti_data_to_file()
+    for name, sizes in tensors_of(shape):
+        if len(sizes) == 1:
+            values = np.ones(sizes, np.float32)
+        else:
+            values = random.standard_normal(sizes, dtype=np.float32) * np.float32(0.02)
+        writer.write_tensor_data(values.astype(dtypes[name]))
     writer.close()
 
 
-def make(folder: Path, kind: str) -> Path:
+def make(folder: Path, kind: str, shape: Shape) -> Path:
     path = folder / f"{kind}.gguf"
     if not path.exists():
         source = folder / "F16.gguf"
         if not source.exists():
-            make_source(source)
+            make_source(source, shape)
         options = llama_cpp.llama_model_quantize_default_params()
         options.ftype = TYPES[kind]
         failed = llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), ctypes.byref(options))
@@ -84,6 +135,7 @@ class Session:
 
     def __init__(self, path: Path, threads: int, context: int, sequences: int, *, unified: bool) -> None:
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+        self._vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         options = llama_cpp.llama_context_default_params()
         options.n_ctx, options.n_batch, options.n_ubatch = context, 512, 512
         options.n_threads = options.n_threads_batch = threads
@@ -127,7 +179,9 @@ class Session:
 
     def likeliest(self, row: int) -> int:
         """The token with the largest logit in a row of the last run."""
-        return int(np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self._context, row), (VOCABULARY,)).argmax())
+        return int(
+            np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self._context, row), (self._vocabulary,)).argmax()
+        )
 
     def together(self, prompts: list[list[int]], new: int) -> float:
         """New tokens after the first of each prompt, greedily."""
@@ -150,10 +204,12 @@ class Session:
         return count / (time.perf_counter() - started)
 
 
-def weight_bytes(path: Path) -> int:
-    """Of what is read for each token: all but the embedding."""
-    tensors = gguf.GGUFReader(path).tensors
-    return sum(int(tensor.n_bytes) for tensor in tensors if tensor.name != "token_embd.weight")
+def weight_bytes(path: Path, shape: Shape) -> int:
+    """Of what is read for each token: all but the embedding, and of experts as many as take one."""
+    count, per_token = shape.experts or (1, 1)
+    tensors = {tensor.name: int(tensor.n_bytes) for tensor in gguf.GGUFReader(path).tensors}
+    del tensors["token_embd.weight"]
+    return sum(size * per_token // count if "_exps" in name else size for name, size in tensors.items())
 
 
 def main() -> None:
@@ -161,15 +217,17 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--serve", required=True, choices=TYPES)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--context", type=int, default=CONTEXT)
+    parser.add_argument("--shape", default="tinyllama-1.1b", choices=SHAPES)
+    parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--split", action="store_true", help="each sequence has a cache of its own")
     options = parser.parse_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
+    folder = options.folder / options.shape
+    folder.mkdir(parents=True, exist_ok=True)
     quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)  # to live as long as the library
     llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
-    path = make(options.folder, options.serve)
+    path = make(folder, options.serve, SHAPES[options.shape])
     session = Session(path, options.threads, options.context, options.sequences, unified=not options.split)
     measures = {
         "decode": lambda: session.decoding(48),
@@ -177,7 +235,7 @@ def main() -> None:
         "prefill 128": lambda: session.prefill(128),
         "prefill 512": lambda: session.prefill(512),
     }
-    print(weight_bytes(path), flush=True)
+    print(weight_bytes(path, SHAPES[options.shape]), flush=True)
     for line in sys.stdin:
         if line.startswith("{"):
             print(session.together(**json.loads(line)), flush=True)

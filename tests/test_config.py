@@ -16,6 +16,7 @@ from quantkit.architectures.config import ExpertsConfig, ModelConfig
 from quantkit.architectures.families import config_from_hf, config_to_hf
 from quantkit.errors import CheckpointError, UnsupportedError
 
+_GEMMA = {"head_dim": 16, "pad_token_id": 0}
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -37,6 +38,30 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3-no-theta": ("smollm3", {"rope_parameters": {"rope_type": "default"}}),
     "smollm3-types": (
         "smollm3", {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 5}
+    ),
+    "gemma": ("gemma", {**_GEMMA}),
+    "gemma-bias": ("gemma", {**_GEMMA, "attention_bias": True, "tie_word_embeddings": False, "hidden_act": "gelu"}),
+    "gemma2": ("gemma2", {**_GEMMA}),
+    "gemma2-bare": (
+        "gemma2",
+        {
+            **_GEMMA, "sliding_window": 5, "query_pre_attn_scalar": 9, "attn_logit_softcapping": None,
+            "final_logit_softcapping": None, "attention_bias": True, "tie_word_embeddings": False,
+        },
+    ),
+    "gemma2-types": ("gemma2", {**_GEMMA, "layer_types": ["full_attention"] * 3, "attn_logit_softcapping": 7.0}),
+    "gemma3": ("gemma3_text", {**_GEMMA, "num_hidden_layers": 8}),
+    "gemma3-whole": ("gemma3_text", {**_GEMMA, "layer_types": ["full_attention"] * 3, "attention_bias": True}),
+    "gemma3-ropes": (
+        "gemma3_text",
+        {
+            **_GEMMA, "layer_types": ["full_attention", *["sliding_attention"] * 2], "sliding_window": 5,
+            "query_pre_attn_scalar": 9, "final_logit_softcapping": 7.0, "tie_word_embeddings": False,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
     ),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "qwen3-biases": ("qwen3", {"attention_bias": True}),
@@ -153,8 +178,7 @@ def test_transformers_reads_our_config_as_the_one_it_came_from(variant: str, tmp
     config = config_from_hf(_keys(kind, **changes), "config.json")
     theirs = _read_back(config_to_hf(config), tmp_path / "model")
     _require_same_meaning(config, theirs)
-    keys = ("rope_parameters", "layer_types", "attention_bias", "mlp_bias", "hidden_act", "hidden_activation")
-    for key in (*keys, "query_pre_attn_scalar"):
+    for key in ("rope_parameters", "layer_types", "attention_bias", "mlp_bias", "query_pre_attn_scalar"):
         assert getattr(theirs, key, None) == getattr(original, key, None), key
     assert theirs.architectures == [config_to_hf(config)["architectures"][0]]
     assert type(theirs) is type(original)
@@ -181,6 +205,25 @@ def test_older_rope_keys_mean_the_same_as_newer_ones(rope: str, spelling: str, t
     config = config_from_hf(older, "config.json")
     assert config == config_from_hf(newer, "config.json")
     _require_same_meaning(config, _read_back(older, tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    "older",
+    [
+        {"rope_theta": 5e5, "rope_local_base_freq": 700.0, "sliding_window_pattern": 3},
+        {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window_pattern": 2},
+        {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 700.0},
+        {},
+    ],
+)
+def test_gemma3s_older_keys_mean_what_transformers_takes_them_for(older: dict[str, Any], tmp_path: Path) -> None:
+    keys = _keys("gemma3_text", **_GEMMA, num_hidden_layers=6)
+    raw = {key: value for key, value in keys.items() if key not in ("rope_parameters", "layer_types")} | older
+    config = config_from_hf(raw, "config.json")
+    _require_same_meaning(config, _read_back(raw, tmp_path / "model"))
+    written = config_to_hf(config)
+    assert older.items() <= {**written, "rope_scaling": older.get("rope_scaling")}.items()
+    assert (written["rope_scaling"] or {}) == older.get("rope_scaling", {})
 
 
 def test_rope_scaling_wins_over_rope_parameters_as_in_transformers(tmp_path: Path) -> None:
@@ -215,6 +258,24 @@ OPTIONAL = [
     ("qwen2", "max_window_layers"),
     ("qwen3", "attention_bias"),
     ("qwen3", "layer_types"),
+    ("gemma", "head_dim"),
+    ("gemma", "hidden_act"),
+    ("gemma", "tie_word_embeddings"),
+    ("gemma2", "head_dim"),
+    ("gemma2", "hidden_activation"),
+    ("gemma2", "tie_word_embeddings"),
+    ("gemma2", "attention_bias"),
+    ("gemma2", "layer_types"),
+    ("gemma2", "sliding_window"),
+    ("gemma2", "query_pre_attn_scalar"),
+    ("gemma2", "attn_logit_softcapping"),
+    ("gemma2", "final_logit_softcapping"),
+    ("gemma3_text", "head_dim"),
+    ("gemma3_text", "layer_types"),
+    ("gemma3_text", "sliding_window"),
+    ("gemma3_text", "query_pre_attn_scalar"),
+    ("gemma3_text", "final_logit_softcapping"),
+    ("gemma3_text", "rope_parameters"),
 ]  # fmt: skip
 
 
@@ -285,6 +346,40 @@ def test_a_missing_rope_key_is_named_with_its_file(rope: str, key: str) -> None:
 def test_a_setting_that_is_not_computed_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=rf"^x/config\.json: .*{message}"):
         config_from_hf({**_keys("llama"), **changes}, "x/config.json")
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "error", "message"),
+    [
+        ("gemma", {"use_bidirectional_attention": True}, UnsupportedError, "attention in both directions"),
+        ("gemma", {"hidden_activation": "gelu"}, UnsupportedError, "activation .*found gelu"),
+        ("gemma", {"hidden_act": "silu"}, UnsupportedError, "activation .*found silu"),
+        ("gemma2", {"use_bidirectional_attention": True}, UnsupportedError, "attention in both directions"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, UnsupportedError, "attention in both directions"),
+        ("gemma3_text", {"sliding_window_pattern": 0}, CheckpointError, "'sliding_window_pattern' is out of range"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"rope_type": "linear", "factor": 8.0}},
+            UnsupportedError,
+            "rope_parameters are not told apart by kind of layer .*factor",
+        ),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "dynamic", "factor": 8.0}}},
+            UnsupportedError,
+            "rope scaling of layers with a window .*dynamic",
+        ),
+        ("gemma2", {"hidden_activation": "gelu"}, UnsupportedError, "activation .*found gelu"),
+        ("gemma2", {"sliding_window": None}, CheckpointError, "sliding_window says none"),
+        ("gemma2", {"attn_logit_softcapping": 0}, CheckpointError, "'attn_logit_softcapping' is out of range"),
+        ("gemma2", {"query_pre_attn_scalar": 0.5}, CheckpointError, "wrong type for 'query_pre_attn_scalar'"),
+    ],
+)
+def test_a_setting_of_a_family_that_is_not_computed_is_refused(
+    kind: str, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=rf"^x/config\.json: .*{message}"):
+        config_from_hf({**_keys(kind), **changes}, "x/config.json")
 
 
 @pytest.mark.parametrize(

@@ -75,21 +75,21 @@ def _expected(folder: Path, checkpoint: HFCheckpoint) -> dict[str, Tensor]:
     return found
 
 
+_OUTPUT_NORMS = {
+    "post_attention_layernorm": "attention_output_layernorm", "post_feedforward_layernorm": "mlp_output_layernorm",
+}  # fmt: skip
+
+
 def _renamed(name: str, kind: str) -> str:
     changes = {
         "mixtral": {"block_sparse_moe": "mlp", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."},
         "gpt_oss": {"mlp.router": "mlp.gate"},
-        "gemma2": {
-            "post_attention_layernorm": "attention_output_layernorm",
-            "pre_feedforward_layernorm": "post_attention_layernorm",
-            "post_feedforward_layernorm": "mlp_output_layernorm",
-        },
+        "gemma2": {**_OUTPUT_NORMS, "pre_feedforward_layernorm": "post_attention_layernorm"},
+        "gemma3_text": {**_OUTPUT_NORMS, "pre_feedforward_layernorm": "post_attention_layernorm"},
     }
     for old, new in changes.get(kind, {}).items():
         if old in name:
             name = name.replace(old, new)
-            if kind == "gemma2":
-                break
     return name
 
 

@@ -27,7 +27,7 @@ from quantkit.formats.output.journal import NAME
 from quantkit.formats.output.writer import CheckpointWriter, Written
 from quantkit.formats.registry import HF
 from quantkit.jobs.output import SHARD_BYTES
-from quantkit.jobs.prepare import tensor_blocks
+from quantkit.jobs.prepare import prepare, tensor_blocks
 from quantkit.jobs.scheme_map import SchemeMap
 from quantkit.tensors.qtensor import quantize_rtn
 from quantkit.tensors.recipe import Override, Recipe
@@ -322,3 +322,37 @@ def test_transformers_loads_quantized_folders(case: str, tmp_path: Path) -> None
     tokens = oracle.random_tokens(12)
     theirs, expected = (oracle.logits(oracle.load(tmp_path / name), tokens) for name in ("theirs", "floats"))
     assert torch.allclose(theirs, expected, atol=1e-4)
+
+
+def _written(case: str, folder: Path, recipe: Recipe) -> tuple[HFCheckpoint, dict[str, list[str]]]:
+    """A quantized checkpoint, and what its config's groups target."""
+    source = opened(oracle.save(make(case), folder / "source"))
+    made = quantized(source, folder / "made", recipe)
+    groups = json.loads((made / "config.json").read_text())[SETTINGS]["config_groups"]
+    return opened(made), {name: group["targets"] for name, group in groups.items()}
+
+
+def test_experts_of_one_scheme_are_named_by_a_pattern(tmp_path: Path) -> None:
+    recipe = Recipe(QuantScheme(4, 32), (Override("*.self_attn.*", INT8),))
+    result, targets = _written("mixtral", tmp_path, recipe)
+    assert targets["group_1"] == [r"re:.*\.experts\.\d+\..*"]
+    assert len(targets["group_0"]) == 12
+    assert schemes(result) == SchemeMap.of(recipe, result.config).schemes
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [Recipe(INT8).keeping(["*.experts.1.*"]), Recipe(INT8).keeping(["*.layers.0.*"]),
+     Recipe(QuantScheme(4, 32), (Override("*.w2", INT8),))],
+)  # fmt: skip
+def test_of_experts_of_several_schemes_no_reader_but_quantkit_is_told(recipe: Recipe, tmp_path: Path) -> None:
+    result, _ = _written("mixtral", tmp_path, recipe)
+    assert result.readers() == "quantkit"
+    assert schemes(result) == SchemeMap.of(recipe, result.config).schemes
+    _, _, _, notes = prepare(
+        tmp_path / "source", tmp_path / "other", recipe, keep=(), strict=False, weights=None,
+    )  # fmt: skip
+    assert notes[-1] == (
+        f"{tmp_path / 'other'}: transformers does not load experts of several schemes right (seen in 5.23); "
+        "quantkit does"
+    )

@@ -22,7 +22,13 @@ SCHEMES = ["int8", "int4-g32", "int4-g128", "int4-g128-asym", "int8-g64-asym"]
 
 
 def _config(**changes: Any) -> ModelConfig:
-    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 704, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32}
+    sizes: dict[str, Any] = {
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "head_dim": 32,
+    }
     config = replace(synthetic("llama-160m", None).config, layers=(LayerConfig(),))
     return replace(config, **{**sizes, "vocab_size": 99, **changes})
 

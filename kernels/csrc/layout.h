@@ -45,6 +45,11 @@ struct Layout {
   }
   int64_t bytes() const { return bands() * band_bytes(); }
   int fixed_zero() const { return bits == 4 ? 8 : 128; }
+  bool operator==(const Layout&) const = default;
+  // Whether activations become the same integers for both.
+  bool like(const Layout& other) const {
+    return columns == other.columns && bits == other.bits && zeros == other.zeros && exact == other.exact;
+  }
 };
 
 // Pack one band of 16 rows. Rows beyond the last have scale 0, columns beyond the last code 0;

@@ -95,9 +95,9 @@ struct TileSums {
 };
 
 // The same with a weight of floats: what the head of a quantized model often is. x and y are of one type, the weight of
-// another or the same.
+// another or the same. Threads take `chunk` times 16 rows at least.
 inline void float_product(int64_t rows, int64_t columns, const void* weight, FloatType weight_type, const void* x,
-                          FloatType type, int64_t tokens, int threads, void* y) {
+                          FloatType type, int64_t tokens, int threads, void* y, int64_t chunk = 4) {
   constexpr int kGroup = kLanes / 4;  // tokens of a tile of four rows; a token that is left over goes with more rows
   constexpr int64_t kGroupTiles = kRows / 4, kSingleTiles = kRows / kLanes;
   const int64_t padded = (columns + kLanes - 1) / kLanes * kLanes;
@@ -109,7 +109,7 @@ inline void float_product(int64_t rows, int64_t columns, const void* weight, Flo
       copy_floats(x, type, m * columns + start, width, wide + start * tokens + m * whole, whole);
     }
   const int64_t panels = (tokens + kPanel - 1) / kPanel, pieces = (rows + kRows - 1) / kRows;
-  Pool::instance().parallel_for(panels * pieces, 4, threads, [&](int64_t index) {
+  Pool::instance().parallel_for(panels * pieces, chunk, threads, [&](int64_t index) {
     const int64_t first = index / pieces * kPanel, count = std::min(kPanel, tokens - first);
     const int64_t row = index % pieces * kRows, some = std::min(kRows, rows - row);
     const int64_t grouped = count / kGroup * kGroup;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "block_attention.h"
+#include "experts.h"
 #include "feed_forward.h"
 #include "matmul.h"
 
@@ -166,6 +167,68 @@ inline FeedForward checked_feed_forward(const Optionals& tensors, int64_t hidden
   const Branch branch =
       checked_branch(tensors.get(At::input_norm), tensors.get(At::output_norm), hidden, eps, multiplier);
   return {branch, wide, narrow, gating};
+}
+
+// Packed weights of one shape, [E, bytes], with the biases [E, O] of all: the first of them, and its bytes.
+inline std::pair<Linear, int64_t> packed_bank(const at::Tensor& packed, const Optional& bias) {
+  TORCH_CHECK(packed.dim() == 2 && packed.size(0) > 0 && packed.is_contiguous(), "experts' weights: uint8 [E, bytes]");
+  Linear first = packed_linear(packed[0], std::nullopt, at::kFloat);
+  first.bias = floats(bias, packed.size(0) * first.at.rows, "experts' biases");
+  return {first, packed.size(1)};
+}
+
+inline ExpertBank checked_bank(const at::Tensor& gate_up, const Optional& gate_up_bias, const at::Tensor& down,
+                               const Optional& down_bias, int64_t hidden) {
+  const auto [wide, wide_bytes] = packed_bank(gate_up, gate_up_bias);
+  const auto [narrow, narrow_bytes] = packed_bank(down, down_bias);
+  TORCH_CHECK(gate_up.size(0) == down.size(0) && wide.at.columns == hidden && narrow.at.rows == hidden &&
+                  wide.at.rows == 2 * narrow.at.columns,
+              "weights that do not go together");
+  return {{wide, narrow}, gate_up.size(0), wide_bytes, narrow_bytes};
+}
+
+// Which of so many experts each row goes to [N, K], and what their outputs are multiplied by [N, K].
+inline std::vector<Choice> checked_choices(const at::Tensor& shares, const at::Tensor& chosen, int64_t experts) {
+  TORCH_CHECK(chosen.scalar_type() == at::kLong && chosen.is_contiguous(), "chosen: int64 [N, K]");
+  const float* share = floats(shares, chosen.numel(), "shares");
+  std::vector<Choice> choices(chosen.numel());
+  for (int64_t i = 0; i < chosen.numel(); ++i) {
+    choices[i] = {chosen.data_ptr<int64_t>()[i], share[i]};
+    TORCH_CHECK(choices[i].expert >= 0 && choices[i].expert < experts, "no expert ", choices[i].expert);
+  }
+  return choices;
+}
+
+// Tensors of a half of experts, in this order; those of the shared experts may be missing.
+struct ExpertTensors {
+  enum {
+    input_norm, router, router_bias, gate_up, gate_up_bias, down, down_bias, shared_gate_up, shared_gate_up_bias,
+    shared_down, shared_down_bias, shared_gate, output_norm, count
+  };
+};
+
+inline Experts checked_experts(const Optionals& tensors, int64_t hidden, int64_t per_token, bool normalized,
+                               const Gating& gating, double eps, double multiplier) {
+  using At = ExpertTensors;
+  TORCH_CHECK(tensors.size() == At::count, "experts: ", int64_t{At::count}, " tensors");
+  const Optional router = tensors.get(At::router), gate_up = tensors.get(At::gate_up), down = tensors.get(At::down);
+  TORCH_CHECK(router && gate_up && down, "experts: no weight");
+  const ExpertBank bank =
+      checked_bank(*gate_up, tensors.get(At::gate_up_bias), *down, tensors.get(At::down_bias), hidden);
+  TORCH_CHECK(router->numel() == bank.count * hidden && router->is_contiguous() && per_token > 0 &&
+                  per_token <= bank.count,
+              "a router that does not go with the experts");
+  Experts half{checked_branch(tensors.get(At::input_norm), tensors.get(At::output_norm), hidden, eps, multiplier),
+               {router->data_ptr(), float_type(router->scalar_type()),
+                floats(tensors.get(At::router_bias), bank.count, "router bias"), bank.count, per_token, normalized},
+               bank, gating, std::nullopt, floats(tensors.get(At::shared_gate), hidden, "shared gate")};
+  if (!tensors.get(At::shared_gate_up)) return half;
+  const Linear wide = listed_linear(tensors, At::shared_gate_up, "shared gate and up");
+  const Linear narrow = listed_linear(tensors, At::shared_down, "shared down");
+  TORCH_CHECK(wide.at.columns == hidden && wide.at.rows == 2 * narrow.at.columns && narrow.at.rows == hidden,
+              "weights that do not go together");
+  half.shared = Expert{wide, narrow};
+  return half;
 }
 
 // A step's rows and cache, checked against the hidden states and the attention half that they go through.

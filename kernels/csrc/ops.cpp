@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros.h>
 #include <dlfcn.h>
 #include <sys/mman.h>
 #include <torch/library.h>
@@ -102,20 +103,60 @@ void block(const at::Tensor& x, const at::Tensor& cosine, const at::Tensor& sine
            const at::Tensor& positions, const Optional& slots, const Optional& keys, const Optional& values,
            bool prefill, const Optionals& attention, const Optionals& feed_forward, int64_t heads, int64_t kv_heads,
            int64_t window, std::optional<double> scale, std::optional<double> softcap, std::optional<double> clip,
-           std::string_view activation, std::optional<double> limit, double eps, double multiplier) {
+           std::string_view activation, std::optional<double> limit, double eps, double multiplier, int64_t per_token,
+           bool normalized) {
   TORCH_CHECK(x.dim() == 3, "x: [B, T, D]");
   float* states = const_cast<float*>(floats(x, x.numel(), "x"));
   const int64_t hidden = x.size(2);
   const AttentionHalf first =
       checked_attention(attention, hidden, heads, kv_heads, window, scale, softcap, clip, eps, multiplier);
-  const FeedForward second =
-      checked_feed_forward(feed_forward, hidden, checked_gating(activation, limit), eps, multiplier);
+  const Gating gating = checked_gating(activation, limit);
+  std::optional<FeedForward> dense;
+  std::optional<Experts> experts;
+  if (per_token)
+    experts = checked_experts(feed_forward, hidden, per_token, normalized, gating, eps, multiplier);
+  else
+    dense = checked_feed_forward(feed_forward, hidden, gating, eps, multiplier);
   const CheckedStep step =
       checked_step(x, cosine, sine, query_scale, positions, slots, keys, values, prefill, first);
   if (x.numel() == 0) return;
   const int threads = at::get_num_threads();
   run_attention(first, states, step.rows, keys ? &step.cache : nullptr, prefill, threads);
-  run_feed_forward(second, states, step.rows.batch * step.rows.tokens, threads);
+  const int64_t rows = step.rows.batch * step.rows.tokens;
+  if (dense) run_feed_forward(*dense, states, rows, threads);
+  if (experts) run_experts(*experts, states, rows, threads);
+}
+
+// Packed weights of one shape, one after the other: [E, bytes].
+at::Tensor stack(at::TensorList packed) {
+  TORCH_CHECK(!packed.empty(), "weights to stack");
+  const int64_t bytes = packed[0].numel(), count = static_cast<int64_t>(packed.size());
+  const Layout at = packed_linear(packed[0], std::nullopt, at::kFloat).at;
+  at::Tensor all = allocate_packed(count * bytes).view({count, bytes});
+  for (int64_t i = 0; i < count; ++i) {
+    TORCH_CHECK(packed_linear(packed[i], std::nullopt, at::kFloat).at == at, "weights of different shapes or schemes");
+    std::memcpy(all.data_ptr<uint8_t>() + i * bytes, packed[i].data_ptr<uint8_t>(), bytes);
+  }
+  return all;
+}
+
+at::Tensor experts(const at::Tensor& x, const at::Tensor& shares, const at::Tensor& chosen, const at::Tensor& gate_up,
+                   const Optional& gate_up_bias, const at::Tensor& down, const Optional& down_bias,
+                   std::string_view activation, std::optional<double> limit) {
+  TORCH_CHECK(x.dim() == 2 && chosen.dim() == 2 && chosen.size(0) == x.size(0) && chosen.size(1) > 0, "x: [N, D], chosen: [N, K]");
+  const int64_t rows = x.size(0), hidden = x.size(1), per_token = chosen.size(1);
+  const ExpertBank bank = checked_bank(gate_up, gate_up_bias, down, down_bias, hidden);
+  const Gating gating = checked_gating(activation, limit);
+  const std::vector<Choice> choices = checked_choices(shares, chosen, bank.count);
+  const at::Tensor source = x.to(at::kFloat).contiguous();
+  at::Tensor y = at::zeros({rows, hidden}, source.options());
+  for (int64_t row = 0, count; row < rows; row += count) {
+    count = std::min(max_rows(per_token), rows - row);
+    run_grouped(grouped(bank, choices.data() + row * per_token, count, per_token, 1), gating,
+                source.data_ptr<float>() + row * hidden, hidden, count, at::get_num_threads(),
+                y.data_ptr<float>() + row * hidden);
+  }
+  return y.to(x.scalar_type());
 }
 
 at::Tensor float_linear(const at::Tensor& x, const at::Tensor& weight) {
@@ -156,7 +197,11 @@ TORCH_LIBRARY(QUANTKIT_LIBRARY, library) {
       "block(Tensor(a!) x, Tensor cosine, Tensor sine, Tensor? query_scale, Tensor positions, Tensor? slots, "
       "Tensor(b!)? keys, Tensor(c!)? values, bool prefill, Tensor?[] attention, Tensor?[] feed_forward, int heads, "
       "int kv_heads, int window, float? scale, float? softcap, float? clip, str activation, float? limit, float eps, "
-      "float multiplier) -> ()");
+      "float multiplier, int per_token=0, bool normalized=True) -> ()");
+  library.def("stack(Tensor[] packed) -> Tensor");
+  library.def(
+      "experts(Tensor x, Tensor shares, Tensor chosen, Tensor gate_up, Tensor? gate_up_bias, Tensor down, "
+      "Tensor? down_bias, str activation, float? limit) -> Tensor");
   library.def("float_linear(Tensor x, Tensor weight) -> Tensor");
   library.def("torch_threads(int count) -> int", &torch_threads);
   library.def("instructions() -> str", &instructions);
@@ -167,5 +212,7 @@ TORCH_LIBRARY_IMPL(QUANTKIT_LIBRARY, CPU, library) {
   library.impl("linear", &linear);
   library.impl("cached_attention", &cached_attention);
   library.impl("block", &block);
+  library.impl("stack", &stack);
+  library.impl("experts", &experts);
   library.impl("float_linear", &float_linear);
 }

@@ -161,16 +161,20 @@ def found_tensors(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], pa
     return [_turned(tensor, shapes.get(tensor.name)) for tensor in _tensors(config, forms, renamed)]
 
 
-def experts_set_apart(config: ModelConfig, quantized: Collection[str]) -> bool:
-    """Whether some experts have modules of their own in a family whose float folders hold them in one tensor.
+def unread_experts(config: ModelConfig, schemes: Mapping[str, object]) -> str | None:
+    """What transformers does not load right of a folder with quantized experts, in words; None if it does.
+
+    It takes all experts for quantized alike, in families whose float folders have a tensor for each (seen in 5.23).
 
     Args:
-        quantized: canonical names of modules.
+        schemes: of quantized modules, by canonical name.
     """
-    if config.tensors is not None:
-        return False
-    stacked = families()[config.architecture].stacked
-    return bool(stacked) and any(p.expert is not None and p.module in quantized for p in parameters(config))
+    found = {schemes.get(p.module) for p in parameters(config) if p.expert is not None and p.is_linear_weight}
+    if found <= {None}:
+        return None
+    if families()[config.architecture].stacked:
+        return f"quantized experts of {config.architecture}"
+    return "experts of several schemes" if len(found) > 1 else None
 
 
 def disk_name(config: ModelConfig, role: str) -> str:

@@ -56,6 +56,23 @@ def open_checkpoint(
         return open_unfinished(path, weights, tensors_only=True)
 
 
+def open_pair(a: str | Path, b: str | Path) -> tuple[StoredCheckpoint, StoredCheckpoint]:
+    """Two checkpoints that are compared: where one is known by its tensors only, so is the other.
+
+    Raises:
+        CheckpointError, UnsupportedError: as `open_checkpoint` does.
+    """
+    try:
+        first = open_checkpoint(a)
+        second = open_checkpoint(b, tensors_only=not first.config.runnable)
+    except UnsupportedError:  # of the first, where the second may tell how to open it
+        second = open_checkpoint(b)
+        first = open_checkpoint(a, tensors_only=not second.config.runnable)
+    if first.config.runnable and not second.config.runnable:
+        first = open_checkpoint(a, tensors_only=True)
+    return first, second
+
+
 def open_unfinished(
     path: str | Path, weights: str | None = None, *, tensors_only: bool = False
 ) -> StoredCheckpoint:  # fmt: skip

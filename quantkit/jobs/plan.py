@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,9 +19,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.topology import input_groups, linear_columns, sizes
+from quantkit.architectures.topology import input_groups, layer_kinds, linear_columns, sizes
 from quantkit.arguments import as_path, as_text, as_whole, require_flags
-from quantkit.calibration.effort import Effort, activation_bytes, batch_samples, followed_share
+from quantkit.calibration.effort import activation_bytes, batch_samples, inner_width
+from quantkit.calibration.estimate import (
+    calibration_flops,
+    calibration_seconds,
+    every_group,
+    forward_flops,
+    gptq_bytes,
+    largest_block,
+)
 from quantkit.formats.checkpoint import Checkpoint, require_runnable
 from quantkit.formats.container import Encoder, Output
 from quantkit.formats.detect import WeightKind, open_checkpoint
@@ -38,7 +46,6 @@ from quantkit.memory import resident_bytes, size_text
 from quantkit.model.device import float_type
 from quantkit.quality.measures import TOKENS_THROUGH_THE_HEAD
 from quantkit.quality.windows import measured_tokens, window_length
-from quantkit.solver.gptq import WEIGHTS_AT_ONCE
 from quantkit.tensors.dtypes import DType, FloatName
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
@@ -50,16 +57,11 @@ if TYPE_CHECKING:
 __all__ = ["Estimate", "convert", "generate", "quantize"]
 
 _LIBRARIES = 40 << 20  # what the mathematics libraries and threads set up once work begins
-_SOLVER_MATRICES = 10  # that the solver holds of the rows it is at
 _MANIFEST = 300  # bytes of quantkit.json for each linear layer
-_OF_ONE_SQUARE = 0.65  # of the products of a symmetric sum, what is computed
 _GUESSED_DISK_RATE = 5e8  # bytes a second through reading, hashing and writing; not measured here
-_LOGIT_FLOPS = 50  # that a softmax over one logit, and what is made of it, are worth
 # Seconds that do not shrink with the model, as measured on a small one:
 _SECONDS_OF_FILES = 0.12  # opened, hashed, synced and read back
-_SECONDS_OF_LAYER = 0.01  # of one model, to load and set up
-_SECONDS_OF_BATCH = 0.001  # through the linears that share an input
-_SECONDS_OF_COLUMN = 1e-4  # of a weight that GPTQ solves
+_SECONDS_OF_GROUP = 0.0025  # of linears in one model, to load and set up
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ def convert(
     phase = max(phases, key=lambda name: phases[name])
     seconds = _writing_seconds(disk)
     if checked:
-        seconds += _forward_flops(source.config, checked) / _flop_rate() + _pass_seconds(source.config, 1)
+        seconds += forward_flops(source.config, checked) / _flop_rate() + _pass_seconds(source.config, 1)
     layers = {"as they are": len(linear_columns(source.config))} if source.config.runnable else {}
     return Estimate(layers, phases[phase], phase, 0, disk, 0, seconds, checked, notes)
 
@@ -208,19 +210,19 @@ def quantize(
     scratch, on_device, flops, seconds = 0, 0, 0, 0.0
     if config.runnable:
         phases["the gate"] = _gate(source)
-        flops = _forward_flops(config, 3 * measured_tokens(source) + checked)
+        flops = forward_flops(config, 3 * measured_tokens(source) + checked)
         seconds = _pass_seconds(config, 3 + bool(checked))
     if settings is not None:
         effort, shape = settings.effort, settings.shape(tokenizer, source)
         notes += too_few_tokens(shape, config)
         held, scratch = activation_bytes(config, shape, effort, settings.memory_bytes)
-        work_bytes = _gptq(config, batch_samples(config, shape[1]) * shape[1])
-        codes = _block_weights(config)
+        work_bytes = gptq_bytes(config, batch_samples(config, shape[1]) * shape[1])
+        codes = largest_block(config)
         if settings.device.type == "cuda":
             on_device, work_bytes = work_bytes, 0
         phases["calibration"] = resident_bytes() + _LIBRARIES + held + codes + work_bytes
-        flops += _calibration_flops(config, shape, effort)
-        seconds += _calibration_seconds(config, shape, effort)
+        flops += calibration_flops(config, shape, effort)
+        seconds += calibration_seconds(config, shape, effort)
     _require_room(dst, disk + scratch, resume)
     kinds = Counter(str(assigned[module]) if module in assigned else "float" for module in assignment.modules)
     phase = max(phases, key=lambda name: phases[name])
@@ -302,37 +304,12 @@ def _forward(source: Checkpoint, tokens: int, *, models: int) -> int:
     """Peak of a pass through models on disk: a head, hidden states, one batch in a layer, one layer's codes."""
     config = source.config
     counts = sizes(config)
-    widest = max(
-        counts[linear.dims[0]] * counts[linear.dims[1]] for group in input_groups(config, 0) for linear in group.linears
-    )
-    states = 4 * tokens * (2 * models * config.hidden_size + 4 * config.intermediate_size)
+    groups = (group for layer in layer_kinds(config) for group in input_groups(config, layer))
+    widest = max(counts[linear.dims[0]] * counts[linear.dims[1]] for group in groups for linear in group.linears)
+    states = 4 * tokens * (2 * models * config.hidden_size + 4 * inner_width(config))
     logits = 4 * 8 * TOKENS_THROUGH_THE_HEAD * config.vocab_size
     head = config.vocab_size * config.hidden_size * DType(config.dtype).itemsize
     return resident_bytes() + _LIBRARIES + head + states + logits + 3 * widest
-
-
-def _groups(config: ModelConfig) -> list[tuple[int, int, bool]]:
-    """[O, I] of the linears of a block, those that share their inputs as one, and whether they end a branch."""
-    counts = sizes(config)
-    return [
-        (sum(counts[linear.dims[0]] for linear in group.linears), counts[group.linears[0].dims[1]], group.writes)
-        for group in input_groups(config, 0)
-    ]
-
-
-def _gptq(config: ModelConfig, tokens: int) -> int:
-    """Peak of weights, sums and temporaries over the branches of a block, for so many tokens at a time."""
-    groups = _groups(config)
-    batch = tokens * 6 * max(columns for _, columns, writes in groups if writes)
-    passes, held = [], 0
-    for rows, columns, writes in groups:
-        held += 2 * rows * columns
-        if writes:
-            passes.append(held + 2 * columns * columns + batch)
-            held = 0
-    solves = [2 * rows * columns + 3 * columns * columns for rows, columns, _ in groups]
-    solver = _SOLVER_MATRICES * min(WEIGHTS_AT_ONCE, max(rows * columns for rows, columns, _ in groups))
-    return 4 * max(*passes, max(solves) + solver)
 
 
 def _writing_seconds(disk: int) -> float:
@@ -341,35 +318,8 @@ def _writing_seconds(disk: int) -> float:
 
 def _pass_seconds(config: ModelConfig, models: int) -> float:
     """What passes through models take besides arithmetic."""
-    return models * config.num_layers * _SECONDS_OF_LAYER
-
-
-def _calibration_seconds(config: ModelConfig, shape: Sequence[int], effort: Effort) -> float:
-    """What calibration takes besides arithmetic."""
-    samples, length = shape
-    batches = -(-samples // batch_samples(config, length)) * (1 + followed_share(config, shape, effort))
-    groups = _groups(config)
-    columns = sum(columns for _, columns, _ in groups)
-    return config.num_layers * (columns * _SECONDS_OF_COLUMN + len(groups) * batches * _SECONDS_OF_BATCH)
-
-
-def _forward_flops(config: ModelConfig, tokens: int) -> int:
-    """Of a pass through blocks, head and softmax."""
-    head = config.vocab_size * (2 * config.hidden_size + _LOGIT_FLOPS)
-    return tokens * (2 * config.num_layers * _block_weights(config) + head)
-
-
-def _block_weights(config: ModelConfig) -> int:
-    """Parameters of the linears of a block."""
-    return sum(rows * columns for rows, columns, _ in _groups(config))
-
-
-def _calibration_flops(config: ModelConfig, shape: Sequence[int], effort: Effort) -> int:
-    tokens, followed, groups = math.prod(shape), followed_share(config, shape, effort), _groups(config)
-    forward = 2 * tokens * (1 + followed) * _block_weights(config)
-    squares = 2 * tokens * (_OF_ONE_SQUARE + followed) * sum(columns**2 for _, columns, _ in groups)
-    solving = sum(6 * 2 * rows * columns**2 + 4 * columns**3 for rows, columns, _ in groups)
-    return int(config.num_layers * (forward + squares + solving))
+    groups = sum(count for _, count in every_group(config))
+    return models * groups * _SECONDS_OF_GROUP
 
 
 def _flop_rate() -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.disk import experts_set_apart, parameters_as_written
+from quantkit.architectures.disk import parameters_as_written, unread_experts
 from quantkit.architectures.topology import Parameter, input_groups, layer_kinds, parameters, sizes
 from quantkit.arguments import as_path, as_texts
 from quantkit.calibration.quantizers import TensorBlock
@@ -84,11 +84,8 @@ def prepare(
     notes += [f"{source.path}: {line}" for line in misfits]
     if not all(scheme.symmetric for scheme in scheme_map.schemes.values()):
         notes.append(f"{dst}: transformers does not load zero points in this format (seen in 5.23); quantkit does")
-    if experts_set_apart(source.config, scheme_map.schemes):
-        notes.append(
-            f"{dst}: transformers does not load quantized experts of {source.config.architecture} and makes up weights "
-            "in their place (seen in 5.23); quantkit loads them"
-        )
+    if unread := unread_experts(source.config, scheme_map.schemes):
+        notes.append(f"{dst}: transformers does not load {unread} right (seen in 5.23); quantkit does")
     return Prepared(source, scheme_map, tokenizer, linears_by, notes)
 
 
@@ -162,9 +159,6 @@ def starved_experts(records: Mapping[str, Mapping[str, object]], config: ModelCo
         f"{len(found)} of {len(experts)} experts were sent fewer calibration tokens than a layer of theirs has inputs"
     )
     line += f", {never} of them none" if never else ""
-    line += "; they were calibrated on all tokens" if rounded < len(found) else ""
-    if rounded:
-        line += (
-            f"; {'even all' if rounded == len(found) else f'for {rounded} even these'} are too few: rounded to nearest"
-        )
+    line += "; they were calibrated on all tokens"
+    line += f", or rounded to nearest where even these are fewer ({rounded} experts)" if rounded else ""
     return [line]

@@ -5,6 +5,8 @@ N tokens, D hidden size, F inner size, E experts, K experts a token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -77,6 +79,7 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(
             MLP(config, experts.size, bias=experts.bias, site="expert.out") for _ in range(experts.count)
         )
+        self.bank: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None  # a kernel's `routed`
         self.shared_experts = self.shared_expert_gate = None
         if experts.shared_size:
             self.shared_experts = MLP(config, experts.shared_size, bias=False, site="shared_expert.out")
@@ -97,15 +100,26 @@ class Experts(nn.Module):
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The shares, float32 [..., K], and numbers [..., K] of the experts chosen for tokens [..., D]."""
-        shares = self.gate(x).float().softmax(-1)
+        shares = self.logits(x).softmax(-1)
         weights, chosen = shares.topk(self.config.per_token, dim=-1)
         if self.config.normalized:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights, chosen
 
+    def logits(self, x: Tensor) -> Tensor:
+        """What the router gives for tokens [..., D], float32 [..., E]."""
+        return _product(x, self.gate).float()
+
     def routed(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """The weighted sum [N, D] of what the chosen experts [N, K] give for rows [N, D]."""
+        if self.bank is not None:
+            return self.bank(rows, weights, chosen)
         out = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
+        if rows.is_cuda or torch.compiler.is_compiling():  # where what is computed cannot depend on the choice
+            shares = weights.new_zeros(len(rows), len(self.experts)).scatter_(1, chosen, weights)
+            for number, expert in enumerate(self.experts):
+                out += expert(rows).float() * shares[:, number : number + 1]
+            return out.to(rows.dtype)
         for number in sorted(set(chosen.flatten().tolist())):
             tokens, places = (chosen == number).nonzero(as_tuple=True)
             given = self.experts[number](rows[tokens]).float()
@@ -118,4 +132,10 @@ class Experts(nn.Module):
             return None
         inner = self.shared_experts.inner(x, no_tap)
         out = self.shared_experts.output(inner, tap)
-        return out if self.shared_expert_gate is None else out * torch.sigmoid(self.shared_expert_gate(x))
+        return out if self.shared_expert_gate is None else out * torch.sigmoid(_product(x, self.shared_expert_gate))
+
+
+def _product(x: Tensor, linear: nn.Linear) -> Tensor:
+    """What a linear of floats gives for states of any dtype, in theirs."""
+    bias = None if linear.bias is None else linear.bias.to(x.dtype)
+    return F.linear(x, linear.weight.to(x.dtype), bias)

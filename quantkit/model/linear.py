@@ -77,6 +77,10 @@ class QuantLinear(nn.Module):
     def backend_name(self) -> str:
         return self.backend.name
 
+    @property
+    def prepared(self) -> dict[str, Tensor]:
+        """The backend's tensors by name."""
+        return {name: getattr(self, name) for name in self._prepared_names}
+
     def forward(self, x: Tensor) -> Tensor:
-        prepared = {name: getattr(self, name) for name in self._prepared_names}
-        return self.backend.linear(x, prepared, self.scheme, self.out_features, self.bias)
+        return self.backend.linear(x, self.prepared, self.scheme, self.out_features, self.bias)

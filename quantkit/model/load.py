@@ -19,6 +19,7 @@ from quantkit.kernels.dispatch import require_backend
 from quantkit.memory import give_back
 from quantkit.model.decoder import Decoder
 from quantkit.model.device import usable_device
+from quantkit.model.expert_bank import stack_experts
 from quantkit.model.fused_projections import Projection, fusible, projection
 from quantkit.model.install_kernels import install_kernels
 from quantkit.model.linear import QuantLinear
@@ -67,6 +68,7 @@ def load_model(
     fill(model, tp.checkpoint, "", device, dtype, backend, progress)
     model.rotary.to(device)
     tp.connect(model, "")
+    stack_experts(model, model.config)
     install_kernels(model)  # they are tried on the process's own embedding and head
     tp.connect_vocabulary(model)
     return model.eval()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -88,11 +88,19 @@ def weight_bound(quantized: QuantTensor, weight: Tensor | QuantTensor, coarsest:
         error = max(_step_error(quantized), _step_error(weight))
     else:
         error = relative_error(quantize_rtn(weight, quantized.scheme, scale_dtype), weight)
-    scheme = coarsest.fitted(weight.shape[1])
+    scheme = _dividing(coarsest, weight.shape[1])
     if (scheme.bits, scheme.group_size) != (quantized.scheme.bits, quantized.scheme.group_size):
         floats = weight.dequantize() if isinstance(weight, QuantTensor) else weight
         error = max(error, relative_error(quantize_rtn(floats, scheme, scale_dtype), floats))
     return max(_LEAST_ERROR, TIMES_ROUNDING * error)
+
+
+def _dividing(scheme: QuantScheme, columns: int) -> QuantScheme:
+    """A scheme with as few bits whose groups divide a row: losses elsewhere do not depend on the row's length."""
+    if scheme.group_size is None or columns % scheme.group_size == 0:
+        return scheme
+    size = math.gcd(scheme.group_size, columns)
+    return replace(scheme, group_size=None if size % 8 else size)
 
 
 def _step_error(value: QuantTensor) -> float:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from quantkit.architectures.topology import parameters
 from quantkit.arguments import as_path, wrong_type
-from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.errors import CheckpointError
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, schemes
-from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.detect import open_pair
 from quantkit.model.layerwise import Batch
 from quantkit.progress import Progress, heard, in_phase
 from quantkit.quality.bounds import (
@@ -243,7 +243,9 @@ def verify(
 
 
 def _verify_pair(a: Path, b: Path, progress: Progress) -> VerifyReport:
-    reference, other = _opened(a, b)
+    reference: Checkpoint
+    other: Checkpoint
+    reference, other = open_pair(a, b)
     problems = _config_problems(reference, other)
     comparable, runnable = not problems, reference.config.runnable
     problems += token_problems(reference, other) if runnable else []
@@ -267,19 +269,6 @@ def _verify_pair(a: Path, b: Path, progress: Progress) -> VerifyReport:
         probes = _probed(reference, other, bound, progress) if runnable else {}
     verdict = _judge(problems, differing, probes)
     return VerifyReport(verdict, problems, len(names) if comparable else 0, differing, probes, bound, not runnable)
-
-
-def _opened(a: Path, b: Path) -> tuple[Checkpoint, Checkpoint]:
-    """Two models; where one is known by its tensors only, so is the other."""
-    try:
-        first: Checkpoint = open_checkpoint(a)
-        second: Checkpoint = open_checkpoint(b, tensors_only=not first.config.runnable)
-    except UnsupportedError:  # of the first, which the second may say how to open
-        second = open_checkpoint(b)
-        first = open_checkpoint(a, tensors_only=not second.config.runnable)
-    if first.config.runnable and not second.config.runnable:
-        first = open_checkpoint(a, tensors_only=True)
-    return first, second
 
 
 def _config_problems(a: Checkpoint, b: Checkpoint) -> list[str]:

@@ -202,9 +202,10 @@ def written_layer_types(config: ModelConfig) -> list[str]:
 
 
 def written_layer_ropes(config: ModelConfig) -> dict[str, Any]:
-    """The key ``rope_parameters`` where a family has rotary positions by kind of layer."""
+    """The key ``rope_parameters`` where a family has rotary positions by kind of layer: of the kinds that it has."""
     ropes = {FULL: config.rope, SLIDING: config.window_rope or config.rope}
-    return {"rope_parameters": {kind: rope.to_hf(config.head_dim)["rope_parameters"] for kind, rope in ropes.items()}}
+    kinds = sorted(set(written_layer_types(config)))
+    return {"rope_parameters": {kind: ropes[kind].to_hf(config.head_dim)["rope_parameters"] for kind in kinds}}
 
 
 def only_window(config: ModelConfig) -> int | None:

@@ -142,6 +142,12 @@ def may_be_linear(tensor: OpaqueTensor) -> bool:
     return matrix and tensor.dtype in _FLOAT_TYPES
 
 
+def carried_modules(config: ModelConfig) -> list[str]:
+    """The modules whose weights are carried though they may be those of linears that only some readers know, such as
+    further layers that predict tokens; none of a model that runs."""
+    return [tensor.module for tensor in config.tensors or () if not tensor.role and may_be_linear(tensor)]
+
+
 def expert_counts(raw: Mapping[str, Any]) -> frozenset[int]:
     """How many experts a config.json says that mixtures have."""
     values = (part.get(key) for part in (raw, _language(raw)) for key in _EXPERTS)

@@ -9,6 +9,7 @@ Source: the compressed-tensors package's pack-quantized compressor.
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ _PACKED, _SCALE, _SHAPE, _ZERO = "weight_packed", "weight_scale", "weight_shape"
 _MOST_GROUPS = 64
 _MOST_COLUMNS = 2**24
 _OF_FLOATS = ("float-quantized", "naive-quantized")  # read as floats, see `dequantized`
+_EXPERTS = r".*\.experts\.\d+\..*"
 _PLAIN_ORDERS = ("weight", "static")  # of columns; what is stored lies in the order of the inputs
 
 
@@ -144,16 +146,21 @@ class CompressedTensors:
     ) -> dict[str, Any]:
         """One scheme for linears of decoder blocks targets every ``Linear``. Otherwise each names its modules:
         compressed-tensors warns of targets that come behind ``Linear``, older vLLM puts the class before the names
-        that q, k and v have before it fuses them, and vLLM's output head is no ``Linear``. Linears without a scheme
-        are listed under ``ignore``."""
-        by_scheme: dict[QuantScheme, list[str]] = {}
+        that q, k and v have before it fuses them, and vLLM's output head is no ``Linear``. Experts that are all alike
+        are named by a pattern: transformers looks for it, and vLLM gives them names of its own. Linears without a
+        scheme are listed under ``ignore``."""
+        modules = list(modules)
+        experts = {module for module in modules if re.fullmatch(_EXPERTS, module)}
+        alike = len({schemes.get(module) for module in experts}) == 1
+        by_scheme: dict[QuantScheme, dict[str, None]] = {}
         for module, scheme in schemes.items():
-            by_scheme.setdefault(scheme, []).append(module)
+            target = f"re:{_EXPERTS}" if alike and module in experts else module
+            by_scheme.setdefault(scheme, {})[target] = None
         of_class = every and len(by_scheme) == 1 and "lm_head" not in schemes
         groups = {}
         for index, (scheme, named) in enumerate(sorted(by_scheme.items(), key=lambda item: -len(item[1]))):
             groups[f"group_{index}"] = {
-                "targets": ["Linear"] if of_class else named,
+                "targets": ["Linear"] if of_class else list(named),
                 "weights": {
                     "num_bits": scheme.bits,
                     "type": "int",

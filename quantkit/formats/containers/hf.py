@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import DiskTensor, disk_tensors
 from quantkit.architectures.families import config_to_hf
-from quantkit.architectures.families.opaque import with_dtype
+from quantkit.architectures.families.opaque import carried_modules, with_dtype
 from quantkit.architectures.topology import parameters
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.codec import QuantMethod
@@ -115,7 +115,7 @@ def _on_disk(
     found = {tensor.module: schemes.get(tensor.parts[0].removesuffix(".weight")) for tensor in tensors}
     aliases = {tensor.module: tensor.alias for tensor in config.tensors or () if tensor.alias is not None}
     found |= {aliases[module]: scheme for module, scheme in found.items() if module in aliases}
-    found |= dict.fromkeys(config.unstored or ())
+    found |= dict.fromkeys((*(config.unstored or ()), *carried_modules(config)))
     return {module: scheme for module, scheme in found.items() if scheme is not None}, list(found)
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit.architectures.disk import DiskTensor, Place, disk_name, experts_set_apart, found_tensors
+from quantkit.architectures.disk import DiskTensor, Place, disk_name, found_tensors, unread_experts
 from quantkit.architectures.families import config_from_hf, config_to_hf
 from quantkit.architectures.families.opaque import opaque_config
 from quantkit.architectures.names import is_derived_buffer, split_derived
@@ -139,7 +139,7 @@ class HFCheckpoint:
             return f"what runs this architecture{also}"
         if self._method is None or not self._codecs:
             return "quantkit, transformers, vLLM"
-        if experts_set_apart(self.config, schemes(self)):
+        if unread_experts(self.config, schemes(self)):
             return "quantkit"
         return f"quantkit, {self._method.readers(codec.scheme for codec in self._codecs.values())}"
 

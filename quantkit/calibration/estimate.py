@@ -1,0 +1,112 @@
+"""What blocks, and their calibration, take: memory, arithmetic and time, from a model's shapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.topology import input_groups, layer_kinds, sizes
+from quantkit.calibration.effort import Effort, batch_samples, followed_share
+from quantkit.solver.gptq import WEIGHTS_AT_ONCE
+
+_SOLVER_MATRICES = 10  # that the solver holds of the rows it is at
+_OF_ONE_SQUARE = 0.65  # of the products of a symmetric sum, what is computed
+_LOGIT_FLOPS = 50  # that a softmax over one logit, and what is made of it, are worth
+_SECONDS_OF_BATCH = 0.001  # through the linears that share an input
+_SECONDS_OF_COLUMN = 1e-4  # of a weight that GPTQ solves
+
+
+@dataclass(frozen=True)
+class Group:
+    """Linears of a block that share their inputs, as one.
+
+    Attributes:
+        rows, columns: of their weights, [O, I].
+        writes: whether it ends a branch, or an expert.
+        share: of all tokens, those that go through it.
+    """
+
+    rows: int
+    columns: int
+    writes: bool
+    share: float
+
+    @property
+    def weights(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def of_expert(self) -> bool:
+        return self.share < 1
+
+
+def groups_of(config: ModelConfig, layer: int) -> list[Group]:
+    """The groups of a block."""
+    counts = sizes(config)
+    experts = config.experts
+    share = 1.0 if experts is None else experts.per_token / experts.count
+    return [
+        Group(
+            sum(counts[linear.dims[0]] for linear in group.linears), counts[group.linears[0].dims[1]], group.writes,
+            1.0 if group.expert is None else share,
+        )
+        for group in input_groups(config, layer)
+    ]  # fmt: skip
+
+
+def every_group(config: ModelConfig) -> list[tuple[Group, int]]:
+    """The groups of all kinds of blocks, and in how many blocks they are."""
+    return [(group, count) for layer, count in layer_kinds(config).items() for group in groups_of(config, layer)]
+
+
+def gptq_bytes(config: ModelConfig, tokens: int) -> int:
+    """Peak of weights, sums and temporaries over the branches of a block, for so many tokens at a time."""
+    groups = [group for group, _ in every_group(config)]
+    batch = tokens * 6 * max(group.columns for group in groups if group.writes)
+    passes, held = [], 0
+    for group in groups:
+        held += 2 * group.weights
+        if group.writes:
+            passes.append(held + 2 * group.columns**2 + batch)
+            held = 0
+    solves = [2 * group.weights + 3 * group.columns**2 for group in groups]
+    solver = _SOLVER_MATRICES * min(WEIGHTS_AT_ONCE, max(group.weights for group in groups))
+    return 4 * max(*passes, max(solves) + solver)
+
+
+def largest_block(config: ModelConfig) -> int:
+    """Parameters of the linears of the block that has most."""
+    return max(sum(group.weights for group in groups_of(config, layer)) for layer in layer_kinds(config))
+
+
+def forward_flops(config: ModelConfig, tokens: int) -> int:
+    """Of a pass through blocks, head and softmax."""
+    head = config.vocab_size * (2 * config.hidden_size + _LOGIT_FLOPS)
+    active = sum(count * group.share * group.weights for group, count in every_group(config))
+    return tokens * int(2 * active + head)
+
+
+def calibration_seconds(config: ModelConfig, shape: Sequence[int], effort: Effort) -> float:
+    """What calibration takes besides arithmetic, for samples of a shape [N, T]."""
+    samples, length = shape
+    batches = -(-samples // batch_samples(config, length)) * (1 + followed_share(config, shape, effort))
+    groups = every_group(config)
+    columns = sum(count * group.columns for group, count in groups)
+    return columns * _SECONDS_OF_COLUMN + sum(count for _, count in groups) * batches * _SECONDS_OF_BATCH
+
+
+def calibration_flops(config: ModelConfig, shape: Sequence[int], effort: Effort) -> int:
+    """Of calibration on samples of a shape [N, T]."""
+    tokens, followed = math.prod(shape), followed_share(config, shape, effort)
+    total = 0.0
+    for group, count in every_group(config):
+        own = group.share * tokens
+        passes = 1 + group.of_expert  # an expert is run for its sums, and for what it gives
+        forward = passes * 2 * own * (1 + followed) * group.weights
+        summed = own if own >= group.columns else tokens
+        squares = 2 * summed * (_OF_ONE_SQUARE + followed) * group.columns**2
+        solving = 6 * 2 * group.weights * group.columns + 4 * group.columns**3
+        total += count * (forward + squares + solving)
+    return int(total)

@@ -1,0 +1,263 @@
+"""GPTQ for mixtures of experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from partial import contents
+from safetensors.torch import load_file, save_file
+from test_architectures import CASES
+from torch import Tensor
+
+import quantkit
+from quantkit.calibration.activation_store import ActivationStore
+from quantkit.calibration.block_quantizer import BlockQuantizer
+from quantkit.calibration.effort import STANDARD, THOROUGH, Effort, activation_bytes, batch_samples
+from quantkit.calibration.hessian import HessianAccumulator
+from quantkit.data.files import DEMO_MODEL, excerpt
+from quantkit.distributed.group import SINGLE
+from quantkit.errors import NonFiniteError
+from quantkit.formats.detect import open_checkpoint
+from quantkit.model.attention import causal_attention
+from quantkit.model.decoder import Step
+from quantkit.model.feed_forward import Experts
+from quantkit.model.layerwise import Batch
+from quantkit.model.load import load_model
+from quantkit.quality.measures import compare_batches
+from quantkit.tensors.qtensor import ROUNDING, QuantTensor
+from quantkit.tensors.scheme import QuantScheme
+
+SAMPLES, LENGTH = 24, 40
+TOKENS = SAMPLES * LENGTH
+NEVER, STARVED = 5, 4
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "calibration.txt"
+    path.write_text(excerpt()[:11000])
+    return path
+
+
+def _saved(case: str, folder: Path, **changes: Any) -> Path:
+    """A model of a case, with the demo's tokenizer; where it has experts one gets few tokens, another none."""
+    kind, settings = CASES[case]
+    model = oracle.make(kind, **{**settings, "vocab_size": 2048, **changes})
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "embed_tokens" in name:
+                parameter[:, 0] = 0.3  # a state that all tokens share, and no layer adds to
+            elif name.endswith(("o_proj.weight", "mlp.down_proj.weight", "shared_expert.down_proj.weight")):
+                parameter[0] = 0.0
+            elif name.endswith("experts.down_proj"):
+                parameter[:, 0] = 0.0
+            elif name.endswith(("mlp.gate.weight", "mlp.router.weight")):
+                parameter[NEVER], parameter[:, 0] = 0.0, 0.0
+                parameter[NEVER, 0], parameter[STARVED, 0] = -50.0, -1.0
+    oracle.save(model, folder)
+    (folder / "tokenizer.model").write_bytes((DEMO_MODEL / "tokenizer.model").read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _saved("mixtral", tmp_path_factory.mktemp("mixtral") / "model")
+
+
+def _quantize(src: Path, dst: Path, text: Path, scheme: Any = "int4-g32", **options: Any) -> quantkit.QuantizeResult:
+    settings = {"samples": SAMPLES, "length": LENGTH, "source_check": False, "accept_quality_loss": True, **options}
+    return quantkit.quantize(src, dst, scheme, method="gptq", calibration=text, **settings)
+
+
+@pytest.fixture(scope="module")
+def made(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> quantkit.QuantizeResult:
+    return _quantize(model, tmp_path_factory.mktemp("made") / "out", text)
+
+
+def _kl(source: Path, folder: Path) -> float:
+    batch = Batch.from_start(oracle.random_tokens(LENGTH, batch=8, vocabulary=2048))
+    return compare_batches(open_checkpoint(source), open_checkpoint(folder), [batch])[0].divergence.kl
+
+
+def _expert(layer: int, expert: int, part: str) -> str:
+    return f"model.layers.{layer}.mlp.experts.{expert}.{part}"
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen2-moe-dense-layer", "qwen3-moe", "olmoe-clip", "gpt-oss"])
+def test_gptq_is_closer_to_the_source_than_rounding(case: str, text: Path, tmp_path: Path) -> None:
+    source = _saved(case, tmp_path / "source")
+    made = _quantize(source, tmp_path / "gptq", text, "int4-g32")
+    quantkit.quantize(source, tmp_path / "rtn", "int4-g32", source_check=False, accept_quality_loss=True)
+    assert _kl(source, tmp_path / "gptq") < 0.8 * _kl(source, tmp_path / "rtn")
+    assert quantkit.verify(source, tmp_path / "gptq").ok
+    assert quantkit.verify(tmp_path / "gptq").ok
+    assert not made.quality.distorted
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen2-moe-dense-layer", "olmoe-clip", "gpt-oss"])
+def test_both_streams_are_the_models_own(case: str, tmp_path: Path) -> None:
+    source = open_checkpoint(_saved(case, tmp_path / "source"))
+    tokens = oracle.random_tokens(LENGTH, batch=SAMPLES, vocabulary=2048)
+    store = ActivationStore(tmp_path / "states", 10**9)
+    quantizer = BlockQuantizer(source, tokens, {}, store, torch.device("cpu"), THOROUGH, SINGLE)
+    decoder = load_model(source, dtype=torch.float32, device="cpu")
+    positions = torch.arange(LENGTH)
+    step = Step(decoder.rotary(positions), causal_attention(positions, decoder.config.windows))
+    with torch.inference_mode():
+        x = decoder.model.embed(tokens)
+        for block in decoder.model.layers:
+            x = block(x, step)
+            quantizer.next_block()
+            if isinstance(block.mlp, Experts):
+                for stream in ("quantized", "float"):
+                    torch.testing.assert_close(store.rows((stream, 0), torch.arange(TOKENS)), x.flatten(0, 1))
+
+
+def test_a_hessian_is_of_the_tokens_that_are_sent_to_the_expert_by_their_shares(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = open_checkpoint(model)
+    tokens = oracle.random_tokens(LENGTH, batch=SAMPLES, vocabulary=2048)
+    seen: list[Tensor] = []
+    finish = HessianAccumulator.finish
+
+    def watched(self: Any, group: Any) -> None:
+        finish(self, group)
+        seen.append((self.paired if self.hessian is None else self.hessian).clone())
+
+    monkeypatch.setattr(HessianAccumulator, "finish", watched)
+    schemes = {_expert(0, expert, "down_proj"): QuantScheme.parse("int8") for expert in (1, NEVER)}
+    store = ActivationStore(tmp_path / "states", 10**9)
+    BlockQuantizer(source, tokens, schemes, store, torch.device("cpu"), STANDARD, SINGLE).next_block()
+    decoder, positions = load_model(source, dtype=torch.float32, device="cpu"), torch.arange(LENGTH)
+    step = Step(decoder.rotary(positions), causal_attention(positions, decoder.config.windows))
+    block: Any = decoder.model.layers[0]
+    with torch.inference_mode():
+        x = decoder.model.embed(tokens)
+        x = block.finish("attention", x, block.inner("attention", x, step), step)
+        states = block.inner("mlp", x, step).flatten(0, 1)
+        shares, chosen = block.mlp.route(states)
+        rows = (chosen == 1).any(1)
+        weights = (shares * (chosen == 1)).sum(1)[rows]
+        sent = block.mlp.experts[1].inner(states[rows], lambda site, value: None) * weights.unsqueeze(1)
+        everyone = block.mlp.experts[NEVER].inner(states, lambda site, value: None)
+    torch.testing.assert_close(seen[0], sent.t() @ sent, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(seen[1], everyone.t() @ everyone, rtol=1e-3, atol=1e-3)
+
+
+def test_the_manifest_tells_which_tokens_calibrated_an_expert(made: quantkit.QuantizeResult) -> None:
+    records = made.manifest["modules"]
+    for layer in range(3):
+        counts = [records[_expert(layer, expert, "up_proj")] for expert in range(6)]
+        assert counts[NEVER]["tokens_from"] == "all"
+        assert counts[NEVER]["tokens"] == TOKENS
+        assert counts[NEVER]["routed_tokens"] == 0
+        sent = [one.get("routed_tokens", one["tokens"]) for one in counts]
+        assert sum(sent) == 2 * TOKENS
+        assert all((one["tokens_from"] == "all") == (count < 64) for one, count in zip(counts, sent, strict=True))
+        assert all(one["solver"] == "gptq" for one in counts)
+        assert "tokens" not in records[f"model.layers.{layer}.self_attn.q_proj"]
+    starved = records[_expert(0, STARVED, "up_proj")]
+    assert 0 < starved["routed_tokens"] < 64
+
+
+def test_starved_experts_are_told_in_one_line(made: quantkit.QuantizeResult) -> None:
+    (line,) = [note for note in made.notes if "experts" in note]
+    experts = [
+        [made.manifest["modules"][_expert(layer, expert, part)] for part in ("gate_proj", "down_proj")]
+        for layer in range(3) for expert in range(6)
+    ]  # fmt: skip
+    starved = [own for own in experts if any(one["tokens_from"] == "all" for one in own)]
+    never = [own for own in starved if any(one.get("routed_tokens") == 0 for one in own)]
+    assert 3 <= len(never) < len(starved) < 18
+    assert line == (
+        f"{len(starved)} of 18 experts were sent fewer calibration tokens than a layer of theirs has inputs, "
+        f"{len(never)} of them none; they were calibrated on all tokens"
+    )
+
+
+def test_experts_for_which_all_tokens_are_too_few_are_rounded(model: Path, text: Path, tmp_path: Path) -> None:
+    made = _quantize(model, tmp_path / "out", text, samples=2)  # of 40 tokens: fewer than 96 inputs, not than 64
+    quantkit.quantize(model, tmp_path / "rtn", "int4-g32", source_check=False, accept_quality_loss=True)
+    records = made.manifest["modules"]
+    up, down = (records[_expert(1, NEVER, part)] for part in ("up_proj", "down_proj"))
+    assert (up["solver"], down["solver"]) == ("gptq", ROUNDING)
+    assert (down["tokens"], down["tokens_from"], down["routed_tokens"]) == (80, "all", 0)
+    assert not made.quality.fallbacks
+    rounded, ours = (open_checkpoint(tmp_path / name) for name in ("rtn", "out"))
+    one, other = (each.load(_expert(1, NEVER, "down_proj") + ".weight") for each in (rounded, ours))
+    assert isinstance(one, QuantTensor)
+    assert isinstance(other, QuantTensor)
+    assert torch.equal(one.codes, other.codes)
+    assert ", or rounded to nearest where even these are fewer (18 experts)" in str(made.notes)
+
+
+@pytest.mark.parametrize("expert", [0, NEVER])
+@pytest.mark.parametrize("part", ["gate_proj", "down_proj"])
+def test_nan_in_an_expert_is_refused_by_name(expert: int, part: str, model: Path, text: Path, tmp_path: Path) -> None:
+    source = oracle.copy(model, tmp_path / "source")
+    weights = load_file(source / "model.safetensors")
+    stacked = {"gate_proj": "w1", "down_proj": "w2"}
+    name = f"model.layers.1.block_sparse_moe.experts.{expert}.{stacked[part]}.weight"
+    weights[name][3, 5] = torch.nan
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    for allowed in (False, True):
+        with pytest.raises(NonFiniteError, match=rf"experts\.{expert}\.{part}\.weight' holds 1 values that are NaN"):
+            _quantize(source, tmp_path / "out", text, allow_nonfinite=allowed)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_disk_and_resumed_runs_give_equal_bytes(
+    made: quantkit.QuantizeResult, model: Path, text: Path, tmp_path: Path
+) -> None:
+    expected = contents(made.path)
+    _quantize(model, tmp_path / "disk", text, activation_memory=0)
+    assert contents(tmp_path / "disk") == expected
+    for name, stop in (("within", ("quantize", 8, 18, "experts")), ("between", ("quantize", 2, 3, "layers"))):
+
+        def interrupt(*now: Any, stop: Any = stop) -> None:
+            if now == stop:
+                raise KeyboardInterrupt
+
+        told: list[Any] = []
+        with pytest.raises(KeyboardInterrupt):
+            _quantize(model, tmp_path / name, text, progress=interrupt)
+        _quantize(model, tmp_path / name, text, resume=True, progress=lambda *now, told=told: told.append(now))
+        assert contents(tmp_path / name) == expected
+        assert any(phase == "calibrate" and unit == "experts" for phase, _, _, unit in told)
+
+
+def test_experts_have_schemes_of_their_own(model: Path, text: Path, tmp_path: Path) -> None:
+    int4 = quantkit.Override("*.experts.*", QuantScheme.parse("int4-g32"))
+    kept = quantkit.Override("*.layers.1.*.experts.2.*", None)
+    recipe = quantkit.Recipe(QuantScheme.parse("int8"), (int4, kept))
+    made = _quantize(model, tmp_path / "out", text, recipe)
+    records = made.manifest["modules"]
+    assert records["model.layers.1.self_attn.q_proj"]["scheme"] == "int8"
+    assert records[_expert(1, 0, "up_proj")]["scheme"] == "int4-g32"
+    assert records[_expert(1, 2, "up_proj")]["scheme"] is None
+
+
+@pytest.mark.parametrize("effort", [STANDARD, THOROUGH])
+def test_a_store_holds_what_was_reckoned(
+    effort: Effort, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = open_checkpoint(model)
+    tokens = oracle.random_tokens(2048, batch=8, vocabulary=2048)
+    assert batch_samples(source.config, 2048) == 1
+    store = ActivationStore(tmp_path / "states", 10**9)
+    free: list[int] = []
+    put = ActivationStore.put
+
+    def watched(self: Any, *arguments: Any) -> None:
+        put(self, *arguments)
+        free.append(self._free)
+
+    monkeypatch.setattr(ActivationStore, "put", watched)
+    BlockQuantizer(source, tokens, {}, store, torch.device("cpu"), effort, SINGLE).next_block()
+    reckoned, _ = activation_bytes(source.config, tokens.shape, effort, 10**9)
+    assert 10**9 - min(free) == pytest.approx(reckoned, rel=0.01)

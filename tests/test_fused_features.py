@@ -1,0 +1,219 @@
+"""Features of other families in blocks of one call, against the decoder's own modules; and what the self-test finds."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.architectures.config import LayerConfig, ModelConfig
+from quantkit.architectures.families import config_from_hf
+from quantkit.architectures.rope import RopeConfig
+from quantkit.architectures.topology import linear_columns
+from quantkit.evals.synthetic import SyntheticCheckpoint
+from quantkit.kernels import cpu
+from quantkit.kernels.build import load_kernels
+from quantkit.model.cache import KVCache
+from quantkit.model.decoder import Decoder
+from quantkit.model.load import load_model
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.recipe import Recipe
+from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.tensor_slice import TensorSlice
+
+WINDOWED = (LayerConfig(window=6), LayerConfig(), LayerConfig(window=6))
+PLAIN_ROPE = RopeConfig(theta=10000.0)
+FEATURES: dict[str, dict[str, Any]] = {
+    "norms after": {"norms": "after"},
+    "norms both": {"norms": "both"},
+    "norm offset": {"norm_offset": 0.4},
+    "gelu": {"activation": "gelu_tanh"},
+    "swiglu_oai": {"activation": "swiglu_oai", "activation_limit": 0.5, "mlp_bias": True},
+    "scale": {"attention_scale": 0.05},
+    "softcap": {"attention_softcap": 0.7},
+    "sinks": {"sinks": True},
+    "residual multiplier": {"residual_multiplier": 0.3},
+    "width norms": {"qk_norm": "width"},
+    "clip": {"clip_qkv": 0.4},
+    "clip, head norms": {"clip_qkv": 0.4, "qk_norm": "head"},
+    "window rope": {"layers": WINDOWED, "window_rope": replace(PLAIN_ROPE, theta=50.0)},
+    "no rope": {"layers": (LayerConfig(rotary=False), LayerConfig(), LayerConfig(rotary=False))},
+    "query scale": {"rope": replace(PLAIN_ROPE, original_context=4, query_scaling_beta=0.7)},
+    "outside of blocks": {"embedding_multiplier": 3.0, "logit_multiplier": 0.5, "logit_softcap": 2.0},
+    "as in Gemma 2": {
+        "norms": "both", "norm_offset": 1.0, "activation": "gelu_tanh", "attention_scale": 0.1,
+        "attention_softcap": 0.7, "layers": WINDOWED, "embedding_multiplier": 8.0, "logit_softcap": 30.0,
+    },
+    "all": {
+        "norms": "both", "norm_offset": 1.0, "activation": "swiglu_oai", "activation_limit": 0.5, "mlp_bias": True,
+        "qkv_bias": True, "output_bias": True, "attention_scale": 0.1, "attention_softcap": 0.7, "sinks": True,
+        "residual_multiplier": 0.3, "qk_norm": "width", "clip_qkv": 1.5, "layers": WINDOWED,
+        "window_rope": replace(PLAIN_ROPE, theta=50.0),
+        "rope": replace(PLAIN_ROPE, original_context=4, query_scaling_beta=0.7),
+    },
+}  # fmt: skip
+
+
+class RandomWeights(SyntheticCheckpoint):
+    """As the checkpoint it is made like, with norms, biases and sinks that differ and weights that are larger."""
+
+    def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
+        weight = super().load(name)
+        if isinstance(weight, QuantTensor):
+            weight = replace(weight, scale=weight.scale * 8)
+        elif weight.dim() == 1:
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            weight = weight + torch.randn(weight.shape, generator=generator).to(weight.dtype) / 4
+        return weight if part is None else part.of_weight(weight)
+
+
+def _checkpoint(**features: Any) -> RandomWeights:
+    raw = oracle.make("llama").config.to_dict()
+    config: ModelConfig = replace(config_from_hf(raw, Path("config.json")), **features)
+    schemes = Recipe(QuantScheme.parse("int8")).assign(linear_columns(config))
+    return RandomWeights(Path("random"), config, schemes)
+
+
+def _model(**features: Any) -> Decoder:
+    return load_model(_checkpoint(**features), dtype=torch.float32, backend="cpu-exact")
+
+
+def _logits(
+    model: Decoder, tokens: Tensor, steps: list[int], cached: torch.dtype = torch.float32, *, first: bool = False
+) -> Tensor:
+    """Logits [B, T, V], so many tokens at a time through the cache, the first among themselves if `first`."""
+    cache, parts, start = KVCache(model.config, len(tokens), tokens.shape[1], cached, "cpu"), [], 0
+    with torch.inference_mode():
+        for count in steps:
+            given = tokens[:, start : start + count], torch.arange(start, start + count), cache
+            parts.append(model.head(model.hidden(*given, first=first and start == 0)))
+            start += count
+    return torch.cat(parts, dim=1)
+
+
+STEPS = [5, 1, 1, 20, 1, 1, 3, 1]
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_blocks_in_one_call_give_the_modules_logits(name: str) -> None:
+    model, tokens = _model(**FEATURES[name]), oracle.random_tokens(33, batch=2)
+    assert model.ops.blocks is not None
+    found = [_logits(model, tokens, STEPS, first=first) for first in (True, False)]
+    with torch.inference_mode():
+        found.append(model(tokens, torch.arange(33)))
+    rounded = _logits(model, tokens, STEPS, torch.int8)
+    model.ops = replace(model.ops, blocks=None)
+    expected = _logits(model, tokens, STEPS)
+    for logits in found:
+        assert (logits - expected).abs().max() < 1e-3 * expected.std()
+    assert (rounded - _logits(model, tokens, STEPS, torch.int8)).abs().max() < 0.02 * expected.std()
+    without = _logits(_model(), tokens, STEPS)
+    assert (without - expected).abs().max() > 0.1 * expected.std()  # the feature shows
+
+
+@pytest.mark.parametrize("cached", [torch.float32, torch.int8], ids=str)
+def test_rows_of_any_sequences_are_each_as_if_alone(cached: torch.dtype) -> None:
+    model, texts = _model(**FEATURES["all"]), oracle.random_tokens(30, batch=3)
+    shared = KVCache(model.config, 5, 31, cached, "cpu")
+    slots = torch.tensor([4, 0, 2])
+    found: list[list[Tensor]] = [[], [], []]
+    with torch.inference_mode():
+        for piece in ([(0, 0, 7)], [(2, 0, 3), (0, 7, 1)], [(1, 0, 25), (0, 8, 1), (2, 3, 2)]):
+            rows = [(text, start + place) for text, start, count in piece for place in range(count)]
+            tokens = torch.stack([texts[row] for row in rows]).unsqueeze(1)
+            where = torch.tensor([[position] for _, position in rows])
+            hidden = model.hidden(tokens, where, shared, slots=slots[[text for text, _ in rows]])
+            for (text, _), row in zip(rows, hidden[:, 0], strict=True):
+                found[text].append(row)
+        for text, steps in enumerate(([7, 1, 1], [25], [3, 2])):
+            alone = KVCache(model.config, 1, 31, cached, "cpu")
+            start = 0
+            for count in steps:
+                own = texts[text : text + 1, start : start + count], torch.arange(start, start + count), alone
+                assert torch.equal(model.hidden(*own)[0], torch.stack(found[text][start : start + count]))
+                start += count
+
+
+OPERANDS = ("x", "cosine", "sine", "query_scale", "positions", "slots", "keys", "values", "prefill", "attention",
+            "feed_forward", "heads", "kv_heads", "window", "scale", "softcap", "clip", "activation", "limit", "eps",
+            "multiplier")  # fmt: skip
+"""Of the operator on blocks, in order."""
+
+FORGOTTEN: dict[str, tuple[str, Any]] = {
+    "query scale": ("query_scale", None), "window rope": ("window", 0), "scale": ("scale", None),
+    "softcap": ("softcap", None), "clip": ("clip", None), "gelu": ("activation", "silu"),
+    "swiglu_oai": ("limit", None), "residual multiplier": ("multiplier", 1.0),
+}  # fmt: skip
+"""By the feature, the operand that a wrong kernel does not look at, and what it does instead."""
+
+
+class _Forgetful:
+    """Kernels that do something for all blocks, or all attention, that a block's features do not say."""
+
+    def __init__(self, operand: str, instead: Any, operator: str) -> None:
+        self._operand, self._instead, self._operator = operand, instead, operator
+        self._kernels = load_kernels("native")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self, f"_{name}") if name == self._operator else getattr(self._kernels, name)
+
+    def _block(self, *operands: Any) -> None:
+        changed = dict(zip(OPERANDS, operands, strict=True)) | {self._operand: self._instead}
+        self._kernels.block(*changed.values())
+
+    def _cached_attention(self, *operands: Any) -> Tensor:
+        changed = list(operands)
+        changed[("window", "scale", "softcap", "sinks").index(self._operand) + 5] = self._instead
+        mixed: Tensor = self._kernels.cached_attention(*changed)
+        return mixed
+
+
+@pytest.mark.parametrize("feature", FORGOTTEN)
+def test_a_block_kernel_that_forgets_a_feature_is_found_at_load(
+    feature: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernels = _Forgetful(*FORGOTTEN[feature], "block")
+    monkeypatch.setattr(cpu, "load_kernels", lambda variant: kernels)
+    assert _model(**FEATURES[feature]).ops.blocks is None
+    assert "decoder blocks by the compiled kernels are wrong on this machine" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("features", "operand", "instead"),
+    [
+        (FEATURES["scale"], "scale", 0.25),
+        ({"attention_softcap": 50.0}, "softcap", None),
+        ({"attention_softcap": 20.0, "attention_scale": 0.01}, "softcap", None),
+        (FEATURES["sinks"], "sinks", None),
+        ({"layers": (LayerConfig(), LayerConfig(), LayerConfig(window=4096))}, "window", 0),
+    ],
+    ids=["scale", "softcap", "softcap, scale", "sinks", "window"],
+)
+def test_attention_that_forgets_a_feature_is_found_at_load(
+    features: dict[str, Any], operand: str, instead: Any, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    kernels = _Forgetful(operand, instead, "cached_attention")
+    monkeypatch.setattr(cpu, "load_kernels", lambda variant: kernels)
+    assert _model(**features).ops.blocks is None
+    assert "attention by the compiled kernels are wrong on this machine" in caplog.text
+
+
+def test_a_bfloat16_model_with_sinks_attends_by_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without blocks in one call: layers of floats."""
+    checkpoint = _checkpoint(**FEATURES["all"])
+    kept = {name: scheme for name, scheme in checkpoint.schemes.items() if "layers.1." not in name}
+    model = load_model(dataclasses.replace(checkpoint, schemes=kept), backend="cpu-exact")
+    assert model.ops.blocks is None
+    tokens = oracle.random_tokens(33, batch=2)
+    found = _logits(model, tokens, STEPS, torch.bfloat16)
+    exact = load_model(dataclasses.replace(checkpoint, schemes=kept), dtype=torch.float32, backend="reference")
+    expected = _logits(exact, tokens, STEPS)
+    assert (found - expected).abs().max() < 0.2 * expected.std()
