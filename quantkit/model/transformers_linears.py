@@ -72,10 +72,10 @@ def _roles(
         except Exception as error:  # of the code of any model, given any config
             told = " ".join(str(error).split())
             raise _NotKnown(f"transformers can't build the model ({type(error).__name__}: {shown(told)})") from error
-    told = _told(model, names, tensors, raw)
-    stored = {alias or name.removesuffix(".weight") for name, (_, alias) in told.items()}
+    roles = _told(model, names, tensors, raw)
+    stored = {alias or name.removesuffix(".weight") for name, (_, alias) in roles.items()}
     linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    return type(model).__name__, told, tuple(name for name in linears if name not in stored)
+    return type(model).__name__, roles, tuple(name for name in linears if name not in stored)
 
 
 def _on_meta(transformers: Any, raw: Mapping[str, Any]) -> Any:
@@ -84,8 +84,8 @@ def _on_meta(transformers: Any, raw: Mapping[str, Any]) -> Any:
     Raises:
         _NotKnown: if transformers has no class for it, or its numbers are absurd.
     """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # type: ignore[import-not-found]
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING  # type: ignore[import-not-found]
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
     kind, classes = raw.get("model_type"), raw.get("architectures")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
@@ -93,7 +93,7 @@ def _on_meta(transformers: Any, raw: Mapping[str, Any]) -> Any:
     _require_sane(raw)
     stated = {key: value for key, value in raw.items() if key not in _NOT_OF_THE_MODEL}
     config = CONFIG_MAPPING[kind].from_dict(copy.deepcopy(stated))
-    found = None
+    found: Any = None
     for name in classes if isinstance(classes, list) else []:
         one = getattr(transformers, name, None) if isinstance(name, str) else None
         if isinstance(one, type) and issubclass(one, transformers.PreTrainedModel):
@@ -120,8 +120,8 @@ def _require_sane(raw: Mapping[str, Any]) -> None:
 def _names_in(model: Any, tensors: tuple[OpaqueTensor, ...]) -> dict[str, tuple[str, bool]]:
     """What the model calls the matrices on disk, and whether each is a parameter by itself there, as transformers'
     own loader renames, merges and splits them."""
-    from transformers.conversion_mapping import get_model_conversion_mapping  # type: ignore[import-not-found]
-    from transformers.core_model_loading import (  # type: ignore[import-not-found]
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
         WeightConverter,
         WeightRenaming,
         rename_source_key,

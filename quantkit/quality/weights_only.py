@@ -125,7 +125,7 @@ class RecordedErrors:
                 continue
             for module, record in modules.items() if isinstance(modules, dict) else ():
                 error = record.get("relative_error") if isinstance(record, dict) else None
-                if type(error) in (int, float):
+                if isinstance(error, (int, float)):
                     self._recorded[f"{module}.weight"] = error
 
     def problem(self, name: str, error: float) -> list[str]:

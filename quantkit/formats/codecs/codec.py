@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quantkit.errors import UnsupportedError
-from quantkit.formats.codecs.dequantized import Home
-from quantkit.formats.files.tensor_file import StoredTensor
+from quantkit.formats.files.tensor_file import Home, StoredTensor
 from quantkit.json_values import Settings
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import CheckpointError
 from quantkit.formats.codecs import float8, mxfp4
 from quantkit.formats.codecs.float8 import Float8Weight
 from quantkit.formats.codecs.mxfp4 import Mxfp4Weight
-from quantkit.formats.files.source import SourceFile
-from quantkit.formats.files.tensor_file import StoredTensor, TensorFile
+from quantkit.formats.files.tensor_file import Home, StoredTensor, TensorFile
 from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.tensor_slice import TensorSlice
@@ -24,25 +22,6 @@ METHODS = frozenset({"fp8", "fbgemm_fp8", "mxfp4"})
 _ALSO = "compressed-tensors"  # some of whose formats are
 _OF_ACTIVATIONS = ("input_scale", "activation_scale")
 _MOST_ROWS = 2**24
-
-
-class Home(Protocol):
-    """What tensors are read from: a file, or what stands for some of its tensors."""
-
-    @property
-    def source(self) -> SourceFile: ...
-
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def tensors(self) -> Mapping[str, StoredTensor]: ...
-
-    def read(self, name: str, part: TensorSlice | None = None) -> Tensor: ...
-
-    def read_bytes(self, name: str, part: TensorSlice | None = None) -> bytes: ...
-
-    def row_parts(self, name: str) -> Iterator[TensorSlice]: ...
 
 
 class DequantizedTensor:

@@ -20,11 +20,11 @@ from quantkit.formats.checkpoint import require_tensors, schemes
 from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule
 from quantkit.formats.codecs.compressed_tensors import packed_shapes
 from quantkit.formats.codecs.dequantized import METHODS as READ_AS_FLOATS
-from quantkit.formats.codecs.dequantized import DequantizedTensor, Home, dequantized
+from quantkit.formats.codecs.dequantized import DequantizedTensor, dequantized
 from quantkit.formats.containers.hf_parts import decode, read_dequantized, read_floats
 from quantkit.formats.files import pth_io, safetensors_io
 from quantkit.formats.files.source import SourceFile
-from quantkit.formats.files.tensor_file import StoredTensor, TensorFile, same_tensor
+from quantkit.formats.files.tensor_file import Home, StoredTensor, TensorFile, same_tensor
 from quantkit.json_values import Settings, read_json, read_settings, shown
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.spec import TensorSpec
