@@ -10,6 +10,8 @@ from quantkit.kernels.backend import Operations, Rounding
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
+_OAI_ALPHA = 1.702
+
 
 class ReferenceBackend:
     """Right everywhere, fast nowhere; other backends are tested against it."""
@@ -35,3 +37,15 @@ class ReferenceBackend:
         weight = QuantTensor(prepared["codes"], prepared["scale"], prepared.get("zero"), scheme)
         product = F.linear(x.float(), weight.dequantize(), None if bias is None else bias.float())
         return product.to(x.dtype)
+
+
+def gated(gate: Tensor, up: Tensor, activation: str, limit: float | None) -> Tensor:
+    """The product of an activated gate and `up`, [..., F] each; it may reuse their memory."""
+    if activation == "silu":
+        return F.silu(gate).mul_(up)
+    if activation == "gelu_tanh":
+        return F.gelu(gate, approximate="tanh").mul_(up)
+    assert activation == "swiglu_oai", activation
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(_OAI_ALPHA * gate))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit.kernels.backend import Operations, Rounding
+from quantkit.kernels.backend import ExpertKernel, Operations, Rounding, StackedLinear
 from quantkit.kernels.build import cache_folder
+from quantkit.kernels.reference import gated
 from quantkit.kernels.triton_tiles import CACHED_FILE, TOKENS, UNIT, card_of, measured_configs, save_configs
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
@@ -68,9 +70,11 @@ class TritonBackend:
         return prepared
 
     def operations(self) -> Operations:
-        from quantkit.kernels import triton_attention  # noqa: F401  (registers the operator)
+        from quantkit.kernels import triton_attention, triton_experts  # noqa: F401  (registers the operators)
 
-        return Operations(torch.ops.quantkit_triton.cached_attention, _FEW_TOKENS)
+        return Operations(
+            torch.ops.quantkit_triton.cached_attention, _FEW_TOKENS, experts=ExpertKernel(_stack, _experts)
+        )
 
     def linear(
         self, x: Tensor, prepared: dict[str, Tensor], scheme: QuantScheme, rows: int, bias: Tensor | None
@@ -83,6 +87,28 @@ class TritonBackend:
             zero = prepared.get("zero")
             product = torch.ops.quantkit_triton.int4_linear(flat, words, scale, zero, bias, scheme.group_size)
         return product.view(*x.shape[:-1], rows)  # type: ignore[no-any-return]
+
+
+def _experts(
+    rows: Tensor, weights: Tensor, chosen: Tensor, gate_up: StackedLinear, down: StackedLinear, activation: str,
+    limit: float | None,
+) -> Tensor:  # fmt: skip
+    """See `ExpertKernel`."""
+    gate, up = _of_chosen(rows, chosen, gate_up).chunk(2, dim=-1)
+    given = _of_chosen(gated(gate, up, activation, limit), chosen, down)
+    return (given.float() * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+
+
+def _stack(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(tensors))
+
+
+def _of_chosen(x: Tensor, chosen: Tensor, linear: StackedLinear) -> Tensor:
+    """What a linear of each token's experts [N, K] gives, [N, K, O], for tokens [N, I] or a row for each [N, K, I]."""
+    words, scale, zero = linear.prepared["words"], linear.prepared["scale"], linear.prepared.get("zero")
+    group = linear.scheme.group_size
+    product: Tensor = torch.ops.quantkit_triton.grouped_linear(x, words, scale, zero, linear.bias, chosen, group)
+    return product
 
 
 def _padded(values: Tensor, weight: QuantTensor) -> Tensor:

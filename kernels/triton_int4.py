@@ -42,17 +42,13 @@ def centred(words, centre, magic, PLANE: tl.constexpr):
 
 
 @triton.jit
-def int4_gemv(
-    x, words, scale, zero, bias, out, m, n, k, units, magic,
-    GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, BIAS: tl.constexpr,
+def int4_gemv_tile(
+    x, words, scale, zero, safe, k, units, magic, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """Few tokens: each thread multiplies words of BLOCK_N rows, in float32."""
+    """Products [M, N] of pointers to tokens [M, 1, 1] and rows [N, 1]: each thread multiplies words of BLOCK_N rows, in
+    float32."""
     PARTS: tl.constexpr = 128 // GROUP
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    safe = tl.where(row < n, row, 0)[:, None]
-    token = tl.arange(0, BLOCK_M)
-    x += (tl.where(token < m, token, 0) * k)[:, None, None]
     first, last = unit_range(units, UNITS, 1)
     sums = tl.zeros((BLOCK_M, BLOCK_N, UNITS * 16), tl.float32)
     for start in tl.range(first, last, UNITS):
@@ -67,7 +63,23 @@ def int4_gemv(
                 weight = centred(tile, centre, magic, plane)[None, :, :]
                 partial = tl.fma(weight, load_tokens(x, word, k, plane, 4), partial)
             sums = tl.fma(partial, spread(step, BLOCK_N, UNITS, 4)[None, :, :], sums)
-    product = tl.sum(sums, 2)
+    return tl.sum(sums, 2)
+
+
+@triton.jit
+def int4_gemv(
+    x, words, scale, zero, bias, out, m, n, k, units, magic,
+    GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    """Few tokens."""
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    safe = tl.where(row < n, row, 0)[:, None]
+    token = tl.arange(0, BLOCK_M)
+    x += (tl.where(token < m, token, 0) * k)[:, None, None]
+    product = int4_gemv_tile(
+        x, words, scale, zero, safe, k, units, magic, GROUP, SYMMETRIC, BLOCK_M, BLOCK_N, UNITS
+    )  # fmt: skip
     if BIAS:
         product += tl.trans(tl.load(bias + safe)).to(tl.float32)
     at = (tl.program_id(1) * m + token)[:, None].to(tl.int64) * n + row[None, :]
@@ -75,17 +87,13 @@ def int4_gemv(
 
 
 @triton.jit
-def int4_gemm(
-    x, words, scale, zero, bias, out, m, n, k, units, magic,
-    GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, BIAS: tl.constexpr,
+def int4_gemm_tile(
+    x, words, scale, zero, safe, k, units, magic, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """More tokens: tensor cores, weights converted to x's dtype in registers; the transposed product."""
+    """Products [N, M] of rows [N, 1] and pointers to tokens [1, M] on tensor cores, weights converted to x's dtype in
+    registers."""
     PARTS: tl.constexpr = 128 // GROUP
-    token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    safe = tl.where(row < n, row, 0)[:, None]
-    x_row = x + (tl.where(token < m, token, 0) * k)[None, :]
     first, last = unit_range(units, UNITS, 2)
     product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for start in tl.range(first, last, UNITS):
@@ -98,8 +106,25 @@ def int4_gemm(
             for plane in tl.static_range(part * 8 // PARTS, (part + 1) * 8 // PARTS):
                 weight = centred(tile, centre, magic, plane) * (step * 0.5 ** bit_position(plane, 4))
                 column = columns_of(word, plane, 4)[:, None]
-                piece = tl.load(x_row + column, mask=column < k, other=0)
+                piece = tl.load(x + column, mask=column < k, other=0)
                 product = dot_add(weight.to(piece.dtype), piece, product)
+    return product
+
+
+@triton.jit
+def int4_gemm(
+    x, words, scale, zero, bias, out, m, n, k, units, magic,
+    GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    """More tokens; the transposed product."""
+    token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    safe = tl.where(row < n, row, 0)[:, None]
+    x += (tl.where(token < m, token, 0) * k)[None, :]
+    product = int4_gemm_tile(
+        x, words, scale, zero, safe, k, units, magic, GROUP, SYMMETRIC, BLOCK_M, BLOCK_N, UNITS
+    )  # fmt: skip
     if BIAS:
         product += tl.load(bias + safe).to(tl.float32)
     at = (tl.program_id(2) * m + token)[None, :].to(tl.int64) * n + row[:, None]

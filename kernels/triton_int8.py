@@ -30,15 +30,11 @@ def centred(words, magic, PLANE: tl.constexpr):
 
 
 @triton.jit
-def int8_gemv(
-    x, words, scale, bias, out, m, n, k, units, magic,
-    BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
+def int8_gemv_tile(
+    x, words, scale, safe, k, units, magic, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """Few tokens: each thread multiplies words of BLOCK_N rows, in float32."""
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    safe = tl.where(row < n, row, 0)
-    token = tl.arange(0, BLOCK_M)
-    x += (tl.where(token < m, token, 0) * k)[:, None, None]
+    """Products [M, N] of pointers to tokens [M, 1, 1] and rows [N]: each thread multiplies words of BLOCK_N rows, in
+    float32."""
     first, last = unit_range(units, UNITS, 1)
     sums = tl.zeros((BLOCK_M, BLOCK_N, UNITS * 32), tl.float32)
     for start in tl.range(first, last, UNITS):
@@ -47,7 +43,20 @@ def int8_gemv(
         tile = tl.load(words + at, mask=(word < units * 32)[None, :], other=0)
         for plane in tl.static_range(4):
             sums = tl.fma(centred(tile, magic, plane)[None, :, :], load_tokens(x, word, k, plane, 8), sums)
-    product = tl.sum(sums, 2) * tl.load(scale + safe).to(tl.float32)[None, :]
+    return tl.sum(sums, 2) * tl.load(scale + safe).to(tl.float32)[None, :]
+
+
+@triton.jit
+def int8_gemv(
+    x, words, scale, bias, out, m, n, k, units, magic,
+    BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    """Few tokens."""
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    safe = tl.where(row < n, row, 0)
+    token = tl.arange(0, BLOCK_M)
+    x += (tl.where(token < m, token, 0) * k)[:, None, None]
+    product = int8_gemv_tile(x, words, scale, safe, k, units, magic, BLOCK_M, BLOCK_N, UNITS)
     if BIAS:
         product += tl.load(bias + safe).to(tl.float32)[None, :]
     at = (tl.program_id(1) * m + token)[:, None].to(tl.int64) * n + row[None, :]
@@ -55,15 +64,11 @@ def int8_gemv(
 
 
 @triton.jit
-def int8_gemm(
-    x, words, scale, bias, out, m, n, k, units, magic,
-    BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
+def int8_gemm_tile(
+    x, words, scale, safe, k, units, magic, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """More tokens: tensor cores, codes converted to x's dtype, which is exact; the transposed product."""
-    token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    safe = tl.where(row < n, row, 0)
-    x += (tl.where(token < m, token, 0) * k)[None, :]
+    """Products [N, M] of rows [N] and pointers to tokens [1, M] on tensor cores, codes converted to x's dtype, which is
+    exact."""
     first, last = unit_range(units, UNITS, 2)
     product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for start in tl.range(first, last, UNITS):
@@ -75,7 +80,20 @@ def int8_gemm(
             piece = tl.load(x + column, mask=column < k, other=0)
             codes = (centred(tile, magic, plane) * 0.5 ** bit_position(plane, 8)).to(piece.dtype)
             product = dot_add(codes, piece, product)
-    product *= tl.load(scale + safe).to(tl.float32)[:, None]
+    return product * tl.load(scale + safe).to(tl.float32)[:, None]
+
+
+@triton.jit
+def int8_gemm(
+    x, words, scale, bias, out, m, n, k, units, magic,
+    BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    """More tokens; the transposed product."""
+    token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    safe = tl.where(row < n, row, 0)
+    x += (tl.where(token < m, token, 0) * k)[None, :]
+    product = int8_gemm_tile(x, words, scale, safe, k, units, magic, BLOCK_M, BLOCK_N, UNITS)
     if BIAS:
         product += tl.load(bias + safe).to(tl.float32)[:, None]
     at = (tl.program_id(2) * m + token)[None, :].to(tl.int64) * n + row[:, None]

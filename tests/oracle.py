@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def make(kind: str, **changes: Any) -> Any:
     Biases and norms are randomized too, so that losing one shows.
     """
     settings = {**SIZES, **({"head_dim": 16} if kind == "qwen3" else {}), **changes}
-    config = transformers.AutoConfig.for_model(kind, **settings)
+    config = transformers.AutoConfig.for_model(kind, **deepcopy(settings))  # which adds to settings of ropes
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(1)
     middle = 0 if kind.startswith("gemma") else 1  # whose norms add 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from partial import contents
 from safetensors.torch import load_file, save_file
 from test_architectures import CASES
+from test_distributed import codes, torchrun
 from torch import Tensor
 
 import quantkit
@@ -261,3 +263,22 @@ def test_a_store_holds_what_was_reckoned(
     BlockQuantizer(source, tokens, {}, store, torch.device("cpu"), effort, SINGLE).next_block()
     reckoned, _ = activation_bytes(source.config, tokens.shape, effort, 10**9)
     assert 10**9 - min(free) == pytest.approx(reckoned, rel=0.01)
+
+
+def test_two_processes_decide_alike_and_make_what_one_makes(model: Path, text: Path, tmp_path: Path) -> None:
+    kept = "*.self_attn.*"  # so that the first router sees the same states in both
+    _quantize(model, tmp_path / "one", text, keep=kept)
+    done = torchrun(
+        2, "quantize", model, tmp_path / "two", "--scheme", "int4-g32", "--method", "gptq", "--calibration", text,
+        "--samples", str(SAMPLES), "--length", str(LENGTH), "--no-source-check", "--accept-quality-loss",
+        "--keep", kept,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    made = [json.loads((tmp_path / name / "quantkit.json").read_text())["modules"] for name in ("one", "two")]
+    both = codes(tmp_path / "one"), codes(tmp_path / "two")
+    for module in (_expert(0, expert, part) for expert in range(6) for part in ("gate_proj", "down_proj")):
+        alone, shared = ([each[module].get(key) for key in ("tokens", "tokens_from", "routed_tokens")] for each in made)
+        assert alone == shared
+        one, two = (each[module].codes for each in both)
+        assert (one != two).float().mean() < (0.01 if module.endswith("gate_proj") else 0.05)
+    assert _kl(model, tmp_path / "two") == pytest.approx(_kl(model, tmp_path / "one"), rel=0.2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,17 @@ from quantkit.errors import CheckpointError, UnsupportedError
 
 _GEMMA = {"head_dim": 16, "pad_token_id": 0}
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
+_LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.3, 1.7],
+    "long_factor": [1.5, 2.9, 4.5, 7.3],
+}  # fmt: skip
+_SCALED_QUERIES = {
+    "rope_type": "default", "rope_theta": 1e6, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3,
+}  # fmt: skip
+_MINISTRAL = {
+    **_SCALED_QUERIES, "rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}  # fmt: skip
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-mha": ("llama", {"num_key_value_heads": None}),
@@ -25,6 +37,31 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-attention-bias": ("llama", {"attention_bias": True}),
     "llama-head-dim": ("llama", {"head_dim": 32}),
     "llama-ends": ("llama", {"eos_token_id": [2, 5, 9], "bos_token_id": None}),
+    "glm": ("glm", {"head_dim": 16}),
+    "glm-whole": (
+        "glm", {"head_dim": 16, "attention_bias": False, "rope_parameters": {"partial_rotary_factor": 1.0}}
+    ),
+    "glm-quarter": (
+        "glm",
+        {
+            "head_dim": 16, "tie_word_embeddings": True,
+            "rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 5000.0},
+        },
+    ),
+    "glm4": ("glm4", {"head_dim": 16}),
+    "glm4-whole": (
+        "glm4", {"head_dim": 16, "attention_bias": False, "rope_parameters": {"partial_rotary_factor": 1.0}}
+    ),
+    "granite": ("granite", {}),
+    "granite-multipliers": (
+        "granite",
+        {
+            "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.015625,
+            "logits_scaling": 7.3, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True,
+        },
+    ),
+    "ministral3": ("ministral3", {"head_dim": 16, "rope_parameters": _MINISTRAL}),
+    "ministral3-window": ("ministral3", {"sliding_window": 7, "rope_parameters": _SCALED_QUERIES}),
     "mistral-window": ("mistral", {"sliding_window": 7}),
     "mistral-default": ("mistral", {}),
     "mistral-no-window": ("mistral", {"sliding_window": None}),
@@ -38,6 +75,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3-no-theta": ("smollm3", {"rope_parameters": {"rope_type": "default"}}),
     "smollm3-types": (
         "smollm3", {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 5}
+    ),
+    "phi3": ("phi3", {}),
+    "phi3-mha": ("phi3", {"num_key_value_heads": None, "sliding_window": 2047}),
+    "phi3-partial": ("phi3", {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
+    "phi3-longrope": ("phi3", {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 16}),
+    "phi3-longrope-factors": (
+        "phi3",
+        {
+            "rope_parameters": {**_LONGROPE, "factor": 3.0, "attention_factor": 1.2, "partial_rotary_factor": 0.5},
+            "original_max_position_embeddings": 16, "hidden_size": 128,
+        },
     ),
     "gemma": ("gemma", {**_GEMMA}),
     "gemma-bias": ("gemma", {**_GEMMA, "attention_bias": True, "tie_word_embeddings": False, "hidden_act": "gelu"}),
@@ -60,6 +108,23 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo2-mha": ("olmo2", {"num_key_value_heads": None, "tie_word_embeddings": True}),
+    "olmo2-rope": ("olmo2", {"attention_bias": True, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    "olmo3": ("olmo3", {"num_hidden_layers": 9}),
+    "olmo3-ropes": (
+        "olmo3",
+        {
+            "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 8,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e5,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
             },
         },
     ),
@@ -92,7 +157,7 @@ ROPES: dict[str, dict[str, Any]] = {
 def _transformers_config(kind: str, **changes: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return AutoConfig.for_model(kind, **{**oracle.SIZES, **changes})
+        return AutoConfig.for_model(kind, **deepcopy({**oracle.SIZES, **changes}))
 
 
 def _keys(kind: str, **changes: Any) -> dict[str, Any]:
@@ -128,13 +193,22 @@ def _require_same_meaning(ours: ModelConfig, theirs: Any) -> None:
         if kind not in ropes or kind in theirs.layer_types:
             assert rope.theta == ropes.get(kind, ropes)["rope_theta"]
             assert rope.type == ropes.get(kind, ropes)["rope_type"]
+            partial = ropes.get(kind, ropes).get("partial_rotary_factor", 1)
+            assert (rope.rotary_dim or ours.head_dim) == ours.head_dim * partial
+            assert rope.query_scaling_beta == ropes.get(kind, ropes).get("llama_4_scaling_beta")
     assert {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}[ours.activation] == _activation(theirs)
     scale = ours.head_dim**-0.5 if ours.attention_scale is None else ours.attention_scale
-    assert scale == getattr(theirs, "query_pre_attn_scalar", ours.head_dim) ** -0.5
+    assert scale == getattr(
+        theirs, "attention_multiplier", getattr(theirs, "query_pre_attn_scalar", ours.head_dim) ** -0.5
+    )
+    root = theirs.hidden_size**0.5 if theirs.model_type.startswith("gemma") else 1
+    assert ours.embedding_multiplier == getattr(theirs, "embedding_multiplier", root)
+    assert ours.residual_multiplier == getattr(theirs, "residual_multiplier", 1)
+    assert ours.logit_multiplier == 1 / getattr(theirs, "logits_scaling", 1)
     assert ours.attention_softcap == getattr(theirs, "attn_logit_softcapping", None)
     assert ours.logit_softcap == getattr(theirs, "final_logit_softcapping", None)
     assert ours.qkv_bias == (theirs.model_type == "qwen2" or getattr(theirs, "attention_bias", False))
-    assert ours.output_bias == getattr(theirs, "attention_bias", False)
+    assert ours.output_bias == (getattr(theirs, "attention_bias", False) and theirs.model_type[:3] != "glm")
     assert ours.mlp_bias == getattr(theirs, "mlp_bias", False)
     assert ours.bos_token_id == theirs.bos_token_id
     ends = theirs.eos_token_id
@@ -178,6 +252,7 @@ def test_transformers_reads_our_config_as_the_one_it_came_from(variant: str, tmp
     config = config_from_hf(_keys(kind, **changes), "config.json")
     theirs = _read_back(config_to_hf(config), tmp_path / "model")
     _require_same_meaning(config, theirs)
+    theirs.rope_parameters.pop("type", None)  # what older readers of some families ask for
     for key in ("rope_parameters", "layer_types", "attention_bias", "mlp_bias", "query_pre_attn_scalar"):
         assert getattr(theirs, key, None) == getattr(original, key, None), key
     assert theirs.architectures == [config_to_hf(config)["architectures"][0]]
@@ -226,6 +301,19 @@ def test_gemma3s_older_keys_mean_what_transformers_takes_them_for(older: dict[st
     assert (written["rope_scaling"] or {}) == older.get("rope_scaling", {})
 
 
+@pytest.mark.parametrize("scaling", [None, "yarn", "linear"])
+def test_olmo3s_older_scaling_is_for_whole_layers_only(scaling: str | None, tmp_path: Path) -> None:
+    raw = {key: value for key, value in _keys("olmo3", num_hidden_layers=4).items() if key != "rope_parameters"}
+    raw |= {"rope_theta": 500000, "rope_scaling": scaling and dict(ROPES[scaling])}
+    config = config_from_hf(raw, "config.json")
+    assert (config.rope.type, config.window_rope and config.window_rope.type) == (
+        (scaling, "default") if scaling else ("default", None)
+    )
+    _require_same_meaning(config, _read_back(raw, tmp_path / "model"))
+    written = config_to_hf(config)
+    assert (written["rope_theta"], written["rope_scaling"]) == (5e5, raw["rope_scaling"])
+
+
 def test_rope_scaling_wins_over_rope_parameters_as_in_transformers(tmp_path: Path) -> None:
     raw = {**_keys("llama"), "rope_theta": 20000.0, "rope_scaling": dict(ROPES["linear"])}
     theirs = _read_back(raw, tmp_path / "model")
@@ -250,8 +338,14 @@ OPTIONAL = [
     ("llama", "tie_word_embeddings"),
     ("llama", "attention_bias"),
     ("llama", "mlp_bias"),
+    *(("glm", key) for key in ("head_dim", "attention_bias", "rope_parameters")),
+    *(("glm4", key) for key in ("head_dim", "attention_bias", "rope_parameters")),
+    *(("granite", f"{what}_multiplier") for what in ("embedding", "residual", "attention")),
+    *(("granite", key) for key in ("num_key_value_heads", "attention_bias", "mlp_bias", "logits_scaling")),
+    *(("ministral3", key) for key in ("head_dim", "rope_parameters", "sliding_window", "tie_word_embeddings")),
     ("mistral", "head_dim"),
     ("mistral", "sliding_window"),
+    *(("phi3", key) for key in ("num_key_value_heads", "rope_parameters", "tie_word_embeddings", "sliding_window")),
     ("qwen2", "layer_types"),
     ("qwen2", "use_sliding_window"),
     ("qwen2", "sliding_window"),
@@ -271,6 +365,12 @@ OPTIONAL = [
     ("gemma2", "attn_logit_softcapping"),
     ("gemma2", "final_logit_softcapping"),
     ("gemma3_text", "head_dim"),
+    ("olmo2", "num_key_value_heads"),
+    ("olmo3", "layer_types"),
+    ("olmo3", "sliding_window"),
+    ("olmo3", "rope_parameters"),
+    ("olmo2", "attention_bias"),
+    ("olmo2", "tie_word_embeddings"),
     ("gemma3_text", "layer_types"),
     ("gemma3_text", "sliding_window"),
     ("gemma3_text", "query_pre_attn_scalar"),

@@ -32,7 +32,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _torchrun(processes: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def torchrun(processes: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     return subprocess.run(
         [*command, "-m", "quantkit.cli", *map(str, arguments)], capture_output=True, text=True, timeout=300,
@@ -40,7 +40,7 @@ def _torchrun(processes: int, *arguments: str | Path) -> subprocess.CompletedPro
     )  # fmt: skip
 
 
-def _codes(folder: Path) -> dict[str, QuantTensor]:
+def codes(folder: Path) -> dict[str, QuantTensor]:
     checkpoint = open_checkpoint(folder)
     loaded = {module: checkpoint.load(module + ".weight") for module in schemes(checkpoint)}
     return {module: value for module, value in loaded.items() if isinstance(value, QuantTensor)}
@@ -59,12 +59,12 @@ def test_three_processes_make_what_one_makes(demo_model: Path, text: Path, tmp_p
         "--length",
         "128",
     ]
-    done = _torchrun(3, "quantize", demo_model, tmp_path / "three", *arguments)
+    done = torchrun(3, "quantize", demo_model, tmp_path / "three", *arguments)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("wrote") == 1
     assert not list((tmp_path / "three").glob(".*"))
     quantkit.quantize(demo_model, tmp_path / "one", "int4-g64", method="gptq", calibration=text, samples=50, length=128)
-    one, three = _codes(tmp_path / "one"), _codes(tmp_path / "three")
+    one, three = codes(tmp_path / "one"), codes(tmp_path / "three")
     first = "model.layers.0.self_attn.q_proj"  # later layers see what rounding of sums made of earlier ones
     assert (one[first].codes != three[first].codes).float().mean() < 0.01
     figures = [json.loads((tmp_path / name / "quantkit.json").read_text())["quality"] for name in ("one", "three")]

@@ -70,6 +70,11 @@ def _expected(folder: Path, checkpoint: HFCheckpoint) -> dict[str, Tensor]:
                 linears = {"gate_proj": matrix[..., ::2], "up_proj": matrix[..., 1::2]}
                 for linear, part in linears.items() if leaf == "gate_up_proj" else [("down_proj", matrix)]:
                     found[f"{module}.{expert}.{linear}.{kind}"] = part.t() if part.ndim == 2 else part
+        elif config.architecture[:3] == "glm" and module.endswith(("q_proj", "k_proj")):
+            half = config.head_dim // 2  # of each head turns, in pairs side by side
+            heads = torch.unflatten(tensor, 0, (-1, config.head_dim))
+            turned, (first, second) = heads[:, :half], heads[:, half:].chunk(2, dim=1)
+            found[name] = torch.cat((turned[:, ::2], first, turned[:, 1::2], second), dim=1).flatten(0, 1)
         else:
             found[_renamed(name, config.architecture)] = tensor
     return found
@@ -84,9 +89,15 @@ def _renamed(name: str, kind: str) -> str:
     changes = {
         "mixtral": {"block_sparse_moe": "mlp", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."},
         "gpt_oss": {"mlp.router": "mlp.gate"},
+        "qwen2_moe": {"mlp.shared_expert.": "mlp.shared_experts."},
+        "glm4": {
+            "post_self_attn_layernorm": "attention_output_layernorm", "post_mlp_layernorm": "mlp_output_layernorm",
+        },
         "gemma2": {**_OUTPUT_NORMS, "pre_feedforward_layernorm": "post_attention_layernorm"},
+        "olmo2": _OUTPUT_NORMS,
+        "olmo3": _OUTPUT_NORMS,
         "gemma3_text": {**_OUTPUT_NORMS, "pre_feedforward_layernorm": "post_attention_layernorm"},
-    }
+    }  # fmt: skip
     for old, new in changes.get(kind, {}).items():
         if old in name:
             name = name.replace(old, new)
@@ -163,12 +174,12 @@ def _canonical(checkpoint: HFCheckpoint) -> dict[str, Any]:
     return {name: checkpoint.load(name) for name in checkpoint.names()}
 
 
-@pytest.mark.parametrize("case", ["mixtral", "deepseek-v3", "gpt-oss"])
+@pytest.mark.parametrize("case", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "deepseek-v3", "gpt-oss"])
 def test_experts_stacked_and_apart_are_the_same(case: str, tmp_path: Path, bytes_read: list[int]) -> None:
     own = _canonical(opened(oracle.save(make(case), tmp_path / "own")))
     stacked = opened(restacked(case, tmp_path / "stacked"))
     bytes_read.clear()
-    gate = stacked.load(BLOCK.format(layer=1) + "mlp.experts.3.gate_proj.weight")
+    gate = stacked.load(BLOCK.format(layer=2) + "mlp.experts.3.gate_proj.weight")
     assert sum(bytes_read) <= gate.nbytes * (2 if case == "gpt-oss" else 1)
     assert torch.equal(_table(_canonical(stacked)), _table(own))
     if case != "gpt-oss":
@@ -382,3 +393,17 @@ def test_a_config_that_ignores_modules_means_their_names_on_disk(tmp_path: Path)
     oracle.edit_json(folder / "config.json", quantization_config=raw["quantization_config"])
     with pytest.raises(Exception, match=r"1\.mlp\.gate_up_proj\.weight_packed"):
         opened(folder)
+
+
+def test_a_square_projection_is_turned_like_the_others(tmp_path: Path) -> None:
+    model = make("gpt-oss", intermediate_size=64)
+    folder = oracle.save(model, tmp_path)
+
+    def turned(stored: dict[str, Tensor]) -> None:
+        for name, tensor in stored.items():
+            if tensor.ndim == 3:
+                stored[name] = tensor.transpose(1, 2).contiguous()
+
+    own = _canonical(opened(folder))
+    _edited(folder, turned)
+    assert torch.equal(_table(_canonical(opened(folder))), _table(own))

@@ -22,6 +22,7 @@ from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.container import Output
 from quantkit.formats.containers.hf_checkpoint import SETTINGS, HFCheckpoint
+from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.output import writer as writers
 from quantkit.formats.output.journal import NAME
 from quantkit.formats.output.writer import CheckpointWriter, Written
@@ -78,13 +79,13 @@ def test_rotary_rows_go_back_to_their_order(
     _require_same(_convert(source, tmp_path / "quantized"), source)
 
 
-@pytest.mark.parametrize("case", ["mixtral", "deepseek-v3", "gpt-oss"])
+@pytest.mark.parametrize("case", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "deepseek-v3", "gpt-oss"])
 def test_stacked_experts_are_written_as_the_family_has_them(case: str, tmp_path: Path) -> None:
     own = oracle.save(make(case), tmp_path / "own")
     _require_same(_convert(restacked(case, tmp_path / "stacked"), tmp_path / "made"), own)
 
 
-@pytest.mark.parametrize("case", ["phi3", "mixtral", "gemma2"])
+@pytest.mark.parametrize("case", ["phi3", "mixtral", "gemma2", "olmoe", "qwen2-moe"])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_a_quantized_folder_is_written_as_it_was(scheme: QuantScheme, case: str, tmp_path: Path) -> None:
     source = oracle.save(make(case), tmp_path / "source")
@@ -218,7 +219,7 @@ def test_a_run_stopped_within_a_tensor_goes_on_to_the_same_bytes(
         else (lambda dst, resume: _convert(folder, dst, resume=resume))
     )
     undisturbed = job(tmp_path / "undisturbed", False)
-    monkeypatch.setattr(writers, "_CHECKPOINT_BYTES", 1)
+    monkeypatch.setattr(writers, "_CHECKPOINT_BYTES", 0)
     load = HFCheckpoint.load
 
     def stopping(self: HFCheckpoint, name: str, *part: object) -> object:
@@ -356,3 +357,20 @@ def test_of_experts_of_several_schemes_no_reader_but_quantkit_is_told(recipe: Re
         f"{tmp_path / 'other'}: transformers does not load experts of several schemes right (seen in 5.23); "
         "quantkit does"
     )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_meta_folder_is_refused_or_holds_the_same_tensors(case: str, tmp_path: Path) -> None:
+    source = oracle.save(make(case), tmp_path / "source")
+    if case not in ("llama", "phi3", "smollm3"):  # three layers of SmolLM3 all have rotary positions
+        with pytest.raises(UnsupportedError, match=r"^Meta's format cannot hold [^\n]*; convert to 'hf' instead$"):
+            quantkit.convert(source, tmp_path / "meta", to="meta", source_check=False)
+        assert not (tmp_path / "meta").exists()
+        return
+    quantkit.convert(source, tmp_path / "meta", to="meta", source_check=False)
+    made, own = open_checkpoint(tmp_path / "meta"), opened(source)
+    for name in own.names():
+        value, expected = made.load(name), own.load(name)
+        assert isinstance(value, Tensor)
+        assert isinstance(expected, Tensor)
+        assert torch.equal(value, expected), name

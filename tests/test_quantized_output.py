@@ -35,6 +35,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {"head_dim": 16, "pad_token_id": 0}),
     "gemma2": ("gemma2", {"head_dim": 16, "pad_token_id": 0, "sliding_window": 7}),
     "gemma3": ("gemma3_text", {"head_dim": 16, "pad_token_id": 0, "sliding_window": 7, "sliding_window_pattern": 2}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}),
 }
 LAYERS = 2
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

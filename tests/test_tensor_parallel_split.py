@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import quantkit
-from quantkit.architectures.config import ExpertsConfig, LayerConfig, ModelConfig
+from quantkit.architectures.config import ExpertsConfig, LatentAttentionConfig, LayerConfig, ModelConfig
 from quantkit.architectures.families import config_from_hf
 from quantkit.architectures.topology import linear_columns
 from quantkit.distributed.shard import CheckpointShard
@@ -99,18 +99,67 @@ def test_too_many_processes_are_refused() -> None:
         split_model(config, _schemes(config, "int4-g32"), 0, 8)
 
 
-def test_experts_are_refused() -> None:
-    config = _config()
-    experts = replace(config, layers=(LayerConfig(experts=True),), experts=ExpertsConfig(count=4, size=32, per_token=2))
-    with pytest.raises(UnsupportedError, match=r"cannot share this architecture \(found tensor 'model.layers.0.mlp"):
-        split_model(experts, {}, 0, 2)
+def _with_experts(size: int = 768, **changes: Any) -> ModelConfig:
+    experts = ExpertsConfig(count=2, size=size, per_token=1, **changes)
+    return replace(_config(), layers=(LayerConfig(experts=True),), experts=experts)
 
 
-def test_norms_over_all_heads_are_refused_where_processes_divide_the_heads() -> None:
-    config = replace(_config(), qk_norm="width")
-    split_model(config, {}, 0, 1)
-    with pytest.raises(UnsupportedError, match=r"cannot share this architecture \(found norms over all heads"):
-        split_model(config, {}, 0, 2)
+def test_every_expert_is_split_by_whole_groups() -> None:
+    config = _with_experts(shared_size=256)
+    for scheme, size, widths, shared in (
+        (None, 4, [192] * 4, 64),
+        ("int4-g128", 4, [192] * 4, 64),  # six groups and two: halved
+        ("int4-g128", 2, [384] * 2, 128),
+        ("int4-g32", 8, [96] * 8, 32),
+    ):
+        schemes = {} if scheme is None else _schemes(config, scheme)
+        found = [split_model(config, schemes, rank, size) for rank in range(size)]
+        experts = [one.config.experts for one in found]
+        assert [one.size for one in experts if one] == widths
+        assert {one.shared_size for one in experts if one} == {shared}
+        assert [one.ranges["expert_intermediate"][0][1] for one in found][-1] == 768
+        assert {one.config.intermediate_size for one in found} == {96}  # of no layer
+
+
+def test_too_many_processes_for_experts_are_refused() -> None:
+    config = _with_experts(64)
+    with pytest.raises(RequestError, match=r"width of an expert \(found 4, expected at most 2: 64 in groups of 32\)"):
+        split_model(config, _schemes(config, "int4-g32"), 0, 4)
+    shared = _with_experts(shared_size=64)
+    with pytest.raises(RequestError, match="width of the shared experts"):
+        split_model(shared, _schemes(shared, "int4-g32"), 0, 4)
+
+
+def test_latent_attention_is_refused() -> None:
+    latent = LatentAttentionConfig(query_rank=None, kv_rank=8, rope_dim=4, plain_dim=8, value_dim=8)
+    with pytest.raises(UnsupportedError, match=r"cannot share this architecture \(found tensor 'model.layers.0.self"):
+        split_model(replace(_config(), latent_attention=latent), {}, 0, 2)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen2_moe", "olmoe"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_slices_of_experts_and_sinks_are_the_checkpoint(kind: str, size: int, tmp_path: Path) -> None:
+    experts = {"num_experts": 3, "num_local_experts": 3, "num_experts_per_tok": 2, "num_key_value_heads": 4}
+    widths = {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 80, "head_dim": 8}
+    folder = oracle.save(oracle.make(kind, **experts, **(widths if kind != "olmoe" else {})), tmp_path / "model")
+    whole, shards = open_checkpoint(folder), _shards(folder, size)
+    for name in whole.names():
+        expected, parts = _dense(whole.load(name)), [_dense(shard.load(name)) for shard in shards]
+        if name.endswith(("o_proj.bias", "down_proj.bias")):
+            found = torch.stack(parts).sum(0)
+        elif "layernorm" in name or "mlp.gate." in name or "shared_expert_gate" in name or name == "model.norm.weight":
+            assert all(torch.equal(part, expected) for part in parts), name
+            continue
+        else:
+            found = torch.cat(parts, 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0)
+        assert torch.equal(found, expected), name
+
+
+def test_a_kv_head_on_several_processes_counts_once() -> None:
+    config = _config(num_attention_heads=6, num_key_value_heads=3, hidden_size=48)
+    assert [split_model(config, {}, rank, 2).kv_shares for rank in range(2)] == [(0.5, 0.5, 0.5), (0.5, 0.5, 0.5)]
+    assert split_model(_config(num_key_value_heads=2), {}, 3, 4).kv_shares == (0.5,)
+    assert split_model(_config(num_key_value_heads=4), {}, 1, 2).kv_shares == (1, 1)
 
 
 def _shards(folder: Path, size: int) -> list[CheckpointShard]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from vocabularies import train, write_tiktoken
+from vocabularies import TURNS, train, train_gemma, write_gemma_json, write_tiktoken
 
 import quantkit
 from quantkit.data.files import excerpt
@@ -20,7 +20,7 @@ from quantkit.runtime.stream import text_pieces
 from quantkit.text.export import export_json
 from quantkit.text.tokenizer import JsonTokenizer, SentencePieceTokenizer, TiktokenTokenizer, Tokenizer, load_tokenizer
 
-KINDS = ["sentencepiece", "sentencepiece-json", "tiktoken", "tiktoken-json"]
+KINDS = ["sentencepiece", "sentencepiece-json", "tiktoken", "tiktoken-json", "gemma", "gemma-json"]
 PLAIN = [
     "", " ", "Hello", " Hello", "two  spaces,   three", "  lead\ttab\n\n\nlines \r\n",
     "The cat's whiskers aren't 12345.67!", "Größe naïve café", "e\u0301 \u00e9 \ufb01 \u2167 \u00a0 \u200b",
@@ -46,6 +46,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         target = root / f"{kind}-json"
         assert _export(found[kind], target) is not None
         found[f"{kind}-json"] = target
+    found["gemma"] = train_gemma(root / "gemma")
+    found["gemma-json"] = write_gemma_json(found["gemma"], root / "gemma-json")
     return found
 
 
@@ -61,6 +63,8 @@ def tokenizers(folders: dict[str, Path]) -> dict[str, Tokenizer]:
         ("sentencepiece-json", JsonTokenizer, False),
         ("tiktoken", TiktokenTokenizer, True),
         ("tiktoken-json", JsonTokenizer, True),
+        ("gemma", SentencePieceTokenizer, False),
+        ("gemma-json", JsonTokenizer, False),
     ],
 )
 def test_kinds_are_told_apart_by_content(
@@ -91,6 +95,29 @@ def test_sentencepiece_ids_are_those_of_the_model(tokenizers: dict[str, Tokenize
     assert tokenizer.encode("🚀")[-4:] == [3 + byte for byte in "🚀".encode()]
 
 
+@pytest.mark.parametrize("text", TEXTS)
+def test_gemmas_tokenizers_put_no_space_before_a_text(text: str, tokenizers: dict[str, Tokenizer]) -> None:
+    original, exported = tokenizers["gemma"], tokenizers["gemma-json"]
+    ids = original.encode(text)
+    assert ids == exported.encode(text)
+    assert ids[0] == original.bos_id == exported.bos_id == 2
+    assert original.encode(text, bos=False) == exported.encode(text, bos=False) == ids[1:]
+    if text[:1].isalpha():
+        assert original.encode(f" {text}")[:2] != ids[:2]
+    assert original.eos_ids == exported.eos_ids == (1,)
+    assert original.decode(ids) == exported.decode(ids) == text.replace("\u2581", " ")
+
+
+def test_gemmas_marks_of_turns_are_tokens_where_they_are_meant(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer, (start, end) = tokenizers["gemma-json"], TURNS
+    assert tokenizer.special_tokens is not None
+    ids = tokenizer.encode(f"{start}user\nHi{end}\n", specials=True, bos=False)
+    assert (ids[0], ids[-2]) == (tokenizer.special_tokens[start], tokenizer.special_tokens[end])
+    assert not set(ids) & set(tokenizer.encode(start + end, bos=False))
+    assert tokenizer.decode(ids) == "user\nHi\n"
+    assert tokenizer.decode(ids, specials=True) == f"{start}user\nHi{end}\n"
+
+
 def test_llama3s_special_tokens_follow_the_ranks(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer, first = tokenizers["tiktoken"], 268
     assert tokenizer.vocab_size == first + 256
@@ -111,7 +138,7 @@ def test_llama3s_special_tokens_follow_the_ranks(tokenizers: dict[str, Tokenizer
 @pytest.mark.parametrize("kind", KINDS)
 def test_decoding_undoes_encoding(kind: str, text: str, tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers[kind]
-    expected = text.replace("\u2581", " ") if kind.startswith("sentencepiece") else text
+    expected = text if kind.startswith("tiktoken") else text.replace("\u2581", " ")
     assert tokenizer.decode(tokenizer.encode(text)) == expected
 
 

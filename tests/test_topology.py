@@ -22,7 +22,7 @@ from quantkit.architectures.topology import (
     input_groups,
     linear_columns,
     parameters,
-    row_parallel_modules,
+    summed_modules,
 )
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.json_values import Settings
@@ -40,16 +40,24 @@ _DEEPSEEK = {
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "glm": ("glm", {"head_dim": 16, "pad_token_id": 0}),
+    "glm4": ("glm4", {"head_dim": 16, "pad_token_id": 0}),
+    "granite": ("granite", {"attention_bias": True, "mlp_bias": True}),
+    "ministral3": ("ministral3", {"head_dim": 16, "pad_token_id": 0}),
     "mistral": ("mistral", {}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "smollm3": ("smollm3", {}),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "qwen2-moe": ("qwen2_moe", {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}),
     "qwen3-moe": ("qwen3_moe", _QWEN3_MOE),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
     "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "head_dim": 8, "rope_parameters": _YARN}),
     "gemma": ("gemma", {"head_dim": 8, "pad_token_id": 0}),
     "gemma2": ("gemma2", {"head_dim": 8, "pad_token_id": 0}),
     "gemma3": ("gemma3_text", {"head_dim": 8, "pad_token_id": 0}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {"num_hidden_layers": 4}),
     "phi3": ("phi3", {"pad_token_id": 0}),
     "deepseek-v3": ("deepseek_v3", {**_DEEPSEEK, "q_lora_rank": 12}),
     "deepseek-v3-lite": ("deepseek_v3", {**_DEEPSEEK, "q_lora_rank": None}),
@@ -104,7 +112,7 @@ def test_the_groups_of_a_dense_block_follow_the_data(tmp_path: Path) -> None:
         "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
     }
-    assert row_parallel_modules(config)[:2] == ["model.layers.0.self_attn.o_proj", "model.layers.0.mlp.down_proj"]
+    assert summed_modules(config)[:2] == ["model.layers.0.self_attn.o_proj", "model.layers.0.mlp.down_proj"]
 
 
 def test_each_expert_has_inputs_of_its_own(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ pytest.importorskip("triton")
 
 def test_products_and_attention_are_right_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
-    files = (str(ROOT / "tests" / f"triton_{what}.py") for what in ("products", "attention"))
+    files = (str(ROOT / "tests" / f"triton_{what}.py") for what in ("products", "attention", "experts"))
     done = subprocess.run(
         [*command, *files], env={**os.environ, "TRITON_INTERPRET": "1"}, cwd="/", capture_output=True, text=True
     )

@@ -36,11 +36,17 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     oracle.save(oracle.make("qwen2", tie_word_embeddings=True, **small), home / "qwen2")
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     oracle.save(oracle.make("qwen3", **window, **small), home / "qwen3")
-    devices = {"float32": 8, "int8": 8, "int4-g32": 8, "int4-g16-asym": 8, "qwen2": 1, "qwen3": 4}
+    gemma = {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 32, "num_key_value_heads": 4, **small}
+    oracle.save(
+        oracle.make("gemma2", attn_logit_softcapping=2.0, final_logit_softcapping=3.0, **gemma), home / "gemma2"
+    )
+    oracle.save(oracle.make("gemma3_text", **gemma), home / "gemma3_text")
+    devices = {"float32": 8, "int8": 8, "int4-g32": 8, "int4-g16-asym": 8, "qwen2": 1, "qwen3": 4, "gemma2": 4,
+               "gemma3_text": 2}  # fmt: skip
     return found_by("xla_cases.py", devices, home)
 
 
-NAMES = ["float32", "int8", "int4-g32", "int4-g16-asym", "qwen2", "qwen3"]
+NAMES = ["float32", "int8", "int4-g32", "int4-g16-asym", "qwen2", "qwen3", "gemma2", "gemma3_text"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -196,6 +202,18 @@ def test_devices_without_xla_are_refused(demo_model: Path, capfd: Capture) -> No
     code, out, errors = run(capfd, "generate", demo_model, "--prompt", "x", "--tp", "2")
     assert (code, out) == (2, "")
     assert errors.startswith("quantkit: error: --tp and --multi-host go with --backend xla")
+
+
+def test_a_model_that_xla_does_not_run_is_refused(tmp_path: Path) -> None:
+    require_torchax()
+    oracle.save(oracle.make("mixtral", num_local_experts=4), tmp_path / "model")
+    command = ["generate", tmp_path / "model", "--prompt", "x", "--backend", "xla", "--tp", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "quantkit.cli", *command], env=environment(2, tmp_path), capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (4, "")
+    assert done.stderr == "quantkit: error: mixtral is not run by XLA (found experts)\n"
 
 
 REFUSED = {

@@ -10,7 +10,7 @@ import torch
 from schemes import any_scheme
 from torch import Tensor
 
-from quantkit.architectures.config import LayerConfig, ModelConfig
+from quantkit.architectures.config import ExpertsConfig, LayerConfig, ModelConfig
 from quantkit.architectures.topology import Parameter, parameters
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.evals.synthetic import synthetic
@@ -113,9 +113,9 @@ def test_heads_that_can_not_be_divided_are_refused(heads: int, kv_heads: int, de
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"attention_softcap": 50.0, "norms": "both"}, "attention softcap, norms"),
+        ({"clip_qkv": 5.0, "sinks": True}, "clip qkv, sinks"),
         ({"qk_norm": "width"}, "qk norm"),
-        ({"attention_scale": 0.1}, "attention scale"),
+        ({"experts": ExpertsConfig(2, 8, 1), "layers": (LayerConfig(experts=True),)}, "experts"),
     ],
 )
 def test_features_that_programs_do_not_have_are_refused(changes: dict[str, Any], named: str) -> None:

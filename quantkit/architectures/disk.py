@@ -158,23 +158,26 @@ def found_tensors(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], pa
         layer for layer in forms
         if CANONICAL["router"].format(layer=layer) in there and own_router.format(layer=layer) not in there
     }  # fmt: skip
-    return [_turned(tensor, shapes.get(tensor.name)) for tensor in _tensors(config, forms, renamed)]
+    return _as_they_lie(_tensors(config, forms, renamed), shapes)
 
 
 def unread_experts(config: ModelConfig, schemes: Mapping[str, object]) -> str | None:
-    """What transformers does not load right of a folder with quantized experts, in words; None if it does.
+    """What transformers does not load right of a folder with quantized modules, in words; None if it does.
 
-    It takes all experts for quantized alike, in families whose float folders have a tensor for each (seen in 5.23).
+    It takes all experts for quantized, and alike, in families whose float folders have a tensor for each (seen in
+    5.23).
 
     Args:
         schemes: of quantized modules, by canonical name.
     """
     found = {schemes.get(p.module) for p in parameters(config) if p.expert is not None and p.is_linear_weight}
-    if found <= {None}:
+    if not schemes or not found:
         return None
     if families()[config.architecture].stacked:
-        return f"quantized experts of {config.architecture}"
-    return "experts of several schemes" if len(found) > 1 else None
+        return None if found == {None} else f"quantized experts of {config.architecture}"
+    if len(found) > 1:
+        return "experts of several schemes"
+    return "experts of floats beside quantized layers" if None in found else None
 
 
 def disk_name(config: ModelConfig, role: str) -> str:
@@ -238,16 +241,28 @@ def _as_they_are(config: ModelConfig) -> list[DiskTensor]:
     return [DiskTensor(p.name, p.shape, (Place(p.name, p.shape),), linear=p.linear) for p in parameters(config)]
 
 
-def _turned(tensor: DiskTensor, shape: tuple[int, ...] | None) -> DiskTensor:
-    """A tensor of all experts with inputs and outputs as they lie: the other way around where its shape can only be
-    that; outputs first where it is not there by its name, but encoded."""
-    if tensor.stacked is None or len(tensor.shape) != 3:
-        return tensor
+def _as_they_lie(tensors: Sequence[DiskTensor], shapes: Mapping[str, tuple[int, ...]]) -> list[DiskTensor]:
+    """Tensors of all experts with inputs before outputs where their shapes say so, and square ones like the others;
+    outputs first where one is not there by its name, but encoded."""
+    turned = {tensor.name: _turned(tensor) for tensor in tensors if tensor.stacked and len(tensor.shape) == 3}
+    others = any(shapes.get(name) == other.shape for name, other in turned.items() if _is_oblong(other))
+    found = []
+    for tensor in tensors:
+        other, shape = turned.get(tensor.name, tensor), shapes.get(tensor.name)
+        encoded = shape is None and tensor.stacked is not None and tensor.stacked.transposed
+        found.append(other if encoded or (shape == other.shape and others) else tensor)
+    return found
+
+
+def _turned(tensor: DiskTensor) -> DiskTensor:
+    assert tensor.stacked is not None
     experts, rows, columns = tensor.shape
-    other = (experts, columns, rows)
-    if shape == other != tensor.shape or (shape is None and tensor.stacked.transposed):
-        return replace(tensor, shape=other, stacked=replace(tensor.stacked, transposed=not tensor.stacked.transposed))
-    return tensor
+    stacked = replace(tensor.stacked, transposed=not tensor.stacked.transposed)
+    return replace(tensor, shape=(experts, columns, rows), stacked=stacked)
+
+
+def _is_oblong(tensor: DiskTensor) -> bool:
+    return tensor.shape[-1] != tensor.shape[-2]
 
 
 def _tensors(config: ModelConfig, forms: Mapping[int, ExpertForm], renamed: Collection[int] = ()) -> list[DiskTensor]:

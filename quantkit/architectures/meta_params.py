@@ -110,6 +110,8 @@ def config_to_meta(config: ModelConfig) -> dict[str, Any]:
     reasons = {_UNSAYABLE.get(feature, feature.replace("_", " ")): True for feature in sorted(config.features)}
     reasons |= {
         "a head size other than dim / n_heads": config.head_dim * config.num_heads != config.hidden_size,
+        "partial rotary positions": config.rope.rotary_dim is not None,
+        "queries scaled by position": config.rope.query_scaling_beta is not None,
         f"{config.rope.type} rope scaling": not _meta_can_say(config.rope),
     }
     if lost := [name for name, present in reasons.items() if present]:
@@ -158,8 +160,6 @@ def _rope(settings: Settings, dim: int) -> RopeConfig:
 
 
 def _meta_can_say(rope: RopeConfig) -> bool:
-    if rope.rotary_dim is not None or rope.query_scaling_beta is not None:
-        return False
     if rope.type == "default":
         return True
     return rope.type == "llama3" and (

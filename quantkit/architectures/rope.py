@@ -178,7 +178,7 @@ class RopeConfig:
                 scaling[key] = list(value) if key in _LISTS else value
         if self.query_scaling_beta is not None:
             scaling[_BETA] = self.query_scaling_beta
-        if self.original_context is not None and self.type != "default":
+        if self.original_context is not None:
             scaling["original_max_position_embeddings"] = self.original_context
         partial = {} if self.rotary_dim is None else {"partial_rotary_factor": self.rotary_dim / head_dim}
         return {

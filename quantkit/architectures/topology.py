@@ -231,9 +231,23 @@ def kept_unless_named(config: ModelConfig) -> frozenset[str]:
     return frozenset(tensor.module for tensor in config.tensors if tensor.role in ("head", "tower"))
 
 
-def row_parallel_modules(config: ModelConfig) -> list[str]:
-    """The linears whose inputs are divided among processes, so that their results must be added up."""
-    return [p.module for p in parameters(config) if p.is_linear_weight and p.linear and p.linear.parallel == "row"]
+def summed_modules(config: ModelConfig) -> list[str]:
+    """The modules whose results must be added up where processes share a model: linears whose inputs are divided, and
+    mixtures of experts, each as a whole."""
+    found = []
+    for layer, features in enumerate(config.layers):
+        rows = [item for item in block_items(config, layer) if isinstance(item, Linear) and item.parallel == "row"]
+        found += [
+            CANONICAL[linear.role].format(layer=layer)
+            for linear in rows
+            if not (features.experts and _is_of_experts(linear.role))
+        ]
+        found += [CANONICAL["router"].rpartition(".")[0].format(layer=layer)] if features.experts else []
+    return found
+
+
+def _is_of_experts(role: str) -> bool:
+    return role.startswith(("expert.", "shared_expert."))
 
 
 def input_groups(config: ModelConfig, layer: int) -> list[InputGroup]:

@@ -101,10 +101,15 @@ class CheckpointShard:
 
     def _own(self, name: str) -> Tensor | QuantTensor:
         value = self._source.load(name, self._slice(name))
-        if isinstance(value, Tensor) and name.endswith(".bias") and self._slice(name) is None and self._split.rank:
+        if isinstance(value, Tensor) and self._split.rank and self._is_added_up(name):
             return torch.zeros_like(value)
         missing = self._rows(name) - value.shape[0]
         return _filled(value, missing) if missing > 0 else value
+
+    def _is_added_up(self, name: str) -> bool:
+        """Whether a tensor is the bias of a row-parallel linear."""
+        parameter = self._parameters[name]
+        return parameter.leaf == "bias" and parameter.linear is not None and parameter.linear.parallel == "row"
 
     def _slice(self, name: str) -> TensorSlice | None:
         return self._split.tensor_slice(self._parameters[name])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import disk_tensors
-from quantkit.architectures.topology import kept_unless_named, linear_columns
+from quantkit.architectures.topology import kept_unless_named, linear_columns, parameters
 from quantkit.errors import QualityError, RequestError
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
@@ -51,7 +51,7 @@ class SchemeMap:
         if not columns:
             raise RequestError("nothing would be quantized: no tensor is known for the weight of a linear layer")
         on_disk = _names_on_disk(config, columns)
-        schemes = recipe.assign(columns, on_disk, kept)
+        schemes = recipe.assign(columns, on_disk, _routers(config), kept)
         if not schemes:
             raise RequestError("the recipe keeps every layer; nothing would be quantized")
         _require_alike(schemes, config)
@@ -113,6 +113,13 @@ def _names_on_disk(config: ModelConfig, modules: Collection[str]) -> dict[str, s
     """What linears are called on disk, where otherwise: users know them by these names."""
     parts = ((part.removesuffix(".weight"), tensor) for tensor in disk_tensors(config) for part in tensor.parts)
     return {module: tensor.module for module, tensor in parts if module in modules and module != tensor.module}
+
+
+def _routers(config: ModelConfig) -> set[str]:
+    """The names, canonical and on disk, of linears that are never quantized."""
+    routers = {p.name for p in parameters(config) if p.is_linear_weight and p.linear and not p.linear.quantizable}
+    on_disk = {tensor.name for tensor in disk_tensors(config) if routers & set(tensor.parts)} if routers else set()
+    return {name.removesuffix(".weight") for name in routers | on_disk}
 
 
 def _require_alike(schemes: Mapping[str, QuantScheme], config: ModelConfig) -> None:

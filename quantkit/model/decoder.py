@@ -153,7 +153,8 @@ class Decoder(nn.Module):
             logits = self.ops.float_linear(hidden, self.lm_head.weight)
         else:
             logits = self.lm_head(hidden)
-        return final_logits(logits, self.config)
+        with nullcontext() if torch.compiler.is_compiling() else self.ops.single_threaded():
+            return final_logits(logits, self.config)
 
 
 def final_logits(products: Tensor, config: ModelConfig) -> Tensor:
@@ -161,7 +162,7 @@ def final_logits(products: Tensor, config: ModelConfig) -> Tensor:
     if config.logit_multiplier != 1:
         products = products * config.logit_multiplier
     if config.logit_softcap is not None:
-        products = config.logit_softcap * torch.tanh(products / config.logit_softcap)
+        products = (products / config.logit_softcap).tanh_().mul_(config.logit_softcap)
     return products
 
 
@@ -255,6 +256,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(query, config.hidden_size, bias=config.output_bias)
         self.norms_heads = config.qk_norm == "head"
         self.q_norm = self.k_norm = None
+        self.shared_norms: nn.Module | None = None  # takes the place of both where processes share the width
         if config.qk_norm is not None:
             self.q_norm = rms_norm(config, config.head_dim if self.norms_heads else query)
             self.k_norm = rms_norm(config, config.head_dim if self.norms_heads else kv)
@@ -302,4 +304,6 @@ class Attention(nn.Module):
     def _normed(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
         if self.q_norm is None or self.k_norm is None:
             return queries, keys, values
+        if self.shared_norms is not None:
+            return *self.shared_norms(queries, keys), values
         return self.q_norm(queries), self.k_norm(keys), values

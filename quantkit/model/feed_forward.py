@@ -12,20 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quantkit.architectures.config import ModelConfig
+from quantkit.kernels.reference import gated
 from quantkit.model.linear import Tap, no_tap
-
-
-def gated(gate: Tensor, up: Tensor, config: ModelConfig) -> Tensor:
-    """The product of an activated gate and `up`, [..., F] each; it may reuse their memory."""
-    if config.activation == "silu":
-        return F.silu(gate).mul_(up)
-    if config.activation == "gelu_tanh":
-        return F.gelu(gate, approximate="tanh").mul_(up)
-    assert config.activation == "swiglu_oai", config.activation
-    if config.activation_limit is not None:
-        gate = gate.clamp(max=config.activation_limit)
-        up = up.clamp(-config.activation_limit, config.activation_limit)
-    return (up + 1) * (gate * torch.sigmoid(config.activation_alpha * gate))
 
 
 class MLP(nn.Module):
@@ -51,7 +39,7 @@ class MLP(nn.Module):
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         else:
             gate, up = self.gate_proj(x), self.up_proj(x)
-        return gated(gate, up, self.config)
+        return gated(gate, up, self.config.activation, self.config.activation_limit)
 
     def output(self, inner: Tensor, tap: Tap) -> Tensor:
         """What is added to the hidden states, [..., D]."""
@@ -79,6 +67,7 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(
             MLP(config, experts.size, bias=experts.bias, site="expert.out") for _ in range(experts.count)
         )
+        self.sum: Callable[[Tensor], Tensor] | None = None  # of what the processes give that share the experts
         self.bank: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None  # a kernel's `routed`
         self.shared_experts = self.shared_expert_gate = None
         if experts.shared_size:
@@ -96,7 +85,8 @@ class Experts(nn.Module):
         weights, chosen = self.route(x)
         out = self.routed(x.flatten(0, -2), weights.flatten(0, -2), chosen.flatten(0, -2)).view(x.shape)
         shared = self.shared(x, tap)
-        return out if shared is None else out + shared
+        out = out if shared is None else out + shared
+        return out if self.sum is None else self.sum(out)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The shares, float32 [..., K], and numbers [..., K] of the experts chosen for tokens [..., D]."""
@@ -135,7 +125,10 @@ class Experts(nn.Module):
         return out if self.shared_expert_gate is None else out * torch.sigmoid(_product(x, self.shared_expert_gate))
 
 
-def _product(x: Tensor, linear: nn.Linear) -> Tensor:
+def _product(x: Tensor, linear: nn.Module) -> Tensor:
     """What a linear of floats gives for states of any dtype, in theirs."""
+    if not isinstance(linear, nn.Linear):  # its weight is on disk
+        given: Tensor = linear(x)
+        return given
     bias = None if linear.bias is None else linear.bias.to(x.dtype)
     return F.linear(x, linear.weight.to(x.dtype), bias)

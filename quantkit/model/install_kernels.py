@@ -63,6 +63,10 @@ def install_kernels(model: Decoder) -> None:
         if attention is not None:
             chosen = attention if max_tokens is None else for_few_tokens(attention, max_tokens)
             model.ops = replace(model.ops, cached_attention=chosen, ragged=max_tokens is None)
+        banked = [module for module in model.modules() if isinstance(module, Experts) and module.bank is not None]
+        if banked and not _passes("experts", lambda: _same_experts(model, banked[0])):
+            for experts in banked:
+                experts.bank = None
         blocks = fused_blocks(model)
         if blocks is not None and not _passes("decoder blocks", lambda: _same_blocks(model)):
             return
@@ -139,6 +143,26 @@ def _stretch(config: ModelConfig, scores: Scores) -> float:
     """By what drawn queries are multiplied, so that a soft cap bends the largest of their scores by much."""
     scale = config.head_dim**-0.5 if scores.scale is None else scores.scale
     return max(1.0, _BENT * (scores.softcap or 0.0) / (scale * config.head_dim**0.5))
+
+
+def _same_experts(model: Decoder, experts: Experts) -> bool:
+    """Whether a kernel gives for one row, and for many, what their experts give one by one."""
+    linears = [module for module in experts.experts.modules() if isinstance(module, QuantLinear)]
+    bank, drawn = experts.bank, _drawn(model, _MANY, model.config.hidden_size).to(model.dtype)
+    assert bank is not None
+    rounding = linears[0].backend.rounding(model.dtype)
+    steps = torch.finfo(model.dtype).eps if model.dtype != torch.float32 else 0
+    share = _FLOATS + 2 * (rounding.activations + rounding.weights) + 4 * steps
+    for count in (1, _MANY):
+        rows = drawn[:count]
+        weights, chosen = experts.route(rows)
+        found = bank(rows, weights, chosen)
+        experts.bank = None
+        right = experts.routed(rows, weights, chosen).double()
+        experts.bank = bank
+        if bool(right.isfinite().all()) and not _alike(found, right, share):
+            return False
+    return True
 
 
 def _same_blocks(model: Decoder) -> bool:

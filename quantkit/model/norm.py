@@ -22,9 +22,11 @@ class RMSNorm(nn.Module):
         self.offset = offset
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        mean = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / x.shape[-1]
-        normed = wide * torch.rsqrt(mean + self.eps)
+        return self.scaled(x, torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True).square() / x.shape[-1])
+
+    def scaled(self, x: Tensor, mean_square: Tensor) -> Tensor:
+        """Normed values of x [..., N], given the mean of their squares, [..., 1]."""
+        normed = x.float() * torch.rsqrt(mean_square + self.eps)
         if self.offset:
             return (normed * (self.weight.float() + self.offset)).to(x.dtype)
         return normed.to(x.dtype).mul_(self.weight)

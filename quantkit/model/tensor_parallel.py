@@ -1,29 +1,36 @@
 """Tensor parallelism: one process's shard of a model, and where its results meet those of the others.
 
 Attention and feed-forward of a process are complete in themselves; they meet where a linear has some of
-the inputs (twice a layer), in the embedding, and in the logits.
+the inputs or an expert some of the width (twice a layer, whatever the number of experts), where norms of queries and
+keys are over the whole width, in the embedding, and in the logits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quantkit.architectures.topology import row_parallel_modules
+from quantkit.architectures.topology import summed_modules
 from quantkit.distributed.collectives import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     all_gather,
+    all_reduce,
     vocab_parallel_embedding,
 )
 from quantkit.distributed.group import ProcessGroup
 from quantkit.distributed.shard import CheckpointShard
-from quantkit.distributed.split import split_model
+from quantkit.distributed.split import Split, split_model
 from quantkit.formats.checkpoint import Checkpoint, require_runnable, schemes
-from quantkit.model.decoder import Decoder
+from quantkit.model.decoder import Attention, Decoder
+from quantkit.model.feed_forward import Experts
+from quantkit.model.norm import RMSNorm
 
 
 class TensorParallel:
@@ -45,12 +52,14 @@ class TensorParallel:
         require_runnable(checkpoint)
         self._group = group
         self._vocab_size = checkpoint.config.vocab_size
+        self._config = checkpoint.config
         self._vocab_start = 0
+        self._split: Split | None = None
         self.checkpoint = checkpoint
         if group.size > 1:
-            split = split_model(checkpoint.config, schemes(checkpoint), group.rank, group.size)
-            self._vocab_start = split.vocab_start
-            self.checkpoint = CheckpointShard(checkpoint, split)
+            self._split = split_model(checkpoint.config, schemes(checkpoint), group.rank, group.size)
+            self._vocab_start = self._split.vocab_start
+            self.checkpoint = CheckpointShard(checkpoint, self._split)
 
     def embed(self, tokens: Tensor, rows: Tensor) -> Tensor:
         """Embeddings [..., D] of tokens [...], from the rows that this process has of them."""
@@ -65,13 +74,28 @@ class TensorParallel:
         return all_gather(logits, self._group, self._vocab_size)
 
     def connect(self, module: nn.Module, prefix: str) -> None:
-        """Add up what row-parallel linears give, of all whose names begin with that of `module`."""
-        if self._group.size == 1:
+        """Add up what row-parallel linears and mixtures of experts give, of all whose names begin with that of
+        `module`, and what norms over the whole width of queries and keys need."""
+        if self._split is None:
             return
-        for name in row_parallel_modules(self.checkpoint.config):
-            if name.startswith(prefix):
-                own = name.removeprefix(prefix)
-                module.set_submodule(own, RowParallelLinear(module.get_submodule(own), self._group))
+        for name in summed_modules(self._config):
+            if not name.startswith(prefix):
+                continue
+            part = module.get_submodule(own := name.removeprefix(prefix))
+            if isinstance(part, Experts):
+                part.sum = partial(all_reduce, group=self._group)
+            else:
+                module.set_submodule(own, RowParallelLinear(part, self._group))
+        if self._config.qk_norm == "width":
+            widths = tuple(
+                heads * self._config.head_dim for heads in (self._config.num_heads, self._config.num_kv_heads)
+            )
+            for attention in [part for part in module.modules() if isinstance(part, Attention)]:
+                assert attention.q_norm is not None
+                assert attention.k_norm is not None
+                attention.shared_norms = WidthParallelNorms(
+                    attention.q_norm, attention.k_norm, widths, self._split.kv_shares, self._group
+                )
 
     def connect_vocabulary(self, model: Decoder) -> None:
         """Let the embedding and the head of a model, whatever multiplies by it, work with those of the others."""
@@ -83,3 +107,31 @@ class TensorParallel:
         if model.lm_head is not None and not isinstance(model.lm_head, nn.Linear):
             model.lm_head = ColumnParallelLinear(model.lm_head, self._group, self._vocab_size)
         model.ops = replace(model.ops, float_linear=lambda x, weight: self.gather_logits(own(x, weight)))
+
+
+class WidthParallelNorms(nn.Module):
+    """Norms of queries and keys over their whole widths, of which each process has some heads.
+
+    Args:
+        widths: of all queries and of all keys of a token.
+        kv_shares: for each of this process's KV heads, what counts of it: others may have it as well.
+    """
+
+    def __init__(
+        self, queries: RMSNorm, keys: RMSNorm, widths: Sequence[int], kv_shares: Sequence[float], group: ProcessGroup
+    ) -> None:
+        super().__init__()
+        self.queries, self.keys = queries, keys
+        self.group = group
+        self._widths, self._kv_shares = tuple(widths), tuple(kv_shares)
+
+    def forward(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Normed queries [..., Q] and keys [..., K]."""
+        heads = torch.unflatten(keys.float(), -1, (len(self._kv_shares), -1)).square().sum(-1)
+        own = queries.float().square().sum(-1), (heads * heads.new_tensor(self._kv_shares)).sum(-1)
+        squares = all_reduce(torch.stack(own, dim=-1), self.group)
+        of_queries, of_keys = squares.unsqueeze(-2).unbind(-1)
+        return (
+            self.queries.scaled(queries, of_queries / self._widths[0]),
+            self.keys.scaled(keys, of_keys / self._widths[1]),
+        )

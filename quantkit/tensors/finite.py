@@ -48,13 +48,16 @@ def finite_logits(logits: Tensor, path: Path | None = None) -> Tensor:
         NonFiniteError: if one is.
     """
     if not all_finite(logits):
-        raise nonfinite_logits(path)
+        raise nonfinite_logits(path, logits.dtype)
     return logits
 
 
-def nonfinite_logits(path: Path | None = None) -> NonFiniteError:
-    """The error that `finite_logits` raises."""
-    return NonFiniteError("the model's logits are NaN or Inf", path=path, hint="hold it against its source with verify")
+def nonfinite_logits(path: Path | None = None, dtype: torch.dtype = torch.float32) -> NonFiniteError:
+    """The error that `finite_logits` raises for logits of a float type."""
+    hint = "hold it against its source with verify"
+    if dtype == torch.float16:
+        hint = 'some models, Gemma among them, have hidden states too large for float16: run it with `dtype="bf16"`'
+    return NonFiniteError("the model's logits are NaN or Inf", path=path, hint=hint)
 
 
 def _count_nonfinite(tensor: Tensor) -> int:

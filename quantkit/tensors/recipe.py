@@ -120,6 +120,7 @@ class Recipe:
 
     def assign(
         self, columns: Mapping[str, int], on_disk: Mapping[str, str] = MappingProxyType({}),
+        routers: Collection[str] = (),
         kept: Collection[str] = _HEADS,
     ) -> dict[str, QuantScheme]:  # fmt: skip
         """The scheme of every module that gets one, fitted to its columns.
@@ -127,13 +128,21 @@ class Recipe:
         Args:
             columns: every linear module by name with its number of inputs.
             on_disk: what modules are called there, where otherwise.
+            routers: names of linears that never get one; a pattern may keep them.
             kept: see `requested`.
 
         Raises:
             RequestError: if an override matches no module.
         """
         for override in self.overrides:
-            if not any(override.matches(name) for name in (*columns, *on_disk.values())):
+            if any(override.matches(name) for name in (*columns, *on_disk.values())):
+                continue
+            router = any(override.matches(name) for name in routers)
+            if router and override.scheme is not None:
+                raise RequestError(
+                    "routers and gates of shared experts keep their floats", found=shown(override.pattern)
+                )
+            if not router:
                 raise RequestError(
                     "pattern matches no linear layer",
                     found=shown(override.pattern),

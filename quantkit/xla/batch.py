@@ -122,7 +122,8 @@ class XlaBatch:
     def require(self, request: Request) -> None:
         """
         Raises:
-            RequestError: if it asks for what there is no program for, or for more positions than have the same angles in all texts.
+            RequestError: if it asks for what there is no program for, or for more positions than have the same angles
+                in all texts.
         """
         if request.scores_prompt:
             raise no_prompt_logprobs("echo")

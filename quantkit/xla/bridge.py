@@ -71,20 +71,20 @@ def run(module: nn.Module, state: Mapping[str, jax.Array], function: Callable[..
     return interop.call_torch(inside, *arrays)
 
 
-def attend_by(attention: Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]) -> None:
+def attend_by(attention: Callable[..., jax.Array]) -> None:
     """Let a JAX function be torch's attention.
 
     Args:
-        attention: of queries [B, H, T, Dh], keys and values [B, K, S, Dh] and a mask, [T, S] or
-            [B, 1, T, S], or None for each position up to its own.
+        attention: of queries [B, H, T, Dh], keys and values [B, K, S, Dh], a mask, [T, S] or [B, 1, T, S], or None
+            for each position up to its own, and a factor of products, or None for one over the root of Dh.
     """
 
     def attend(
         queries: Tensor, keys: Tensor, values: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Any:  # fmt: skip
-        if dropout_p or scale is not None or is_causal == (attn_mask is not None):
+        if dropout_p or is_causal == (attn_mask is not None):
             raise NotImplementedError("attention is causal, or has a mask; nothing else")
-        return apply(attention, queries, keys, values, attn_mask)
+        return apply(functools.partial(attention, scale=scale), queries, keys, values, attn_mask)
 
     _environment().override_op_definition(F.scaled_dot_product_attention, attend)

@@ -5,7 +5,6 @@ M rows, I inputs, O outputs, G groups of the weight's columns.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import jax
@@ -67,17 +66,22 @@ def all_gather(product: jax.Array, size: int) -> jax.Array:
     return lax.all_gather(product, AXIS, axis=product.ndim - 1, tiled=True)[..., :size]
 
 
-def attention(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array | None) -> jax.Array:
+def attention(
+    queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array | None, scale: float | None = None
+) -> jax.Array:  # fmt: skip
     """Grouped-query attention, its softmax in float32.
 
     Args:
         queries: [B, H, T, Dh].
         keys, values: [B, K, S, Dh]; each KV head serves H / K query heads.
         mask: [T, S] or [B, 1, T, S], true where a query sees a position; None for each up to its own.
+        scale: what products are multiplied by; None is one over the root of Dh.
     """
     length, span = queries.shape[2], keys.shape[2]
+    scale = queries.shape[3] ** -0.5 if scale is None else scale
     if length <= _BLOCK or length % _BLOCK:
-        return _attend(queries, keys, values, jnp.tril(jnp.ones((length, span), bool)) if mask is None else mask)
+        seen = jnp.tril(jnp.ones((length, span), bool)) if mask is None else mask
+        return _attend(queries, keys, values, seen, scale)
 
     def block(start: jax.Array) -> jax.Array:
         some = lax.dynamic_slice_in_dim(queries, start, _BLOCK, axis=2)
@@ -85,19 +89,19 @@ def attention(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.
             seen = start + jnp.arange(_BLOCK)[:, None] >= jnp.arange(span)
         else:
             seen = lax.dynamic_slice_in_dim(mask, start, _BLOCK, axis=-2)
-        return _attend(some, keys, values, seen)
+        return _attend(some, keys, values, seen, scale)
 
     blocks = lax.map(block, jnp.arange(0, length, _BLOCK))  # [T / _BLOCK, B, H, _BLOCK, Dh]
     return jnp.moveaxis(blocks, 0, 2).reshape(queries.shape)
 
 
-def _attend(queries: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array) -> jax.Array:
+def _attend(queries: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array, scale: float) -> jax.Array:
     batch, heads, length, size = queries.shape
     kv_heads = keys.shape[1]
     grouped = queries.reshape(batch, kv_heads, heads // kv_heads, length, size)
     scores = jnp.einsum("bkgtd,bksd->bkgts", grouped, keys, precision=_EXACT, preferred_element_type=jnp.float32)
     seen = seen if seen.ndim == 2 else seen[:, :, None]
-    weights = jax.nn.softmax(jnp.where(seen, scores / math.sqrt(size), -jnp.inf), axis=-1).astype(values.dtype)
+    weights = jax.nn.softmax(jnp.where(seen, scores * scale, -jnp.inf), axis=-1).astype(values.dtype)
     mixed = jnp.einsum("bkgts,bksd->bkgtd", weights, values, precision=_EXACT)
     return mixed.reshape(queries.shape).astype(queries.dtype)
 

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ class SafetensorsEncoder:
         self._unit_of = [number for number, one in enumerate(self._tensors) for _ in one.tensor.places]
         self._held: list[Tensor | QuantTensor] = []
         self._shard_of: list[int] = []
+        self._starts: list[int] = []  # behind the shard's header
         filled = 0
         for tensor in self._tensors:
             if not self._shard_of:
@@ -75,6 +77,7 @@ class SafetensorsEncoder:
                 full = filled + tensor.nbytes > shard_bytes
                 self._shard_of.append(self._shard_of[-1] + full)
                 filled = 0 if full else filled
+            self._starts.append(filled)
             filled += tensor.nbytes
         count = self._shard_of[-1] + 1
         self._names = [
@@ -98,7 +101,7 @@ class SafetensorsEncoder:
 
     def total_bytes(self) -> int:
         data = sum(tensor.nbytes for tensor in self._tensors)
-        return data + sum(len(self._header(shard)) for shard in range(len(self._names)))
+        return data + sum(self._header_sizes)
 
     def files(self) -> Sequence[str]:
         return self._names
@@ -123,8 +126,7 @@ class SafetensorsEncoder:
         """Tensor number `index`, read back from the files so far."""
         number = self._unit_of[index]
         shard, unit = self._shard_of[number], self._tensors[number]
-        before = sum(self._tensors[other].nbytes for other in range(number) if self._shard_of[other] == shard)
-        views, start = {}, len(self._header(shard)) + before
+        views, start = {}, self._header_sizes[shard] + self._starts[number]
         for stored in unit.stored:
             views[stored.name] = View(stored.dtype, start, stored.shape, contiguous_strides(stored.shape))
             start += stored.nbytes
@@ -155,6 +157,10 @@ class SafetensorsEncoder:
         }
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         return {"model.safetensors.index.json": json.dumps(index, indent=2).encode() + b"\n"}
+
+    @cached_property
+    def _header_sizes(self) -> list[int]:
+        return [len(self._header(shard)) for shard in range(len(self._names))]
 
     def _header(self, shard: int) -> bytes:
         pairs = zip(self._tensors, self._shard_of, strict=True)

@@ -46,10 +46,13 @@ class Written:
     def names(self) -> frozenset[str]:
         return frozenset(spec.name for spec in self.encoder.planned[: self.count])
 
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {spec.name: index for index, spec in enumerate(self.encoder.planned)}
+
     def load(self, name: str) -> Tensor | QuantTensor:
         """One of the tensors, read back."""
-        index = next(i for i, spec in enumerate(self.encoder.planned) if spec.name == name)
-        return self.encoder.decode(index, self.folder)
+        return self.encoder.decode(self._places[name], self.folder)
 
 
 class CheckpointWriter:

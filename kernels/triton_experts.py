@@ -1,0 +1,172 @@
+"""Triton kernels for mixtures of experts: the rows of each expert together, all experts in one launch.
+
+A *place* is one of the N * K choices of experts for tokens, in their order. Places are put into blocks of one expert
+each. How many blocks that takes depends on the choices, so there are as many as it can take at most, and those that are
+left over do nothing: nothing that is chosen is needed on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import wrap_triton
+
+from quantkit.kernels.triton_int4 import int4_gemm_tile, int4_gemv_tile
+from quantkit.kernels.triton_int8 import int8_gemm_tile, int8_gemv_tile
+from quantkit.kernels.triton_tiles import INTERPRETER, TOKENS, Card, TileConfig, card_of, default_config
+from quantkit.kernels.triton_words import MAGIC, operator
+
+_MAX_TOKENS = 512  # of an expert, beyond which tiles grow no more
+
+
+@triton.jit
+def block_of(places, experts, axis: tl.constexpr, m, BLOCK_M: tl.constexpr):
+    """The expert of this program's block, and the block's places; those that are `m` are none."""
+    block = tl.program_id(axis)
+    place = tl.load(places + block * BLOCK_M + tl.arange(0, BLOCK_M))
+    return tl.load(experts + block).to(tl.int64), place, place < m
+
+
+@triton.jit
+def grouped_gemv(
+    x, words, scale, zero, bias, out, places, experts, m, n, k, units, magic, count, per_row,
+    GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    """Few places of an expert; codes of 8 bits where GROUP is 0."""
+    expert, place, there = block_of(places, experts, 2, m, BLOCK_M)
+    if expert >= count:
+        return
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    safe = tl.where(row < n, row, 0)
+    x += (tl.where(there, place, 0) // per_row * k)[:, None, None]
+    if GROUP == 0:
+        words += expert * (n * units * 32)
+        product = int8_gemv_tile(x, words, scale + expert * n, safe, k, units, magic, BLOCK_M, BLOCK_N, UNITS)
+    else:
+        groups = units * (128 // GROUP)
+        words += expert * (n * units * 16)
+        scale += expert * (n * groups)
+        zero += expert * (n * groups)
+        product = int4_gemv_tile(
+            x, words, scale, zero, safe[:, None], k, units, magic, GROUP, SYMMETRIC, BLOCK_M, BLOCK_N, UNITS
+        )  # fmt: skip
+    if BIAS:
+        product += tl.load(bias + expert * n + safe).to(tl.float32)[None, :]
+    at = place[:, None].to(tl.int64) * n + row[None, :]
+    tl.store(out + at, product.to(out.dtype.element_ty), mask=there[:, None] & (row < n)[None, :])
+
+
+@triton.jit
+def grouped_gemm(
+    x, words, scale, zero, bias, out, places, experts, m, n, k, units, magic, count, per_row,
+    GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    """More places of an expert; codes of 8 bits where GROUP is 0."""
+    expert, place, there = block_of(places, experts, 0, m, BLOCK_M)
+    if expert >= count:
+        return
+    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    safe = tl.where(row < n, row, 0)
+    x += (tl.where(there, place, 0) // per_row * k)[None, :]
+    if GROUP == 0:
+        words += expert * (n * units * 32)
+        product = int8_gemm_tile(x, words, scale + expert * n, safe, k, units, magic, BLOCK_M, BLOCK_N, UNITS)
+    else:
+        groups = units * (128 // GROUP)
+        words += expert * (n * units * 16)
+        scale += expert * (n * groups)
+        zero += expert * (n * groups)
+        product = int4_gemm_tile(
+            x, words, scale, zero, safe[:, None], k, units, magic, GROUP, SYMMETRIC, BLOCK_M, BLOCK_N, UNITS
+        )  # fmt: skip
+    if BIAS:
+        product += tl.load(bias + expert * n + safe).to(tl.float32)[:, None]
+    at = place[None, :].to(tl.int64) * n + row[:, None]
+    tl.store(out + at, product.to(out.dtype.element_ty), mask=there[None, :] & (row < n)[:, None])
+
+
+def blocks_of(chosen: Tensor, count: int, size: int) -> tuple[Tensor, Tensor]:
+    """Places in blocks of one expert each, int32 [blocks * size], and the experts of the blocks, int32 [blocks].
+
+    Args:
+        chosen: of `count` experts, [N, K].
+        size: places in a block; what is left over of one is N * K, which is no place, and the expert of a block with
+            none at all is `count`.
+    """
+    flat = chosen.flatten()
+    total = len(flat)
+    if size == 1:
+        return torch.arange(total, dtype=torch.int32, device=flat.device), flat.to(torch.int32)
+    counts = torch.zeros(count, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+    padded = (counts + size - 1) // size * size
+    ends = padded.cumsum(0)
+    order = flat.argsort(stable=True)
+    owner = flat[order]
+    index = torch.arange(total, device=flat.device)
+    within = index - (counts.cumsum(0) - counts)[owner]  # among the places of its expert
+    blocks = total // size + min(total, count)
+    places = torch.full((blocks * size,), total, dtype=torch.int32, device=flat.device)
+    places.scatter_(0, (ends - padded)[owner] + within, order.to(torch.int32))
+    starts = torch.arange(blocks, device=flat.device) * size
+    return places, torch.searchsorted(ends, starts, right=True).to(torch.int32)
+
+
+def config_for(bits: int, places: int, count: int, rows: int, columns: int, wide: bool, card: Card) -> TileConfig:
+    """The tiles for so many places of `count` experts with weights [rows, columns]; `wide` as for `default_config`."""
+    if places <= count:  # most experts that are chosen are chosen once
+        config = default_config(bits, 1, rows, columns, wide, card)
+    else:
+        each = min(max(bits, places // count), _MAX_TOKENS)
+        tokens = next(size for size in TOKENS if each <= size)
+        config = default_config(bits, tokens, rows, columns, False, card)
+        config = replace(config, stages=2 if wide else config.stages)  # activations take twice the shared memory
+    return replace(config, split=1, block_n=512 if card is INTERPRETER else config.block_n)
+
+
+@operator("grouped_linear")
+def grouped_linear(
+    x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, chosen: Tensor, group: int | None
+) -> Tensor:
+    """The product of each token with each of its experts, [N, K, O] in the dtype of x.
+
+    Args:
+        x: [N, I], or [N, K, I] where each expert of a token has a row of its own.
+        words: int32 [E, O, W], from `pack`.
+        scale: [E, O, G].
+        zero: uint8 [E, O, G], or None.
+        bias: [E, O], or None.
+        chosen: the experts, int64 [N, K].
+        group: columns that share a scale, with 4 bits; None is 8 bits and all of them.
+    """
+    count, n, width = words.shape
+    k, total = x.shape[-1], chosen.numel()
+    per_row = chosen.shape[1] if x.dim() == 2 else 1
+    out = x.new_empty(*chosen.shape, n)
+    if total == 0:
+        return out
+    bits = 8 if group is None else 4
+    config = config_for(bits, total, count, n, k, x.dtype == torch.float32, card_of(x.device))
+    places, experts = blocks_of(chosen, count, config.block_m)
+    units, blocks = width // (4 * bits), triton.cdiv(n, config.block_n)
+    arguments = (
+        x.contiguous(), words, scale, scale if zero is None else zero, scale if bias is None else bias, out, places,
+        experts, total, n, k, units, MAGIC, count, per_row, group or 0, zero is None, bias is not None,
+    )  # fmt: skip
+    if config.path == "gemv":
+        wrap_triton(grouped_gemv)[(blocks, 1, len(experts))](*arguments, **config.constants())
+    else:
+        wrap_triton(grouped_gemm)[(len(experts), blocks, 1)](*arguments, **config.constants())
+    return out
+
+
+@grouped_linear.register_fake
+def _(
+    x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, chosen: Tensor, group: int | None
+) -> Tensor:
+    return x.new_empty(*chosen.shape, words.shape[1])

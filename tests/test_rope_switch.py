@@ -1,0 +1,183 @@
+"""LongRoPE: past the length that a model was first trained to, all positions of a text turn by other angles."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from rows import alone, together
+
+import quantkit
+from quantkit.architectures.families import config_from_hf, config_to_hf
+from quantkit.errors import RequestError, UnsupportedError
+from quantkit.model.decoder import Decoder
+from quantkit.model.load import load_model
+from quantkit.runtime import batch as scheduler
+from quantkit.runtime.batch import Batch
+from quantkit.runtime.engine import Engine
+from quantkit.runtime.request import Request, checked_length
+from quantkit.runtime.slots import SlotTable
+from quantkit.runtime.speculative import speculate
+
+SWITCH, CONTEXT = 40, 160
+LENGTHS = (30, 5, 39, 40, 41, 90, 25)
+"""Of prompts, on both sides of the switch and at it."""
+
+
+def _longrope(pairs: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(3)
+    short, long = 1 + torch.rand(pairs, generator=generator), 2 + 6 * torch.rand(pairs, generator=generator)
+    return {"rope_type": "longrope", "short_factor": short.tolist(), "long_factor": long.tolist()}
+
+
+def _make(**changes: Any) -> Any:
+    return oracle.make(
+        "phi3", **{"rope_parameters": _longrope(4), "num_hidden_layers": 2, **changes}, pad_token_id=0,
+        original_max_position_embeddings=SWITCH, max_position_embeddings=CONTEXT, eos_token_id=None,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Any:
+    return _make()
+
+
+@pytest.fixture(scope="module")
+def model(theirs: Any, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    found = load_model(oracle.save(theirs, tmp_path_factory.mktemp("switch") / "model"), dtype=torch.float32)
+    assert (found.config.rope_switch, found.config.steady_context, found.config.reach) == (SWITCH, SWITCH, CONTEXT)
+    return found
+
+
+def _prompts() -> list[list[int]]:
+    texts = oracle.random_tokens(CONTEXT, batch=len(LENGTHS))
+    return [text[:length].tolist() for text, length in zip(texts, LENGTHS, strict=True)]
+
+
+def _generated(theirs: Any, prompt: list[int], count: int) -> list[int]:
+    """Greedy tokens by transformers' own cache, which it computes anew at the switch."""
+    found = theirs.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, pad_token_id=0)
+    return found[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("looks", [{"cpu": 1}, {}], ids=["each", "late"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_sequences_beside_each_other_are_as_with_transformers(
+    compiled: bool, looks: dict[str, int], theirs: Any, model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "_LOOKS", looks)
+    if compiled:
+        monkeypatch.setattr("quantkit.runtime.engine._compile", lambda step, device: step)  # what is padded, as it is
+    engine = Engine(model, 140, slots=3, compiled=compiled)
+    monkeypatch.setattr(engine, "chunk", 16)
+    found = together(engine, [Request(prompt, 25) for prompt in _prompts()])
+    assert [one.token_ids for one in found] == [_generated(theirs, prompt, 25) for prompt in _prompts()]
+
+
+def test_a_text_is_read_anew_once(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, rows = Engine(model, 100), list[int]()
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda *given: (rows.append(len(given[1])), step(*given))[1])
+    together(engine, [Request(_prompts()[0], 30)])
+    assert rows == [30, *[1] * 10, SWITCH + 1, *[1] * 18]
+
+
+def test_windows_and_partial_rotary_embedding_switch_as_well(tmp_path: Path) -> None:
+    theirs = _make(
+        hidden_size=128, sliding_window=11, rope_parameters={**_longrope(4), "partial_rotary_factor": 0.5}
+    )  # fmt: skip
+    ours = load_model(oracle.save(theirs, tmp_path / "model"), dtype=torch.float32)
+    for prompt in _prompts():
+        assert list(quantkit.generate(ours, prompt, max_new_tokens=25)) == _generated(theirs, prompt, 25)
+
+
+def test_samples_and_their_log_probabilities_go_on_past_it(model: Decoder) -> None:
+    """Some of a prompt's samples begin after others have switched."""
+    request = Request(_prompts()[0], 20, samples=5, logprobs=2, echo=True)
+    for one in together(Engine(model, 60, slots=2), [request]):
+        assert one.logprobs is not None
+        assert len(one.logprobs.tokens) == 50
+        for place in (20, 35, 39, 40, 45):
+            whole = torch.tensor([one.token_ids[:place]])
+            told = model(whole, torch.arange(place))[0, -1].log_softmax(-1)
+            assert one.logprobs.tokens[place] == pytest.approx(float(told[one.token_ids[place]]), abs=1e-4)
+
+
+@pytest.mark.parametrize(("count", "asked", "expected"), [(9, 3, [0, 20, 52, 96]), (3, 11, [0, 16, 16, 60])])
+def test_a_conversation_goes_on_past_it(count: int, asked: int, expected: list[int], model: Decoder) -> None:
+    """Within an answer, or between two: then nothing of the turns before is of use."""
+    batch, text = Batch(Engine(model, 120), any_prefix=True), _prompts()[4][: 12 if count == 9 else 14]
+    reused = []
+    for _ in expected:
+        request = Request(text, count)
+        (found,) = batch.add(request)
+        while found.finish_reason is None:
+            batch.step()
+        assert found.tokens == alone(model, request)[0].token_ids
+        text = [*text, *found.tokens, *range(7, 7 + asked)]
+        reused.append(batch.reused)
+    assert reused == expected
+
+
+def test_prompts_on_two_sides_of_it_share_nothing() -> None:
+    text = list(range(60))
+    table = SlotTable(2, 16, any_prefix=True, windows=False, unstretched=SWITCH, switches=True)
+    table.hold(table.take(text[:30]), text[:30], 30)
+    table.hold(table.take(text[:50]), text[:50], 50)
+    assert table.best(text[:35]) == (0, 30)
+    assert table.best(text) == (1, 50)
+    table.hold(0, text[:10], 10)
+    assert table.best(text[:45]) == (1, 44)
+    assert table.best(text[:40]) == (0, 10)
+
+
+@pytest.mark.parametrize("drafts", [1, 4])
+@pytest.mark.parametrize("same", [True, False], ids=["right", "wrong"])
+def test_drafts_go_past_it(same: bool, drafts: int, model: Decoder, tmp_path: Path) -> None:
+    other = _make(num_hidden_layers=1)
+    draft = model if same else load_model(oracle.save(other, tmp_path / "draft"), dtype=torch.float32)
+    for prompt in _prompts():
+        expected = list(quantkit.generate(model, prompt, max_new_tokens=25))
+        assert list(speculate(model, draft, prompt, max_new_tokens=25, draft_tokens=drafts)) == expected
+
+
+def test_a_draft_that_switches_earlier(model: Decoder) -> None:
+    early = Decoder(replace(model.config, rope=replace(model.config.rope, original_context=32))).eval()
+    early.load_state_dict(model.state_dict())
+    prompt = _prompts()[0]
+    assert list(speculate(model, early, prompt, max_new_tokens=25)) == list(
+        quantkit.generate(model, prompt, max_new_tokens=25)
+    )
+
+
+def test_through_xla_texts_end_at_it(model: Decoder) -> None:
+    config = model.config
+    assert checked_length(config, [3] * 30, 10, config.steady_context) == SWITCH
+    with pytest.raises(
+        RequestError, match="exceed the length at which rotary positions switch; found 41, expected at most 40"
+    ):
+        checked_length(config, [3] * 31, 10, config.steady_context)
+
+
+@pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_old_configs_of_phi_3_are_read(key: str, name: str) -> None:
+    """Those of its first months call LongRoPE otherwise, and have its original context beside it."""
+    scaling = {key: name, **{part: _longrope(4)[part] for part in ("short_factor", "long_factor")}}
+    raw = {**oracle.SIZES, "model_type": "phi3", "rms_norm_eps": 1e-5, "rope_theta": 1e4, "rope_scaling": scaling}
+    found = config_from_hf({**raw, "original_max_position_embeddings": 32}, "config.json")
+    assert (found.rope.type, found.rope.original_context, found.rope.factor) == ("longrope", 32, 2.0)
+    assert config_from_hf(raw, "config.json").rope.original_context == 4096  # as in transformers
+    written = config_to_hf(found)
+    assert set(written["rope_scaling"]) == {"type", "short_factor", "long_factor"}  # all that older readers take
+    assert config_from_hf(written, "config.json") == found
+
+
+def test_other_scalings_of_phi_3_are_refused_as_in_transformers() -> None:
+    raw = {**oracle.SIZES, "model_type": "phi3", "rms_norm_eps": 1e-5, "rope_theta": 1e4}
+    with pytest.raises(UnsupportedError, match="rope type is not one of this family's"):
+        config_from_hf({**raw, "rope_scaling": {"type": "linear", "factor": 2.0}}, "config.json")
