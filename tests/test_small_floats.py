@@ -173,3 +173,28 @@ def test_settings_in_a_part_of_the_config_count(tmp_path: Path) -> None:
     found = load_file(made / "model.safetensors")
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
     assert "quantization_config" not in json.loads((made / "config.json").read_text())["text_config"]
+
+
+def test_gpt_oss_is_read_from_mxfp4_as_a_family_that_runs(tmp_path: Path) -> None:
+    sizes = {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 64, "head_dim": 16}
+    folder = oracle.save(oracle.make("gpt_oss", num_hidden_layers=1, rope_parameters={"rope_type": "default"}, **sizes),
+                         tmp_path / "src")  # fmt: skip
+    tensors, means = load_file(folder / "model.safetensors"), {}
+    for name in ("gate_up_proj", "down_proj"):
+        whole = f"model.layers.0.mlp.experts.{name}"
+        experts, inputs, outputs = tensors.pop(whole).shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(118, 124, (experts, outputs, inputs // 32), dtype=torch.uint8)
+        tensors |= {f"{whole}_blocks": blocks, f"{whole}_scales": scales}
+        means[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    oracle.edit_json(folder / "config.json", quantization_config={"quant_method": "mxfp4"})
+    source = open_checkpoint(folder)
+    assert source.config.runnable
+    for expert in range(3):
+        module = f"model.layers.0.mlp.experts.{expert}"
+        rows = means["gate_up_proj"][expert].t()
+        assert torch.equal(source.load(f"{module}.gate_proj.weight"), rows[0::2])  # type: ignore[arg-type]
+        assert torch.equal(source.load(f"{module}.up_proj.weight"), rows[1::2])  # type: ignore[arg-type]
+        down = source.load(f"{module}.down_proj.weight", TensorSlice(1, ((2, 9),)))
+        assert torch.equal(down, means["down_proj"][expert].t()[:, 2:9])  # type: ignore[arg-type]
