@@ -142,7 +142,7 @@ def _same_attention(
 def _stretch(config: ModelConfig, scores: Scores) -> float:
     """By what drawn queries are multiplied, so that a soft cap bends the largest of their scores by much."""
     scale = config.head_dim**-0.5 if scores.scale is None else scores.scale
-    return max(1.0, _BENT * (scores.softcap or 0.0) / (scale * config.head_dim**0.5))
+    return max(1.0, float(_BENT * (scores.softcap or 0.0) / (scale * config.head_dim**0.5)))
 
 
 def _same_experts(model: Decoder, experts: Experts) -> bool:
