@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -141,8 +142,8 @@ def _same_attention(
 
 def _stretch(config: ModelConfig, scores: Scores) -> float:
     """By what drawn queries are multiplied, so that a soft cap bends the largest of their scores by much."""
-    scale = config.head_dim**-0.5 if scores.scale is None else scores.scale
-    return max(1.0, float(_BENT * (scores.softcap or 0.0) / (scale * config.head_dim**0.5)))
+    scale = 1 / math.sqrt(config.head_dim) if scores.scale is None else scores.scale
+    return max(1.0, _BENT * (scores.softcap or 0.0) / (scale * math.sqrt(config.head_dim)))
 
 
 def _same_experts(model: Decoder, experts: Experts) -> bool:
