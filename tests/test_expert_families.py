@@ -232,3 +232,35 @@ def test_absent_keys_have_the_defaults_of_transformers(tmp_path: Path) -> None:
     gone = ["decoder_sparse_step", "mlp_only_layers", "norm_topk_prob", "attention_bias"]
     oracle.edit_json(folder / "config.json", **dict.fromkeys(gone))
     assert open_checkpoint(folder).config == expected
+
+
+def test_experts_are_told(tmp_path: Path) -> None:
+    source = _saved("qwen3-moe-dense-layer", tmp_path / "source")
+    quantkit.quantize(source, tmp_path / "int4", "int4-g32", accept_quality_loss=True)
+    hidden, attention, expert = 64, 2 * 64 * 128 + 2 * 64 * 32 + 2 * 16, 3 * 64 * 64
+    rest = 96 * hidden + hidden + 3 * (attention + 2 * hidden) + 3 * 64 * 96 + 2 * 6 * hidden
+    found = quantkit.inspect(tmp_path / "int4")
+    assert (found.experts, found.experts_per_token) == (6, 2)
+    assert (found.parameters, found.active_parameters) == (rest + 12 * expert, rest + 4 * expert)
+    met = found.active_parameters / 1e6
+    assert f"  experts: 6 in a layer, 2 for a token, which meets {1e3 * met:.2f}K parameters" in found.lines()
+    card = (tmp_path / "int4" / "README.md").read_text()
+    assert f"| experts | 6 in a layer, 2 for a token, which meets {met:.3g} million weights |" in card
+    assert "| kept as floats | embedding, norms and routers, which is the output head too (float32) |" in card
+    assert "| transformers 5.23 with compressed-tensors 0.20 | yes |" in card
+    assert "| vLLM 0.32 on a CPU with AVX-512 | not tried with experts |" in card
+    recipe = Recipe(
+        INT4, (Override("*down_proj", INT8), Override("model.layers.2.*", INT4), Override("*.0.*.experts.1.up*", INT8))
+    )
+    quantkit.quantize(source, tmp_path / "mixed", recipe, accept_quality_loss=True)
+    card = (tmp_path / "mixed" / "README.md").read_text()
+    assert (
+        "8 linear layers: `mlp.experts.*.down_proj`, `mlp.experts.1.up_proj` of layer 0; `mlp.down_proj` of layer 1 |"
+    ) in card
+    assert "transformers 5.23 with compressed-tensors 0.20 | no: it does not load experts of several schemes |" in card
+    assert "AutoModelForCausalLM" not in card
+    assert "library_name" not in card
+    dense = quantkit.inspect(oracle.save(oracle.make("llama"), tmp_path / "dense"))
+    assert dense.experts == dense.experts_per_token == 0
+    assert dense.active_parameters == dense.parameters
+    assert not any(line.startswith("  experts") for line in dense.lines())

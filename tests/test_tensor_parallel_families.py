@@ -39,6 +39,11 @@ CASES = {
     "olmoe": Case("olmoe-clip", 10),
     "olmoe-int4": Case("olmoe", 10, "int4-g32", _WIDE),
     "gpt-oss": Case("gpt-oss", 7),
+    "gemma2": Case("gemma2-features", 7),
+    "gemma3": Case("gemma3-features", 7),
+    "olmo2": Case("olmo2-bias", 10),
+    "olmo3": Case("olmo3-features", 10),
+    "granite": Case("granite-multipliers", 7),
     "gpt-oss-int4": Case("gpt-oss", 7, "int4-g32", {"intermediate_size": 128}),
 }
 

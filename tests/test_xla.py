@@ -13,6 +13,7 @@ import oracle
 import pytest
 from command import Capture, run, without_progress
 from schemes import any_scheme
+from test_architectures import CASES
 from virtual_devices import environment, found_by, require_torchax
 
 import quantkit
@@ -20,6 +21,9 @@ from quantkit.xla import require
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "My fellow citizens"
+FEATURES = {"gemma2-features": 4, "gemma3-features": 2, "granite-multipliers": 4, "glm4": 2, "ministral3-window": 4,
+            "phi3-longrope-partial-window": 2}  # fmt: skip
+"""Cases of `test_architectures`, on so many devices."""
 
 
 @pytest.fixture(scope="module")
@@ -36,17 +40,18 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     oracle.save(oracle.make("qwen2", tie_word_embeddings=True, **small), home / "qwen2")
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     oracle.save(oracle.make("qwen3", **window, **small), home / "qwen3")
-    gemma = {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 32, "num_key_value_heads": 4, **small}
-    oracle.save(
-        oracle.make("gemma2", attn_logit_softcapping=2.0, final_logit_softcapping=3.0, **gemma), home / "gemma2"
-    )
-    oracle.save(oracle.make("gemma3_text", **gemma), home / "gemma3_text")
-    devices = {"float32": 8, "int8": 8, "int4-g32": 8, "int4-g16-asym": 8, "qwen2": 1, "qwen3": 4, "gemma2": 4,
-               "gemma3_text": 2}  # fmt: skip
+    devices = {"float32": 8, "int8": 8, "int4-g32": 8, "int4-g16-asym": 8, "qwen2": 1, "qwen3": 4}
+    for case, count in FEATURES.items():
+        kind, changes = CASES[case]
+        own = {**changes, **small, "num_key_value_heads": 4}
+        if "layer_types" in own:
+            own["layer_types"] = ["sliding_attention", "full_attention"]
+        oracle.save(oracle.make(kind, **own), home / case)
+        devices[case] = count
     return found_by("xla_cases.py", devices, home)
 
 
-NAMES = ["float32", "int8", "int4-g32", "int4-g16-asym", "qwen2", "qwen3", "gemma2", "gemma3_text"]
+NAMES = ["float32", "int8", "int4-g32", "int4-g16-asym", "qwen2", "qwen3", *FEATURES]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -80,6 +80,16 @@ def parameter_count(checkpoint: Checkpoint) -> int:
     return sum(math.prod(checkpoint.info(name).shape) for name in checkpoint.names())
 
 
+def active_parameter_count(checkpoint: Checkpoint) -> int:
+    """How many of these one token meets: of experts only those that it is sent to."""
+    experts = checkpoint.config.experts
+    if experts is None:
+        return parameter_count(checkpoint)
+    sizes = [(math.prod(parameter.shape), parameter.expert is not None) for parameter in parameters(checkpoint.config)]
+    routed = sum(size for size, of_expert in sizes if of_expert)
+    return sum(size for size, _ in sizes) - routed + routed * experts.per_token // experts.count
+
+
 def require_complete(found: Mapping[str, TensorSpec], config: ModelConfig, path: Path) -> None:
     """Check that the tensors are exactly those the config calls for, in the right shapes.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,10 +16,12 @@ from typing import Any
 
 import yaml
 
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.disk import unread_experts
 from quantkit.arguments import as_text
 from quantkit.calibration.data import Calibration
 from quantkit.errors import RequestError
-from quantkit.formats.checkpoint import Checkpoint, parameter_count
+from quantkit.formats.checkpoint import Checkpoint, active_parameter_count, parameter_count
 from quantkit.jobs.command import file_name, quantize_command
 from quantkit.jobs.result import growth_text
 from quantkit.jobs.scheme_map import SchemeMap
@@ -105,7 +108,7 @@ def model_card(source: Checkpoint, made: Made, gate: Gate) -> bytes:
         f"{_linked(base) or name}, quantized by quantkit {__version__}.", "",
         *_facts(source, made), "",
         *_quality(gate, made), "",
-        *_use(made.scheme_map.schemes.values(), folder), "",
+        *_use(source.config, made.scheme_map.schemes, folder), "",
         *_command(made, name, folder),
     ]  # fmt: skip
     return ("\n".join(lines) + "\n").encode()
@@ -127,7 +130,8 @@ def _head(source: Checkpoint, made: Made, base: str | None) -> dict[str, Any]:
     carried = {key: before[key] for key in _CARRIED if key in before}
     if made.labels.license is not None and made.labels.license != carried.get("license"):
         carried = {"license": made.labels.license} | {k: v for k, v in carried.items() if not k.startswith("license")}
-    loads = all(scheme.symmetric for scheme in made.scheme_map.schemes.values())
+    schemes = made.scheme_map.schemes
+    loads = all(scheme.symmetric for scheme in schemes.values()) and unread_experts(source.config, schemes) is None
     return {
         **carried,
         **({"base_model": base, "base_model_relation": "quantized"} if base else {}),
@@ -139,17 +143,26 @@ def _head(source: Checkpoint, made: Made, base: str | None) -> dict[str, Any]:
 
 def _facts(source: Checkpoint, made: Made) -> list[str]:
     chosen, count = made.scheme_map, parameter_count(source)
-    total = f"{count / 1e9:.3g} billion" if count >= 1e9 else f"{count / 1e6:.3g} million"
-    rows = {"size": f"{size_text(made.weight_bytes)}: {total} weights of {made.bits_per_weight:.2f} bits on average"}
+    rows = {
+        "size": f"{size_text(made.weight_bytes)}: {_many(count)} weights of {made.bits_per_weight:.2f} bits on average"
+    }
+    if (experts := source.config.experts) is not None:
+        met = _many(active_parameter_count(source))
+        rows["experts"] = f"{experts.count} in a layer, {experts.per_token} for a token, which meets {met} weights"
     for index, (text, layer_count) in enumerate(chosen.counts().items()):
         layers = [module for module, scheme in chosen.schemes.items() if str(scheme) == text]
         where = "" if index == 0 else f": {_layers(layers, chosen.modules)}"
         rows[text] = f"{_told(chosen.schemes[layers[0]])}; {layer_count} linear layer{'s' * (layer_count > 1)}{where}"
-    kept = ["embedding and norms", *([_layers(floats, chosen.modules)] if (floats := chosen.kept()) else [])]
+    always = "embedding and norms" if source.config.experts is None else "embedding, norms and routers"
+    kept = [always, *([_layers(floats, chosen.modules)] if (floats := chosen.kept()) else [])]
     tied = ", which is the output head too" if source.config.tied_embeddings else ""
     rows["kept as floats"] = f"{'; '.join(kept)}{tied} ({source.config.dtype})"
     rows["method"] = _method(made)
     return ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items())]
+
+
+def _many(count: int) -> str:
+    return f"{count / 1e9:.3g} billion" if count >= 1e9 else f"{count / 1e6:.3g} million"
 
 
 def _told(scheme: QuantScheme) -> str:
@@ -211,12 +224,14 @@ def _quality(gate: Gate, made: Made) -> list[str]:
     return lines if problem is None else [*lines, "", f"**Not within its bound: {problem[0]}; {problem[1]}.**"]
 
 
-def _use(schemes: Iterable[QuantScheme], folder: str) -> list[str]:
+def _use(config: ModelConfig, schemes: Mapping[str, QuantScheme], folder: str) -> list[str]:
     """How to load it, in what can; as tried."""
-    found = list(schemes)
-    symmetric, no_int8 = all(one.symmetric for one in found), all(one.bits == 4 for one in found)
-    transformers = "yes" if symmetric else "no: it does not load packed zero points"
-    vllm = "yes" if no_int8 else "no: it has no CPU kernel for 8-bit weights alone"
+    unread = "packed zero points" if any(not one.symmetric for one in schemes.values()) else None
+    unread = unread or unread_experts(config, schemes)
+    no_int8, dense = all(one.bits == 4 for one in schemes.values()), config.experts is None
+    transformers = "yes" if unread is None else f"no: it does not load {unread}"
+    vllm = "yes" if dense else "not tried with experts"
+    vllm = vllm if no_int8 else "no: it has no CPU kernel for 8-bit weights alone"
     lines = [
         "## Use", "", "| | tried |", "|---|---|",
         f"| quantkit {__version__} | yes |",
@@ -224,15 +239,15 @@ def _use(schemes: Iterable[QuantScheme], folder: str) -> list[str]:
         f"| vLLM 0.32 on a CPU with AVX-512 | {vllm} |", "",
         "```python", "import quantkit", "", f'model, tokenizer = quantkit.load("{folder}")', "```",
     ]  # fmt: skip
-    if symmetric:
+    if unread is None:
         lines += [
             "", "```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", "",
             f'model = AutoModelForCausalLM.from_pretrained("{folder}")',
             f'tokenizer = AutoTokenizer.from_pretrained("{folder}")', "```",
         ]  # fmt: skip
-    if no_int8:
+    if no_int8 and dense:
         lines += ["", "```", f"vllm serve {folder}", "```"]
-        if symmetric:
+        if unread is None:
             lines += [
                 "", "Scales may be negative: leave vLLM's option of 8-bit activations under Marlin off"
                 " (vllm-project/vllm#48905).",
@@ -268,8 +283,14 @@ def _layers(modules: Iterable[str], every: Iterable[str]) -> str:
         modules: to tell of.
         every: all that there are.
     """
-    in_layers, every_in_layers = _by_layer(modules), _by_layer(every)
-    whole = [layer for layer, names in in_layers.items() if layer and names == every_in_layers[layer]]
+    every_in_layers = _by_layer(every)
+    in_layers = {
+        layer: _all_experts_together(names, every_in_layers[layer]) for layer, names in _by_layer(modules).items()
+    }
+    whole = [
+        layer for layer, names in in_layers.items()
+        if layer and names == _all_experts_together(every_in_layers[layer], every_in_layers[layer])
+    ]  # fmt: skip
     parts = [f"all of layer{_few(whole)}"] if whole else []
     found_in: dict[str, list[str]] = {}
     for layer, names in in_layers.items():
@@ -279,6 +300,17 @@ def _layers(modules: Iterable[str], every: Iterable[str]) -> str:
     for name, layers in found_in.items():
         together.setdefault(f" of layer{_few(layers)}" if layers[0] else "", []).append(f"`{name}`")
     return "; ".join([*parts, *(", ".join(names) + where for where, names in together.items())])
+
+
+def _all_experts_together(names: Sequence[str], every: Iterable[str]) -> list[str]:
+    """The names in a layer, those of one linear of all experts as one."""
+
+    def numberless(name: str) -> str:
+        return re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
+
+    own, alike = Counter(map(numberless, names)), Counter(map(numberless, every))
+    found = (numberless(name) if own[numberless(name)] == alike[numberless(name)] else name for name in names)
+    return list(dict.fromkeys(found))
 
 
 def _by_layer(modules: Iterable[str]) -> dict[str, list[str]]:

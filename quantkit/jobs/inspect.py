@@ -10,7 +10,7 @@ from typing import Any
 from quantkit.architectures.rope import RopeConfig
 from quantkit.errors import CheckpointError
 from quantkit.formats import manifest
-from quantkit.formats.checkpoint import parameter_count
+from quantkit.formats.checkpoint import active_parameter_count, parameter_count
 from quantkit.formats.container import weight_size
 from quantkit.formats.detect import WeightKind, open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
@@ -29,7 +29,9 @@ class Inspection:
         context: tokens that it can take at most.
         rope: base and scaling of rotary embeddings.
         tied_embeddings: whether the embedding is the output head too.
+        experts, experts_per_token: in a layer that has some, and those that a token is sent to; 0 where none has.
         parameters: weights, as if all were floats; tied ones counted once.
+        active_parameters: of these what one token meets.
         weight_bytes: what the tensors occupy on disk.
         bits_per_weight: their average over all parameters.
         tensors: number of tensors by float type or scheme.
@@ -50,7 +52,10 @@ class Inspection:
     context: int
     rope: str
     tied_embeddings: bool
+    experts: int
+    experts_per_token: int
     parameters: int
+    active_parameters: int
     weight_bytes: int
     bits_per_weight: float
     tensors: dict[str, int]
@@ -72,12 +77,19 @@ class Inspection:
             f"  layers {self.layers}, hidden {self.hidden_size}, heads {self.heads} ({self.kv_heads} KV),"
             f" vocabulary {self.vocabulary}, context {self.context}, rope {self.rope}"
             + (", tied embeddings" if self.tied_embeddings else ""),
+            *([self._experts_line()] if self.experts else []),
             f"  tensors: {kinds}",
             f"  tokenizer: {self.tokenizer}",
             f"  loads in: {self.readers}",
             *([f"  made by: {self.made_by}"] if self.made_by else []),
             *(f"  note: {note}" for note in self.notes),
         ]
+
+    def _experts_line(self) -> str:
+        return (
+            f"  experts: {self.experts} in a layer, {self.experts_per_token} for a token, which meets"
+            f" {_si(self.active_parameters)} parameters"
+        )
 
 
 def inspect(path: str | Path, *, weights: WeightKind | None = None) -> Inspection:
@@ -114,7 +126,10 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None) -> Inspectio
         context=config.max_context,
         rope=_rope(config.rope) + (f"; {_rope(config.window_rope)} in a window" if config.window_rope else ""),
         tied_embeddings=config.tied_embeddings,
+        experts=0 if config.experts is None else config.experts.count,
+        experts_per_token=0 if config.experts is None else config.experts.per_token,
         parameters=parameter_count(checkpoint),
+        active_parameters=active_parameter_count(checkpoint),
         weight_bytes=size,
         bits_per_weight=bits_per_weight,
         tensors=dict(kinds.most_common()),

@@ -20,7 +20,6 @@ from quantkit.formats.output.staging import require_name, require_new_names
 from quantkit.jobs.scheme_map import SchemeMap
 from quantkit.json_values import shown
 from quantkit.tensors.dtypes import DType
-from quantkit.tensors.qtensor import ROUNDING
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 from quantkit.tensors.spec import TensorSpec
@@ -126,11 +125,7 @@ def starved_experts(records: Mapping[str, Mapping[str, object]], config: ModelCo
     if not found:
         return []
     never = sum(any(record["routed_tokens"] == 0 for record in own) for own in found.values())
-    rounded = sum(any(record["solver"] == ROUNDING for record in own) for own in found.values())
-    line = (
-        f"{len(found)} of {len(experts)} experts were sent fewer calibration tokens than a layer of theirs has inputs"
-    )
-    line += f", {never} of them none" if never else ""
-    line += "; they were calibrated on all tokens"
-    line += f", or rounded to nearest where even these are fewer ({rounded} experts)" if rounded else ""
-    return [line]
+    none = f", {never} of them none" if never else ""
+    return [
+        f"{len(found)} of {len(experts)} experts were sent too few calibration tokens{none}: all tokens calibrated them"
+    ]

@@ -25,7 +25,8 @@ from quantkit.tensors.scheme import QuantScheme
 _MAX_PADDING = 1 / 32  # of the feed-forward size; beyond it scales are repeated for smaller groups
 _FEATURES = frozenset(
     {"qkv_bias", "output_bias", "mlp_bias", "qk_norm", "window", "rotary", "window_rope", "norms", "norm_offset",
-     "activation", "attention_scale", "attention_softcap", "logit_softcap", "embedding_multiplier"}
+     "activation", "attention_scale", "attention_softcap", "logit_softcap", "embedding_multiplier", "logit_multiplier",
+     "residual_multiplier"}
 )  # fmt: skip
 """What models may do beyond the plainest; each is held against torch's by the tests."""
 
