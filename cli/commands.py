@@ -58,13 +58,14 @@ def _next_steps(output: Path | None, quantized: str) -> list[str]:
 @click.command(cls=options.BareJson)
 @click.argument("path", type=options.PATH)
 @options.weights
+@options.tensors_only
 @options.data
-def inspect(path: Path, weights: WeightKind | None, data: str | None) -> None:
+def inspect(path: Path, weights: WeightKind | None, tensors_only: bool, data: str | None) -> None:
     """Say what model PATH holds, from headers alone."""
     from quantkit.jobs.inspect import inspect as job
 
     outputs = Outputs(data)
-    found = job(path, weights=weights)
+    found = job(path, weights=weights, tensors_only=tensors_only)
     outputs.say(found.lines())
     outputs.write(found.to_json())
 

@@ -83,6 +83,9 @@ table = click.option(
     help="How tables are printed.",
 )  # fmt: skip
 
+tensors_only = click.option(
+    "--tensors-only", is_flag=True, help="Take the tensors as they are, of whatever architecture."
+)
 _RESUME = click.option("--resume", is_flag=True, help="Go on with an interrupted run of the same command.")
 _NONFINITE = click.option("--allow-nonfinite", is_flag=True, help="Write NaN, Inf and overflowing floats as they are.")
 _SOURCE_CHECK = click.option(
@@ -124,7 +127,7 @@ def memory(text: str) -> int:
 
 def writing(command: Function) -> Function:
     """The arguments and options that all commands which write a checkpoint have."""
-    for option in (data, _SOURCE_CHECK, _NONFINITE, _RESUME, weights, dst, src):
+    for option in (data, _SOURCE_CHECK, _NONFINITE, _RESUME, tensors_only, weights, dst, src):
         command = option(command)
     return command
 

@@ -13,7 +13,7 @@ from quantkit.distributed.shard import require_shareable
 from quantkit.errors import RequestError
 from quantkit.evals.names import named, short_names
 from quantkit.evals.texts import Text, measuring_tokenizer, token_ids
-from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.checkpoint import Checkpoint, require_runnable
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.decoder import Decoder
 from quantkit.model.linear import QuantLinear
@@ -60,6 +60,7 @@ def open_models(
     models = []
     for name, path in _named_once(named(paths), None if against is None else named([against])[0]):
         checkpoint = open_checkpoint(path)
+        require_runnable(checkpoint)
         require_shareable(checkpoint, group)
         context = checkpoint.config.max_context
         if window is not None and not 2 <= window <= context:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit.architectures.config import ExpertsConfig, LayerConfig, ModelConfig
+from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families import config_from_hf
 from quantkit.architectures.topology import Parameter, linear_columns, parameters
 from quantkit.errors import RequestError
@@ -40,7 +40,7 @@ _SHAPES = {
 }
 # Mixtures of experts, whose feed-forward is that of one; at the end head size, experts, how many of them take a token.
 _MIXTURES = {
-    "qwen3-moe-2.7b": (2048, 384, 16, 16, 4, 32000, 2048, 128, 64, 8),
+    "qwen3-moe-2.7b": (2048, 384, 16, 16, 4, 30000, 2048, 128, 64, 8),
 }
 _LEAST_CONTEXT = 4096  # so that all shapes can be timed there, which random weights do as well as in their own
 _SPREAD = 0.02  # of the weights
@@ -119,16 +119,14 @@ def synthetic(shape: str, scheme: str | None, head: str | None = None) -> Synthe
         "max_position_embeddings": max(context, _LEAST_CONTEXT), "rope_theta": 10000.0, "torch_dtype": "bfloat16",
         "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": None,
     }  # fmt: skip
-    config = config_from_hf(raw, shape)
     if mixture:
         head_dim, count, per_token = mixture
-        config = replace(
-            config,
-            head_dim=head_dim,
-            qk_norm="head",
-            experts=ExpertsConfig(count, inner, per_token),
-            layers=(LayerConfig(experts=True),) * layers,
-        )
+        raw |= {
+            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": head_dim,
+            "moe_intermediate_size": inner, "num_experts": count, "num_experts_per_tok": per_token,
+            "norm_topk_prob": True,
+        }  # fmt: skip
+    config = config_from_hf(raw, shape)
     name = "-".join(part for part in (shape, scheme, head and f"head-{head}") if part is not None)
     return SyntheticCheckpoint(Path(name), config, _schemes(config, scheme, head))
 

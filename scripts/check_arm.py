@@ -3,8 +3,8 @@
     python scripts/check_arm.py [--compiler "clang++ --target=aarch64-linux-gnu"]
 
 The kernels are cross-compiled without torch (`check_arm.cpp`) and run in qemu's user mode; the tests of
-tests/test_cpu_kernels.py that are about products and attention send them their operands. This says
-whether ARM kernels are right, not how fast they are. Debian has what it takes in the packages
+tests/test_cpu_kernels.py and tests/test_block_kernels.py that are about products and attention send them their
+operands. This says whether ARM kernels are right, not how fast they are. Debian has what it takes in the packages
 g++-aarch64-linux-gnu and qemu-user-static. Exits with a status other than 0 if anything is wrong.
 """
 
@@ -32,7 +32,8 @@ TARGETS = {
 """Name in the tests: instruction set, compiler flags, emulated processor."""
 TESTS = (
     "all_instruction_sets", "not_finite", "largest_codes", "any_magnitude", "exact_mode", "attention_over",
-    "float_rows", "half_floats", "number_of_threads",
+    "float_rows", "half_floats", "number_of_threads", "attention_scores", "capped_scores", "a_sink_far",
+    "capped_attention",
 )  # fmt: skip
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -82,16 +83,18 @@ class Emulated:
 
     def cached_attention(
         self, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int,
-        scale: float,
+        scale: float, softcap: float | None = None, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         batch, heads, tokens, size = queries.shape
         shape = batch, heads, keys.shape[1], tokens, keys.shape[2], size, window
         types = _TYPES[queries.dtype], _TYPES[keys.dtype]
-        request = f"cached_attention {' '.join(map(str, (*shape, *types, len(keys), scale)))}"
+        scores = int(sinks is not None), scale, softcap or 0
+        request = f"cached_attention {' '.join(map(str, (*shape, *types, len(keys), *scores)))}"
         slots = torch.arange(batch) if slots is None else slots
         positions = positions.expand(batch, tokens)
         reply = queries.new_empty(batch, tokens, heads * size)
-        return self._ask(request, [queries, keys, values, positions, slots], reply)
+        operands = [queries, keys, values, positions, slots, *([] if sinks is None else [sinks])]
+        return self._ask(request, operands, reply)
 
     def float_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         tokens = x.numel() // x.shape[-1]
@@ -112,8 +115,8 @@ def main() -> None:
         build.VARIANTS.clear()
         build.VARIANTS.update(dict.fromkeys(TARGETS, ()))
         build.load_kernels = operators.__getitem__
-        file = ROOT / "tests" / "test_cpu_kernels.py"
-        sys.exit(pytest.main([str(file), f"--rootdir={ROOT}", "-p", "no:cacheprovider", "-k", " or ".join(TESTS)]))
+        files = [str(ROOT / "tests" / name) for name in ("test_cpu_kernels.py", "test_block_kernels.py")]
+        sys.exit(pytest.main([*files, f"--rootdir={ROOT}", "-p", "no:cacheprovider", "-k", " or ".join(TESTS)]))
 
 
 if __name__ == "__main__":

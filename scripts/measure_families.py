@@ -3,15 +3,16 @@
     python scripts/measure_families.py [--families gemma2 olmo2] [--scheme int4-g128] [--layers 8] [--rounds 15]
 
 Random weights in a family's sizes, some layers of them, and beside them the same tensors in blocks as Llama's: as many
-bytes are read for a token. Both are loaded, and take turns for a second or so each. Figures are medians over the
-rounds, of tokens a second and of the ratios of each turn's to Llama's in it; and the same of the processor's time, which
-other processes disturb less.
+bytes are read for a token. Both are loaded, and take turns. Figures are medians over the rounds: tokens a second, the
+ratio of each turn's to Llama's in it, and the same of tokens for a second of processor time, which other processes
+disturb less.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -55,29 +56,29 @@ class Shape:
         return replace(base, **self.features, layers=tuple(kinds))
 
 
-GEMMA = {"norms": "both", "norm_offset": 1.0, "activation": "gelu_tanh", "embedding_multiplier": 48.0}
-SHAPES = {
-    "gemma2": Shape(
-        2304, 9216, 8, 4, 256, GEMMA | {"attention_scale": 0.0625, "attention_softcap": 50.0, "logit_softcap": 30.0}, 4096
-    ),
-    "gemma3_text": Shape(2560, 10240, 8, 4, 256, GEMMA | {"qk_norm": "head", "window_rope": RopeConfig(10000.0)}, 1024),
-    "olmo2": Shape(2048, 8192, 16, 16, 128, {"norms": "after", "qk_norm": "width"}),
-    "olmo3": Shape(4096, 11008, 32, 32, 128, {"norms": "after", "qk_norm": "width"}, 4096),
-    "granite": Shape(
-        2048, 8192, 32, 8, 64,
-        {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_scale": 0.015625, "logit_multiplier": 0.125},
-    ),
-    "glm4": Shape(4096, 13696, 32, 2, 128, {"norms": "both", "qkv_bias": True}),
-    "ministral3": Shape(
-        3072, 9216, 32, 8, 128, {"rope": RopeConfig(1e6, original_context=16384, query_scaling_beta=0.1)}
-    ),
-    "gpt_oss, dense": Shape(
-        2880, 2880, 64, 8, 64,
-        {"sinks": True, "activation": "swiglu_oai", "activation_limit": 7.0, "qkv_bias": True, "output_bias": True,
-         "mlp_bias": True}, 128,
-    ),
+_GEMMA = {"norms": "both", "norm_offset": 1.0, "activation": "gelu_tanh", "embedding_multiplier": 48.0}
+_GEMMA_2 = _GEMMA | {"attention_scale": 0.0625, "attention_softcap": 50.0, "logit_softcap": 30.0}
+_GEMMA_3 = _GEMMA | {"qk_norm": "head", "window_rope": RopeConfig(10000.0)}
+_OLMO = {"norms": "after", "qk_norm": "width"}
+_GRANITE = {
+    "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_scale": 0.015625, "logit_multiplier": 0.125
 }  # fmt: skip
-"""By the family, sizes and features of a published model; gpt-oss with one expert for all tokens."""
+_GPT_OSS = {
+    "sinks": True, "activation": "swiglu_oai", "activation_limit": 7.0, "qkv_bias": True, "output_bias": True,
+    "mlp_bias": True,
+}  # fmt: skip
+_MINISTRAL = {"rope": RopeConfig(1e6, original_context=16384, query_scaling_beta=0.1)}
+SHAPES = {
+    "gemma2": Shape(2304, 9216, 8, 4, 256, _GEMMA_2, 4096),
+    "gemma3_text": Shape(2560, 10240, 8, 4, 256, _GEMMA_3, 1024),
+    "olmo2": Shape(2048, 8192, 16, 16, 128, _OLMO),
+    "olmo3": Shape(4096, 11008, 32, 32, 128, _OLMO, 4096),
+    "granite": Shape(2048, 8192, 32, 8, 64, _GRANITE),
+    "glm4": Shape(4096, 13696, 32, 2, 128, {"norms": "both", "qkv_bias": True}),
+    "ministral3": Shape(3072, 9216, 32, 8, 128, _MINISTRAL),
+    "gpt_oss": Shape(2880, 2880, 64, 8, 64, _GPT_OSS, 128),
+}
+"""By the family, sizes and features of a published model; gpt-oss's with one expert for all tokens."""
 
 
 def loaded(name: str, config: ModelConfig, scheme: str) -> Decoder:
@@ -86,13 +87,18 @@ def loaded(name: str, config: ModelConfig, scheme: str) -> Decoder:
     return load_model(SyntheticCheckpoint(Path(name), config, recipe.assign(linear_columns(config))), device="cpu")
 
 
-def rates(model: Decoder, prompt: int) -> dict[str, Callable[[], float]]:
-    """What measures a model, tokens a second, by the measure."""
+def turns(model: Decoder, prompt: int) -> dict[str, tuple[int, Callable[[], float]]]:
+    """By the measure its tokens, and what gives the seconds that they take."""
     decoding = Decoding(model, 1, TOKENS, None, prompt=prompt)
-    return {
-        "decode": lambda: TOKENS / decoding.run(),
-        f"prefill {PREFILL}": lambda: PREFILL / seconds(partial(prefill_once, model, PREFILL, None)),
-    }
+    prefill = partial(seconds, partial(prefill_once, model, PREFILL, None))
+    return {"decode": (TOKENS, decoding.run), f"prefill {PREFILL}": (PREFILL, prefill)}
+
+
+def rates(tokens: int, run: Callable[[], float]) -> tuple[float, float]:
+    """Tokens a second, and for a second of processor time."""
+    started = time.process_time()
+    taken = run()
+    return tokens / taken, tokens / (time.process_time() - started)
 
 
 def main() -> None:
@@ -103,23 +109,20 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=16, help="tokens before those decoded; 16 at least")
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
-    measures = ("decode", f"prefill {PREFILL}")
-    cells = [part for name in measures for part in (f"{name}, tok/s", "Llama's, tok/s", "ratio")]
-    print(f"| {options.scheme} | MB | one call a block | " + " | ".join(cells) + " |\n|" + "---|" * (3 + len(cells)))
+    print(f"| {options.scheme} | MB | one call a block | measure | tok/s | Llama's | ratio | of processor time |")
+    print("|---" * 8 + "|")
     for family in options.families:
         shape = SHAPES[family]
         models = [loaded(family, shape.config(options.layers, plain=plain), options.scheme) for plain in (False, True)]
-        with torch.inference_mode():
-            turns = [rates(model, options.prompt) for model in models]
-            cells = []
-            for name in measures:
-                for turn in turns:  # to warm up
-                    turn[name]()
-                found = [[turn[name]() for turn in turns] for _ in range(options.rounds)]
-                own, llama = (statistics.median(column) for column in zip(*found, strict=True))
-                cells += [f"{own:.1f}", f"{llama:.1f}", f"{statistics.median(a / b for a, b in found):.2f}"]
         fused = "yes" if models[0].ops.blocks is not None else "no"
-        print(f"| {family} | {weight_bytes(models[0]) / 1e6:.0f} | {fused} | " + " | ".join(cells) + " |", flush=True)
+        with torch.inference_mode():
+            own, plain = (turns(model, options.prompt) for model in models)
+            for name in own:
+                pairs = [(rates(*own[name]), rates(*plain[name])) for _ in range(options.rounds + 1)][1:]  # warm
+                cells = [f"{statistics.median(pair[side][0] for pair in pairs):.1f}" for side in (0, 1)]
+                ratios = [statistics.median(first[of] / second[of] for first, second in pairs) for of in (0, 1)]
+                cells = [family, f"{weight_bytes(models[0]) / 1e6:.0f}", fused, name, *cells]
+                print("| " + " | ".join([*cells, *(f"{ratio:.2f}" for ratio in ratios)]) + " |", flush=True)
 
 
 if __name__ == "__main__":

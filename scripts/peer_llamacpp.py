@@ -43,7 +43,7 @@ class Shape:
 
 SHAPES = {
     "tinyllama-1.1b": Shape("llama", 2048, 5632, 22, 32, 4, 64),
-    "qwen3-moe-2.7b": Shape("qwen3moe", 2048, 384, 16, 16, 4, 128, (64, 8)),
+    "qwen3-moe-2.7b": Shape("qwen3moe", 2048, 384, 16, 16, 4, 128, (64, 8), 30000),
 }
 TYPES = {"Q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
          "Q4_K_M": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M}  # fmt: skip

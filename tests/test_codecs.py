@@ -45,7 +45,9 @@ class Steps:
     def read_settings(self, settings: Settings, modules: Iterable[str]) -> dict[str, Codec]:
         return {module: self for module in modules if module in settings.texts("modules")}
 
-    def write_settings(self, schemes: Mapping[str, QuantScheme], modules: Iterable[str]) -> dict[str, Any]:
+    def write_settings(
+        self, schemes: Mapping[str, QuantScheme], modules: Iterable[str], *, every: bool = True
+    ) -> dict[str, Any]:
         return {"quant_method": self.name, "modules": [module for module in modules if module in schemes]}
 
     def codec(self, scheme: QuantScheme) -> Codec | Reason:
@@ -86,7 +88,9 @@ class Backwards:
     def read_settings(self, settings: Settings, modules: Iterable[str]) -> dict[str, Codec]:
         return dict.fromkeys((module for module in modules if module != "lm_head"), self)
 
-    def write_settings(self, schemes: Mapping[str, QuantScheme], modules: Iterable[str]) -> dict[str, Any]:
+    def write_settings(
+        self, schemes: Mapping[str, QuantScheme], modules: Iterable[str], *, every: bool = True
+    ) -> dict[str, Any]:
         raise NotImplementedError
 
     def codec(self, scheme: QuantScheme) -> Reason:

@@ -438,6 +438,7 @@ def test_a_missing_rope_key_is_named_with_its_file(rope: str, key: str) -> None:
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "unknown setting .*full_attention"),
         ({"partial_rotary_factor": 0.5}, "partial rotary"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial rotary"),
+        ({"model_type": "mistral3"}, "architecture .*found mistral3,"),  # Ministral 3 with its vision tower
         ({"model_type": "gemma3"}, "architecture .*found gemma3,"),  # which sees pictures; its text part alone is read
         ({"hidden_act": "gelu"}, "activation .*gelu"),
         ({"dtype": "float64"}, "dtype .*float64"),

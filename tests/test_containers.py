@@ -116,7 +116,7 @@ class Loud:
     def indexed(self, path: Path, kind: str) -> bool:
         return False
 
-    def open(self, path: Path, kind: str) -> LoudCheckpoint:
+    def open(self, path: Path, kind: str, *, tensors_only: bool = False) -> LoudCheckpoint:
         return LoudCheckpoint(path)
 
     def encoder(self, output: Output) -> LoudEncoder:

@@ -62,7 +62,7 @@ LIGHT = (
 HEAVY = {"torch", "numpy", "datasets", "huggingface_hub", "tokenizers", "sentencepiece", "tiktoken"}
 
 # Loaded by their backend alone, and only where it may serve.
-NEEDS_TRITON = {f"quantkit.kernels.triton_{part}" for part in ("attention", "int4", "int8", "tune", "words")}
+NEEDS_TRITON = {f"quantkit.kernels.triton_{part}" for part in ("attention", "experts", "int4", "int8", "tune", "words")}
 
 
 XLA = "quantkit.xla"
@@ -168,8 +168,9 @@ def test_the_library_does_not_print() -> None:
         assert not [c for c in calls if isinstance(c, ast.Name) and c.id == "print"], module
 
 
-def test_transformers_is_for_tests_only() -> None:
-    assert not [m for m, tree in MODULES.items() if any(n.split(".")[0] == "transformers" for n in _imports(tree))]
+def test_transformers_is_asked_in_one_module() -> None:
+    users = [m for m, tree in MODULES.items() if any(n.split(".")[0] == "transformers" for n in _imports(tree))]
+    assert users == ["quantkit.model.transformers_linears"]
 
 
 def test_jax_is_asked_for_in_one_room_and_torchax_in_one_module() -> None:

@@ -732,12 +732,12 @@ def test_a_config_that_asks_for_other_arithmetic_is_refused(
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "gptq 4"),
         ({"quant_method": "awq", "bits": 4, "version": "gemm"}, "awq 4"),
-        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "fp8"),
+        ({"quant_method": "hqq", "quant_config": {}}, "hqq"),
         ({"load_in_8bit": True}, "an unnamed scheme"),
-        ({"quant_method": "compressed-tensors", "format": "float-quantized",
-          "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float",
-                                                                            "strategy": "tensor"}}}},
-         "float-quantized"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
+          "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float",
+                                                                            "strategy": "tensor_group"}}}},
+         "nvfp4-pack-quantized"),
     ],
 )  # fmt: skip
 def test_a_config_of_another_quantizer_names_the_scheme(

@@ -440,6 +440,9 @@ def test_a_rope_factor_that_params_json_leaves_out_is_assumed_and_said(
         ("smollm3", {"no_rope_layers": [1, 0, 1]}, "layers without rotary positions"),
         ("qwen2", {}, "biases"),
         ("qwen3", {}, "q/k norms"),
+        ("phi3", {"partial_rotary_factor": 0.5, "pad_token_id": 0}, "partial rotary positions"),
+        ("granite", {}, "attention scale"),
+        ("ministral3", {"pad_token_id": 0}, "queries scaled by position"),
     ],
 )
 def test_a_model_that_metas_format_has_no_words_for_is_refused(

@@ -14,6 +14,7 @@ from rows import alone, together
 import quantkit
 from quantkit.architectures.families import config_from_hf, config_to_hf
 from quantkit.errors import RequestError, UnsupportedError
+from quantkit.evals.harness import Scorer
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
 from quantkit.runtime import batch as scheduler
@@ -76,6 +77,24 @@ def test_sequences_beside_each_other_are_as_with_transformers(
     monkeypatch.setattr(engine, "chunk", 16)
     found = together(engine, [Request(prompt, 25) for prompt in _prompts()])
     assert [one.token_ids for one in found] == [_generated(theirs, prompt, 25) for prompt in _prompts()]
+
+
+@pytest.mark.parametrize("backend", ["cpu-exact", "cpu-fast"])
+def test_quantized_models_switch_as_well(backend: str, tmp_path: Path) -> None:
+    """Through kernels of whole blocks, that take rows of several sequences."""
+    source = oracle.save(_make(hidden_size=128, rope_parameters=_longrope(8)), tmp_path / "source")
+    quantkit.quantize(source, tmp_path / "int8", "int8", accept_quality_loss=True)
+    model = load_model(tmp_path / "int8", dtype=torch.float32, backend=backend)
+    assert model.ops.ragged
+    requests = [Request(prompt, 25, logprobs=2) for prompt in _prompts()]
+    engine = Engine(model, 140, slots=3)
+    for one, request in zip(together(engine, requests), requests, strict=True):
+        assert one == replace(alone(model, request)[0], prompt=one.prompt)
+        text = [*request.prompt, *one.token_ids]
+        assert one.logprobs is not None
+        for place, told in enumerate(one.logprobs.tokens, len(request.prompt)):
+            expected = model(torch.tensor([text[:place]]), torch.arange(place))[0, -1].log_softmax(-1)
+            assert told == pytest.approx(float(expected[text[place]]), abs=2e-3)
 
 
 def test_a_text_is_read_anew_once(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +177,7 @@ def test_through_xla_texts_end_at_it(model: Decoder) -> None:
     config = model.config
     assert checked_length(config, [3] * 30, 10, config.steady_context) == SWITCH
     with pytest.raises(
-        RequestError, match="exceed the length at which rotary positions switch; found 41, expected at most 40"
+        RequestError, match=r"the length at which rotary positions switch \(found 41, expected at most 40\)"
     ):
         checked_length(config, [3] * 31, 10, config.steady_context)
 
@@ -181,3 +200,12 @@ def test_other_scalings_of_phi_3_are_refused_as_in_transformers() -> None:
     raw = {**oracle.SIZES, "model_type": "phi3", "rms_norm_eps": 1e-5, "rope_theta": 1e4}
     with pytest.raises(UnsupportedError, match="rope type is not one of this family's"):
         config_from_hf({**raw, "rope_scaling": {"type": "linear", "factor": 2.0}}, "config.json")
+
+
+def test_texts_that_are_scored_together_are_scored_as_alone(model: Decoder) -> None:
+    scorer = Scorer.__new__(Scorer)
+    scorer._model, scorer._path, scorer._progress = model, Path("model"), lambda *told: None
+    items = [(prompt[:-1], prompt[-1:]) for prompt in _prompts()]
+    for (ids, targets), (total, _) in zip(items, scorer._score(items), strict=True):
+        told = model(torch.tensor([ids]), torch.arange(len(ids)))[0, -1].log_softmax(-1)
+        assert total == pytest.approx(float(told[targets[0]]), abs=1e-5)

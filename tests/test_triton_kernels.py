@@ -59,7 +59,7 @@ def _compiled(kernel: Any, constants: dict[str, Any], target: str, cached: str |
     arch, lanes, dtype = TARGETS[target]
     pointers = {"x": dtype, "words": "i32", "scale": "fp16", "zero": "u8", "bias": dtype, "out": dtype}
     pointers |= {"queries": dtype, "keys": cached or dtype, "values": cached or dtype}
-    pointers |= {"positions": "i64", "slots": "i64", "sinks": dtype}
+    pointers |= {"positions": "i64", "slots": "i64", "sinks": dtype, "places": "i32", "experts": "i32"}
     pointers |= dict.fromkeys(("mixed", "largest", "total"), "fp32")
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
     names = kernel.arg_names
@@ -89,6 +89,21 @@ def test_kernels_compile_for_cards_that_are_not_here(
     assert stages["cubin" if target == "cuda" else "hsaco"]
     if target == "cuda":
         assert "ld.global.v4" in stages["ptx"] if config.path == "gemv" else "wgmma" in stages["ptx"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("places", [8, 4096])
+def test_kernels_for_experts_compile_for_cards_that_are_not_here(
+    bits: int, places: int, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    from quantkit.kernels import triton_experts
+
+    config = triton_experts.config_for(bits, places, 128, 1536, 2048, False, SMALL)
+    kernel = getattr(triton_experts, f"grouped_{config.path}")
+    constants = {"GROUP": 64 if bits == 4 else 0, "SYMMETRIC": False, "BIAS": True, **config.constants()}
+    assert _compiled(kernel, constants, target)["cubin" if target == "cuda" else "hsaco"]
 
 
 @pytest.mark.parametrize("target", TARGETS)

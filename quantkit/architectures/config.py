@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
 from dataclasses import MISSING, dataclass, fields, replace
 
@@ -78,6 +79,32 @@ class LatentAttentionConfig:
     value_dim: int
 
 
+@dataclass(frozen=True, slots=True)
+class OpaqueTensor:
+    """A tensor of a model of which nothing is known but its tensors.
+
+    Attributes:
+        dtype: of its elements, or of the floats that they stand for.
+        role: what it is the weight of: ``linear``; ``head`` or ``tower``, linears that keep their floats unless a
+            recipe names them: an output head, or in a part for pictures or sound; ``float``, one that always does:
+            a router, a head that is the embedding over again. Empty for all others.
+        layer: its block's number among all that repeat, if it is in one.
+        alias: what readers call the module of a linear where it is another name than that on disk.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    role: str = ""
+    layer: int | None = None
+    alias: str | None = None
+
+    @property
+    def module(self) -> str:
+        """Of a linear's weight."""
+        return self.name.removesuffix(".weight")
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Everything that decides a decoder's arithmetic; nothing about weights on disk.
@@ -99,6 +126,9 @@ class ModelConfig:
         embedding_multiplier, logit_multiplier: of embeddings and logits.
         residual_multiplier: of what a branch adds to the hidden states.
         window_rope: rotary positions of layers with a window; None is those of the others.
+        tensors: all there are, of a model whose topology comes from them (see `families.opaque`); None of others.
+        unstored: linear modules that its readers have, and none of its tensors is the weight of; None where it is not
+            known which.
     """
 
     architecture: str
@@ -136,6 +166,18 @@ class ModelConfig:
     window_rope: RopeConfig | None = None
     experts: ExpertsConfig | None = None
     latent_attention: LatentAttentionConfig | None = None
+    tensors: tuple[OpaqueTensor, ...] | None = dataclasses.field(default=None, repr=False)
+    unstored: tuple[str, ...] | None = None
+
+    @property
+    def runnable(self) -> bool:
+        """Whether it can be computed what the model says."""
+        return self.tensors is None
+
+    @property
+    def calibratable(self) -> bool:
+        """Whether samples can be sent through its blocks."""
+        return self.runnable
 
     @property
     def num_layers(self) -> int:
@@ -223,8 +265,8 @@ class ModelConfig:
     def differences(self, other: ModelConfig) -> list[str]:
         """What differs between two models' arithmetic, float type left aside, each in a few words for people:
         ``hidden_size 128 against 256``."""
-        skipped = {"dtype", "bos_token_id", "eos_token_ids", "layers"}
-        found = _differences(self, other, skipped)
+        skipped = {"dtype", "bos_token_id", "eos_token_ids", "layers", "tensors", "unstored"}
+        found = _differences(self, other, skipped) + _tensor_differences(self.tensors, other.tensors)
         if self.num_layers != other.num_layers:
             return [*found, f"num_layers {self.num_layers} against {other.num_layers}"]
         return found + _layer_differences(self.layers, other.layers)
@@ -258,6 +300,21 @@ def _layer_differences(own: tuple[LayerConfig, ...], others: tuple[LayerConfig, 
             more = f" and {len(places) - 1} more" if len(places) > 1 else ""
             found.append(f"{field.name} {first} against {second} in layer {places[0]}{more}")
     return found
+
+
+def _tensor_differences(
+    own: tuple[OpaqueTensor, ...] | None, others: tuple[OpaqueTensor, ...] | None
+) -> list[str]:  # fmt: skip
+    """The first tensor that only one of two models has, or that has another shape, and how many such there are."""
+    if own is None or others is None:
+        return [] if own is others else ["one is known by its tensors only, the other is not"]
+    first, second = ({tensor.name: tensor.shape for tensor in tensors} for tensors in (own, others))
+    differing = [name for name in {**first, **second} if first.get(name) != second.get(name)]
+    if not differing:
+        return []
+    name, *more = differing
+    shapes = [list(shapes[name]) if name in shapes else "none" for shapes in (first, second)]
+    return [f"tensor '{name}' {shapes[0]} against {shapes[1]}" + (f" and {len(more)} more" if more else "")]
 
 
 def _shown(value: object) -> str:

@@ -103,6 +103,8 @@ def disk_tensors(config: ModelConfig, quantized: Collection[str] = ()) -> list[D
     Args:
         quantized: canonical names of modules; an expert in a layer with one of them has modules of its own.
     """
+    if config.tensors is not None:
+        return _as_they_are(config)
     apart = {p.layer for p in parameters(config) if p.expert is not None and p.module in quantized}
     forms = _expert_forms(families()[config.architecture])
     single = next(form for form in forms if form.names)
@@ -125,6 +127,8 @@ def found_tensors(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], pa
     Raises:
         CheckpointError: if the experts of a layer are there in two forms, or there are more than the config says.
     """
+    if config.tensors is not None:
+        return _as_they_are(config)
     if config.experts is None:
         return _tensors(config, {})
     family = families()[config.architecture]
@@ -230,6 +234,11 @@ def _require_no_more_experts(names: Collection[str], forms: Sequence[ExpertForm]
                 found=f"expert {expert}", expected=f"experts 0 to {count - 1}",
                 hint="the config is another model's",
             )  # fmt: skip
+
+
+def _as_they_are(config: ModelConfig) -> list[DiskTensor]:
+    """The tensors of a model of which no more is known: canonical is what lies on disk."""
+    return [DiskTensor(p.name, p.shape, (Place(p.name, p.shape),), linear=p.linear) for p in parameters(config)]
 
 
 def _as_they_lie(tensors: Sequence[DiskTensor], shapes: Mapping[str, tuple[int, ...]]) -> list[DiskTensor]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from quantkit.architectures.config import LayerConfig, ModelConfig
+from quantkit.architectures.config import LayerConfig, ModelConfig, OpaqueTensor
 from quantkit.architectures.names import BLOCK, CANONICAL, meta_weight
 
 SPLIT = frozenset(
@@ -190,6 +190,8 @@ def block_items(config: ModelConfig, layer: int) -> list[Item]:
 
 def parameters(config: ModelConfig) -> list[Parameter]:
     """Every tensor that a model has, in the order of its layers, as files have them."""
+    if config.tensors is not None:
+        return [_opaque(tensor) for tensor in config.tensors]
     counts = sizes(config)
     found = list(_parameters(Vector("embedding", ("vocab", "hidden")), counts, None))
     alike: dict[LayerConfig, list[Item]] = {}  # of up to a thousand layers
@@ -210,6 +212,8 @@ def parameters(config: ModelConfig) -> list[Parameter]:
 
 
 HEAD = Linear("head", ("vocab", "hidden"), "head.in")
+_OPAQUE = Linear("linear", ("", ""), "")  # of a model known by its tensors only: what feeds it is not known
+_OPAQUE_FLOAT = Linear("float", ("", ""), "", quantizable=False)
 
 
 def linear_columns(config: ModelConfig) -> dict[str, int]:
@@ -217,6 +221,14 @@ def linear_columns(config: ModelConfig) -> dict[str, int]:
     return {
         p.module: p.shape[1] for p in parameters(config) if p.is_linear_weight and p.linear and p.linear.quantizable
     }
+
+
+def kept_unless_named(config: ModelConfig) -> frozenset[str]:
+    """The linear modules that keep their floats unless a recipe names them: output heads; of a model known by its
+    tensors only also what is for pictures and sound."""
+    if config.tensors is None:
+        return frozenset({CANONICAL[HEAD.role]})
+    return frozenset(tensor.module for tensor in config.tensors if tensor.role in ("head", "tower"))
 
 
 def summed_modules(config: ModelConfig) -> list[str]:
@@ -343,6 +355,14 @@ def _parameters(
     for leaf, dims in leaves.items():
         shape = tuple(counts[dim] for dim in dims)
         yield Parameter(item.role, module, leaf, dims, shape, layer, expert, linear)
+
+
+def _opaque(tensor: OpaqueTensor) -> Parameter:
+    """A tensor of a model whose topology comes from its tensors: one of a linear, or one that is carried as it is."""
+    if not tensor.role:
+        return Parameter("", tensor.name, "", (), tensor.shape, tensor.layer)
+    linear = _OPAQUE_FLOAT if tensor.role == "float" else _OPAQUE
+    return Parameter(tensor.role, tensor.module, "weight", linear.dims, tensor.shape, tensor.layer, linear=linear)
 
 
 def _within(role: str, expert: int | None) -> str:

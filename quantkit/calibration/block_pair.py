@@ -92,13 +92,6 @@ class BlockPair:
             raise NonFiniteError(f"layer '{next(iter(linears))}': {error.problem}", path=self.source.path) from error
         return {module: solved[name] for module, name in wanted.items()}
 
-    def rounded(self, group: InputGroup) -> dict[str, Result]:
-        """What rounding gives, by module within the block."""
-        return {
-            module: self.solver.rounded(name, linear_of(self.floats, module).weight)
-            for module, name in self.wanted(group).items()
-        }
-
     def taken_up(self, group: InputGroup, finished: Finished) -> dict[str, Result]:
         """What an earlier run has found, by module within the block."""
         return {module: (_quantized(finished(f"{name}.weight")), {}) for module, name in self.wanted(group).items()}

@@ -1,7 +1,7 @@
 """GPTQ for a mixture of experts: one expert after the other, each on the tokens that are sent to it.
 
-An expert that gets fewer tokens than a linear of it has inputs would leave that linear's Hessian singular, and its
-errors free to grow on other tokens. It is calibrated on all tokens then; if even they are fewer, it is rounded.
+An expert that gets few tokens for a linear's inputs leaves that linear's Hessian singular, or close to it, and its
+errors free to grow on other tokens. It is calibrated on all tokens then, whose states are much like those it is sent.
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ def quantize_experts(
         NonFiniteError: if a weight or the inputs of a linear hold NaN or Inf.
     """
     states = streams.enter_experts(pair.quantized)
-    counts, followed = states.token_counts()
-    for count in (counts, followed):
-        processes.sum_(count)
-    work = _ExpertWork(pair, states, processes, counts.tolist(), followed.tolist())
+    counts = states.token_counts()
+    processes.sum_(counts)
+    work = _ExpertWork(pair, states, processes, counts.tolist())
     owners = [list(own) for _, own in itertools.groupby(groups, key=_owner)]
     results: dict[str, Result] = {}
     for done, own in enumerate(owners):
@@ -55,21 +54,23 @@ def quantize_experts(
     return results
 
 
+ENOUGH = 2
+"""Tokens sent to an expert for each input of a linear; with fewer it is calibrated on all tokens."""
+
+
 @dataclass(frozen=True)
 class Tokens:
     """What a group of an expert's linears is calibrated on.
 
     Attributes:
-        count: how many tokens; fewer than the linears have inputs, they are rounded.
+        count: how many tokens.
         everyone: whether they are all tokens, since too few are sent to the expert.
         sent: how many are.
-        paired: how many of `count` the float stream follows.
     """
 
     count: int
     everyone: bool
     sent: int
-    paired: int
 
     def record(self) -> dict[str, object]:
         """What the manifest says of them."""
@@ -83,14 +84,13 @@ class _ExpertWork:
     """The experts of a block.
 
     Attributes:
-        counts, followed: tokens by expert, and last of all, in all processes; and those that the float stream follows.
+        counts: tokens by expert, and last of all, in all processes.
     """
 
     pair: BlockPair
     states: ExpertStreams
     processes: ProcessGroup
     counts: Sequence[int]
-    followed: Sequence[int]
 
     def expert(self, groups: Sequence[InputGroup], finished: Finished | None) -> dict[str, Result]:
         """The results of one expert, by tensor name, or of the shared ones."""
@@ -114,30 +114,21 @@ class _ExpertWork:
 
     def _solved(self, group: InputGroup, floats: MLP, quantized: MLP) -> dict[str, Result]:
         """The results of some linears of an expert, by module within the block."""
-        tokens = self._tokens(group)
-        width = linear_of(self.pair.floats, group.modules[0]).in_features
-        if group.expert is not None and tokens.count < width:
-            solved = self.pair.rounded(group)
-        else:
-            statistics = self.pair.statistics(group)
-            for piece in self.states.pieces(group.expert, everyone=tokens.everyone):
-                _take_up(piece, group, floats, quantized, statistics)
-            statistics.finish(self.processes)
-            if tokens.paired < width and group.expert is not None:
-                statistics.drift.zero_()  # so few tell noise
-            solved = self.pair.solve(group, statistics)
+        tokens, statistics = self._tokens(group), self.pair.statistics(group)
+        for piece in self.states.pieces(group.expert, everyone=tokens.everyone):
+            _take_up(piece, group, floats, quantized, statistics)
+        statistics.finish(self.processes)
+        solved = self.pair.solve(group, statistics)
         record = {} if group.expert is None else tokens.record()
         return {module: (codes, {**found, **record}) for module, (codes, found) in solved.items()}
 
     def _tokens(self, group: InputGroup) -> Tokens:
         """What a group is calibrated on; shared experts get all tokens in any case."""
         number = group.expert
-        if number is None:
-            return Tokens(self.counts[-1], False, self.counts[-1], self.followed[-1])
-        sent = self.counts[number]
-        if sent < linear_of(self.pair.floats, group.modules[0]).in_features:
-            return Tokens(self.counts[-1], True, sent, self.followed[-1])
-        return Tokens(sent, False, sent, self.followed[number])
+        sent = self.counts[-1 if number is None else number]
+        if number is None or sent >= ENOUGH * linear_of(self.pair.floats, group.modules[0]).in_features:
+            return Tokens(sent, False, sent)
+        return Tokens(self.counts[-1], True, sent)
 
 
 def _take_up(piece: Piece, group: InputGroup, floats: MLP, quantized: MLP, statistics: HessianAccumulator) -> None:

@@ -93,18 +93,14 @@ class ExpertStreams:
                 states, given = (self._store.take((key, index)).to(self._device) for key in (stream, _OUTPUT[stream]))
                 self._store.put((stream, index), self._block.add("mlp", states, given).cpu())
 
-    def token_counts(self) -> tuple[Tensor, Tensor]:
-        """How many tokens of the quantized stream each expert is sent, and last how many there are: [E + 1] int64 of
-        all, and of those that the float stream follows."""
+    def token_counts(self) -> Tensor:
+        """How many tokens of the quantized stream each expert is sent, and last how many there are: [E + 1] int64."""
         count = len(self._experts.experts)
-        everyone, followed = torch.zeros(2, count + 1, dtype=torch.int64, device=self._device)
-        for index, routes in self._routes[QUANTIZED].items():
-            own = torch.bincount(routes.chosen.flatten().long(), minlength=count)
-            own = torch.cat((own, torch.tensor([len(routes.chosen)]))).to(self._device)
-            everyone += own
-            if index in self._routes[FLOAT]:
-                followed += own
-        return everyone, followed
+        found = torch.zeros(count + 1, dtype=torch.int64)
+        for routes in self._routes[QUANTIZED].values():
+            found[:count] += torch.bincount(routes.chosen.flatten().long(), minlength=count)
+            found[count] += len(routes.chosen)
+        return found.to(self._device)
 
     def pieces(self, expert: int | None, *, everyone: bool) -> Iterator[Piece]:
         """The tokens that are sent to an expert, or all of them with equal shares; None is the shared experts."""

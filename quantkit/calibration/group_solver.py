@@ -55,8 +55,7 @@ class GroupSolver:
         try:
             solved = self._solve_rows(weights, statistics, outputs=outputs)
         except SingularError as error:
-            rounded = {name: self.rounded(name, linear.weight) for name, linear in linears.items()}
-            return {name: (codes, {**record, "fallback": str(error)}) for name, (codes, record) in rounded.items()}
+            return {name: self._rounded(name, linear.weight, str(error)) for name, linear in linears.items()}
         results: dict[str, Result] = {}
         for scheme, names in by_scheme.items():
             start = 0
@@ -66,10 +65,6 @@ class GroupSolver:
                 results[name] = quantized.rows(*rows), _record(report.rows(*rows))
                 start = rows[1]
         return results
-
-    def rounded(self, name: str, weight: Tensor) -> Result:
-        """What rounding to nearest makes of a linear's weight, on the CPU."""
-        return quantize_rtn(weight, self.schemes[name], self.scale_dtype).to("cpu"), {"solver": ROUNDING}
 
     def _solve_rows(
         self, weights: Mapping[QuantScheme, Tensor], statistics: HessianAccumulator, *, outputs: bool
@@ -107,6 +102,11 @@ class GroupSolver:
             QuantTensor(codes, scale, zero, quantized.scheme).to("cpu"),
             GptqReport(report.damping, report.dead_columns, error.cpu(), energy.cpu()),
         )
+
+    def _rounded(self, name: str, weight: Tensor, reason: str) -> Result:
+        """What a linear falls back to."""
+        quantized = quantize_rtn(weight, self.schemes[name], self.scale_dtype).to("cpu")
+        return quantized, {"solver": ROUNDING, "fallback": reason}
 
 
 def _stacked(linears: Sequence[nn.Linear]) -> Tensor:

@@ -69,6 +69,30 @@ class Checkpoint(Protocol):
         ...
 
 
+def require_runnable(checkpoint: Checkpoint) -> None:
+    """
+    Raises:
+        UnsupportedError: for a model known by its tensors only.
+    """
+    if not checkpoint.config.runnable:
+        raise UnsupportedError(
+            "the model is known by its tensors only, it cannot be run here", path=checkpoint.path,
+            found=checkpoint.config.architecture, hint="inspect and verify tell of its tensors",
+        )  # fmt: skip
+
+
+def require_calibratable(checkpoint: Checkpoint) -> None:
+    """
+    Raises:
+        UnsupportedError: for a model that no samples can be sent through.
+    """
+    if not checkpoint.config.calibratable:
+        raise UnsupportedError(
+            "the model is known by its tensors only, it cannot be calibrated", path=checkpoint.path,
+            found=checkpoint.config.architecture, expected='`method="rtn"`',
+        )  # fmt: skip
+
+
 def schemes(checkpoint: Checkpoint) -> dict[str, QuantScheme]:
     """The scheme of every quantized module."""
     found = ((name, checkpoint.info(name).scheme) for name in checkpoint.names())

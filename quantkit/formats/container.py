@@ -159,10 +159,14 @@ class Container(Protocol):
         """Whether an index says which files a set of weights is made of."""
         ...
 
-    def open(self, path: Path, kind: str) -> StoredCheckpoint:
+    def open(self, path: Path, kind: str, *, tensors_only: bool = False) -> StoredCheckpoint:
         """Open one of the sets of weights at a path; headers only.
 
+        Args:
+            tensors_only: whether to take any tensors for the model's, of whatever architecture.
+
         Raises:
+            RequestError: if that makes no sense for this kind of checkpoint.
             CheckpointError: if files are missing, damaged or contradict each other.
             UnsupportedError: for architectures and quantizations that are not read.
         """

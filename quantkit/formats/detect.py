@@ -24,7 +24,9 @@ WeightKind = Literal["meta", "safetensors", "bin"]
 """A set of weights of a folder that holds several."""
 
 
-def open_checkpoint(path: str | Path, weights: WeightKind | None = None) -> StoredCheckpoint:
+def open_checkpoint(
+    path: str | Path, weights: WeightKind | None = None, *, tensors_only: bool = False
+) -> StoredCheckpoint:  # fmt: skip
     """Open the checkpoint in a folder; headers only.
 
     Where a folder holds several sets of weights, safetensors win over ``.bin``, and a
@@ -34,6 +36,8 @@ def open_checkpoint(path: str | Path, weights: WeightKind | None = None) -> Stor
     Args:
         path: a Meta or Hugging Face folder.
         weights: ``meta``, ``safetensors`` or ``bin`` to pick a set.
+        tensors_only: whether to take the tensors as they are, of whatever architecture. A folder that quantkit made
+            so is opened so without being asked, where it is none that is known.
 
     Returns:
         The checkpoint: its config, and its tensors by canonical names, read when they are asked for.
@@ -44,10 +48,34 @@ def open_checkpoint(path: str | Path, weights: WeightKind | None = None) -> Stor
     """
     path = as_path("path", path)
     require_finished(path, manifest.NAME)
-    return open_unfinished(path, weights)
+    if tensors_only or not _made_of_tensors(Path(path)):
+        return open_unfinished(path, weights, tensors_only=tensors_only)
+    try:
+        return open_unfinished(path, weights)
+    except (CheckpointError, UnsupportedError):
+        return open_unfinished(path, weights, tensors_only=True)
 
 
-def open_unfinished(path: str | Path, weights: str | None = None) -> StoredCheckpoint:
+def open_pair(a: str | Path, b: str | Path) -> tuple[StoredCheckpoint, StoredCheckpoint]:
+    """Two checkpoints that are compared: where one is known by its tensors only, so is the other.
+
+    Raises:
+        CheckpointError, UnsupportedError: as `open_checkpoint` does.
+    """
+    try:
+        first = open_checkpoint(a)
+        second = open_checkpoint(b, tensors_only=not first.config.runnable)
+    except UnsupportedError:  # of the first, where the second may tell how to open it
+        second = open_checkpoint(b)
+        first = open_checkpoint(a, tensors_only=not second.config.runnable)
+    if first.config.runnable and not second.config.runnable:
+        first = open_checkpoint(a, tensors_only=True)
+    return first, second
+
+
+def open_unfinished(
+    path: str | Path, weights: str | None = None, *, tensors_only: bool = False
+) -> StoredCheckpoint:  # fmt: skip
     """`open_checkpoint`, also of a folder that has not got its name yet: for who is writing it."""
     folder = Path(path)
     spelled = {kind: text for container in CONTAINERS.values() for kind, text in container.weights.items()}
@@ -65,7 +93,7 @@ def open_unfinished(path: str | Path, weights: str | None = None) -> StoredCheck
         listed = ", ".join(kind for kind, _ in found) or "none"
         raise CheckpointError(f"has no {weights} weights", path=folder, found=listed)
     try:
-        checkpoint = container.open(folder, kind)
+        checkpoint = container.open(folder, kind, tensors_only=tensors_only)
     except CheckpointError as error:
         if _DOWNLOAD not in (error.hint or "") or not (folder / manifest.NAME).is_file():
             raise
@@ -77,6 +105,16 @@ def open_unfinished(path: str | Path, weights: str | None = None) -> StoredCheck
         ignored = [spelled[other] for other, _ in found if other != kind]
         checkpoint.notes += [f"{folder}: {files} beside {spelled[kind]}; ignored" for files in ignored]
     return checkpoint
+
+
+def _made_of_tensors(folder: Path) -> bool:
+    """Whether a manifest says that quantkit took a model's tensors as they were."""
+    if not (folder / manifest.NAME).is_file():
+        return False
+    try:
+        return manifest.read(folder).get("tensors_only") is True
+    except CheckpointError:
+        return False
 
 
 def require_there(path: str | Path) -> None:

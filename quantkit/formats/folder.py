@@ -11,7 +11,7 @@ from quantkit.arguments import as_text
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.files.source import SourceFile
-from quantkit.json_values import read_json
+from quantkit.json_values import MOST_BYTES, read_json, shown
 from quantkit.text.chat import chat_format
 from quantkit.text.chat_template import (
     META_FORMATS,
@@ -32,13 +32,22 @@ READ_BESIDE = {"generation_config.json", *TOKENIZER_FILES}
 """Files beside weights and config that decide what a model says."""
 OTHER_FILES = ("generation_config.json", "LICENSE", "LICENSE.txt", "LICENSE.md", "USE_POLICY.md", "NOTICE")
 
+_SIDE_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".spm", ".bpe", ".vocab"}
+_NOT_TAKEN = {
+    "config.json", "quantkit.json", "params.json", "quantize_config.json", "quant_config.json",
+    "hf_quant_config.json",
+}  # fmt: skip
+
 
 def checked_tokenizer(source: Checkpoint) -> tuple[Tokenizer | None, list[str]]:
-    """The tokenizer of a checkpoint, held against its embedding, and what to note about it.
+    """The tokenizer of a checkpoint, held against its embedding, and what to note about it; none of a model that
+    is known by its tensors only.
 
     Raises:
         CheckpointError: if it is damaged, or knows more tokens than the embedding.
     """
+    if not source.config.runnable:
+        return None, []  # its files are copied, whatever kind of tokenizer they are
     if not present(source.path, TOKENIZER_FILES[:2]):
         return None, [f"{source.path}: has no tokenizer; the output will have none"]
     tokenizer, rows = load_tokenizer(source.path), source.config.vocab_size
@@ -62,6 +71,31 @@ def require_rows(tokenizer: Tokenizer, rows: int, path: Path | None = None) -> N
         )  # fmt: skip
 
 
+def side_names(source: Checkpoint) -> tuple[str, ...]:
+    """The files beside weights and config that an output takes over; of a model known by its tensors only all that
+    are no weights, no code and no other tool's account of a quantization."""
+    if source.config.runnable:
+        return TOKENIZER_FILES + OTHER_FILES
+    files = sorted(path for path in source.path.iterdir() if path.is_file() and not path.name.startswith("."))
+    return tuple(
+        path.name
+        for path in files
+        if (path.suffix in _SIDE_SUFFIXES or path.name in OTHER_FILES)
+        and not (path.name in _NOT_TAKEN or path.name.endswith(".index.json"))
+        and path.stat().st_size <= MOST_BYTES
+    )
+
+
+def left_behind(source: Checkpoint) -> list[str]:
+    """A note on what lies beside a model known by its tensors only and is not taken over."""
+    if source.config.runnable:
+        return []
+    code = sorted(path.name for path in source.path.glob("*.py"))
+    folders = sorted(path.name for path in source.path.iterdir() if path.is_dir() and not path.name.startswith("."))
+    found = [*code, *(f"{name}/" for name in folders)]
+    return [f"{source.path}: not taken over: {', '.join(found)}; copy what the model needs"] if found else []
+
+
 def present(folder: Path, names: tuple[str, ...]) -> dict[str, bytes | Path]:
     """Those of the names that a folder has a file of."""
     return {name: folder / name for name in names if (folder / name).is_file()}
@@ -77,6 +111,10 @@ def carried_templates(source: Checkpoint, tokenizer: Tokenizer | None, asked: st
         RequestError: if there is none of that name, or it is none for the source's tokenizer.
         CheckpointError: if a template is damaged.
     """
+    if not source.config.runnable:
+        if asked is not None:
+            raise RequestError("`template` and `tensors_only=True` exclude each other", found=shown(asked))
+        return {}  # its files are copied as they are
     if asked is None:
         return ChatTemplates(source.path).sources
     if tokenizer is None:

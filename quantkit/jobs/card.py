@@ -30,6 +30,7 @@ from quantkit.json_values import read_json, shown
 from quantkit.memory import size_text
 from quantkit.quality.bounds import BOUNDS, coarser
 from quantkit.quality.gate import FLOOR, SLACK, Gate
+from quantkit.quality.weights_only import WeightsOnly
 from quantkit.quality.windows import RANDOM, WINDOW
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.version import __version__
@@ -90,13 +91,13 @@ class Made:
     labels: Labels
 
 
-def model_card(source: Checkpoint, made: Made, gate: Gate) -> bytes:
+def model_card(source: Checkpoint, made: Made, gate: Gate | WeightsOnly) -> bytes:
     """The card's bytes.
 
     Args:
         source: what was quantized.
         made: what became of it.
-        gate: what the result lost.
+        gate: what the result lost; of a model that cannot be run, what became of its tensors.
     """
     base = made.labels.base_model or base_model(source)
     name = base.rpartition("/")[2] if base else file_name(source.path) or source.config.architecture
@@ -107,9 +108,9 @@ def model_card(source: Checkpoint, made: Made, gate: Gate) -> bytes:
         f"# {name}, {' and '.join(schemes)}", "",
         f"{_linked(base) or name}, quantized by quantkit {__version__}.", "",
         *_facts(source, made), "",
-        *_quality(gate, made), "",
-        *_use(source.config, made.scheme_map.schemes, folder), "",
-        *_command(made, name, folder),
+        *(_quality(gate, made) if isinstance(gate, Gate) else ["## Quality", "", *_wrapped(f"{gate.line()}.")]), "",
+        *(_use(source.config, made.scheme_map.schemes, folder) if source.config.runnable else _use_of_tensors(folder)),
+        "", *_command(made, name, folder, runnable=source.config.runnable),
     ]  # fmt: skip
     return ("\n".join(lines) + "\n").encode()
 
@@ -132,11 +133,14 @@ def _head(source: Checkpoint, made: Made, base: str | None) -> dict[str, Any]:
         carried = {"license": made.labels.license} | {k: v for k, v in carried.items() if not k.startswith("license")}
     schemes = made.scheme_map.schemes
     loads = all(scheme.symmetric for scheme in schemes.values()) and unread_experts(source.config, schemes) is None
+    tag = {key: before[key] for key in ("pipeline_tag",) if key in before}
+    if source.config.runnable:
+        tag = {"pipeline_tag": "text-generation"}
     return {
         **carried,
         **({"base_model": base, "base_model_relation": "quantized"} if base else {}),
         **({"library_name": "transformers"} if loads else {}),
-        "pipeline_tag": "text-generation",
+        **tag,
         "tags": [*_TAGS, *made.scheme_map.counts()],
     }
 
@@ -151,10 +155,12 @@ def _facts(source: Checkpoint, made: Made) -> list[str]:
         rows["experts"] = f"{experts.count} in a layer, {experts.per_token} for a token, which meets {met} weights"
     for index, (text, layer_count) in enumerate(chosen.counts().items()):
         layers = [module for module, scheme in chosen.schemes.items() if str(scheme) == text]
-        where = "" if index == 0 else f": {_layers(layers, chosen.modules)}"
+        where = "" if index == 0 or not source.config.runnable else f": {_layers(layers, chosen.modules)}"
         rows[text] = f"{_told(chosen.schemes[layers[0]])}; {layer_count} linear layer{'s' * (layer_count > 1)}{where}"
     always = "embedding and norms" if source.config.experts is None else "embedding, norms and routers"
     kept = [always, *([_layers(floats, chosen.modules)] if (floats := chosen.kept()) else [])]
+    if not source.config.runnable:
+        kept = ["all other tensors"]
     tied = ", which is the output head too" if source.config.tied_embeddings else ""
     rows["kept as floats"] = f"{'; '.join(kept)}{tied} ({source.config.dtype})"
     rows["method"] = _method(made)
@@ -255,7 +261,16 @@ def _use(config: ModelConfig, schemes: Mapping[str, QuantScheme], folder: str) -
     return lines
 
 
-def _command(made: Made, name: str, folder: str) -> list[str]:
+def _use_of_tensors(folder: str) -> list[str]:
+    """How to load what quantkit cannot run."""
+    told = (
+        "quantkit does not run this architecture: load it in what runs its source and reads compressed-tensors, such as"
+        " transformers or vLLM, and try it before it is used: no logits were compared."
+    )
+    return ["## Use", "", *_wrapped(told), "", "```", f"quantkit inspect {folder}", "```"]
+
+
+def _command(made: Made, name: str, folder: str, *, runnable: bool) -> list[str]:
     options = {**made.options, **asdict(made.labels)}
     command, recipe = quantize_command(name, folder, made.scheme_map.recipe, made.settings, made.drawn, options)
     lines = ["## How it was made", "", "```", command, "```"]
@@ -263,7 +278,8 @@ def _command(made: Made, name: str, folder: str) -> list[str]:
         lines += ["", "with this recipe:", "", "```json", recipe, "```"]
     checks = (
         "`quantkit.json` holds the sha256 of each file here and of the source, the scheme of each layer and the figures"
-        f" above. `quantkit verify {folder}` checks them and measures the perplexities again."
+        f" above. `quantkit verify {folder}` checks them"
+        + (" and measures the perplexities again." if runnable else f"; with `{name}` it measures the errors again.")
     )
     return [*lines, "", *_wrapped(checks)]
 

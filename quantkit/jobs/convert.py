@@ -16,13 +16,14 @@ from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.container import Output, weight_size
 from quantkit.formats.detect import WeightKind, open_checkpoint
-from quantkit.formats.folder import carried_templates, checked_tokenizer
+from quantkit.formats.folder import carried_templates, checked_tokenizer, left_behind
 from quantkit.formats.output.staging import require_name, require_new_names
 from quantkit.formats.registry import CONTAINERS, target
 from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, writing
 from quantkit.jobs.result import ConvertResult
 from quantkit.progress import Progress, heard
-from quantkit.tensors.dtypes import SHORT_NAMES, DType, FloatName, float_name
+from quantkit.quality.weights_only import carried_tensors
+from quantkit.tensors.dtypes import FLOATS, SHORT_NAMES, DType, FloatName, float_name
 from quantkit.tensors.finite import checked_cast
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
@@ -43,6 +44,7 @@ def convert(
     resume: bool = False,
     allow_nonfinite: bool = False,
     source_check: bool = True,
+    tensors_only: bool = False,
     progress: Progress | None = None,
 ) -> ConvertResult:
     """Write the model in `src` to the new folder `dst`.
@@ -59,6 +61,7 @@ def convert(
         resume: go on with an interrupted run; where there is none, begin.
         allow_nonfinite: write NaN and Inf, and values that overflow `dtype`, as they are.
         source_check: see first that the source predicts a packaged text at all, where it has a tokenizer.
+        tensors_only: take the tensors as they are, of whatever architecture.
         progress: told of every layer; None tells nobody.
 
     Returns:
@@ -71,29 +74,33 @@ def convert(
         >>> quantkit.convert("Llama-3.2-1B", "Llama-3.2-1B-hf", dtype="bf16")
     """
     began = time.monotonic()
-    require_flags(resume=resume, allow_nonfinite=allow_nonfinite, source_check=source_check)
+    require_flags(resume=resume, allow_nonfinite=allow_nonfinite, source_check=source_check, tensors_only=tensors_only)
     progress = heard(progress)
     work, notes = conversion(
-        src, dst, to=to, mp=mp, dtype=dtype, template=template, weights=weights, allow_nonfinite=allow_nonfinite
-    )
+        src, dst, to=to, mp=mp, dtype=dtype, template=template, weights=weights,
+        allow_nonfinite=allow_nonfinite, tensors_only=tensors_only,
+    )  # fmt: skip
     source = work.source
     with writing(work, Path(dst), resume=resume, source_check=source_check, progress=progress) as writer:
         writer.tell()
         for spec in writer.missing:
             writer.put(spec.name, _value(source, spec, allow_nonfinite))
-        size = weight_size(writer.seal())
-        details = {
+        result = writer.seal()
+        size = weight_size(result)
+        details: dict[str, object] = {
             "model": model_summary(source, float_name(dtype) or source.config.dtype),
             "options": work.options,
             "schemes": {module: str(scheme) for module, scheme in schemes(source).items()},
         }
+        if not source.config.runnable:
+            details |= {"tensors_only": True, "carried": carried_tensors(source, result)}
         manifest = writer.commit(details)
     return ConvertResult(Path(dst), *size, time.monotonic() - began, [*notes, *writer.notes], manifest)
 
 
 def conversion(
     src: str | Path, dst: str | Path, *, to: Target, mp: int, dtype: FloatName | torch.dtype | None,
-    template: str | None, weights: WeightKind | None, allow_nonfinite: bool,
+    template: str | None, weights: WeightKind | None, allow_nonfinite: bool, tensors_only: bool,
 ) -> tuple[Work, list[str]]:  # fmt: skip
     """A conversion before it is carried out: the work, and notes for the user.
 
@@ -107,9 +114,12 @@ def conversion(
         able = " or ".join(name for name, one in CONTAINERS.items() if one.model_parallel)
         raise RequestError(f'`mp` goes with `to="{able}"`', found=f"`mp={mp}`")
     require_name(dst)
-    source = open_checkpoint(as_path("src", src), weights)
+    source = open_checkpoint(as_path("src", src), weights, tensors_only=tensors_only)
     require_new_names(source.path, dst)
     tokenizer, notes = checked_tokenizer(source)
+    notes += left_behind(source)
+    if not source.config.runnable and not container.methods:
+        raise RequestError(f'`tensors_only=True` does not go with `to="{to}"`', expected='`to="hf"`')
     quantized = schemes(source)
     if method is not None and not quantized:
         raise RequestError(f'the source is not quantized; `to="{to}"` converts one that is', hint="quantize it first")
@@ -129,6 +139,8 @@ def conversion(
     options: dict[str, object] = {"to": to, "mp": mp, "dtype": short, "allow_nonfinite": allow_nonfinite}
     if template is not None:
         options["template"] = Path(template).name
+    if not source.config.runnable:
+        options["tensors_only"] = True
     return Work("convert", source, encoder, side_files, options), [*source.notes, *notes]
 
 
@@ -145,7 +157,8 @@ def _specs(source: Checkpoint, dtype: DType | None, *, with_head: bool) -> list[
     specs = []
     for parameter in parameters_as_written(config, schemes(source)):
         info = source.info(_stored_name(source, parameter.name))
-        specs.append(TensorSpec(parameter.name, parameter.shape, dtype or info.dtype, info.scheme))
+        cast = None if not config.runnable and info.dtype not in FLOATS else dtype
+        specs.append(TensorSpec(parameter.name, parameter.shape, cast or info.dtype, info.scheme))
     return specs
 
 

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Unpack
 from quantkit.arguments import as_path, as_whole, require_flags
 from quantkit.errors import RequestError
 from quantkit.formats import manifest
-from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.checkpoint import Checkpoint, require_runnable
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer, tokenizer_files
 from quantkit.formats.output.lines import ResumableLines
@@ -228,6 +228,7 @@ class FileJob:
             require_absent(self._output)
             require_room_to_build(partial_folder(self._output), resume=self._resume)
         checkpoint: Checkpoint = open_checkpoint(self._path, self._runtime.weights)
+        require_runnable(checkpoint)
         tokenizer = checked_tokenizer(checkpoint)[0] or load_tokenizer(self._path)
         content = _content(self._file)
         config, xla = checkpoint.config, self._runtime.backend == "xla"

@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.rope import RopeConfig
+from quantkit.arguments import require_flags
 from quantkit.errors import CheckpointError
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import active_parameter_count, parameter_count
@@ -39,6 +41,8 @@ class Inspection:
         made_by: version and job of quantkit that wrote it; None where that is not told.
         readers: who can load the folder.
         notes: what one should know though it is no error.
+        runnable: whether it can be run here; of a model known by its tensors only sizes are what its config says, 0
+            where it does not.
     """
 
     path: str
@@ -63,6 +67,7 @@ class Inspection:
     made_by: str | None
     readers: str
     notes: list[str]
+    runnable: bool = True
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as plain values."""
@@ -71,15 +76,18 @@ class Inspection:
     def lines(self) -> list[str]:
         """The report for people."""
         kinds = ", ".join(f"{count} x {kind}" for kind, count in self.tensors.items())
-        return [
-            f"{self.path}: {self.format}, {self.architecture}, {_si(self.parameters)} parameters,"
-            f" {self.weight_bytes / 1e6:.1f} MB, {self.bits_per_weight:.2f} bits per weight",
+        sizes = (
             f"  layers {self.layers}, hidden {self.hidden_size}, heads {self.heads} ({self.kv_heads} KV),"
             f" vocabulary {self.vocabulary}, context {self.context}, rope {self.rope}"
-            + (", tied embeddings" if self.tied_embeddings else ""),
+            + (", tied embeddings" if self.tied_embeddings else "")
+        )
+        return [
+            f"{self.path}: {self.format}, {self.architecture}, {count_text(self.parameters)} parameters,"
+            f" {self.weight_bytes / 1e6:.1f} MB, {self.bits_per_weight:.2f} bits per weight",
+            sizes if self.runnable else "  known by its tensors only: not run here",
             *([self._experts_line()] if self.experts else []),
             f"  tensors: {kinds}",
-            f"  tokenizer: {self.tokenizer}",
+            *([f"  tokenizer: {self.tokenizer}"] if self.runnable else []),
             f"  loads in: {self.readers}",
             *([f"  made by: {self.made_by}"] if self.made_by else []),
             *(f"  note: {note}" for note in self.notes),
@@ -88,16 +96,17 @@ class Inspection:
     def _experts_line(self) -> str:
         return (
             f"  experts: {self.experts} in a layer, {self.experts_per_token} for a token, which meets"
-            f" {_si(self.active_parameters)} parameters"
+            f" {count_text(self.active_parameters)} parameters"
         )
 
 
-def inspect(path: str | Path, *, weights: WeightKind | None = None) -> Inspection:
+def inspect(path: str | Path, *, weights: WeightKind | None = None, tensors_only: bool = False) -> Inspection:
     """Look at a checkpoint without reading its weights.
 
     Args:
         path: a Meta or Hugging Face folder.
         weights: picks one of several sets of weights in the folder: ``meta``, ``safetensors`` or ``bin``.
+        tensors_only: take the tensors as they are, of whatever architecture.
 
     Returns:
         Architecture, sizes, float types and schemes, tokenizer, and who can load it.
@@ -108,7 +117,8 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None) -> Inspectio
     Example:
         >>> print(*quantkit.inspect("model-int4").lines(), sep="\\n")
     """
-    checkpoint = open_checkpoint(path, weights)
+    require_flags(tensors_only=tensors_only)
+    checkpoint = open_checkpoint(path, weights, tensors_only=tensors_only)
     config = checkpoint.config
     tokenizer, notes = checked_tokenizer(checkpoint)
     specs = [checkpoint.info(name) for name in checkpoint.names()]
@@ -124,7 +134,7 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None) -> Inspectio
         kv_heads=config.num_kv_heads,
         vocabulary=config.vocab_size,
         context=config.max_context,
-        rope=_rope(config.rope) + (f"; {_rope(config.window_rope)} in a window" if config.window_rope else ""),
+        rope=_ropes(config) if config.runnable else "not told",
         tied_embeddings=config.tied_embeddings,
         experts=0 if config.experts is None else config.experts.count,
         experts_per_token=0 if config.experts is None else config.experts.per_token,
@@ -137,7 +147,12 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None) -> Inspectio
         made_by=_made_by(checkpoint.path),
         readers=checkpoint.readers(),
         notes=[*checkpoint.notes, *notes],
+        runnable=config.runnable,
     )
+
+
+def _ropes(config: ModelConfig) -> str:
+    return _rope(config.rope) + (f"; {_rope(config.window_rope)} in a window" if config.window_rope else "")
 
 
 def _rope(rope: RopeConfig) -> str:
@@ -156,7 +171,8 @@ def _made_by(folder: Path) -> str | None:
     return f"quantkit {made.get('quantkit_version')} ({made.get('job')})"
 
 
-def _si(count: int) -> str:
+def count_text(count: int) -> str:
+    """A number of parameters: ``1.24B``."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if count >= size:
             return f"{count / size:.2f}{unit}"

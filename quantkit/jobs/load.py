@@ -10,7 +10,7 @@ import torch
 
 from quantkit.arguments import as_path, as_text, as_whole, require_flags, require_instance
 from quantkit.distributed.group import SINGLE, ProcessGroup
-from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.checkpoint import Checkpoint, require_runnable
 from quantkit.formats.detect import WeightKind, open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.kernels.dispatch import BackendName, require_backend
@@ -115,5 +115,6 @@ def opened(path: Path, weights: WeightKind | None) -> Checkpoint:
         CheckpointError, UnsupportedError: as `open_checkpoint`; or for a damaged generation_config.json.
     """
     checkpoint: Checkpoint = open_checkpoint(path, weights)
+    require_runnable(checkpoint)
     checkpoint.config = replace(checkpoint.config, eos_token_ids=end_tokens(path, checkpoint.config))
     return checkpoint

@@ -156,7 +156,7 @@ class JobWriter:
         self._source_hashes = self._hashes.result(self._progress)
         self._writer.seal()
         self._writer.require_in_place()
-        return _read_back(self.path)
+        return _read_back(self.path, tensors_only=not self._work.source.config.runnable)
 
     @property
     def notes(self) -> list[str]:
@@ -198,7 +198,7 @@ def _checked(work: Work, progress: Progress) -> SourceCheck | str:
     return found if isinstance(found, SourceCheck) else f"not measured: {found}"
 
 
-def _read_back(folder: Path) -> StoredCheckpoint:
+def _read_back(folder: Path, *, tensors_only: bool) -> StoredCheckpoint:
     """What was written, opened by our reader and by the safetensors library; headers only.
 
     Raises:
@@ -206,7 +206,7 @@ def _read_back(folder: Path) -> StoredCheckpoint:
         RuntimeError: if the library finds other tensors than ours.
     """
     try:
-        result = open_unfinished(folder)
+        result = open_unfinished(folder, tensors_only=tensors_only)
         for path in sorted(folder.glob("*.safetensors")):
             require_readable(path)
     except CheckpointError as error:

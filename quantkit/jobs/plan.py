@@ -30,7 +30,7 @@ from quantkit.calibration.estimate import (
     gptq_bytes,
     largest_block,
 )
-from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.checkpoint import Checkpoint, require_runnable
 from quantkit.formats.container import Encoder, Output
 from quantkit.formats.detect import WeightKind, open_checkpoint
 from quantkit.formats.folder import carried_templates, checked_tokenizer
@@ -96,7 +96,7 @@ class Estimate:
 
     def lines(self) -> list[str]:
         """The report for people."""
-        kinds = ", ".join(f"{count} x {kind}" for kind, count in self.layers.items())
+        kinds = ", ".join(f"{count} x {kind}" for kind, count in self.layers.items()) or "not told"
         out = [
             f"linear layers: {kinds}",
             f"memory: {size_text(self.memory_bytes)}, in {self.phase}",
@@ -124,6 +124,7 @@ def convert(
     resume: bool = False,
     allow_nonfinite: bool = False,
     source_check: bool = True,
+    tensors_only: bool = False,
 ) -> Estimate:
     """What `quantkit.convert` with the same arguments would take.
 
@@ -133,10 +134,11 @@ def convert(
     Raises:
         QuantkitError: as `quantkit.convert` does for what can be told without reading weights.
     """
-    require_flags(resume=resume, allow_nonfinite=allow_nonfinite, source_check=source_check)
+    require_flags(resume=resume, allow_nonfinite=allow_nonfinite, source_check=source_check, tensors_only=tensors_only)
     work, notes = conversion(
-        src, dst, to=to, mp=mp, dtype=dtype, template=template, weights=weights, allow_nonfinite=allow_nonfinite
-    )
+        src, dst, to=to, mp=mp, dtype=dtype, template=template, weights=weights,
+        allow_nonfinite=allow_nonfinite, tensors_only=tensors_only,
+    )  # fmt: skip
     source = work.source
     disk = work.encoder.total_bytes() + _side_bytes(work.side_files)
     _require_room(Path(dst), disk, resume)
@@ -145,9 +147,10 @@ def convert(
     if checked:
         phases["the check of the source"] = _forward(source, checked, models=1)
     phase = max(phases, key=lambda name: phases[name])
-    seconds = _writing_seconds(disk) + forward_flops(source.config, checked) / _flop_rate()
-    seconds += _pass_seconds(source.config, bool(checked))
-    layers = {"as they are": len(linear_columns(source.config))}
+    seconds = _writing_seconds(disk)
+    if checked:
+        seconds += forward_flops(source.config, checked) / _flop_rate() + _pass_seconds(source.config, 1)
+    layers = {"as they are": len(linear_columns(source.config))} if source.config.runnable else {}
     return Estimate(layers, phases[phase], phase, 0, disk, 0, seconds, checked, notes)
 
 
@@ -174,6 +177,7 @@ def quantize(
     resume: bool = False,
     allow_nonfinite: bool = False,
     source_check: bool = True,
+    tensors_only: bool = False,
 ) -> Estimate:
     """What `quantkit.quantize` with the same arguments would take; calibration text is read, and no samples are drawn.
 
@@ -184,23 +188,30 @@ def quantize(
         QuantkitError: as `quantkit.quantize` does for what can be told without reading weights.
     """
     require_flags(thorough=thorough, strict=strict, accept_quality_loss=accept_quality_loss)
-    require_flags(resume=resume, allow_nonfinite=allow_nonfinite, source_check=source_check)
+    require_flags(resume=resume, allow_nonfinite=allow_nonfinite, source_check=source_check, tensors_only=tensors_only)
     dst = as_path("dst", dst)
     Labels(base_model, license)
     settings = gptq_settings(
         method, calibration, samples=samples, length=length, seed=seed, thorough=thorough,
         activation_memory=activation_memory, device=device,
     )  # fmt: skip
-    source, assignment, tokenizer, notes = prepare(src, dst, scheme, keep=keep, strict=strict, weights=weights)
+    prepared = prepare(
+        src, dst, scheme, keep=keep, strict=strict, weights=weights, tensors_only=tensors_only,
+        gptq=settings is not None,
+    )  # fmt: skip
+    source, assignment, tokenizer, notes = prepared.source, prepared.scheme_map, prepared.tokenizer, prepared.notes
     assigned, config = assignment.schemes, source.config
     tensors = [spec for block in tensor_blocks(source, assigned) for spec in block.tensors]
     output = Output(source, config, tensors, SHARD_BYTES, templates=carried_templates(source, tokenizer, template))
     encoder, side_files = HF.encoder(output), HF.side_files(output)
     disk = encoder.total_bytes() + _side_bytes(side_files) + _MANIFEST * len(assignment.modules)
-    phases = {"writing": _streaming(source, encoder), "the gate": _gate(source)}
+    phases = {"writing": _streaming(source, encoder)}
     checked = _checked_tokens(source, source_check)
-    scratch, on_device, flops = 0, 0, forward_flops(config, 3 * measured_tokens(source) + checked)
-    seconds = _pass_seconds(config, 3 + bool(checked))
+    scratch, on_device, flops, seconds = 0, 0, 0, 0.0
+    if config.runnable:
+        phases["the gate"] = _gate(source)
+        flops = forward_flops(config, 3 * measured_tokens(source) + checked)
+        seconds = _pass_seconds(config, 3 + bool(checked))
     if settings is not None:
         effort, shape = settings.effort, settings.shape(tokenizer, source)
         notes += too_few_tokens(shape, config)
@@ -252,6 +263,7 @@ def generate(
     from quantkit.xla.estimate import estimate_slice
 
     checkpoint: Checkpoint = open_checkpoint(model) if isinstance(model, (str, Path)) else model
+    require_runnable(checkpoint)
     return estimate_slice(checkpoint, target, batch=batch, context=context, dtype=float_dtype)
 
 
@@ -267,9 +279,9 @@ def _side_bytes(files: Mapping[str, bytes | Path]) -> int:
 
 def _streaming(source: Checkpoint, encoder: Encoder) -> int:
     """Peak of a stream of tensors: the largest as it is read, cast or split, and what is under way."""
-    largest = 0
+    largest, names = 0, frozenset(source.names())
     for item in encoder.planned:
-        name = item.name if item.name in source.names() else "model.embed_tokens.weight"
+        name = item.name if item.name in names else "model.embed_tokens.weight"
         count, dtype = math.prod(item.shape), source.info(name).dtype
         copied = item.scheme is None and (item.dtype != dtype or encoder.rearranges)
         largest = max(largest, count * dtype.itemsize + copied * count * item.dtype.itemsize)

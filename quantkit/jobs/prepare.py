@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.architectures.config import ModelConfig
@@ -13,39 +14,65 @@ from quantkit.architectures.topology import Parameter, input_groups, layer_kinds
 from quantkit.arguments import as_path, as_texts
 from quantkit.calibration.quantizers import TensorBlock
 from quantkit.errors import RequestError, UnsupportedError
-from quantkit.formats.checkpoint import Checkpoint, schemes
+from quantkit.formats.checkpoint import Checkpoint, require_calibratable, schemes
+from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import WeightKind, open_checkpoint
-from quantkit.formats.folder import checked_tokenizer
+from quantkit.formats.folder import checked_tokenizer, left_behind
 from quantkit.formats.output.staging import require_name, require_new_names
 from quantkit.jobs.scheme_map import SchemeMap
+from quantkit.jobs.weights_only import kept_parts
 from quantkit.json_values import shown
+from quantkit.model.transformers_linears import with_linears
 from quantkit.tensors.dtypes import DType
-from quantkit.tensors.qtensor import ROUNDING
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.text.tokenizer import Tokenizer
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A source of floats, and what is to become of it.
+
+    Attributes:
+        linears_by: what tells the linear layers of a model known by its tensors only; None of others.
+        notes: for the user.
+    """
+
+    source: StoredCheckpoint
+    scheme_map: SchemeMap
+    tokenizer: Tokenizer | None
+    linears_by: str | None
+    notes: list[str]
+
+
 def prepare(
     src: str | Path, dst: Path, scheme: str | QuantScheme | Recipe, *, keep: str | Iterable[str],
-    strict: bool, weights: WeightKind | None,
-) -> tuple[Checkpoint, SchemeMap, Tokenizer | None, list[str]]:  # fmt: skip
-    """Open a source of floats and assign the schemes; with notes for the user.
+    strict: bool, weights: WeightKind | None, tensors_only: bool, gptq: bool,
+) -> Prepared:  # fmt: skip
+    """Open a source of floats and assign the schemes.
 
     Raises:
         QuantkitError: as `quantize` does.
     """
     require_name(dst)
     kept, recipe = as_texts("keep", keep), _recipe(scheme)
-    source = open_checkpoint(as_path("src", src), weights)
+    source = open_checkpoint(as_path("src", src), weights, tensors_only=tensors_only)
     require_new_names(source.path, dst)
+    if gptq:
+        require_calibratable(source)
     tokenizer, notes = checked_tokenizer(source)
     if already := schemes(source):
         raise UnsupportedError(
             "the source is quantized already", path=source.path, found=str(next(iter(already.values()))),
             hint="start from the float model",
         )  # fmt: skip
+    linears_by = None
+    if not source.config.runnable:
+        source.config, linears_by, more = with_linears(source.config, source.extra_config, source.path)
+        notes += [*more, *left_behind(source)]
+        if left := kept_parts(source.config):
+            notes.append(f"{source.path}: kept as they are: {'; '.join(left)}")
     scheme_map = SchemeMap.of(recipe.keeping(kept), source.config)
     misfits = scheme_map.misfit_lines()
     if misfits and strict:
@@ -58,7 +85,7 @@ def prepare(
         notes.append(f"{dst}: transformers does not load zero points in this format (seen in 5.23); quantkit does")
     if unread := unread_experts(source.config, scheme_map.schemes):
         notes.append(f"{dst}: transformers does not load {unread} right (seen in 5.23); quantkit does")
-    return source, scheme_map, tokenizer, notes
+    return Prepared(source, scheme_map, tokenizer, linears_by, notes)
 
 
 def tensor_blocks(source: Checkpoint, schemes: Mapping[str, QuantScheme]) -> list[TensorBlock]:
@@ -126,11 +153,7 @@ def starved_experts(records: Mapping[str, Mapping[str, object]], config: ModelCo
     if not found:
         return []
     never = sum(any(record["routed_tokens"] == 0 for record in own) for own in found.values())
-    rounded = sum(any(record["solver"] == ROUNDING for record in own) for own in found.values())
-    line = (
-        f"{len(found)} of {len(experts)} experts were sent fewer calibration tokens than a layer of theirs has inputs"
-    )
-    line += f", {never} of them none" if never else ""
-    line += "; they were calibrated on all tokens"
-    line += f", or rounded to nearest where even these are fewer ({rounded} experts)" if rounded else ""
-    return [line]
+    none = f", {never} of them none" if never else ""
+    return [
+        f"{len(found)} of {len(experts)} experts were sent too few calibration tokens{none}: all tokens calibrated them"
+    ]

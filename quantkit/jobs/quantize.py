@@ -23,8 +23,10 @@ from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, writing
 from quantkit.jobs.prepare import prepare, starved_experts, tensor_blocks, too_few_tokens
 from quantkit.jobs.result import QuantizeResult
 from quantkit.jobs.settings import Method, gptq_settings
+from quantkit.jobs.weights_only import within_bounds
 from quantkit.progress import Progress, heard, in_phase
 from quantkit.quality.gate import Gate, require_passed, run_gate
+from quantkit.quality.weights_only import WeightsOnly, carried_tensors, weights_only
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
 
@@ -52,6 +54,7 @@ def quantize(
     resume: bool = False,
     allow_nonfinite: bool = False,
     source_check: bool = True,
+    tensors_only: bool = False,
     group: ProcessGroup = SINGLE,
     progress: Progress | None = None,
 ) -> QuantizeResult:
@@ -61,8 +64,11 @@ def quantize(
     unless the recipe names the head. Rows that the group size does not divide follow
     `QuantScheme.fitted`, which the manifest records.
 
+    A model known by its tensors only is not run: its linears are rounded, those that lose too much keep their floats,
+    and all other tensors stay as they are.
+
     Args:
-        src: a Meta or Hugging Face folder of floats.
+        src: a Meta or Hugging Face folder of floats; in FP8 or MXFP4 it counts as one.
         dst: the folder to make; it must not exist.
         scheme: its name, ``int8`` or ``int4-g128`` and the like; a `QuantScheme`; or a `Recipe` with overrides.
         method: ``rtn`` (round to nearest) or ``gptq``, which needs calibration text.
@@ -80,6 +86,8 @@ def quantize(
         accept_quality_loss: keep a result that is too far from its source.
         base_model, license: for the model card: the source's name on a hub, ``owner/name``, and a licence as hubs
             spell it; by default what the source says of itself.
+        tensors_only: take the tensors as they are, of whatever architecture; goes with rounding, and no logits are
+            compared.
         group: the processes that share the calibration; each calls this alike, the first one writes, and the
             others wait for it.
         template, weights, resume, allow_nonfinite, source_check, progress: as in `convert`.
@@ -101,18 +109,28 @@ def quantize(
     """
     began = time.monotonic()
     require_flags(thorough=thorough, strict=strict, accept_quality_loss=accept_quality_loss)
-    require_flags(resume=resume, allow_nonfinite=allow_nonfinite, source_check=source_check)
+    require_flags(resume=resume, allow_nonfinite=allow_nonfinite, source_check=source_check, tensors_only=tensors_only)
     require_instance("group", group, ProcessGroup, "a ProcessGroup")
     progress, dst, labels = heard(progress), as_path("dst", dst), Labels(base_model, license)
     settings = gptq_settings(
         method, calibration, samples=samples, length=length, seed=seed, thorough=thorough,
         activation_memory=activation_memory, device=device,
     )  # fmt: skip
-    source, scheme_map, tokenizer, notes = prepare(src, dst, scheme, keep=keep, strict=strict, weights=weights)
+    prepared = prepare(
+        src, dst, scheme, keep=keep, strict=strict, weights=weights, tensors_only=tensors_only,
+        gptq=settings is not None,
+    )  # fmt: skip
+    source, scheme_map, tokenizer, notes = prepared.source, prepared.scheme_map, prepared.tokenizer, prepared.notes
+    runnable = source.config.runnable
+    if not runnable:
+        scheme_map, more = within_bounds(source, scheme_map, allow_nonfinite=allow_nonfinite, progress=progress)
+        notes += more
     schemes = scheme_map.schemes
     options: dict[str, object] = {
         "recipe": scheme_map.recipe.to_json(), "method": method, "allow_nonfinite": allow_nonfinite,
     }  # fmt: skip
+    if not runnable:
+        options |= {"tensors_only": True, "linears_by": prepared.linears_by}
     computed_by: dict[str, object] = {}
     scratch, drawn = 0, None
     quantizer: Quantizer = RtnQuantizer(source, allow_nonfinite=allow_nonfinite)
@@ -136,6 +154,7 @@ def quantize(
     if not group.first:
         return _told_by_first(group, quantizer, blocks, Written(encoder, partial_folder(dst)))
     work = Work("quantize", source, encoder, HF.side_files(planned), options, computed_by, scratch)
+    gate: Gate | WeightsOnly
     with writing(work, dst, resume=resume, source_check=source_check, progress=progress) as writer:
         there = Written(encoder, writer.path, writer.done)
         with quantizer.running(blocks, there):
@@ -150,17 +169,21 @@ def quantize(
         result = writer.seal()
         size = weight_size(result)
         notes += starved_experts(writer.records, source.config)
-        gate = run_gate(source, result, writer.records, progress=in_phase(progress, "gate"))
-        if not accept_quality_loss:
-            require_passed(gate, source, result, dst)
-        notes += _accepted(gate, dst)
+        if runnable:
+            gate = run_gate(source, result, writer.records, progress=in_phase(progress, "gate"))
+            if not accept_quality_loss:
+                require_passed(gate, source, result, dst)
+            notes += _accepted(gate, dst)
+        else:
+            gate = weights_only(result, writer.records)
         details = {
             "model": model_summary(source, source.config.dtype), **options,
             "quality": gate.to_json(accepted=accept_quality_loss), "modules": scheme_map.describe(writer.records),
+            **({} if runnable else {"carried": carried_tensors(source, result)}),
         }  # fmt: skip
         others = {
             "template": options.get("template"), "weights": weights, "allow_nonfinite": allow_nonfinite,
-            "accept_quality_loss": accept_quality_loss,
+            "accept_quality_loss": accept_quality_loss, "tensors_only": tensors_only,
         }  # fmt: skip
         made = Made(scheme_map, *size, settings, drawn, others, labels)
         manifest = writer.commit(details, {CARD: model_card(source, made, gate)})

@@ -9,6 +9,7 @@ from typing import Any
 from quantkit.memory import size_text
 from quantkit.quality.figures import Estimate, weighted_mean
 from quantkit.quality.gate import Gate
+from quantkit.quality.weights_only import WeightsOnly
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class QuantizeResult:
         bits_per_weight: their average over all parameters, those that keep their floats included.
         method: ``rtn`` or ``gptq``.
         calibration: what GPTQ was calibrated on, as the manifest has it; None for rounding.
-        quality: what the gate measured.
+        quality: what the gate measured; of a model known by its tensors only, what became of them.
         accepted: whether the result was to be kept whatever the gate says.
         seconds: what it took; a resumed run counts its own time.
         notes: what one should know though it is no error.
@@ -64,7 +65,7 @@ class QuantizeResult:
     bits_per_weight: float
     method: str
     calibration: dict[str, Any] | None
-    quality: Gate
+    quality: Gate | WeightsOnly
     accepted: bool
     seconds: float
     notes: list[str]
@@ -97,8 +98,10 @@ def _size(weight_bytes: int, bits_per_weight: float) -> str:
     return f"{size_text(weight_bytes)}, {bits_per_weight:.2f} bits a weight"
 
 
-def _lost(quality: Gate) -> list[str]:
+def _lost(quality: Gate | WeightsOnly) -> list[str]:
     """The mean KL, and by how much perplexity has grown, over all tokens of the gate's texts."""
+    if isinstance(quality, WeightsOnly):
+        return [quality.line()]
     tokens = [one.tokens for one in quality.texts]
     kl = weighted_mean([one.kl_estimate for one in quality.texts], tokens)
     ratio = weighted_mean([one.perplexity_ratio for one in quality.texts], tokens)

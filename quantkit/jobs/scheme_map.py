@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import disk_tensors
-from quantkit.architectures.topology import linear_columns, parameters
-from quantkit.errors import RequestError
+from quantkit.architectures.topology import kept_unless_named, linear_columns, parameters
+from quantkit.errors import QualityError, RequestError
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
 
@@ -23,12 +23,14 @@ class SchemeMap:
         modules: every linear module, in layer order.
         schemes: the scheme of each that gets one.
         misfits: what was asked for, for those whose rows it does not divide.
+        too_far: why those keep their floats that rounding would change too much.
     """
 
     recipe: Recipe
     modules: tuple[str, ...]
     schemes: dict[str, QuantScheme]
     misfits: dict[str, QuantScheme]
+    too_far: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, recipe: Recipe, config: ModelConfig) -> SchemeMap:
@@ -45,15 +47,36 @@ class SchemeMap:
                 raise RequestError("the embedding cannot be quantized in this format", found=repr(override.pattern))
             if config.tied_embeddings and override.matches("lm_head"):
                 raise RequestError("lm_head is tied to the embedding and keeps its floats", found=override.pattern)
-        columns = linear_columns(config)
+        columns, kept = linear_columns(config), kept_unless_named(config)
+        if not columns:
+            raise RequestError("nothing would be quantized: no tensor is known for the weight of a linear layer")
         on_disk = _names_on_disk(config, columns)
-        schemes = recipe.assign(columns, on_disk, _routers(config))
+        schemes = recipe.assign(columns, on_disk, _routers(config), kept)
         if not schemes:
             raise RequestError("the recipe keeps every layer; nothing would be quantized")
         _require_alike(schemes, config)
-        asked = {module: recipe.requested(module, on_disk.get(module)) for module in schemes}
+        asked = {module: recipe.requested(module, on_disk.get(module), kept) for module in schemes}
         misfits = {module: scheme for module, scheme in asked.items() if scheme and scheme != schemes[module]}
         return cls(recipe, tuple(columns), schemes, misfits)
+
+    def without(self, too_far: Mapping[str, str]) -> SchemeMap:
+        """The same with some modules that keep their floats.
+
+        Args:
+            too_far: they, each with the reason.
+
+        Raises:
+            QualityError: if nothing is left to quantize.
+        """
+        schemes = {module: scheme for module, scheme in self.schemes.items() if module not in too_far}
+        if not schemes:
+            module, reason = next(iter(too_far.items()))
+            raise QualityError(
+                "rounding changes every linear layer too much", found=f"'{module}': {reason}",
+                hint="choose a finer scheme",
+            )  # fmt: skip
+        misfits = {module: scheme for module, scheme in self.misfits.items() if module not in too_far}
+        return replace(self, schemes=schemes, misfits=misfits, too_far=dict(too_far))
 
     def counts(self) -> dict[str, int]:
         """How many layers have each scheme, the most frequent first."""
@@ -79,7 +102,7 @@ class SchemeMap:
 
     def _describe(self, module: str, record: Mapping[str, object]) -> dict[str, object]:
         if module not in self.schemes:
-            return {"scheme": None, "reason": "kept as float by the recipe"}
+            return {"scheme": None, "reason": self.too_far.get(module, "kept as float by the recipe")}
         facts: dict[str, object] = {"scheme": str(self.schemes[module]), **record}
         if module in self.misfits:
             facts["reason"] = f"{self.misfits[module]} does not divide the row"

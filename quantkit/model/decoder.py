@@ -153,7 +153,9 @@ class Decoder(nn.Module):
             logits = self.ops.float_linear(hidden, self.lm_head.weight)
         else:
             logits = self.lm_head(hidden)
-        with nullcontext() if torch.compiler.is_compiling() else self.ops.single_threaded():
+        if self.config.logit_softcap is None or torch.compiler.is_compiling():
+            return final_logits(logits, self.config)
+        with self.ops.single_threaded():
             return final_logits(logits, self.config)
 
 

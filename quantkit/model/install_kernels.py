@@ -142,7 +142,7 @@ def _same_attention(
 def _stretch(config: ModelConfig, scores: Scores) -> float:
     """By what drawn queries are multiplied, so that a soft cap bends the largest of their scores by much."""
     scale = config.head_dim**-0.5 if scores.scale is None else scores.scale
-    return max(1.0, _BENT * (scores.softcap or 0.0) / (scale * config.head_dim**0.5))
+    return max(1.0, float(_BENT * (scores.softcap or 0.0) / (scale * config.head_dim**0.5)))
 
 
 def _same_experts(model: Decoder, experts: Experts) -> bool:
@@ -216,8 +216,9 @@ def _close_choices(layer: Block, states: Tensor, step: Step, share: float) -> li
     attended = layer.finish("attention", states, layer.inner("attention", states, step), step)
     logits = layer.mlp.logits(layer.inner("mlp", attended, step))[0]
     per_token = layer.mlp.config.per_token
-    first, next_best = logits.sort(-1, descending=True)[0].split(per_token, -1)[:2]
-    return (first[:, -1:] - next_best[:, :1] <= share * logits.std(-1, keepdim=True)).any(-1).tolist()
+    ranked = logits.sort(-1, descending=True)[0]
+    apart = ranked[:, per_token - 1] - ranked[:, per_token]
+    return [bool(close) for close in apart <= share * logits.std(-1)]
 
 
 def _block(model: Decoder, number: int) -> Block:

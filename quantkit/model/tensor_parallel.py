@@ -27,7 +27,7 @@ from quantkit.distributed.collectives import (
 from quantkit.distributed.group import ProcessGroup
 from quantkit.distributed.shard import CheckpointShard
 from quantkit.distributed.split import Split, split_model
-from quantkit.formats.checkpoint import Checkpoint, schemes
+from quantkit.formats.checkpoint import Checkpoint, require_runnable, schemes
 from quantkit.model.decoder import Attention, Decoder
 from quantkit.model.feed_forward import Experts
 from quantkit.model.norm import RMSNorm
@@ -46,8 +46,10 @@ class TensorParallel:
             checkpoint: the same in all processes; `require_shareable` checks that.
 
         Raises:
+            UnsupportedError: for a model known by its tensors only.
             RequestError: if so many processes cannot share the model.
         """
+        require_runnable(checkpoint)
         self._group = group
         self._vocab_size = checkpoint.config.vocab_size
         self._config = checkpoint.config

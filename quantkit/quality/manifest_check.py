@@ -17,6 +17,7 @@ from quantkit.progress import Progress, in_phase, silent
 from quantkit.quality.bounds import REPEATABLE
 from quantkit.quality.gate import Gate, TextResult
 from quantkit.quality.measures import token_perplexities
+from quantkit.quality.weights_only import WeightsOnly, require_as_recorded
 from quantkit.quality.windows import measured_windows
 from quantkit.text.chat_template import template_paths
 
@@ -62,6 +63,7 @@ class FolderReport:
         files: how many are as quantkit wrote them.
         edited: what became of a file that people may change, by its name.
         texts: what was measured again, of a quantized model.
+        weights: what became of the tensors of one that cannot be run.
         manifest: of the folder.
     """
 
@@ -70,6 +72,7 @@ class FolderReport:
     edited: dict[str, str]
     texts: list[TextCheck]
     manifest: dict[str, Any]
+    weights: WeightsOnly | None = None
 
     __bool__ = neither_true_nor_false
 
@@ -97,6 +100,7 @@ class FolderReport:
         count = f"all {total}" if self.same else f"{self.files} of {total}"
         out = [f"{self.path}: {count} files are as quantkit wrote them"]
         out += [f"{name}: {what}" for name, what in self.edited.items()]
+        out += [] if self.weights is None else [self.weights.line()]
         return [*out, *(one.line() for one in self.texts), "verdict: the model is as it was made"]
 
 
@@ -148,8 +152,14 @@ def verify_folder(folder: str | Path, *, progress: Progress = silent) -> FolderR
                 hint="copy or make it again",
             )  # fmt: skip
     quantized = made.get("job") == "quantize" or "quality" in made
-    texts = recheck(folder, made, progress=progress) if quantized else []
-    return FolderReport(folder, len(listed) - len(edited), edited, texts, made)
+    texts: list[TextCheck] = []
+    weights = None
+    if quantized and made.get("tensors_only") is True:
+        weights = WeightsOnly.from_json(made.get("quality"), folder / manifest.NAME)
+        require_as_recorded(open_checkpoint(folder), made.get("modules"), folder / manifest.NAME)
+    elif quantized:
+        texts = recheck(folder, made, progress=progress)
+    return FolderReport(folder, len(listed) - len(edited), edited, texts, made, weights)
 
 
 def _decides(name: str) -> bool:

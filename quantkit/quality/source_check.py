@@ -75,6 +75,8 @@ def check_source(
         CheckpointError: if its perplexity is no better than a uniform guess, or its logits do not depend on the input.
         NonFiniteError: if its logits are NaN or Inf, naming the first tensor that is.
     """
+    if not source.config.runnable:
+        return "the source is known by its tensors only"
     tokenizer, _ = checked_tokenizer(source)
     if tokenizer is None:
         return "the source has no tokenizer"

@@ -17,14 +17,25 @@ from quantkit.arguments import as_path, wrong_type
 from quantkit.errors import CheckpointError
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, schemes
-from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.detect import open_pair
 from quantkit.model.layerwise import Batch
 from quantkit.progress import Progress, heard, in_phase
-from quantkit.quality.bounds import BOUNDS, Bound, coarser, coarsest, exceeds, same_but_rounded, type_name, weight_bound
+from quantkit.quality.bounds import (
+    BOUNDS,
+    Bound,
+    coarser,
+    coarsest,
+    exceeds,
+    same_bits,
+    same_but_rounded,
+    type_name,
+    weight_bound,
+)
 from quantkit.quality.figures import Estimate
 from quantkit.quality.manifest_check import FolderReport, neither_true_nor_false, verify_folder
 from quantkit.quality.measures import Divergence, compare_batches
 from quantkit.quality.token_check import token_problems
+from quantkit.quality.weights_only import COMPARED, RecordedErrors
 from quantkit.quality.windows import measured_windows
 from quantkit.tensors.qtensor import ROUNDING, QuantTensor, float_rows, frobenius, row_chunks
 from quantkit.tensors.scheme import QuantScheme
@@ -115,6 +126,7 @@ class VerifyReport:
         differing: those that are not bit-equal, worst first.
         probes: logits on the texts of the gate, on random tokens and on spread-out positions.
         bound: on the probes: on all between float types, on the gate's where a model is quantized.
+        weights_only: whether the models cannot be run, so that there are no probes.
     """
 
     verdict: Verdict
@@ -123,6 +135,7 @@ class VerifyReport:
     differing: list[TensorDifference]
     probes: dict[str, Probe]
     bound: Bound
+    weights_only: bool = False
 
     __bool__ = neither_true_nor_false
 
@@ -147,6 +160,7 @@ class VerifyReport:
             "differing": [{**asdict(one), "within": one.within} for one in self.differing],
             "probes": {name: asdict(probe) for name, probe in self.probes.items()},
             "bound": asdict(self.bound),
+            "weights_only": self.weights_only,
         }
 
     def lines(self) -> list[str]:
@@ -170,6 +184,8 @@ class VerifyReport:
         return [*out, f"verdict: {words[self.verdict]}"]
 
     def _of_logits(self) -> list[str]:
+        if self.weights_only:
+            return [COMPARED]
         if not self.probes:
             return []
         if not any(probe.divergence.largest_logit_difference for probe in self.probes.values()):
@@ -227,16 +243,19 @@ def verify(
 
 
 def _verify_pair(a: Path, b: Path, progress: Progress) -> VerifyReport:
-    reference, other = open_checkpoint(a), open_checkpoint(b)
+    reference: Checkpoint
+    other: Checkpoint
+    reference, other = open_pair(a, b)
     problems = _config_problems(reference, other)
-    comparable = not problems
-    problems += token_problems(reference, other)
+    comparable, runnable = not problems, reference.config.runnable
+    problems += token_problems(reference, other) if runnable else []
     if schemes(reference) and not schemes(other):
         reference, other = other, reference
     names = [e.name for e in parameters(replace(reference.config, tied_embeddings=False))]
     differing: list[TensorDifference] = []
     probes: dict[str, Probe] = {}
     bound = BOUNDS["float16"]
+    recorded = RecordedErrors(reference, other)
     compensated = {**_compensated(reference), **_compensated(other)}
     if comparable:
         for index, name in enumerate(names):
@@ -245,10 +264,11 @@ def _verify_pair(a: Path, b: Path, progress: Progress) -> VerifyReport:
             if difference is not None:
                 differing.append(difference)
                 bound = coarser((bound, allowed))
+                problems += [] if runnable else recorded.problem(difference.name, difference.relative_error)
         differing.sort(key=lambda difference: -difference.excess)
-        probes = _probed(reference, other, bound, progress)
+        probes = _probed(reference, other, bound, progress) if runnable else {}
     verdict = _judge(problems, differing, probes)
-    return VerifyReport(verdict, problems, len(names) if comparable else 0, differing, probes, bound)
+    return VerifyReport(verdict, problems, len(names) if comparable else 0, differing, probes, bound, not runnable)
 
 
 def _config_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
@@ -282,6 +302,12 @@ def _compare(
     """The difference of one tensor from that of the reference `a`, None if bit-equal, and the bound of its type."""
     first, second = _load(a, name), _load(b, name)
     bound = _bound_between(first, second)
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        if same_bits(first, second):
+            return None, bound
+        if not first.is_floating_point() or not second.is_floating_point():
+            return TensorDifference(name, math.inf, math.inf, 0.0), bound
+        first, second = (one if one.dim() else one.unsqueeze(0) for one in (first, second))
     error = norm = largest = 0.0
     equal = True
     for x, y in _float_pieces(first, second):

@@ -80,6 +80,7 @@ class Batch:
         """Tokens of prompts that were not computed, but found in a slot."""
         model = engine.model
         self._any_prefix = any_prefix
+        self._switch = model.config.rope_switch
         self._slots = self._table()
         self._loan: int | None = None
         self._ahead = _LOOKS.get(model.device.type, _FAR)
@@ -329,5 +330,4 @@ class Batch:
 
     def _switches(self, one: Generation) -> bool:
         """Whether its last token makes it longer than keys turned by LongRoPE's short factors serve."""
-        switch = self.engine.model.config.rope_switch
-        return switch is not None and len(one.text) <= switch <= one.position
+        return self._switch is not None and len(one.text) <= self._switch <= one.position

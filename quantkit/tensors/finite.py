@@ -29,7 +29,11 @@ def checked_cast(tensor: Tensor, dtype: torch.dtype, name: str, path: Path, allo
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether no value is NaN or Inf; one pass, no temporaries."""
+    """Whether no value is NaN or Inf; one pass, no temporaries but for types that torch does not compare."""
+    if tensor.numel() == 0 or not (tensor.is_floating_point() or tensor.is_complex()):
+        return True
+    if tensor.is_complex() or tensor.itemsize == 1:
+        return _count_nonfinite(tensor) == 0
     low, high = torch.aminmax(tensor)
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
@@ -57,6 +61,7 @@ def nonfinite_logits(path: Path | None = None, dtype: torch.dtype = torch.float3
 
 
 def _count_nonfinite(tensor: Tensor) -> int:
-    matrix = tensor.reshape(tensor.shape[0], -1)
+    matrix = tensor.reshape(tensor.shape[0] if tensor.dim() else 1, -1)
+    wide = torch.float32 if tensor.itemsize == 1 else tensor.dtype
     chunks = row_chunks(matrix.shape[0], matrix.shape[1])
-    return sum(int((~torch.isfinite(matrix[a:b])).sum()) for a, b in chunks)
+    return sum(int((~torch.isfinite(matrix[a:b].to(wide))).sum()) for a, b in chunks)

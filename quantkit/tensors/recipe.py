@@ -14,6 +14,8 @@ from quantkit.errors import QuantkitError, RequestError
 from quantkit.json_values import Settings, parsed, shown
 from quantkit.tensors.scheme import QuantScheme
 
+_HEADS = frozenset({"lm_head"})
+
 
 @dataclass(frozen=True)
 class Override:
@@ -39,7 +41,7 @@ class Override:
 class Recipe:
     """A default scheme for all decoder linears and per-layer overrides, later ones winning.
 
-    ``lm_head`` keeps its floats unless an override names it.
+    ``lm_head`` keeps its floats unless an override names it, as do a few others of models known by their tensors only.
 
     Raises:
         RequestError: for values of other types.
@@ -104,20 +106,22 @@ class Recipe:
         """This recipe with more layers kept as floats."""
         return Recipe(self.default, self.overrides + tuple(Override(p, None) for p in as_texts("patterns", patterns)))
 
-    def requested(self, module: str, on_disk: str | None = None) -> QuantScheme | None:
+    def requested(self, module: str, on_disk: str | None = None, kept: Collection[str] = _HEADS) -> QuantScheme | None:
         """What the recipe asks for one module, before the shape is looked at.
 
         Args:
             on_disk: what it is called there, if otherwise; patterns match either name.
+            kept: the modules that keep their floats unless an override names them.
         """
         for override in reversed(self.overrides):
             if override.matches(module) or (on_disk is not None and override.matches(on_disk)):
                 return override.scheme
-        return None if module == "lm_head" else self.default
+        return None if module in kept else self.default
 
     def assign(
         self, columns: Mapping[str, int], on_disk: Mapping[str, str] = MappingProxyType({}),
         routers: Collection[str] = (),
+        kept: Collection[str] = _HEADS,
     ) -> dict[str, QuantScheme]:  # fmt: skip
         """The scheme of every module that gets one, fitted to its columns.
 
@@ -125,6 +129,7 @@ class Recipe:
             columns: every linear module by name with its number of inputs.
             on_disk: what modules are called there, where otherwise.
             routers: names of linears that never get one; a pattern may keep them.
+            kept: see `requested`.
 
         Raises:
             RequestError: if an override matches no module.
@@ -143,7 +148,7 @@ class Recipe:
                     found=shown(override.pattern),
                     expected="a glob such as 'model.layers.0.*' or '*.down_proj'",
                 )
-        requested = {module: self.requested(module, on_disk.get(module)) for module in columns}
+        requested = {module: self.requested(module, on_disk.get(module), kept) for module in columns}
         return {m: s.fitted(columns[m]) for m, s in requested.items() if s is not None}
 
 

@@ -37,8 +37,9 @@ def config_from_hf(raw: Mapping[str, Any], path: object) -> ModelConfig:
     if family is None or not family.runs:
         supported = sorted(name for name, known in families().items() if known.runs)
         raise UnsupportedError(
-            "architecture is not supported", path=settings.path, found=kind, expected=", ".join(supported)
-        )
+            "architecture is not supported", path=settings.path, found=kind, expected=", ".join(supported),
+            hint="`tensors_only=True` of quantize and convert takes its tensors as they are",
+        )  # fmt: skip
     return family.read(settings)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from quantkit.architectures.config import MAX_HEADS, MAX_WIDTH, ModelConfig
@@ -77,7 +78,7 @@ def require_causal(settings: Settings) -> None:
 
 def embedding_multiplier(settings: Settings) -> float:
     """What Gemma's embeddings are multiplied by: the root of their width."""
-    return settings.whole("hidden_size", 1, MAX_WIDTH) ** 0.5
+    return math.sqrt(settings.whole("hidden_size", 1, MAX_WIDTH))
 
 
 def softcap(settings: Settings, key: str, default: float | None) -> float | None:

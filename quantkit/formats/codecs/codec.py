@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quantkit.errors import UnsupportedError
-from quantkit.formats.files.tensor_file import StoredTensor, TensorFile
+from quantkit.formats.files.tensor_file import Home, StoredTensor
 from quantkit.json_values import Settings
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
@@ -43,7 +43,7 @@ class RawModule:
         path: what errors name.
     """
 
-    def __init__(self, name: str, files: Mapping[str, TensorFile], path: Path) -> None:
+    def __init__(self, name: str, files: Mapping[str, Home], path: Path) -> None:
         """
         Args:
             files: where each tensor lies, by its whole name; others may be among them.
@@ -123,8 +123,13 @@ class QuantMethod(Protocol):
         """
         ...
 
-    def write_settings(self, schemes: Mapping[str, QuantScheme], modules: Iterable[str]) -> dict[str, Any]:
+    def write_settings(
+        self, schemes: Mapping[str, QuantScheme], modules: Iterable[str], *, every: bool = True
+    ) -> dict[str, Any]:
         """The settings of a folder: all its linear modules, of which some have a scheme.
+
+        Args:
+            every: whether its readers know of no linear modules besides.
 
         Raises:
             UnsupportedError: if they can't tell these schemes apart.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.codecs.codec import Codec, RawModule
 from quantkit.formats.codecs.targets import NO_MATCH, Deadline, Targets
-from quantkit.formats.files.tensor_file import StoredTensor
+from quantkit.formats.files.tensor_file import StoredTensor, TensorFile
 from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _PACKED, _SCALE, _SHAPE, _ZERO = "weight_packed", "weight_scale", "weight_shape", "weight_zero_point"
 _MOST_GROUPS = 64
 _MOST_COLUMNS = 2**24
+_OF_FLOATS = ("float-quantized", "naive-quantized")  # read as floats, see `dequantized`
 _EXPERTS = r".*\.experts\.\d+\..*"
 _PLAIN_ORDERS = ("weight", "static")  # of columns; what is stored lies in the order of the inputs
 
@@ -134,10 +136,14 @@ class CompressedTensors:
             ranked = [(group.targets.closeness(module), group) for group in groups]
             closest = min((rank for rank, _ in ranked), default=NO_MATCH)
             if closest < NO_MATCH:
-                found[module] = _agreed(module, [group for rank, group in ranked if rank == closest], settings)
+                codec = _agreed(module, [group for rank, group in ranked if rank == closest], settings)
+                if codec is not None:
+                    found[module] = codec
         return found
 
-    def write_settings(self, schemes: Mapping[str, QuantScheme], modules: Iterable[str]) -> dict[str, Any]:
+    def write_settings(
+        self, schemes: Mapping[str, QuantScheme], modules: Iterable[str], *, every: bool = True
+    ) -> dict[str, Any]:
         """One scheme for linears of decoder blocks targets every ``Linear``. Otherwise each names its modules:
         compressed-tensors warns of targets that come behind ``Linear``, older vLLM puts the class before the names
         that q, k and v have before it fuses them, and vLLM's output head is no ``Linear``. Experts that are all alike
@@ -150,7 +156,7 @@ class CompressedTensors:
         for module, scheme in schemes.items():
             target = f"re:{_EXPERTS}" if alike and module in experts else module
             by_scheme.setdefault(scheme, {})[target] = None
-        of_class = len(by_scheme) == 1 and "lm_head" not in schemes
+        of_class = every and len(by_scheme) == 1 and "lm_head" not in schemes
         groups = {}
         for index, (scheme, named) in enumerate(sorted(by_scheme.items(), key=lambda item: -len(item[1]))):
             groups[f"group_{index}"] = {
@@ -187,22 +193,49 @@ class CompressedTensors:
         return f"compressed-tensors' own decompressor{vllm}; transformers refuses packed zero points (seen in 5.23)"
 
 
+def packed_shapes(
+    stored: Mapping[str, StoredTensor], files: Mapping[str, TensorFile], raw: Mapping[str, Any]
+) -> dict[str, tuple[int, ...]]:  # fmt: skip
+    """The shapes of the weights of packed modules, as their own tensors tell them; none of a folder in another method.
+
+    Args:
+        stored, files: a folder's tensors, and where they lie.
+        raw: its config.json.
+    """
+    settings = raw.get("quantization_config")
+    if not isinstance(settings, dict) or settings.get("quant_method") != CompressedTensors.name:
+        return {}
+    found: dict[str, tuple[int, ...]] = {}
+    for name in stored:
+        module, _, leaf = name.rpartition(".")
+        told = stored.get(f"{module}.{_SHAPE}")
+        if leaf == _PACKED and told is not None and (told.dtype, told.shape) == (DType.INT64, (2,)):
+            rows, columns = struct.unpack("<qq", files[told.name].read_bytes(told.name))
+            if 0 < rows <= _MOST_COLUMNS and 0 < columns <= _MOST_COLUMNS:
+                found[module] = rows, columns
+    return found
+
+
 @dataclass(frozen=True)
 class _Group:
+    """Some modules; without a codec they are read as floats."""
+
     name: str
     targets: Targets
-    codec: PackQuantized
+    codec: PackQuantized | None
+
+    def __str__(self) -> str:
+        return f"{'floats' if self.codec is None else self.codec.scheme} in '{self.name}'"
 
 
-def _agreed(module: str, groups: list[_Group], settings: Settings) -> Codec:
+def _agreed(module: str, groups: list[_Group], settings: Settings) -> Codec | None:
     """What groups give a module which they name alike."""
     first = groups[0]
     for other in groups[1:]:
         if other.codec != first.codec:
             raise CheckpointError(
-                f"{settings.name} gives '{module}' two schemes", path=settings.path,
-                found=f"{first.codec.scheme} in '{first.name}' and {other.codec.scheme} in '{other.name}'",
-            )  # fmt: skip
+                f"{settings.name} gives '{module}' two schemes", path=settings.path, found=f"{first} and {other}"
+            )
     return first.codec
 
 
@@ -217,16 +250,19 @@ def _groups(settings: Settings, deadline: Deadline) -> list[_Group]:
     for name in named.values:
         group = named.inside(name)
         layout = group if group.has("format") else settings
-        if (found := layout.text("format") if layout.has("format") else None) != "pack-quantized":
+        found = layout.text("format") if layout.has("format") else None
+        targets = Targets(group.texts("targets"), deadline)
+        if found in _OF_FLOATS and group.inside("weights").values.get("type") == "float":
+            groups.append(_Group(name, targets, None))
+            continue
+        if found != "pack-quantized":
             raise UnsupportedError(
                 "this compressed-tensors format is not read", path=settings.path, found=found,
-                expected="pack-quantized",
+                expected="pack-quantized, or float-quantized",
             )  # fmt: skip
         if group.values.get("input_activations") or group.values.get("output_activations"):
             raise UnsupportedError("quantized activations are not supported", path=settings.path)
-        groups.append(
-            _Group(name, Targets(group.texts("targets"), deadline), PackQuantized(_scheme(group.inside("weights"))))
-        )
+        groups.append(_Group(name, targets, PackQuantized(_scheme(group.inside("weights")))))
     return groups
 
 

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import DiskTensor, disk_tensors
 from quantkit.architectures.families import config_to_hf
+from quantkit.architectures.families.opaque import carried_modules, with_dtype
 from quantkit.architectures.topology import parameters
+from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.container import Output
 from quantkit.formats.containers.hf_checkpoint import SETTINGS, HFCheckpoint, index_path, read_codecs, weight_kinds
-from quantkit.formats.folder import OTHER_FILES, TOKENIZER_FILES, json_bytes, present, with_templates
+from quantkit.formats.folder import json_bytes, present, side_names, with_templates
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.export import export_json
 
@@ -49,8 +51,8 @@ class HuggingFace:
     def indexed(self, path: Path, kind: str) -> bool:
         return index_path(path, kind).is_file()
 
-    def open(self, path: Path, kind: str) -> HFCheckpoint:
-        return HFCheckpoint(path, kind, self.methods)
+    def open(self, path: Path, kind: str, *, tensors_only: bool = False) -> HFCheckpoint:
+        return HFCheckpoint(path, kind, self.methods, tensors_only=tensors_only)
 
     def schemes(self, raw: Mapping[str, Any], config: ModelConfig, path: Path) -> dict[str, QuantScheme]:
         """The scheme of every module that a config.json quantizes, whether or not there are weights.
@@ -74,11 +76,13 @@ class HuggingFace:
 
     def side_files(self, output: Output) -> dict[str, bytes | Path]:
         source, config = output.source, output.config
-        raw: dict[str, Any] = {**source.extra_config, **config_to_hf(config)}
-        if output.schemes:
-            raw[SETTINGS] = (output.method or self._native).write_settings(*_on_disk(output.schemes, config))
+        raw = _config(source, config)
+        if output.schemes and SETTINGS not in raw:
+            every = config.tensors is None or config.unstored is not None
+            schemes, modules = _on_disk(output.schemes, config)
+            raw[SETTINGS] = (output.method or self._native).write_settings(schemes, modules, every=every)
         files: dict[str, bytes | Path] = {self.config_file: json_bytes(raw)}
-        files.update(present(source.path, TOKENIZER_FILES + OTHER_FILES))
+        files.update(present(source.path, side_names(source)))
         if source.format != self.name:
             files.update(_exported_tokenizer(source.path))
             ids = {"bos_token_id": raw["bos_token_id"], "eos_token_id": raw["eos_token_id"]}
@@ -89,6 +93,14 @@ class HuggingFace:
         return []
 
 
+def _config(source: Checkpoint, config: ModelConfig) -> dict[str, Any]:
+    """The config.json of an output, but for its quantization."""
+    if config.tensors is None:
+        return {**source.extra_config, **config_to_hf(config)}
+    same = config.dtype == source.config.dtype
+    return dict(source.extra_config) if same else with_dtype(source.extra_config, config.dtype)
+
+
 def _with_experts_apart(config: ModelConfig) -> list[DiskTensor]:
     """The tensors of a folder where every expert has modules of its own."""
     return disk_tensors(config, {p.module for p in parameters(config) if p.expert is not None})
@@ -97,9 +109,13 @@ def _with_experts_apart(config: ModelConfig) -> list[DiskTensor]:
 def _on_disk(
     schemes: Mapping[str, QuantScheme], config: ModelConfig
 ) -> tuple[dict[str, QuantScheme], list[str]]:  # fmt: skip
-    """The schemes by the names of modules on disk, and those of all linears, a tied head and routers among them."""
+    """The schemes by the names of modules on disk, and those of all linears, a tied head and routers among them; where
+    readers have another name for one, by both."""
     tensors = [t for t in disk_tensors(replace(config, tied_embeddings=False), schemes) if t.linear is not None]
     found = {tensor.module: schemes.get(tensor.parts[0].removesuffix(".weight")) for tensor in tensors}
+    aliases = {tensor.module: tensor.alias for tensor in config.tensors or () if tensor.alias is not None}
+    found |= {aliases[module]: scheme for module, scheme in found.items() if module in aliases}
+    found |= dict.fromkeys((*(config.unstored or ()), *carried_modules(config)))
     return {module: scheme for module, scheme in found.items() if scheme is not None}, list(found)
 
 

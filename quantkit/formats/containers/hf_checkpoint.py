@@ -6,20 +6,25 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.architectures.disk import DiskTensor, Place, disk_name, found_tensors, unread_experts
 from quantkit.architectures.families import config_from_hf, config_to_hf
-from quantkit.architectures.names import split_derived
+from quantkit.architectures.families.opaque import opaque_config
+from quantkit.architectures.names import is_derived_buffer, split_derived
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.checkpoint import require_tensors, schemes
 from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule
-from quantkit.formats.containers.hf_parts import decode, read_floats
+from quantkit.formats.codecs.compressed_tensors import packed_shapes
+from quantkit.formats.codecs.dequantized import METHODS as READ_AS_FLOATS
+from quantkit.formats.codecs.dequantized import DequantizedTensor, dequantized
+from quantkit.formats.containers.hf_parts import decode, read_dequantized, read_floats
 from quantkit.formats.files import pth_io, safetensors_io
 from quantkit.formats.files.source import SourceFile
-from quantkit.formats.files.tensor_file import StoredTensor, TensorFile, same_tensor
+from quantkit.formats.files.tensor_file import Home, StoredTensor, TensorFile, same_tensor
 from quantkit.json_values import Settings, read_json, read_settings, shown
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.spec import TensorSpec
@@ -46,11 +51,14 @@ class HFCheckpoint:
 
     format = "hf"
 
-    def __init__(self, path: Path, kind: str, methods: Mapping[str, QuantMethod]) -> None:
+    def __init__(
+        self, path: Path, kind: str, methods: Mapping[str, QuantMethod], *, tensors_only: bool = False
+    ) -> None:  # fmt: skip
         """Open a folder's ``safetensors`` or ``bin`` weights; headers only.
 
         Args:
             methods: of quantization that are read, by ``quant_method``.
+            tensors_only: whether to take any tensors for the model's, of whatever architecture.
 
         Raises:
             CheckpointError: if files are missing, damaged or contradict each other.
@@ -61,20 +69,28 @@ class HFCheckpoint:
         self._config_path = path / "config.json"
         raw = read_settings(self._config_path)
         self._settings = [SourceFile(self._config_path)]
-        self.config = config_from_hf(raw, self._config_path)
-        owned = set(config_to_hf(self.config)) | _NOT_CARRIED
-        self.extra_config: Mapping[str, Any] = {k: v for k, v in raw.items() if k not in owned}
         self._stored: dict[str, StoredTensor] = {}
-        self._home: dict[str, TensorFile] = {}
-        self._read_headers(kind)
+        self._files: dict[str, TensorFile] = {}
+        self._home: dict[str, Home] = {}
+        self.extra_config: Mapping[str, Any]
+        if tensors_only:
+            self._read_headers(kind, derived=True)
+            self._take_tensors(raw)
+        else:
+            self.config = config_from_hf(raw, self._config_path)
+            owned = set(config_to_hf(self.config)) | _NOT_CARRIED
+            self.extra_config = {k: v for k, v in raw.items() if k not in owned}
+            self._read_headers(kind)
+            self._dequantize(raw)
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         tensors = {tensor.name: tensor for tensor in found_tensors(self.config, shapes, path)}
         modules = {tensor.module: name for name, tensor in tensors.items() if self._may_have_codec(tensor)}
-        self._method, codecs = read_codecs(raw, modules, self._config_path, methods)
+        self._method, codecs = read_codecs(settings_in(raw), modules, self._config_path, methods)
         self._codecs = {modules[module]: codec for module, codec in codecs.items()}
         self._drop_tied_head()
         self._disk_specs = self._join_coded(tensors)
-        require_tensors(self._disk_specs, {name: tensor.shape for name, tensor in tensors.items()}, path)
+        if self.config.runnable:
+            require_tensors(self._disk_specs, {name: tensor.shape for name, tensor in tensors.items()}, path)
         self._places = {place.name: (tensor, place) for tensor in tensors.values() for place in tensor.places}
         self._order = [parameter.name for parameter in parameters(self.config)]
 
@@ -87,7 +103,7 @@ class HFCheckpoint:
         return TensorSpec(name, place.shape, stored.dtype, stored.scheme)
 
     def files(self) -> list[SourceFile]:
-        homes = {home.source for home in self._home.values()}
+        homes = {home.source for home in self._files.values()}
         return [*sorted(homes, key=lambda home: home.path), *self._settings]
 
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
@@ -97,7 +113,10 @@ class HFCheckpoint:
         if codec is not None:
             return decode(codec, self._raw(tensor), self._disk_specs[tensor.name], place, part)
         home = self._home[tensor.name]
-        return read_floats(home, home.view(tensor.name), tensor, place, part)
+        if isinstance(home, DequantizedTensor):
+            return read_dequantized(home, self._disk_specs[tensor.name], tensor, place, part)
+        file = self._files[tensor.name]
+        return read_floats(file, file.view(tensor.name), tensor, place, part)
 
     @property
     def layout(self) -> str:
@@ -106,12 +125,18 @@ class HFCheckpoint:
     def stored_bytes(self, name: str) -> int:
         tensor, place = self._places[name]
         codec, spec = self._codecs.get(tensor.name), self._disk_specs[tensor.name]
+        home = self._home.get(tensor.name)
+        if isinstance(home, DequantizedTensor):
+            return _share(home.nbytes, tensor, place)
         if codec is None:
             return StoredTensor(name, spec.dtype, place.shape).nbytes
         size = sum(stored.nbytes for stored in codec.stored(spec))
         return _share(size, tensor, place)
 
     def readers(self) -> str:
+        if not self.config.runnable:
+            also = "" if self._method is None or not self._codecs else f" and {self._method.name}"
+            return f"what runs this architecture{also}"
         if self._method is None or not self._codecs:
             return "quantkit, transformers, vLLM"
         if unread_experts(self.config, schemes(self)):
@@ -123,9 +148,38 @@ class HFCheckpoint:
 
     def _may_have_codec(self, tensor: DiskTensor) -> bool:
         """Whether a codec may hold a tensor: a linear's weight, or all experts that are not there as floats."""
+        if not self.config.runnable:
+            return tensor.name not in self._stored
         return tensor.quantizable or (tensor.stacked is not None and tensor.name not in self._stored)
 
-    def _read_headers(self, kind: str) -> None:
+    def _take_tensors(self, raw: Mapping[str, Any]) -> None:
+        """Take whatever tensors there are for the model's: floats, those that codecs may hold, and all others."""
+        self.config = opaque_config(raw, {name: (one.shape, one.dtype) for name, one in self._stored.items()})
+        self._dequantize(raw)
+        shapes = packed_shapes(self._stored, self._files, settings_in(raw))
+        found: dict[str, tuple[tuple[int, ...], str]] = {}
+        for name, tensor in self._stored.items():
+            module, _, leaf = name.rpartition(".")
+            if module not in shapes or not leaf.startswith("weight_"):
+                found[name] = tensor.shape, tensor.dtype
+            elif leaf == "weight_packed":
+                found[f"{module}.weight"] = shapes[module], self.config.dtype
+        self.config = replace(opaque_config(raw, found), dtype=self.config.dtype)
+        self.extra_config = raw if shapes else without_settings(raw)
+
+    def _dequantize(self, raw: Mapping[str, Any]) -> None:
+        """Put floats in the place of weights in small floats with scales."""
+        stated = settings_in(raw).get(SETTINGS)
+        settings = Settings(stated, self._config_path, SETTINGS) if isinstance(stated, dict) else None
+        dtype = DType(self.config.dtype)
+        self._stored, self._home, notes = dequantized(self._stored, self._files, settings, dtype)
+        self.notes += [f"{self.path}: {note}" for note in notes]
+
+    def _read_headers(self, kind: str, *, derived: bool = False) -> None:
+        """
+        Args:
+            derived: whether buffers that a config determines are tensors too.
+        """
         index = index_path(self.path, kind)
         if index.is_file():
             listed = _weight_map(index)
@@ -140,7 +194,7 @@ class HFCheckpoint:
             self.notes += file.notes
             for name, tensor in file.tensors.items():
                 if listed is not None and listed.get(name) != path.name:
-                    if name in listed or not split_derived([name])[1]:
+                    if name in listed or derived or not is_derived_buffer(name):
                         raise CheckpointError(
                             f"the index does not list tensor '{name}' in {path.name}", path=index,
                             found=listed.get(name, "nothing"), hint="the index is stale; download it again",
@@ -148,10 +202,10 @@ class HFCheckpoint:
                     continue
                 if name in self._stored:
                     raise CheckpointError(
-                        f"tensor '{name}' is in two files", path=path, found=f"also in {self._home[name].path.name}"
+                        f"tensor '{name}' is in two files", path=path, found=f"also in {self._files[name].path.name}"
                     )
                 self._stored[name] = tensor
-                self._home[name] = file
+                self._files[name] = file
         for name, home in (listed or {}).items():
             if name not in self._stored:
                 raise CheckpointError(
@@ -161,14 +215,18 @@ class HFCheckpoint:
         stray = {p.name for p in _unindexed(self.path, kind)} - {p.name for p in paths}
         if stray:
             self.notes.append(f"{self.path}: {', '.join(sorted(stray))} not in the index; ignored")
-        for name in split_derived(self._stored)[1]:
+        for name in [] if derived else split_derived(self._stored)[1]:
             del self._stored[name]
-            del self._home[name]
+            del self._files[name]
+        if not self._stored:
+            raise CheckpointError("holds no tensors", path=self.path)
 
     def _drop_tied_head(self) -> None:
         """A tied model may store its head once more; it must then be the embedding."""
+        if not self.config.tied_embeddings:
+            return
         head, embedding = disk_name(self.config, "head"), disk_name(self.config, "embedding")
-        if not self.config.tied_embeddings or head not in self._stored or embedding not in self._stored:
+        if head not in self._stored or embedding not in self._stored:
             return
         if not same_tensor(self._home[head], head, self._home[embedding], embedding):
             raise CheckpointError(
@@ -219,14 +277,32 @@ def read_codecs(
         raise CheckpointError(f"{SETTINGS} is no object", path=path, found=shown(raw[SETTINGS]))
     settings = Settings(raw[SETTINGS], path, SETTINGS)
     name = settings.text("quant_method") if settings.has("quant_method") else None
+    if name in READ_AS_FLOATS:
+        return None, {}
     if name is None or name not in methods:
         bits = shown(settings.values["bits"]) if settings.has("bits") else ""
         raise UnsupportedError(
             "the source is quantized already in a scheme quantkit does not read", path=path,
-            found=f"{name} {bits}".strip() if name else "an unnamed scheme", expected=" or ".join(methods),
-            hint="start from the float model",
+            found=f"{name} {bits}".strip() if name else "an unnamed scheme",
+            expected=", ".join([*methods, *sorted(READ_AS_FLOATS)]), hint="start from the float model",
         )  # fmt: skip
     return methods[name], methods[name].read_settings(settings, modules)
+
+
+def settings_in(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config.json whose settings of a quantization stand in it, not in one of its parts."""
+    nested = (part.get(SETTINGS) for part in raw.values() if isinstance(part, dict))
+    found = next((one for one in (raw.get(SETTINGS), *nested) if one is not None), None)
+    return {**raw, SETTINGS: found}
+
+
+def without_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json of the same model in floats."""
+    return {
+        key: without_settings(value) if isinstance(value, dict) else value
+        for key, value in raw.items()
+        if key != SETTINGS
+    }
 
 
 def index_path(folder: Path, kind: str) -> Path:

@@ -4,10 +4,11 @@ rotary rows in another order."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from quantkit.architectures.disk import DiskTensor, Place
-from quantkit.formats.codecs.codec import Codec, RawModule
+from quantkit.formats.codecs.codec import RawModule
+from quantkit.formats.codecs.dequantized import DequantizedTensor
 from quantkit.formats.files.tensor_file import TensorFile, View
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
@@ -24,6 +25,8 @@ def read_floats(file: TensorFile, view: View, tensor: DiskTensor, place: Place, 
     Args:
         view: where all of the tensor on disk lies in the file.
     """
+    if tensor.whole:
+        return file.read_view(view, part)
     if place.expert is not None:
         view = view.at(0, place.expert)
         assert tensor.stacked is not None
@@ -37,8 +40,31 @@ def read_floats(file: TensorFile, view: View, tensor: DiskTensor, place: Place, 
     return rows if inside is None else inside.of(rows)
 
 
+def read_dequantized(
+    weight: DequantizedTensor, spec: TensorSpec, tensor: DiskTensor, place: Place, part: TensorSlice | None
+) -> Tensor:
+    """A canonical tensor, or a part of it, of one that is read as floats.
+
+    Args:
+        spec: of the tensor on disk.
+    """
+    if place.expert is None:
+        value: Tensor = decode(weight, None, spec, place, part)  # type: ignore[assignment]
+        return value
+    assert tensor.stacked is not None
+    matrix = weight.read(tensor.name, TensorSlice(0, ((place.expert, place.expert + 1),)))[0]
+    rows = (matrix.t() if tensor.stacked.transposed else matrix)[place.first :: place.step][: place.shape[0]]
+    return rows.contiguous() if part is None else part.of(rows).contiguous()
+
+
+class Decodes(Protocol):
+    """What gives the weight that tensors mean; a codec, or what stands for a file."""
+
+    def decode(self, raw: Any, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor | Tensor: ...
+
+
 def decode(
-    codec: Codec, raw: RawModule, spec: TensorSpec, place: Place, part: TensorSlice | None
+    codec: Decodes, raw: RawModule | None, spec: TensorSpec, place: Place, part: TensorSlice | None
 ) -> QuantTensor | Tensor:  # fmt: skip
     """A canonical tensor, or a part of it, of one that a codec holds; of a stacked one, what it holds of the expert
     is decoded, [1, O, I].

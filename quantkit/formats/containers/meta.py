@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from quantkit.architectures.meta_params import config_to_meta
 from quantkit.data.files import gate_texts
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, RequestError
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.container import Output
 from quantkit.formats.containers.meta_checkpoint import MetaCheckpoint, shard_paths
@@ -40,7 +40,9 @@ class Meta:
     def indexed(self, path: Path, kind: str) -> bool:
         return False
 
-    def open(self, path: Path, kind: str) -> MetaCheckpoint:
+    def open(self, path: Path, kind: str, *, tensors_only: bool = False) -> MetaCheckpoint:
+        if tensors_only:
+            raise RequestError("`tensors_only=True` is for Hugging Face folders; of Meta's all is known", path=path)
         return MetaCheckpoint(path)
 
     def encoder(self, output: Output) -> MetaEncoder:

@@ -15,7 +15,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.files.source import open_weights
 from quantkit.formats.files.tensor_file import StoredTensor, TensorFile, View, contiguous_strides, sizes, whole_number
 from quantkit.tensors.dtypes import DType
@@ -23,7 +23,9 @@ from quantkit.tensors.dtypes import DType
 DTYPES = {
     "F64": DType.FLOAT64, "F32": DType.FLOAT32, "F16": DType.FLOAT16, "BF16": DType.BFLOAT16,
     "I64": DType.INT64, "I32": DType.INT32, "I16": DType.INT16, "I8": DType.INT8, "U8": DType.UINT8,
-    "BOOL": DType.BOOL, "F8_E4M3": DType.FLOAT8_E4M3FN, "F8_E5M2": DType.FLOAT8_E5M2,
+    "U64": DType.UINT64, "U32": DType.UINT32, "U16": DType.UINT16, "C64": DType.COMPLEX64, "BOOL": DType.BOOL,
+    "F8_E4M3": DType.FLOAT8_E4M3FN, "F8_E4M3FNUZ": DType.FLOAT8_E4M3FNUZ, "F8_E5M2": DType.FLOAT8_E5M2,
+    "F8_E5M2FNUZ": DType.FLOAT8_E5M2FNUZ, "F8_E8M0": DType.FLOAT8_E8M0FNU,
 }  # fmt: skip
 _SPELLINGS = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER = 100_000_000
@@ -133,10 +135,16 @@ def _require_gapless(listed: Sequence[_Listed], path: Path, available: int) -> N
 
 
 def build_header(tensors: Sequence[StoredTensor]) -> bytes:
-    """The bytes before the data: length and JSON, padded so that the data is aligned."""
+    """The bytes before the data: length and JSON, padded so that the data is aligned.
+
+    Raises:
+        UnsupportedError: for a type that the format does not have.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for tensor in tensors:
+        if tensor.dtype not in _SPELLINGS:
+            raise UnsupportedError(f"safetensors cannot hold tensor '{tensor.name}'", found=tensor.dtype)
         end = position + tensor.nbytes
         header[tensor.name] = {
             "dtype": _SPELLINGS[tensor.dtype],

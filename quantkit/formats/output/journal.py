@@ -213,7 +213,7 @@ class SafePoint:
             raise ValueError("no objects")
         if not _is_count(value["tensors"]) or value["tensors"] > len(planned):
             raise ValueError("no number of tensors")
-        if not (set(sizes) == set(hashes) and set(sizes) <= set(files) and set(records) <= set(planned)):
+        if not (set(sizes) == set(hashes) and set(sizes) <= set(files) and all(name in planned for name in records)):
             raise ValueError("other names")
         if not (all(map(_is_count, sizes.values())) and all(map(_is_sha256, hashes.values()))):
             raise ValueError("no sizes or hashes")

@@ -214,7 +214,7 @@ class CheckpointWriter:
     def _taken_up(self) -> SafePoint:
         """Where an interrupted run stopped."""
         last = SafePoint(0, {}, {}, None, {})
-        names = [item.name for item in self._encoder.planned]
+        names = frozenset(item.name for item in self._encoder.planned)
         try:
             for entry in self._staging.entries:
                 last = SafePoint.from_json(entry, names, self._encoder.files())

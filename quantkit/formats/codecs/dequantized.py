@@ -1,0 +1,140 @@
+"""Weights in small floats with scales, which stand in a folder's tensors for the floats that they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from quantkit.errors import CheckpointError
+from quantkit.formats.codecs import float8, mxfp4
+from quantkit.formats.codecs.float8 import Float8Weight
+from quantkit.formats.codecs.mxfp4 import Mxfp4Weight
+from quantkit.formats.files.tensor_file import Home, StoredTensor, TensorFile
+from quantkit.json_values import Settings, shown
+from quantkit.tensors.dtypes import DType
+from quantkit.tensors.tensor_slice import TensorSlice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+METHODS = frozenset({"fp8", "fbgemm_fp8", "mxfp4"})
+"""``quant_method`` of folders all of whose quantized weights are read as floats."""
+_ALSO = "compressed-tensors"  # some of whose formats are
+_OF_ACTIVATIONS = ("input_scale", "activation_scale")
+_MOST_ROWS = 2**24
+
+
+class DequantizedTensor:
+    """One tensor that is read as floats; for its readers a file like others.
+
+    Attributes:
+        nbytes: what it occupies, its scales included.
+    """
+
+    def __init__(self, weight: Float8Weight | Mxfp4Weight, file: TensorFile) -> None:
+        self.source = file.source
+        self.path = file.path
+        self.tensors = {weight.tensor.name: weight.tensor}
+        self.nbytes = sum(part.nbytes for part in weight.parts)
+        self._weight = weight
+
+    def read(self, name: str, part: TensorSlice | None = None) -> Tensor:
+        return self._weight.read(part)
+
+    def decode(self, raw: object, spec: object, part: TensorSlice | None = None) -> Tensor:
+        """What `read` gives, asked as a codec is."""
+        return self._weight.read(part)
+
+    def read_bytes(self, name: str, part: TensorSlice | None = None) -> bytes:
+        return self._weight.read(part).view(-1).view(DType.UINT8.torch).numpy().tobytes()
+
+    def row_parts(self, name: str) -> Iterator[TensorSlice]:
+        yield TensorSlice(0, ((0, self.tensors[name].shape[0]),))
+
+
+def dequantized(
+    stored: Mapping[str, StoredTensor], homes: Mapping[str, TensorFile], settings: Settings | None, dtype: DType
+) -> tuple[dict[str, StoredTensor], dict[str, Home], list[str]]:
+    """A folder's tensors, those that have scales of their own replaced by the floats that they mean.
+
+    Args:
+        stored, homes: the tensors as they lie, and where.
+        settings: of the folder's quantization; None if its config names none.
+        dtype: of the floats.
+
+    Returns:
+        The tensors, where they are read from, and notes for the user.
+
+    Raises:
+        UnsupportedError: if scales do not go with their tensor.
+        CheckpointError: for settings of the wrong kind.
+    """
+    method = settings.text("quant_method") if settings is not None and settings.has("quant_method") else None
+    tensors, found = dict(stored), dict[str, Home](homes)
+    if settings is None or not (method in METHODS or method == _ALSO):
+        return tensors, found, []
+    block, left_out = _block(settings), 0
+    kinds: dict[str, int] = {}
+    for name, tensor in stored.items():
+        weight = _weight(name, tensor, stored, homes, block, dtype)
+        if weight is None:
+            continue
+        own = [part.name for part in weight.parts]
+        scales = [prefix for prefix in _of_activations(weight.tensor.name) if prefix in tensors]
+        left_out += len(scales)
+        for one in (*own, *scales):
+            del tensors[one], found[one]
+        tensors[weight.tensor.name] = weight.tensor
+        found[weight.tensor.name] = DequantizedTensor(weight, homes[own[0]])
+        kind = "MXFP4" if isinstance(weight, Mxfp4Weight) else "FP8"
+        kinds[kind] = kinds.get(kind, 0) + 1
+    order = {name: place for place, name in enumerate(stored)}
+    ordered = sorted(tensors, key=lambda name: order.get(name, order.get(name + mxfp4.BLOCKS, 0)))
+    notes = [f"{count} weights in {kind} are read as {dtype}, by their own scales" for kind, count in kinds.items()]
+    if method in METHODS and not kinds:
+        notes.append(f"the config names {method}, and no weight is in it: they are the floats that they are")
+    if left_out:
+        notes.append(f"{left_out} scales of activations are left out: activations stay floats")
+    return {name: tensors[name] for name in ordered}, found, notes
+
+
+def _weight(
+    name: str, tensor: StoredTensor, stored: Mapping[str, StoredTensor], homes: Mapping[str, TensorFile],
+    block: tuple[int, int] | None, dtype: DType,
+) -> Float8Weight | Mxfp4Weight | None:  # fmt: skip
+    """What a tensor means together with its scales; None where it has none."""
+    if tensor.dtype in float8.TYPES and len(tensor.shape) > 1 and 0 not in tensor.shape:
+        for suffix in float8.SUFFIXES:
+            if scale := stored.get(name + suffix):
+                return Float8Weight(tensor, scale, (homes[name], homes[scale.name]), block, dtype)
+    if tensor.dtype == DType.UINT8 and name.endswith(mxfp4.BLOCKS):
+        scale = stored.get(name.removesuffix(mxfp4.BLOCKS) + mxfp4.SCALES)
+        if scale is not None and scale.dtype == DType.UINT8:
+            return Mxfp4Weight(tensor, scale, (homes[name], homes[scale.name]), dtype)
+    return None
+
+
+def _of_activations(name: str) -> Sequence[str]:
+    """What the scales of the activations that go into a weight's product are called."""
+    before = name.removesuffix("weight") if name.endswith(".weight") else f"{name}_"
+    return [before + one for one in _OF_ACTIVATIONS]
+
+
+def _block(settings: Settings) -> tuple[int, int] | None:
+    """Rows and columns of a block, where settings name them."""
+    named: list[Any] = [settings.values.get("weight_block_size")]
+    groups = settings.values.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        named.append(weights.get("block_structure") if isinstance(weights, dict) else None)
+    for value in named:
+        if value is None:
+            continue
+        whole = isinstance(value, list) and all(type(one) is int and 0 < one <= _MOST_ROWS for one in value)
+        if not whole or len(value) != 2:
+            raise CheckpointError(
+                f"{settings.name} gives a block's size as none", path=settings.path, found=shown(value),
+                expected="rows and columns",
+            )  # fmt: skip
+        return value[0], value[1]
+    return None

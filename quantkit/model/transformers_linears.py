@@ -1,0 +1,195 @@
+"""Which tensors of a folder are weights of linears, as transformers' own modules say; it is used where it is there."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quantkit.architectures.config import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH, ModelConfig, OpaqueTensor
+from quantkit.architectures.families.opaque import (
+    LINEARS,
+    expert_counts,
+    has_language_part,
+    is_tied,
+    may_be_linear,
+    named_roles,
+    never_or_named,
+    with_roles,
+)
+from quantkit.json_values import shown, within
+
+Role = tuple[str, str | None]
+_COUNTS = ("layers", "layer", "blocks", "depth", "experts")
+_NOT_OF_THE_MODEL = ("quantization_config", "auto_map", "_name_or_path")
+
+
+def with_linears(config: ModelConfig, raw: Mapping[str, Any], path: Path) -> tuple[ModelConfig, str, list[str]]:
+    """A model known by its tensors, told which of them are weights of linears.
+
+    Args:
+        raw: its config.json.
+        path: of the folder, for notes.
+
+    Returns:
+        The model; how it is known, for the manifest; and notes for the user.
+    """
+    assert config.tensors is not None
+    try:
+        name, roles, unstored = _roles(config.tensors, raw)
+    except _NotKnown as reason:
+        why = f"{path}: {reason}; linear layers are told by their names"
+        return with_roles(config, named_roles(raw, config.tensors)), "names", [why]
+    return with_roles(config, roles, unstored), f"the modules of transformers' {name}", []
+
+
+class _NotKnown(Exception):
+    """Why transformers can't say which linears a model has."""
+
+
+def _roles(
+    tensors: tuple[OpaqueTensor, ...], raw: Mapping[str, Any]
+) -> tuple[str, dict[str, Role], tuple[str, ...]]:  # fmt: skip
+    """The class, role and alias of the tensors that are weights of linears, and the linears that have none."""
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError:
+        raise _NotKnown("transformers is not installed") from None
+    with _quiet():
+        try:
+            model = _on_meta(transformers, raw)
+            names = _names_in(model, tensors)
+        except _NotKnown:
+            raise
+        except Exception as error:  # of the code of any model, given any config
+            told = " ".join(str(error).split())
+            raise _NotKnown(f"transformers can't build the model ({type(error).__name__}: {shown(told)})") from error
+    roles = _told(model, names, tensors, raw)
+    stored = {alias or name.removesuffix(".weight") for name, (_, alias) in roles.items()}
+    linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    return type(model).__name__, roles, tuple(name for name in linears if name not in stored)
+
+
+def _on_meta(transformers: Any, raw: Mapping[str, Any]) -> Any:
+    """The model without weights.
+
+    Raises:
+        _NotKnown: if transformers has no class for it, or its numbers are absurd.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    kind, classes = raw.get("model_type"), raw.get("architectures")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise _NotKnown(f"transformers does not know {shown(kind)}")
+    _require_sane(raw)
+    stated = {key: value for key, value in raw.items() if key not in _NOT_OF_THE_MODEL}
+    config = CONFIG_MAPPING[kind].from_dict(copy.deepcopy(stated))
+    found: Any = None
+    for name in classes if isinstance(classes, list) else []:
+        one = getattr(transformers, name, None) if isinstance(name, str) else None
+        if isinstance(one, type) and issubclass(one, transformers.PreTrainedModel):
+            found = one
+            break
+    if found is None:
+        found = MODEL_MAPPING.get(type(config), None)
+    if not isinstance(found, type):
+        raise _NotKnown(f"transformers has no class for {shown(classes or kind)}")
+    with torch.device("meta"):
+        return found(config)
+
+
+def _require_sane(raw: Mapping[str, Any]) -> None:
+    """Refuse numbers of layers and experts for which modules would fill the memory."""
+    for part in within(dict(raw)):
+        for key, value in part.items() if isinstance(part, dict) else ():
+            most = MAX_LAYERS if "expert" not in key else MAX_EXPERTS
+            counted = any(word in key for word in _COUNTS)
+            if type(value) is int and not -MAX_WIDTH <= value <= (most if counted else 2**40):
+                raise _NotKnown(f"its config's '{key}' is {shown(value)}")
+
+
+def _names_in(model: Any, tensors: tuple[OpaqueTensor, ...]) -> dict[str, tuple[str, bool]]:
+    """What the model calls the matrices on disk, and whether each is a parameter by itself there, as transformers'
+    own loader renames, merges and splits them."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        rename_source_key,
+    )
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    known = dict(model.state_dict())
+    found = {}
+    for tensor in tensors:
+        if may_be_linear(tensor):
+            name, pattern = rename_source_key(tensor.name, renamings, converters, model.base_model_prefix, known)
+            if name in known:
+                found[tensor.name] = name, pattern is None
+    return found
+
+
+def _told(
+    model: Any, names: Mapping[str, tuple[str, bool]], tensors: tuple[OpaqueTensor, ...], raw: Mapping[str, Any]
+) -> dict[str, Role]:
+    """Role and alias of each tensor that is the weight of a linear, by its name."""
+    modules = dict(model.named_modules())
+    head = model.get_output_embeddings()
+    inside = None if model.base_model is model else {id(module) for module in model.base_model.modules()}
+    tied = is_tied(raw) or getattr(model.config.get_text_config(), "tie_word_embeddings", False) is True
+    precise = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    hints: Any = {"experts": expert_counts(raw), "tied": tied, "sided": has_language_part(raw)}
+    found: dict[str, Role] = {}
+    for tensor in tensors:
+        if tensor.name not in names:
+            continue
+        name, alone = names[tensor.name]
+        called = name.rpartition(".")[0]
+        module = modules.get(called)
+        hinted = never_or_named(tensor, called, **hints)
+        alias = None if called == tensor.module else called
+        if not isinstance(module, nn.Linear):
+            if not alone and hinted is None and _is_expert(tensor):
+                found[tensor.name] = "linear", None  # one of those that the loader stacks
+            continue
+        if module is head:
+            role = "float" if tied else "head"
+        elif type(module) is not nn.Linear or not alone or tuple(module.weight.shape) != tensor.shape:
+            role = "float"
+        elif precise.intersection(called.split(".")):
+            role = "float"  # its class keeps it in float32
+        else:
+            role = hinted or ("linear" if inside is None or id(module) in inside else "head")
+        found[tensor.name] = role, alias
+    return found
+
+
+def _is_expert(tensor: OpaqueTensor) -> bool:
+    """Whether a matrix on disk is a linear of one expert of a mixture."""
+    *parents, last = tensor.module.split(".")
+    return last in LINEARS and len(parents) > 1 and parents[-1].isdecimal() and "expert" in parents[-2]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what transformers logs or warns of: nothing is loaded."""
+    log = logging.getLogger("transformers")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(before)
