@@ -22,7 +22,7 @@ from quantkit.xla import require
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "My fellow citizens"
 FEATURES = {"gemma2-features": 4, "gemma3-features": 2, "granite-multipliers": 4, "glm4": 2, "ministral3-window": 4,
-            "phi3-longrope-partial-window": 2}  # fmt: skip
+            "phi3-partial": 2}  # fmt: skip
 """Cases of `test_architectures`, on so many devices."""
 
 
@@ -43,7 +43,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     devices = {"float32": 8, "int8": 8, "int4-g32": 8, "int4-g16-asym": 8, "qwen2": 1, "qwen3": 4}
     for case, count in FEATURES.items():
         kind, changes = CASES[case]
-        own = {**changes, **small, "num_key_value_heads": 4}
+        own = {**changes, **small, "num_key_value_heads": 4, "eos_token_id": 98}
         if "layer_types" in own:
             own["layer_types"] = ["sliding_attention", "full_attention"]
         oracle.save(oracle.make(kind, **own), home / case)
