@@ -708,10 +708,13 @@ def test_a_config_with_a_wrong_value_is_refused(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, ("rope type", "found longrope", "llama3")),
+        (
+            {"rope_parameters": {"rope_type": "proportional", "factor": 4.0}},
+            ("rope type", "found proportional", "llama3"),
+        ),
         ({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "scale": 2}}, ("unknown setting", "scale")),
         ({"partial_rotary_factor": 0.5}, ("partial rotary", "found 0.5")),
-        ({"model_type": "gpt_neox"}, ("architecture is not supported", "found gpt_neox", "llama, mistral")),
+        ({"model_type": "gpt_neox"}, ("architecture is not supported", "found gpt_neox", "llama, ministral3, mistral")),
         ({"hidden_act": "gelu"}, ("activation", "found gelu", "expected silu")),
         ({"dtype": "float64"}, ("dtype is not supported", "found float64")),
     ],
