@@ -10,7 +10,8 @@ from quantkit.kernels.backend import Operations, Rounding
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
-_OAI_ALPHA = 1.702
+OAI_ALPHA = 1.702
+"""gpt-oss's factor on a gate before its sigmoid; compiled kernels know no other."""
 
 
 class ReferenceBackend:
@@ -39,7 +40,7 @@ class ReferenceBackend:
         return product.to(x.dtype)
 
 
-def gated(gate: Tensor, up: Tensor, activation: str, limit: float | None) -> Tensor:
+def gated(gate: Tensor, up: Tensor, activation: str, limit: float | None, alpha: float = OAI_ALPHA) -> Tensor:
     """The product of an activated gate and `up`, [..., F] each; it may reuse their memory."""
     if activation == "silu":
         return F.silu(gate).mul_(up)
@@ -48,4 +49,4 @@ def gated(gate: Tensor, up: Tensor, activation: str, limit: float | None) -> Ten
     assert activation == "swiglu_oai", activation
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return (up + 1) * (gate * torch.sigmoid(_OAI_ALPHA * gate))
+    return (up + 1) * (gate * torch.sigmoid(alpha * gate))

@@ -99,7 +99,8 @@ def test_who_loads_several_schemes_is_told(mix: str, tmp_path: Path) -> None:
     """transformers 5.23 loads experts of several schemes without an error, and wrong; floats among them not at all."""
     source = _saved("qwen2-moe", tmp_path / "source")
     recipe = Recipe(INT4, tuple(Override(*one) for one in MIXES[mix]))
-    _, _, _, notes = prepare(source, tmp_path / "made", recipe, keep=(), strict=False, weights=None)
+    options = {"keep": (), "strict": False, "weights": None, "tensors_only": False, "gptq": False}
+    notes = prepare(source, tmp_path / "made", recipe, **options).notes
     quantkit.quantize(source, tmp_path / "made", recipe, accept_quality_loss=True)
     loads = "transformers" in open_checkpoint(tmp_path / "made").readers()
     assert loads == (mix in {"attention", "attention kept", "shared kept"})

@@ -45,25 +45,30 @@ def _hidden(model: Decoder, tokens: Tensor, steps: list[int], dtype: torch.dtype
     return torch.cat(parts, dim=1)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if case != "gpt-oss-limits"])
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32"])
 def test_blocks_in_one_call_give_the_modules_logits(case: str, scheme: str, tmp_path: Path) -> None:
     kind, changes = CASES[case]
     folder = oracle.save(oracle.make(kind, **changes), tmp_path / "model")
     quantkit.quantize(folder, tmp_path / "quantized", scheme, accept_quality_loss=True)
-    tokens, steps = oracle.random_tokens(40, batch=2), [5, 1, 1, 20, 1, 1, 3, 1, 1, 1, 1, 1, 1, 1, 1]
     model = load_model(tmp_path / "quantized", dtype=torch.float32, backend="cpu-exact")
+    steps = [5, 1, 1, 20, 1, 1, 3, 1, 1, 1, 1, 1, 1, 1, 1]
+    if model.config.rope_switch is not None:  # keys that were stored before it are not those of one pass
+        steps = [5, 1, 1, 10, 1, 1, 3]
+        assert sum(steps) <= model.config.rope_switch
+    count = sum(steps)
+    tokens = oracle.random_tokens(count, batch=2)
     assert model.ops.blocks is not None
     all_found = [_logits(model, tokens, steps, torch.float32, first=first) for first in (True, False)]
     with torch.inference_mode():
-        all_found.append(model(tokens, torch.arange(40)))
+        all_found.append(model(tokens, torch.arange(count)))
     model.ops = dataclasses.replace(model.ops, blocks=None)
     expected = _logits(model, tokens, steps, torch.float32)
     for found in all_found:
         assert (found - expected).abs().max() < 1e-3 * expected.std()
     exact = load_model(tmp_path / "quantized", dtype=torch.float32, backend="reference")
     assert exact.ops.blocks is None
-    whole = _logits(exact, tokens, [40], torch.float32)
+    whole = _logits(exact, tokens, [count], torch.float32)
     assert (found - whole).abs().max() < 1e-2 * whole.std()
 
 

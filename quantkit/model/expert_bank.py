@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.kernels.backend import ExpertKernel, StackedLinear
+from quantkit.kernels.reference import OAI_ALPHA
 from quantkit.memory import give_back
 from quantkit.model.feed_forward import MLP, Experts
 from quantkit.model.linear import QuantLinear
@@ -49,7 +50,7 @@ def stack_experts(module: nn.Module, config: ModelConfig) -> None:
 def _bank(experts: Experts, config: ModelConfig) -> ExpertBank | None:
     mlps = [mlp for mlp in experts.experts if isinstance(mlp, MLP)]
     wide, narrow = _alike([mlp.gate_up_proj for mlp in mlps]), _alike([mlp.down_proj for mlp in mlps])
-    if not wide or not narrow or wide[0].backend != narrow[0].backend:
+    if not wide or not narrow or wide[0].backend != narrow[0].backend or config.activation_alpha != OAI_ALPHA:
         return None
     operations = wide[0].backend.operations()
     if operations is None or operations.experts is None:

@@ -39,7 +39,8 @@ class MLP(nn.Module):
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         else:
             gate, up = self.gate_proj(x), self.up_proj(x)
-        return gated(gate, up, self.config.activation, self.config.activation_limit)
+        own = self.config
+        return gated(gate, up, own.activation, own.activation_limit, own.activation_alpha)
 
     def output(self, inner: Tensor, tap: Tap) -> Tensor:
         """What is added to the hidden states, [..., D]."""
