@@ -350,9 +350,8 @@ def test_of_experts_of_several_schemes_no_reader_but_quantkit_is_told(recipe: Re
     result, _ = _written("mixtral", tmp_path, recipe)
     assert result.readers() == "quantkit"
     assert schemes(result) == SchemeMap.of(recipe, result.config).schemes
-    _, _, _, notes = prepare(
-        tmp_path / "source", tmp_path / "other", recipe, keep=(), strict=False, weights=None,
-    )  # fmt: skip
+    options = {"keep": (), "strict": False, "weights": None, "tensors_only": False, "gptq": False}
+    notes = prepare(tmp_path / "source", tmp_path / "other", recipe, **options).notes
     assert notes[-1] == (
         f"{tmp_path / 'other'}: transformers does not load experts of several schemes right (seen in 5.23); "
         "quantkit does"

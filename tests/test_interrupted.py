@@ -288,10 +288,10 @@ import os, signal, sys
 from quantkit.calibration.block_quantizer import BlockQuantizer
 from quantkit.cli.entry import main
 step = BlockQuantizer.next_block
-def stopped(self, finished=None):
+def stopped(self, *given):
     if self._layer == 2 and "--resume" not in sys.argv:
         os.kill(os.getpid(), {number})
-    return step(self, finished)
+    return step(self, *given)
 BlockQuantizer.next_block = stopped
 main()
 """
