@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from test_distributed import codes, torchrun
 from torch import Tensor
 
 import quantkit
+from quantkit.calibration import group_solver
 from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.block_quantizer import BlockQuantizer
 from quantkit.calibration.effort import STANDARD, THOROUGH, Effort, activation_bytes, batch_samples
@@ -30,6 +32,7 @@ from quantkit.model.feed_forward import Experts
 from quantkit.model.layerwise import Batch
 from quantkit.model.load import load_model
 from quantkit.quality.measures import compare_batches
+from quantkit.tensors.qtensor import quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
 
 SAMPLES, LENGTH = 24, 40
@@ -179,6 +182,53 @@ def test_starved_experts_are_told_in_one_line(made: quantkit.QuantizeResult) -> 
         f"{len(starved)} of 18 experts were sent too few calibration tokens, {len(never)} of them none: "
         "all tokens calibrated them"
     )
+
+
+def test_experts_that_change_too_much_on_their_own_tokens_are_calibrated_on_all(text: Path, tmp_path: Path) -> None:
+    source = _saved("gpt-oss-square", tmp_path / "source", num_local_experts=16)
+    made = _quantize(source, tmp_path / "made", text, accept_quality_loss=False)
+    assert quantkit.verify(source, made.path).ok
+    records = made.manifest["modules"]
+    again = [one for one in records.values() if "tokens_reason" in one]
+    assert again
+    for one in again:
+        assert (one["solver"], one["tokens_from"], one["tokens"]) == ("gptq", "all", TOKENS)
+        assert one["routed_tokens"] >= 2 * 64
+        assert re.fullmatch(
+            r"changed by [\d.]+ on the tokens sent to it, expected at most [\d.]+", one["tokens_reason"]
+        )
+    (line,) = [note for note in made.notes if "calibration tokens" in note]
+    experts = {name.rpartition(".")[0] for name, one in records.items() if one.get("tokens_from") == "all"}
+    assert line.startswith(f"{len(experts)} of 48 experts ")
+    assert "rounded" not in line
+
+    def interrupt(*now: Any) -> None:
+        if now == ("quantize", 24, 48, "experts"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _quantize(source, tmp_path / "resumed", text, accept_quality_loss=False, progress=interrupt)
+    _quantize(source, tmp_path / "resumed", text, accept_quality_loss=False, resume=True)
+    assert contents(tmp_path / "resumed") == contents(made.path)
+
+
+def test_experts_that_change_too_much_on_any_tokens_are_rounded(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_solver, "weight_bound", lambda *given: 0.0)
+    made = _quantize(model, tmp_path / "out", text)
+    rounded = [made.manifest["modules"][_expert(0, expert, "up_proj")] for expert in range(6)]
+    assert {(one["solver"], one["tokens_from"]) for one in rounded} == {("round-to-nearest", "all")}
+    tries = [one["tokens_reason"].count("changed by") for one in rounded]
+    assert tries == [1 if one["routed_tokens"] < 2 * 64 else 2 for one in rounded]
+    assert set(tries) == {1, 2}
+    weight = open_checkpoint(model).load(_expert(0, 0, "up_proj.weight"))
+    assert isinstance(weight, Tensor)
+    found = codes(made.path)[_expert(0, 0, "up_proj")]
+    assert torch.equal(found.codes, quantize_rtn(weight, found.scheme, found.scale.dtype).codes)
+    (line,) = [note for note in made.notes if "calibration tokens" in note]
+    assert line.endswith("all tokens calibrated them, and 54 of their layers were rounded to nearest")
+    assert not made.quality.fallbacks
 
 
 @pytest.mark.parametrize("expert", [0, NEVER])

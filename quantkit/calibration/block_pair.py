@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -75,22 +75,33 @@ class BlockPair:
         drift_width = linear.out_features if group.writes else linear.in_features
         return HessianAccumulator(linear.in_features, drift_width, self.device)
 
-    def solve(self, group: InputGroup, statistics: HessianAccumulator) -> dict[str, Result]:
+    def solve(
+        self, group: InputGroup, statistics: HessianAccumulator, modules: Collection[str] | None = None
+    ) -> dict[str, Result]:
         """The results by module within the block.
 
         Args:
             statistics: of all processes; used up.
+            modules: of the group; None is all that are wanted.
 
         Raises:
             NonFiniteError: if a weight or the inputs of a linear hold NaN or Inf.
         """
-        wanted = self.wanted(group)
+        wanted = {module: name for module, name in self.wanted(group).items() if modules is None or module in modules}
         linears = {name: linear_of(self.floats, module) for module, name in wanted.items()}
         try:
             solved = self.solver.solve(linears, statistics, outputs=group.writes)
         except NonFiniteError as error:
             raise NonFiniteError(f"layer '{next(iter(linears))}': {error.problem}", path=self.source.path) from error
         return {module: solved[name] for module, name in wanted.items()}
+
+    def change(self, module: str, quantized: QuantTensor) -> tuple[float, float]:
+        """As `GroupSolver.change`, for a linear whose floats are loaded."""
+        return self.solver.change(quantized, linear_of(self.floats, module).weight)
+
+    def rounded(self, module: str) -> QuantTensor:
+        """A linear whose floats are loaded, rounded to nearest."""
+        return self.solver.rounded(BLOCK_PREFIX.format(self.layer) + module, linear_of(self.floats, module).weight)
 
     def taken_up(self, group: InputGroup, finished: Finished) -> dict[str, Result]:
         """What an earlier run has found, by module within the block."""

@@ -2,13 +2,17 @@
 
 An expert that gets few tokens for a linear's inputs leaves that linear's Hessian singular, or close to it, and its
 errors free to grow on other tokens. It is calibrated on all tokens then, whose states are much like those it is sent.
+So is a linear whose weights its own tokens change by more than its scheme explains; where all tokens do so too, it is
+rounded.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from quantkit.architectures.topology import InputGroup
 from quantkit.calibration.block_pair import BlockPair, Finished, forget, linear_of
@@ -21,6 +25,7 @@ from quantkit.memory import give_back
 from quantkit.model.decoder import Block
 from quantkit.model.feed_forward import MLP
 from quantkit.model.linear import no_tap
+from quantkit.tensors.qtensor import ROUNDING
 
 Told = Callable[[int, int], None]
 """Is told of each expert that is begun: how many are done, of how many."""
@@ -64,7 +69,7 @@ class Tokens:
 
     Attributes:
         count: how many tokens.
-        everyone: whether they are all tokens, since too few are sent to the expert.
+        everyone: whether they are all tokens, since those sent to the expert do not do.
         sent: how many are.
     """
 
@@ -72,11 +77,16 @@ class Tokens:
     everyone: bool
     sent: int
 
-    def record(self) -> dict[str, object]:
-        """What the manifest says of them."""
-        if self.everyone:
-            return {"tokens": self.count, "tokens_from": "all", "routed_tokens": self.sent}
-        return {"tokens": self.count, "tokens_from": "routed"}
+    def record(self, reason: str) -> dict[str, object]:
+        """What the manifest says of them.
+
+        Args:
+            reason: why they are not those that were tried first; empty where they are.
+        """
+        if not self.everyone:
+            return {"tokens": self.count, "tokens_from": "routed"}
+        told = {"tokens_reason": reason} if reason else {}
+        return {"tokens": self.count, "tokens_from": "all", "routed_tokens": self.sent, **told}
 
 
 @dataclass(frozen=True)
@@ -114,21 +124,53 @@ class _ExpertWork:
 
     def _solved(self, group: InputGroup, floats: MLP, quantized: MLP) -> dict[str, Result]:
         """The results of some linears of an expert, by module within the block."""
-        tokens, statistics = self._tokens(group), self.pair.statistics(group)
-        for piece in self.states.pieces(group.expert, everyone=tokens.everyone):
+        wanted = dict.fromkeys(self.pair.wanted(group), "")
+        if group.expert is None:
+            return self._calibrated(group, wanted, floats, quantized, everyone=False)
+        results: dict[str, Result] = {}
+        choices = self._choices(group)
+        for tokens in choices:
+            found = self._calibrated(group, wanted, floats, quantized, everyone=tokens.everyone)
+            for module, (codes, record) in found.items():
+                results[module] = codes, {**record, **tokens.record(wanted[module])}
+            beyond = self._beyond(found, tokens)
+            wanted = {module: "; ".join(filter(None, (wanted[module], told))) for module, told in beyond.items()}
+            if not wanted:
+                break
+        for module, reason in wanted.items():
+            codes = self.pair.rounded(module)
+            results[module] = codes, {"solver": ROUNDING, **choices[-1].record(reason)}
+        return results
+
+    def _calibrated(
+        self, group: InputGroup, modules: Collection[str], floats: MLP, quantized: MLP, *, everyone: bool
+    ) -> dict[str, Result]:
+        """What GPTQ makes of some linears of a group on the tokens sent to their expert, or on all."""
+        statistics = self.pair.statistics(group)
+        for piece in self.states.pieces(group.expert, everyone=everyone):
             _take_up(piece, group, floats, quantized, statistics)
         statistics.finish(self.processes)
-        solved = self.pair.solve(group, statistics)
-        record = {} if group.expert is None else tokens.record()
-        return {module: (codes, {**found, **record}) for module, (codes, found) in solved.items()}
+        return self.pair.solve(group, statistics, modules)
 
-    def _tokens(self, group: InputGroup) -> Tokens:
-        """What a group is calibrated on; shared experts get all tokens in any case."""
-        number = group.expert
-        sent = self.counts[-1 if number is None else number]
-        if number is None or sent >= ENOUGH * linear_of(self.pair.floats, group.modules[0]).in_features:
-            return Tokens(sent, False, sent)
-        return Tokens(self.counts[-1], True, sent)
+    def _choices(self, group: InputGroup) -> list[Tokens]:
+        """What an expert's group may be calibrated on, the better first."""
+        assert group.expert is not None
+        sent, everyone = self.counts[group.expert], self.counts[-1]
+        enough = sent >= ENOUGH * linear_of(self.pair.floats, group.modules[0]).in_features
+        own = [Tokens(sent, False, sent)] if enough else []
+        return [*own, Tokens(everyone, True, sent)]
+
+    def _beyond(self, found: Mapping[str, Result], tokens: Tokens) -> dict[str, str]:
+        """The linears that tokens changed by more than their schemes explain, with what the manifest says of it."""
+        changes = {module: self.pair.change(module, codes) for module, (codes, _) in found.items()}
+        beyond = torch.tensor([float(not error <= bound) for error, bound in changes.values()], device=self.pair.device)
+        self.processes.sum_(beyond)  # not all machines need round alike
+        on = "all tokens" if tokens.everyone else "the tokens sent to it"
+        return {
+            module: f"changed by {error:.3g} on {on}, expected at most {bound:.3g}"
+            for (module, (error, bound)), count in zip(changes.items(), beyond.tolist(), strict=True)
+            if count
+        }
 
 
 def _take_up(piece: Piece, group: InputGroup, floats: MLP, quantized: MLP, statistics: HessianAccumulator) -> None:

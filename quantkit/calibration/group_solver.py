@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.distributed.group import ProcessGroup
+from quantkit.quality.bounds import REPEATABLE, coarsest, weight_bound
 from quantkit.solver.gptq import Damped, GptqReport, SingularError, compensated, solve
-from quantkit.tensors.qtensor import ROUNDING, QuantTensor, quantize_rtn, row_chunks
+from quantkit.tensors.qtensor import ROUNDING, QuantTensor, quantize_rtn, relative_error, row_chunks
 from quantkit.tensors.scheme import QuantScheme
 
 Result = tuple[QuantTensor, dict[str, object]]
@@ -55,7 +57,10 @@ class GroupSolver:
         try:
             solved = self._solve_rows(weights, statistics, outputs=outputs)
         except SingularError as error:
-            return {name: self._rounded(name, linear.weight, str(error)) for name, linear in linears.items()}
+            return {
+                name: (self.rounded(name, linear.weight), {"solver": ROUNDING, "fallback": str(error)})
+                for name, linear in linears.items()
+            }
         results: dict[str, Result] = {}
         for scheme, names in by_scheme.items():
             start = 0
@@ -65,6 +70,19 @@ class GroupSolver:
                 results[name] = quantized.rows(*rows), _record(report.rows(*rows))
                 start = rows[1]
         return results
+
+    def rounded(self, name: str, weight: Tensor) -> QuantTensor:
+        """A linear's weight [O, I] rounded to nearest, on the CPU."""
+        return quantize_rtn(weight, self.schemes[name], self.scale_dtype).to("cpu")
+
+    def change(self, quantized: QuantTensor, weight: Tensor) -> tuple[float, float]:
+        """How much codes change a weight [O, I], relative to it, and what `verify` allows wherever it measures."""
+        error = relative_error(quantized.to(weight.device), weight)
+        return error, weight_bound(quantized, weight, self._coarsest) / (1 + REPEATABLE)
+
+    @cached_property
+    def _coarsest(self) -> QuantScheme:
+        return coarsest(self.schemes.values())
 
     def _solve_rows(
         self, weights: Mapping[QuantScheme, Tensor], statistics: HessianAccumulator, *, outputs: bool
@@ -102,11 +120,6 @@ class GroupSolver:
             QuantTensor(codes, scale, zero, quantized.scheme).to("cpu"),
             GptqReport(report.damping, report.dead_columns, error.cpu(), energy.cpu()),
         )
-
-    def _rounded(self, name: str, weight: Tensor, reason: str) -> Result:
-        """What a linear falls back to."""
-        quantized = quantize_rtn(weight, self.schemes[name], self.scale_dtype).to("cpu")
-        return quantized, {"solver": ROUNDING, "fallback": reason}
 
 
 def _stacked(linears: Sequence[nn.Linear]) -> Tensor:

@@ -24,6 +24,7 @@ from quantkit.jobs.weights_only import kept_parts
 from quantkit.json_values import shown
 from quantkit.model.transformers_linears import with_linears
 from quantkit.tensors.dtypes import DType
+from quantkit.tensors.qtensor import ROUNDING
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 from quantkit.tensors.spec import TensorSpec
@@ -154,6 +155,9 @@ def starved_experts(records: Mapping[str, Mapping[str, object]], config: ModelCo
         return []
     never = sum(any(record["routed_tokens"] == 0 for record in own) for own in found.values())
     none = f", {never} of them none" if never else ""
+    rounded = sum(record["solver"] == ROUNDING for own in found.values() for record in own)
+    last = f", and {rounded} of their layers {'was' if rounded == 1 else 'were'} rounded to nearest" if rounded else ""
     return [
-        f"{len(found)} of {len(experts)} experts were sent too few calibration tokens{none}: all tokens calibrated them"
+        f"{len(found)} of {len(experts)} experts were sent too few calibration tokens{none}: "
+        f"all tokens calibrated them{last}"
     ]

@@ -230,13 +230,14 @@ def _distorted(
 ) -> dict[str, tuple[float, float]]:
     """The layers whose recorded errors are beyond what `weight_bound` allows, with error and bound."""
     found, assigned = {}, schemes(result)
+    worst = coarsest(assigned.values())
     for index, module in enumerate(assigned):
         progress("weights", index, len(assigned), "layers")
         record = records.get(module + ".weight") or {}
         if record.get("solver") == ROUNDING:
             continue  # its error is that of rounding
         error = float(record.get("relative_error", math.nan))
-        bound = weight_bound(*_pair(source, result, module), coarsest(assigned.values()))
+        bound = weight_bound(*_pair(source, result, module), worst)
         if not error <= bound:
             found[module] = (_rounded(error), _rounded(bound))
     progress("weights", len(assigned), len(assigned), "layers")

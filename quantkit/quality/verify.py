@@ -293,7 +293,10 @@ def _compensated(checkpoint: Checkpoint) -> dict[str, QuantScheme]:
         records = {}
     listed = records.items() if isinstance(records, dict) else ()
     rounded = {module for module, record in listed if isinstance(record, dict) and record.get("solver") == ROUNDING}
-    return {module: scheme if module in rounded else coarsest(assigned.values()) for module, scheme in assigned.items()}
+    if not assigned:
+        return {}
+    worst = coarsest(assigned.values())
+    return {module: scheme if module in rounded else worst for module, scheme in assigned.items()}
 
 
 def _compare(
