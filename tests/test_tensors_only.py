@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -326,3 +327,26 @@ def test_a_hundred_thousand_tensors_are_named_once_each(monkeypatch: pytest.Monk
     assert asked == len(names)
     assert config.num_layers == 61
     assert len(parameters(config)) == len(linear_columns(config)) == len(names)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "phi3"])
+def test_a_model_that_runs_is_verified_as_it_was_made(family: str, tmp_path: Path) -> None:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2} if family == "mixtral" else {"pad_token_id": 0}
+    source = oracle.save(oracle.make(family, num_hidden_layers=1, **experts), tmp_path / "src")
+    made = quantkit.quantize(source, tmp_path / "dst", "int8", tensors_only=True).path
+    assert quantkit.verify(made).ok
+    assert not quantkit.inspect(made).runnable
+    for pair in ((made, source), (source, made)):
+        report = quantkit.verify(*pair)
+        assert report.ok
+        assert report.weights_only
+    assert "was taken by its tensors only" in " ".join((made / "README.md").read_text().split())
+
+
+def test_linears_with_as_many_rows_as_experts_are_linears_and_routers_are_not(tmp_path: Path) -> None:
+    config = {**KEPT_CONFIG, "num_experts": 32}
+    linears = ["l.mlp.gate_proj", "l.mlp.experts.0.gate_proj", "l.mlp.gate_up_proj", "l.mlp.w1", "l.mlp.up_proj"]
+    routers = ["l.mlp.gate", "l.mlp.router", "l.mlp.router.wi", "l.mlp.gate.wg", "l.mlp.wg", "l.mlp.gating"]
+    tensors = {f"{name}.weight": torch.randn(32, 64) for name in [*linears, *routers]}
+    made = quantkit.quantize(_folder(tmp_path / "src", tensors, config), tmp_path / "dst", "int8", tensors_only=True)
+    assert {name for name, one in made.manifest["modules"].items() if one["scheme"]} == set(linears)

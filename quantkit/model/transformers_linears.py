@@ -165,7 +165,7 @@ def _told(
             continue
         if module is head:
             role = "float" if tied else "head"
-        elif type(module) is not nn.Linear or not alone or tuple(module.weight.shape) != tensor.shape:
+        elif _routes(module) or not alone or tuple(module.weight.shape) != tensor.shape:
             role = "float"
         elif precise.intersection(called.split(".")):
             role = "float"  # its class keeps it in float32
@@ -173,6 +173,12 @@ def _told(
             role = hinted or ("linear" if inside is None or id(module) in inside else "head")
         found[tensor.name] = role, alias
     return found
+
+
+def _routes(module: nn.Linear) -> bool:
+    """Whether the class of a linear is a router's; other classes of linears are linears."""
+    name = type(module).__name__.lower()
+    return type(module) is not nn.Linear and any(word in name for word in ("router", "gate", "gating"))
 
 
 def _is_expert(tensor: OpaqueTensor) -> bool:

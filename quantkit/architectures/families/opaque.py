@@ -31,6 +31,7 @@ LINEARS = frozenset(
 """The last parts of names that linear layers have, where transformers does not say which are."""
 HEADS = frozenset({"lm_head", "embed_out", "output_projection", "proj_out", "score", "classifier", "decoder"})
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "wg", "gate_network"})
+_ROUTING = ("gate", "router", "classifier")  # in names of as many outputs as there are experts
 NEVER = frozenset({"dt_proj"})  # read by other means than through its module
 _TOWER = re.compile(r"(vision|visual|vit|image|audio|multi_?modal|mm)(_.*)?|.*_(vision|audio)")
 _LANGUAGE = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -125,9 +126,8 @@ def never_or_named(
         sided: whether the model has parts besides that for language.
     """
     *parents, last = module.split(".")
-    rows = tensor.shape[0]
-    routes = rows in experts and any(word in last for word in ("gate", "router", "classifier"))
-    if last in ROUTERS or last in NEVER or routes or "router" in parents:
+    routes = tensor.shape[0] in experts and last not in LINEARS and any(word in last for word in _ROUTING)
+    if last in ROUTERS or last in NEVER or routes or not ROUTERS.isdisjoint(parents):
         return "float"
     if last == "lm_head":
         return "float" if tied else "head"
