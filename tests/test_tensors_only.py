@@ -350,3 +350,32 @@ def test_linears_with_as_many_rows_as_experts_are_linears_and_routers_are_not(tm
     tensors = {f"{name}.weight": torch.randn(32, 64) for name in [*linears, *routers]}
     made = quantkit.quantize(_folder(tmp_path / "src", tensors, config), tmp_path / "dst", "int8", tensors_only=True)
     assert {name for name, one in made.manifest["modules"].items() if one["scheme"]} == set(linears)
+
+
+def test_matrices_that_stay_floats_are_named_with_their_share(tmp_path: Path) -> None:
+    tensors = {
+        "model.layers.0.q_proj.weight": torch.randn(32, 32),
+        "model.layers.0.block_sparse_moe.input_linear.weight": torch.randn(4, 64, 32),
+        "model.layers.1.ffn.experts.mlp.w1": torch.randn(128, 32),
+        "model.embed_tokens.weight": torch.randn(90, 32),
+        "model.layers.0.conv1d.weight": torch.randn(64, 1, 64),
+        "model.layers.2.eh_proj.weight": torch.randn(32, 64),
+    }
+    config = {**KEPT_CONFIG, "num_hidden_layers": 2}
+    made = quantkit.quantize(_folder(tmp_path / "src", tensors, config), tmp_path / "dst", "int8", tensors_only=True)
+    (note,) = (note for note in made.notes if "kept as they are" in note)
+    names = "(model.layers.*.block_sparse_moe.input_linear.weight, model.layers.*.ffn.experts.mlp.w1)"
+    assert f"other matrices: 12.29K parameters in 2 tensors {names}, 55.0% of the parameters" in note
+    assert "further layers for prediction: 2.05K parameters in 1 tensor (model.layers.*.eh_proj.weight)" in note
+    assert "embed" not in note
+    assert "conv" not in note
+
+
+def test_a_linear_with_nan_is_refused_with_a_hint_that_helps(tmp_path: Path) -> None:
+    weight = torch.randn(8, 32)
+    weight[0, 0] = torch.nan
+    source = _folder(tmp_path / "src", {"l.q_proj.weight": torch.randn(8, 32), "l.k_proj.weight": weight})
+    with pytest.raises(NonFiniteError, match=r'`keep="l\.k_proj"` and `allow_nonfinite=True` leave it as it is'):
+        quantkit.quantize(source, tmp_path / "dst", "int8", tensors_only=True, allow_nonfinite=True)
+    options: Any = {"tensors_only": True, "allow_nonfinite": True, "keep": "l.k_proj"}
+    assert quantkit.quantize(source, tmp_path / "dst", "int8", **options).schemes == {"int8": 1}

@@ -34,6 +34,9 @@ ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "wg", "gate_network
 _ROUTING = ("gate", "router", "classifier")  # in names of as many outputs as there are experts
 NEVER = frozenset({"dt_proj"})  # read by other means than through its module
 _TOWER = re.compile(r"(vision|visual|vit|image|audio|multi_?modal|mm)(_.*)?|.*_(vision|audio)")
+_TABLE = re.compile(r"emb|(^|\.)(wte|wpe|shared)$|norm|(^|\.)ln_|conv|position|relative|rotary|patch", re.IGNORECASE)
+_EXTRA = frozenset({"mtp", "mtp_layers", "mtp_block", "nextn", "nextn_layers"})
+_BEFORE_LAYERS = frozenset({"model", "language_model", "text_model", "transformer", "backbone"})
 _LANGUAGE = ("text_config", "llm_config", "language_config", "thinker_config")
 _FLOAT_TYPES = ("float32", "float16", "bfloat16")
 _DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -146,6 +149,23 @@ def carried_modules(config: ModelConfig) -> list[str]:
     """The modules whose weights are carried though they may be those of linears that only some readers know, such as
     further layers that predict tokens; none of a model that runs."""
     return [tensor.module for tensor in config.tensors or () if not tensor.role and may_be_linear(tensor)]
+
+
+def is_extra_layer(name: str, raw: Mapping[str, Any]) -> bool:
+    """Whether a tensor is in a layer that predicts further tokens: beyond those that a config.json counts, or so
+    named."""
+    text, parts = _language(raw), name.split(".")
+    if not _EXTRA.isdisjoint(parts):
+        return True
+    count = _whole(text, "num_hidden_layers", "n_layer", "num_layers")
+    at = parts.index("layers") + 1 if "layers" in parts[:-1] else 0
+    language = all(part in _BEFORE_LAYERS for part in parts[: max(0, at - 1)])
+    return bool(count and at and language and parts[at].isdecimal() and int(parts[at]) >= count)
+
+
+def is_table(name: str) -> bool:
+    """Whether a tensor's name is that of an embedding, a norm, a convolution or a table of positions."""
+    return _TABLE.search(".".join(name.removesuffix(".weight").split(".")[-2:])) is not None
 
 
 def expert_counts(raw: Mapping[str, Any]) -> frozenset[int]:
