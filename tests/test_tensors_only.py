@@ -379,3 +379,21 @@ def test_a_linear_with_nan_is_refused_with_a_hint_that_helps(tmp_path: Path) -> 
         quantkit.quantize(source, tmp_path / "dst", "int8", tensors_only=True, allow_nonfinite=True)
     options: Any = {"tensors_only": True, "allow_nonfinite": True, "keep": "l.k_proj"}
     assert quantkit.quantize(source, tmp_path / "dst", "int8", **options).schemes == {"int8": 1}
+
+
+@pytest.mark.parametrize("what", ["worst_error", "quantized", "carried", "list"])
+def test_a_summary_that_is_not_the_tensors_is_found(what: str, tmp_path: Path) -> None:
+    source = _folder(tmp_path / "src", _some())
+    made = quantkit.quantize(source, tmp_path / "dst", "int8", tensors_only=True).path
+    path = made / "quantkit.json"
+    manifest = json.loads(path.read_text())
+    if what == "list":
+        manifest["carried"] = {}
+    else:
+        manifest["quality"][what] = manifest["quality"][what] / 2
+    path.write_text(json.dumps(manifest))
+    report = quantkit.verify(made, source)
+    assert not report.ok
+    assert len(report.problems) == 1
+    with pytest.raises(CheckpointError, match="manifest"):
+        quantkit.verify(made)
