@@ -99,6 +99,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma2-types": ("gemma2", {**_GEMMA, "layer_types": ["full_attention"] * 3, "attn_logit_softcapping": 7.0}),
     "gemma3": ("gemma3_text", {**_GEMMA, "num_hidden_layers": 8}),
+    "gemma3-windows": (
+        "gemma3_text",
+        {
+            **_GEMMA, "layer_types": ["sliding_attention"] * 3, "sliding_window": 5,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
     "gemma3-whole": ("gemma3_text", {**_GEMMA, "layer_types": ["full_attention"] * 3, "attention_bias": True}),
     "gemma3-ropes": (
         "gemma3_text",
@@ -253,10 +263,27 @@ def test_transformers_reads_our_config_as_the_one_it_came_from(variant: str, tmp
     theirs = _read_back(config_to_hf(config), tmp_path / "model")
     _require_same_meaning(config, theirs)
     theirs.rope_parameters.pop("type", None)  # what older readers of some families ask for
+    for one in (theirs, original):  # of kinds of layers that there are none of, nothing is kept
+        unused = {"full_attention", "sliding_attention"} - set(getattr(one, "layer_types", None) or [])
+        one.rope_parameters = {kind: told for kind, told in one.rope_parameters.items() if kind not in unused}
     for key in ("rope_parameters", "layer_types", "attention_bias", "mlp_bias", "query_pre_attn_scalar"):
         assert getattr(theirs, key, None) == getattr(original, key, None), key
     assert theirs.architectures == [config_to_hf(config)["architectures"][0]]
     assert type(theirs) is type(original)
+
+
+@pytest.mark.parametrize("kind", ["glm", "glm4"])
+def test_null_for_the_part_of_a_head_that_turns_is_all_of_it(kind: str, tmp_path: Path) -> None:
+    raw = {**_keys(kind, pad_token_id=0), "partial_rotary_factor": None, "rope_parameters": None}
+    theirs = _read_back(raw, tmp_path / "model")
+    assert theirs.rope_parameters.get("partial_rotary_factor") is None
+    assert config_from_hf(raw, "config.json").rope.rotary_dim is None
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "olmo3"])
+def test_a_model_without_windows_is_written_with_one_that_readers_look_for(kind: str) -> None:
+    raw = _keys(kind, pad_token_id=0, head_dim=16, layer_types=["full_attention"] * 3, sliding_window=9)
+    assert config_to_hf(config_from_hf(raw, "config.json"))["sliding_window"] > 0
 
 
 @pytest.mark.parametrize("rope", ROPES)
@@ -471,6 +498,12 @@ def test_a_setting_that_is_not_computed_is_refused(changes: dict[str, Any], mess
             "rope scaling of layers with a window .*dynamic",
         ),
         ("gemma2", {"hidden_activation": "gelu"}, UnsupportedError, "activation .*found gelu"),
+        (
+            "olmo3",
+            {"rope_theta": 10000.0, "rope_parameters": None},
+            UnsupportedError,
+            "readers differ on the rotary base",
+        ),
         ("gemma2", {"sliding_window": None}, CheckpointError, "sliding_window says none"),
         ("gemma2", {"attn_logit_softcapping": 0}, CheckpointError, "'attn_logit_softcapping' is out of range"),
         ("gemma2", {"query_pre_attn_scalar": 0.5}, CheckpointError, "wrong type for 'query_pre_attn_scalar'"),

@@ -187,6 +187,19 @@ def test_experts_stacked_and_apart_are_the_same(case: str, tmp_path: Path, bytes
         assert torch.equal(_table(_canonical(turned)), _table(own))
 
 
+def test_each_layers_stacked_experts_lie_as_its_own_shapes_say(tmp_path: Path) -> None:
+    """A square one like the other of its layer, which is not."""
+    model = make("qwen3-moe", moe_intermediate_size=64)
+    own = _canonical(opened(oracle.save(model, tmp_path / "own")))
+    folder = oracle.save(model, tmp_path / "mixed", save_original_format=False)
+
+    def turn(stored: dict[str, Tensor]) -> None:
+        for name in [name for name, tensor in stored.items() if ".layers.1." in name and tensor.ndim == 3]:
+            stored[name] = stored[name].transpose(1, 2).contiguous()
+
+    assert torch.equal(_table(_canonical(opened(_edited(folder, turn)))), _table(own))
+
+
 def test_experts_with_canonical_names_are_read(tmp_path: Path) -> None:
     own = opened(oracle.save(make("mixtral"), tmp_path / "own"))
     values = _canonical(own)
@@ -255,6 +268,13 @@ def test_experts_in_two_forms_are_refused(tmp_path: Path) -> None:
         "'model.layers.1.mlp.experts.down_proj', expected a tensor for each expert, or one for all); "
         "weight files of two versions of the model lie side by side"
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_float_type_is_that_of_the_tensors_where_none_is_said(dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = oracle.save(make("llama").to(dtype), tmp_path)
+    oracle.edit_json(folder / "config.json", dtype=None, torch_dtype=None)
+    assert opened(folder).config.dtype == str(dtype).removeprefix("torch.")
 
 
 def test_a_stack_of_too_few_experts_is_misshapen(tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ def _require_no_more_experts(names: Collection[str], forms: Sequence[ExpertForm]
     numbered = re.compile("|".join(rf"(?:{pattern})\..*" for pattern in patterns))
     for name in sorted(names):
         match = numbered.fullmatch(name)
-        expert = next((int(number[:9]) for number in match.groups() if number), 0) if match else 0
+        expert = next((int(number[:18]) for number in match.groups() if number), 0) if match else 0
         if expert >= count:
             raise CheckpointError(
                 f"tensor '{name}' is of an expert that the config does not count", path=str(path),
@@ -242,15 +242,15 @@ def _as_they_are(config: ModelConfig) -> list[DiskTensor]:
 
 
 def _as_they_lie(tensors: Sequence[DiskTensor], shapes: Mapping[str, tuple[int, ...]]) -> list[DiskTensor]:
-    """Tensors of all experts with inputs before outputs where their shapes say so, and square ones like the others;
-    outputs first where one is not there by its name, but encoded."""
+    """Tensors of all experts with inputs before outputs where their shapes say so, and square ones like the other of
+    their layer, which is not square; outputs first where one is not there by its name, but encoded."""
     turned = {tensor.name: _turned(tensor) for tensor in tensors if tensor.stacked and len(tensor.shape) == 3}
-    others = any(shapes.get(name) == other.shape for name, other in turned.items() if _is_oblong(other))
+    others = {_layer(name) for name, other in turned.items() if _is_oblong(other) and shapes.get(name) == other.shape}
     found = []
     for tensor in tensors:
         other, shape = turned.get(tensor.name, tensor), shapes.get(tensor.name)
         encoded = shape is None and tensor.stacked is not None and tensor.stacked.transposed
-        found.append(other if encoded or (shape == other.shape and others) else tensor)
+        found.append(other if encoded or (shape == other.shape and _layer(tensor.name) in others) else tensor)
     return found
 
 
@@ -259,6 +259,11 @@ def _turned(tensor: DiskTensor) -> DiskTensor:
     experts, rows, columns = tensor.shape
     stacked = replace(tensor.stacked, transposed=not tensor.stacked.transposed)
     return replace(tensor, shape=(experts, columns, rows), stacked=stacked)
+
+
+def _layer(name: str) -> str:
+    """What the names of a layer's stacked tensors begin with."""
+    return name.rpartition(".")[0]
 
 
 def _is_oblong(tensor: DiskTensor) -> bool:

@@ -115,7 +115,8 @@ class RopeConfig:
             raise UnsupportedError("rope type is not supported", path=where, found=kind, expected=", ".join(_REQUIRED))
         key = "partial_rotary_factor"
         stating = inner if key in stated else whole
-        part = stating.number(key, 0, 1) if stating.has(key) else 1.0 if partial is None else partial
+        unsaid = 1.0 if partial is None or key in stating.values else partial  # null is all of it, as in transformers
+        part = stating.number(key, 0, 1) if stating.has(key) else unsaid
         turned = int(head_dim * part)
         if part != 1 and (partial is None or turned < 2 or turned % 2):
             raise UnsupportedError("partial rotary embedding is not supported", path=where, found=f"{part:g}")

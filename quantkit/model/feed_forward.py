@@ -90,9 +90,10 @@ class Experts(nn.Module):
         return out if self.sum is None else self.sum(out)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The shares, float32 [..., K], and numbers [..., K] of the experts chosen for tokens [..., D]."""
-        shares = self.logits(x).softmax(-1)
-        weights, chosen = shares.topk(self.config.per_token, dim=-1)
+        """The shares, float32 [..., K], and numbers [..., K] of the experts chosen for tokens [..., D]; of equal ones
+        those of the lower numbers."""
+        shares, numbers = self.logits(x).softmax(-1).sort(dim=-1, descending=True, stable=True)
+        weights, chosen = shares[..., : self.config.per_token], numbers[..., : self.config.per_token]
         if self.config.normalized:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights, chosen

@@ -202,10 +202,15 @@ def written_layer_types(config: ModelConfig) -> list[str]:
 
 
 def written_layer_ropes(config: ModelConfig) -> dict[str, Any]:
-    """The key ``rope_parameters`` where a family has rotary positions by kind of layer: of the kinds that it has."""
+    """The key ``rope_parameters`` where a family has rotary positions by kind of layer: of both kinds, which
+    transformers looks for whatever layers there are."""
     ropes = {FULL: config.rope, SLIDING: config.window_rope or config.rope}
-    kinds = sorted(set(written_layer_types(config)))
-    return {"rope_parameters": {kind: ropes[kind].to_hf(config.head_dim)["rope_parameters"] for kind in kinds}}
+    return {"rope_parameters": {kind: rope.to_hf(config.head_dim)["rope_parameters"] for kind, rope in ropes.items()}}
+
+
+def written_window(config: ModelConfig) -> int:
+    """The key ``sliding_window`` of families of which readers want a number where no layer has a window too."""
+    return only_window(config) or DEFAULT_WINDOW
 
 
 def only_window(config: ModelConfig) -> int | None:

@@ -9,9 +9,9 @@ from quantkit.architectures.config import MAX_HEADS, MAX_WIDTH, ModelConfig
 from quantkit.architectures.families.family import (
     Family,
     layers_by_kind,
-    only_window,
     read_config,
     written_layer_types,
+    written_window,
 )
 from quantkit.architectures.names import BLOCK
 from quantkit.errors import UnsupportedError
@@ -95,7 +95,7 @@ def write_gemma(config: ModelConfig) -> dict[str, Any]:
         "hidden_activation": "gelu_pytorch_tanh",
         _SCALAR: config.head_dim if scale is None else round(scale**-2),
         "attention_bias": config.output_bias,
-        "sliding_window": only_window(config),
+        "sliding_window": written_window(config),
         "layer_types": written_layer_types(config),
         "final_logit_softcapping": config.logit_softcap,
         "attn_logit_softcapping": config.attention_softcap,

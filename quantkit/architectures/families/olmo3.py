@@ -8,12 +8,14 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families.family import (
     Family,
     layers_by_kind,
-    only_window,
     read_config,
     written_layer_ropes,
     written_layer_types,
+    written_window,
 )
 from quantkit.architectures.families.olmo2 import NORMS, olmo_features, write_olmo
+from quantkit.architectures.rope import MAX_THETA, MIN_THETA, SLIDING
+from quantkit.errors import UnsupportedError
 from quantkit.json_values import Settings
 
 _INTERVAL = 4
@@ -21,6 +23,7 @@ _THETA = 500000.0
 
 
 def _read(settings: Settings) -> ModelConfig:
+    _require_one_base(settings)
     return read_config(
         settings,
         layers_by_kind(settings, _INTERVAL),
@@ -30,11 +33,25 @@ def _read(settings: Settings) -> ModelConfig:
     )
 
 
+def _require_one_base(settings: Settings) -> None:
+    """
+    Raises:
+        UnsupportedError: for a base that some readers take for all layers, and transformers for those without a window.
+    """
+    kinds = settings.inside("rope_parameters") if settings.has("rope_parameters") else settings
+    told = kinds.has(SLIDING) and kinds.inside(SLIDING).has("rope_theta")
+    if settings.has("rope_theta") and not told and settings.number("rope_theta", MIN_THETA, MAX_THETA) != _THETA:
+        raise UnsupportedError(
+            "readers differ on the rotary base of layers with a window", path=settings.path,
+            found=f"rope_theta {settings.values['rope_theta']}", expected="rope_parameters by kind of layer",
+        )  # fmt: skip
+
+
 def _write(config: ModelConfig) -> dict[str, Any]:
     return {
         **write_olmo(config),
         **written_layer_ropes(config),
-        "sliding_window": only_window(config),
+        "sliding_window": written_window(config),
         "layer_types": written_layer_types(config),
     }
 

@@ -27,7 +27,7 @@ from quantkit.formats.files.source import SourceFile
 from quantkit.formats.files.tensor_file import Home, StoredTensor, TensorFile, same_tensor
 from quantkit.formats.folder import QUANTIZED_ELSEWHERE
 from quantkit.json_values import Settings, read_json, read_settings, shown
-from quantkit.tensors.dtypes import DType
+from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
@@ -82,6 +82,8 @@ class HFCheckpoint:
             owned = set(config_to_hf(self.config)) | _NOT_CARRIED
             self.extra_config = {k: v for k, v in raw.items() if k not in owned}
             self._read_headers(kind)
+            if raw.get("dtype") is None and raw.get("torch_dtype") is None:
+                self._take_dtype()
             self._dequantize(raw)
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         tensors = {tensor.name: tensor for tensor in found_tensors(self.config, shapes, path)}
@@ -154,6 +156,12 @@ class HFCheckpoint:
         if not self.config.runnable:
             return tensor.name not in self._stored
         return tensor.quantizable or (tensor.stacked is not None and tensor.name not in self._stored)
+
+    def _take_dtype(self) -> None:
+        """The float type that all tensors have is the model's, where its config says none."""
+        found = {str(tensor.dtype) for tensor in self._stored.values()}
+        if len(found) == 1 and (dtype := found.pop()) in FLOATS:
+            self.config = self.config.with_dtype(dtype)
 
     def _take_tensors(self, raw: Mapping[str, Any]) -> None:
         """Take whatever tensors there are for the model's: floats, those that codecs may hold, and all others."""
