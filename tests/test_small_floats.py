@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -122,17 +123,104 @@ def test_an_fp8_source_counts_as_one_of_floats(method: str, tmp_path: Path) -> N
             assert (value.dequantize() - weight).norm() < 0.02 * weight.norm()
 
 
-def test_small_floats_without_scales_are_refused_or_carried(tmp_path: Path) -> None:
-    folder, _ = _source("blocks", tmp_path / "src")
+UP = "model.layers.0.mlp.up_proj.weight"
+BROKEN: dict[str, tuple[str, Callable[[dict[str, Tensor]], object]]] = {
+    "no scales": ("blocks", lambda t: t.pop(f"{UP}_scale_inv")),
+    "no scales of rows": ("rows", lambda t: t.pop(f"{UP}_scale")),
+    "codes as bytes": ("blocks", lambda t: t.update({UP: t[UP].view(torch.uint8)})),
+    "scales of floats": ("blocks", lambda t: t.update({UP: t[UP].float()})),
+    "scales of nothing": ("blocks", lambda t: t.update({"model.x.weight_scale_inv": torch.ones(1)})),
+    "scales twice": ("blocks", lambda t: t.update({f"{UP}_scale": torch.ones(1)})),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_codes_and_scales_that_lack_each_other_are_refused(what: str, tmp_path: Path) -> None:
+    kind, edit = BROKEN[what]
+    folder, _ = _source(kind, tmp_path / "src")
     tensors = load_file(folder / "model.safetensors")
-    name = "model.layers.0.mlp.up_proj.weight"
-    del tensors[f"{name}_scale_inv"]
+    edit(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UnsupportedError, match=f"'{name}' is not stored as floats"):
+    with pytest.raises((CheckpointError, UnsupportedError)):
         open_checkpoint(folder)
-    made = quantkit.quantize(folder, tmp_path / "dst", "int8", tensors_only=True).path
-    kept = load_file(made / "model.safetensors")[name]
-    assert torch.equal(kept.view(torch.uint8), tensors[name].view(torch.uint8))
+    name = "model.x.weight_scale_inv" if what == "scales of nothing" else UP
+    with pytest.raises(CheckpointError, match=f"'{name}"):
+        quantkit.convert(folder, tmp_path / "dst", tensors_only=True)
+    with pytest.raises(CheckpointError, match=f"'{name}"):
+        quantkit.quantize(folder, tmp_path / "dst", "int8", tensors_only=True)
+
+
+def _folder(path: Path, tensors: dict[str, Tensor], settings: dict[str, Any] | None) -> Path:
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = {"model_type": "some", "dtype": "bfloat16", **({"quantization_config": settings} if settings else {})}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("left", ["blocks", "scales"])
+def test_mxfp4_without_its_other_half_is_refused(left: str, tmp_path: Path) -> None:
+    tensors = {
+        f"experts.down_proj_{left}": torch.zeros(4, 64, 2, 16, dtype=torch.uint8),
+        "q_proj.weight": torch.ones(8, 8),
+    }
+    folder = _folder(tmp_path / "src", tensors, {"quant_method": "mxfp4"})
+    with pytest.raises(CheckpointError, match=f"'experts.down_proj_{left}' lacks what goes with it"):
+        open_checkpoint(folder, tensors_only=True)
+
+
+ELSEWHERE: dict[str, tuple[dict[str, Tensor], str]] = {
+    "nvidia": ({"l.q_proj.weight": torch.ones(8, 8).to(FP8)}, "hf_quant_config.json"),
+    "autogptq": ({"l.q_proj.weight": torch.ones(8, 8)}, "quantize_config.json"),
+    "gptq": ({"l.q_proj.qweight": torch.ones(8, 64, dtype=torch.int32), "l.q_proj.scales": torch.ones(2, 64)}, ""),
+    "blocks": ({"l.q_proj.weight": torch.ones(8, 8).to(FP8), "l.q_proj.weight_scale_inv": torch.ones(1, 1)}, ""),
+    "rows": ({"l.q_proj.weight": torch.ones(8, 8).to(FP8), "l.q_proj.weight_scale": torch.ones(8, 1)}, ""),
+    "experts": (
+        {"l.experts.down_proj": torch.ones(2, 8, 8).to(FP8), "l.experts.down_proj_scale": torch.ones(2, 8, 1)},
+        "",
+    ),
+    "mxfp4": (
+        {
+            "l.w_blocks": torch.zeros(2, 8, 1, 16, dtype=torch.uint8),
+            "l.w_scales": torch.zeros(2, 8, 1, dtype=torch.uint8),
+        },
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ELSEWHERE)
+def test_what_is_quantized_and_does_not_say_so_in_its_config_is_refused(what: str, tmp_path: Path) -> None:
+    tensors, file = ELSEWHERE[what]
+    folder = _folder(tmp_path / "src", {**tensors, "l.k_proj.weight": torch.randn(8, 64)}, None)
+    if file:
+        (folder / file).write_text("{}")
+    for job in (
+        lambda: quantkit.convert(folder, tmp_path / "dst", tensors_only=True),
+        lambda: quantkit.quantize(folder, tmp_path / "dst", "int8", tensors_only=True),
+    ):
+        with pytest.raises(UnsupportedError, match=r"quantized already.*in a scheme that its config does not name"):
+            job()
+
+
+def test_fbgemms_experts_have_a_scale_for_each_output(tmp_path: Path) -> None:
+    """As transformers' FbgemmFp8Llama4TextExperts holds them: [E, I, O], with scales [E, 1, O] or [E, O, 1]."""
+    weight = torch.randn(3, 8, 8)
+    scale = weight.abs().amax(1, keepdim=True) / 448
+    codes = (weight / scale).to(FP8)
+    tensors = {
+        "experts.down_proj": codes, "experts.down_proj_scale": scale.transpose(1, 2).contiguous(),
+        "experts.gate_up_proj": codes.clone(), "experts.gate_up_proj_scale": scale.clone(),
+        "experts.input_scale_ub": torch.ones(1), "attn.k_scale": torch.ones(1),
+    }  # fmt: skip
+    folder = _folder(tmp_path / "src", tensors, {"quant_method": "fbgemm_fp8"})
+    source = open_checkpoint(folder, tensors_only=True)
+    for name in ("experts.down_proj", "experts.gate_up_proj"):
+        assert torch.equal(source.load(name), (codes.float() * scale).bfloat16())  # type: ignore[arg-type]
+    part = TensorSlice(2, ((1, 5),))
+    found = source.load("experts.down_proj", part)
+    assert torch.equal(found, (codes.float() * scale).bfloat16()[:, :, 1:5])  # type: ignore[arg-type]
+    assert any("2 scales of activations or caches are carried" in note for note in source.notes)
 
 
 def test_scales_that_do_not_go_with_their_weight_are_refused(tmp_path: Path) -> None:

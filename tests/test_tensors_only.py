@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -326,3 +327,73 @@ def test_a_hundred_thousand_tensors_are_named_once_each(monkeypatch: pytest.Monk
     assert asked == len(names)
     assert config.num_layers == 61
     assert len(parameters(config)) == len(linear_columns(config)) == len(names)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "phi3"])
+def test_a_model_that_runs_is_verified_as_it_was_made(family: str, tmp_path: Path) -> None:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2} if family == "mixtral" else {"pad_token_id": 0}
+    source = oracle.save(oracle.make(family, num_hidden_layers=1, **experts), tmp_path / "src")
+    made = quantkit.quantize(source, tmp_path / "dst", "int8", tensors_only=True).path
+    assert quantkit.verify(made).ok
+    assert not quantkit.inspect(made).runnable
+    for pair in ((made, source), (source, made)):
+        report = quantkit.verify(*pair)
+        assert report.ok
+        assert report.weights_only
+    assert "was taken by its tensors only" in " ".join((made / "README.md").read_text().split())
+
+
+def test_linears_with_as_many_rows_as_experts_are_linears_and_routers_are_not(tmp_path: Path) -> None:
+    config = {**KEPT_CONFIG, "num_experts": 32}
+    linears = ["l.mlp.gate_proj", "l.mlp.experts.0.gate_proj", "l.mlp.gate_up_proj", "l.mlp.w1", "l.mlp.up_proj"]
+    routers = ["l.mlp.gate", "l.mlp.router", "l.mlp.router.wi", "l.mlp.gate.wg", "l.mlp.wg", "l.mlp.gating"]
+    tensors = {f"{name}.weight": torch.randn(32, 64) for name in [*linears, *routers]}
+    made = quantkit.quantize(_folder(tmp_path / "src", tensors, config), tmp_path / "dst", "int8", tensors_only=True)
+    assert {name for name, one in made.manifest["modules"].items() if one["scheme"]} == set(linears)
+
+
+def test_matrices_that_stay_floats_are_named_with_their_share(tmp_path: Path) -> None:
+    tensors = {
+        "model.layers.0.q_proj.weight": torch.randn(32, 32),
+        "model.layers.0.block_sparse_moe.input_linear.weight": torch.randn(4, 64, 32),
+        "model.layers.1.ffn.experts.mlp.w1": torch.randn(128, 32),
+        "model.embed_tokens.weight": torch.randn(90, 32),
+        "model.layers.0.conv1d.weight": torch.randn(64, 1, 64),
+        "model.layers.2.eh_proj.weight": torch.randn(32, 64),
+    }
+    config = {**KEPT_CONFIG, "num_hidden_layers": 2}
+    made = quantkit.quantize(_folder(tmp_path / "src", tensors, config), tmp_path / "dst", "int8", tensors_only=True)
+    (note,) = (note for note in made.notes if "kept as they are" in note)
+    names = "(model.layers.*.block_sparse_moe.input_linear.weight, model.layers.*.ffn.experts.mlp.w1)"
+    assert f"other matrices: 12.29K parameters in 2 tensors {names}, 55.0% of the parameters" in note
+    assert "further layers for prediction: 2.05K parameters in 1 tensor (model.layers.*.eh_proj.weight)" in note
+    assert "embed" not in note
+    assert "conv" not in note
+
+
+def test_a_linear_with_nan_is_refused_with_a_hint_that_helps(tmp_path: Path) -> None:
+    weight = torch.randn(8, 32)
+    weight[0, 0] = torch.nan
+    source = _folder(tmp_path / "src", {"l.q_proj.weight": torch.randn(8, 32), "l.k_proj.weight": weight})
+    with pytest.raises(NonFiniteError, match=r'`keep="l\.k_proj"` and `allow_nonfinite=True` leave it as it is'):
+        quantkit.quantize(source, tmp_path / "dst", "int8", tensors_only=True, allow_nonfinite=True)
+    options: Any = {"tensors_only": True, "allow_nonfinite": True, "keep": "l.k_proj"}
+    assert quantkit.quantize(source, tmp_path / "dst", "int8", **options).schemes == {"int8": 1}
+
+
+@pytest.mark.parametrize("what", ["worst_error", "quantized", "carried", "list"])
+def test_a_summary_that_is_not_the_tensors_is_found(what: str, tmp_path: Path) -> None:
+    source = _folder(tmp_path / "src", _some())
+    made = quantkit.quantize(source, tmp_path / "dst", "int8", tensors_only=True).path
+    path = made / "quantkit.json"
+    manifest = json.loads(path.read_text())
+    if what == "list":
+        manifest["carried"] = {}
+    else:
+        manifest["quality"][what] = manifest["quality"][what] / 2
+    path.write_text(json.dumps(manifest))
+    report = quantkit.verify(made, source)
+    assert not report.ok
+    assert len(report.problems) == 1
+    with pytest.raises(CheckpointError, match="manifest"):
+        quantkit.verify(made)

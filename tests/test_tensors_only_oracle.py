@@ -17,6 +17,7 @@ from torch import Tensor
 
 import quantkit
 from quantkit.architectures.topology import linear_columns
+from quantkit.errors import UnsupportedError
 from quantkit.formats.detect import open_checkpoint
 from quantkit.jobs.prepare import prepare
 from quantkit.tensors.qtensor import QuantTensor
@@ -163,3 +164,17 @@ def test_a_model_that_transformers_cannot_build_is_told_by_names(tmp_path: Path)
     made = quantkit.quantize(source, tmp_path / "dst", "int8", tensors_only=True)
     assert made.manifest["linears_by"] == "names"
     assert any("'num_hidden_layers' is 1000000000; linear layers are told by their names" in one for one in made.notes)
+
+
+def test_linears_of_other_classes_are_linears_but_for_those_that_lie_transposed(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    falcon = oracle.save(transformers.FalconForCausalLM(transformers.FalconConfig(**sizes)), tmp_path / "falcon")
+    options: Any = {"keep": (), "strict": False, "weights": None, "tensors_only": True, "gptq": False}
+    made = prepare(falcon, tmp_path / "dst", "int8", **options)
+    assert {module.rpartition(".")[2] for module in made.scheme_map.schemes} == {
+        "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h",
+    }  # fmt: skip
+    config = transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=1, n_head=4)
+    gpt2 = oracle.save(transformers.GPT2LMHeadModel(config), tmp_path / "gpt2")
+    with pytest.raises(UnsupportedError, match=r"lie transposed \(Conv1D\)"):
+        prepare(gpt2, tmp_path / "dst", "int8", **options)

@@ -181,7 +181,9 @@ def _solved(source: Checkpoint, spec: TensorSpec, result: Result | None, allow_n
     assert isinstance(weight, Tensor)
     if spec.scheme is None:
         return spec.name, checked_cast(weight, spec.dtype.torch, spec.name, source.path, allow_nonfinite), None
-    checked_cast(weight, weight.dtype, spec.name, source.path, allow_nonfinite=False)
+    keep = f'`keep="{spec.name.removesuffix(".weight")}"` and `allow_nonfinite=True` leave it as it is'
+    hint = f"it has no codes; repair the source, or {keep}"
+    checked_cast(weight, weight.dtype, spec.name, source.path, allow_nonfinite=False, hint=hint)
     quantized, record = result or (quantize_rtn(weight, spec.scheme, spec.dtype.torch), {"solver": ROUNDING})
     if not all_finite(quantized.scale):
         raise NonFiniteError(

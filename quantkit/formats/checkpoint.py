@@ -11,7 +11,7 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.files.source import SourceFile
-from quantkit.tensors.dtypes import FLOATS
+from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
@@ -37,6 +37,7 @@ _QUANTIZED_SUFFIXES = {
     "W_q": "HQQ",
     "_weight_qdata": "torchao",
 }
+_SMALL_FLOATS = (DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2, DType.FLOAT8_E4M3FNUZ, DType.FLOAT8_E5M2FNUZ)
 
 
 class Checkpoint(Protocol):
@@ -167,13 +168,69 @@ def raise_unexpected(names: Iterable[str], path: Path) -> None:
                 found=f"'{name}'",
                 hint="merge it into its base model first",
             )
-        for suffix, scheme in _QUANTIZED_SUFFIXES.items():
-            if name.endswith("." + suffix) or (name.endswith(suffix) and suffix.startswith("_")):
-                raise UnsupportedError(
-                    f"the source is quantized already ({scheme})", path=path, found=f"'{name}'",
-                    hint="start from the float model",
-                )  # fmt: skip
+        if (scheme := _scheme_told_by(name)) is not None:
+            raise UnsupportedError(
+                f"the source is quantized already ({scheme})", path=path, found=f"'{name}'",
+                hint="start from the float model",
+            )  # fmt: skip
     more = f" and {len(listed) - 1} more" if len(listed) > 1 else ""
     raise CheckpointError(
         f"unexpected tensor '{listed[0]}'{more}", path=path, expected="only tensors of the architecture"
     )
+
+
+def require_unquantized(found: Mapping[str, TensorSpec], path: Path, *, method: str | None, floats: bool) -> None:
+    """Check that no tensor of a model known by its tensors only is a part of a quantized weight that is not read.
+
+    Args:
+        found: the tensors that are carried, and the weights that were read by their own scales.
+        method: what the config calls the way in which the folder is quantized, if it names one.
+        floats: whether that is by small floats, so that none may be left without scales.
+
+    Raises:
+        CheckpointError: naming the first codes without scales, or scales without codes, where a method is named.
+        UnsupportedError: where none is.
+    """
+    for name, spec in found.items():
+        scheme = _scheme_told_by(name) or _scheme_of_pair(name, spec, found, floats)
+        if method is None and scheme is not None:
+            raise UnsupportedError(
+                f"the source is quantized already ({scheme}), in a scheme that its config does not name", path=path,
+                found=f"'{name}'", hint="start from the float model",
+            )  # fmt: skip
+        if scheme is not None:
+            raise CheckpointError(
+                f"tensor '{name}' goes with no weight in a scheme that is read", path=path,
+                found=f"{spec.dtype} {list(spec.shape)}", expected=f"codes and scales of {method}, each once",
+                hint="the folder is damaged, or another tool's; download it again",
+            )  # fmt: skip
+        coded = spec.dtype in _SMALL_FLOATS or (spec.dtype == DType.UINT8 and name.endswith(("_blocks", "_scales")))
+        if floats and coded:
+            raise CheckpointError(
+                f"tensor '{name}' lacks what goes with it: codes and scales come together", path=path,
+                found=f"{spec.dtype} {list(spec.shape)} alone", expected=f"codes and scales of {method}",
+                hint="a weight file is missing or damaged; download it again",
+            )  # fmt: skip
+
+
+def _scheme_told_by(name: str) -> str | None:
+    """The scheme of quantization to which a tensor of such a name belongs; None if to none."""
+    for suffix, scheme in _QUANTIZED_SUFFIXES.items():
+        if name.endswith("." + suffix) or (name.endswith(suffix) and suffix.startswith("_")):
+            return scheme
+    return None
+
+
+def _scheme_of_pair(name: str, spec: TensorSpec, found: Mapping[str, TensorSpec], floats: bool) -> str | None:
+    """The scheme of scales that lie beside their tensor; None if a tensor is none.
+
+    Args:
+        floats: whether what lies beside floats is such a scale too.
+    """
+    if name.endswith("_scale_inv"):
+        return "FP8"
+    if name.endswith("_scale") and (codes := found.get(name.removesuffix("_scale"))) is not None:
+        return "FP8" if len(codes.shape) > 1 and (floats or codes.dtype.itemsize == 1) else None
+    if name.endswith("_scales") and spec.dtype == DType.UINT8 and name.removesuffix("scales") + "blocks" in found:
+        return "MXFP4"
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Literal
@@ -48,7 +49,7 @@ def open_checkpoint(
     """
     path = as_path("path", path)
     require_finished(path, manifest.NAME)
-    if tensors_only or not _made_of_tensors(Path(path)):
+    if tensors_only or not made_of_tensors(path):
         return open_unfinished(path, weights, tensors_only=tensors_only)
     try:
         return open_unfinished(path, weights)
@@ -57,11 +58,14 @@ def open_checkpoint(
 
 
 def open_pair(a: str | Path, b: str | Path) -> tuple[StoredCheckpoint, StoredCheckpoint]:
-    """Two checkpoints that are compared: where one is known by its tensors only, so is the other.
+    """Two checkpoints that are compared: where one is known or was made by its tensors only, so is the other.
 
     Raises:
         CheckpointError, UnsupportedError: as `open_checkpoint` does.
     """
+    if made_of_tensors(a) or made_of_tensors(b):
+        with contextlib.suppress(RequestError):  # Meta's are known
+            return open_checkpoint(a, tensors_only=True), open_checkpoint(b, tensors_only=True)
     try:
         first = open_checkpoint(a)
         second = open_checkpoint(b, tensors_only=not first.config.runnable)
@@ -107,8 +111,9 @@ def open_unfinished(
     return checkpoint
 
 
-def _made_of_tensors(folder: Path) -> bool:
+def made_of_tensors(path: str | Path) -> bool:
     """Whether a manifest says that quantkit took a model's tensors as they were."""
+    folder = Path(path)
     if not (folder / manifest.NAME).is_file():
         return False
     try:

@@ -33,10 +33,9 @@ READ_BESIDE = {"generation_config.json", *TOKENIZER_FILES}
 OTHER_FILES = ("generation_config.json", "LICENSE", "LICENSE.txt", "LICENSE.md", "USE_POLICY.md", "NOTICE")
 
 _SIDE_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".spm", ".bpe", ".vocab"}
-_NOT_TAKEN = {
-    "config.json", "quantkit.json", "params.json", "quantize_config.json", "quant_config.json",
-    "hf_quant_config.json",
-}  # fmt: skip
+QUANTIZED_ELSEWHERE = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+"""Files that tell of a quantization beside a config.json that does not."""
+_NOT_TAKEN = {"config.json", "quantkit.json", "params.json", *QUANTIZED_ELSEWHERE}
 
 
 def checked_tokenizer(source: Checkpoint) -> tuple[Tokenizer | None, list[str]]:

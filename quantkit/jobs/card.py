@@ -101,7 +101,7 @@ def model_card(source: Checkpoint, made: Made, gate: Gate | WeightsOnly) -> byte
     """
     base = made.labels.base_model or base_model(source)
     name = base.rpartition("/")[2] if base else file_name(source.path) or source.config.architecture
-    schemes = made.scheme_map.counts()
+    schemes, schemes_of = made.scheme_map.counts(), made.scheme_map.schemes
     folder = f"{name}-{next(iter(schemes))}"
     lines = [
         "---", yaml.safe_dump(_head(source, made, base), sort_keys=False, allow_unicode=True).strip(), "---", "",
@@ -109,7 +109,7 @@ def model_card(source: Checkpoint, made: Made, gate: Gate | WeightsOnly) -> byte
         f"{_linked(base) or name}, quantized by quantkit {__version__}.", "",
         *_facts(source, made), "",
         *(_quality(gate, made) if isinstance(gate, Gate) else ["## Quality", "", *_wrapped(f"{gate.line()}.")]), "",
-        *(_use(source.config, made.scheme_map.schemes, folder) if source.config.runnable else _use_of_tensors(folder)),
+        *(_use(source.config, schemes_of, folder) if source.config.runnable else _use_of_tensors(schemes_of, folder)),
         "", *_command(made, name, folder, runnable=source.config.runnable),
     ]  # fmt: skip
     return ("\n".join(lines) + "\n").encode()
@@ -261,11 +261,15 @@ def _use(config: ModelConfig, schemes: Mapping[str, QuantScheme], folder: str) -
     return lines
 
 
-def _use_of_tensors(folder: str) -> list[str]:
-    """How to load what quantkit cannot run."""
+def _use_of_tensors(schemes: Mapping[str, QuantScheme], folder: str) -> list[str]:
+    """How to load what was not run."""
+    readers, loading = "such as transformers or vLLM", " Loading was not tried; transformers may need"
+    loading += " `quantization_config=CompressedTensorsConfig(dequantize=True)`."
+    if not all(scheme.symmetric for scheme in schemes.values()):
+        readers, loading = "with packed zero points", " Loading was not tried."
     told = (
-        "quantkit does not run this architecture: load it in what runs its source and reads compressed-tensors, such as"
-        " transformers or vLLM, and try it before it is used: no logits were compared."
+        "The model was taken by its tensors only: quantkit does not run it. Load it in what runs its source and reads"
+        f" compressed-tensors, {readers}, and try it before it is used: no logits were compared.{loading}"
     )
     return ["## Use", "", *_wrapped(told), "", "```", f"quantkit inspect {folder}", "```"]
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.rope import RopeConfig
-from quantkit.arguments import require_flags
+from quantkit.arguments import as_path, require_flags
 from quantkit.errors import CheckpointError
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import active_parameter_count, parameter_count
 from quantkit.formats.container import weight_size
-from quantkit.formats.detect import WeightKind, open_checkpoint
+from quantkit.formats.detect import WeightKind, made_of_tensors, open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.text.tokenizer import Tokenizer
 
@@ -106,7 +106,7 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None, tensors_only
     Args:
         path: a Meta or Hugging Face folder.
         weights: picks one of several sets of weights in the folder: ``meta``, ``safetensors`` or ``bin``.
-        tensors_only: take the tensors as they are, of whatever architecture.
+        tensors_only: take the tensors as they are, of whatever architecture; of a folder that was made so always.
 
     Returns:
         Architecture, sizes, float types and schemes, tokenizer, and who can load it.
@@ -118,7 +118,8 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None, tensors_only
         >>> print(*quantkit.inspect("model-int4").lines(), sep="\\n")
     """
     require_flags(tensors_only=tensors_only)
-    checkpoint = open_checkpoint(path, weights, tensors_only=tensors_only)
+    path = as_path("path", path)
+    checkpoint = open_checkpoint(path, weights, tensors_only=tensors_only or made_of_tensors(path))
     config = checkpoint.config
     tokenizer, notes = checked_tokenizer(checkpoint)
     specs = [checkpoint.info(name) for name in checkpoint.names()]

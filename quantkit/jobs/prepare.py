@@ -72,7 +72,7 @@ def prepare(
     if not source.config.runnable:
         source.config, linears_by, more = with_linears(source.config, source.extra_config, source.path)
         notes += [*more, *left_behind(source)]
-        if left := kept_parts(source.config):
+        if left := kept_parts(source.config, source.extra_config):
             notes.append(f"{source.path}: kept as they are: {'; '.join(left)}")
     scheme_map = SchemeMap.of(recipe.keeping(kept), source.config)
     misfits = scheme_map.misfit_lines()

@@ -4,33 +4,70 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
+from typing import Any
 
-from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.config import ModelConfig, OpaqueTensor
+from quantkit.architectures.families.opaque import HEADS, ROUTERS, is_extra_layer, is_table
 from quantkit.calibration.quantizers import RtnQuantizer, TensorBlock
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.jobs.inspect import count_text
 from quantkit.jobs.scheme_map import SchemeMap
 from quantkit.progress import Progress
 from quantkit.quality.bounds import ROUNDING_BOUNDS
-from quantkit.tensors.dtypes import DType
+from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.spec import TensorSpec
 
 _PARTS = {"tower": "linears of parts for pictures or sound", "head": "output heads"}
 _EXPERTS = re.compile(r"(.*\.)?[^.]*experts?[^.]*(\..*)?")
+_SMALL_SHARE = 0.005
+_NAMED = 4
 
 
-def kept_parts(config: ModelConfig) -> list[str]:
-    """What of a model known by its tensors only is not rounded though it is large, in a few words for people."""
-    counts: dict[str, list[int]] = {}
+def kept_parts(config: ModelConfig, raw: Mapping[str, Any]) -> list[str]:
+    """What of a model known by its tensors only is not rounded though it is large, in a few words for people.
+
+    Args:
+        raw: its config.json.
+    """
+    sizes = {tensor.name: math.prod(tensor.shape) for tensor in config.tensors or ()}
+    total = max(1, sum(sizes.values()))
+    parts: dict[str, dict[str, list[int]]] = {}
     for tensor in config.tensors or ():
-        stacked = not tensor.role and len(tensor.shape) > 2 and _EXPERTS.fullmatch(tensor.name)
-        part = "stacked experts" if stacked else _PARTS.get(tensor.role)
+        part = _part(tensor, raw)
         if part is not None:
-            counts.setdefault(part, []).append(math.prod(tensor.shape))
-    return [
-        f"{part}: {count_text(sum(sizes))} parameters in {len(sizes)} tensor{'s' * (len(sizes) > 1)}"
-        for part, sizes in counts.items()
-    ]
+            alike = re.sub(r"(?<=\.)\d+(?=\.)", "*", tensor.name)
+            parts.setdefault(part, {}).setdefault(alike, []).append(sizes[tensor.name])
+    found = []
+    for part, names in parts.items():
+        if part == _OTHERS:
+            names = {name: own for name, own in names.items() if sum(own) >= _SMALL_SHARE * total}
+        count, size = sum(map(len, names.values())), sum(map(sum, names.values()))
+        if count:
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            listed = f"{', '.join(sorted(names, key=lambda name: -sum(names[name]))[:_NAMED])}{more}"
+            found.append(
+                f"{part}: {count_text(size)} parameters in {count} tensor{'s' * (count > 1)} ({listed}),"
+                f" {size / total:.1%} of the parameters"
+            )
+    return found
+
+
+_OTHERS = "other matrices"
+
+
+def _part(tensor: OpaqueTensor, raw: Mapping[str, Any]) -> str | None:
+    """What a tensor that stays as it is belongs to, in words; None for one that is rounded, or no matrix of floats."""
+    if tensor.role in _PARTS:
+        return _PARTS[tensor.role]
+    last = tensor.module.rpartition(".")[2]
+    if tensor.role == "linear" or last in ROUTERS or (tensor.role == "float" and last in HEADS):
+        return None
+    if len(tensor.shape) < 2 or tensor.dtype not in FLOATS or is_table(tensor.name):
+        return "further layers for prediction" if not tensor.role and is_extra_layer(tensor.name, raw) else None
+    if is_extra_layer(tensor.name, raw):
+        return "further layers for prediction"
+    return "stacked experts" if len(tensor.shape) > 2 and _EXPERTS.fullmatch(tensor.name) else _OTHERS
 
 
 def within_bounds(

@@ -25,6 +25,7 @@ from quantkit.architectures.families.opaque import (
     never_or_named,
     with_roles,
 )
+from quantkit.errors import UnsupportedError
 from quantkit.json_values import shown, within
 
 Role = tuple[str, str | None]
@@ -41,10 +42,13 @@ def with_linears(config: ModelConfig, raw: Mapping[str, Any], path: Path) -> tup
 
     Returns:
         The model; how it is known, for the manifest; and notes for the user.
+
+    Raises:
+        UnsupportedError: if all its linears are of another kind.
     """
     assert config.tensors is not None
     try:
-        name, roles, unstored = _roles(config.tensors, raw)
+        name, roles, unstored = _roles(config.tensors, raw, path)
     except _NotKnown as reason:
         why = f"{path}: {reason}; linear layers are told by their names"
         return with_roles(config, named_roles(raw, config.tensors)), "names", [why]
@@ -56,7 +60,7 @@ class _NotKnown(Exception):
 
 
 def _roles(
-    tensors: tuple[OpaqueTensor, ...], raw: Mapping[str, Any]
+    tensors: tuple[OpaqueTensor, ...], raw: Mapping[str, Any], path: Path
 ) -> tuple[str, dict[str, Role], tuple[str, ...]]:  # fmt: skip
     """The class, role and alias of the tensors that are weights of linears, and the linears that have none."""
     try:
@@ -73,6 +77,10 @@ def _roles(
             told = " ".join(str(error).split())
             raise _NotKnown(f"transformers can't build the model ({type(error).__name__}: {shown(told)})") from error
     roles = _told(model, names, tensors, raw)
+    if all(role == "float" for role, _ in roles.values()) and (turned := _transposed(model)):
+        raise UnsupportedError(
+            "the weights of its linear layers lie transposed (Conv1D), they are not rounded", path=path, found=turned
+        )
     stored = {alias or name.removesuffix(".weight") for name, (_, alias) in roles.items()}
     linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
     return type(model).__name__, roles, tuple(name for name in linears if name not in stored)
@@ -165,7 +173,7 @@ def _told(
             continue
         if module is head:
             role = "float" if tied else "head"
-        elif type(module) is not nn.Linear or not alone or tuple(module.weight.shape) != tensor.shape:
+        elif _routes(module) or not alone or tuple(module.weight.shape) != tensor.shape:
             role = "float"
         elif precise.intersection(called.split(".")):
             role = "float"  # its class keeps it in float32
@@ -173,6 +181,17 @@ def _told(
             role = hinted or ("linear" if inside is None or id(module) in inside else "head")
         found[tensor.name] = role, alias
     return found
+
+
+def _routes(module: nn.Linear) -> bool:
+    """Whether the class of a linear is a router's; other classes of linears are linears."""
+    name = type(module).__name__.lower()
+    return type(module) is not nn.Linear and any(word in name for word in ("router", "gate", "gating"))
+
+
+def _transposed(model: nn.Module) -> str | None:
+    """The first module with a weight [I, O], as GPT-2 has them; None if there is none."""
+    return next((name for name, module in model.named_modules() if type(module).__name__ == "Conv1D"), None)
 
 
 def _is_expert(tensor: OpaqueTensor) -> bool:

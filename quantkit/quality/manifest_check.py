@@ -156,7 +156,7 @@ def verify_folder(folder: str | Path, *, progress: Progress = silent) -> FolderR
     weights = None
     if quantized and made.get("tensors_only") is True:
         weights = WeightsOnly.from_json(made.get("quality"), folder / manifest.NAME)
-        require_as_recorded(open_checkpoint(folder), made.get("modules"), folder / manifest.NAME)
+        require_as_recorded(open_checkpoint(folder, tensors_only=True), made.get("modules"), folder / manifest.NAME)
     elif quantized:
         texts = recheck(folder, made, progress=progress)
     return FolderReport(folder, len(listed) - len(edited), edited, texts, made, weights)

@@ -35,7 +35,7 @@ from quantkit.quality.figures import Estimate
 from quantkit.quality.manifest_check import FolderReport, neither_true_nor_false, verify_folder
 from quantkit.quality.measures import Divergence, compare_batches
 from quantkit.quality.token_check import token_problems
-from quantkit.quality.weights_only import COMPARED, RecordedErrors
+from quantkit.quality.weights_only import COMPARED, RecordedErrors, summary_problems
 from quantkit.quality.windows import measured_windows
 from quantkit.tensors.qtensor import ROUNDING, QuantTensor, float_rows, frobenius, row_chunks
 from quantkit.tensors.scheme import QuantScheme
@@ -249,6 +249,7 @@ def _verify_pair(a: Path, b: Path, progress: Progress) -> VerifyReport:
     problems = _config_problems(reference, other)
     comparable, runnable = not problems, reference.config.runnable
     problems += token_problems(reference, other) if runnable else []
+    problems += [] if runnable else [*summary_problems(reference), *summary_problems(other)]
     if schemes(reference) and not schemes(other):
         reference, other = other, reference
     names = [e.name for e in parameters(replace(reference.config, tied_embeddings=False))]

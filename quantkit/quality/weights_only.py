@@ -136,6 +136,39 @@ class RecordedErrors:
         return [f"the error of {name} is {error:.4g}, and {recorded:.4g} in the manifest"]
 
 
+def summary_problems(checkpoint: Checkpoint) -> list[str]:
+    """How the manifest of a folder made of tensors contradicts its own account of each tensor, or the tensors there.
+
+    Raises:
+        CheckpointError: if a summary is there and of another form.
+    """
+    try:
+        made = manifest.read(checkpoint.path)
+    except CheckpointError:
+        return []
+    if made.get("tensors_only") is not True:
+        return []
+    carried = {name for name in checkpoint.names() if checkpoint.info(name).scheme is None}
+    listed = made.get("carried")
+    problems = []
+    if not isinstance(listed, dict) or set(listed) != carried:
+        count = len(listed) if isinstance(listed, dict) else 0
+        problems.append(f"the manifest tells what became of {count} tensors, and {len(carried)} are carried")
+    if "quality" not in made:
+        return problems
+    told, modules = WeightsOnly.from_json(made["quality"], checkpoint.path / manifest.NAME), made.get("modules")
+    records = {f"{name}.weight": one for name, one in modules.items()} if isinstance(modules, dict) else {}
+    try:
+        found = weights_only(checkpoint, records)
+    except (LookupError, TypeError, ValueError):
+        return [*problems, "the manifest does not tell the error of each quantized tensor"]
+    for what in ("parameters", "quantized", "carried", "worst_error"):
+        recorded, expected = getattr(told, what), getattr(found, what)
+        if recorded != expected:
+            problems.append(f"'{what}' is {recorded:g} in the manifest's summary, and {expected:g} by its tensors")
+    return problems
+
+
 def require_as_recorded(checkpoint: Checkpoint, modules: Any, path: Path) -> None:
     """Hold the schemes of a folder against its manifest's account of its modules.
 
@@ -155,3 +188,5 @@ def require_as_recorded(checkpoint: Checkpoint, modules: Any, path: Path) -> Non
             f"the scheme of '{name}' is not what the manifest says", path=path, found=found.get(name, "floats"),
             expected=shown(recorded.get(name, "floats")), hint="copy or make it again",
         )  # fmt: skip
+    for problem in summary_problems(checkpoint):
+        raise CheckpointError(problem, path=path, hint="copy or make it again")

@@ -10,9 +10,16 @@ from torch import Tensor
 from quantkit.errors import NonFiniteError
 from quantkit.tensors.qtensor import row_chunks
 
+_HINT = "use the source's own dtype or repair it; `allow_nonfinite=True` writes it all the same"
 
-def checked_cast(tensor: Tensor, dtype: torch.dtype, name: str, path: Path, allow_nonfinite: bool) -> Tensor:
+
+def checked_cast(
+    tensor: Tensor, dtype: torch.dtype, name: str, path: Path, allow_nonfinite: bool, hint: str = _HINT
+) -> Tensor:
     """The tensor in another float type, unless values would be, or are, NaN or Inf.
+
+    Args:
+        hint: what to do about them.
 
     Raises:
         NonFiniteError: naming the tensor and the count.
@@ -24,7 +31,7 @@ def checked_cast(tensor: Tensor, dtype: torch.dtype, name: str, path: Path, allo
     what = f"{before} values that are NaN or Inf" if before else f"{after} values that overflow {dtype}"
     raise NonFiniteError(
         f"tensor '{name}' holds {what}", path=path, found=f"{after} of {result.numel()}",
-        hint="use the source's own dtype or repair it; `allow_nonfinite=True` writes it all the same",
+        hint=hint,
     )  # fmt: skip
 
 

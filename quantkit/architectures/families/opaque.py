@@ -31,8 +31,12 @@ LINEARS = frozenset(
 """The last parts of names that linear layers have, where transformers does not say which are."""
 HEADS = frozenset({"lm_head", "embed_out", "output_projection", "proj_out", "score", "classifier", "decoder"})
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "wg", "gate_network"})
+_ROUTING = ("gate", "router", "classifier")  # in names of as many outputs as there are experts
 NEVER = frozenset({"dt_proj"})  # read by other means than through its module
 _TOWER = re.compile(r"(vision|visual|vit|image|audio|multi_?modal|mm)(_.*)?|.*_(vision|audio)")
+_TABLE = re.compile(r"emb|(^|\.)(wte|wpe|shared)$|norm|(^|\.)ln_|conv|position|relative|rotary|patch|bias$", re.IGNORECASE)
+_EXTRA = frozenset({"mtp", "mtp_layers", "mtp_block", "nextn", "nextn_layers"})
+_BEFORE_LAYERS = frozenset({"model", "language_model", "text_model", "transformer", "backbone"})
 _LANGUAGE = ("text_config", "llm_config", "language_config", "thinker_config")
 _FLOAT_TYPES = ("float32", "float16", "bfloat16")
 _DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -125,9 +129,8 @@ def never_or_named(
         sided: whether the model has parts besides that for language.
     """
     *parents, last = module.split(".")
-    rows = tensor.shape[0]
-    routes = rows in experts and any(word in last for word in ("gate", "router", "classifier"))
-    if last in ROUTERS or last in NEVER or routes or "router" in parents:
+    routes = tensor.shape[0] in experts and last not in LINEARS and any(word in last for word in _ROUTING)
+    if last in ROUTERS or last in NEVER or routes or not ROUTERS.isdisjoint(parents):
         return "float"
     if last == "lm_head":
         return "float" if tied else "head"
@@ -146,6 +149,23 @@ def carried_modules(config: ModelConfig) -> list[str]:
     """The modules whose weights are carried though they may be those of linears that only some readers know, such as
     further layers that predict tokens; none of a model that runs."""
     return [tensor.module for tensor in config.tensors or () if not tensor.role and may_be_linear(tensor)]
+
+
+def is_extra_layer(name: str, raw: Mapping[str, Any]) -> bool:
+    """Whether a tensor is in a layer that predicts further tokens: beyond those that a config.json counts, or so
+    named."""
+    text, parts = _language(raw), name.split(".")
+    if not _EXTRA.isdisjoint(parts):
+        return True
+    count = _whole(text, "num_hidden_layers", "n_layer", "num_layers")
+    at = parts.index("layers") + 1 if "layers" in parts[:-1] else 0
+    language = all(part in _BEFORE_LAYERS for part in parts[: max(0, at - 1)])
+    return bool(count and at and language and parts[at].isdecimal() and int(parts[at]) >= count)
+
+
+def is_table(name: str) -> bool:
+    """Whether a tensor's name is that of an embedding, a norm, a convolution or a table of positions."""
+    return _TABLE.search(".".join(name.removesuffix(".weight").split(".")[-2:])) is not None
 
 
 def expert_counts(raw: Mapping[str, Any]) -> frozenset[int]:

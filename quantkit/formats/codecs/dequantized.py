@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 METHODS = frozenset({"fp8", "fbgemm_fp8", "mxfp4"})
 """``quant_method`` of folders all of whose quantized weights are read as floats."""
 _ALSO = "compressed-tensors"  # some of whose formats are
-_OF_ACTIVATIONS = ("input_scale", "activation_scale")
+_OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_scale_ub")
+_CARRIED_SCALES = (*_OF_ACTIVATIONS, "output_scale", "q_scale", "k_scale", "v_scale", "kv_scale")
 _MOST_ROWS = 2**24
 
 
@@ -74,9 +75,10 @@ def dequantized(
     if settings is None or not (method in METHODS or method == _ALSO):
         return tensors, found, []
     block, left_out = _block(settings), 0
+    by_columns = method == "fbgemm_fp8"
     kinds: dict[str, int] = {}
     for name, tensor in stored.items():
-        weight = _weight(name, tensor, stored, homes, block, dtype)
+        weight = _weight(name, tensor, stored, homes, block, dtype, by_columns=by_columns)
         if weight is None:
             continue
         own = [part.name for part in weight.parts]
@@ -95,23 +97,45 @@ def dequantized(
         notes.append(f"the config names {method}, and no weight is in it: they are the floats that they are")
     if left_out:
         notes.append(f"{left_out} scales of activations are left out: activations stay floats")
+    if others := [name for name in tensors if name.rpartition(".")[2] in _CARRIED_SCALES]:
+        notes.append(
+            f"{len(others)} scales of activations or caches are carried, and nothing tells their use: {others[0]}"
+        )
     return {name: tensors[name] for name in ordered}, found, notes
 
 
 def _weight(
     name: str, tensor: StoredTensor, stored: Mapping[str, StoredTensor], homes: Mapping[str, TensorFile],
-    block: tuple[int, int] | None, dtype: DType,
+    block: tuple[int, int] | None, dtype: DType, *, by_columns: bool,
 ) -> Float8Weight | Mxfp4Weight | None:  # fmt: skip
-    """What a tensor means together with its scales; None where it has none."""
+    """What a tensor means together with its scales; None where it has none.
+
+    Args:
+        by_columns: whether stacked matrices lie transposed [E, I, O], a scale for each output.
+    """
     if tensor.dtype in float8.TYPES and len(tensor.shape) > 1 and 0 not in tensor.shape:
         for suffix in float8.SUFFIXES:
             if scale := stored.get(name + suffix):
-                return Float8Weight(tensor, scale, (homes[name], homes[scale.name]), block, dtype)
+                both, stacked = (homes[name], homes[scale.name]), len(tensor.shape) > 2
+                return Float8Weight(tensor, scale, both, block, dtype, by_columns=by_columns and stacked)
     if tensor.dtype == DType.UINT8 and name.endswith(mxfp4.BLOCKS):
         scale = stored.get(name.removesuffix(mxfp4.BLOCKS) + mxfp4.SCALES)
         if scale is not None and scale.dtype == DType.UINT8:
             return Mxfp4Weight(tensor, scale, (homes[name], homes[scale.name]), dtype)
     return None
+
+
+def by_small_floats(settings: Mapping[str, Any]) -> bool:
+    """Whether settings of a quantization say that weights are in small floats."""
+    if settings.get("quant_method") in METHODS:
+        return True
+    groups = settings.get("config_groups")
+    weights = [
+        group.get("weights")
+        for group in (groups.values() if isinstance(groups, dict) else ())
+        if isinstance(group, dict)
+    ]
+    return any(isinstance(one, dict) and one.get("type") == "float" for one in weights)
 
 
 def _of_activations(name: str) -> Sequence[str]:

@@ -32,13 +32,14 @@ class Float8Weight:
 
     def __init__(
         self, weight: StoredTensor, scale: StoredTensor, homes: tuple[TensorFile, TensorFile],
-        block: tuple[int, int] | None, dtype: DType,
+        block: tuple[int, int] | None, dtype: DType, *, by_columns: bool = False,
     ) -> None:  # fmt: skip
         """
         Args:
             homes: the files that hold the weight and the scales.
             block: rows and columns of a block, where the config says it.
             dtype: of the floats.
+            by_columns: whether scales are for columns, lying [E, 1, O] or [E, O, 1], as fbgemm's of experts do.
 
         Raises:
             UnsupportedError: if the scales' shape or type is none that goes with the weight.
@@ -46,7 +47,7 @@ class Float8Weight:
         self.tensor = StoredTensor(weight.name, dtype, weight.shape)
         self.parts = (weight, scale)
         self._homes = homes
-        self._grid, self._block = _grid(weight, scale, block, homes[1].path)
+        self._grid, self._block = _grid(weight, scale, block, homes[1].path, by_columns=by_columns)
 
     def read(self, part: TensorSlice | None) -> Tensor:
         """The floats, or a part of them."""
@@ -75,11 +76,14 @@ class Float8Weight:
 
 
 def _grid(
-    weight: StoredTensor, scale: StoredTensor, block: tuple[int, int] | None, path: Path
+    weight: StoredTensor, scale: StoredTensor, block: tuple[int, int] | None, path: Path, *, by_columns: bool
 ) -> tuple[tuple[int, ...], tuple[int, int]]:  # fmt: skip
     """The shape [..., R, C] of the scales, and how many rows and columns one of them is for."""
     *lead, rows, columns = weight.shape
-    if scale.dtype in _SCALES:
+    if by_columns:
+        if scale.dtype in _SCALES and scale.shape in ((*lead, 1, columns), (*lead, columns, 1)):
+            return (*lead, 1, columns), (max(rows, 1), 1)
+    elif scale.dtype in _SCALES:
         if math.prod(scale.shape) == 1 and math.prod(lead) == 1:
             return (*lead, 1, 1), (max(rows, 1), max(columns, 1))
         if scale.shape in ((*lead, 1, 1), tuple(lead)) and lead:

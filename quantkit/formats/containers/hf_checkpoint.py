@@ -16,15 +16,16 @@ from quantkit.architectures.families.opaque import opaque_config
 from quantkit.architectures.names import is_derived_buffer, split_derived
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.formats.checkpoint import require_tensors, schemes
+from quantkit.formats.checkpoint import require_tensors, require_unquantized, schemes
 from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule
 from quantkit.formats.codecs.compressed_tensors import packed_shapes
 from quantkit.formats.codecs.dequantized import METHODS as READ_AS_FLOATS
-from quantkit.formats.codecs.dequantized import DequantizedTensor, dequantized
+from quantkit.formats.codecs.dequantized import DequantizedTensor, by_small_floats, dequantized
 from quantkit.formats.containers.hf_parts import decode, read_dequantized, read_floats
 from quantkit.formats.files import pth_io, safetensors_io
 from quantkit.formats.files.source import SourceFile
 from quantkit.formats.files.tensor_file import Home, StoredTensor, TensorFile, same_tensor
+from quantkit.formats.folder import QUANTIZED_ELSEWHERE
 from quantkit.json_values import Settings, read_json, read_settings, shown
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.spec import TensorSpec
@@ -91,7 +92,9 @@ class HFCheckpoint:
         self._codecs = {modules[module]: codec for module, codec in codecs.items()}
         self._drop_tied_head()
         self._disk_specs = self._join_coded(tensors)
-        if self.config.runnable:
+        if tensors_only:
+            self._require_unquantized(settings_in(raw).get(SETTINGS))
+        else:
             require_tensors(self._disk_specs, {name: tensor.shape for name, tensor in tensors.items()}, path)
         self._places = {place.name: (tensor, place) for tensor in tensors.values() for place in tensor.places}
         self._order = [parameter.name for parameter in parameters(self.config)]
@@ -182,6 +185,22 @@ class HFCheckpoint:
         dtype = DType(self.config.dtype)
         self._stored, self._home, notes = dequantized(self._stored, self._files, settings, dtype)
         self.notes += [f"{self.path}: {note}" for note in notes]
+
+    def _require_unquantized(self, settings: Mapping[str, Any] | None) -> None:
+        """Refuse what is left of a quantization, whose settings lie in the config or not.
+
+        Raises:
+            CheckpointError, UnsupportedError: see `require_unquantized`.
+        """
+        method = None if settings is None else str(settings.get("quant_method"))
+        floats = settings is not None and by_small_floats(settings)
+        require_unquantized(self._disk_specs, self.path, method=method, floats=floats)
+        elsewhere = [name for name in QUANTIZED_ELSEWHERE if (self.path / name).is_file()]
+        if method is None and elsewhere:
+            raise UnsupportedError(
+                "the source is quantized already, in a scheme that its config does not name", path=self.path,
+                found=elsewhere[0], hint="start from the float model; if this is one, take the file away",
+            )  # fmt: skip
 
     def _read_headers(self, kind: str, *, derived: bool = False) -> None:
         """
