@@ -34,7 +34,9 @@ ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "wg", "gate_network
 _ROUTING = ("gate", "router", "classifier")  # in names of as many outputs as there are experts
 NEVER = frozenset({"dt_proj"})  # read by other means than through its module
 _TOWER = re.compile(r"(vision|visual|vit|image|audio|multi_?modal|mm)(_.*)?|.*_(vision|audio)")
-_TABLE = re.compile(r"emb|(^|\.)(wte|wpe|shared)$|norm|(^|\.)ln_|conv|position|relative|rotary|patch|bias$", re.IGNORECASE)
+_TABLE = re.compile(
+    r"emb|(^|\.)(wte|wpe|shared)$|norm|(^|\.)ln_|conv|position|relative|rotary|patch|bias$", re.IGNORECASE
+)
 _EXTRA = frozenset({"mtp", "mtp_layers", "mtp_block", "nextn", "nextn_layers"})
 _BEFORE_LAYERS = frozenset({"model", "language_model", "text_model", "transformer", "backbone"})
 _LANGUAGE = ("text_config", "llm_config", "language_config", "thinker_config")
