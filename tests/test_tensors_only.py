@@ -397,3 +397,12 @@ def test_a_summary_that_is_not_the_tensors_is_found(what: str, tmp_path: Path) -
     assert len(report.problems) == 1
     with pytest.raises(CheckpointError, match="manifest"):
         quantkit.verify(made)
+
+
+def test_the_card_of_zero_points_names_no_reader_that_does_not_load_them(tmp_path: Path) -> None:
+    source = _folder(tmp_path / "src", _some())
+    for scheme in ("int4-g32", "int4-g32-asym"):
+        made = quantkit.quantize(source, tmp_path / scheme, scheme, tensors_only=True).path
+        card = " ".join((made / "README.md").read_text().split())
+        assert "Loading was not tried" in card
+        assert ("transformers" in card.partition("## Use")[2]) == (scheme == "int4-g32")
