@@ -265,3 +265,14 @@ def test_experts_are_told(tmp_path: Path) -> None:
     assert dense.experts == dense.experts_per_token == 0
     assert dense.active_parameters == dense.parameters
     assert not any(line.startswith("  experts") for line in dense.lines())
+
+
+def test_of_equal_experts_those_of_the_lower_numbers_are_chosen(tmp_path: Path) -> None:
+    """As by the kernels; a router of zeros is what mixtures begin with that are made of one model."""
+    experts = load_model(_saved("qwen3-moe", tmp_path), dtype=torch.float32).model.layers[0].mlp
+    with torch.no_grad():
+        experts.gate.weight.zero_()
+    weights, chosen = experts.route(torch.ones(2, 5, 64))
+    assert chosen.is_contiguous()
+    assert chosen.unique(dim=1).tolist() == [[[0, 1]]] * 2
+    torch.testing.assert_close(weights.sum(-1), torch.full((2, 5), weights[0, 0].sum().item()))
