@@ -93,7 +93,7 @@ class Experts(nn.Module):
         """The shares, float32 [..., K], and numbers [..., K] of the experts chosen for tokens [..., D]; of equal ones
         those of the lower numbers."""
         shares, numbers = self.logits(x).softmax(-1).sort(dim=-1, descending=True, stable=True)
-        weights, chosen = shares[..., : self.config.per_token], numbers[..., : self.config.per_token]
+        weights, chosen = (found[..., : self.config.per_token].contiguous() for found in (shares, numbers))
         if self.config.normalized:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights, chosen
