@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.formats.codecs.float8 import TYPES as SMALL_FLOATS
 from quantkit.formats.files.source import SourceFile
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.scheme import QuantScheme
@@ -37,7 +38,6 @@ _QUANTIZED_SUFFIXES = {
     "W_q": "HQQ",
     "_weight_qdata": "torchao",
 }
-_SMALL_FLOATS = (DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2, DType.FLOAT8_E4M3FNUZ, DType.FLOAT8_E5M2FNUZ)
 
 
 class Checkpoint(Protocol):
@@ -204,7 +204,7 @@ def require_unquantized(found: Mapping[str, TensorSpec], path: Path, *, method: 
                 found=f"{spec.dtype} {list(spec.shape)}", expected=f"codes and scales of {method}, each once",
                 hint="the folder is damaged, or another tool's; download it again",
             )  # fmt: skip
-        coded = spec.dtype in _SMALL_FLOATS or (spec.dtype == DType.UINT8 and name.endswith(("_blocks", "_scales")))
+        coded = spec.dtype in SMALL_FLOATS or (spec.dtype == DType.UINT8 and name.endswith(("_blocks", "_scales")))
         if floats and coded:
             raise CheckpointError(
                 f"tensor '{name}' lacks what goes with it: codes and scales come together", path=path,
