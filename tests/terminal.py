@@ -57,6 +57,10 @@ class Terminal:
     def _read(self) -> bool:
         try:
             piece = os.read(self._ours, 1 << 16)
+        except TimeoutError:  # the test has waited for too long
+            self._process.kill()
+            self._process.wait()
+            raise
         except OSError:  # the other end is closed
             return False
         self._got += piece

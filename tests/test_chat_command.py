@@ -17,9 +17,24 @@ from terminal import READY, Terminal
 
 import quantkit
 
-# An answer goes on for ever after its fourth step: it waits there for Ctrl-C. The terminal is told.
-_ENDLESS = """
+# Tells the terminal, and waits for a signal: through a pipe, since it may come before the wait, and to any thread.
+_WAIT = """
 import os, signal, sys
+
+def wait_for_signal():
+    told, tells = os.pipe()
+    os.set_blocking(tells, False)
+    before = signal.set_wakeup_fd(tells)
+    os.write(2, b"<waits>")
+    try:
+        os.read(told, 1)
+    finally:
+        signal.set_wakeup_fd(before)
+
+"""
+
+# An answer is not ended before Ctrl-C: it waits for it at its fourth step.
+_ENDLESS = f"""{_WAIT}
 from quantkit.runtime.engine import Engine
 step, count = Engine.step, 0
 
@@ -27,11 +42,7 @@ def held(self, *arguments):
     global count
     count += 1
     if count == 4:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        os.write(2, b"<waits>")
-        signal.sigwait({signal.SIGINT})
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        os.kill(os.getpid(), signal.SIGINT)
+        wait_for_signal()
     return step(self, *arguments)
 
 Engine.step = held
@@ -41,16 +52,13 @@ main(sys.argv[1:])
 
 
 # The first question is never ready, until Ctrl-C.
-_NEVER_READY = """
-import os, signal, sys
+_NEVER_READY = f"""{_WAIT}
 from quantkit.runtime.chat_session import ChatSession
 fitted = ChatSession._fitted
 
 def held(self, *arguments):
     ChatSession._fitted = fitted
-    os.write(2, b"<waits>")
-    while True:
-        signal.pause()
+    wait_for_signal()
 
 ChatSession._fitted = held
 from quantkit.cli.main import main
