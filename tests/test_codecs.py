@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule, Reason
 from quantkit.formats.container import Output
+from quantkit.formats.containers.hf_checkpoint import SETTINGS
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.files import tensor_file
 from quantkit.formats.files.tensor_file import StoredTensor
@@ -40,15 +41,19 @@ class Steps:
     """Signed codes [I, O], so transposed, beside scales [O] that are never negative; nothing but int8 per row."""
 
     name = "steps"
+    keys = (SETTINGS,)
     scheme = INT8
 
-    def read_settings(self, settings: Settings, modules: Iterable[str]) -> dict[str, Codec]:
+    def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
         return {module: self for module in modules if module in settings.texts("modules")}
 
     def write_settings(
         self, schemes: Mapping[str, QuantScheme], modules: Iterable[str], *, every: bool = True
     ) -> dict[str, Any]:
         return {"quant_method": self.name, "modules": [module for module in modules if module in schemes]}
+
+    def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
+        return {}
 
     def codec(self, scheme: QuantScheme) -> Codec | Reason:
         return self if scheme == INT8 else Reason("it holds nothing else", found=scheme, expected=INT8)
@@ -67,6 +72,9 @@ class Steps:
         codes = StoredTensor(f"{module}codes", DType.INT8, spec.shape[::-1])
         return [codes, StoredTensor(f"{module}steps", spec.dtype, spec.shape[:1])]
 
+    def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
+        return self.stored(spec)
+
     def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor:
         turned = None if part is None else TensorSlice(1 - part.axis, part.ranges)
         codes = raw.read("codes", turned).t().contiguous().view(torch.uint8) ^ 128
@@ -83,15 +91,19 @@ class Backwards:
     """Floats whose bytes lie backwards, as those of formats that are dequantized when they are read."""
 
     name = "backwards"
+    keys = (SETTINGS,)
     scheme = None
 
-    def read_settings(self, settings: Settings, modules: Iterable[str]) -> dict[str, Codec]:
+    def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
         return dict.fromkeys((module for module in modules if module != "lm_head"), self)
 
     def write_settings(
         self, schemes: Mapping[str, QuantScheme], modules: Iterable[str], *, every: bool = True
     ) -> dict[str, Any]:
         raise NotImplementedError
+
+    def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
+        return {}
 
     def codec(self, scheme: QuantScheme) -> Reason:
         return Reason("it is only read")
@@ -105,6 +117,9 @@ class Backwards:
     def stored(self, spec: TensorSpec) -> list[StoredTensor]:
         rows, columns = spec.shape
         return [StoredTensor(spec.name, DType.UINT8, (rows, columns * 2))]
+
+    def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
+        return self.stored(spec)
 
     def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> Tensor:
         rows = part if part is not None and part.axis == 0 else None

@@ -16,8 +16,9 @@ FOLDERS = {"quantkit": "quantkit", "kernels": "quantkit.kernels", "cli": "quantk
 # Each room may import itself and the rooms above it.
 ROOMS = (
     ("errors", "version", "progress", "memory", "json_values", "arguments"),
-    ("data", "architectures", "tensors", "text"),
+    ("data", "architectures", "tensors"),
     ("formats.files", "solver"),
+    ("text",),
     ("formats.checkpoint", "formats.codecs"),
     ("formats.container", "formats.folder"),
     ("formats.containers", "formats.output"),
@@ -35,7 +36,7 @@ RANKS = {name: rank for rank, names in enumerate(ROOMS) for name in names}
 ONLY = {
     "quantkit.architectures": {"errors", "json_values", "architectures"},
     "quantkit.tensors": {"errors", "json_values", "arguments", "tensors"},
-    "quantkit.text": {"errors", "json_values", "arguments", "text"},
+    "quantkit.text": {"errors", "json_values", "arguments", "text", "formats.files"},
     "quantkit.kernels": {"errors", "tensors", "kernels"},
     "quantkit.solver": {"errors", "tensors", "solver"},
     "quantkit.model.decoder": {"architectures", "distributed", "model"},

@@ -100,6 +100,12 @@ def schemes(checkpoint: Checkpoint) -> dict[str, QuantScheme]:
     return {name.removesuffix(".weight"): scheme for name, scheme in found if scheme is not None}
 
 
+def read_as_floats(checkpoint: Checkpoint) -> dict[str, str]:
+    """The tensors that are stored as integers whose codes are not carried, and what those are."""
+    found = ((name, checkpoint.info(name).stored_as) for name in checkpoint.names())
+    return {name: stored_as for name, stored_as in found if stored_as is not None}
+
+
 def parameter_count(checkpoint: Checkpoint) -> int:
     """How many weights a model has, as if all were floats; tied ones counted once."""
     return sum(math.prod(checkpoint.info(name).shape) for name in checkpoint.names())

@@ -11,6 +11,7 @@ from quantkit.arguments import as_path, as_text
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.formats import manifest
 from quantkit.formats.container import Container, StoredCheckpoint
+from quantkit.formats.files.located import located
 from quantkit.formats.files.source import SourceFile
 from quantkit.formats.output.staging import require_finished
 from quantkit.formats.registry import CONTAINERS
@@ -47,7 +48,7 @@ def open_checkpoint(
         CheckpointError: if there is no checkpoint, it is ambiguous, damaged or not finished.
         UnsupportedError: if its kind is known and cannot be read.
     """
-    path = as_path("path", path)
+    path = located(as_path("path", path))
     require_finished(path, manifest.NAME)
     if tensors_only or not made_of_tensors(path):
         return open_unfinished(path, weights, tensors_only=tensors_only)

@@ -21,6 +21,7 @@ from quantkit.text.chat_template import (
     given_template,
     template_paths,
 )
+from quantkit.text.text_folder import text_folder
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
 
 TOKENIZER_SETTINGS = "tokenizer_config.json"
@@ -47,7 +48,7 @@ def checked_tokenizer(source: Checkpoint) -> tuple[Tokenizer | None, list[str]]:
     """
     if not source.config.runnable:
         return None, []  # its files are copied, whatever kind of tokenizer they are
-    if not present(source.path, TOKENIZER_FILES[:2]):
+    if not present(text_folder(source.path), TOKENIZER_FILES[:2]):
         return None, [f"{source.path}: has no tokenizer; the output will have none"]
     tokenizer, rows = load_tokenizer(source.path), source.config.vocab_size
     require_rows(tokenizer, rows, source.path)

@@ -87,8 +87,10 @@ def writing(work: Work, dst: Path, *, resume: bool, source_check: bool, progress
         dst, work.encoder, work.fingerprint(), work.side_files, needed_bytes=needed, resume=resume,
         progress=progress,
     ) as writer:  # fmt: skip
-        folder = work.source.path
-        hashes = manifest.SourceHashes([*work.source.files(), *tokenizer_files(folder)], folder)
+        path = work.source.path
+        beside = tokenizer_files(path) if path.is_dir() else []  # a file holds its own
+        folder = path if path.is_dir() else path.parent
+        hashes = manifest.SourceHashes([*work.source.files(), *beside], folder)
         checked: SourceCheck | str = "skipped as asked"
         if source_check:
             checked = _checked(work, progress)

@@ -10,6 +10,7 @@ from quantkit.arguments import as_path
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.json_values import Settings, read_settings
 from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
+from quantkit.text.text_folder import text_folder
 
 _log = logging.getLogger(__name__)
 
@@ -81,5 +82,5 @@ def end_tokens(folder: Path, config: ModelConfig) -> tuple[int, ...]:
 
 
 def _settings(folder: Path) -> Settings:
-    path = folder / NAME
+    path = text_folder(folder) / NAME
     return Settings(read_settings(path) if path.is_file() else {}, path)

@@ -11,6 +11,7 @@ from quantkit.arguments import as_path, as_text, require_tokenizer, wrong_type
 from quantkit.errors import RequestError
 from quantkit.text.chat_template import META_FORMATS, ChatTemplate, ChatTemplates, Message, given_template
 from quantkit.text.special_tokens import special_tokens
+from quantkit.text.text_folder import text_folder
 from quantkit.text.tokenizer import Tokenizer
 
 _LLAMA3_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
@@ -157,7 +158,7 @@ def chat_format(
         >>> chat = quantkit.chat_format("model", tokenizer)
         >>> ids = chat.encode([{"role": "user", "content": "What is the capital of France?"}])
     """
-    folder = as_path("folder", folder)
+    folder = text_folder(as_path("folder", folder))
     require_tokenizer(tokenizer)
     if template is not None:
         as_text("template", template)

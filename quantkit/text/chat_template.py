@@ -19,6 +19,7 @@ from quantkit.arguments import wrong_type
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
 from quantkit.json_values import read_json, require_plain_file, shown
 from quantkit.text.template_sandbox import LONGEST, Refusal, bounded, environment
+from quantkit.text.text_folder import text_folder
 
 Message = Mapping[str, Any]
 """``role`` and ``content``, and what a template knows besides, such as ``tool_calls``."""
@@ -161,7 +162,7 @@ class ChatTemplates:
         Raises:
             CheckpointError: if a file is damaged.
         """
-        self.folder = Path(folder)
+        self.folder = text_folder(folder)
         self._sources = _sources(self.folder)
         self._tokens = dict(tokens or {})
 

@@ -16,6 +16,7 @@ from quantkit.errors import CheckpointError, RequestError
 from quantkit.json_values import Settings, read_json, require_plain_file
 from quantkit.text.contained import contained, is_panic, quiet_on_failure
 from quantkit.text.special_tokens import special_tokens
+from quantkit.text.text_folder import text_folder
 from quantkit.text.tiktoken_file import LLAMA3_PATTERN, is_tiktoken, llama3_specials, read_tiktoken, require_length
 from quantkit.text.token_bytes import TokenBytes, fallback_bytes, letters_bytes
 
@@ -252,7 +253,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     Raises:
         CheckpointError: if there is none, or the file is of no known kind.
     """
-    folder = Path(folder)
+    folder = text_folder(folder)
     if (folder / "tokenizer.json").is_file():
         return JsonTokenizer(folder / "tokenizer.json")
     path = folder / "tokenizer.model"

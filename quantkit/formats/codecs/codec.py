@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -72,11 +72,12 @@ class Codec(Protocol):
 
     @property
     def scheme(self) -> QuantScheme | None:
-        """What it decodes to; None for floats."""
+        """What the settings say that it decodes to; None for floats."""
         ...
 
     def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
-        """The weight that a module's tensors are, as their headers tell it.
+        """The weight that a module's tensors are, as their headers tell it, and the small ones among them (zero
+        points, offsets, group indices): whether they are codes of a scheme, or read as floats.
 
         Args:
             expected: the weight [O, I] that the architecture calls for, in the model's float type; what the
@@ -89,6 +90,10 @@ class Codec(Protocol):
 
     def stored(self, spec: TensorSpec) -> list[StoredTensor]:
         """The tensors that a weight occupies, in the order they are written."""
+        ...
+
+    def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
+        """The tensors that hold a weight which was found: those of `stored`, and others that may be there."""
         ...
 
     def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor | Tensor:
@@ -110,12 +115,19 @@ class QuantMethod(Protocol):
 
     Attributes:
         name: ``quant_method`` in config.json.
+        keys: of config.json under which its settings are written.
     """
 
     name: str
+    keys: tuple[str, ...]
 
-    def read_settings(self, settings: Settings, modules: Iterable[str]) -> dict[str, Codec]:
+    def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
         """The codec of every one of the modules that is quantized.
+
+        Args:
+            settings: as they stand in config.json, or in a file beside it.
+            modules: all that may be.
+            stored: the names of all tensors on disk; none where only the config is looked at.
 
         Raises:
             UnsupportedError: for what quantkit does not read.
@@ -134,6 +146,10 @@ class QuantMethod(Protocol):
         Raises:
             UnsupportedError: if they can't tell these schemes apart.
         """
+        ...
+
+    def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
+        """Files beside config.json that say the settings over again."""
         ...
 
     def codec(self, scheme: QuantScheme) -> Codec | Reason:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +70,9 @@ class PackQuantized:
             tensors.append(StoredTensor(module + _ZERO, DType.INT32, (math.ceil(rows * bits / 32), groups)))
         return tensors
 
+    def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
+        return self.stored(spec)
+
     def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor:
         from quantkit.tensors.qtensor import QuantTensor, unpack_int32
 
@@ -114,8 +117,9 @@ class CompressedTensors:
     """``quant_method: compressed-tensors``: groups of modules, each of one scheme."""
 
     name = "compressed-tensors"
+    keys: tuple[str, ...] = ("quantization_config",)
 
-    def read_settings(self, settings: Settings, modules: Iterable[str]) -> dict[str, Codec]:
+    def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
         """
         Raises:
             UnsupportedError: for another format, quantized activations or KV cache, transforms, and other than
@@ -181,6 +185,9 @@ class CompressedTensors:
             "ignore": [module for module in modules if module not in schemes],
             "kv_cache_scheme": None,
         }
+
+    def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
+        return {}
 
     def codec(self, scheme: QuantScheme) -> PackQuantized:
         return PackQuantized(scheme)

@@ -20,6 +20,7 @@ from quantkit.formats.containers.hf_checkpoint import SETTINGS, HFCheckpoint, in
 from quantkit.formats.folder import json_bytes, present, side_names, with_templates
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.export import export_json
+from quantkit.text.text_folder import text_folder
 
 if TYPE_CHECKING:
     from quantkit.formats.containers.hf_encoder import SafetensorsEncoder
@@ -76,15 +77,18 @@ class HuggingFace:
 
     def side_files(self, output: Output) -> dict[str, bytes | Path]:
         source, config = output.source, output.config
-        raw = _config(source, config)
+        raw, beside = _config(source, config), dict[str, bytes]()
         if output.schemes and SETTINGS not in raw:
             every = config.tensors is None or config.unstored is not None
             schemes, modules = _on_disk(output.schemes, config)
-            raw[SETTINGS] = (output.method or self._native).write_settings(schemes, modules, every=every)
-        files: dict[str, bytes | Path] = {self.config_file: json_bytes(raw)}
-        files.update(present(source.path, side_names(source)))
+            method = output.method or self._native
+            settings = method.write_settings(schemes, modules, every=every)
+            raw |= dict.fromkeys(method.keys, settings)
+            beside = method.side_files(settings)
+        files: dict[str, bytes | Path] = {self.config_file: json_bytes(raw), **beside}
+        files.update(present(text_folder(source.path), side_names(source)))
         if source.format != self.name:
-            files.update(_exported_tokenizer(source.path))
+            files.update(_exported_tokenizer(text_folder(source.path)))
             ids = {"bos_token_id": raw["bos_token_id"], "eos_token_id": raw["eos_token_id"]}
             files.setdefault("generation_config.json", json_bytes({k: v for k, v in ids.items() if v is not None}))
         return with_templates(files, output.templates, in_settings=True)

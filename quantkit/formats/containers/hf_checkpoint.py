@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 SETTINGS = "quantization_config"
 """The key of config.json under which the settings of a quantization lie."""
 _STEMS = {"safetensors": "model", "bin": "pytorch_model"}
-_NOT_CARRIED = {SETTINGS, "dtype", "rope_scaling", "_name_or_path", "auto_map"}
+_MLX_SETTINGS = "quantization"
+_SETTINGS_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Where settings lie that config.json does not hold, and whose they are where they do not say."""
+_NOT_CARRIED = {SETTINGS, _MLX_SETTINGS, "dtype", "rope_scaling", "_name_or_path", "auto_map"}
 
 
 def weight_kinds(folder: Path) -> list[str]:
@@ -68,7 +71,8 @@ class HFCheckpoint:
         self.path = path
         self.notes: list[str] = []
         self._config_path = path / "config.json"
-        raw = read_settings(self._config_path)
+        stated = read_settings(self._config_path)
+        raw = settings_in(stated, None if tensors_only else path)
         self._settings = [SourceFile(self._config_path)]
         self._stored: dict[str, StoredTensor] = {}
         self._files: dict[str, TensorFile] = {}
@@ -76,7 +80,7 @@ class HFCheckpoint:
         self.extra_config: Mapping[str, Any]
         if tensors_only:
             self._read_headers(kind, derived=True)
-            self._take_tensors(raw)
+            self._take_tensors(raw, stated)
         else:
             self.config = config_from_hf(raw, self._config_path)
             owned = set(config_to_hf(self.config)) | _NOT_CARRIED
@@ -88,12 +92,12 @@ class HFCheckpoint:
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         tensors = {tensor.name: tensor for tensor in found_tensors(self.config, shapes, path)}
         modules = {tensor.module: name for name, tensor in tensors.items() if self._may_have_codec(tensor)}
-        self._method, codecs = read_codecs(settings_in(raw), modules, self._config_path, methods)
+        self._method, codecs = read_codecs(raw, modules, self._config_path, methods, self._stored)
         self._codecs = {modules[module]: codec for module, codec in codecs.items()}
         self._drop_tied_head()
         self._disk_specs = self._join_coded(tensors)
         if tensors_only:
-            self._require_unquantized(settings_in(raw).get(SETTINGS))
+            self._require_unquantized(raw.get(SETTINGS))
         else:
             require_tensors(self._disk_specs, {name: tensor.shape for name, tensor in tensors.items()}, path)
         self._places = {place.name: (tensor, place) for tensor in tensors.values() for place in tensor.places}
@@ -105,7 +109,7 @@ class HFCheckpoint:
     def info(self, name: str) -> TensorSpec:
         tensor, place = self._places[name]
         stored = self._disk_specs[tensor.name]
-        return TensorSpec(name, place.shape, stored.dtype, stored.scheme)
+        return TensorSpec(name, place.shape, stored.dtype, stored.scheme, stored.stored_as)
 
     def files(self) -> list[SourceFile]:
         homes = {home.source for home in self._files.values()}
@@ -135,7 +139,7 @@ class HFCheckpoint:
             return _share(home.nbytes, tensor, place)
         if codec is None:
             return StoredTensor(name, spec.dtype, place.shape).nbytes
-        size = sum(stored.nbytes for stored in codec.stored(spec))
+        size = sum(stored.nbytes for stored in codec.parts(self._raw(tensor), spec))
         return _share(size, tensor, place)
 
     def readers(self) -> str:
@@ -146,7 +150,7 @@ class HFCheckpoint:
             return "quantkit, transformers, vLLM"
         if unread_experts(self.config, schemes(self)):
             return "quantkit"
-        return f"quantkit, {self._method.readers(codec.scheme for codec in self._codecs.values())}"
+        return f"quantkit, {self._method.readers(self._disk_specs[name].scheme for name in self._codecs)}"
 
     def _raw(self, tensor: DiskTensor) -> RawModule:
         return RawModule(tensor.module, self._home, self.path)
@@ -163,11 +167,16 @@ class HFCheckpoint:
         if len(found) == 1 and (dtype := found.pop()) in FLOATS:
             self.config = self.config.with_dtype(dtype)
 
-    def _take_tensors(self, raw: Mapping[str, Any]) -> None:
-        """Take whatever tensors there are for the model's: floats, those that codecs may hold, and all others."""
+    def _take_tensors(self, raw: Mapping[str, Any], stated: Mapping[str, Any]) -> None:
+        """Take whatever tensors there are for the model's: floats, those that codecs may hold, and all others.
+
+        Args:
+            raw: see `settings_in`.
+            stated: the config.json as it stands.
+        """
         self.config = opaque_config(raw, {name: (one.shape, one.dtype) for name, one in self._stored.items()})
         self._dequantize(raw)
-        shapes = packed_shapes(self._stored, self._files, settings_in(raw))
+        shapes = packed_shapes(self._stored, self._files, raw)
         found: dict[str, tuple[tuple[int, ...], str]] = {}
         for name, tensor in self._stored.items():
             module, _, leaf = name.rpartition(".")
@@ -176,11 +185,11 @@ class HFCheckpoint:
             elif leaf == "weight_packed":
                 found[f"{module}.weight"] = shapes[module], self.config.dtype
         self.config = replace(opaque_config(raw, found), dtype=self.config.dtype)
-        self.extra_config = raw if shapes else without_settings(raw)
+        self.extra_config = stated if shapes else without_settings(stated)
 
     def _dequantize(self, raw: Mapping[str, Any]) -> None:
         """Put floats in the place of weights in small floats with scales."""
-        stated = settings_in(raw).get(SETTINGS)
+        stated = raw.get(SETTINGS)
         settings = Settings(stated, self._config_path, SETTINGS) if isinstance(stated, dict) else None
         dtype = DType(self.config.dtype)
         self._stored, self._home, notes = dequantized(self._stored, self._files, settings, dtype)
@@ -268,12 +277,13 @@ class HFCheckpoint:
         stored = dict(self._stored)
         joined = {}
         for name, codec in self._codecs.items():
-            spec = codec.spec(self._raw(tensors[name]), TensorSpec(name, tensors[name].shape, dtype))
-            for expected in codec.stored(spec):
+            raw = self._raw(tensors[name])
+            spec = codec.spec(raw, TensorSpec(name, tensors[name].shape, dtype))
+            for expected in codec.parts(raw, spec):
                 found = stored.pop(expected.name, None)
                 if found is None or found.shape != expected.shape or found.dtype != expected.dtype:
                     raise CheckpointError(
-                        f"tensor '{expected.name}' does not fit scheme {codec.scheme}", path=self.path,
+                        f"tensor '{expected.name}' does not fit scheme {spec.scheme or spec.stored_as}", path=self.path,
                         found="nothing" if found is None else f"{found.dtype} {list(found.shape)}",
                         expected=f"{expected.dtype} {list(expected.shape)}",
                     )  # fmt: skip
@@ -290,9 +300,18 @@ def _share(size: int, tensor: DiskTensor, place: Place) -> int:
 
 
 def read_codecs(
-    raw: Mapping[str, Any], modules: Iterable[str], path: Path, methods: Mapping[str, QuantMethod]
+    raw: Mapping[str, Any],
+    modules: Iterable[str],
+    path: Path,
+    methods: Mapping[str, QuantMethod],
+    stored: Collection[str] = (),
 ) -> tuple[QuantMethod | None, dict[str, Codec]]:
     """How a config.json says that a folder is quantized: the method, and the codec of each module; none for floats.
+
+    Args:
+        raw: see `settings_in`.
+        path: of config.json, for errors.
+        stored: the names of all tensors; none where only the config is looked at.
 
     Raises:
         UnsupportedError: for a method that is not read; see also `QuantMethod.read_settings`.
@@ -313,13 +332,26 @@ def read_codecs(
             found=f"{name} {bits}".strip() if name else "an unnamed scheme",
             expected=", ".join([*methods, *sorted(READ_AS_FLOATS)]), hint="start from the float model",
         )  # fmt: skip
-    return methods[name], methods[name].read_settings(settings, modules)
+    return methods[name], methods[name].read_settings(settings, modules, stored)
 
 
-def settings_in(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A config.json whose settings of a quantization stand in it, not in one of its parts."""
+def settings_in(raw: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
+    """A config.json in which the settings of a quantization stand, wherever a folder has them: in the config, in one
+    of its parts, under MLX's name, or in a file of their own.
+
+    Args:
+        folder: in which such a file may lie.
+
+    Raises:
+        CheckpointError: if such a file is damaged.
+    """
+    if isinstance(named := raw.get(_MLX_SETTINGS), dict):
+        return {**raw, SETTINGS: {"quant_method": "mlx", **named}}
     nested = (part.get(SETTINGS) for part in raw.values() if isinstance(part, dict))
     found = next((one for one in (raw.get(SETTINGS), *nested) if one is not None), None)
+    if found is None and folder is not None:
+        beside = [(folder / name, method) for name, method in _SETTINGS_FILES.items() if (folder / name).is_file()]
+        found = next(({"quant_method": method, **read_json(path)} for path, method in beside), None)
     return {**raw, SETTINGS: found}
 
 
@@ -328,7 +360,7 @@ def without_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: without_settings(value) if isinstance(value, dict) else value
         for key, value in raw.items()
-        if key != SETTINGS
+        if key not in (SETTINGS, _MLX_SETTINGS)
     }
 
 

@@ -14,6 +14,7 @@ from quantkit.formats.container import Output
 from quantkit.formats.containers.meta_checkpoint import MetaCheckpoint, shard_paths
 from quantkit.formats.folder import OTHER_FILES, json_bytes, present, with_templates
 from quantkit.text.compare import first_difference, vocabulary_texts
+from quantkit.text.text_folder import text_folder
 from quantkit.text.tokenizer import load_tokenizer, original_tokenizer
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Meta:
             CheckpointError: if the source has a tokenizer.model, which Meta's code reads, that is another tokenizer
                 than the one it is read with.
         """
-        folder = output.source.path
+        folder = text_folder(output.source.path)
         files: dict[str, bytes | Path] = {self.config_file: json_bytes(config_to_meta(output.config))}
         original = folder / _TOKENIZER
         names = (_TOKENIZER,) if original.is_file() else ("tokenizer.json", "tokenizer_config.json")
@@ -69,7 +70,7 @@ class Meta:
         return with_templates(files, output.templates, in_settings=not original.is_file())
 
     def notes(self, output: Output) -> list[str]:
-        folder = output.source.path
+        folder = text_folder(output.source.path)
         if output.tokenizer is None or (folder / _TOKENIZER).is_file():
             return []
         return [f"{folder}: has no tokenizer.model; tokenizer.json is written in its place"]
