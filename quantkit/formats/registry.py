@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from quantkit.errors import RequestError
+from quantkit.formats.codecs.awq import Awq
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
+from quantkit.formats.codecs.gptq import Gptq
 from quantkit.formats.container import Container
 from quantkit.formats.containers.hf import HuggingFace
 from quantkit.formats.containers.meta import Meta
@@ -13,7 +15,7 @@ from quantkit.json_values import shown
 
 _NATIVE = CompressedTensors()
 
-METHODS: dict[str, QuantMethod] = {method.name: method for method in (_NATIVE,)}
+METHODS: dict[str, QuantMethod] = {method.name: method for method in (_NATIVE, Gptq(), Awq())}
 """By ``quant_method`` in config.json."""
 
 HF = HuggingFace(METHODS, _NATIVE)

@@ -153,7 +153,7 @@ class HFCheckpoint:
         return f"quantkit, {self._method.readers(self._disk_specs[name].scheme for name in self._codecs)}"
 
     def _raw(self, tensor: DiskTensor) -> RawModule:
-        return RawModule(tensor.module, self._home, self.path)
+        return RawModule(tensor.module, self._home, self.path, self.notes)
 
     def _may_have_codec(self, tensor: DiskTensor) -> bool:
         """Whether a codec may hold a tensor: a linear's weight, or all experts that are not there as floats."""
