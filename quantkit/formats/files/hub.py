@@ -225,12 +225,13 @@ def _cached(model: HubModel, unreachable: RequestError) -> Path:
     Raises:
         RequestError: the one that is given, if it holds nothing.
     """
-    from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import HF_HUB_CACHE
 
-    try:
-        folder = Path(snapshot_download(model.name, revision=model.revision, local_files_only=True))
-    except Exception:
-        raise unreachable from None
+    # Not through the library: it calls a snapshot of which only some files were asked for incomplete.
+    cache = Path(HF_HUB_CACHE, f"models--{model.name.replace('/', '--')}")
+    revision = model.revision or "main"
+    branch = cache / "refs" / revision
+    folder = cache / "snapshots" / (branch.read_text().strip() if branch.is_file() else revision)
     found = folder if model.file is None else folder / model.file
     if not found.exists():
         raise unreachable
