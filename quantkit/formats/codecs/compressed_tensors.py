@@ -117,7 +117,7 @@ class CompressedTensors:
     """``quant_method: compressed-tensors``: groups of modules, each of one scheme."""
 
     name = "compressed-tensors"
-    keys = ("quantization_config",)
+    keys: tuple[str, ...] = ("quantization_config",)
 
     def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
         """

@@ -355,10 +355,9 @@ def settings_in(raw: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
         return {**raw, SETTINGS: {"quant_method": "mlx", **named}}
     nested = (part.get(SETTINGS) for part in raw.values() if isinstance(part, dict))
     found = next((one for one in (raw.get(SETTINGS), *nested) if one is not None), None)
-    for name, method in _SETTINGS_FILES.items() if found is None and folder is not None else ():
-        if (folder / name).is_file():
-            found = {"quant_method": method, **read_json(folder / name)}
-            break
+    if found is None and folder is not None:
+        beside = [(folder / name, method) for name, method in _SETTINGS_FILES.items() if (folder / name).is_file()]
+        found = next(({"quant_method": method, **read_json(path)} for path, method in beside), None)
     return {**raw, SETTINGS: found}
 
 
