@@ -66,7 +66,8 @@ def test_the_way_from_download_to_generation_runs_with_a_small_model(demo_model:
     quantkit.convert(demo_model, tmp_path / "model")
     assert f"inspect hf:{HUB_MODEL}" in lines[0]
     for line in lines:
-        small = line.replace(f"hf:{HUB_MODEL}", "model").replace(HUB_TEXT, f"{ROOT / 'quantkit/data/excerpt.txt'} --samples 16 --length 128")
+        small = line.replace(f"hf:{HUB_MODEL}", "model")
+        small = small.replace(HUB_TEXT, f"{ROOT / 'quantkit/data/excerpt.txt'} --samples 16 --length 128")
         assert _run(small, tmp_path).strip(), line
     assert any(HUB_TEXT in line for line in lines)
 
