@@ -140,6 +140,7 @@ class Container(Protocol):
         stores_tied_head: whether its readers expect a head even where it is the embedding over again.
         states_tokens: whether its config says which tokens begin and end a text.
         model_parallel: whether its weights may be cut into shards that are loaded side by side.
+        derived: whether its weights are made from others in the same folder, which go before them.
     """
 
     name: str
@@ -150,6 +151,7 @@ class Container(Protocol):
     stores_tied_head: bool
     states_tokens: bool
     model_parallel: bool
+    derived: bool
 
     def present(self, path: Path) -> list[str]:
         """The sets of weights that lie at a path, the one to prefer first."""

@@ -8,6 +8,7 @@ from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.codecs.gptq import Gptq
 from quantkit.formats.container import Container
+from quantkit.formats.containers.gpt_fast import GptFast
 from quantkit.formats.containers.hf import HuggingFace
 from quantkit.formats.containers.meta import Meta
 from quantkit.formats.folder import READ_BESIDE
@@ -21,7 +22,7 @@ METHODS: dict[str, QuantMethod] = {method.name: method for method in (_NATIVE, G
 HF = HuggingFace(METHODS, _NATIVE)
 META = Meta()
 
-CONTAINERS: dict[str, Container] = {container.name: container for container in (META, HF)}
+CONTAINERS: dict[str, Container] = {container.name: container for container in (META, HF, GptFast())}
 """By name."""
 
 

@@ -36,6 +36,7 @@ class HuggingFace:
     stores_tied_head = False
     states_tokens = True
     model_parallel = False
+    derived = False
 
     def __init__(self, methods: Mapping[str, QuantMethod], native: QuantMethod) -> None:
         """

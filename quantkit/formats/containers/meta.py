@@ -34,6 +34,7 @@ class Meta:
     stores_tied_head = True
     states_tokens = False
     model_parallel = True
+    derived = False
 
     def present(self, path: Path) -> list[str]:
         return ["meta"] if path.is_dir() and shard_paths(path) else []
