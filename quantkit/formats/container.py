@@ -97,6 +97,14 @@ class Encoder(Protocol):
         ...
 
 
+class ReadableEncoder(Encoder, Protocol):
+    """An encoder whose tensors can be read back while the files are not finished."""
+
+    def decode(self, index: int, folder: Path) -> Tensor | QuantTensor:
+        """Tensor number `index`, read back from the files so far."""
+        ...
+
+
 @dataclass(frozen=True)
 class Output:
     """A checkpoint to be written.

@@ -12,6 +12,7 @@ from quantkit.formats import manifest
 from quantkit.formats.container import Container, StoredCheckpoint
 from quantkit.formats.files.located import located, require_there
 from quantkit.formats.files.source import SourceFile
+from quantkit.formats.output.destination import manifest_path
 from quantkit.formats.output.staging import require_finished
 from quantkit.formats.registry import CONTAINERS
 
@@ -97,7 +98,7 @@ def open_unfinished(
     try:
         checkpoint = container.open(folder, kind, tensors_only=tensors_only)
     except CheckpointError as error:
-        if _DOWNLOAD not in (error.hint or "") or not (folder / manifest.NAME).is_file():
+        if _DOWNLOAD not in (error.hint or "") or not manifest_path(folder).is_file():
             raise
         hint = (error.hint or "").replace(_DOWNLOAD, "copy it or make it again")  # it comes from no hub
         raise CheckpointError(
