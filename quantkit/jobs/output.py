@@ -46,7 +46,7 @@ class Work:
     """
 
     job: str
-    source: Checkpoint
+    source: StoredCheckpoint
     encoder: Encoder
     side_files: Mapping[str, bytes | Path]
     options: Mapping[str, object]

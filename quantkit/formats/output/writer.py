@@ -14,7 +14,6 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError, DestinationError, QualityError, QuantkitError, ResumeError
 from quantkit.formats.container import Encoder
-from quantkit.formats.containers.hf_encoder import SafetensorsEncoder
 from quantkit.formats.output.journal import NAME as JOURNAL
 from quantkit.formats.output.journal import SafePoint
 from quantkit.formats.output.own_folder import not_ours
@@ -38,7 +37,7 @@ class Written:
         count: how many tensors are safely there.
     """
 
-    encoder: SafetensorsEncoder
+    encoder: Encoder
     folder: Path
     count: int = 0
 
