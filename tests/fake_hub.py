@@ -1,7 +1,8 @@
-"""A model hub on this machine: as much of its protocol as streaming a dataset takes."""
+"""A model hub on this machine: as much of its protocol as streaming a dataset and downloading a model take."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -11,12 +12,13 @@ from threading import Thread
 from typing import Any
 
 Files = Mapping[str, bytes]
-_COMMIT = "1" * 40
+COMMIT = "1" * 40
+"""Of all that is served."""
 
 
 @contextmanager
 def hub(repositories: Mapping[str, Files]) -> Iterator[tuple[str, list[str]]]:
-    """Serve datasets, each the files by their paths.
+    """Serve datasets and models, each the files by their paths.
 
     Returns:
         The hub's address, and a list that grows by the path of every file sent.
@@ -36,7 +38,9 @@ def hub(repositories: Mapping[str, Files]) -> Iterator[tuple[str, list[str]]]:
             self._answer()
 
         def _answer(self) -> None:
-            asked = re.fullmatch(rf"/(api/)?datasets/(\w+/\w+)(/\w+/{_COMMIT})?/?(.*)", self.path.split("?")[0])
+            asked = re.fullmatch(
+                rf"/(api/)?(?:datasets/|models/)?(\w+/\w+)(/\w+/(?:{COMMIT}|main))?/?(.*)", self.path.split("?")[0]
+            )
             if asked is None or asked[2] not in repositories:
                 return self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
             api, name, verb, path = asked.groups(default="")
@@ -44,13 +48,17 @@ def hub(repositories: Mapping[str, Files]) -> Iterator[tuple[str, list[str]]]:
             if verb.startswith("/tree"):
                 found = _entries(files, f"{path}/" if path else "")
                 return self._send(200, json.dumps(found).encode()) if found else self._missing()
+            if api and path not in ("", "revision/main"):
+                return self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
             if api:
-                return self._send(200, json.dumps({"id": name, "sha": _COMMIT}).encode())
+                return self._send(200, json.dumps(_told(name, files)).encode())
             if path not in files:
                 return self._missing()
             if self.command == "GET":
                 sent.append(path)
-            self._send(200, files[path], {"X-Repo-Commit": _COMMIT, "ETag": '"1"', "Accept-Ranges": "bytes"})
+            self._send(
+                200, files[path], {"X-Repo-Commit": COMMIT, "ETag": _etag(files[path]), "Accept-Ranges": "bytes"}
+            )
 
         def _missing(self) -> None:
             self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
@@ -75,6 +83,16 @@ def hub(repositories: Mapping[str, Files]) -> Iterator[tuple[str, list[str]]]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+def _etag(content: bytes) -> str:
+    return f'"{hashlib.sha256(content).hexdigest()}"'
+
+
+def _told(name: str, files: Files) -> dict[str, object]:
+    """What the hub says of a repository."""
+    siblings = [{"rfilename": path, "size": len(data)} for path, data in files.items()]
+    return {"id": name, "sha": COMMIT, "siblings": siblings}
 
 
 def _entries(files: Files, prefix: str) -> list[dict[str, object]]:

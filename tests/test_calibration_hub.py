@@ -235,7 +235,7 @@ def test_no_network_is_said_at_once(offline: bool, tmp_path: Path) -> None:
 def test_a_hub_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    from quantkit.calibration import hub
+    from quantkit.formats.files import hub
 
     stop, answers = threading.Event(), []
 
@@ -243,7 +243,7 @@ def test_a_hub_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -
         answers.append(stop.wait(30))
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", silent)
-    monkeypatch.setattr(hub, "_SECONDS", 0.2)
+    monkeypatch.setattr(hub, "SECONDS", 0.2)
     with pytest.raises(UnreachableError, match="cannot be reached") as caught:
         load_calibration("some/lines", load_tokenizer(DEMO_MODEL), samples=1, length=8, seed=0)
     assert not answers

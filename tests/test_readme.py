@@ -62,12 +62,12 @@ def _script(text: str, folder: Path) -> str:
 def test_the_way_from_download_to_generation_runs_with_a_small_model(demo_model: Path, tmp_path: Path) -> None:
     """The hub's model and text stand for small ones that are here."""
     ((_, text),) = _blocks("run: hub")
-    download, *lines = text.splitlines()
-    folder = HUB_MODEL.partition("/")[2]
-    assert download == f"hf download {HUB_MODEL} --local-dir {folder}"
-    quantkit.convert(demo_model, tmp_path / folder)
+    lines = text.splitlines()
+    quantkit.convert(demo_model, tmp_path / "model")
+    assert f"inspect hf:{HUB_MODEL}" in lines[0]
     for line in lines:
-        small = line.replace(HUB_TEXT, f"{ROOT / 'quantkit/data/excerpt.txt'} --samples 16 --length 128")
+        small = line.replace(f"hf:{HUB_MODEL}", "model")
+        small = small.replace(HUB_TEXT, f"{ROOT / 'quantkit/data/excerpt.txt'} --samples 16 --length 128")
         assert _run(small, tmp_path).strip(), line
     assert any(HUB_TEXT in line for line in lines)
 

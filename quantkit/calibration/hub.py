@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import re
-import textwrap
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,12 +17,11 @@ from pathlib import Path
 
 from quantkit.calibration.documents import TEXT, joined, require_text
 from quantkit.calibration.files import JSON_LINES, PARQUET
-from quantkit.errors import RequestError, UnreachableError
+from quantkit.errors import RequestError
+from quantkit.formats.files.hub import SECONDS, UnknownError, asked_in_time, short
 
 _SPELLING = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?::([^:/]*))?(?::([\w.]+))?", re.ASCII)
 _SUFFIXES = (".txt", *JSON_LINES, PARQUET)
-_SECONDS = 8.0
-_NOT_NOW = (408, 429, *range(500, 600))  # statuses after which another try may succeed
 _LOCAL = "give a file of plain text, JSON lines or Parquet"
 
 
@@ -70,7 +66,7 @@ def hub_text(dataset: HubId, limit: int) -> str:
             raise
         except Exception as error:  # of datasets, fsspec, pyarrow and the HTTP client alike
             raise RequestError(
-                f"the hub dataset cannot be read: {_short(error)}", path=path,
+                f"the hub dataset cannot be read: {short(error)}", path=path,
                 hint="the form is owner/name:config:split; or give a file",
             ) from error  # fmt: skip
 
@@ -88,43 +84,21 @@ def _documents(dataset: HubId, revision: str) -> Iterator[object]:
 
 
 def _revision(name: str, path: str) -> str:
-    """The dataset's commit: one question, so that no retries are waited for where there is no network."""
+    """The dataset's commit.
+
+    Raises:
+        UnreachableError, RequestError: see `asked_in_time`.
+    """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 
-    answers: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()
-
-    def ask() -> None:
-        try:
-            answers.put(str(HfApi().dataset_info(name, timeout=_SECONDS, expand=["sha"]).sha))
-        except Exception as error:
-            answers.put(error)
-
-    # In a thread, since the timeout holds for each address alone, and not for their look-up.
-    threading.Thread(target=ask, daemon=True).start()
     try:
-        answer = answers.get(timeout=_SECONDS)
-    except queue.Empty:
-        answer = TimeoutError(f"no answer in {_SECONDS:.0f} seconds")
-    if isinstance(answer, str):
-        return answer
-    if isinstance(answer, OfflineModeIsEnabled):
-        raise RequestError("no such file, and HF_HUB_OFFLINE keeps from the hub", path=path, hint=_LOCAL) from answer
-    if isinstance(answer, RepositoryNotFoundError | HFValidationError):
-        raise RequestError(
-            "no such file, and the hub knows no such dataset", path=path,
-            hint="check the spelling; for a private one, log in",
-        ) from answer  # fmt: skip
-    status = answer.response.status_code if isinstance(answer, HfHubHTTPError) else None
-    reason = _short(answer) if status is None else f"status {status}"
-    kind = UnreachableError if status is None or status in _NOT_NOW else RequestError
-    raise kind(
-        f"no such file, and the hub cannot be reached for a dataset: {reason}", path=path, hint=_LOCAL
-    ) from answer
-
-
-def _short(error: Exception) -> str:
-    return textwrap.shorten(str(error) or type(error).__name__, 300, placeholder=" ...")
+        info = asked_in_time(lambda: HfApi().dataset_info(name, timeout=SECONDS, expand=["sha"]), path, "dataset")
+    except RequestError as error:
+        raise (RequestError if isinstance(error, UnknownError) else type(error))(
+            f"no such file, and {error.problem}", path=path,
+            hint=error.hint if isinstance(error, UnknownError) else _LOCAL,
+        ) from error  # fmt: skip
+    return str(info.sha)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from pathlib import Path
 from typing import Literal
 
@@ -11,7 +10,7 @@ from quantkit.arguments import as_path, as_text
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.formats import manifest
 from quantkit.formats.container import Container, StoredCheckpoint
-from quantkit.formats.files.located import located
+from quantkit.formats.files.located import located, require_there
 from quantkit.formats.files.source import SourceFile
 from quantkit.formats.output.staging import require_finished
 from quantkit.formats.registry import CONTAINERS
@@ -19,7 +18,6 @@ from quantkit.formats.registry import CONTAINERS
 Found = tuple[str, Container]
 """A set of weights, by the name that ``--weights`` takes, and whose it is."""
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _DOWNLOAD = "download it again"
 
 WeightKind = Literal["meta", "safetensors", "bin"]
@@ -82,11 +80,10 @@ def open_unfinished(
     path: str | Path, weights: str | None = None, *, tensors_only: bool = False
 ) -> StoredCheckpoint:  # fmt: skip
     """`open_checkpoint`, also of a folder that has not got its name yet: for who is writing it."""
-    folder = Path(path)
+    folder = require_there(path)
     spelled = {kind: text for container in CONTAINERS.values() for kind, text in container.weights.items()}
     if weights is not None and as_text("weights", weights) not in spelled:
         raise RequestError("unknown kind of weights", found=weights, expected=", ".join(spelled))
-    require_there(path)
     found = _present(folder)
     if not found and not folder.is_dir():
         raise _not_a_folder(folder)
@@ -114,22 +111,13 @@ def open_unfinished(
 
 def made_of_tensors(path: str | Path) -> bool:
     """Whether a manifest says that quantkit took a model's tensors as they were."""
-    folder = Path(path)
+    folder = located(path)
     if not (folder / manifest.NAME).is_file():
         return False
     try:
         return manifest.read(folder).get("tensors_only") is True
     except CheckpointError:
         return False
-
-
-def require_there(path: str | Path) -> None:
-    """
-    Raises:
-        CheckpointError: if nothing is at the path.
-    """
-    if not Path(path).exists():
-        raise CheckpointError("does not exist", path=path, hint=_download(str(path)))
 
 
 def is_model_folder(folder: Path) -> bool:
@@ -157,13 +145,6 @@ def _choose(folder: Path, found: list[Found]) -> Found:
             hint="pick one with " + " or ".join(f'`weights="{kind}"`' for kind, _ in chosen),
         )  # fmt: skip
     return (indexed or chosen)[0]
-
-
-def _download(path: str) -> str | None:
-    """What to do about a path that is none, but could be a model's name on a hub."""
-    if _HUB_NAME.fullmatch(path) is None:
-        return None
-    return f"if it is a model of the Hugging Face hub: hf download {path} --local-dir {path.split('/')[1]}"
 
 
 def _not_a_folder(path: Path) -> Exception:

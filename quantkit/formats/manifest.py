@@ -39,13 +39,22 @@ def build(
     source_hashes: Mapping[str, str],
     file_hashes: Mapping[str, str],
     details: Mapping[str, Any],
+    hub: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """What the manifest holds."""
+    """What the manifest holds.
+
+    Args:
+        hub: the source's name on a hub, and its commit, if it comes from one.
+    """
     return {
         "format_version": FORMAT_VERSION,
         "quantkit_version": __version__,
         "job": job,
-        "source": {"format": source_format, "sha256": dict(source_hashes)},
+        "source": {
+            "format": source_format,
+            **({} if hub is None else {"hub": dict(hub)}),
+            "sha256": dict(source_hashes),
+        },
         **details,
         "files": dict(file_hashes),
     }

@@ -23,6 +23,7 @@ from quantkit.calibration.data import Calibration
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, active_parameter_count, parameter_count
 from quantkit.formats.codecs.codec import QuantMethod
+from quantkit.formats.files.hub import origin
 from quantkit.jobs.command import file_name, quantize_command
 from quantkit.jobs.result import growth_text
 from quantkit.jobs.scheme_map import SchemeMap
@@ -41,7 +42,6 @@ _CARRIED = ("license", "license_name", "license_link", "language", "datasets")
 _NATIVE = "compressed-tensors"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 _LICENSE = re.compile(r"[A-Za-z0-9][\w.+-]{0,95}", re.ASCII)
-_SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/[^/]+", re.ASCII)
 _NAMED_LAYERS = 8
 _WIDTH = 120
 
@@ -124,8 +124,8 @@ def base_model(source: Checkpoint) -> str | None:
     named = read_json(config).get("_name_or_path") if config.is_file() else None
     if isinstance(named, str) and "/" in named and _HUB_NAME.fullmatch(named):
         return named
-    cached = _SNAPSHOT.search(source.path.absolute().as_posix())
-    return f"{cached[1]}/{cached[2]}" if cached and _HUB_NAME.fullmatch(f"{cached[1]}/{cached[2]}") else None
+    cached = origin(source.path)
+    return None if cached is None else cached["name"]
 
 
 def _head(source: Checkpoint, made: Made, base: str | None) -> dict[str, Any]:

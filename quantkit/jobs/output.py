@@ -18,6 +18,7 @@ from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, parameter_count
 from quantkit.formats.container import Encoder, StoredCheckpoint
 from quantkit.formats.detect import open_unfinished
+from quantkit.formats.files.hub import origin
 from quantkit.formats.files.safetensors_io import require_readable
 from quantkit.formats.folder import TOKENIZER_FILES, tokenizer_files
 from quantkit.formats.output.writer import CheckpointWriter
@@ -187,6 +188,7 @@ class JobWriter:
         written = manifest.build(
             self._work.job, source.format, self._source_hashes, self._writer.hashes,
             {"source_check": checked.to_json() if isinstance(checked, SourceCheck) else checked, **details},
+            origin(source.path),
         )  # fmt: skip
         self._writer.commit(manifest.NAME, manifest.encoded(written))
         return written

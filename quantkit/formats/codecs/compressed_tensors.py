@@ -119,7 +119,7 @@ class CompressedTensors:
     name = "compressed-tensors"
     schemes = tuple(SCHEMES.values())
     scale_dtype: DType | None = None
-    keys = ("quantization_config",)
+    keys: tuple[str, ...] = ("quantization_config",)
 
     def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
         """

@@ -1,4 +1,5 @@
-"""Weights in small floats with scales, which stand in a folder's tensors for the floats that they mean."""
+"""Weights in small floats with scales, and in bitsandbytes' codes, which stand in a folder's tensors for the floats
+that they mean."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import CheckpointError
-from quantkit.formats.codecs import float8, mxfp4
+from quantkit.formats.codecs import bitsandbytes, float8, mxfp4
+from quantkit.formats.codecs.bitsandbytes import EightBitWeight, FourBitWeight
 from quantkit.formats.codecs.float8 import Float8Weight
 from quantkit.formats.codecs.mxfp4 import Mxfp4Weight
 from quantkit.formats.files.tensor_file import Home, StoredTensor, TensorFile
@@ -17,12 +19,13 @@ from quantkit.tensors.tensor_slice import TensorSlice
 if TYPE_CHECKING:
     from torch import Tensor
 
-METHODS = frozenset({"fp8", "fbgemm_fp8", "mxfp4"})
+METHODS = frozenset({"fp8", "fbgemm_fp8", "mxfp4", bitsandbytes.METHOD})
 """``quant_method`` of folders all of whose quantized weights are read as floats."""
 _ALSO = "compressed-tensors"  # some of whose formats are
-_OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_scale_ub")
+_OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_scale_ub", "input_zero_point")
 _CARRIED_SCALES = (*_OF_ACTIVATIONS, "output_scale", "q_scale", "k_scale", "v_scale", "kv_scale")
 _MOST_ROWS = 2**24
+_Weight = Float8Weight | Mxfp4Weight | FourBitWeight | EightBitWeight
 
 
 class DequantizedTensor:
@@ -30,13 +33,15 @@ class DequantizedTensor:
 
     Attributes:
         nbytes: what it occupies, its scales included.
+        stored_as: see `TensorSpec`.
     """
 
-    def __init__(self, weight: Float8Weight | Mxfp4Weight, file: TensorFile) -> None:
+    def __init__(self, weight: _Weight, file: TensorFile) -> None:
         self.source = file.source
         self.path = file.path
         self.tensors = {weight.tensor.name: weight.tensor}
         self.nbytes = sum(part.nbytes for part in weight.parts)
+        self.stored_as = weight.kind if isinstance(weight, FourBitWeight | EightBitWeight) else None
         self._weight = weight
 
     def read(self, name: str, part: TensorSlice | None = None) -> Tensor:
@@ -70,7 +75,7 @@ def dequantized(
         UnsupportedError: if scales do not go with their tensor.
         CheckpointError: for settings of the wrong kind.
     """
-    method = settings.text("quant_method") if settings is not None and settings.has("quant_method") else None
+    method = None if settings is None else method_in(settings)
     tensors, found = dict(stored), dict[str, Home](homes)
     if settings is None or not (method in METHODS or method == _ALSO):
         return tensors, found, []
@@ -78,23 +83,29 @@ def dequantized(
     by_columns = method == "fbgemm_fp8"
     kinds: dict[str, int] = {}
     for name, tensor in stored.items():
-        weight = _weight(name, tensor, stored, homes, block, dtype, by_columns=by_columns)
-        if weight is None:
+        weight: _Weight | None
+        if method == bitsandbytes.METHOD:
+            weight = bitsandbytes.found_weight(name, stored, homes, dtype)
+        else:
+            weight = _weight(name, tensor, stored, homes, block, dtype, by_columns=by_columns)
+        if weight is None and not _has_codes(tensor):
             continue
-        own = [part.name for part in weight.parts]
-        scales = [prefix for prefix in _of_activations(weight.tensor.name) if prefix in tensors]
+        means = name.replace("weight_packed", "weight") if weight is None else weight.tensor.name
+        own = [] if weight is None else [part.name for part in weight.parts]
+        scales = [prefix for prefix in _of_activations(means) if prefix in tensors]
         left_out += len(scales)
         for one in (*own, *scales):
             del tensors[one], found[one]
-        tensors[weight.tensor.name] = weight.tensor
-        found[weight.tensor.name] = DequantizedTensor(weight, homes[own[0]])
-        kind = "MXFP4" if isinstance(weight, Mxfp4Weight) else "FP8"
-        kinds[kind] = kinds.get(kind, 0) + 1
+        if weight is not None:
+            tensors[means], found[means] = weight.tensor, DequantizedTensor(weight, homes[own[0]])
+            kinds[weight.kind] = kinds.get(weight.kind, 0) + 1
     order = {name: place for place, name in enumerate(stored)}
     ordered = sorted(tensors, key=lambda name: order.get(name, order.get(name + mxfp4.BLOCKS, 0)))
     notes = [f"{count} weights in {kind} are read as {dtype}, by their own scales" for kind, count in kinds.items()]
     if method in METHODS and not kinds:
         notes.append(f"the config names {method}, and no weight is in it: they are the floats that they are")
+    if _rounds_activations(settings):
+        notes.append("the config quantizes what goes into linears too; here activations stay floats")
     if left_out:
         notes.append(f"{left_out} scales of activations are left out: activations stay floats")
     if others := [name for name in tensors if name.rpartition(".")[2] in _CARRIED_SCALES]:
@@ -123,6 +134,32 @@ def _weight(
         if scale is not None and scale.dtype == DType.UINT8:
             return Mxfp4Weight(tensor, scale, (homes[name], homes[scale.name]), dtype)
     return None
+
+
+def method_in(settings: Settings) -> str | None:
+    """What settings call the way in which a folder is quantized; None if they do not say."""
+    if settings.has("quant_method"):
+        return settings.text("quant_method")
+    old = any(settings.flag(key, False) for key in ("load_in_4bit", "load_in_8bit"))
+    return bitsandbytes.METHOD if old else None
+
+
+def _has_codes(tensor: StoredTensor) -> bool:
+    """Whether a tensor holds integers that a codec of compressed-tensors reads."""
+    leaf = tensor.name.rpartition(".")[2]
+    return leaf == "weight_packed" or (leaf == "weight" and tensor.dtype == DType.INT8)
+
+
+def _rounds_activations(settings: Settings) -> bool:
+    """Whether groups of integer weights are said to meet quantized activations."""
+    groups = settings.values.get("config_groups")
+    return any(
+        isinstance(group, dict)
+        and isinstance(weights := group.get("weights"), dict)
+        and weights.get("type", "int") == "int"
+        and bool(group.get("input_activations") or group.get("output_activations"))
+        for group in (groups.values() if isinstance(groups, dict) else ())
+    )
 
 
 def by_small_floats(settings: Mapping[str, Any]) -> bool:

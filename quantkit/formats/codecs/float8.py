@@ -30,6 +30,8 @@ _CHUNK = 1 << 20
 class Float8Weight:
     """A tensor of float8 and its scales, read as floats."""
 
+    kind = "FP8"
+
     def __init__(
         self, weight: StoredTensor, scale: StoredTensor, homes: tuple[TensorFile, TensorFile],
         block: tuple[int, int] | None, dtype: DType, *, by_columns: bool = False,

@@ -29,6 +29,8 @@ _CHUNK = 1 << 14  # scales at a time
 class Mxfp4Weight:
     """Stacked experts in MXFP4, read as floats [E, I, O]."""
 
+    kind = "MXFP4"
+
     def __init__(
         self, blocks: StoredTensor, scales: StoredTensor, homes: tuple[TensorFile, TensorFile], dtype: DType
     ) -> None:

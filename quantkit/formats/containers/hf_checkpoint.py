@@ -20,7 +20,7 @@ from quantkit.formats.checkpoint import require_tensors, require_unquantized, sc
 from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule
 from quantkit.formats.codecs.compressed_tensors import packed_shapes
 from quantkit.formats.codecs.dequantized import METHODS as READ_AS_FLOATS
-from quantkit.formats.codecs.dequantized import DequantizedTensor, by_small_floats, dequantized
+from quantkit.formats.codecs.dequantized import DequantizedTensor, by_small_floats, dequantized, method_in
 from quantkit.formats.containers.hf_parts import decode, read_dequantized, read_floats
 from quantkit.formats.files import pth_io, safetensors_io
 from quantkit.formats.files.source import SourceFile
@@ -292,7 +292,13 @@ class HFCheckpoint:
                         expected=f"{expected.dtype} {list(expected.shape)}",
                     )  # fmt: skip
             joined[name] = spec
-        return {name: TensorSpec(name, tensor.shape, tensor.dtype) for name, tensor in stored.items()} | joined
+        return {name: self._float_spec(tensor) for name, tensor in stored.items()} | joined
+
+    def _float_spec(self, tensor: StoredTensor) -> TensorSpec:
+        """A tensor that no codec holds."""
+        home = self._home[tensor.name]
+        stored_as = home.stored_as if isinstance(home, DequantizedTensor) else None
+        return TensorSpec(tensor.name, tensor.shape, tensor.dtype, None, stored_as)
 
 
 def _share(size: int, tensor: DiskTensor, place: Place) -> int:
@@ -326,7 +332,7 @@ def read_codecs(
     if not isinstance(raw[SETTINGS], dict):
         raise CheckpointError(f"{SETTINGS} is no object", path=path, found=shown(raw[SETTINGS]))
     settings = Settings(raw[SETTINGS], path, SETTINGS)
-    name = settings.text("quant_method") if settings.has("quant_method") else None
+    name = method_in(settings)
     if name in READ_AS_FLOATS:
         return None, {}
     if name is None or name not in methods:
@@ -353,10 +359,9 @@ def settings_in(raw: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
         return {**raw, SETTINGS: {"quant_method": "mlx", **named}}
     nested = (part.get(SETTINGS) for part in raw.values() if isinstance(part, dict))
     found = next((one for one in (raw.get(SETTINGS), *nested) if one is not None), None)
-    for name, method in _SETTINGS_FILES.items() if found is None and folder is not None else ():
-        if (folder / name).is_file():
-            found = {"quant_method": method, **read_json(folder / name)}
-            break
+    if found is None and folder is not None:
+        beside = [(folder / name, method) for name, method in _SETTINGS_FILES.items() if (folder / name).is_file()]
+        found = next(({"quant_method": method, **read_json(path)} for path, method in beside), None)
     return {**raw, SETTINGS: found}
 
 

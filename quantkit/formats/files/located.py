@@ -4,7 +4,45 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from quantkit.errors import CheckpointError
+from quantkit.formats.files.hub import HubModel, download, hub_model
+
+_downloaded: dict[HubModel, Path] = {}
+
 
 def located(path: str | Path) -> Path:
-    """The folder or file of a model, on this machine."""
-    return Path(path)
+    """The folder or file of a model on this machine. ``hf:owner/name`` is downloaded, once in a process; an existing
+    path is always itself.
+
+    Raises:
+        RequestError, NoSpaceError, CheckpointError: see `download`.
+    """
+    model = hub_model(str(path))
+    if model is None:
+        return Path(path)
+    found = _downloaded.get(model)
+    if found is None or not found.exists():
+        found = _downloaded[model] = download(model)
+    return found
+
+
+def require_there(path: str | Path) -> Path:
+    """`located`, of what is there.
+
+    Raises:
+        CheckpointError: if nothing is at the path.
+        RequestError, NoSpaceError: see `download`.
+    """
+    found = located(path)
+    if not found.exists():
+        raise CheckpointError("does not exist", path=path, hint=_spelled(str(path)))
+    return found
+
+
+def _spelled(path: str) -> str | None:
+    """How a model on the hub would be named, where a path could be meant for one."""
+    try:
+        model = hub_model(f"hf:{path}")
+    except Exception:
+        return None
+    return None if model is None else f"if it is a model of the Hugging Face hub: {model}"

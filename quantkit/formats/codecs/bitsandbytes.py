@@ -1,0 +1,288 @@
+"""bitsandbytes' NF4, FP4 and LLM.int8(): read only, as the floats that they stand for.
+
+4 bits: ``T`` uint8 [ceil(n / 2), 1], two codes a byte, the high half first; ``T.quant_map`` float32 [16], what each
+code means; ``T.absmax``, by which the values of a block are multiplied; ``T.quant_state.bitsandbytes__nf4``, the
+shape, the size of a block and more as the bytes of a JSON object. With double quantization ``T.absmax`` is uint8,
+``absmax = nested_quant_map[code] * nested_absmax[block] + nested_offset``. 8 bits: ``M.weight`` int8 [O, I] and
+``M.SCB`` [O], ``w = q * SCB / 127``.
+Source: bitsandbytes' `QuantState`, `dequantize_4bit` and `int8_vectorwise_dequant`.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NoReturn
+
+from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.formats.files.tensor_file import StoredTensor, TensorFile, View, contiguous_strides, sizes
+from quantkit.json_values import Settings, parsed, shown
+from quantkit.tensors.dtypes import FLOATS, DType
+from quantkit.tensors.tensor_slice import TensorSlice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+METHOD = "bitsandbytes"
+_STATES = {"NF4": ".quant_state.bitsandbytes__nf4", "FP4": ".quant_state.bitsandbytes__fp4"}
+_ABSMAX, _MAP, _NESTED_ABSMAX, _NESTED_MAP = ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"
+_PARTS = (_ABSMAX, _MAP, _NESTED_ABSMAX, _NESTED_MAP)
+_SCB, _FORMAT = "SCB", "weight_format"
+_STATE_BYTES = 1 << 16
+_MOST_IN_BLOCK = 1 << 20
+_LARGEST_OFFSET = 1e30
+_NESTED_CODES = 256
+_VALUES = {
+    "NF4": (
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
+        0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ),
+    "FP4": tuple(sign * value / 192 for sign in (1, -1) for value in (0, 1, 128, 192, 64, 96, 32, 48)),
+}  # fmt: skip
+_CLOSE = 1e-6  # as closely as two programs spell them
+_CHUNK = 1 << 20
+_STEP = 7.874015718698502e-3  # 1 / 127, as bitsandbytes spells it
+
+
+class FourBitWeight:
+    """A weight in NF4 or FP4, read as floats."""
+
+    def __init__(
+        self, kind: str, weight: StoredTensor, stored: Mapping[str, StoredTensor], homes: Mapping[str, TensorFile],
+        dtype: DType,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            kind: ``NF4`` or ``FP4``.
+            stored, homes: the tensors of the folder, and where they lie.
+            dtype: of the floats.
+
+        Raises:
+            CheckpointError: if its state is damaged, or tensors are missing or of other sizes than it says.
+            UnsupportedError: for other types, or a transposed weight.
+        """
+        self.kind, self._name, self._homes = kind, weight.name, homes
+        state = self._state(stored[weight.name + _STATES[kind]])
+        shape, self._block = self._shape(state), self._even(state, "blocksize")
+        self.tensor = StoredTensor(weight.name, dtype, shape)
+        self._count = math.prod(shape)
+        self._nested_block, self._offset = 0, 0.0
+        blocks, absmax = -(-self._count // self._block), stored.get(weight.name + _ABSMAX)
+        expected = {_ABSMAX: (FLOATS, blocks), _MAP: ((DType.FLOAT32,), len(_VALUES[kind]))}
+        if absmax is not None and absmax.dtype == DType.UINT8:
+            self._nested_block, self._offset = self._even(state, "nested_blocksize"), self._nested(state)
+            expected[_ABSMAX] = ((DType.UINT8,), blocks)
+            expected[_NESTED_ABSMAX] = ((DType.FLOAT32,), -(-blocks // self._nested_block))
+            expected[_NESTED_MAP] = ((DType.FLOAT32,), _NESTED_CODES)
+        self._codes = self._bytes(weight)
+        found = [self._found(stored, suffix, *expected[suffix]) for suffix in expected]
+        self.parts = (weight, *found, stored[weight.name + _STATES[kind]])
+        self._require_values()
+
+    def read(self, part: TensorSlice | None) -> Tensor:
+        """The floats, or a part of them."""
+        (rows, columns), taken = self.tensor.shape, slice(None)
+        ranges: tuple[tuple[int, int], ...] = ((0, rows),)
+        if part is not None and part.axis == 0:
+            ranges = part.ranges
+        elif part is not None:
+            taken = slice(*part.ranges[0])
+        absmax, values = self._absmax(), self._part(_MAP)
+        count, width = sum(stop - start for start, stop in ranges), len(range(columns)[taken])
+        out, filled = self.tensor.dtype.empty((count, width)), 0
+        step = max(1, _CHUNK // columns)
+        for first, last in ranges:
+            for start in range(first, last, step):
+                chunk = self._rows(start, min(start + step, last), values, absmax)
+                out[filled : filled + len(chunk)] = chunk[:, taken]
+                filled += len(chunk)
+        return out
+
+    def _rows(self, start: int, stop: int, values: Tensor, absmax: Tensor) -> Tensor:
+        """Rows in float32; what of the blocks belongs to others is cut away."""
+        import torch
+
+        columns, size = self.tensor.shape[1], self._block
+        first, last = start * columns // size, -(-stop * columns // size)
+        low, high = first * size // 2, min(last * size // 2, self._codes.shape[0])
+        codes = self._homes[self._name].read_view(self._codes, TensorSlice(0, ((low, high),)))
+        halves = torch.stack((codes >> 4, codes & 0xF), dim=-1).flatten()
+        blocks = torch.nn.functional.pad(values[halves.int()], (0, (last - first) * size - len(halves)))
+        wide = blocks.view(-1, size) * absmax[first:last, None]
+        return wide.flatten()[start * columns - first * size :][: (stop - start) * columns].view(-1, columns)
+
+    def _absmax(self) -> Tensor:
+        """What each block is multiplied by, in float32."""
+        import torch
+
+        absmax = self._part(_ABSMAX)
+        if not self._nested_block:
+            return absmax.float()
+        blocks = torch.div(torch.arange(len(absmax)), self._nested_block, rounding_mode="floor")
+        return self._part(_NESTED_MAP)[absmax.int()] * self._part(_NESTED_ABSMAX)[blocks] + self._offset
+
+    def _part(self, suffix: str) -> Tensor:
+        return self._homes[self._name + suffix].read(self._name + suffix).flatten()
+
+    def _state(self, tensor: StoredTensor) -> Settings:
+        """The JSON object that is a tensor's bytes."""
+        file = self._homes[tensor.name]
+        if tensor.dtype != DType.UINT8 or len(tensor.shape) != 1 or tensor.nbytes > _STATE_BYTES:
+            raise CheckpointError(
+                f"tensor '{tensor.name}' is no JSON in bytes", path=file.path,
+                found=f"{tensor.dtype} {list(tensor.shape)}", expected=f"uint8, at most {_STATE_BYTES}",
+            )  # fmt: skip
+        try:
+            text = file.read_bytes(tensor.name).decode()
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"tensor '{tensor.name}' is no text: {error}", path=file.path) from error
+        state = Settings(parsed(text, f"{file.path}: {tensor.name}"), file.path, tensor.name)
+        if (said := state.text("quant_type")) != self.kind.lower():
+            self._refuse("is of another type than its name says", said, self.kind.lower())
+        return state
+
+    def _shape(self, state: Settings) -> tuple[int, ...]:
+        value = state.need("shape")
+        try:
+            shape = sizes(value)
+        except ValueError:
+            state.wrong_type("shape", "a list of whole numbers")
+        if len(shape) != 2 or 0 in shape:
+            self._refuse("is no matrix", list(shape), "rows and columns")
+        return shape
+
+    def _require_values(self) -> None:
+        """Codes mean what their type says, whatever map is there: bitsandbytes does not look at it."""
+        name = self._name + _MAP
+        found = struct.unpack(f"<{len(_VALUES[self.kind])}f", self._homes[name].read_bytes(name))
+        if not all(abs(one - own) <= _CLOSE for one, own in zip(found, _VALUES[self.kind], strict=True)):
+            self._refuse("has a 'quant_map' of other values than its type's", shown(list(found)))
+
+    def _even(self, state: Settings, key: str) -> int:
+        size = state.whole(key, 2, _MOST_IN_BLOCK)
+        if size % 2:
+            self._refuse(f"has a {key} that is odd", size)
+        return size
+
+    def _nested(self, state: Settings) -> float:
+        """What is added to every factor of a block."""
+        if (dtype := state.text("nested_dtype")) != DType.FLOAT32:
+            raise UnsupportedError(
+                f"tensor '{self._name}' has factors of a type that is not read", path=state.path, found=shown(dtype),
+                expected="float32",
+            )  # fmt: skip
+        return state.number("nested_offset", -_LARGEST_OFFSET, _LARGEST_OFFSET)
+
+    def _bytes(self, weight: StoredTensor) -> View:
+        """Where the codes lie, one byte after the other, whatever type they are stored in."""
+        file, expected = self._homes[weight.name], (self._count + 1) // 2
+        view = file.view(weight.name)
+        if len(weight.shape) == 2 and weight.shape[1] != 1:
+            raise UnsupportedError(
+                f"tensor '{weight.name}' does not lie as 4-bit weights are read", path=file.path,
+                found=list(weight.shape), expected="one column",
+            )  # fmt: skip
+        if weight.nbytes != expected or view.stride != contiguous_strides(view.shape):
+            self._refuse("does not hold the codes of its shape", f"{weight.nbytes} bytes", f"{expected}")
+        return View(DType.UINT8, view.start, (expected,), (1,))
+
+    def _found(
+        self, stored: Mapping[str, StoredTensor], suffix: str, dtypes: tuple[DType, ...], count: int
+    ) -> StoredTensor:  # fmt: skip
+        """One of the tensors beside the codes."""
+        tensor = stored.get(self._name + suffix)
+        if tensor is None or tensor.dtype not in dtypes or math.prod(tensor.shape) != count:
+            self._refuse(
+                f"has another '{suffix[1:]}' than goes with its state",
+                "none" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}",
+                f"{' or '.join(dtypes)} [{count}]",
+            )
+        return tensor
+
+    def _refuse(self, problem: str, found: object, expected: object = None) -> NoReturn:
+        raise CheckpointError(
+            f"tensor '{self._name}', in {self.kind}, {problem}", path=self._homes[self._name].path, found=found,
+            expected=expected, hint="download it again",
+        )  # fmt: skip
+
+
+class EightBitWeight:
+    """A weight of LLM.int8(), read as floats."""
+
+    kind = "LLM.int8()"
+
+    def __init__(
+        self, weight: StoredTensor, scale: StoredTensor, form: StoredTensor | None, homes: Mapping[str, TensorFile],
+        dtype: DType,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            scale: the largest magnitude of each row.
+            form: a number that says how the rows lie.
+            homes: where tensors lie.
+            dtype: of the floats.
+
+        Raises:
+            CheckpointError: if the scales do not go with the weight.
+            UnsupportedError: if it lies otherwise than row by row.
+        """
+        path = homes[weight.name].path
+        if len(weight.shape) != 2 or 0 in weight.shape or scale.dtype not in FLOATS or scale.shape != weight.shape[:1]:
+            raise CheckpointError(
+                f"the scales of '{weight.name}' do not go with it", path=path,
+                found=f"{scale.dtype} {list(scale.shape)}", expected=f"one a row of {list(weight.shape)}",
+            )  # fmt: skip
+        if form is not None:
+            said = homes[form.name].read_bytes(form.name) if form.nbytes <= 8 else b"?"
+            if any(said):
+                raise UnsupportedError(
+                    f"tensor '{weight.name}' lies as one kind of GPU multiplies it", path=path,
+                    found=f"{_FORMAT} {list(said)}", expected="0, row by row",
+                    hint="save it with a current bitsandbytes",
+                )  # fmt: skip
+        self.tensor = StoredTensor(weight.name, dtype, weight.shape)
+        self.parts = (weight, scale) if form is None else (weight, scale, form)
+        self._homes = homes
+
+    def read(self, part: TensorSlice | None) -> Tensor:
+        """The floats, or a part of them."""
+        weight, scale = self.parts[:2]
+        codes = self._homes[weight.name].read(weight.name, part)
+        factors = self._homes[scale.name].read(scale.name, part if part is not None and part.axis == 0 else None)
+        out = self.tensor.dtype.empty(codes.shape)
+        step = max(1, _CHUNK // codes.shape[1])
+        for start in range(0, len(codes), step):
+            rows = slice(start, start + step)
+            out[rows] = codes[rows].float().mul_(factors[rows].float().unsqueeze(1)).mul_(_STEP)
+        return out
+
+
+def found_weight(
+    name: str, stored: Mapping[str, StoredTensor], homes: Mapping[str, TensorFile], dtype: DType
+) -> FourBitWeight | EightBitWeight | None:  # fmt: skip
+    """The weight that a tensor is together with those beside it; None for floats, and for what is beside another.
+
+    Args:
+        stored, homes: the tensors of a folder, and where they lie.
+        dtype: of the floats.
+
+    Raises:
+        CheckpointError, UnsupportedError: as the weights' own; and for codes that nothing belongs to.
+    """
+    tensor = stored[name]
+    kinds = [kind for kind, suffix in _STATES.items() if name + suffix in stored]
+    if len(kinds) == 1:
+        return FourBitWeight(kinds[0], tensor, stored, homes, dtype)
+    module, _, leaf = name.rpartition(".")
+    scale = stored.get(f"{module}.{_SCB}")
+    if leaf == "weight" and tensor.dtype == DType.INT8 and scale is not None:
+        return EightBitWeight(tensor, scale, stored.get(f"{module}.{_FORMAT}"), homes, dtype)
+    if leaf == "weight" and tensor.dtype in (DType.INT8, DType.UINT8):
+        raise CheckpointError(
+            f"tensor '{name}' lacks what says its values", path=homes[name].path,
+            found=f"{tensor.dtype} {list(tensor.shape)}", expected=f"one of {METHOD}'s states, or {_SCB}, beside it",
+            hint="a weight file is missing or damaged; download it again",
+        )  # fmt: skip
+    return None

@@ -1,0 +1,349 @@
+"""The GGUF file: a strictly checked header, and the header to write.
+
+Source: the GGUF specification, versions 2 and 3 (docs/gguf.md of ggml): magic, version, counts, metadata, a table of
+tensors, then their data in that order, each at a multiple of the alignment. What ggml refuses is refused here: keys
+and tensors that come twice, arrays in arrays, data with holes or overlaps.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.formats.files.gguf_types import SPLIT_KEYS, GgmlType, GgufTensor, Split, Typed, ValueType
+from quantkit.formats.files.source import SourceFile, open_weights
+from quantkit.json_values import shown
+
+MAGIC = b"GGUF"
+VERSION = 3
+ALIGNMENT = 32
+MAX_DIMS, MAX_NAME = 4, 63  # of ggml, the name in bytes
+_VERSIONS = (2, 3)
+_MAX_HEADER = 100_000_000  # the largest vocabularies published take some 15 MB
+_MAX_ITEMS = 1 << 23  # of all arrays together
+_MAX_ALIGNMENT = 1 << 20
+_MAX_SIZE = (1 << 63) - 1
+_MAX_PARTS = 1 << 16
+_CHUNK = 1 << 20
+_LENGTH = struct.Struct("<Q")
+_WORD = struct.Struct("<I")
+_TYPES = {kind.code: kind for kind in GgmlType}
+_NUMBERS = {
+    ValueType.UINT8: "B", ValueType.INT8: "b", ValueType.UINT16: "H", ValueType.INT16: "h", ValueType.UINT32: "I",
+    ValueType.INT32: "i", ValueType.FLOAT32: "f", ValueType.BOOL: "B", ValueType.UINT64: "Q", ValueType.INT64: "q",
+    ValueType.FLOAT64: "d",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """What a file says before its data.
+
+    Attributes:
+        source: the open file.
+        metadata: plain values by key; lists for arrays.
+        tensors: by name, in the order of their data.
+        split: which part it is, of a model that is split.
+    """
+
+    source: SourceFile
+    version: int
+    alignment: int
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+    split: Split | None
+
+    @property
+    def path(self) -> Path:
+        return self.source.path
+
+
+def read_header(path: Path) -> GgufHeader:
+    """Open a file after a check of its header; the data is not touched.
+
+    Raises:
+        CheckpointError: for anything but a well-formed file: placeholders, counts and lengths beyond the file,
+            unknown kinds of values, keys or tensors that come twice, offsets that leave holes or overlap, too few or
+            too many bytes.
+        UnsupportedError: for another version or byte order, and types of tensors that are not known.
+    """
+    source = open_weights(path)
+    if source.read(0, min(source.size, 4)) != MAGIC:
+        raise CheckpointError("is not a GGUF file", path=path, hint="download it again")
+    cursor = _Cursor(source)
+    version = _version(cursor)
+    tensor_count, key_count = cursor.word(_LENGTH), cursor.word(_LENGTH)
+    metadata: dict[str, Any] = {}
+    cursor.require(key_count, 13, f"{key_count} metadata keys")
+    for _ in range(key_count):
+        key = cursor.text("a metadata key")
+        if not key.isprintable():
+            cursor.fail(f"a metadata key is {key!r:.80}")
+        if key in metadata:
+            cursor.fail(f"the metadata key '{key:.80}' comes twice")
+        metadata[key] = cursor.value(key)
+    alignment = _alignment(metadata, path)
+    cursor.require(tensor_count, 24, f"{tensor_count} tensors")
+    listed = [_listed(cursor) for _ in range(tensor_count)]
+    tensors = _placed(listed, _padded(cursor.position, alignment), alignment, cursor)
+    return GgufHeader(source, version, alignment, metadata, tensors, _split(metadata, path))
+
+
+def build_header(metadata: Mapping[str, Any], tensors: Sequence[GgufTensor], alignment: int = ALIGNMENT) -> bytes:
+    """The bytes before the data, padded so that it is aligned; each tensor's data must be `padded` in turn.
+
+    Args:
+        metadata: plain values: a whole number becomes a uint32 (an int32 within a list), a float a float32, others
+            what they are; `Typed` for all else.
+        tensors: in the order of their data; their offsets are not looked at.
+
+    Raises:
+        UnsupportedError: for a tensor that the format cannot hold: its name, its shape.
+        ValueError: for a value that its kind cannot hold.
+    """
+    metadata = dict(metadata)
+    if alignment != ALIGNMENT:
+        metadata["general.alignment"] = alignment
+    found = bytearray(MAGIC + _WORD.pack(VERSION) + _LENGTH.pack(len(tensors)) + _LENGTH.pack(len(metadata)))
+    for key, value in metadata.items():
+        found += _packed_text(key) + _packed_value(key, value)
+    position = 0
+    for tensor in tensors:
+        if len(tensor.name.encode()) > MAX_NAME or not 1 <= len(tensor.shape) <= MAX_DIMS:
+            raise UnsupportedError(
+                f"GGUF cannot hold tensor '{tensor.name}'", found=list(tensor.shape),
+                expected=f"1 to {MAX_DIMS} dimensions and a name of at most {MAX_NAME} bytes",
+            )  # fmt: skip
+        if tensor.shape[-1] % tensor.type.block:
+            raise UnsupportedError(
+                f"{tensor.type} cannot hold tensor '{tensor.name}'", found=f"rows of {tensor.shape[-1]}",
+                expected=f"a multiple of {tensor.type.block}",
+            )  # fmt: skip
+        found += _packed_text(tensor.name) + _WORD.pack(len(tensor.shape))
+        found += b"".join(_LENGTH.pack(size) for size in reversed(tensor.shape))
+        found += _WORD.pack(tensor.type.code) + _LENGTH.pack(position)
+        position += _padded(tensor.nbytes, alignment)
+    return bytes(found + padding(len(found), alignment))
+
+
+def padding(count: int, alignment: int = ALIGNMENT) -> bytes:
+    """What follows so many bytes up to the next multiple of the alignment."""
+    return bytes(-count % alignment)
+
+
+class _Cursor:
+    """A place in a file's header, of which pieces are read as they are needed."""
+
+    def __init__(self, source: SourceFile) -> None:
+        self.source = source
+        self.position = len(MAGIC)
+        self._start = 0
+        self._piece = b""
+        self._items = 0
+
+    def fail(self, problem: str) -> NoReturn:
+        raise CheckpointError(f"has an invalid GGUF header: {problem}", path=self.source.path)
+
+    def require(self, count: int, each: int, what: str) -> None:
+        """Check that so many things, of so many bytes at least, can still come."""
+        left = min(self.source.size, _MAX_HEADER) - self.position
+        if count * each > left:
+            raise CheckpointError(
+                "has an invalid GGUF header, or is truncated", path=self.source.path,
+                found=f"{what} at byte {self.position} of {self.source.size}", expected=f"at most {left} bytes",
+                hint="download it again",
+            )  # fmt: skip
+
+    def take(self, count: int, what: str) -> int:
+        """Go past so many bytes, which are then in the piece that is held; where in it they begin."""
+        if self.position + count > self._start + len(self._piece):
+            self.require(count, 1, what)
+            length = min(max(count, _CHUNK), self.source.size - self.position)
+            self._start, self._piece = self.position, self.source.read(self.position, length)
+        place = self.position - self._start
+        self.position += count
+        return place
+
+    def word(self, kind: struct.Struct, what: str = "a number") -> int:
+        place = self.take(kind.size, what)
+        number: int = kind.unpack_from(self._piece, place)[0]
+        return number
+
+    def text(self, what: str) -> str:
+        length = self.word(_LENGTH, what)
+        place = self.take(length, f"{what} of {length} bytes")
+        try:
+            return self._piece[place : place + length].decode()
+        except UnicodeDecodeError as error:
+            self.fail(f"{what} is no UTF-8: {error.reason}")
+
+    def value(self, key: str) -> Any:
+        what = f"the value of '{key:.80}'"
+        kind = self._kind(what)
+        if kind is not ValueType.ARRAY:
+            return self._values(kind, 1, what)[0]
+        kind, count = self._kind(what), self.word(_LENGTH, what)
+        if kind is ValueType.ARRAY:
+            self.fail(f"{what} is an array of arrays")
+        self._items += count
+        if self._items > _MAX_ITEMS:
+            self.fail(f"{what} is an array of {count} items, and all arrays may have {_MAX_ITEMS} together")
+        return self._values(kind, count, what)
+
+    def _kind(self, what: str) -> ValueType:
+        code = self.word(_WORD, what)
+        try:
+            return ValueType(code)
+        except ValueError:
+            self.fail(f"{what} is of the unknown kind {code}")
+
+    def _values(self, kind: ValueType, count: int, what: str) -> list[Any]:
+        if kind is ValueType.STRING:
+            self.require(count, _LENGTH.size, what)
+            return [self.text(what) for _ in range(count)]
+        letter = _NUMBERS[kind]
+        size = count * struct.calcsize(f"<{letter}")
+        values = list(struct.unpack_from(f"<{count}{letter}", self._piece_of(size, what)))
+        if kind is ValueType.BOOL:
+            if max(values, default=0) > 1:
+                self.fail(f"{what} is neither true nor false")
+            return [bool(value) for value in values]
+        return values
+
+    def _piece_of(self, count: int, what: str) -> memoryview:
+        place = self.take(count, what)
+        return memoryview(self._piece)[place : place + count]
+
+
+def _version(cursor: _Cursor) -> int:
+    version = cursor.word(_WORD, "the version")
+    path = cursor.source.path
+    if version & 0xFFFF == 0 and version:
+        raise UnsupportedError(
+            "is a big-endian GGUF file", path=path, expected="little-endian", hint="gguf-convert-endian turns it around"
+        )
+    if version not in _VERSIONS:
+        raise UnsupportedError(
+            "is of a version of GGUF that is not read", path=path, found=version,
+            expected=" or ".join(map(str, _VERSIONS)), hint="download a newer file of the model",
+        )  # fmt: skip
+    return version
+
+
+def _alignment(metadata: Mapping[str, Any], path: Path) -> int:
+    found = metadata.get("general.alignment", ALIGNMENT)
+    if type(found) is not int or not 0 < found <= _MAX_ALIGNMENT or found & (found - 1):
+        raise CheckpointError(
+            "general.alignment is no power of two", path=path, found=shown(found), expected=f"such as {ALIGNMENT}"
+        )
+    return found
+
+
+def _listed(cursor: _Cursor) -> GgufTensor:
+    """One row of the table; its offset is that from the start of the data."""
+    name = cursor.text("a tensor's name")
+    if not name or len(name.encode()) > MAX_NAME or not name.isprintable():
+        cursor.fail(f"a tensor is named {name!r:.80}")
+    dims = cursor.word(_WORD)
+    if not 1 <= dims <= MAX_DIMS:
+        cursor.fail(f"tensor '{name}' has {dims} dimensions, not 1 to {MAX_DIMS}")
+    shape = tuple(reversed([cursor.word(_LENGTH) for _ in range(dims)]))
+    code, offset = cursor.word(_WORD), cursor.word(_LENGTH)
+    if code not in _TYPES:
+        raise UnsupportedError(
+            f"tensor '{name}' is of a type that is not known", path=cursor.source.path, found=f"ggml's type {code}"
+        )
+    kind = _TYPES[code]
+    if 0 in shape or math.prod(shape) > _MAX_SIZE // 8 or shape[-1] % kind.block:
+        cursor.fail(f"tensor '{name}' of type {kind} has the sizes {list(shape)}")
+    return GgufTensor(name, kind, shape, offset)
+
+
+def _placed(listed: Iterable[GgufTensor], start: int, alignment: int, cursor: _Cursor) -> dict[str, GgufTensor]:
+    """The tensors where they lie in the file, held against its size."""
+    path, size = cursor.source.path, cursor.source.size
+    found: dict[str, GgufTensor] = {}
+    position, end = start, cursor.position
+    for tensor in listed:
+        if tensor.name in found:
+            cursor.fail(f"tensor '{tensor.name}' comes twice")
+        if start + tensor.offset != position:
+            what = "overlaps another" if start + tensor.offset < position else "leaves a hole before it"
+            raise CheckpointError(
+                f"tensor '{tensor.name}' {what}", path=path, found=f"offset {tensor.offset}", expected=position - start
+            )
+        found[tensor.name] = GgufTensor(tensor.name, tensor.type, tensor.shape, position)
+        end = position + tensor.nbytes
+        position = _padded(end, alignment)
+    if size < end:
+        raise CheckpointError(
+            "is truncated", path=path, found=f"{size} bytes", expected=end, hint="download it again"
+        )  # fmt: skip
+    if size > max(position, start):
+        raise CheckpointError(
+            "has bytes after its last tensor", path=path, found=f"{size} bytes", expected=max(position, start)
+        )
+    return found
+
+
+def _split(metadata: Mapping[str, Any], path: Path) -> Split | None:
+    """Which part a file is, if its metadata says that the model has more than one."""
+    values = [metadata.get(key) for key in SPLIT_KEYS]
+    if all(value is None for value in values):
+        return None
+    index, count, tensors = values
+    if (
+        not (type(index) is type(count) is type(tensors) is int)
+        or not 0 <= index < count <= _MAX_PARTS
+        or not 0 <= tensors <= _MAX_SIZE
+    ):
+        raise CheckpointError(
+            f"{', '.join(SPLIT_KEYS)} do not say which part of a model it is", path=path,
+            found=", ".join(map(shown, values)),
+        )  # fmt: skip
+    return Split(index, count, tensors)
+
+
+def _padded(position: int, alignment: int) -> int:
+    return position + -position % alignment
+
+
+def _packed_text(text: str) -> bytes:
+    raw = text.encode()
+    return _LENGTH.pack(len(raw)) + raw
+
+
+def _packed_value(key: str, value: Any) -> bytes:
+    """The kind and the value, as they lie in a file."""
+    kind = value.kind if isinstance(value, Typed) else None
+    plain = value.value if isinstance(value, Typed) else value
+    if not isinstance(plain, (list, tuple)):
+        kind = kind if kind is not None else _kind_of(key, plain, ValueType.UINT32)
+        return _WORD.pack(kind) + _packed(key, kind, [plain])
+    if kind is None:
+        kinds = {_kind_of(key, item, ValueType.INT32) for item in plain}
+        if len(kinds) != 1:
+            raise ValueError(f"{key}: an array that is empty or of several kinds needs `Typed`")
+        (kind,) = kinds
+    return _WORD.pack(ValueType.ARRAY) + _WORD.pack(kind) + _LENGTH.pack(len(plain)) + _packed(key, kind, plain)
+
+
+def _packed(key: str, kind: ValueType, values: Sequence[Any]) -> bytes:
+    if kind is ValueType.STRING:
+        return b"".join(map(_packed_text, values))
+    try:
+        return struct.pack(f"<{len(values)}{_NUMBERS[kind]}", *values)
+    except (struct.error, OverflowError) as error:
+        raise ValueError(f"{key}: {error}") from error
+
+
+def _kind_of(key: str, value: Any, whole: ValueType) -> ValueType:
+    kinds = {str: ValueType.STRING, bool: ValueType.BOOL, float: ValueType.FLOAT32, int: whole}
+    if type(value) not in kinds:
+        raise ValueError(f"{key}: GGUF has no {type(value).__name__}")
+    return kinds[type(value)]

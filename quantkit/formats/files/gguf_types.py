@@ -1,0 +1,152 @@
+"""What a GGUF file is made of: types of tensors, kinds of metadata values, parts of a model that is split."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from typing import Any
+
+SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
+_SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+
+
+class GgmlType(StrEnum):
+    """How a tensor's numbers are stored, by ggml's name for it.
+
+    Attributes:
+        code: in files.
+        block: numbers that are stored together; a row is a whole number of blocks.
+        block_bytes: of one block.
+    """
+
+    code: int
+    block: int
+    block_bytes: int
+
+    F32 = "F32", 0, 1, 4
+    F16 = "F16", 1, 1, 2
+    Q4_0 = "Q4_0", 2, 32, 18
+    Q4_1 = "Q4_1", 3, 32, 20
+    Q5_0 = "Q5_0", 6, 32, 22
+    Q5_1 = "Q5_1", 7, 32, 24
+    Q8_0 = "Q8_0", 8, 32, 34
+    Q8_1 = "Q8_1", 9, 32, 36
+    Q2_K = "Q2_K", 10, 256, 84
+    Q3_K = "Q3_K", 11, 256, 110
+    Q4_K = "Q4_K", 12, 256, 144
+    Q5_K = "Q5_K", 13, 256, 176
+    Q6_K = "Q6_K", 14, 256, 210
+    Q8_K = "Q8_K", 15, 256, 292
+    IQ2_XXS = "IQ2_XXS", 16, 256, 66
+    IQ2_XS = "IQ2_XS", 17, 256, 74
+    IQ3_XXS = "IQ3_XXS", 18, 256, 98
+    IQ1_S = "IQ1_S", 19, 256, 50
+    IQ4_NL = "IQ4_NL", 20, 32, 18
+    IQ3_S = "IQ3_S", 21, 256, 110
+    IQ2_S = "IQ2_S", 22, 256, 82
+    IQ4_XS = "IQ4_XS", 23, 256, 136
+    I8 = "I8", 24, 1, 1
+    I16 = "I16", 25, 1, 2
+    I32 = "I32", 26, 1, 4
+    I64 = "I64", 27, 1, 8
+    F64 = "F64", 28, 1, 8
+    IQ1_M = "IQ1_M", 29, 256, 56
+    BF16 = "BF16", 30, 1, 2
+    TQ1_0 = "TQ1_0", 34, 256, 54
+    TQ2_0 = "TQ2_0", 35, 256, 66
+    MXFP4 = "MXFP4", 39, 32, 17
+    NVFP4 = "NVFP4", 40, 64, 36
+    Q1_0 = "Q1_0", 41, 128, 18
+
+    def __new__(cls, name: str, code: int, block: int, block_bytes: int) -> GgmlType:
+        member = str.__new__(cls, name)
+        member._value_ = name
+        member.code, member.block, member.block_bytes = code, block, block_bytes
+        return member
+
+    def row_bytes(self, columns: int) -> int:
+        """What a row of so many numbers, whole blocks, occupies."""
+        return columns // self.block * self.block_bytes
+
+
+class ValueType(IntEnum):
+    """The kind of a metadata value, by its code in files."""
+
+    UINT8 = 0
+    INT8 = 1
+    UINT16 = 2
+    INT16 = 3
+    UINT32 = 4
+    INT32 = 5
+    FLOAT32 = 6
+    BOOL = 7
+    STRING = 8
+    ARRAY = 9
+    UINT64 = 10
+    INT64 = 11
+    FLOAT64 = 12
+
+
+@dataclass(frozen=True)
+class Typed:
+    """A metadata value to be written as a kind that does not follow from its Python type.
+
+    Attributes:
+        kind: of the value; of its items, if it is a list.
+    """
+
+    kind: ValueType
+    value: Any
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor as a header lists it.
+
+    Attributes:
+        shape: as numpy has it, rows first; its last size is a whole number of blocks.
+        offset: of its first byte in the file.
+    """
+
+    name: str
+    type: GgmlType
+    shape: tuple[int, ...]
+    offset: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) // self.type.block * self.type.block_bytes
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which part of a model that was split over several files one file is.
+
+    Attributes:
+        index: of the part, from 0.
+        count: of parts.
+        tensors: of the whole model.
+    """
+
+    index: int
+    count: int
+    tensors: int
+
+    def metadata(self) -> dict[str, Any]:
+        """The keys that say so."""
+        kinds = (ValueType.UINT16, ValueType.UINT16, ValueType.INT32)
+        values = (self.index, self.count, self.tensors)
+        return {key: Typed(kind, value) for key, kind, value in zip(SPLIT_KEYS, kinds, values, strict=True)}
+
+
+def split_name(stem: str, index: int, count: int) -> str:
+    """The file of part number `index`, from 0, of a model that is split."""
+    return f"{stem}-{index + 1:05d}-of-{count:05d}.gguf"
+
+
+def split_stem(name: str) -> str | None:
+    """What the names of a model's parts begin with, by one of them; None if that is no part's name."""
+    found = _SPLIT_NAME.fullmatch(name)
+    return found["stem"] if found else None

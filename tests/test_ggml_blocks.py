@@ -1,0 +1,121 @@
+"""GGUF's Q4_0 and Q8_0 blocks: the same codes and scales both ways, byte for byte, or a reason."""
+
+from __future__ import annotations
+
+import struct
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.formats.codecs.codec import Reason
+from quantkit.formats.codecs.ggml_blocks import BLOCK_TYPES, Q4_0, Q8_0, BlockType, block_type
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.scheme import QuantScheme
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def weight(scheme: QuantScheme, rows: int, columns: int, dtype: torch.dtype = torch.float16) -> QuantTensor:
+    """Codes of the whole range, scales of both signs, subnormal and zero among them."""
+    codes = torch.randint(scheme.levels, (rows, columns), dtype=torch.uint8)
+    scale = torch.randn(rows, scheme.groups(columns)).mul(0.01).to(torch.bfloat16).half()
+    scale.view(-1)[:3] = torch.tensor([-0.0, 2.0**-24, -(2.0**-17)])[: scale.numel()]
+    zero = None if scheme.symmetric else torch.full(scale.shape, 3, dtype=torch.uint8)
+    return QuantTensor(codes, scale.to(dtype), zero, scheme)
+
+
+def blocks(kind: BlockType, value: QuantTensor) -> Tensor:
+    found = kind.encode(value)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def by_hand(kind: BlockType, value: QuantTensor) -> bytes:
+    """The bytes of a weight, block by block, as the layout is told."""
+    found = b""
+    size = value.shape[1] // value.scale.shape[1]
+    for row, scales in zip(value.codes.tolist(), value.scale.tolist(), strict=True):
+        for start in range(0, len(row), 32):
+            found += struct.pack("<e", scales[start // size])
+            codes = row[start : start + 32]
+            if kind is Q8_0:
+                found += struct.pack("<32b", *(code - 128 for code in codes))
+            else:
+                found += bytes(codes[j] + 16 * codes[j + 16] for j in range(16))
+    return found
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("scheme", [QuantScheme(bits, size) for bits in (4, 8) for size in (32, 64, 96, 128, None)])
+def test_codes_and_scales_stay_what_they_are(scheme: QuantScheme, dtype: torch.dtype) -> None:
+    kind = block_type(scheme)
+    value = weight(scheme, 7, 384, dtype)
+    raw = blocks(kind, value)
+
+    assert bytes(raw.numpy()) == by_hand(kind, value)
+    assert raw.shape == (7, kind.row_bytes(384))
+    back = kind.decode(raw)
+    assert back.scheme == QuantScheme(scheme.bits, 32)
+    assert back.codes.equal(value.codes)
+    assert back.scale.equal(value.scale.half().repeat_interleave(12 // value.scale.shape[1], -1))
+    assert back.scale.view(torch.int16)[0, 0] == value.scale.half().view(torch.int16)[0, 0], "the sign of a zero"
+    assert back.dequantize().equal(value.dequantize())
+    assert blocks(kind, back).equal(raw)
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES.values(), ids=BLOCK_TYPES)
+def test_the_owner_reads_the_same_weights(kind: BlockType) -> None:
+    value = weight(QuantScheme(kind.scheme.bits, 64), 5, 192)
+
+    theirs = gguf.quants.dequantize(blocks(kind, value).numpy(), gguf.GGMLQuantizationType[kind.name])
+
+    assert np.array_equal(theirs, value.dequantize().numpy())
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES.values(), ids=BLOCK_TYPES)
+def test_what_the_owner_quantized_keeps_every_byte(kind: BlockType) -> None:
+    theirs = gguf.quants.quantize(np.random.default_rng(0).standard_normal((6, 160)).astype(np.float32),
+                                  gguf.GGMLQuantizationType[kind.name])  # fmt: skip
+    raw = torch.from_numpy(theirs)
+
+    value = kind.decode(raw)
+
+    assert blocks(kind, value).equal(raw)
+    assert np.array_equal(
+        value.dequantize().numpy(), gguf.quants.dequantize(theirs, gguf.GGMLQuantizationType[kind.name])
+    )
+    assert kind is Q8_0 or bool((value.scale < 0).any()), "its scales have both signs"
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (weight(QuantScheme(4, 48), 2, 96), "32 does not divide its group size"),
+        (weight(QuantScheme(4, 16), 2, 96), "32 does not divide its group size"),
+        (weight(QuantScheme(4, 64, False), 2, 128), "it has zero points"),
+        (weight(QuantScheme(8, None), 2, 80), "32 does not divide its row"),
+        (weight(QuantScheme(8, 32), 2, 96), "its codes have another size"),
+    ],
+)
+def test_other_schemes_have_a_reason(value: QuantTensor, problem: str) -> None:
+    kind = Q4_0 if problem == "its codes have another size" else block_type(value.scheme)
+
+    found = kind.encode(value)
+
+    assert isinstance(found, Reason)
+    assert found.problem == problem
+
+
+@pytest.mark.parametrize("number", [1e-9, 65536.0, 1.0 + 2.0**-11, float("inf"), float("nan")])
+def test_a_scale_that_float16_has_not_is_a_reason(number: float) -> None:
+    value = weight(QuantScheme(4, 32), 3, 64, torch.float32)
+    value.scale[1, 1] = number
+
+    found = Q4_0.encode(value)
+
+    assert isinstance(found, Reason)
+    assert found.problem == "a scale is no number that float16 has"
+    assert found.found == f"{value.scale[1, 1].item():.9g}"

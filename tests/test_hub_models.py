@@ -1,0 +1,146 @@
+"""Models named ``hf:owner/name``, downloaded from a hub on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fake_hub import COMMIT, hub
+
+from quantkit.data.files import DEMO_MODEL
+from quantkit.errors import RequestError
+from quantkit.formats.files.hub import HubModel, hub_model, needed_files, origin
+from quantkit.formats.manifest import file_sha256
+
+MODEL = HubModel("some/model")
+FILES = {path.name: path.read_bytes() for path in Path(DEMO_MODEL).iterdir() if path.is_file()}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "home"
+
+
+def _run(home: Path, address: str, *arguments: str | Path, offline: bool = False) -> tuple[int, str, str]:
+    env = {
+        **os.environ, "HF_HOME": str(home), "HF_ENDPOINT": address, "NO_PROXY": "127.0.0.1",
+        "HF_HUB_OFFLINE": str(int(offline)),
+    }  # fmt: skip
+    command = [sys.executable, "-m", "quantkit.cli", *map(str, arguments)]
+    home.mkdir(exist_ok=True)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=home, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_what_is_needed_is_downloaded_once_and_its_commit_recorded(home: Path, tmp_path: Path) -> None:
+    more = {"model-Q4_0.gguf": b"GGUF", "pictures/one.png": b"png", "onnx/model.onnx": b"onnx"}
+    with hub({"some/model": {**FILES, **more}}) as (address, sent):
+        code, _, told = _run(home, address, "convert", "hf:some/model", tmp_path / "out")
+        assert (code, sorted(sent)) == (0, sorted(FILES)), told
+        sent.clear()
+        code, out, _ = _run(home, address, "inspect", "hf:some/model@main")
+        assert (code, sent) == (0, [])
+        assert out.startswith("hf:some/model@main: meta (2 shards)")
+    source = json.loads((tmp_path / "out" / "quantkit.json").read_text())["source"]
+    assert source["hub"] == {"name": "some/model", "commit": COMMIT}
+    assert source["sha256"] == {name: file_sha256(Path(DEMO_MODEL) / name) for name in source["sha256"]}
+    for offline in (True, False):  # the hub is gone: what the cache holds
+        assert _run(home, address, "inspect", "hf:some/model", offline=offline)[0] == 0
+
+
+def test_what_cannot_be_downloaded_is_told_in_one_line(home: Path) -> None:
+    with hub({"some/model": FILES}) as (address, _):
+        told = {name: _run(home, address, "inspect", name) for name in ("hf:some/other", "hf:some/model@v2")}
+        bare = _run(home, address, "inspect", "some/model")
+    told |= {"gone": _run(home, address, "inspect", "hf:some/model")}
+    told |= {"offline": _run(home, address, "inspect", "hf:some/model", offline=True)}
+    problems = {
+        "hf:some/other": "knows no such model", "hf:some/model@v2": "no such revision", "gone": "cannot be reached",
+        "offline": "HF_HUB_OFFLINE",
+    }  # fmt: skip
+    for name, (code, out, err) in told.items():
+        assert (code, out, err.count("\n")) == (2, "", 1), name
+        assert problems[name] in err
+    assert (bare[0], bare[2].count("\n")) == (3, 1)
+    assert "if it is a model of the Hugging Face hub: hf:some/model" in bare[2]
+
+
+def test_a_file_that_is_cut_short_is_not_taken(home: Path) -> None:
+    with hub({"some/model": FILES}) as (address, _):
+        assert _run(home, address, "inspect", "hf:some/model")[0] == 0
+        blob = next(home.glob("hub/models--some--model/snapshots/*/consolidated.00.pth")).resolve()
+        blob.write_bytes(blob.read_bytes()[:-1])
+        code, _, err = _run(home, address, "inspect", "hf:some/model")
+    assert code == 3
+    assert "is not what the hub announced" in err
+
+
+def test_the_disk_is_looked_at_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from quantkit.errors import NoSpaceError
+    from quantkit.formats.files import hub as module
+
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 100, 1))
+    with pytest.raises(NoSpaceError, match="too little space on the disk of the hub's cache for hf:some/model"):
+        module._require_space(10, MODEL)
+
+
+def test_an_existing_path_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert hub_model("hf:some/model") == MODEL
+    assert hub_model("some/model") is None
+    (tmp_path / "hf:some" / "model").mkdir(parents=True)
+    assert hub_model("hf:some/model") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("hf:a/b@refs/pr/1", HubModel("a/b", None, "refs/pr/1")),
+        ("hf:a/b/sub/c.gguf@v1", HubModel("a/b", "sub/c.gguf", "v1")),
+        *((f"hf:{text}", None) for text in ("", "a", "a/", "a/b@", "a/b/c", "../a", "a/b c", "a/b@x y")),
+    ],
+)
+def test_how_a_model_is_spelled(name: str, expected: HubModel | None) -> None:
+    if expected is not None:
+        assert hub_model(name) == expected
+        assert str(expected) == name
+        return
+    with pytest.raises(RequestError, match="is no name of a model on the hub"):
+        hub_model(name)
+
+
+@pytest.mark.parametrize(
+    ("names", "left_out"),
+    [
+        (("config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json", "LICENSE"),
+         ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.safetensors", "a.gguf", "original/x.pth")),
+        (("config.json", "pytorch_model.bin"), ("consolidated.00.pth", "training_args.bin", "tf_model.h5")),
+        (("params.json", "tokenizer.model", "consolidated.00.pth"), ("checklist.chk",)),
+        (("q-00001-of-00002.gguf", "q-00002-of-00002.gguf", "config.json"), ("picture.png",)),
+        (("adapter_config.json",), ("picture.png",)),
+    ],
+)  # fmt: skip
+def test_which_files_are_needed(names: tuple[str, ...], left_out: tuple[str, ...]) -> None:
+    assert sorted(needed_files(dict.fromkeys((*names, *left_out), 1), MODEL)) == sorted(names)
+
+
+def test_which_of_several_gguf_models_is_asked_for() -> None:
+    sizes = dict.fromkeys(("a-Q4_0.gguf", "b-00001-of-00002.gguf", "b-00002-of-00002.gguf", "config.json"), 1)
+    with pytest.raises(RequestError, match=r"several GGUF models .* hf:some/model/a-Q4_0.gguf"):
+        needed_files(sizes, MODEL)
+    chosen = HubModel("some/model", "b-00001-of-00002.gguf")
+    assert needed_files(sizes, chosen) == ["b-00001-of-00002.gguf", "b-00002-of-00002.gguf"]
+    with pytest.raises(RequestError, match="no weights"):
+        needed_files({"config.json": 1}, MODEL)
+    with pytest.raises(RequestError, match="no such file"):
+        needed_files(sizes, HubModel("some/model", "c.gguf"))
+
+
+def test_where_a_path_comes_from(tmp_path: Path) -> None:
+    assert origin(tmp_path) is None
+    assert origin(Path(f"/x/models--a--b-c/snapshots/{COMMIT}/model.gguf")) == {"name": "a/b-c", "commit": COMMIT}
