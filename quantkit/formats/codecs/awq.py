@@ -20,7 +20,7 @@ from quantkit.formats.codecs.gptq_zeros import QWEIGHT, QZEROS, SCALES
 from quantkit.formats.files.tensor_file import StoredTensor
 from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import DType
-from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.scheme import SCHEMES, QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
@@ -147,6 +147,8 @@ class Awq:
 
     name = "awq"
     keys: tuple[str, ...] = ("quantization_config",)
+    schemes = tuple(scheme for scheme in SCHEMES.values() if scheme.bits == 4)
+    scale_dtype: DType | None = DType.FLOAT16
 
     def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
         """

@@ -17,7 +17,7 @@ from quantkit.formats.codecs.gptq_linear import SUFFIXES, GptqLinear
 from quantkit.formats.codecs.gptq_zeros import QWEIGHT, Version
 from quantkit.formats.codecs.targets import BY_PATTERN, Deadline, Targets
 from quantkit.json_values import Settings, shown
-from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.scheme import SCHEMES, QuantScheme
 
 _FORMATS = {"gptq": 1, "gptq_v2": 2}
 _MOST_PATTERNS = 4096
@@ -29,6 +29,8 @@ class Gptq:
 
     name = "gptq"
     keys: tuple[str, ...] = ("quantization_config",)
+    schemes = tuple(SCHEMES.values())
+    scale_dtype: DType | None = DType.FLOAT16
 
     def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
         """

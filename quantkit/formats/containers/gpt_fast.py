@@ -54,10 +54,13 @@ class GptFast:
     config_file = "config.json"
     weights: Mapping[str, str] = _FILES
     methods: Mapping[str, QuantMethod] = {}
+    native = None
     stores_tied_head = True
     states_tokens = True
     model_parallel = False
     derived = True
+    read_only = True
+    one_file = False
 
     def present(self, path: Path) -> list[str]:
         return [kind for kind, spelled in _FILES.items() if path.is_dir() and any(path.glob(spelled))]
