@@ -5,6 +5,8 @@ from __future__ import annotations
 from quantkit.errors import RequestError
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
+from quantkit.formats.codecs.mlx import Mlx
+from quantkit.formats.codecs.torchao import TorchAo
 from quantkit.formats.container import Container
 from quantkit.formats.containers.hf import HuggingFace
 from quantkit.formats.containers.meta import Meta
@@ -13,7 +15,7 @@ from quantkit.json_values import shown
 
 _NATIVE = CompressedTensors()
 
-METHODS: dict[str, QuantMethod] = {method.name: method for method in (_NATIVE,)}
+METHODS: dict[str, QuantMethod] = {method.name: method for method in (_NATIVE, Mlx(), TorchAo())}
 """By ``quant_method`` in config.json."""
 
 HF = HuggingFace(METHODS, _NATIVE)
