@@ -9,6 +9,8 @@ from quantkit.formats.codecs.awq import Awq
 from quantkit.formats.codecs.codec import CodeFormat, QuantMethod
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.codecs.gptq import Gptq
+from quantkit.formats.codecs.mlx import Mlx
+from quantkit.formats.codecs.torchao import TorchAo
 from quantkit.formats.container import Container
 from quantkit.formats.containers.gpt_fast import GptFast
 from quantkit.formats.containers.hf import HuggingFace
@@ -18,7 +20,7 @@ from quantkit.json_values import shown
 
 _NATIVE = CompressedTensors()
 
-METHODS: dict[str, QuantMethod] = {method.name: method for method in (_NATIVE, Gptq(), Awq())}
+METHODS: dict[str, QuantMethod] = {method.name: method for method in (_NATIVE, Gptq(), Awq(), Mlx(), TorchAo())}
 """By ``quant_method`` in config.json."""
 
 HF = HuggingFace(METHODS, _NATIVE)

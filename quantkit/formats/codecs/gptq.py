@@ -17,6 +17,7 @@ from quantkit.formats.codecs.gptq_linear import SUFFIXES, GptqLinear
 from quantkit.formats.codecs.gptq_zeros import QWEIGHT, Version
 from quantkit.formats.codecs.targets import BY_PATTERN, Deadline, Targets
 from quantkit.json_values import Settings, shown
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import SCHEMES, QuantScheme
 
 _FORMATS = {"gptq": 1, "gptq_v2": 2}
