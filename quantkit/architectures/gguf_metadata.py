@@ -15,6 +15,7 @@ from quantkit.architectures.gguf import GgufArchitecture, gguf_architecture
 from quantkit.architectures.gguf_config import (
     EOS_IDS,
     EPS,
+    GEMMA2_WINDOW,
     MODEL_TYPE,
     PATTERN,
     WINDOW,
