@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from quantkit.errors import RequestError
-from quantkit.formats.codecs.codec import QuantMethod
+from quantkit.formats.codecs.codec import CodeFormat, QuantMethod
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.container import Container
 from quantkit.formats.containers.hf import HuggingFace
@@ -23,18 +25,50 @@ CONTAINERS: dict[str, Container] = {container.name: container for container in (
 """By name."""
 
 
-def target(name: str) -> tuple[Container, QuantMethod | None]:
-    """What a conversion may be made to: a container, or a method of quantization in the container that carries it.
+@dataclass(frozen=True)
+class Target:
+    """What models are written as.
 
-    Raises:
-        RequestError: for another name.
+    Attributes:
+        name: what ``--to`` calls it.
+        container: the kind of checkpoint.
+        method: of the quantized weights in it; None where none has to be named.
     """
-    if name in CONTAINERS:
-        return CONTAINERS[name], None
+
+    name: str
+    container: Container
+    method: QuantMethod | None = None
+
+    @property
+    def codes(self) -> CodeFormat | None:
+        """What quantized weights are written in; None where all are floats."""
+        return self.method or (None if self.container.methods else self.container.native)
+
+    @property
+    def floats(self) -> bool:
+        """Whether a model of floats is written so."""
+        return self.method is None
+
+
+def targets() -> dict[str, Target]:
+    """All that models are written as, by name."""
+    found: dict[str, Target] = {}
     for container in CONTAINERS.values():
-        if name in container.methods:
-            return container, container.methods[name]
-    raise RequestError("unknown target format", found=shown(name), expected=" or ".join(sorted(CONTAINERS)))
+        for method in container.methods.values():
+            if method.schemes:
+                found[method.name] = Target(method.name, container, method)
+    return found | {name: Target(name, container) for name, container in CONTAINERS.items()}
+
+
+def target(name: str) -> Target:
+    """
+    Raises:
+        RequestError: for another name than of `targets`.
+    """
+    known = targets()
+    if name not in known:
+        raise RequestError("unknown target format", found=shown(name), expected=", ".join(known))
+    return known[name]
 
 
 def read_names() -> set[str]:

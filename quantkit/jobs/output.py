@@ -47,7 +47,7 @@ class Work:
     """
 
     job: str
-    source: Checkpoint
+    source: StoredCheckpoint
     encoder: Encoder
     side_files: Mapping[str, bytes | Path]
     options: Mapping[str, object]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from quantkit.errors import UnsupportedError
 from quantkit.formats.files.tensor_file import Home, StoredTensor
 from quantkit.json_values import Settings
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
@@ -110,7 +111,33 @@ class Codec(Protocol):
         ...
 
 
-class QuantMethod(Protocol):
+class HoldsCodes(Protocol):
+    """What turns codes into what is stored."""
+
+    def encode(self, value: QuantTensor) -> Any | Reason:
+        """What is stored, or why there is nothing that says exactly the same."""
+        ...
+
+
+class CodeFormat(Protocol):
+    """What quantized weights are written in.
+
+    Attributes:
+        name: what ``--to`` calls it.
+        schemes: it has of its own, to which weights are rounded that it cannot hold exactly; none if it is only read.
+        scale_dtype: that scales have in it; None if they may have the model's.
+    """
+
+    name: str
+    schemes: tuple[QuantScheme, ...]
+    scale_dtype: DType | None
+
+    def codec(self, scheme: QuantScheme) -> HoldsCodes | Reason:
+        """What it holds a scheme's weights with."""
+        ...
+
+
+class QuantMethod(CodeFormat, Protocol):
     """A way to quantize whole folders: its settings say which modules have which codec.
 
     Attributes:
@@ -118,7 +145,6 @@ class QuantMethod(Protocol):
         keys: of config.json under which its settings are written.
     """
 
-    name: str
     keys: tuple[str, ...]
 
     def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:

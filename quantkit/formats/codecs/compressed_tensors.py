@@ -21,7 +21,7 @@ from quantkit.formats.codecs.targets import NO_MATCH, Deadline, Targets
 from quantkit.formats.files.tensor_file import StoredTensor, TensorFile
 from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import DType
-from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.scheme import SCHEMES, QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
@@ -117,6 +117,8 @@ class CompressedTensors:
     """``quant_method: compressed-tensors``: groups of modules, each of one scheme."""
 
     name = "compressed-tensors"
+    schemes = tuple(SCHEMES.values())
+    scale_dtype: DType | None = None
     keys: tuple[str, ...] = ("quantization_config",)
 
     def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:

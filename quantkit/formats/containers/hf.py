@@ -16,7 +16,14 @@ from quantkit.architectures.topology import parameters
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.container import Output
-from quantkit.formats.containers.hf_checkpoint import SETTINGS, HFCheckpoint, index_path, read_codecs, weight_kinds
+from quantkit.formats.containers.hf_checkpoint import (
+    SETTINGS,
+    HFCheckpoint,
+    index_path,
+    read_codecs,
+    weight_kinds,
+    without_settings,
+)
 from quantkit.formats.folder import json_bytes, present, side_names, with_templates
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.export import export_json
@@ -36,6 +43,7 @@ class HuggingFace:
     stores_tied_head = False
     states_tokens = True
     model_parallel = False
+    one_file = False
 
     def __init__(self, methods: Mapping[str, QuantMethod], native: QuantMethod) -> None:
         """
@@ -44,7 +52,7 @@ class HuggingFace:
             native: the one that is written where none is asked for.
         """
         self.methods = methods
-        self._native = native
+        self.native = native
 
     def present(self, path: Path) -> list[str]:
         return weight_kinds(path) if path.is_dir() else []
@@ -73,15 +81,16 @@ class HuggingFace:
     def encoder(self, output: Output) -> SafetensorsEncoder:
         from quantkit.formats.containers.hf_encoder import SafetensorsEncoder
 
-        return SafetensorsEncoder(output.planned, output.config, output.shard_bytes, output.method or self._native)
+        return SafetensorsEncoder(output.planned, output.config, output.shard_bytes, output.method or self.native)
 
     def side_files(self, output: Output) -> dict[str, bytes | Path]:
         source, config = output.source, output.config
         raw, beside = _config(source, config), dict[str, bytes]()
+        raw = raw if output.schemes else without_settings(raw)
         if output.schemes and SETTINGS not in raw:
             every = config.tensors is None or config.unstored is not None
             schemes, modules = _on_disk(output.schemes, config)
-            method = output.method or self._native
+            method = output.method or self.native
             settings = method.write_settings(schemes, modules, every=every)
             raw |= dict.fromkeys(method.keys, settings)
             beside = method.side_files(settings)

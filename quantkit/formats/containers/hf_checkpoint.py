@@ -128,6 +128,10 @@ class HFCheckpoint:
         return read_floats(file, file.view(tensor.name), tensor, place, part)
 
     @property
+    def method(self) -> str | None:
+        return None if self._method is None or not self._codecs else self._method.name
+
+    @property
     def layout(self) -> str:
         return self.format
 

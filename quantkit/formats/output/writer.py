@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, DestinationError, QualityError, QuantkitError, ResumeError
-from quantkit.formats.container import Encoder, ReadableEncoder
+from quantkit.formats.container import Encoder
 from quantkit.formats.output.destination import MANIFEST, output_files
 from quantkit.formats.output.journal import NAME as JOURNAL
 from quantkit.formats.output.journal import SafePoint
@@ -38,7 +38,7 @@ class Written:
         count: how many tensors are safely there.
     """
 
-    encoder: ReadableEncoder
+    encoder: Encoder
     folder: Path
     count: int = 0
 
