@@ -66,6 +66,15 @@ class RawModule:
         name = f"{self.name}.{suffix}"
         return self._files[name].read(name, part)
 
+    def read_bytes(self, suffix: str) -> bytes:
+        """A small tensor's elements, without torch.
+
+        Raises:
+            CheckpointError: see `TensorFile.read`.
+        """
+        name = f"{self.name}.{suffix}"
+        return self._files[name].read_bytes(name)
+
 
 class Codec(Protocol):
     """How one module's weight lies in a checkpoint: which tensors there are, and what they mean."""

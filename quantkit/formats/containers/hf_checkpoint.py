@@ -18,6 +18,7 @@ from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.checkpoint import require_tensors, require_unquantized, schemes
 from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule
 from quantkit.formats.codecs.compressed_tensors import packed_shapes
+from quantkit.formats.codecs.compressed_weights import PACKED, PLAIN, SCALE
 from quantkit.formats.codecs.dequantized import METHODS as READ_AS_FLOATS
 from quantkit.formats.codecs.dequantized import DequantizedTensor, by_small_floats, dequantized, method_in
 from quantkit.formats.containers.hf_parts import decode, read_dequantized, read_floats, share
@@ -158,7 +159,7 @@ class HFCheckpoint:
     def _may_have_codec(self, tensor: DiskTensor) -> bool:
         """Whether a codec may hold a tensor: a linear's weight, or all experts that are not there as floats."""
         if not self.config.runnable:
-            return tensor.name not in self._stored
+            return tensor.name not in self._stored or f"{tensor.module}.{SCALE}" in self._stored
         return tensor.quantizable or (tensor.stacked is not None and tensor.name not in self._stored)
 
     def _take_dtype(self) -> None:
@@ -180,9 +181,9 @@ class HFCheckpoint:
         found: dict[str, tuple[tuple[int, ...], str]] = {}
         for name, tensor in self._stored.items():
             module, _, leaf = name.rpartition(".")
-            if module not in shapes or not leaf.startswith("weight_"):
+            if module not in shapes or not leaf.startswith("weight"):
                 found[name] = tensor.shape, tensor.dtype
-            elif leaf == "weight_packed":
+            elif leaf in (PACKED, PLAIN):
                 found[f"{module}.weight"] = shapes[module], self.config.dtype
         self.config = replace(opaque_config(raw, found), dtype=self.config.dtype)
         self.extra_config = stated if shapes else without_settings(stated)
