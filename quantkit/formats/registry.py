@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from quantkit.errors import RequestError
 from quantkit.formats.codecs.awq import Awq
 from quantkit.formats.codecs.codec import CodeFormat, QuantMethod
-from quantkit.formats.codecs.compressed_tensors import CompressedTensors
+from quantkit.formats.codecs.compressed_tensors import CompressedTensors, Int8Activations
 from quantkit.formats.codecs.gptq import Gptq
 from quantkit.formats.codecs.mlx import Mlx
 from quantkit.formats.codecs.torchao import TorchAo
@@ -20,7 +20,9 @@ from quantkit.json_values import shown
 
 _NATIVE = CompressedTensors()
 
-METHODS: dict[str, QuantMethod] = {method.name: method for method in (_NATIVE, Gptq(), Awq(), Mlx(), TorchAo())}
+METHODS: dict[str, QuantMethod] = {
+    method.name: method for method in (_NATIVE, Int8Activations(), Gptq(), Awq(), Mlx(), TorchAo())
+}
 """By ``quant_method`` in config.json."""
 
 HF = HuggingFace(METHODS, _NATIVE)

@@ -18,6 +18,7 @@ from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.checkpoint import require_tensors, require_unquantized, schemes
 from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule, ReadAsFloats
 from quantkit.formats.codecs.compressed_tensors import packed_shapes
+from quantkit.formats.codecs.compressed_weights import PACKED, PLAIN, SCALE
 from quantkit.formats.codecs.dequantized import METHODS as READ_AS_FLOATS
 from quantkit.formats.codecs.dequantized import DequantizedTensor, by_small_floats, dequantized, method_in
 from quantkit.formats.containers.hf_parts import decode, read_dequantized, read_floats, share
@@ -169,7 +170,7 @@ class HFCheckpoint:
         embedding or a router."""
         found = self._stored.get(tensor.name)
         if not self.config.runnable:
-            return found is None
+            return found is None or f"{tensor.module}.{SCALE}" in self._stored
         if tensor.quantizable:
             return True
         if found is None:
@@ -195,9 +196,9 @@ class HFCheckpoint:
         found: dict[str, tuple[tuple[int, ...], str]] = {}
         for name, tensor in self._stored.items():
             module, _, leaf = name.rpartition(".")
-            if module not in shapes or not leaf.startswith("weight_"):
+            if module not in shapes or not leaf.startswith("weight"):
                 found[name] = tensor.shape, tensor.dtype
-            elif leaf == "weight_packed":
+            elif leaf in (PACKED, PLAIN):
                 found[f"{module}.weight"] = shapes[module], self.config.dtype
         self.config = replace(opaque_config(raw, found), dtype=self.config.dtype)
         self.extra_config = stated if shapes else without_settings(stated)
