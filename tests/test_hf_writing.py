@@ -311,7 +311,7 @@ def test_transformers_loads_quantized_folders(case: str, tmp_path: Path) -> None
     oracle.copy(tmp_path / "source", tmp_path / "floats")
     result = opened(made)
     values = {name: result.load(name) for name in result.names()}
-    planned = [spec for block in tensor_blocks(source, {}) for spec in block.tensors]
+    planned = [spec for block in tensor_blocks(source, {}, target("compressed-tensors")) for spec in block.tensors]
     encoder = HF.encoder(Output(source, source.config, planned, SHARD_BYTES))
     with (tmp_path / "floats" / "model.safetensors").open("wb") as file:
         for index, spec in enumerate(planned):
