@@ -22,6 +22,9 @@ COMPLETION = "_QUANTKIT_COMPLETE"
 
 SHELLS = ("bash", "zsh", "fish")
 
+BROKEN = 12
+"""Of `quantkit doctor` where something would break."""
+
 EXIT_CODES: dict[int, str] = {
     0: "done",
     QuantkitError.exit_code: "a bug in quantkit",
@@ -35,6 +38,7 @@ EXIT_CODES: dict[int, str] = {
     GroupError.exit_code: "processes of one job differ, or one is lost",
     10: "verify: within the bound of the scheme",
     11: "verify: different",
+    BROKEN: "doctor: something would break",
     130: "Ctrl-C",
     143: "ended by SIGTERM",
 }
@@ -47,7 +51,8 @@ _RUN = "How it runs"
 
 _SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "convert": {
-        "Target": ("to", "mp", "dtype", "template"),
+        "Target": ("to", "dtype", "mp", "split_max_size", "template"),
+        "Quantized models": ("dequantize", "requantize"),
         _CHECKS: ("source_check", "allow_nonfinite"),
         _OUTPUT: ("resume", "data"),
     },
@@ -57,7 +62,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         _CALIBRATION: ("calibration", "samples", "length", "seed", "thorough", "activation_memory", "device"),
         _CHECKS: ("source_check", "allow_nonfinite", "accept_quality_loss"),
         "Model card": ("base_model", "license"),
-        _OUTPUT: ("template", "resume", "data"),
+        _OUTPUT: ("to", "split_max_size", "template", "resume", "data"),
     },
     "eval": {
         "What is measured": ("texts", "against", "window", "cache_logits", "tasks", "task_data", "speed"),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.codecs.codec import QuantMethod
-from quantkit.formats.container import Encoder, Output
+from quantkit.formats.container import Output
 from quantkit.formats.containers.gguf_checkpoint import GgufCheckpoint
 from quantkit.formats.files.gguf_parts import gguf_file
 
@@ -20,9 +21,13 @@ class Gguf:
     config_file = "model.gguf"
     weights: Mapping[str, str] = {"gguf": "*.gguf"}
     methods: Mapping[str, QuantMethod] = {}
+    native = None
     stores_tied_head = False
     states_tokens = True
     model_parallel = False
+    derived = True
+    read_only = True
+    one_file = True
 
     def present(self, path: Path) -> list[str]:
         return [] if gguf_file(path) is None else ["gguf"]
@@ -37,11 +42,15 @@ class Gguf:
         assert file is not None, path
         return GgufCheckpoint(file)
 
-    def encoder(self, output: Output) -> Encoder:
-        raise UnsupportedError("GGUF is not written yet", path=output.source.path)
+    def encoder(self, output: Output) -> NoReturn:
+        raise _not_written()
 
-    def side_files(self, output: Output) -> dict[str, bytes | Path]:
-        return {}
+    def side_files(self, output: Output) -> NoReturn:
+        raise _not_written()
 
     def notes(self, output: Output) -> list[str]:
         return []
+
+
+def _not_written() -> UnsupportedError:
+    return UnsupportedError("GGUF is not written")

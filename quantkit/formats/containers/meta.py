@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from quantkit.architectures.meta_params import config_to_meta
 from quantkit.data.files import gate_texts
 from quantkit.errors import CheckpointError, RequestError
-from quantkit.formats.codecs.codec import QuantMethod
+from quantkit.formats.codecs.codec import CodeFormat, QuantMethod
 from quantkit.formats.container import Output
 from quantkit.formats.containers.meta_checkpoint import MetaCheckpoint, shard_paths
 from quantkit.formats.folder import OTHER_FILES, json_bytes, present, with_templates
@@ -31,9 +31,13 @@ class Meta:
     config_file = "params.json"
     weights: Mapping[str, str] = {"meta": "consolidated.*.pth"}
     methods: Mapping[str, QuantMethod] = {}
+    native: CodeFormat | None = None
     stores_tied_head = True
     states_tokens = False
     model_parallel = True
+    derived = False
+    read_only = False
+    one_file = False
 
     def present(self, path: Path) -> list[str]:
         return ["meta"] if path.is_dir() and shard_paths(path) else []

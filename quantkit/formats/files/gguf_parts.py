@@ -11,7 +11,6 @@ from quantkit.formats.files.gguf_types import split_name, split_stem
 
 SUFFIX = ".gguf"
 _NO_MODELS = ("mmproj", "imatrix")  # what such files are called: a projector for pictures, statistics of activations
-_OTHER_WEIGHTS = ("*.safetensors", "*.bin", "consolidated.*.pth")
 
 
 def is_gguf(path: Path) -> bool:
@@ -25,9 +24,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def gguf_models(folder: Path) -> list[Path]:
-    """The models in GGUF that lie in a folder: the first file of each; none beside weights of another kind."""
-    if any(next(folder.glob(pattern), None) for pattern in _OTHER_WEIGHTS):
-        return []
+    """The models in GGUF that lie in a folder: the first file of each."""
     paths = sorted(path for path in folder.glob(f"*{SUFFIX}") if not path.name.lower().startswith(_NO_MODELS))
     return list({split_stem(path.name) or path.name: path for path in reversed(paths)}.values())[::-1]
 
