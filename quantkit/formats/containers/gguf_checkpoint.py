@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.architectures.disk import DiskTensor
-from quantkit.architectures.gguf import ROPE_TENSORS, keeps_float32, stored_offset
+from quantkit.architectures.gguf import ROPE_TENSORS, gguf_tensors, keeps_float32, stored_offset
 from quantkit.architectures.gguf_config import config_of
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
