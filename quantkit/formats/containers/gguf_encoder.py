@@ -11,6 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
@@ -23,10 +24,9 @@ from quantkit.formats.container import Chunk, tensor_bytes
 from quantkit.formats.containers.hf_encoder import joined_spec
 from quantkit.formats.containers.hf_parts import assembled, decode
 from quantkit.formats.files.gguf_io import ALIGNMENT, build_header, padding
-from quantkit.formats.files.gguf_types import GgmlType, GgufTensor, Split, split_name
+from quantkit.formats.files.gguf_types import GGUF, GgmlType, GgufTensor, Split, split_name
 from quantkit.formats.files.source import SourceFile
 from quantkit.formats.files.tensor_file import StoredTensor, TensorFile, View, contiguous_strides
-from quantkit.formats.output.destination import GGUF
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
@@ -73,13 +73,13 @@ class GgufEncoder:
 
     def __init__(
         self, planned: Sequence[TensorSpec], config: ModelConfig, metadata: Mapping[str, Any],
-        extra: Mapping[str, Tensor], shard_bytes: int, stem: str,
+        extra: Mapping[str, Sequence[float]], shard_bytes: int, stem: str,
     ) -> None:  # fmt: skip
         """
         Args:
             planned: canonical tensors, in the order of `gguf_tensors`.
             metadata: of the model; what kind of numbers there are is added.
-            extra: tensors that follow from the config, by name.
+            extra: vectors that follow from the config, by name.
             stem: what the names of the files begin with.
 
         Raises:
@@ -272,7 +272,8 @@ def _type(tensor: DiskTensor, spec: TensorSpec) -> GgmlType:
     return GgmlType(kind.name)
 
 
-def _extra(name: str, value: Tensor) -> _Written:
+def _extra(name: str, values: Sequence[float]) -> _Written:
+    value = torch.tensor(values, dtype=torch.float32)
     stored = GgufTensor(name, GgmlType.F32, tuple(value.shape))
     return _Written(None, 0, TensorSpec(name, stored.shape, DType.FLOAT32), stored, value=value)
 
