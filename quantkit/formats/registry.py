@@ -8,6 +8,7 @@ from quantkit.errors import RequestError
 from quantkit.formats.codecs.codec import CodeFormat, QuantMethod
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.container import Container
+from quantkit.formats.containers.gguf import Gguf
 from quantkit.formats.containers.hf import HuggingFace
 from quantkit.formats.containers.meta import Meta
 from quantkit.formats.folder import READ_BESIDE
@@ -20,8 +21,9 @@ METHODS: dict[str, QuantMethod] = {method.name: method for method in (_NATIVE,)}
 
 HF = HuggingFace(METHODS, _NATIVE)
 META = Meta()
+GGUF = Gguf()
 
-CONTAINERS: dict[str, Container] = {container.name: container for container in (META, HF)}
+CONTAINERS: dict[str, Container] = {container.name: container for container in (META, HF, GGUF)}
 """By name."""
 
 
