@@ -166,6 +166,8 @@ class Container(Protocol):
         stores_tied_head: whether its readers expect a head even where it is the embedding over again.
         states_tokens: whether its config says which tokens begin and end a text.
         model_parallel: whether its weights may be cut into shards that are loaded side by side.
+        derived: whether its weights are made from others in the same folder, which go before them.
+        read_only: whether it is not written.
         one_file: whether all weights lie in one file unless a largest size is asked for.
     """
 
@@ -178,6 +180,8 @@ class Container(Protocol):
     stores_tied_head: bool
     states_tokens: bool
     model_parallel: bool
+    derived: bool
+    read_only: bool
     one_file: bool
 
     def present(self, path: Path) -> list[str]:

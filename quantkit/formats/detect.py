@@ -21,7 +21,7 @@ Found = tuple[str, Container]
 
 _DOWNLOAD = "download it again"
 
-WeightKind = Literal["meta", "safetensors", "bin", "gguf"]
+WeightKind = Literal["meta", "safetensors", "bin", "gpt-fast", "gpt-fast-int8", "gguf"]
 """A set of weights of a folder that holds several."""
 
 
@@ -36,7 +36,7 @@ def open_checkpoint(
 
     Args:
         path: a Meta or Hugging Face folder, or a GGUF file.
-        weights: ``meta``, ``safetensors``, ``bin`` or ``gguf`` to pick a set.
+        weights: ``meta``, ``safetensors``, ``bin``, ``gpt-fast``, ``gpt-fast-int8`` or ``gguf`` to pick a set.
         tensors_only: whether to take the tensors as they are, of whatever architecture. A folder that quantkit made
             so is opened so without being asked, where it is none that is known.
 
@@ -137,7 +137,7 @@ def _choose(folder: Path, found: list[Found]) -> Found:
     first: dict[str, Found] = {}
     for kind, container in found:
         first.setdefault(container.name, (kind, container))  # as transformers chooses, whichever has an index
-    chosen = list(first.values())
+    chosen = [one for one in first.values() if not one[1].derived] or list(first.values())
     indexed = [(kind, container) for kind, container in chosen if container.indexed(folder, kind)]
     if len(chosen) > 1 and not indexed:
         raise CheckpointError(

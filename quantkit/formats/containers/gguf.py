@@ -37,6 +37,8 @@ class Gguf:
     stores_tied_head = False
     states_tokens = True
     model_parallel = False
+    derived = True
+    read_only = False
     one_file = True
 
     def present(self, path: Path) -> list[str]:

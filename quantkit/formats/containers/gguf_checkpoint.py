@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.architectures.disk import DiskTensor
-from quantkit.architectures.gguf import ROPE_TENSORS, keeps_float32, stored_offset
+from quantkit.architectures.gguf import ROPE_TENSORS, gguf_tensors, keeps_float32, stored_offset
 from quantkit.architectures.gguf_config import config_of
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
@@ -67,9 +67,9 @@ class GgufCheckpoint:
         self._files = {id(header): TensorFile(header.source, _views(header)) for header in self._headers}
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         factors = {name: self._factors(name) for name in ROPE_TENSORS if name in self._stored}
-        self.config = config_of(
-            metadata, shapes, factors, self.path, tied=self._tied(), dtype=self._dtype().value
-        )  # fmt: skip
+        config = config_of(metadata, shapes, factors, self.path, tied=self._tied(), dtype=_DEFAULT.value)
+        self._disk = {tensor.name: tensor for tensor in gguf_tensors(config)}
+        self.config = config.with_dtype(self._dtype().value)
         self._check()
         self._places = {
             place.name: (tensor, place)

@@ -38,6 +38,8 @@ class Meta:
     stores_tied_head = True
     states_tokens = False
     model_parallel = True
+    derived = False
+    read_only = False
     one_file = False
 
     def present(self, path: Path) -> list[str]:

@@ -10,7 +10,6 @@ from quantkit.formats.files.gguf_io import MAGIC, GgufHeader, read_header
 from quantkit.formats.files.gguf_types import GGUF, split_name, split_stem
 
 _NO_MODELS = ("mmproj", "imatrix")  # what such files are called: a projector for pictures, statistics of activations
-_OTHER_WEIGHTS = ("*.safetensors", "*.bin", "consolidated.*.pth")
 
 
 def is_gguf(path: Path) -> bool:
@@ -24,9 +23,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def gguf_models(folder: Path) -> list[Path]:
-    """The models in GGUF that lie in a folder: the first file of each; none beside weights of another kind."""
-    if any(next(folder.glob(pattern), None) for pattern in _OTHER_WEIGHTS):
-        return []
+    """The models in GGUF that lie in a folder: the first file of each."""
     paths = sorted(path for path in folder.glob(f"*{GGUF}") if not path.name.lower().startswith(_NO_MODELS))
     return list({split_stem(path.name) or path.name: path for path in reversed(paths)}.values())[::-1]
 
