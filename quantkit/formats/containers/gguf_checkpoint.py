@@ -80,6 +80,10 @@ class GgufCheckpoint:
         self._order = [parameter.name for parameter in parameters(self.config)]
 
     @property
+    def method(self) -> str | None:
+        return self.format if any(self._spec(tensor).scheme for tensor in self._disk.values()) else None
+
+    @property
     def layout(self) -> str:
         kinds = Counter(dict.fromkeys(GgmlType, 0))
         for tensor in self._stored.values():
