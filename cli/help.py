@@ -22,6 +22,9 @@ COMPLETION = "_QUANTKIT_COMPLETE"
 
 SHELLS = ("bash", "zsh", "fish")
 
+BROKEN = 12
+"""Of `quantkit doctor` where something would break."""
+
 EXIT_CODES: dict[int, str] = {
     0: "done",
     QuantkitError.exit_code: "a bug in quantkit",
@@ -35,6 +38,7 @@ EXIT_CODES: dict[int, str] = {
     GroupError.exit_code: "processes of one job differ, or one is lost",
     10: "verify: within the bound of the scheme",
     11: "verify: different",
+    BROKEN: "doctor: something would break",
     130: "Ctrl-C",
     143: "ended by SIGTERM",
 }

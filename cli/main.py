@@ -12,6 +12,7 @@ import click
 
 from quantkit.cli.chat import chat
 from quantkit.cli.commands import convert, demo, inspect, verify
+from quantkit.cli.doctor import doctor
 from quantkit.cli.entry import interrupted_code, interruptible, tell_interrupted
 from quantkit.cli.generate import generate
 from quantkit.cli.help import COMPLETION, complete, completion, exit_codes
@@ -48,7 +49,7 @@ def quantkit() -> None:
     """Convert, quantize, verify and run Llama-family language models."""
 
 
-for command in (demo, inspect, plan, convert, quantize, verify, evaluate, generate, chat, bench, completion):
+for command in (demo, inspect, doctor, plan, convert, quantize, verify, evaluate, generate, chat, bench, completion):
     quantkit.add_command(command)
 
 

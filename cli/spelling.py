@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+_OTHERWISE = {"runtime": "for"}  # a word that Python keeps for itself
 _ARGUMENT = re.compile(r"`(?P<name>[a-z]\w*)(?:=(?P<value>[^`]*))?`")
 
 
@@ -18,7 +19,8 @@ def as_options(text: str) -> str:
 
 
 def _option(found: re.Match[str]) -> str:
-    name, value = found["name"].replace("_", "-"), found["value"]
+    name, value = found["name"], found["value"]
+    name = _OTHERWISE.get(name, name).replace("_", "-")
     if value in (None, "True"):
         return f"--{name}"
     if value == "False":

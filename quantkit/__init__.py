@@ -12,6 +12,7 @@ Make and check models:
     plan.quantize    say what `quantize` would take
     plan.generate    say what generation takes of each chip of a TPU slice
     verify           say whether two models are the same, or how far apart
+    diagnose         say what is wrong with anybody's folder, and what a runtime would mind
     evaluate         measure models: perplexity, divergence, tasks, speed
 
 Run them:
@@ -50,6 +51,8 @@ from quantkit.version import __version__
 
 if TYPE_CHECKING:
     from quantkit import errors as errors
+    from quantkit.doctor.diagnose import diagnose as diagnose
+    from quantkit.doctor.report import Diagnosis as Diagnosis
     from quantkit.evals.evaluate import evaluate as evaluate
     from quantkit.evals.results import Evaluation as Evaluation
     from quantkit.formats.detect import open_checkpoint as open_checkpoint
@@ -92,6 +95,7 @@ _JOBS = {
     "Tokenizer": "quantkit.text.tokenizer",
     "chat_format": "quantkit.text.chat",
     "convert": "quantkit.jobs.convert",
+    "diagnose": "quantkit.doctor.diagnose",
     "evaluate": "quantkit.evals.evaluate",
     "generate": "quantkit.runtime.generate",
     "generate_batch": "quantkit.runtime.generate_batch",
@@ -107,6 +111,7 @@ _JOBS = {
 _TYPES = {
     "Completion": "quantkit.runtime.completion",
     "ConvertResult": "quantkit.jobs.result",
+    "Diagnosis": "quantkit.doctor.report",
     "Estimate": "quantkit.jobs.plan",
     "Evaluation": "quantkit.evals.results",
     "FolderReport": "quantkit.quality.manifest_check",

@@ -120,7 +120,7 @@ def _after(text: bytes, raw: bytes, skip: int = 0) -> Callable[[bytes], bytes]:
         (lambda content: content[:200], CheckpointError, "truncated"),
         (lambda content: content[:-300], CheckpointError, "is truncated"),
         (lambda content: content.replace(b"count", b"flags", 1), CheckpointError, "'flags' comes twice"),
-        (lambda content: content.replace(b"\x01" + bytes(7) + b"c", b"\x01" + bytes(7) + b"b"), CheckpointError, "twice"),
+        (_after(b"\x01" + bytes(7), b"b", 8 + 41), CheckpointError, "twice"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(

@@ -110,7 +110,7 @@ def quantized(source: HFCheckpoint, dst: Path, recipe: Recipe, *, resume: bool =
                     writer.put(name, tensor, record)
                 assert not encoder.holds  # a block is whole
         writer.seal()
-        writer.commit("manifest.json", b"{}")
+        writer.commit(b"{}")
     return dst
 
 

@@ -27,7 +27,7 @@ ROOMS = (
     ("model",),
     ("quality", "runtime", "calibration"),
     ("xla",),
-    ("jobs",),
+    ("jobs", "doctor"),
     ("evals",),
     ("cli",),
 )
@@ -58,7 +58,7 @@ NO_TORCH = {
 # What headers are read with, and what all commands are parsed with: importing these imports nothing heavy either.
 LIGHT = (
     "quantkit.jobs.inspect", "quantkit.cli.main", "quantkit.formats.detect", "quantkit.formats.folder",
-    "quantkit.formats.manifest", "quantkit.text.export", "quantkit.tensors.recipe",
+    "quantkit.formats.manifest", "quantkit.text.export", "quantkit.tensors.recipe", "quantkit.doctor.diagnose",
 )  # fmt: skip
 HEAVY = {"torch", "numpy", "datasets", "huggingface_hub", "tokenizers", "sentencepiece", "tiktoken"}
 

@@ -191,14 +191,20 @@ def head_order(config: ModelConfig, layer: int) -> tuple[int, ...] | None:
     Canonical rows are rotated half against half over the whole head: of r rows that turn and the others each the
     first half, then the second halves.
     """
-    turned = config.rope_of(layer).rotary_dim or config.head_dim
     interleaved = families()[config.architecture].interleaved_rotary
+    return rotary_order(config.head_dim, config.rope_of(layer).rotary_dim, interleaved=interleaved)
+
+
+def rotary_order(head_dim: int, rotary_dim: int | None, *, interleaved: bool) -> tuple[int, ...] | None:
+    """`head_order` of heads of which some dimensions turn, all where `rotary_dim` is None; pairs lie side by side on
+    disk, or half against half of those that turn."""
+    turned = rotary_dim or head_dim
     firsts, seconds = range(turned // 2), range(turned // 2, turned)
     if interleaved:
         firsts, seconds = range(0, turned, 2), range(1, turned, 2)
-    middle = turned + (config.head_dim - turned) // 2
-    order = (*firsts, *range(turned, middle), *seconds, *range(middle, config.head_dim))
-    return None if order == tuple(range(config.head_dim)) else order
+    middle = turned + (head_dim - turned) // 2
+    order = (*firsts, *range(turned, middle), *seconds, *range(middle, head_dim))
+    return None if order == tuple(range(head_dim)) else order
 
 
 def _expert_forms(family: Family) -> list[ExpertForm]:
@@ -292,7 +298,7 @@ def _tensors(config: ModelConfig, forms: Mapping[int, ExpertForm], renamed: Coll
             name = _name(family, form, parameter)
         groups.setdefault(name, (stacked, []))[1].append(parameter)
     return [
-        _tensor(name, stacked, parts, None if parts[0].layer is None else orders[parts[0].layer])
+        disk_tensor(name, stacked, parts, None if parts[0].layer is None else orders[parts[0].layer])
         for name, (stacked, parts) in groups.items()
     ]
 
@@ -318,10 +324,14 @@ def _name(family: Family, form: ExpertForm | None, parameter: Parameter) -> str:
     return f"{module}.{parameter.leaf}" if parameter.leaf else module
 
 
-def _tensor(
+def disk_tensor(
     name: str, stacked: StackedExperts | None, parts: Sequence[Parameter], order: tuple[int, ...] | None
 ) -> DiskTensor:
-    """A tensor from what it is made of."""
+    """A tensor from what it is made of.
+
+    Args:
+        order: of its layer's rotary rows, as `head_order` has it.
+    """
     if stacked is None:
         rows, places = 0, []
         for part in parts:

@@ -151,6 +151,8 @@ class Container(Protocol):
         states_tokens: whether its config says which tokens begin and end a text.
         model_parallel: whether its weights may be cut into shards that are loaded side by side.
         one_file: whether all weights lie in one file unless a largest size is asked for.
+        written: whether it is written, and not only read.
+        derived: whether its weights are made from others in the same folder, which go before them.
     """
 
     name: str
@@ -163,6 +165,8 @@ class Container(Protocol):
     states_tokens: bool
     model_parallel: bool
     one_file: bool
+    written: bool
+    derived: bool
 
     def present(self, path: Path) -> list[str]:
         """The sets of weights that lie at a path, the one to prefer first."""

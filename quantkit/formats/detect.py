@@ -12,6 +12,7 @@ from quantkit.formats import manifest
 from quantkit.formats.container import Container, StoredCheckpoint
 from quantkit.formats.files.located import located, require_there
 from quantkit.formats.files.source import SourceFile
+from quantkit.formats.output.destination import manifest_path
 from quantkit.formats.output.staging import require_finished
 from quantkit.formats.registry import CONTAINERS
 
@@ -20,7 +21,7 @@ Found = tuple[str, Container]
 
 _DOWNLOAD = "download it again"
 
-WeightKind = Literal["meta", "safetensors", "bin"]
+WeightKind = Literal["meta", "safetensors", "bin", "gpt-fast", "gpt-fast-int8"]
 """A set of weights of a folder that holds several."""
 
 
@@ -35,7 +36,7 @@ def open_checkpoint(
 
     Args:
         path: a Meta or Hugging Face folder.
-        weights: ``meta``, ``safetensors`` or ``bin`` to pick a set.
+        weights: ``meta``, ``safetensors``, ``bin``, ``gpt-fast`` or ``gpt-fast-int8`` to pick a set.
         tensors_only: whether to take the tensors as they are, of whatever architecture. A folder that quantkit made
             so is opened so without being asked, where it is none that is known.
 
@@ -97,7 +98,7 @@ def open_unfinished(
     try:
         checkpoint = container.open(folder, kind, tensors_only=tensors_only)
     except CheckpointError as error:
-        if _DOWNLOAD not in (error.hint or "") or not (folder / manifest.NAME).is_file():
+        if _DOWNLOAD not in (error.hint or "") or not manifest_path(folder).is_file():
             raise
         hint = (error.hint or "").replace(_DOWNLOAD, "copy it or make it again")  # it comes from no hub
         raise CheckpointError(
@@ -136,7 +137,7 @@ def _choose(folder: Path, found: list[Found]) -> Found:
     first: dict[str, Found] = {}
     for kind, container in found:
         first.setdefault(container.name, (kind, container))  # as transformers chooses, whichever has an index
-    chosen = list(first.values())
+    chosen = [one for one in first.values() if not one[1].derived] or list(first.values())
     indexed = [(kind, container) for kind, container in chosen if container.indexed(folder, kind)]
     if len(chosen) > 1 and not indexed:
         raise CheckpointError(

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quantkit.errors import RequestError
+from quantkit.formats.codecs.awq import Awq
 from quantkit.formats.codecs.codec import CodeFormat, QuantMethod
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
+from quantkit.formats.codecs.gptq import Gptq
 from quantkit.formats.container import Container
+from quantkit.formats.containers.gpt_fast import GptFast
 from quantkit.formats.containers.hf import HuggingFace
 from quantkit.formats.containers.meta import Meta
 from quantkit.formats.folder import READ_BESIDE
@@ -15,13 +18,13 @@ from quantkit.json_values import shown
 
 _NATIVE = CompressedTensors()
 
-METHODS: dict[str, QuantMethod] = {method.name: method for method in (_NATIVE,)}
+METHODS: dict[str, QuantMethod] = {method.name: method for method in (_NATIVE, Gptq(), Awq())}
 """By ``quant_method`` in config.json."""
 
 HF = HuggingFace(METHODS, _NATIVE)
 META = Meta()
 
-CONTAINERS: dict[str, Container] = {container.name: container for container in (META, HF)}
+CONTAINERS: dict[str, Container] = {container.name: container for container in (META, HF, GptFast())}
 """By name."""
 
 
@@ -57,7 +60,7 @@ def targets() -> dict[str, Target]:
         for method in container.methods.values():
             if method.schemes:
                 found[method.name] = Target(method.name, container, method)
-    return found | {name: Target(name, container) for name, container in CONTAINERS.items()}
+    return found | {name: Target(name, container) for name, container in CONTAINERS.items() if container.written}
 
 
 def target(name: str) -> Target:
@@ -66,6 +69,8 @@ def target(name: str) -> Target:
         RequestError: for another name than of `targets`.
     """
     known = targets()
+    if name not in known and name in {*CONTAINERS, *METHODS}:
+        raise RequestError(f"{name} is read, not written", expected=", ".join(known))
     if name not in known:
         raise RequestError("unknown target format", found=shown(name), expected=", ".join(known))
     return known[name]

@@ -91,7 +91,8 @@ def convert(
         split_max_size: bytes of the largest file of weights, by default 2 GiB, and all of them in GGUF.
         template: of conversations, for an instruct model that brings none: ``llama2`` or ``llama3``, which say what
             Meta's code does, or a file ``*.jinja``; None carries those of `src`.
-        weights: picks one of several sets of weights in `src`: ``meta``, ``safetensors`` or ``bin``.
+        weights: picks one of several sets of weights in `src`: ``meta``, ``safetensors``, ``bin``, ``gpt-fast`` or
+            ``gpt-fast-int8``.
         resume: go on with an interrupted run; where there is none, begin.
         allow_nonfinite: write NaN and Inf, and values that overflow `dtype`, as they are.
         source_check: see first that the source predicts a packaged text at all, where it has a tokenizer.

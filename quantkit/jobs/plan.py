@@ -34,8 +34,9 @@ from quantkit.formats.checkpoint import Checkpoint, require_runnable
 from quantkit.formats.container import Encoder
 from quantkit.formats.detect import WeightKind, open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
+from quantkit.formats.output.destination import output_files
 from quantkit.formats.output.sink import IN_FLIGHT_BYTES
-from quantkit.formats.output.staging import partial_folder, require_absent, require_room_to_build, require_space
+from quantkit.formats.output.staging import partial_folder, require_output_absent, require_room_to_build, require_space
 from quantkit.jobs.card import Labels
 from quantkit.jobs.convert import conversion
 from quantkit.jobs.output import SHARD_BYTES
@@ -146,7 +147,7 @@ def convert(
     work, notes = planned.work, planned.notes
     source = work.source
     disk = work.encoder.total_bytes() + _side_bytes(work.side_files)
-    _require_room(Path(dst), disk, resume)
+    _require_room(Path(dst), work.encoder, disk, resume)
     phases = {"writing": _streaming(source, work.encoder)}
     checked = _checked_tokens(source, source_check)
     if checked:
@@ -232,7 +233,7 @@ def quantize(
         phases["calibration"] = resident_bytes() + _LIBRARIES + held + codes + work_bytes
         flops += calibration_flops(config, shape, effort)
         seconds += calibration_seconds(config, shape, effort)
-    _require_room(dst, disk + scratch, resume)
+    _require_room(dst, encoder, disk + scratch, resume)
     kinds = Counter(str(assigned[module]) if module in assigned else "float" for module in assignment.modules)
     phase = max(phases, key=lambda name: phases[name])
     seconds += flops / _flop_rate() + _writing_seconds(disk)
@@ -276,9 +277,10 @@ def generate(
     return estimate_slice(checkpoint, target, batch=batch, context=context, dtype=float_dtype)
 
 
-def _require_room(dst: Path, needed: int, resume: bool) -> None:
-    require_absent(dst)
-    require_room_to_build(partial_folder(dst), resume=resume)
+def _require_room(dst: Path, encoder: Encoder, needed: int, resume: bool) -> None:
+    partial = partial_folder(dst)
+    require_output_absent(dst, output_files(dst, encoder.files()), partial)
+    require_room_to_build(partial, resume=resume)
     require_space(dst, needed)
 
 

@@ -23,7 +23,7 @@ from quantkit.model.layerwise import Batch
 from quantkit.progress import Progress, heard, in_phase
 from quantkit.quality.bounds import BOUNDS, Bound, coarser, coarsest, exceeds
 from quantkit.quality.figures import Estimate
-from quantkit.quality.manifest_check import FolderReport, neither_true_nor_false, verify_folder
+from quantkit.quality.manifest_check import FolderReport, neither_true_nor_false, verify_model
 from quantkit.quality.measures import Divergence, compare_batches
 from quantkit.quality.tensor_difference import TensorDifference, tensor_difference
 from quantkit.quality.token_check import token_problems
@@ -220,7 +220,7 @@ def verify(
     if b is None:
         raise wrong_type("b", b, "a path", hint="leave it out to check one model alone")
     if isinstance(b, _NotGiven):
-        return verify_folder(first, progress=progress)
+        return verify_model(first, progress=progress)
     return _verify_pair(first, as_path("b", b), progress)
 
 

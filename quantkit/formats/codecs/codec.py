@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from quantkit.errors import UnsupportedError
+from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.files.tensor_file import Home, StoredTensor
 from quantkit.json_values import Settings
 from quantkit.tensors.dtypes import DType
@@ -36,6 +36,17 @@ class Reason:
         )  # fmt: skip
 
 
+def exact_scale(scale: Tensor, dtype: DType) -> Tensor | Reason:
+    """Scales in another float type, where that has every one of them."""
+    found = scale.to(dtype.torch)
+    lost = ~(found.isfinite() & (found.float() == scale.float()))
+    if not lost.any():
+        return found
+    return Reason(
+        f"a scale is no number that {dtype} has", found=f"{scale[lost][0].item():.9g}", expected=f"{dtype} scales"
+    )
+
+
 class RawModule:
     """The stored tensors of one module, by what their names have after the module's.
 
@@ -44,14 +55,25 @@ class RawModule:
         path: what errors name.
     """
 
-    def __init__(self, name: str, files: Mapping[str, Home], path: Path) -> None:
+    def __init__(self, name: str, files: Mapping[str, Home], path: Path, notes: list[str] | None = None) -> None:
         """
         Args:
             files: where each tensor lies, by its whole name; others may be among them.
+            notes: what a user should know of the folder, to which a codec may add.
         """
         self.name = name
         self.path = path
         self._files = files
+        self._notes = notes
+
+    def other(self, name: str) -> RawModule:
+        """Another module of the same folder."""
+        return RawModule(name, self._files, self.path, self._notes)
+
+    def note(self, text: str) -> None:
+        """Tell the user something of the folder that is no error."""
+        if self._notes is not None:
+            self._notes.append(f"{self.path}: {text}")
 
     def find(self, suffix: str) -> StoredTensor | None:
         """What the header says of a tensor; None where there is none."""
@@ -66,6 +88,32 @@ class RawModule:
         """
         name = f"{self.name}.{suffix}"
         return self._files[name].read(name, part)
+
+    def read_bytes(self, suffix: str, part: TensorSlice | None = None) -> bytes:
+        """The elements of a tensor, or of a part of it, one after the other, without torch where they lie so.
+
+        Raises:
+            CheckpointError: see `TensorFile.read`.
+        """
+        name = f"{self.name}.{suffix}"
+        return self._files[name].read_bytes(name, part)
+
+    def require(self, expected: StoredTensor, scheme: object) -> None:
+        """Check that a tensor is there in the type and shape that go with a scheme, before it is read.
+
+        Args:
+            expected: with its whole name.
+
+        Raises:
+            CheckpointError: if it is not.
+        """
+        found = self._files[expected.name].tensors[expected.name] if expected.name in self._files else None
+        if found is None or found.shape != expected.shape or found.dtype != expected.dtype:
+            raise CheckpointError(
+                f"tensor '{expected.name}' does not fit scheme {scheme}", path=self.path,
+                found="nothing" if found is None else f"{found.dtype} {list(found.shape)}",
+                expected=f"{expected.dtype} {list(expected.shape)}",
+            )  # fmt: skip
 
 
 class Codec(Protocol):

@@ -44,6 +44,8 @@ class HuggingFace:
     states_tokens = True
     model_parallel = False
     one_file = False
+    written = True
+    derived = False
 
     def __init__(self, methods: Mapping[str, QuantMethod], native: QuantMethod) -> None:
         """

@@ -3,14 +3,13 @@ stored as floats are read by their codecs."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit.architectures.disk import DiskTensor, Place, disk_name, found_tensors, unread_experts
+from quantkit.architectures.disk import DiskTensor, disk_name, found_tensors, unread_experts
 from quantkit.architectures.families import config_from_hf, config_to_hf
 from quantkit.architectures.families.opaque import opaque_config
 from quantkit.architectures.names import is_derived_buffer, split_derived
@@ -21,7 +20,7 @@ from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule
 from quantkit.formats.codecs.compressed_tensors import packed_shapes
 from quantkit.formats.codecs.dequantized import METHODS as READ_AS_FLOATS
 from quantkit.formats.codecs.dequantized import DequantizedTensor, by_small_floats, dequantized, method_in
-from quantkit.formats.containers.hf_parts import decode, read_dequantized, read_floats
+from quantkit.formats.containers.hf_parts import decode, read_dequantized, read_floats, share
 from quantkit.formats.files import pth_io, safetensors_io
 from quantkit.formats.files.source import SourceFile
 from quantkit.formats.files.tensor_file import Home, StoredTensor, TensorFile, same_tensor
@@ -42,7 +41,8 @@ _STEMS = {"safetensors": "model", "bin": "pytorch_model"}
 _MLX_SETTINGS = "quantization"
 _SETTINGS_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Where settings lie that config.json does not hold, and whose they are where they do not say."""
-_NOT_CARRIED = {SETTINGS, _MLX_SETTINGS, "dtype", "rope_scaling", "_name_or_path", "auto_map"}
+NOT_CARRIED = {SETTINGS, _MLX_SETTINGS, "dtype", "rope_scaling", "_name_or_path", "auto_map"}
+"""Keys of config.json that are no part of what an output's says besides its config."""
 
 
 def weight_kinds(folder: Path) -> list[str]:
@@ -83,7 +83,7 @@ class HFCheckpoint:
             self._take_tensors(raw, stated)
         else:
             self.config = config_from_hf(raw, self._config_path)
-            owned = set(config_to_hf(self.config)) | _NOT_CARRIED
+            owned = set(config_to_hf(self.config)) | NOT_CARRIED
             self.extra_config = {k: v for k, v in raw.items() if k not in owned}
             self._read_headers(kind)
             if raw.get("dtype") is None and raw.get("torch_dtype") is None:
@@ -140,11 +140,11 @@ class HFCheckpoint:
         codec, spec = self._codecs.get(tensor.name), self._disk_specs[tensor.name]
         home = self._home.get(tensor.name)
         if isinstance(home, DequantizedTensor):
-            return _share(home.nbytes, tensor, place)
+            return share(home.nbytes, tensor, place)
         if codec is None:
             return StoredTensor(name, spec.dtype, place.shape).nbytes
         size = sum(stored.nbytes for stored in codec.parts(self._raw(tensor), spec))
-        return _share(size, tensor, place)
+        return share(size, tensor, place)
 
     def readers(self) -> str:
         if not self.config.runnable:
@@ -157,7 +157,7 @@ class HFCheckpoint:
         return f"quantkit, {self._method.readers(self._disk_specs[name].scheme for name in self._codecs)}"
 
     def _raw(self, tensor: DiskTensor) -> RawModule:
-        return RawModule(tensor.module, self._home, self.path)
+        return RawModule(tensor.module, self._home, self.path, self.notes)
 
     def _may_have_codec(self, tensor: DiskTensor) -> bool:
         """Whether a codec may hold a tensor: a linear's weight, or all experts that are not there as floats."""
@@ -299,14 +299,6 @@ class HFCheckpoint:
         home = self._home[tensor.name]
         stored_as = home.stored_as if isinstance(home, DequantizedTensor) else None
         return TensorSpec(tensor.name, tensor.shape, tensor.dtype, None, stored_as)
-
-
-def _share(size: int, tensor: DiskTensor, place: Place) -> int:
-    """What of a tensor's bytes is a part's; those of all parts are all."""
-    elements = math.prod(tensor.shape)
-    if place is tensor.places[0]:
-        return size - sum(size * math.prod(other.shape) // elements for other in tensor.places[1:])
-    return size * math.prod(place.shape) // elements
 
 
 def read_codecs(

@@ -3,6 +3,7 @@ rotary rows in another order."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -123,6 +124,14 @@ def assembled(tensor: DiskTensor, values: Sequence[Tensor | QuantTensor]) -> Ten
         rows = torch.cat(floats) if len(floats) > 1 else floats[0]
     turned = tensor.stacked is not None and tensor.stacked.transposed
     return rows.t() if turned else rows
+
+
+def share(size: int, tensor: DiskTensor, place: Place) -> int:
+    """What of a tensor's bytes is a part's; those of all parts are all."""
+    elements = math.prod(tensor.shape)
+    if place is tensor.places[0]:
+        return size - sum(size * math.prod(other.shape) // elements for other in tensor.places[1:])
+    return size * math.prod(place.shape) // elements
 
 
 def reordered(value: Tensor | QuantTensor, order: Sequence[int]) -> Tensor | QuantTensor:

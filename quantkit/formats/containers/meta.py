@@ -36,6 +36,8 @@ class Meta:
     states_tokens = False
     model_parallel = True
     one_file = False
+    written = True
+    derived = False
 
     def present(self, path: Path) -> list[str]:
         return ["meta"] if path.is_dir() and shard_paths(path) else []

@@ -1,0 +1,40 @@
+"""``quantkit doctor``: what is wrong with anybody's folder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from quantkit.cli import options
+from quantkit.cli.files import Outputs
+from quantkit.cli.help import BROKEN, Command, exit_codes
+from quantkit.cli.output import columns
+from quantkit.cli.progress import ProgressDisplay
+from quantkit.doctor.findings import RUNTIMES, Runtime
+
+
+@click.command(cls=Command, epilog=exit_codes(0, BROKEN))
+@click.argument("path", type=options.PATH)
+@click.option("--for", "runtime", type=click.Choice(RUNTIMES), help="Also what this runtime minds.")
+@click.option("--tp", type=int, default=1, show_default=True, help="Degree of tensor parallelism it shall run at.")
+@click.option("--deep", is_flag=True, help="Read the weights too, not headers alone.")
+@click.option("--against", type=options.PATH, metavar="SRC", help="Say how far each layer is from its float source.")
+@options.data
+def doctor(
+    path: Path, runtime: Runtime | None, tp: int, deep: bool, against: Path | None, data: str | None
+) -> None:  # fmt: skip
+    """Say what is wrong with a model, whoever made it.
+
+    PATH is a folder, or a file of weights. Without --deep and --against only headers are read.
+    """
+    from quantkit.doctor.diagnose import diagnose
+
+    outputs = Outputs(data)
+    with ProgressDisplay() as progress:
+        found = diagnose(path, runtime=runtime, tp=tp, deep=deep, against=against, progress=progress)
+    outputs.say(found.lines(columns()))
+    outputs.write(found.to_json())
+    if found.broken:
+        sys.exit(BROKEN)

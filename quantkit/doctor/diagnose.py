@@ -1,0 +1,122 @@
+"""Look for all that is wrong with a folder or file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from quantkit.arguments import as_path, as_text, as_whole, require_flags
+from quantkit.doctor import files, quantization, readers, text, weights
+from quantkit.doctor.findings import RUNTIMES, Finding, Runtime, ordered
+from quantkit.doctor.folder import Folder
+from quantkit.doctor.report import Diagnosis, LayerError
+from quantkit.doctor.view import View
+from quantkit.errors import RequestError
+from quantkit.json_values import shown
+from quantkit.progress import Progress, silent
+
+_MOST_DEGREE = 1024
+
+
+def diagnose(
+    path: str | Path,
+    *,
+    runtime: Runtime | None = None,
+    tp: int = 1,
+    deep: bool = False,
+    against: str | Path | None = None,
+    progress: Progress = silent,
+) -> Diagnosis:
+    """Look for what is wrong with a model's folder or file, whoever made it; headers alone unless asked for more.
+
+    Args:
+        path: a folder, or a file of weights.
+        runtime: ``vllm``, ``transformers``, ``llama.cpp`` or ``mlx``: also what this one minds.
+        tp: the degree of tensor parallelism that it shall run at.
+        deep: read the weights too: NaN, what was never written, scales out of line, zero points off by one.
+        against: the float model that it was made of: how far each linear is from it.
+        progress: is told how far the reading of weights is.
+
+    Returns:
+        What was found, the worst first; `broken` says whether something would break.
+
+    Raises:
+        CheckpointError: if nothing is at the path.
+        RequestError: if a file holds no weights, or an argument makes no sense.
+
+    Example:
+        >>> print(*quantkit.diagnose("model-awq", runtime="vllm", tp=2).lines(), sep="\\n")
+    """
+    require_flags(deep=deep)
+    if runtime is not None and as_text("runtime", runtime) not in RUNTIMES:
+        raise RequestError("no such runtime", found=shown(runtime), expected=", ".join(RUNTIMES))
+    if not 1 <= as_whole("tp", tp) <= _MOST_DEGREE:
+        raise RequestError("`tp` is out of range", found=shown(tp), expected=f"1 to {_MOST_DEGREE}")
+    folder = Folder(as_path("path", path))
+    source = None if against is None else as_path("against", against)
+    patient = _Patient(folder, runtime, tp)
+    findings = list(patient.findings())
+    layers: list[LayerError] = []
+    if deep:
+        from quantkit.doctor import values
+
+        findings += values.check(folder, patient.view, progress)
+    if source is not None:
+        from quantkit.doctor import against as compared
+
+        found, layers = compared.check(folder, source, progress)
+        findings += found
+    return Diagnosis(
+        str(path), patient.kind(), runtime, ordered(findings, runtime), patient.looked_at(deep),
+        patient.left_out(deep, source is not None), layers,
+    )  # fmt: skip
+
+
+class _Patient:
+    """What is looked at, and by which rules."""
+
+    def __init__(self, folder: Folder, runtime: Runtime | None, tp: int) -> None:
+        self.folder, self.runtime, self.tp = folder, runtime, tp
+        self.view = View(folder) if folder.kind in ("safetensors", "bin", "file") else None
+
+    def findings(self) -> Iterator[Finding]:
+        folder, view = self.folder, self.view
+        yield from files.check(folder)
+        if self.runtime is not None:
+            yield from readers.check_container(folder, self.runtime)
+        if view is not None:
+            yield from weights.check(view)
+            yield from quantization.check(view, self.tp)
+            if self.runtime is not None:
+                yield from readers.check(view, self.runtime)
+        if folder.kind in ("safetensors", "bin"):
+            yield from text.check(folder, view.rows_of_embedding() if view is not None else None)
+
+    def kind(self) -> str:
+        """What it is, in a few words."""
+        folder = self.folder
+        titles = {"safetensors": "Hugging Face", "bin": "Hugging Face", "meta": "Meta", "gguf": "GGUF"}
+        told = [titles.get(folder.kind, "a file of weights" if folder.kind else "no model")]
+        if isinstance(kind := folder.config.get("model_type"), str):
+            told.append(kind[:40])
+        told += [folder.method[:40]] if folder.method else []
+        return ", ".join(told)
+
+    def looked_at(self, deep: bool) -> list[str]:
+        """What was read."""
+        folder = self.folder
+        count, tensors = len(folder.files), len(folder.stored)
+        told = [f"{'weights' if deep else 'headers'} of {count} file{'s' if count != 1 else ''}, {tensors} tensors"]
+        beside = [name for name in ("config.json", "generation_config.json", "tokenizer.json") if name in folder.names]
+        return told + beside
+
+    def left_out(self, deep: bool, compared: bool) -> list[str]:
+        """What was not, and what would have it looked at."""
+        view = self.view
+        told = [] if deep else ["the weights themselves (`deep=True`)"]
+        told += [] if compared else ["how far it is from its source (`against=SRC`)"]
+        if self.runtime is None:
+            told.append("what one runtime minds (`runtime=NAME`)")
+        if view is not None and not view.known and self.folder.config:
+            told.append("which tensors the model needs: its family is not known here")
+        return told

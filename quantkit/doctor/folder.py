@@ -1,0 +1,216 @@
+"""A view of anybody's folder or file that nothing breaks: what can be read of it is there, what cannot is listed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import CheckpointError, QuantkitError, RequestError
+from quantkit.formats.containers.hf_checkpoint import SETTINGS, index_path, settings_in
+from quantkit.formats.files import pth_io, safetensors_io
+from quantkit.formats.files.located import located
+from quantkit.formats.files.tensor_file import StoredTensor, TensorFile
+from quantkit.json_values import read_json, read_settings
+
+CONFIG = "config.json"
+PARAMS = "params.json"
+_READERS: dict[str, Callable[[Path], TensorFile]] = {
+    ".safetensors": safetensors_io.open_file, ".bin": pth_io.open_file, ".pth": pth_io.open_file,
+    ".pt": pth_io.open_file,
+}  # fmt: skip
+_NAMED = {
+    "safetensors": re.compile(r"model(-\d+-of-\d+)?\.safetensors"),
+    "bin": re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin"),
+    "meta": re.compile(r"consolidated\.\d+\.pth"),
+}
+_PART = re.compile(r"-(\d+)-of-(\d+)\.")
+_ADAPTER = "adapter_config.json"
+_MOST_FILES = 4096
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A file that could not be read, or should be there."""
+
+    path: Path
+    error: QuantkitError
+
+
+class Folder:
+    """What lies at a path, from headers alone.
+
+    Attributes:
+        path: as it was given.
+        root: the folder with the files beside the weights.
+        kind: ``safetensors``, ``bin`` or ``meta``: of the weights that are looked at; ``file`` of one file alone;
+            ``gguf``; empty where there are none.
+        config: of config.json; empty where there is none, or it is damaged.
+        settings: of the quantization, wherever the folder has them; None of floats.
+        index: which file holds which tensor, by the index; None where there is none that can be read.
+        listed: the files of weights that belong to the model, whether or not they are there.
+        stray: other files of the same kind that lie beside them.
+        files: those that could be read.
+        stored, homes: the tensors of these, and where each lies.
+        twice: tensors that lie in two files, and which.
+        problems: what could not be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """
+        Raises:
+            CheckpointError: if nothing is at the path.
+            RequestError: if it is a file that holds no weights.
+        """
+        self.path = path
+        found = located(path)
+        if not found.exists():
+            raise CheckpointError("does not exist", path=path)
+        self.problems: list[Problem] = []
+        self.stray: list[Path] = []
+        self.files: dict[str, TensorFile] = {}
+        self.stored: dict[str, StoredTensor] = {}
+        self.homes: dict[str, TensorFile] = {}
+        self.twice: dict[str, tuple[str, str]] = {}
+        self.index: Mapping[str, Any] | None = None
+        self.root = found if found.is_dir() else found.parent
+        self.config = self._json(CONFIG) if found.is_dir() else {}
+        self.settings = self._settings()
+        self.names = sorted(one.name for one in self.root.iterdir()) if found.is_dir() else [found.name]
+        self.kind, self.listed = self._weights(found)
+        for one in self.listed[:_MOST_FILES]:
+            self._open(one)
+
+    @property
+    def method(self) -> str | None:
+        """How the folder is quantized, by ``quant_method``; None where nothing says so."""
+        if self.settings is None:
+            return None
+        stated = self.settings.get("quant_method")
+        return stated if isinstance(stated, str) else "unnamed"
+
+    @property
+    def complete(self) -> bool:
+        """Whether every file of weights could be read."""
+        return len(self.files) == len(self.listed) and not any(one.path in self.listed for one in self.problems)
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it is what was trained beside a model, alone."""
+        return not self.listed and _ADAPTER in self.names
+
+    def in_unread_file(self, name: str) -> bool:
+        """Whether a tensor may lie in a file that could not be read."""
+        if self.complete:
+            return False
+        if self.index is None:
+            return True
+        return str(self.index.get(name, "")) not in self.files and name in self.index
+
+    def side_json(self, name: str) -> dict[str, Any] | None:
+        """A file of JSON beside the weights; None where there is none.
+
+        Raises:
+            CheckpointError: if it is damaged.
+        """
+        path = self.root / name
+        return read_json(path) if name in self.names and path.is_file() else None
+
+    def _json(self, name: str) -> dict[str, Any]:
+        path = self.root / name
+        if not path.is_file():
+            return {}
+        try:
+            return read_settings(path)
+        except CheckpointError as error:
+            self.problems.append(Problem(path, error))
+            return {}
+
+    def _settings(self) -> Mapping[str, Any] | None:
+        try:
+            found = settings_in(self.config, self.root).get(SETTINGS)
+        except CheckpointError as error:
+            self.problems.append(Problem(error.path or self.root, error))
+            return None
+        return found if isinstance(found, dict) else None
+
+    def _weights(self, found: Path) -> tuple[str, list[Path]]:
+        """The kind of weights that a reader would take, and their files."""
+        if found.is_file():
+            if found.suffix.lower() == ".gguf":
+                return "gguf", [found]
+            if found.suffix.lower() not in _READERS:
+                raise RequestError(
+                    "holds no weights", path=self.path,
+                    expected=f"a folder, or a file *.gguf, {', '.join('*' + one for one in _READERS)}",
+                )  # fmt: skip
+            return "file", [found]
+        for kind in ("safetensors", "bin"):
+            if (index := index_path(self.root, kind)).is_file() and (listed := self._indexed(index)):
+                pattern = re.compile(rf".*\.{kind}")
+                self.stray = [one for one in self._matching(pattern) if one not in listed and _is_weights(one)]
+                return kind, listed
+            if named := self._matching(_NAMED[kind]):
+                return kind, self._with_missing_parts(named)
+        if PARAMS in self.names and (named := self._matching(_NAMED["meta"])):
+            return "meta", named
+        if gguf := self._matching(re.compile(r".*\.gguf", re.IGNORECASE)):
+            return "gguf", gguf
+        others = [one for one in self._matching(re.compile(r".*\.safetensors")) if _is_weights(one)]
+        return ("safetensors", others) if others else ("", [])
+
+    def _matching(self, pattern: re.Pattern[str]) -> list[Path]:
+        return [self.root / name for name in self.names if pattern.fullmatch(name)]
+
+    def _indexed(self, index: Path) -> list[Path]:
+        """The files that an index names."""
+        try:
+            mapped = read_json(index).get("weight_map")
+            if not isinstance(mapped, dict) or not mapped:
+                raise CheckpointError("lacks the key 'weight_map'", path=index)
+        except CheckpointError as error:
+            self.problems.append(Problem(index, error))
+            return []
+        self.index = mapped
+        inside = {name for name in mapped.values() if isinstance(name, str) and is_plain(name)}
+        return [self.root / name for name in sorted(inside)]
+
+    def _with_missing_parts(self, named: list[Path]) -> list[Path]:
+        """Files by their names alone, with the parts of their set that are not there."""
+        found = dict.fromkeys(named)
+        for path in named:
+            if (part := _PART.search(path.name)) is None or int(part[2]) > _MOST_FILES:
+                continue
+            for number in range(1, int(part[2]) + 1):
+                name = _PART.sub(f"-{number:0{len(part[1])}d}-of-{part[2]}.", path.name)
+                found.setdefault(path.with_name(name))
+        return list(found)
+
+    def _open(self, path: Path) -> None:
+        if self.kind == "gguf":
+            return  # see `gguf`
+        try:
+            file = _READERS[path.suffix.lower()](path)
+        except QuantkitError as error:
+            self.problems.append(Problem(path, error))
+            return
+        self.files[path.name] = file
+        for name, tensor in file.tensors.items():
+            if name in self.homes:
+                self.twice[name] = self.homes[name].path.name, path.name
+                if self.index is not None and self.index.get(name) != path.name:
+                    continue
+            self.stored[name] = tensor
+            self.homes[name] = file
+
+
+def is_plain(name: str) -> bool:
+    """Whether a name is that of a file in the same folder."""
+    return Path(name).name == name and name not in ("", ".", "..") and "\\" not in name
+
+
+def _is_weights(path: Path) -> bool:
+    """Whether a file may hold a model's weights: neither an adapter nor a trainer's own."""
+    return not path.name.startswith(("adapter_", "training_args", "optimizer", "scheduler", "consolidated"))

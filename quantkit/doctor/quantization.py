@@ -1,0 +1,228 @@
+"""Rules about quantized weights: what the config says against what lies there, and what runtimes want of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from quantkit.architectures.topology import fused_modules, parameters
+from quantkit.doctor.findings import Finding, Rule
+from quantkit.doctor.modules import TOLD, Coded, expected_shapes, missing_leaves
+from quantkit.doctor.view import View
+
+_AGAIN = "quantize again, or copy what is missing from the model's source"
+
+BAD_SETTINGS = Rule(
+    "bad-settings", "error", "the settings of the quantization make no sense", "take config.json from the source",
+    "quantization_config of each method",
+)  # fmt: skip
+TWO_SCHEMES = Rule(
+    "two-schemes", "error", "two groups of the config give a module different schemes",
+    "name the module in one group only", "compressed-tensors' config_groups",
+)  # fmt: skip
+NOT_THERE = Rule(
+    "names-nothing", "warning", "the config names a module that is not there", "take the name out of the config",
+    "vllm#34930",
+)  # fmt: skip
+NOT_QUANTIZED = Rule(
+    "not-quantized", "error", "the config calls a weight quantized, and it lies as floats",
+    "name the module where the config lists those left in floats", "vllm#53537",
+)  # fmt: skip
+NOT_IN_CONFIG = Rule(
+    "not-in-config", "error", "a weight lies as codes, and the config says it is floats",
+    "take the module out of the config's list of those left in floats, or write quantization_config", "vllm#34930",
+)  # fmt: skip
+OTHER_KIND = Rule(
+    "other-kind", "error", "a weight lies as codes of another kind than the config says",
+    "take config.json and weights from one model", "quantization_config of each method",
+)  # fmt: skip
+INCOMPLETE = Rule(
+    "incomplete", "error", "codes without scales, scales without codes, or without zero points", _AGAIN, "vllm#53537"
+)
+CODES_SHAPE = Rule(
+    "codes-shape", "error", "codes have another shape than weight and bits call for", _AGAIN, "formats of each method"
+)
+SCALE_SHAPE = Rule(
+    "scale-shape", "error", "scales or zero points have another shape than weight and groups call for", _AGAIN,
+    "formats of each method",
+)  # fmt: skip
+UNEVEN_GROUPS = Rule(
+    "uneven-groups", "error", "groups do not divide a row", "quantize again with a group size that divides it",
+    "formats of each method",
+)  # fmt: skip
+FUSED_SCHEMES = Rule(
+    "fused-schemes", "warning", "q, k and v, or gate and up, are in several schemes: runtimes make one linear of them",
+    "quantize again with one scheme for each of these sets", "auto-round#2174, vllm#47473", ("vllm",),
+)  # fmt: skip
+EXPERT_SCHEMES = Rule(
+    "expert-schemes", "warning", "experts of one layer are in several schemes: runtimes stack them",
+    "quantize again with one scheme for all experts", "vllm#47473", ("vllm", "transformers"),
+)  # fmt: skip
+TP_GROUPS = Rule(
+    "tp-groups", "error", "groups or blocks do not divide a weight's share at this degree of tensor parallelism",
+    "use a smaller degree, or quantize again in smaller groups", "vllm#41511, compressed-tensors#353",
+)  # fmt: skip
+TP_HEADS = Rule(
+    "tp-heads", "error", "attention heads or widths do not divide by this degree of tensor parallelism",
+    "use another degree", "vLLM's parallel linears",
+)  # fmt: skip
+ACT_ORDER = Rule(
+    "act-order", "warning", "columns are in the order of their activations, in compressed-tensors: dropped upstream",
+    "quantize again with actorder 'weight', or none", "compressed-tensors 0.20, vLLM 0.32", ("vllm", "transformers"),
+)  # fmt: skip
+QUANTIZED_EMBEDDING = Rule(
+    "quantized-embedding", "warning", "the embedding, or a head that is tied to it, is quantized: few readers know it",
+    "keep the embedding in floats", "vllm#45535, compressed-tensors#718, transformers#31474", ("transformers",),
+)  # fmt: skip
+
+RULES = (
+    BAD_SETTINGS, TWO_SCHEMES, NOT_THERE, NOT_QUANTIZED, NOT_IN_CONFIG, OTHER_KIND, INCOMPLETE, CODES_SHAPE,
+    SCALE_SHAPE, UNEVEN_GROUPS, FUSED_SCHEMES, EXPERT_SCHEMES, TP_GROUPS, TP_HEADS, ACT_ORDER, QUANTIZED_EMBEDDING,
+)  # fmt: skip
+
+_FLOATS = Coded("", "", {})
+_CODES = ("weight_packed", "qweight", "weight")
+_EMBEDDINGS_READ = ("mlx",)  # methods whose own readers expect quantized embeddings
+
+
+def check(view: View, tp: int) -> Iterator[Finding]:
+    """What is wrong with the quantized weights of a folder.
+
+    Args:
+        tp: degree of tensor parallelism.
+    """
+    claims = view.claims
+    for problem in claims.problems:
+        yield Finding(BAD_SETTINGS, "quantization_config", problem)
+    for module, groups in claims.conflicts.items():
+        yield Finding(TWO_SCHEMES, module, f"by {groups}")
+    if view.folder.complete:
+        for name in claims.unmatched:
+            yield Finding(NOT_THERE, name, "is no module of the folder")
+    for module in dict.fromkeys([*view.linears, *view.coded]):
+        yield from _module(view, module)
+    yield from _together(view)
+    yield from _split(view, tp)
+
+
+def _module(view: View, module: str) -> Iterator[Finding]:
+    """One linear: what is said of it, and what is there."""
+    claim, coded = view.claims.modules.get(module), view.coded.get(module)
+    if coded is None:
+        floats = f"{module}.weight" in view.stored
+        if claim is not None and view.claims.certain and floats:
+            kind = TOLD.get(claim.kind or "", "quantized")
+            yield Finding(NOT_QUANTIZED, module, f"floats, and by the config {kind}")
+        return
+    symmetric = None if claim is None else claim.symmetric
+    lacking = [leaf for leaf in missing_leaves(coded, symmetric=symmetric) if not _unread(view, module, leaf)]
+    if lacking:
+        yield Finding(INCOMPLETE, module, f"lacks {', '.join(lacking)}; has {', '.join(map(str, coded.leaves))}")
+    if not coded.kind:
+        return
+    if view.is_embedding(module) and view.folder.method not in _EMBEDDINGS_READ:
+        yield Finding(QUANTIZED_EMBEDDING, module, TOLD[coded.kind])
+    elif claim is None and view.claims.certain:
+        said = "no quantization_config" if view.folder.settings is None else "not among those it quantizes"
+        yield Finding(NOT_IN_CONFIG, module, f"{TOLD[coded.kind]}, and in the config {said}")
+    if claim is None:
+        return
+    if claim.kind is not None and claim.kind != coded.kind:
+        yield Finding(OTHER_KIND, module, f"{TOLD[coded.kind]}, and by the config {TOLD.get(claim.kind, claim.kind)}")
+        return
+    if claim.order == "group" and coded.kind == "packed":
+        yield Finding(ACT_ORDER, module, "actorder 'group'")
+    shape = view.linears.get(module) or _embedding_shape(view, module)
+    if shape is not None and len(shape) == 2:
+        if claim.group and shape[1] % claim.group:
+            yield Finding(UNEVEN_GROUPS, module, f"rows of {shape[1]} in groups of {claim.group}")
+            return
+        yield from _held_shapes(coded, expected_shapes(coded, shape, claim.bits, claim.group))
+
+
+def _held_shapes(coded: Coded, expected: Mapping[str, Sequence[tuple[int, ...]]]) -> Iterator[Finding]:
+    for leaf, shapes in expected.items():
+        found = coded.leaves.get(leaf)
+        if found is None or found.shape in shapes:
+            continue
+        rule = CODES_SHAPE if leaf in _CODES else SCALE_SHAPE
+        yield Finding(rule, f"{coded.module}.{leaf}", f"found {list(found.shape)}, expected {list(shapes[0])}")
+
+
+def _unread(view: View, module: str, leaf: str) -> bool:
+    return view.folder.in_unread_file(f"{module}{'' if leaf.startswith('_') else '.'}{leaf}")
+
+
+def _embedding_shape(view: View, module: str) -> tuple[int, ...] | None:
+    tensor = view.expected.get(f"{module}.weight")
+    return None if tensor is None else tensor.shape
+
+
+def _together(view: View) -> Iterator[Finding]:
+    """Linears that runtimes make one of."""
+    config = view.config
+    if config is None or not view.known or not view.coded:
+        return
+    for layer in range(config.num_layers):
+        for fused, modules in fused_modules(config, layer).items():
+            names = [f"model.layers.{layer}.{module}" for module in modules]
+            yield from _differing(view, names, FUSED_SCHEMES, f"model.layers.{layer}.{fused}")
+    banks: dict[tuple[int | None, str], list[str]] = {}
+    for parameter in parameters(config):
+        if parameter.expert is not None and parameter.is_linear_weight:
+            banks.setdefault((parameter.layer, parameter.role), []).append(parameter.module)
+    for (layer, role), names in banks.items():
+        yield from _differing(view, names, EXPERT_SCHEMES, f"layer {layer}, {role}")
+
+
+def _differing(view: View, canonical: Sequence[str], rule: Rule, where: str) -> Iterator[Finding]:
+    """The first module of a set whose scheme is not that of the set's first."""
+    tensors = [view.on_disk(f"{name}.weight") for name in canonical]
+    modules = list(dict.fromkeys(tensor.module for tensor in tensors if tensor is not None))
+    present = [one for one in modules if one in view.coded or f"{one}.weight" in view.stored]
+    if any(one in view.coded and not view.coded[one].kind for one in present):
+        return  # broken, which is another rule's
+    other = next((one for one in present[1:] if view.signature(one) != view.signature(present[0])), None)
+    if other is not None:
+        first, last = view.scheme(present[0]), view.scheme(other)
+        yield Finding(rule, where, f"{present[0].rpartition('.')[2]}: {first}; {other.rpartition('.')[2]}: {last}")
+
+
+def _split(view: View, tp: int) -> Iterator[Finding]:
+    """What a degree of tensor parallelism does not divide."""
+    config = view.config
+    if tp == 1 or config is None or not view.known:
+        return
+    if config.num_heads % tp:
+        yield Finding(TP_HEADS, "config.json", f"{config.num_heads} heads over {tp}")
+    if config.num_kv_heads % tp and tp % config.num_kv_heads:
+        yield Finding(TP_HEADS, "config.json", f"{config.num_kv_heads} KV heads over {tp}")
+    stacked: set[str] = set()
+    for parameter in parameters(config):
+        tensor = view.on_disk(parameter.name)
+        if not parameter.is_linear_weight or parameter.linear is None or tensor is None or tensor.name in stacked:
+            continue
+        if tensor.stacked is not None:
+            stacked.add(tensor.name)
+        axis = {"row": 1, "column": 0}.get(parameter.linear.parallel)
+        if axis is None or parameter.role == "head" or parameter.role in ("attention.k", "attention.v"):
+            continue
+        width = parameter.shape[axis]
+        claim = view.claims.modules.get(tensor.module)
+        if width % tp:
+            if not parameter.role.startswith("attention."):
+                yield Finding(TP_HEADS, tensor.module, f"width {width} over {tp}")
+            continue
+        block = _block(view, tensor.module, axis) or (claim.group if claim is not None and axis == 1 else None)
+        if block is not None and tensor.module in view.coded and (width // tp) % block:
+            yield Finding(TP_GROUPS, tensor.module, f"{width} over {tp} is {width // tp}, in groups of {block}")
+        elif axis == 0 and (width // tp) % 8 and view.coded.get(tensor.module, _FLOATS).kind == "awq":
+            yield Finding(TP_GROUPS, tensor.module, f"{width} outputs over {tp}, eight to a word")
+
+
+def _block(view: View, module: str, axis: int) -> int | None:
+    """The side of a block of FP8, along rows or columns."""
+    size = (view.folder.settings or {}).get("weight_block_size")
+    coded = view.coded.get(module)
+    if coded is None or coded.kind != "float8" or not isinstance(size, list) or len(size) != 2:
+        return None
+    return size[axis] if type(size[axis]) is int and size[axis] > 0 else None

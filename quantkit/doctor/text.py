@@ -1,0 +1,224 @@
+"""Rules about text: tokenizer, special tokens, chat template and settings of generation against the model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from quantkit.doctor.findings import RUNTIMES, Finding, Rule
+from quantkit.doctor.folder import Folder
+from quantkit.errors import CheckpointError, QuantkitError
+from quantkit.json_values import read_json, shown
+from quantkit.runtime.generation_config import NAME as GENERATION
+from quantkit.runtime.generation_config import sampling_defaults
+from quantkit.text.chat_template import ChatTemplate, ChatTemplates
+from quantkit.text.special_tokens import special_tokens
+from quantkit.text.tiktoken_file import is_tiktoken
+
+_SOURCE = "copy it from the model's source"
+_HF = "Hugging Face folders"
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "spiece.model", "vocab.txt")
+_INSTRUCT = re.compile(r"(?i)(^|[-_./ ])(instruct|chat|it|sft|dpo|rlhf)([-_./ ]|$)")
+_LEAST_SHARE = 0.75  # of the embedding's rows that a tokenizer of the model has at least: tables are padded
+
+NO_TOKENIZER = Rule(
+    "no-tokenizer", "warning", "there is no tokenizer", "copy its files from the model's source", _HF, RUNTIMES
+)
+DAMAGED_TOKENIZER = Rule(
+    "damaged-tokenizer", "error", "a file of the tokenizer is damaged", _SOURCE, "tokenizer.json, tokenizer_config.json"
+)
+TOKENIZER_TOO_LARGE = Rule(
+    "tokenizer-too-large", "error", "the tokenizer knows more tokens than the embedding has rows",
+    "take the tokenizer of this model, or add rows to the embedding", _HF,
+)  # fmt: skip
+TOKENIZER_TOO_SMALL = Rule(
+    "tokenizer-too-small", "warning", "the embedding has far more rows than the tokenizer tokens",
+    "take the tokenizer of this model", _HF,
+)  # fmt: skip
+VOCABULARY = Rule(
+    "vocabulary", "error", "vocab_size is not the number of the embedding's rows",
+    "set vocab_size in config.json to the embedding's rows", _HF,
+)  # fmt: skip
+TOKEN_OUT_OF_RANGE = Rule(
+    "token-out-of-range", "error", "a special token's id is not in the vocabulary",
+    "take config.json, generation_config.json and tokenizer from one model", _HF,
+)  # fmt: skip
+END_TOKENS = Rule(
+    "end-tokens", "warning", "what the tokenizer ends a text with is no end token of the model: it may never stop",
+    "add the id to eos_token_id in generation_config.json", "vLLM, transformers: eos_token_id",
+)  # fmt: skip
+NO_TEMPLATE = Rule(
+    "no-chat-template", "warning", "an instruct model without a chat template",
+    "copy chat_template.jinja, or tokenizer_config.json, from the model's source", "lost by several quantizers",
+)  # fmt: skip
+DAMAGED_TEMPLATE = Rule("damaged-template", "error", "Jinja cannot read the chat template", _SOURCE, "transformers")
+NO_GENERATION = Rule(
+    "no-generation-config", "warning", "an instruct model without generation_config.json: its end tokens may be lost",
+    _SOURCE, "lost by several quantizers",
+)  # fmt: skip
+BAD_GENERATION = Rule(
+    "bad-generation-config", "error", "generation_config.json is damaged, or a value makes no sense", _SOURCE,
+    "transformers' GenerationConfig",
+)  # fmt: skip
+
+RULES = (
+    NO_TOKENIZER, DAMAGED_TOKENIZER, TOKENIZER_TOO_LARGE, TOKENIZER_TOO_SMALL, VOCABULARY, TOKEN_OUT_OF_RANGE,
+    END_TOKENS, NO_TEMPLATE, DAMAGED_TEMPLATE, NO_GENERATION, BAD_GENERATION,
+)  # fmt: skip
+
+
+def check(folder: Folder, rows: int | None) -> Iterator[Finding]:
+    """What is wrong with what a model reads and says.
+
+    Args:
+        rows: of the embedding, by the tensors; None where they do not tell.
+    """
+    if not any(name in folder.names for name in _FILES):
+        yield Finding(NO_TOKENIZER, folder.path.name, "none of tokenizer.json, tokenizer.model, vocab.json")
+    vocabulary: Mapping[str, int] | None = None
+    try:
+        vocabulary = _vocabulary(folder)
+        count = _tokens(folder, vocabulary)
+    except (QuantkitError, OSError) as error:
+        yield Finding(DAMAGED_TOKENIZER, _place(error), str(getattr(error, "problem", error)))
+        count = None
+    yield from _sizes(folder, rows, count)
+    yield from _generation(folder, rows)
+    yield from _special(folder, rows, vocabulary)
+    yield from _templates(folder)
+
+
+def is_instruct(folder: Folder) -> bool:
+    """Whether a model's names say that it was trained to answer."""
+    names = [folder.config.get("_name_or_path"), folder.path.resolve().name]
+    if "README.md" in folder.names:
+        try:
+            head = (folder.root / "README.md").read_bytes()[:4096].decode("utf-8", "replace")
+        except OSError:
+            head = ""
+        names += re.findall(r"(?m)^\s*-?\s*(?:base_model:?)?\s*([\w.-]+/[\w.-]+)\s*$", head)
+        names += re.findall(r"(?m)^base_model:\s*(\S+)", head)
+    return any(isinstance(name, str) and _INSTRUCT.search(name.rpartition("/")[2]) for name in names)
+
+
+def _vocabulary(folder: Folder) -> dict[str, int] | None:
+    """The tokens of a tokenizer.json by their spellings; None where there is none."""
+    found = folder.side_json("tokenizer.json")
+    folder.side_json("tokenizer_config.json")
+    if found is None:
+        return None
+    path = folder.root / "tokenizer.json"
+    model = found.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, list):  # of unigram models: pieces with their scores
+        vocabulary = {str(one[0]): index for index, one in enumerate(vocabulary) if isinstance(one, list) and one}
+    if not isinstance(vocabulary, dict) or not vocabulary:
+        raise CheckpointError("has no vocabulary", path=path)
+    if not all(type(one) is int for one in vocabulary.values()):
+        raise CheckpointError("has tokens without ids", path=path)
+    added = found.get("added_tokens") or []
+    try:
+        return {**vocabulary, **{str(one["content"]): int(one["id"]) for one in added}}
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError("has added tokens without ids", path=path) from error
+
+
+def _tokens(folder: Folder, vocabulary: Mapping[str, int] | None) -> int | None:
+    """How many rows the tokens of a tokenizer need."""
+    if vocabulary is not None:
+        return max(vocabulary.values()) + 1
+    path = folder.root / "tokenizer.model"
+    if not path.is_file():
+        return None
+    if is_tiktoken(path):
+        from quantkit.text.tiktoken_file import llama3_specials, read_tiktoken
+
+        ranks = len(read_tiktoken(path))
+        return ranks + len(llama3_specials(ranks))
+    from quantkit.text.tokenizer import SentencePieceTokenizer
+
+    return SentencePieceTokenizer(path).vocab_size
+
+
+def _sizes(folder: Folder, rows: int | None, tokens: int | None) -> Iterator[Finding]:
+    stated = folder.config.get("vocab_size")
+    if rows is not None and type(stated) is int and stated > 0 and stated != rows and folder.kind != "meta":
+        yield Finding(VOCABULARY, "config.json", f"vocab_size {stated}, and {rows} rows")
+    if rows is None or tokens is None:
+        return
+    if tokens > rows:
+        yield Finding(TOKENIZER_TOO_LARGE, "tokenizer", f"{tokens} tokens, {rows} rows")
+    elif tokens < _LEAST_SHARE * rows:
+        yield Finding(TOKENIZER_TOO_SMALL, "tokenizer", f"{tokens} tokens, {rows} rows")
+
+
+def _generation(folder: Folder, rows: int | None) -> Iterator[Finding]:
+    if GENERATION not in folder.names:
+        if is_instruct(folder) and folder.kind != "meta":
+            yield Finding(NO_GENERATION, folder.path.name, "by its name it is an instruct model")
+        return
+    try:
+        sampling_defaults(folder.root)
+    except (QuantkitError, OSError) as error:
+        yield Finding(BAD_GENERATION, GENERATION, str(getattr(error, "problem", error)))
+
+
+def _special(folder: Folder, rows: int | None, vocabulary: Mapping[str, int] | None) -> Iterator[Finding]:
+    generation = _lenient(folder, GENERATION)
+    text = next((one for key in ("text_config",) if isinstance(one := folder.config.get(key), dict)), {})
+    ends: set[int] = set()
+    for file, settings in (("config.json", {**text, **folder.config}), (GENERATION, generation)):
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            ids = settings.get(key)
+            for one in ids if isinstance(ids, list) else [ids]:
+                if one is None or (key == "pad_token_id" and one == -1):
+                    continue
+                if type(one) is not int or one < 0 or (rows is not None and one >= rows):
+                    expected = f"below {rows}" if rows is not None else "a token's id"
+                    yield Finding(TOKEN_OUT_OF_RANGE, file, f"{key} {shown(one)}, expected {expected}")
+                elif key == "eos_token_id":
+                    ends.add(one)
+    if vocabulary is None or not ends:
+        return
+    try:
+        spelled = special_tokens(folder.root, vocabulary, ("eos_token",)).get("eos_token")
+    except CheckpointError:
+        return  # told of by others
+    if spelled is not None and spelled in vocabulary and vocabulary[spelled] not in ends:
+        what = f"{shown(spelled)} is {vocabulary[spelled]}, the model's are {', '.join(map(str, sorted(ends)))}"
+        yield Finding(END_TOKENS, "tokenizer_config.json", what)
+
+
+def _templates(folder: Folder) -> Iterator[Finding]:
+    try:
+        templates = ChatTemplates(folder.root)
+        for source in templates.sources.values():
+            ChatTemplate(source, path=folder.root)
+    except (QuantkitError, OSError) as error:
+        if "tokenizer_config" in _place(error) and not _is_json(folder, "tokenizer_config.json"):
+            return  # the tokenizer's rule tells of it
+        yield Finding(DAMAGED_TEMPLATE, _place(error), str(getattr(error, "problem", error)))
+        return
+    if not templates and is_instruct(folder) and any(name in folder.names for name in _FILES):
+        yield Finding(NO_TEMPLATE, folder.path.name, "by its name it is an instruct model")
+
+
+def _lenient(folder: Folder, name: str) -> dict[str, Any]:
+    """A file of JSON, empty where it is damaged, which others tell of."""
+    try:
+        return folder.side_json(name) or {}
+    except (CheckpointError, OSError):
+        return {}
+
+
+def _is_json(folder: Folder, name: str) -> bool:
+    try:
+        return bool(read_json(folder.root / name)) or True
+    except CheckpointError:
+        return False
+
+
+def _place(error: Exception) -> str:
+    path = getattr(error, "path", None)
+    return "tokenizer" if path is None else path.name

@@ -1,0 +1,129 @@
+"""A Hugging Face folder held against what its config.json says the model is, as far as that is known."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.disk import DiskTensor, found_tensors
+from quantkit.architectures.families import families
+from quantkit.architectures.families.opaque import named_roles, opaque_config
+from quantkit.architectures.names import CANONICAL
+from quantkit.doctor.claims import Claims, read_claims
+from quantkit.doctor.folder import CONFIG, Folder
+from quantkit.doctor.modules import Coded, coded_modules
+from quantkit.errors import CheckpointError, QuantkitError
+from quantkit.formats.files.tensor_file import StoredTensor
+from quantkit.json_values import Settings
+
+_OTHER_EXPERTS = re.compile(r".*\.switch_mlp\..*")  # as MLX stacks them
+_EMBEDDINGS = ("embed_tokens", "wte", "tok_embeddings", "embed_in", "word_embeddings")
+
+
+class View:
+    """The modules and tensors of a folder, and those that its config calls for.
+
+    Attributes:
+        config: what the model is; None of families that are not known, or where the config makes no sense.
+        problem: why there is none.
+        expected: the tensors that the model needs, by their names; empty where the family is not known.
+        linears: the weights that may be quantized, by module, and their shapes [O, I] where these are known.
+        coded: the modules whose weights lie as codes.
+        claims: what the config says of each linear.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        self.folder = folder
+        self.problem: QuantkitError | None = None
+        self.config = self._model()
+        self.coded: Mapping[str, Coded] = coded_modules(folder.stored, folder.method)
+        self.expected = self._expected()
+        self.linears = self._linears()
+        self.claims: Claims = read_claims(
+            folder.settings, folder.method, self.linears, self.coded, str(folder.root / CONFIG)
+        )
+        self._spelled = {place.name: tensor for tensor in self.expected.values() for place in tensor.places}
+
+    @property
+    def known(self) -> bool:
+        """Whether all tensors that the model needs are known."""
+        return bool(self.expected)
+
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        """All tensors of the folder."""
+        return self.folder.stored
+
+    def on_disk(self, canonical: str) -> DiskTensor | None:
+        """The tensor on disk that holds a canonical one."""
+        return self._spelled.get(canonical)
+
+    def is_embedding(self, module: str) -> bool:
+        """Whether a module is the embedding of tokens."""
+        return module.rpartition(".")[2] in _EMBEDDINGS
+
+    def rows_of_embedding(self) -> int | None:
+        """How many tokens the embedding has rows for, by the tensors."""
+        for name, tensor in self.stored.items():
+            module, _, leaf = name.rpartition(".")
+            if self.is_embedding(module) and leaf in ("weight", "weight_packed", "weight_shape") and tensor.shape:
+                return None if leaf == "weight_shape" else tensor.shape[0]
+        return None
+
+    def signature(self, module: str) -> tuple[object, ...]:
+        """In which scheme a weight is, by its tensors and by the config."""
+        if (coded := self.coded.get(module)) is None:
+            return ("floats",)
+        claim = self.claims.modules.get(module)
+        return (*coded.signature, claim and claim.bits)
+
+    def scheme(self, module: str) -> str:
+        """The same for people."""
+        if (coded := self.coded.get(module)) is None:
+            return "floats"
+        claim = self.claims.modules.get(module)
+        bits = f" ({claim.bits} bits by the config)" if claim is not None and claim.bits != coded.bits else ""
+        return coded.scheme + bits
+
+    def _model(self) -> ModelConfig | None:
+        raw = self.folder.config
+        family = families().get(str(raw.get("model_type")))
+        if not raw or family is None:
+            return None
+        try:
+            return family.read(Settings(raw, self.folder.root / CONFIG))
+        except QuantkitError as error:
+            self.problem = error
+            return None
+
+    def _expected(self) -> dict[str, DiskTensor]:
+        if self.config is None or any(_OTHER_EXPERTS.fullmatch(name) for name in self.stored):
+            return {}
+        shapes = {name: tensor.shape for name, tensor in self.stored.items()}
+        try:
+            found = found_tensors(self.config, shapes, self.folder.root)
+        except CheckpointError as error:
+            self.problem = error
+            return {}
+        return {tensor.name: tensor for tensor in found}
+
+    def _linears(self) -> dict[str, tuple[int, ...] | None]:
+        if self.expected:
+            return {one.module: one.shape for one in self.expected.values() if one.quantizable}
+        floats = {name: (one.shape, str(one.dtype)) for name, one in self.stored.items()}
+        tensors = opaque_config(self.folder.config, floats).tensors or ()
+        roles = named_roles(self.folder.config, tensors)
+        own = {one.module: one.shape for one in tensors if roles.get(one.name, ("",))[0] == "linear"}
+        return {**own, **{module: None for module, one in self.coded.items() if one.kind}}
+
+
+def canonical_module(role: str, layer: int) -> str:
+    """The canonical name of a module within a layer."""
+    return CANONICAL[role].format(layer=layer)
+
+
+def with_untied_head(config: ModelConfig) -> ModelConfig:
+    """The same model with a head of its own."""
+    return replace(config, tied_embeddings=False)

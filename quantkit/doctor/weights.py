@@ -1,0 +1,148 @@
+"""Rules about tensors against config.json: all that the model needs, in the right shapes and types, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from quantkit.architectures.disk import DiskTensor
+from quantkit.architectures.families.opaque import is_extra_layer
+from quantkit.architectures.names import is_derived_buffer
+from quantkit.doctor.findings import Finding, Rule
+from quantkit.doctor.modules import is_scale_of_activations, stored_shape
+from quantkit.doctor.view import View
+from quantkit.errors import UnsupportedError
+from quantkit.formats.files.tensor_file import StoredTensor
+from quantkit.tensors.dtypes import FLOATS
+
+_CONFIG = "Hugging Face's config.json"
+
+BAD_CONFIG = Rule(
+    "bad-config", "error", "config.json lacks a key of its family, or a value makes no sense",
+    "take config.json from the model's source", _CONFIG,
+)  # fmt: skip
+UNKNOWN_SETTING = Rule(
+    "unknown-setting", "note", "config.json has a setting that quantkit does not know: tensors are not held against it",
+    "check it by hand", _CONFIG,
+)  # fmt: skip
+TWO_FORMS = Rule(
+    "two-forms", "error", "experts lie in two forms, or there are more than the config counts",
+    "keep the files of one version of the model", _CONFIG,
+)  # fmt: skip
+MISSING_TENSOR = Rule(
+    "missing-tensor", "error", "the config calls for a tensor that is in no file: some readers make one up",
+    "write or download the model again", "vllm#53537, vllm#34930",
+)  # fmt: skip
+EXTRA_TENSOR = Rule(
+    "extra-tensor", "error", "a tensor that the config does not call for",
+    "config.json and weights are of two models: take both from one", "vllm#34930",
+)  # fmt: skip
+WRONG_SHAPE = Rule(
+    "wrong-shape", "error", "a tensor has another shape than the config says",
+    "config.json and weights are of two models: take both from one", _CONFIG,
+)  # fmt: skip
+WRONG_TYPE = Rule(
+    "wrong-type", "error", "a tensor that has to be floats is not", "write the model again from its source", _CONFIG
+)
+DROPPED_PREDICTION = Rule(
+    "dropped-prediction", "warning", "the config counts layers that predict further tokens, and there are none",
+    "copy their tensors from the source, or set the count to 0", "auto-round#1526",
+)  # fmt: skip
+DROPPED_TOWER = Rule(
+    "dropped-tower", "error", "the config has a part for pictures or sound, and there are no tensors of it",
+    "copy its tensors from the source, or take the config of the language model alone", "GPTQModel#2643",
+)  # fmt: skip
+
+RULES = (
+    BAD_CONFIG, UNKNOWN_SETTING, TWO_FORMS, MISSING_TENSOR, EXTRA_TENSOR, WRONG_SHAPE, WRONG_TYPE, DROPPED_PREDICTION,
+    DROPPED_TOWER,
+)  # fmt: skip
+
+_PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers")
+_TOWERS = {"vision_config": ("vis", "vit", "image", "patch"), "audio_config": ("audio", "speech", "sound")}
+
+
+def check(view: View) -> Iterator[Finding]:
+    """What is wrong with the tensors of a folder."""
+    if view.problem is not None:
+        yield _about_config(view)
+    if view.known:
+        yield from _missing(view)
+        yield from _extra(view)
+        yield from _shapes(view)
+    yield from _dropped(view)
+
+
+def _about_config(view: View) -> Finding:
+    error = view.problem
+    assert error is not None
+    found = f"{error.problem}{f' (found {error.found})' if error.found is not None else ''}"
+    if view.config is not None:
+        return Finding(TWO_FORMS, view.folder.path.name, found)
+    rule = UNKNOWN_SETTING if isinstance(error, UnsupportedError) else BAD_CONFIG
+    return Finding(rule, "config.json", found)
+
+
+def _missing(view: View) -> Iterator[Finding]:
+    for name, tensor in view.expected.items():
+        if name in view.stored or _lies_as_codes(view, tensor) or view.folder.in_unread_file(name):
+            continue
+        stacked = f", or those of each expert of {tensor.module}" if tensor.stacked else ""
+        yield Finding(MISSING_TENSOR, name, f"not in any file; expected {list(tensor.shape)}{stacked}")
+
+
+def _extra(view: View) -> Iterator[Finding]:
+    raw = view.folder.config
+    head = "lm_head.weight"
+    predicts = any(raw.get(key) for key in _PREDICTION)
+    owners = {leaf.name: module for module, coded in view.coded.items() for leaf in coded.leaves.values()}
+    expected = {tensor.module for tensor in view.expected.values() if tensor.linear is not None or tensor.stacked}
+    embedded = {tensor.module for tensor in view.expected.values() if view.is_embedding(tensor.module)}
+    known = expected | embedded | {"lm_head"}
+    for name, tensor in view.stored.items():
+        module = name.rpartition(".")[0]
+        if name in view.expected or is_derived_buffer(name) or is_scale_of_activations(name):
+            continue
+        if name == head or owners.get(name) in known:
+            continue
+        if predicts and is_extra_layer(name, raw):
+            continue
+        if name.endswith(".bias") and module in view.coded and view.folder.method in ("gptq", "awq"):
+            continue  # zeros that their writers add; vLLM and GPTQModel pass them by
+        yield Finding(EXTRA_TENSOR, name, f"{tensor.dtype} {list(tensor.shape)}, which the config does not call for")
+
+
+def _shapes(view: View) -> Iterator[Finding]:
+    for name, tensor in view.expected.items():
+        found = view.stored.get(name)
+        coded = view.coded.get(tensor.module)
+        shape = found.shape if found is not None and coded is None else stored_shape(coded) if coded else None
+        if shape is not None and shape != tensor.shape and not _is_turned(tensor, shape):
+            yield Finding(WRONG_SHAPE, name, f"found {list(shape)}, expected {list(tensor.shape)}")
+        if found is not None and coded is None and found.dtype not in FLOATS:
+            yield Finding(WRONG_TYPE, name, f"found {found.dtype}, expected floats")
+
+
+def _dropped(view: View) -> Iterator[Finding]:
+    raw = view.folder.config
+    stored: Mapping[str, StoredTensor] = view.stored
+    if not stored or not view.folder.complete:
+        return
+    parts = [raw, *(part for part in raw.values() if isinstance(part, dict))]
+    counts: list[tuple[str, Any]] = [(key, part.get(key)) for part in parts for key in _PREDICTION]
+    for key, count in counts:
+        if type(count) is int and count > 0 and not any(is_extra_layer(name, raw) for name in stored):
+            yield Finding(DROPPED_PREDICTION, "config.json", f"{key} is {count}")
+    for key, words in _TOWERS.items():
+        if isinstance(raw.get(key), dict) and not any(word in name.lower() for name in stored for word in words):
+            yield Finding(DROPPED_TOWER, "config.json", f"{key}, and no tensor with such a name")
+
+
+def _lies_as_codes(view: View, tensor: DiskTensor) -> bool:
+    """Whether a weight lies as codes, whole or not, which is another rule's; a stacked one has no leaf."""
+    return tensor.name.removesuffix(".weight") in view.coded
+
+
+def _is_turned(tensor: DiskTensor, shape: tuple[int, ...]) -> bool:
+    """Whether it lies with inputs before outputs, as experts may."""
+    return tensor.stacked is not None and shape == (*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2])
