@@ -114,9 +114,9 @@ class Loud:
     stores_tied_head = False
     states_tokens = True
     model_parallel = False
-    one_file = False
-    written = True
     derived = False
+    read_only = False
+    one_file = False
 
     def present(self, path: Path) -> list[str]:
         return ["loud"] if (path / FILE).is_file() else []

@@ -213,7 +213,18 @@ def _expert_forms(family: Family) -> list[ExpertForm]:
     canonical = {role: CANONICAL[role] for role in _EXPERT_ROLES}
     forms = [ExpertForm(stacked=family.stacked)] if family.stacked else []
     forms += [ExpertForm(own)] + ([ExpertForm(canonical)] if canonical != own else [])
-    return forms if family.stacked else [*forms, ExpertForm(stacked=_STACKED)]
+    switched = [ExpertForm(stacked=one) for one in dict.fromkeys(map(_switched, (own, canonical)))]
+    return [*forms, *([] if family.stacked else [ExpertForm(stacked=_STACKED)]), *switched]
+
+
+def _switched(names: Mapping[str, str]) -> tuple[StackedExperts, ...]:
+    """The experts of a layer as mlx-lm keeps them: a tensor for all of each role, beside those of single ones."""
+    found = []
+    for role, template in names.items():
+        layer = template.partition("experts.{expert}")[0]
+        leaf = CANONICAL[role].rpartition(".")[2]
+        found.append(StackedExperts(f"{layer}switch_mlp.{leaf}.weight", (role,), bias=f"{layer}switch_mlp.{leaf}.bias"))
+    return tuple(found)
 
 
 def _names(form: ExpertForm, layer: int, count: int) -> list[str]:

@@ -77,6 +77,7 @@ def config_of(
     if not keys.flag("attention.causal", True):
         raise UnsupportedError("attention in both directions is not supported", path=str(path))
     window, windowed = _windows(keys, architecture, layers)
+    factors = {name: tuple(map(shortest, values)) for name, values in factors.items()}
     embedding = shapes.get("token_embd.weight", ())
     if len(embedding) != 2:
         raise CheckpointError("tensor 'token_embd.weight' is missing or no matrix", path=str(path))

@@ -15,6 +15,7 @@ from quantkit.architectures.gguf import GgufArchitecture, gguf_architecture
 from quantkit.architectures.gguf_config import (
     EOS_IDS,
     EPS,
+    GEMMA2_WINDOW,
     MODEL_TYPE,
     PATTERN,
     WINDOW,
@@ -50,7 +51,7 @@ def metadata_of(config: ModelConfig) -> dict[str, Any]:
         **written_rope(config, architecture),
     }
     _require_computed(config, architecture)
-    found = {"general.architecture": architecture.name, MODEL_TYPE: config.architecture}
+    found: dict[str, Any] = {"general.architecture": architecture.name, MODEL_TYPE: config.architecture}
     found |= {f"{architecture.name}.{key}": value for key, value in own.items()}
     if len(config.eos_token_ids) > 1:
         found[EOS_IDS] = list(config.eos_token_ids)

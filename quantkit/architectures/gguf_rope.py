@@ -237,9 +237,9 @@ def _fitted(
     ratio = 1 - 1 / (y1 - rise * x1) if y1 != rise * x1 else 0.0  # of the high frequency factor to the low one
     if ratio <= 1:
         return []
-    low = 1.0 if original is None else original / (2 * math.pi * rise * (ratio - 1))
-    length = original or round(2 * math.pi * rise * (ratio - 1))
-    return [(round(low, 4), round(low * ratio, 4), length)] if length >= 1 and low > 0 else []
+    length = original or _LLAMA3[2]
+    low = length / (2 * math.pi * rise * (ratio - 1))
+    return [(round(low, 6), round(low * ratio, 6), length)] if low > 0 else []
 
 
 def _require(holds: bool, architecture: GgufArchitecture, what: str, keys: Settings) -> None:

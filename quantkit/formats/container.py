@@ -150,9 +150,9 @@ class Container(Protocol):
         stores_tied_head: whether its readers expect a head even where it is the embedding over again.
         states_tokens: whether its config says which tokens begin and end a text.
         model_parallel: whether its weights may be cut into shards that are loaded side by side.
-        one_file: whether all weights lie in one file unless a largest size is asked for.
-        written: whether it is written, and not only read.
         derived: whether its weights are made from others in the same folder, which go before them.
+        read_only: whether it is not written.
+        one_file: whether all weights lie in one file unless a largest size is asked for.
     """
 
     name: str
@@ -164,9 +164,9 @@ class Container(Protocol):
     stores_tied_head: bool
     states_tokens: bool
     model_parallel: bool
-    one_file: bool
-    written: bool
     derived: bool
+    read_only: bool
+    one_file: bool
 
     def present(self, path: Path) -> list[str]:
         """The sets of weights that lie at a path, the one to prefer first."""

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from quantkit.errors import RequestError
 from quantkit.formats.codecs.awq import Awq
 from quantkit.formats.codecs.codec import CodeFormat, QuantMethod
-from quantkit.formats.codecs.compressed_tensors import CompressedTensors
+from quantkit.formats.codecs.compressed_tensors import CompressedTensors, Int8Activations
 from quantkit.formats.codecs.gptq import Gptq
+from quantkit.formats.codecs.mlx import Mlx
+from quantkit.formats.codecs.torchao import TorchAo
 from quantkit.formats.container import Container
 from quantkit.formats.containers.gpt_fast import GptFast
 from quantkit.formats.containers.hf import HuggingFace
@@ -18,7 +20,9 @@ from quantkit.json_values import shown
 
 _NATIVE = CompressedTensors()
 
-METHODS: dict[str, QuantMethod] = {method.name: method for method in (_NATIVE, Gptq(), Awq())}
+METHODS: dict[str, QuantMethod] = {
+    method.name: method for method in (_NATIVE, Int8Activations(), Gptq(), Awq(), Mlx(), TorchAo())
+}
 """By ``quant_method`` in config.json."""
 
 HF = HuggingFace(METHODS, _NATIVE)
@@ -60,7 +64,7 @@ def targets() -> dict[str, Target]:
         for method in container.methods.values():
             if method.schemes:
                 found[method.name] = Target(method.name, container, method)
-    return found | {name: Target(name, container) for name, container in CONTAINERS.items() if container.written}
+    return found | {name: Target(name, one) for name, one in CONTAINERS.items() if not one.read_only}
 
 
 def target(name: str) -> Target:

@@ -146,9 +146,9 @@ class Awq:
     """``quant_method: awq``: one group size for all modules that are quantized."""
 
     name = "awq"
-    schemes = tuple(scheme for scheme in SCHEMES.values() if scheme.bits == _BITS)
-    scale_dtype: DType | None = DType.FLOAT16
     keys: tuple[str, ...] = ("quantization_config",)
+    schemes = tuple(scheme for scheme in SCHEMES.values() if scheme.bits == 4)
+    scale_dtype: DType | None = DType.FLOAT16
 
     def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
         """

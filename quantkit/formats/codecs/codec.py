@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.formats.files.tensor_file import Home, StoredTensor
+from quantkit.formats.files.tensor_file import Home, StoredTensor, TensorFile
 from quantkit.json_values import Settings
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
@@ -32,7 +32,7 @@ class Reason:
     def error(self, name: str, method: str) -> UnsupportedError:
         return UnsupportedError(
             f"tensor '{name}' cannot be held exactly as {method}: {self.problem}", found=self.found,
-            expected=self.expected,
+            expected=self.expected, hint="`requantize=True` of convert rounds anew what cannot be held",
         )  # fmt: skip
 
 
@@ -79,6 +79,11 @@ class RawModule:
         """What the header says of a tensor; None where there is none."""
         name = f"{self.name}.{suffix}"
         return self._files[name].tensors[name] if name in self._files else None
+
+    def metadata(self, suffix: str, key: str) -> str | None:
+        """What the header of the file that holds a tensor says under a key of its metadata."""
+        file = self._files.get(f"{self.name}.{suffix}")
+        return file.metadata.get(key) if isinstance(file, TensorFile) else None
 
     def read(self, suffix: str, part: TensorSlice | None = None) -> Tensor:
         """A tensor, or a part of it.
@@ -159,6 +164,39 @@ class Codec(Protocol):
         ...
 
 
+class ReadAsFloats:
+    """What another codec holds, as the floats that its codes mean: of a tensor that has no codes in a model, such as
+    an embedding."""
+
+    scheme = None
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self._coded: TensorSpec | None = None
+
+    def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
+        found = self._codec.spec(raw, expected)
+        if found.scheme is None:
+            return found
+        self._coded = found
+        return TensorSpec(found.name, found.shape, expected.dtype, stored_as=str(found.scheme))
+
+    def stored(self, spec: TensorSpec) -> list[StoredTensor]:
+        return self._codec.stored(self._coded or spec)
+
+    def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
+        return self._codec.parts(raw, self._coded or spec)
+
+    def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> Tensor:
+        from quantkit.tensors.qtensor import QuantTensor
+
+        value = self._codec.decode(raw, self._coded or spec, part)
+        return value.dequantize().to(spec.dtype.torch) if isinstance(value, QuantTensor) else value
+
+    def encode(self, value: QuantTensor) -> Reason:
+        return Reason("it has no codes")
+
+
 class HoldsCodes(Protocol):
     """What turns codes into what is stored."""
 
@@ -210,11 +248,12 @@ class QuantMethod(CodeFormat, Protocol):
         ...
 
     def write_settings(
-        self, schemes: Mapping[str, QuantScheme], modules: Iterable[str], *, every: bool = True
+        self, schemes: Mapping[str, QuantScheme], modules: Mapping[str, int], *, every: bool = True
     ) -> dict[str, Any]:
         """The settings of a folder: all its linear modules, of which some have a scheme.
 
         Args:
+            modules: the inputs of each; 0 where they are not known, of one without a scheme.
             every: whether its readers know of no linear modules besides.
 
         Raises:

@@ -29,9 +29,9 @@ class Gptq:
     """``quant_method: gptq``: one scheme for all modules, and patterns of others."""
 
     name = "gptq"
+    keys: tuple[str, ...] = ("quantization_config",)
     schemes = tuple(SCHEMES.values())
     scale_dtype: DType | None = DType.FLOAT16
-    keys: tuple[str, ...] = ("quantization_config",)
 
     def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
         """

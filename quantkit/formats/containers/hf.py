@@ -43,9 +43,9 @@ class HuggingFace:
     stores_tied_head = False
     states_tokens = True
     model_parallel = False
-    one_file = False
-    written = True
     derived = False
+    read_only = False
+    one_file = False
 
     def __init__(self, methods: Mapping[str, QuantMethod], native: QuantMethod) -> None:
         """
@@ -123,15 +123,17 @@ def _with_experts_apart(config: ModelConfig) -> list[DiskTensor]:
 
 def _on_disk(
     schemes: Mapping[str, QuantScheme], config: ModelConfig
-) -> tuple[dict[str, QuantScheme], list[str]]:  # fmt: skip
-    """The schemes by the names of modules on disk, and those of all linears, a tied head and routers among them; where
-    readers have another name for one, by both."""
+) -> tuple[dict[str, QuantScheme], dict[str, int]]:  # fmt: skip
+    """The schemes by the names of modules on disk, and the inputs of all linears, a tied head and routers among them;
+    where readers have another name for one, by both."""
     tensors = [t for t in disk_tensors(replace(config, tied_embeddings=False), schemes) if t.linear is not None]
     found = {tensor.module: schemes.get(tensor.parts[0].removesuffix(".weight")) for tensor in tensors}
     aliases = {tensor.module: tensor.alias for tensor in config.tensors or () if tensor.alias is not None}
     found |= {aliases[module]: scheme for module, scheme in found.items() if module in aliases}
     found |= dict.fromkeys((*(config.unstored or ()), *carried_modules(config)))
-    return {module: scheme for module, scheme in found.items() if scheme is not None}, list(found)
+    inputs = {name: t.shape[-1] for t in tensors for name in (t.module, aliases.get(t.module, t.module))}
+    told = {module: scheme for module, scheme in found.items() if scheme is not None}
+    return told, {module: inputs.get(module, 0) for module in found}
 
 
 def _exported_tokenizer(folder: Path) -> dict[str, bytes]:

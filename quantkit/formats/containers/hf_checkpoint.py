@@ -16,8 +16,9 @@ from quantkit.architectures.names import is_derived_buffer, split_derived
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.checkpoint import require_tensors, require_unquantized, schemes
-from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule
+from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule, ReadAsFloats
 from quantkit.formats.codecs.compressed_tensors import packed_shapes
+from quantkit.formats.codecs.compressed_weights import PACKED, PLAIN, SCALE
 from quantkit.formats.codecs.dequantized import METHODS as READ_AS_FLOATS
 from quantkit.formats.codecs.dequantized import DequantizedTensor, by_small_floats, dequantized, method_in
 from quantkit.formats.containers.hf_parts import decode, read_dequantized, read_floats, share
@@ -91,9 +92,14 @@ class HFCheckpoint:
             self._dequantize(raw)
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         tensors = {tensor.name: tensor for tensor in found_tensors(self.config, shapes, path)}
+        self._modules = {name.rpartition(".")[0] for name in self._stored}
         modules = {tensor.module: name for name, tensor in tensors.items() if self._may_have_codec(tensor)}
         self._method, codecs = read_codecs(raw, modules, self._config_path, methods, self._stored)
-        self._codecs = {modules[module]: codec for module, codec in codecs.items()}
+        self._codecs: dict[str, Codec] = {}
+        for module, codec in codecs.items():
+            tensor = tensors[modules[module]]
+            kept = tensor.quantizable or tensor.stacked is not None or not self.config.runnable
+            self._codecs[tensor.name] = codec if kept else ReadAsFloats(codec)
         self._drop_tied_head()
         self._disk_specs = self._join_coded(tensors)
         if tensors_only:
@@ -160,10 +166,16 @@ class HFCheckpoint:
         return RawModule(tensor.module, self._home, self.path, self.notes)
 
     def _may_have_codec(self, tensor: DiskTensor) -> bool:
-        """Whether a codec may hold a tensor: a linear's weight, or all experts that are not there as floats."""
+        """Whether a codec may hold a tensor: a linear's weight, or what is not there as floats, be it all experts, an
+        embedding or a router."""
+        found = self._stored.get(tensor.name)
         if not self.config.runnable:
-            return tensor.name not in self._stored
-        return tensor.quantizable or (tensor.stacked is not None and tensor.name not in self._stored)
+            return found is None or f"{tensor.module}.{SCALE}" in self._stored
+        if tensor.quantizable:
+            return True
+        if found is None:
+            return tensor.stacked is not None or (len(tensor.shape) == 2 and tensor.module in self._modules)
+        return found.dtype not in FLOATS
 
     def _take_dtype(self) -> None:
         """The float type that all tensors have is the model's, where its config says none."""
@@ -184,9 +196,9 @@ class HFCheckpoint:
         found: dict[str, tuple[tuple[int, ...], str]] = {}
         for name, tensor in self._stored.items():
             module, _, leaf = name.rpartition(".")
-            if module not in shapes or not leaf.startswith("weight_"):
+            if module not in shapes or not leaf.startswith("weight"):
                 found[name] = tensor.shape, tensor.dtype
-            elif leaf == "weight_packed":
+            elif leaf in (PACKED, PLAIN):
                 found[f"{module}.weight"] = shapes[module], self.config.dtype
         self.config = replace(opaque_config(raw, found), dtype=self.config.dtype)
         self.extra_config = stated if shapes else without_settings(stated)

@@ -68,14 +68,19 @@ def decode(
     codec: Decodes, raw: RawModule | None, spec: TensorSpec, place: Place, part: TensorSlice | None
 ) -> QuantTensor | Tensor:  # fmt: skip
     """A canonical tensor, or a part of it, of one that a codec holds; of a stacked one, what it holds of the expert
-    is decoded, [1, O, I].
+    is decoded, floats [1, O, I] or codes [O, I].
 
     Args:
         spec: of the tensor on disk.
     """
+    from quantkit.tensors.qtensor import QuantTensor
+
     if place.expert is not None:
         slab = codec.decode(raw, spec, TensorSlice(0, ((place.expert, place.expert + 1),)))
-        rows = slab[0][place.first :: place.step][: place.shape[0]]  # type: ignore[index]
+        if isinstance(slab, QuantTensor):
+            own = TensorSlice(0, ((place.first, place.first + place.shape[0]),)).of_weight(slab)
+            return own if part is None else part.of_weight(own)
+        rows = slab[0][place.first :: place.step][: place.shape[0]]
         return rows.contiguous() if part is None else part.of(rows).contiguous()
     wanted, inside = part, None
     if place.head_order is not None:

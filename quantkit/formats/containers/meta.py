@@ -35,9 +35,9 @@ class Meta:
     stores_tied_head = True
     states_tokens = False
     model_parallel = True
-    one_file = False
-    written = True
     derived = False
+    read_only = False
+    one_file = False
 
     def present(self, path: Path) -> list[str]:
         return ["meta"] if path.is_dir() and shard_paths(path) else []
