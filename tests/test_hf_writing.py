@@ -352,6 +352,7 @@ def test_of_experts_of_several_schemes_no_reader_but_quantkit_is_told(recipe: Re
     assert result.readers() == "quantkit"
     assert schemes(result) == SchemeMap.of(recipe, result.config).schemes
     options = {"keep": (), "strict": False, "weights": None, "tensors_only": False, "gptq": False}
+    options["target"] = target("compressed-tensors")
     notes = prepare(tmp_path / "source", tmp_path / "other", recipe, **options).notes
     assert notes[-1] == (
         f"{tmp_path / 'other'}: transformers does not load experts of several schemes right (seen in 5.23); "
