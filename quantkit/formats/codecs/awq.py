@@ -8,6 +8,7 @@ Source: the package autoawq, WQLinear_GEMM.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -180,7 +181,8 @@ class Awq:
     def write_settings(
         self, schemes: Mapping[str, QuantScheme], modules: Iterable[str], *, every: bool = True
     ) -> dict[str, Any]:
-        """Linears without a scheme are listed under ``modules_to_not_convert``, which readers take for parts of names.
+        """Linears without a scheme are listed under ``modules_to_not_convert``, which readers take for parts of names,
+        and for gptqmodel, which does not look there, under ``dynamic``.
 
         Raises:
             UnsupportedError: for several group sizes, or where such a name is a part of a quantized one.
@@ -197,7 +199,8 @@ class Awq:
                 raise UnsupportedError(
                     f"AWQ's readers take '{other}' for floats, since '{module}', which is, is a part of its name"
                 )
-        return {
+        dynamic = {f"-:^{re.escape(module)}$": {} for module in floats if module != "lm_head"}
+        settings = {
             "quant_method": self.name,
             "bits": _BITS,
             "group_size": sizes[0],
@@ -206,6 +209,7 @@ class Awq:
             "lm_head": "lm_head" in schemes,
             "modules_to_not_convert": floats or None,
         }
+        return settings | ({"dynamic": dynamic} if dynamic else {})
 
     def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
         return {}
