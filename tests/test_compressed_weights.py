@@ -41,6 +41,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero points of zero": (PACK, W4),
     "groups in order": (PACK, {**W4, "actorder": "group"}),
     "groups that were never told": (PACK, {**W4, "actorder": "group"}),
+    "bytes in groups in no order": (INT, {**W4, "num_bits": 8, "actorder": "group", "symmetric": False}),
     "groups in no order": (PACK, {**W4, "actorder": "group"}),
     "groups in no order, asymmetric": (PACK, {**W4, "actorder": "group", "symmetric": False}),
 }
