@@ -254,7 +254,9 @@ def test_what_is_written_so_far_is_read_back_part_by_part(
 ) -> None:  # fmt: skip
     source = opened(oracle.save(make(case), tmp_path / "source"))
     assigned = {} if recipe is None else SchemeMap.of(recipe, source.config).schemes
-    planned = [spec for block in tensor_blocks(source, assigned, target("compressed-tensors")) for spec in block.tensors]
+    planned = [
+        spec for block in tensor_blocks(source, assigned, target("compressed-tensors")) for spec in block.tensors
+    ]
     encoder = HF.encoder(Output(source, source.config, planned, SHARD_BYTES))
     most_held = held = 0
     with (tmp_path / "model.safetensors").open("wb") as file:
