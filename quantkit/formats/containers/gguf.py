@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.gguf import gguf_tensors
+from quantkit.architectures.gguf_metadata import metadata_of, notes_of
+from quantkit.architectures.gguf_rope import rope_tensors
+from quantkit.architectures.topology import Parameter, parameters
 from quantkit.errors import RequestError, UnsupportedError
-from quantkit.formats.codecs.codec import QuantMethod
+from quantkit.formats.codecs.codec import CodeFormat, QuantMethod
+from quantkit.formats.codecs.ggml_blocks import GgmlBlocks
 from quantkit.formats.container import Output
 from quantkit.formats.containers.gguf_checkpoint import GgufCheckpoint
 from quantkit.formats.files.gguf_parts import gguf_file
+from quantkit.formats.folder import OTHER_FILES, present
+from quantkit.text.gguf_tokenizer_keys import tokenizer_metadata
+from quantkit.text.text_folder import text_folder
+
+if TYPE_CHECKING:
+    from quantkit.formats.containers.gguf_encoder import GgufEncoder
 
 
 class Gguf:
@@ -21,12 +33,12 @@ class Gguf:
     config_file = "model.gguf"
     weights: Mapping[str, str] = {"gguf": "*.gguf"}
     methods: Mapping[str, QuantMethod] = {}
-    native = None
+    native: CodeFormat | None = GgmlBlocks()
     stores_tied_head = False
     states_tokens = True
     model_parallel = False
     derived = True
-    read_only = True
+    read_only = False
     one_file = True
 
     def present(self, path: Path) -> list[str]:
@@ -42,15 +54,32 @@ class Gguf:
         assert file is not None, path
         return GgufCheckpoint(file)
 
-    def encoder(self, output: Output) -> NoReturn:
-        raise _not_written()
+    def parameters(self, config: ModelConfig, quantized: Collection[str]) -> list[Parameter]:
+        known = {parameter.name: parameter for parameter in parameters(config)}
+        return [known[name] for name in dict.fromkeys(name for one in gguf_tensors(config) for name in one.parts)]
 
-    def side_files(self, output: Output) -> NoReturn:
-        raise _not_written()
+    def encoder(self, output: Output) -> GgufEncoder:
+        """
+        Raises:
+            CheckpointError: if the source's tokenizer is damaged.
+            UnsupportedError: if GGUF can't say what the model is, or llama.cpp would do otherwise.
+        """
+        from quantkit.formats.containers.gguf_encoder import GgufEncoder
+
+        config = output.config
+        if output.tokenizer is None:
+            raise UnsupportedError(
+                "the source has no tokenizer, and llama.cpp loads no model without one", path=output.source.path,
+                hint="put the tokenizer's files beside the weights",
+            )  # fmt: skip
+        texts, _ = tokenizer_metadata(output.source.path, config.vocab_size, output.templates)
+        stated = {"general.type": "model", "general.name": output.name}
+        metadata = metadata_of(config) | stated | texts
+        return GgufEncoder(output.planned, config, metadata, rope_tensors(config), output.shard_bytes, output.stem)
+
+    def side_files(self, output: Output) -> dict[str, bytes | Path]:
+        return {} if output.alone else present(text_folder(output.source.path), OTHER_FILES[1:])
 
     def notes(self, output: Output) -> list[str]:
-        return []
-
-
-def _not_written() -> UnsupportedError:
-    return UnsupportedError("GGUF is not written")
+        _, notes = tokenizer_metadata(output.source.path, output.config.vocab_size, output.templates)
+        return [*notes, *(f"{output.source.path}: {note}" for note in notes_of(output.config))]

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from quantkit.errors import CheckpointError
 from quantkit.formats.files.gguf_io import MAGIC, GgufHeader, read_header
-from quantkit.formats.files.gguf_types import split_name, split_stem
+from quantkit.formats.files.gguf_types import GGUF, split_name, split_stem
 
-SUFFIX = ".gguf"
 _NO_MODELS = ("mmproj", "imatrix")  # what such files are called: a projector for pictures, statistics of activations
 
 
@@ -17,7 +16,7 @@ def is_gguf(path: Path) -> bool:
     """Whether a path is a GGUF file, by its name or by how it begins."""
     if not path.is_file():
         return False
-    if path.suffix == SUFFIX:
+    if path.suffix == GGUF:
         return True
     with path.open("rb") as file:
         return file.read(len(MAGIC)) == MAGIC
@@ -25,7 +24,7 @@ def is_gguf(path: Path) -> bool:
 
 def gguf_models(folder: Path) -> list[Path]:
     """The models in GGUF that lie in a folder: the first file of each."""
-    paths = sorted(path for path in folder.glob(f"*{SUFFIX}") if not path.name.lower().startswith(_NO_MODELS))
+    paths = sorted(path for path in folder.glob(f"*{GGUF}") if not path.name.lower().startswith(_NO_MODELS))
     return list({split_stem(path.name) or path.name: path for path in reversed(paths)}.values())[::-1]
 
 
