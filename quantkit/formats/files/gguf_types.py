@@ -64,7 +64,7 @@ class GgmlType(StrEnum):
     NVFP4 = "NVFP4", 40, 64, 36
     Q1_0 = "Q1_0", 41, 128, 18
 
-    def __new__(cls, name: str, code: int, block: int, block_bytes: int) -> GgmlType:
+    def __new__(cls, name: str, code: int = 0, block: int = 1, block_bytes: int = 4) -> GgmlType:
         member = str.__new__(cls, name)
         member._value_ = name
         member.code, member.block, member.block_bytes = code, block, block_bytes
