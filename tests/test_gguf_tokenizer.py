@@ -149,7 +149,7 @@ def test_a_gguf_file_is_taken_where_a_folder_is(folders: dict[str, Path], tmp_pa
     path = tmp_path / "model.gguf"
     path.write_bytes(build_header(metadata, []))
     tokenizer = load_tokenizer(path)
-    assert text_folder(path) == text_folder(str(path))
+    assert text_folder(path) == text_folder(str(path)) == text_folder(tmp_path)
     assert tokenizer.encode("the 12 things") == load_tokenizer(folders["smollm"]).encode("the 12 things")
     assert quantkit.chat_format(path, tokenizer).encode([{"role": "user", "content": "x"}]) == tokenizer.encode("x")
     again, _ = tokenizer_metadata(path, 300)

@@ -61,7 +61,11 @@ def folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
     if not files:
         raise CheckpointError("the tokenizer has scores of which several are equal, and no unknown token", path=path)
     names = {name: vocabulary.tokens[ids[name]] if name in ids else None for name in keys.ID_KEYS}
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **names}
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **names,
+    }
     templates = read_templates(metadata, path)
     if list(templates) == ["default"]:
         files["chat_template.jinja"] = templates["default"].encode()
@@ -90,8 +94,9 @@ def tokenizer_json(vocabulary: Vocabulary, ids: Mapping[str, int], adds: tuple[b
         normalizer = {"type": "Sequence", "normalizers": [prefix, spaces]} if vocabulary.space_prefix else spaces
         strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if vocabulary.space_prefix else []
         back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
-        steps = [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]
-        cut, decoder = None, {"type": "Sequence", "decoders": steps}
+        steps: list[dict[str, Any]] = [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]
+        decoder: dict[str, Any] = {"type": "Sequence", "decoders": steps}
+        cut = None
     else:
         patterns, whole = named(vocabulary.pre) or ((), False)
         merges, normalizer, cut = list(vocabulary.merges), None, pre_tokenizer(patterns)
@@ -103,7 +108,7 @@ def tokenizer_json(vocabulary: Vocabulary, ids: Mapping[str, int], adds: tuple[b
         "end_of_word_suffix": None, "fuse_unk": spm, "byte_fallback": spm, "ignore_merges": whole,
         "vocab": vocabulary.numbers(), "merges": merges,
     }  # fmt: skip
-    added = [
+    added: list[dict[str, Any]] = [
         {"id": number, "content": vocabulary.tokens[number], **dict.fromkeys(TOKEN_FLAGS, False),
          "special": number in control}
         for number in sorted({*apart, *control})
