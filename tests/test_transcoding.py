@@ -78,7 +78,8 @@ def _manifest(folder: Path) -> Any:
 
 EXACT = [
     ("int4-g32", "gptq"), ("int4-g64", "gptq"), ("int4-g128", "gptq"), ("int4-g64-asym", "gptq"), ("int8", "gptq"),
-    ("int4-g32", "awq"), ("int4-g128", "awq"), ("int4-g64-asym", "awq"),
+    ("int4-g32", "awq"), ("int4-g128", "awq"), ("int4-g64-asym", "awq"), ("int4-g32", "mlx"), ("int4-g64", "mlx"),
+    ("int4-g128", "mlx"), ("int8", "mlx"), ("int8", "int-quantized"),
 ]  # fmt: skip
 
 
@@ -94,27 +95,32 @@ def test_what_goes_to_another_format_comes_back_to_the_same_bytes(
     assert f"all {count} quantized tensors equal as numbers" in there.lines()[0]
     assert _manifest(tmp_path / "there")["exact"] == {"tensors": count, "equal": count, "floats": 7}
     kept = quantkit.convert(tmp_path / "there", tmp_path / "kept", source_check=False)  # as it lies there
-    assert open_checkpoint(kept.path).method == open_checkpoint(there.path).method == to
+    method = CT if to == "int-quantized" else to
+    assert open_checkpoint(kept.path).method == open_checkpoint(there.path).method == method
     quantkit.convert(tmp_path / "kept", tmp_path / "back", to=CT, source_check=False)
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes(), name
     found = verify(source, tmp_path / "there")
     assert found.verdict is Verdict.SAME
     assert found.lines()[:2] == [
-        f"formats: {CT} ({scheme}) and {to} ({scheme})",
+        f"formats: {CT} ({scheme}) and {method} ({scheme})",
         f"tensors: {found.tensors} of {found.tensors} equal, {count} of them compared on their codes",
     ]
     assert verify(tmp_path / "there").ok
 
 
-REFUSED = [("int8", "awq", "it holds codes of other bits")]
+REFUSED = [
+    ("int8", "awq", "it holds codes of other bits", True),
+    ("int4-g32", "int-quantized", "its readers multiply int8 per row alone", True),
+    ("int4-g64-asym", "mlx", "bfloat16 does not hold", False),
+]
 
 
-@pytest.mark.parametrize(("scheme", "to", "reason"), REFUSED, ids=str)
+@pytest.mark.parametrize(("scheme", "to", "reason", "headers_tell"), REFUSED, ids=str)
 def test_what_cannot_be_held_exactly_is_refused_by_the_first_tensors_name(
-    scheme: str, to: str, reason: str, folders: dict[str, Path], tmp_path: Path, capfd: Capture
+    scheme: str, to: str, reason: str, headers_tell: bool, folders: dict[str, Path], tmp_path: Path, capfd: Capture
 ) -> None:
-    for words in (("convert",), ("plan", "convert")):
+    for words in (("convert",), *([("plan", "convert")] if headers_tell else [])):
         code, _, err = run(capfd, *words, folders[scheme], tmp_path / "out", "--to", to)
         assert code == 4
         assert f"tensor 'model.layers.0.self_attn.q_proj.weight' cannot be held exactly as {to}: {reason}" in err
