@@ -9,7 +9,7 @@ Source: gpt-fast's ``convert_hf_checkpoint.py``, ``quantize.py`` and ``model.py`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -81,6 +81,9 @@ class GptFast:
                 found=next(path.glob(_FILES[kind])).name, expected=" or ".join(list(_FILES.values())[:2]),
             )  # fmt: skip
         return GptFastCheckpoint(path, path / _FILES[kind])
+
+    def parameters(self, config: ModelConfig, quantized: Collection[str]) -> NoReturn:
+        raise _not_written()
 
     def encoder(self, output: Output) -> NoReturn:
         raise _not_written()
