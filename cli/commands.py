@@ -70,25 +70,20 @@ def inspect(path: Path, weights: WeightKind | None, tensors_only: bool, data: st
     outputs.write(found.to_json())
 
 
-class _Formats(click.Choice[str]):
-    """Those that are written; of another that people ask for it says so."""
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if value.lower() == "gguf":
-            self.fail(f"GGUF is not written; choose {' or '.join(self.choices)}.", param, ctx)
-        return super().convert(value, param, ctx)
-
-
 @click.command(cls=Command)
 @options.writing
-@click.option("--to", type=_Formats(["hf", "meta"]), default="hf", show_default=True, help="Target format.")
+@options.target("what SRC is: hf of floats, SRC's own of quantized models")
+@options.split_max_size
+@click.option("--dequantize", is_flag=True, help="Write the floats that a quantized model means.")
+@click.option("--requantize", is_flag=True, help="Round anew what the target cannot hold exactly.")
 @click.option("--mp", type=int, default=1, show_default=True, help="Number of Meta model-parallel shards.")
 @options.dtype
 @options.template
 def convert(data: str | None, **given: Any) -> None:
     """Write a model in another format, sharding or float type.
 
-    The model in SRC goes to the new folder DST. Under torchrun the first process does the work.
+    The model in SRC goes to the new folder DST, or to a file DST.gguf. Codes of a quantized model stay what they are,
+    or it is refused; the result is read back and compared. Under torchrun the first process does the work.
     """
     require_models(given["src"], makes=given["dst"])
 

@@ -51,7 +51,8 @@ _RUN = "How it runs"
 
 _SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "convert": {
-        "Target": ("to", "mp", "dtype", "template"),
+        "Target": ("to", "dtype", "mp", "split_max_size", "template"),
+        "Quantized models": ("dequantize", "requantize"),
         _CHECKS: ("source_check", "allow_nonfinite"),
         _OUTPUT: ("resume", "data"),
     },
@@ -61,7 +62,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         _CALIBRATION: ("calibration", "samples", "length", "seed", "thorough", "activation_memory", "device"),
         _CHECKS: ("source_check", "allow_nonfinite", "accept_quality_loss"),
         "Model card": ("base_model", "license"),
-        _OUTPUT: ("template", "resume", "data"),
+        _OUTPUT: ("to", "split_max_size", "template", "resume", "data"),
     },
     "eval": {
         "What is measured": ("texts", "against", "window", "cache_logits", "tasks", "task_data", "speed"),

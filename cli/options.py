@@ -21,6 +21,7 @@ from quantkit.tensors.scheme import SCHEMES, QuantScheme
 
 Function = Callable[..., Any]
 PATH = click.Path(path_type=Path)
+TARGETS = ("compressed-tensors", "int-quantized", "gptq", "awq", "mlx", "gguf", "hf", "meta")
 BACKENDS = ("cpu-exact", "cpu-fast", "triton", "reference")  # spelled out: the kernels themselves import torch
 
 
@@ -52,11 +53,31 @@ def complete_named(ctx: click.Context, param: click.Parameter, incomplete: str) 
     return [CompletionItem(f"{name}={path}") for path in found if path.name.startswith(last)]
 
 
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_AMOUNT = re.compile(r"(?P<number>\d+(\.\d*)?|\.\d+) *(?P<unit>[KMGT]I?)?(?P<bytes>B)?", re.ASCII | re.IGNORECASE)
+
+
+def memory(text: str) -> int:
+    """The type of options that are amounts of memory: ``4GB``, ``512MB``, ``2GiB``; in bytes.
+
+    Raises:
+        RequestError: for anything else.
+    """
+    found = _AMOUNT.fullmatch(text.strip())
+    if found is None:
+        raise RequestError("no amount of memory", found=shown(text), expected="one such as 4GB, 512MB or 2GiB")
+    number, unit = float(found["number"]), (found["unit"] or "").upper()
+    if not unit and not found["bytes"]:
+        note(f"amounts of memory have units now: {text.strip()}GB; without one it goes with the next release")
+        unit = "G"
+    return int(number * _UNITS[unit])
+
+
 src = click.argument("src", type=PATH)
 dst = click.argument("dst", type=PATH)
 weights = click.option(
-    "--weights", type=click.Choice(["meta", "safetensors", "bin"]), metavar="KIND",
-    help="Which weights to read where a folder holds several: meta, safetensors or bin.",
+    "--weights", type=click.Choice(["meta", "safetensors", "bin", "gpt-fast", "gpt-fast-int8"]), metavar="KIND",
+    help="Which weights to read where a folder holds several: meta, safetensors, bin, gpt-fast or gpt-fast-int8.",
 )  # fmt: skip
 device = click.option("--device", metavar="DEVICE", help="Where to compute: cpu or cuda; a GPU if there is one.")
 dtype = click.option(
@@ -72,6 +93,10 @@ int8_cache = click.option(
 template = click.option(
     "--template", metavar="NAME", shell_complete=complete_files,
     help="Chat template to write: llama2, llama3 or a file *.jinja; SRC's own by default.",
+)  # fmt: skip
+split_max_size = click.option(
+    "--split-max-size", type=memory, metavar="AMOUNT",
+    help="Largest file of weights, such as 2GB; 2GiB by default, and one file in GGUF.",
 )  # fmt: skip
 data = click.option(
     "--json", "data", metavar="PATH", shell_complete=complete_files,
@@ -105,24 +130,16 @@ _SAMPLING = (
 _SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-_AMOUNT = re.compile(r"(?P<number>\d+(\.\d*)?|\.\d+) *(?P<unit>[KMGT]I?)?(?P<bytes>B)?", re.ASCII | re.IGNORECASE)
+def target(default: str, *, quantized: bool = False) -> Callable[[Function], Function]:
+    """The option for what a model is written as.
 
-
-def memory(text: str) -> int:
-    """The type of options that are amounts of memory: ``4GB``, ``512MB``, ``2GiB``; in bytes.
-
-    Raises:
-        RequestError: for anything else.
+    Args:
+        default: in words.
+        quantized: whether it goes for quantized models only.
     """
-    found = _AMOUNT.fullmatch(text.strip())
-    if found is None:
-        raise RequestError("no amount of memory", found=shown(text), expected="one such as 4GB, 512MB or 2GiB")
-    number, unit = float(found["number"]), (found["unit"] or "").upper()
-    if not unit and not found["bytes"]:
-        note(f"amounts of memory have units now: {text.strip()}GB; without one it goes with the next release")
-        unit = "G"
-    return int(number * _UNITS[unit])
+    names = [name for name in TARGETS if not quantized or name not in ("hf", "meta")]
+    about = f"{', '.join(names)}; by default {default}, and gguf where DST ends in .gguf."
+    return click.option("--to", type=click.Choice(names), metavar="FORMAT", help=about)
 
 
 def writing(command: Function) -> Function:

@@ -20,6 +20,8 @@ from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 
 @click.command(cls=Command)
 @options.writing
+@options.target("compressed-tensors", quantized=True)
+@options.split_max_size
 @click.option("--scheme", type=options.Scheme(), help=f"{SPELLINGS}; int4 with zero points: int4-g128-asym.")
 @click.option(
     "--head", type=options.Scheme(), metavar="SCHEME", help="Of the output head too, which keeps its floats by default."
@@ -55,8 +57,9 @@ from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 def quantize(data: str | None, **given: Any) -> None:
     """Quantize a model's linear layers to int8 or int4.
 
-    The model in SRC goes to the new folder DST. It is held against SRC before it gets its name; one that is too
-    far from it exits with 8. Under torchrun all processes share the calibration; the first one does the rounding.
+    The model in SRC goes to the new folder DST, or to a file DST.gguf. It is held against SRC before it gets its name;
+    one that is too far from it exits with 8. Under torchrun all processes share the calibration; the first one does
+    the rounding.
     """
     reads = given["calibration"], given["recipe"], given["plan"]
     arguments = job_arguments(given)

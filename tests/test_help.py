@@ -118,7 +118,6 @@ def test_the_backends_offered_are_those_there_are(capfd: Capture) -> None:
     ("arguments", "words"),
     [
         (("run", "x"), "Did you mean 'generate'?"), (("serve", "x"), "Did you mean 'generate'?"),
-        (("convert", "x", "y", "--to", "gguf"), "GGUF is not written; choose hf or meta."),
         (("generate", "x", "-dash"), "; for a prompt that begins with a dash: --prompt=TEXT"),
     ],
 )  # fmt: skip

@@ -191,14 +191,20 @@ def head_order(config: ModelConfig, layer: int) -> tuple[int, ...] | None:
     Canonical rows are rotated half against half over the whole head: of r rows that turn and the others each the
     first half, then the second halves.
     """
-    turned = config.rope_of(layer).rotary_dim or config.head_dim
     interleaved = families()[config.architecture].interleaved_rotary
+    return rotary_order(config.head_dim, config.rope_of(layer).rotary_dim, interleaved=interleaved)
+
+
+def rotary_order(head_dim: int, rotary_dim: int | None, *, interleaved: bool) -> tuple[int, ...] | None:
+    """`head_order` of heads of which some dimensions turn, all where `rotary_dim` is None; pairs lie side by side on
+    disk, or half against half of those that turn."""
+    turned = rotary_dim or head_dim
     firsts, seconds = range(turned // 2), range(turned // 2, turned)
     if interleaved:
         firsts, seconds = range(0, turned, 2), range(1, turned, 2)
-    middle = turned + (config.head_dim - turned) // 2
-    order = (*firsts, *range(turned, middle), *seconds, *range(middle, config.head_dim))
-    return None if order == tuple(range(config.head_dim)) else order
+    middle = turned + (head_dim - turned) // 2
+    order = (*firsts, *range(turned, middle), *seconds, *range(middle, head_dim))
+    return None if order == tuple(range(head_dim)) else order
 
 
 def _expert_forms(family: Family) -> list[ExpertForm]:
@@ -207,7 +213,18 @@ def _expert_forms(family: Family) -> list[ExpertForm]:
     canonical = {role: CANONICAL[role] for role in _EXPERT_ROLES}
     forms = [ExpertForm(stacked=family.stacked)] if family.stacked else []
     forms += [ExpertForm(own)] + ([ExpertForm(canonical)] if canonical != own else [])
-    return forms if family.stacked else [*forms, ExpertForm(stacked=_STACKED)]
+    switched = [ExpertForm(stacked=one) for one in dict.fromkeys(map(_switched, (own, canonical)))]
+    return [*forms, *([] if family.stacked else [ExpertForm(stacked=_STACKED)]), *switched]
+
+
+def _switched(names: Mapping[str, str]) -> tuple[StackedExperts, ...]:
+    """The experts of a layer as mlx-lm keeps them: a tensor for all of each role, beside those of single ones."""
+    found = []
+    for role, template in names.items():
+        layer = template.partition("experts.{expert}")[0]
+        leaf = CANONICAL[role].rpartition(".")[2]
+        found.append(StackedExperts(f"{layer}switch_mlp.{leaf}.weight", (role,), bias=f"{layer}switch_mlp.{leaf}.bias"))
+    return tuple(found)
 
 
 def _names(form: ExpertForm, layer: int, count: int) -> list[str]:
@@ -292,7 +309,7 @@ def _tensors(config: ModelConfig, forms: Mapping[int, ExpertForm], renamed: Coll
             name = _name(family, form, parameter)
         groups.setdefault(name, (stacked, []))[1].append(parameter)
     return [
-        _tensor(name, stacked, parts, None if parts[0].layer is None else orders[parts[0].layer])
+        disk_tensor(name, stacked, parts, None if parts[0].layer is None else orders[parts[0].layer])
         for name, (stacked, parts) in groups.items()
     ]
 
@@ -318,10 +335,14 @@ def _name(family: Family, form: ExpertForm | None, parameter: Parameter) -> str:
     return f"{module}.{parameter.leaf}" if parameter.leaf else module
 
 
-def _tensor(
+def disk_tensor(
     name: str, stacked: StackedExperts | None, parts: Sequence[Parameter], order: tuple[int, ...] | None
 ) -> DiskTensor:
-    """A tensor from what it is made of."""
+    """A tensor from what it is made of.
+
+    Args:
+        order: of its layer's rotary rows, as `head_order` has it.
+    """
     if stacked is None:
         rows, places = 0, []
         for part in parts:

@@ -1,4 +1,4 @@
-"""Tables of names over the topology's roles: quantkit's own (canonical), and Meta's.
+"""Tables of names over the topology's roles: quantkit's own (canonical), Meta's, and gpt-fast's.
 
 Canonical names are those that most Hugging Face folders have, and the decoder's modules; a family whose names on disk
 differ says so in its file. Canonical rows of queries and keys lie in Hugging Face's rotary layout (rotate-half).
@@ -67,6 +67,9 @@ META = {
     "mlp.up": "layers.{layer}.feed_forward.w3",
     "mlp.down": "layers.{layer}.feed_forward.w2",
 }
+
+GPT_FAST = META | dict.fromkeys(("attention.q", "attention.k", "attention.v"), "layers.{layer}.attention.wqkv")
+"""Meta's, but for queries, keys and values, whose rows lie one below the other in one linear."""
 
 _DERIVED_BUFFERS = re.compile(
     r"(.*\.)?(rope\.freqs|freqs_cis|rotary_emb\.(inv_freq|cos_cached|sin_cached)|attention\.inner_attention\.rope\.freqs)"

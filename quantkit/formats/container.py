@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.topology import Parameter
 from quantkit.formats.checkpoint import Checkpoint, parameter_count
-from quantkit.formats.codecs.codec import QuantMethod
+from quantkit.formats.codecs.codec import CodeFormat, QuantMethod
+from quantkit.formats.files.gguf_types import GGUF, STEM
 from quantkit.formats.files.tensor_file import StoredTensor
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
@@ -26,6 +28,11 @@ Chunk = tuple[str, bytes | memoryview]
 
 class StoredCheckpoint(Checkpoint, Protocol):
     """A checkpoint as it lies on disk."""
+
+    @property
+    def method(self) -> str | None:
+        """What its quantized weights are written in, see `CodeFormat`; None of one that has none."""
+        ...
 
     @property
     def layout(self) -> str:
@@ -82,6 +89,10 @@ class Encoder(Protocol):
         """
         ...
 
+    def decode(self, index: int, folder: Path) -> Tensor | QuantTensor:
+        """Tensor number `index`, read back from the files so far, as a quantizer that was interrupted needs it."""
+        ...
+
     def finish(self) -> Iterator[Chunk]:
         """What the files end with."""
         ...
@@ -110,6 +121,8 @@ class Output:
         model_parallel: into how many shards weights are cut.
         method: of its quantized modules; None is the container's own.
         templates: of conversations, by name.
+        name: of the model, for people.
+        dst: where it goes: a folder, or a file.
     """
 
     source: Checkpoint
@@ -120,6 +133,18 @@ class Output:
     model_parallel: int = 1
     method: QuantMethod | None = None
     templates: Mapping[str, str] = field(default_factory=dict)
+    name: str = ""
+    dst: Path = Path()
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is a file, or several, with nothing beside but a manifest."""
+        return self.dst.suffix == GGUF
+
+    @property
+    def stem(self) -> str:
+        """What the names of its files of weights begin with."""
+        return self.dst.stem if self.alone else STEM
 
     @property
     def schemes(self) -> dict[str, QuantScheme]:
@@ -136,10 +161,14 @@ class Container(Protocol):
         config_file: which says what the model is.
         weights: the sets of weights that it may hold, by the names that ``--weights`` takes, the one to prefer first,
             and how they are spelled for people.
-        methods: of quantization that it carries, by ``quant_method``; none if it holds floats only.
+        methods: of quantization that it carries, by ``quant_method``; none if it has one way at most.
+        native: what quantized weights are written in where no method is asked for; None if it holds floats only.
         stores_tied_head: whether its readers expect a head even where it is the embedding over again.
         states_tokens: whether its config says which tokens begin and end a text.
         model_parallel: whether its weights may be cut into shards that are loaded side by side.
+        derived: whether its weights are made from others in the same folder, which go before them.
+        read_only: whether it is not written.
+        one_file: whether all weights lie in one file unless a largest size is asked for.
     """
 
     name: str
@@ -147,9 +176,13 @@ class Container(Protocol):
     config_file: str
     weights: Mapping[str, str]
     methods: Mapping[str, QuantMethod]
+    native: CodeFormat | None
     stores_tied_head: bool
     states_tokens: bool
     model_parallel: bool
+    derived: bool
+    read_only: bool
+    one_file: bool
 
     def present(self, path: Path) -> list[str]:
         """The sets of weights that lie at a path, the one to prefer first."""
@@ -169,6 +202,17 @@ class Container(Protocol):
             RequestError: if that makes no sense for this kind of checkpoint.
             CheckpointError: if files are missing, damaged or contradict each other.
             UnsupportedError: for architectures and quantizations that are not read.
+        """
+        ...
+
+    def parameters(self, config: ModelConfig, quantized: Collection[str]) -> list[Parameter]:
+        """Every tensor of an output, in the order in which they are written.
+
+        Args:
+            quantized: modules, by canonical name.
+
+        Raises:
+            UnsupportedError: if the container has no such model.
         """
         ...
 

@@ -1,4 +1,5 @@
-"""``quantkit.json``: what was made, from what, and the sha256 of every file.
+"""``quantkit.json``: what was made, from what, and the sha256 of every file. Beside a model that is a file, ``X.gguf``,
+it is called ``X.gguf.quantkit.json``.
 
 It holds no time and no path, so equal inputs give an equal file.
 
@@ -22,11 +23,12 @@ from typing import Any
 
 from quantkit.errors import CheckpointError
 from quantkit.formats.files.source import SourceFile
+from quantkit.formats.output.destination import MANIFEST, manifest_path
 from quantkit.json_values import read_json
 from quantkit.progress import Progress, silent
 from quantkit.version import __version__
 
-NAME = "quantkit.json"
+NAME = MANIFEST
 FORMAT_VERSION = 2
 _WAIT_SECONDS = 1.0
 _RENAMED = {"plan": "recipe", "tensors": "modules"}
@@ -65,24 +67,22 @@ def encoded(value: Mapping[str, Any]) -> bytes:
     return json.dumps(value, indent=2).encode() + b"\n"
 
 
-def read(folder: Path) -> dict[str, Any]:
-    """The manifest of a folder, in the keys of this version whichever it was written in.
+def read(model: Path) -> dict[str, Any]:
+    """The manifest of a folder or a file, in the keys of this version whichever it was written in.
 
     Raises:
         CheckpointError: if it is missing, is no manifest, or of a newer format.
     """
-    value = read_json(folder / NAME)
+    path = manifest_path(model)
+    value = read_json(path)
     files = value.get("files")
     listed = isinstance(files, dict) and all(isinstance(digest, str) for digest in files.values())
     if not isinstance(value.get("format_version"), int) or not listed:
-        raise CheckpointError("is not a quantkit manifest", path=folder / NAME)
+        raise CheckpointError("is not a quantkit manifest", path=path)
     if value["format_version"] > FORMAT_VERSION:
         raise CheckpointError(
-            "was written by a newer quantkit",
-            path=folder / NAME,
-            found=value["format_version"],
-            expected=FORMAT_VERSION,
-        )
+            "was written by a newer quantkit", path=path, found=value["format_version"], expected=FORMAT_VERSION
+        )  # fmt: skip
     if value["format_version"] < FORMAT_VERSION:
         return {_RENAMED.get(key, key): item for key, item in value.items()}
     return value

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from quantkit.errors import RequestError
-from quantkit.formats.codecs.codec import QuantMethod
-from quantkit.formats.codecs.compressed_tensors import CompressedTensors
+from quantkit.formats.codecs.awq import Awq
+from quantkit.formats.codecs.codec import CodeFormat, QuantMethod
+from quantkit.formats.codecs.compressed_tensors import CompressedTensors, Int8Activations
+from quantkit.formats.codecs.gptq import Gptq
+from quantkit.formats.codecs.mlx import Mlx
+from quantkit.formats.codecs.torchao import TorchAo
 from quantkit.formats.container import Container
+from quantkit.formats.containers.gguf import Gguf
+from quantkit.formats.containers.gpt_fast import GptFast
 from quantkit.formats.containers.hf import HuggingFace
 from quantkit.formats.containers.meta import Meta
 from quantkit.formats.folder import READ_BESIDE
@@ -13,28 +21,65 @@ from quantkit.json_values import shown
 
 _NATIVE = CompressedTensors()
 
-METHODS: dict[str, QuantMethod] = {method.name: method for method in (_NATIVE,)}
+METHODS: dict[str, QuantMethod] = {
+    method.name: method for method in (_NATIVE, Int8Activations(), Gptq(), Awq(), Mlx(), TorchAo())
+}
 """By ``quant_method`` in config.json."""
 
 HF = HuggingFace(METHODS, _NATIVE)
 META = Meta()
+GGUF = Gguf()
 
-CONTAINERS: dict[str, Container] = {container.name: container for container in (META, HF)}
+CONTAINERS: dict[str, Container] = {container.name: container for container in (META, HF, GptFast(), GGUF)}
 """By name."""
 
 
-def target(name: str) -> tuple[Container, QuantMethod | None]:
-    """What a conversion may be made to: a container, or a method of quantization in the container that carries it.
+@dataclass(frozen=True)
+class Target:
+    """What models are written as.
 
-    Raises:
-        RequestError: for another name.
+    Attributes:
+        name: what ``--to`` calls it.
+        container: the kind of checkpoint.
+        method: of the quantized weights in it; None where none has to be named.
     """
-    if name in CONTAINERS:
-        return CONTAINERS[name], None
+
+    name: str
+    container: Container
+    method: QuantMethod | None = None
+
+    @property
+    def codes(self) -> CodeFormat | None:
+        """What quantized weights are written in; None where all are floats."""
+        return self.method or (None if self.container.methods else self.container.native)
+
+    @property
+    def floats(self) -> bool:
+        """Whether a model of floats is written so."""
+        return self.method is None
+
+
+def targets() -> dict[str, Target]:
+    """All that models are written as, by name."""
+    found: dict[str, Target] = {}
     for container in CONTAINERS.values():
-        if name in container.methods:
-            return container, container.methods[name]
-    raise RequestError("unknown target format", found=shown(name), expected=" or ".join(sorted(CONTAINERS)))
+        for method in container.methods.values():
+            if method.schemes:
+                found[method.name] = Target(method.name, container, method)
+    return found | {name: Target(name, one) for name, one in CONTAINERS.items() if not one.read_only}
+
+
+def target(name: str) -> Target:
+    """
+    Raises:
+        RequestError: for another name than of `targets`.
+    """
+    known = targets()
+    if name not in known and name in {*CONTAINERS, *METHODS}:
+        raise RequestError(f"{name} is read, not written", expected=", ".join(known))
+    if name not in known:
+        raise RequestError("unknown target format", found=shown(name), expected=", ".join(known))
+    return known[name]
 
 
 def read_names() -> set[str]:

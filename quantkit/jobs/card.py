@@ -22,6 +22,8 @@ from quantkit.arguments import as_text
 from quantkit.calibration.data import Calibration
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, active_parameter_count, parameter_count
+from quantkit.formats.codecs.codec import QuantMethod
+from quantkit.formats.files.gguf_types import GGUF
 from quantkit.formats.files.hub import origin
 from quantkit.jobs.command import file_name, quantize_command
 from quantkit.jobs.result import growth_text
@@ -38,7 +40,7 @@ from quantkit.version import __version__
 
 NAME = "README.md"
 _CARRIED = ("license", "license_name", "license_link", "language", "datasets")
-_TAGS = ("quantkit", "compressed-tensors")
+_NATIVE = "compressed-tensors"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 _LICENSE = re.compile(r"[A-Za-z0-9][\w.+-]{0,95}", re.ASCII)
 _NAMED_LAYERS = 8
@@ -76,6 +78,7 @@ class Made:
 
     Attributes:
         scheme_map: which layers have which schemes.
+        method: what they are written in.
         weight_bytes, bits_per_weight: as in `QuantizeResult`.
         settings, drawn: of GPTQ, and what it was calibrated on; None for rounding.
         options: more arguments of `quantize` that were given, for the command.
@@ -83,6 +86,7 @@ class Made:
     """
 
     scheme_map: SchemeMap
+    method: QuantMethod
     weight_bytes: int
     bits_per_weight: float
     settings: GptqSettings | None
@@ -100,7 +104,7 @@ def model_card(source: Checkpoint, made: Made, gate: Gate | WeightsOnly) -> byte
         gate: what the result lost; of a model that cannot be run, what became of its tensors.
     """
     base = made.labels.base_model or base_model(source)
-    name = base.rpartition("/")[2] if base else file_name(source.path) or source.config.architecture
+    name = model_name(source, base)
     schemes, schemes_of = made.scheme_map.counts(), made.scheme_map.schemes
     folder = f"{name}-{next(iter(schemes))}"
     lines = [
@@ -109,10 +113,21 @@ def model_card(source: Checkpoint, made: Made, gate: Gate | WeightsOnly) -> byte
         f"{_linked(base) or name}, quantized by quantkit {__version__}.", "",
         *_facts(source, made), "",
         *(_quality(gate, made) if isinstance(gate, Gate) else ["## Quality", "", *_wrapped(f"{gate.line()}.")]), "",
-        *(_use(source.config, schemes_of, folder) if source.config.runnable else _use_of_tensors(schemes_of, folder)),
-        "", *_command(made, name, folder, runnable=source.config.runnable),
+        *_use(source.config, made.method, schemes_of, folder), "",
+        *_command(made, name, folder, runnable=source.config.runnable),
     ]  # fmt: skip
     return ("\n".join(lines) + "\n").encode()
+
+
+def model_name(source: Checkpoint, base: str | None = None) -> str:
+    """What people call a model.
+
+    Args:
+        base: its name on a hub; None takes what `base_model` finds.
+    """
+    base = base or base_model(source)
+    path = source.path.with_suffix("") if source.path.suffix == GGUF else source.path
+    return base.rpartition("/")[2] if base else file_name(path) or source.config.architecture
 
 
 def base_model(source: Checkpoint) -> str | None:
@@ -133,6 +148,7 @@ def _head(source: Checkpoint, made: Made, base: str | None) -> dict[str, Any]:
         carried = {"license": made.labels.license} | {k: v for k, v in carried.items() if not k.startswith("license")}
     schemes = made.scheme_map.schemes
     loads = all(scheme.symmetric for scheme in schemes.values()) and unread_experts(source.config, schemes) is None
+    loads = loads if made.method.name == _NATIVE else "transformers" in made.method.readers(schemes.values())
     tag = {key: before[key] for key in ("pipeline_tag",) if key in before}
     if source.config.runnable:
         tag = {"pipeline_tag": "text-generation"}
@@ -141,7 +157,7 @@ def _head(source: Checkpoint, made: Made, base: str | None) -> dict[str, Any]:
         **({"base_model": base, "base_model_relation": "quantized"} if base else {}),
         **({"library_name": "transformers"} if loads else {}),
         **tag,
-        "tags": [*_TAGS, *made.scheme_map.counts()],
+        "tags": ["quantkit", made.method.name, *made.scheme_map.counts()],
     }
 
 
@@ -230,7 +246,20 @@ def _quality(gate: Gate, made: Made) -> list[str]:
     return lines if problem is None else [*lines, "", f"**Not within its bound: {problem[0]}; {problem[1]}.**"]
 
 
-def _use(config: ModelConfig, schemes: Mapping[str, QuantScheme], folder: str) -> list[str]:
+def _use(
+    config: ModelConfig, method: QuantMethod, schemes: Mapping[str, QuantScheme], folder: str
+) -> list[str]:  # fmt: skip
+    """How to load it, in what can."""
+    if not config.runnable:
+        return _use_of_tensors(schemes, folder)
+    if method.name == _NATIVE:
+        return _use_of_native(config, schemes, folder)
+    readers = f"quantkit {__version__} loads it; so should {method.readers(schemes.values())}."
+    python = ["```python", "import quantkit", "", f'model, tokenizer = quantkit.load("{folder}")', "```"]
+    return ["## Use", "", *_wrapped(readers), "", *python]
+
+
+def _use_of_native(config: ModelConfig, schemes: Mapping[str, QuantScheme], folder: str) -> list[str]:
     """How to load it, in what can; as tried."""
     unread = "packed zero points" if any(not one.symmetric for one in schemes.values()) else None
     unread = unread or unread_experts(config, schemes)

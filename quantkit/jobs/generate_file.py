@@ -39,8 +39,9 @@ from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, require_runnable
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer, tokenizer_files
+from quantkit.formats.output.destination import require_absent
 from quantkit.formats.output.lines import ResumableLines
-from quantkit.formats.output.staging import partial_folder, require_absent, require_room_to_build
+from quantkit.formats.output.staging import partial_folder, require_room_to_build
 from quantkit.jobs.prompts_file import Prompt, PromptReader, checked
 from quantkit.progress import Progress, heard
 from quantkit.runtime.request import BATCH_SIZE, MAX_NEW_TOKENS, no_prompt_logprobs

@@ -105,7 +105,8 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None, tensors_only
 
     Args:
         path: a Meta or Hugging Face folder.
-        weights: picks one of several sets of weights in the folder: ``meta``, ``safetensors`` or ``bin``.
+        weights: picks one of several sets of weights in the folder: ``meta``, ``safetensors``, ``bin``, ``gpt-fast`` or
+            ``gpt-fast-int8``.
         tensors_only: take the tensors as they are, of whatever architecture; of a folder that was made so always.
 
     Returns:

@@ -47,7 +47,8 @@ def load(
             own.
         backend: the kernels of quantized layers: ``cpu-exact``, ``cpu-fast``, ``triton`` or ``reference``; None
             chooses the fastest that serves them.
-        weights: picks one of several sets of weights in the folder: ``meta``, ``safetensors`` or ``bin``.
+        weights: picks one of several sets of weights in the folder: ``meta``, ``safetensors``, ``bin``, ``gpt-fast`` or
+            ``gpt-fast-int8``.
         tp: the processes that share the model, from `quantkit.distributed.group.joined`; each calls this, and then
             the model, alike.
         progress: told of every tensor; None tells nobody.

@@ -47,7 +47,7 @@ class Work:
     """
 
     job: str
-    source: Checkpoint
+    source: StoredCheckpoint
     encoder: Encoder
     side_files: Mapping[str, bytes | Path]
     options: Mapping[str, object]
@@ -77,7 +77,7 @@ def writing(work: Work, dst: Path, *, resume: bool, source_check: bool, progress
     Leaving it by an error removes or keeps what is there, as `CheckpointWriter` does.
 
     Args:
-        dst: the folder to make.
+        dst: the folder to make, or the file.
         source_check: whether to look.
 
     Raises:
@@ -173,16 +173,16 @@ class JobWriter:
         return self._writer.records
 
     def commit(self, details: Mapping[str, object], files: Mapping[str, bytes] | None = None) -> dict[str, Any]:
-        """Write the manifest and give the folder its name.
+        """Write the manifest and give the output its name.
 
         Args:
             details: the manifest's own part of the job.
-            files: more to put beside the weights.
+            files: more to put beside the weights, if the output is a folder.
 
         Returns:
             What the manifest holds.
         """
-        for name, content in (files or {}).items():
+        for name, content in (files or {}).items() if self._writer.in_folder else ():
             self._writer.add_file(name, content)
         checked, source = self._checked, self._work.source
         written = manifest.build(
@@ -190,7 +190,7 @@ class JobWriter:
             {"source_check": checked.to_json() if isinstance(checked, SourceCheck) else checked, **details},
             origin(source.path),
         )  # fmt: skip
-        self._writer.commit(manifest.NAME, manifest.encoded(written))
+        self._writer.commit(manifest.encoded(written))
         return written
 
 

@@ -31,17 +31,18 @@ from quantkit.calibration.estimate import (
     largest_block,
 )
 from quantkit.formats.checkpoint import Checkpoint, require_runnable
-from quantkit.formats.container import Encoder, Output
+from quantkit.formats.container import Encoder
 from quantkit.formats.detect import WeightKind, open_checkpoint
-from quantkit.formats.folder import carried_templates, checked_tokenizer
+from quantkit.formats.folder import checked_tokenizer
+from quantkit.formats.output.destination import output_files
 from quantkit.formats.output.sink import IN_FLIGHT_BYTES
-from quantkit.formats.output.staging import partial_folder, require_absent, require_room_to_build, require_space
-from quantkit.formats.registry import HF
-from quantkit.jobs.card import Labels
-from quantkit.jobs.convert import Target, conversion
+from quantkit.formats.output.staging import partial_folder, require_output_absent, require_room_to_build, require_space
+from quantkit.jobs.card import Labels, model_name
+from quantkit.jobs.convert import conversion
 from quantkit.jobs.output import SHARD_BYTES
-from quantkit.jobs.prepare import prepare, tensor_blocks, too_few_tokens
+from quantkit.jobs.prepare import planned_output, prepare, tensor_blocks, too_few_tokens
 from quantkit.jobs.settings import Method, gptq_settings
+from quantkit.jobs.target import TargetName, quantized_target, shard_bytes
 from quantkit.memory import resident_bytes, size_text
 from quantkit.model.device import float_type
 from quantkit.quality.measures import TOKENS_THROUGH_THE_HEAD
@@ -116,9 +117,12 @@ def convert(
     src: str | Path,
     dst: str | Path,
     *,
-    to: Target = "hf",
+    to: TargetName | None = None,
     mp: int = 1,
     dtype: FloatName | torch.dtype | None = None,
+    dequantize: bool = False,
+    requantize: bool = False,
+    split_max_size: int | None = None,
     template: str | None = None,
     weights: WeightKind | None = None,
     resume: bool = False,
@@ -135,13 +139,15 @@ def convert(
         QuantkitError: as `quantkit.convert` does for what can be told without reading weights.
     """
     require_flags(resume=resume, allow_nonfinite=allow_nonfinite, source_check=source_check, tensors_only=tensors_only)
-    work, notes = conversion(
-        src, dst, to=to, mp=mp, dtype=dtype, template=template, weights=weights,
-        allow_nonfinite=allow_nonfinite, tensors_only=tensors_only,
+    planned = conversion(
+        src, dst, to=to, mp=mp, dtype=dtype, dequantize=dequantize, requantize=requantize,
+        split_max_size=split_max_size, template=template, weights=weights, allow_nonfinite=allow_nonfinite,
+        tensors_only=tensors_only, look=False,
     )  # fmt: skip
+    work, notes = planned.work, planned.notes
     source = work.source
     disk = work.encoder.total_bytes() + _side_bytes(work.side_files)
-    _require_room(Path(dst), disk, resume)
+    _require_room(Path(dst), work.encoder, disk, resume)
     phases = {"writing": _streaming(source, work.encoder)}
     checked = _checked_tokens(source, source_check)
     if checked:
@@ -159,6 +165,8 @@ def quantize(
     dst: str | Path,
     scheme: str | QuantScheme | Recipe,
     *,
+    to: TargetName | None = None,
+    split_max_size: int | None = None,
     method: Method = "rtn",
     calibration: str | Path | None = None,
     samples: int | None = None,
@@ -190,6 +198,7 @@ def quantize(
     require_flags(thorough=thorough, strict=strict, accept_quality_loss=accept_quality_loss)
     require_flags(resume=resume, allow_nonfinite=allow_nonfinite, source_check=source_check, tensors_only=tensors_only)
     dst = as_path("dst", dst)
+    target = quantized_target(to, dst)
     Labels(base_model, license)
     settings = gptq_settings(
         method, calibration, samples=samples, length=length, seed=seed, thorough=thorough,
@@ -197,13 +206,14 @@ def quantize(
     )  # fmt: skip
     prepared = prepare(
         src, dst, scheme, keep=keep, strict=strict, weights=weights, tensors_only=tensors_only,
-        gptq=settings is not None,
+        gptq=settings is not None, target=target,
     )  # fmt: skip
     source, assignment, tokenizer, notes = prepared.source, prepared.scheme_map, prepared.tokenizer, prepared.notes
     assigned, config = assignment.schemes, source.config
-    tensors = [spec for block in tensor_blocks(source, assigned) for spec in block.tensors]
-    output = Output(source, config, tensors, SHARD_BYTES, templates=carried_templates(source, tokenizer, template))
-    encoder, side_files = HF.encoder(output), HF.side_files(output)
+    container = target.container
+    blocks, most = tensor_blocks(source, assigned, target), shard_bytes(split_max_size, container, SHARD_BYTES)
+    output = planned_output(prepared, blocks, target, template, most, model_name(source), dst)
+    encoder, side_files = container.encoder(output), container.side_files(output)
     disk = encoder.total_bytes() + _side_bytes(side_files) + _MANIFEST * len(assignment.modules)
     phases = {"writing": _streaming(source, encoder)}
     checked = _checked_tokens(source, source_check)
@@ -223,7 +233,7 @@ def quantize(
         phases["calibration"] = resident_bytes() + _LIBRARIES + held + codes + work_bytes
         flops += calibration_flops(config, shape, effort)
         seconds += calibration_seconds(config, shape, effort)
-    _require_room(dst, disk + scratch, resume)
+    _require_room(dst, encoder, disk + scratch, resume)
     kinds = Counter(str(assigned[module]) if module in assigned else "float" for module in assignment.modules)
     phase = max(phases, key=lambda name: phases[name])
     seconds += flops / _flop_rate() + _writing_seconds(disk)
@@ -267,9 +277,10 @@ def generate(
     return estimate_slice(checkpoint, target, batch=batch, context=context, dtype=float_dtype)
 
 
-def _require_room(dst: Path, needed: int, resume: bool) -> None:
-    require_absent(dst)
-    require_room_to_build(partial_folder(dst), resume=resume)
+def _require_room(dst: Path, encoder: Encoder, needed: int, resume: bool) -> None:
+    partial = partial_folder(dst)
+    require_output_absent(dst, output_files(dst, encoder.files()), partial)
+    require_room_to_build(partial, resume=resume)
     require_space(dst, needed)
 
 

@@ -9,17 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.disk import parameters_as_written, unread_experts
+from quantkit.architectures.disk import unread_experts
 from quantkit.architectures.topology import Parameter, input_groups, layer_kinds, parameters, sizes
 from quantkit.arguments import as_path, as_texts
 from quantkit.calibration.quantizers import TensorBlock
 from quantkit.errors import RequestError, UnsupportedError
-from quantkit.formats.checkpoint import Checkpoint, require_calibratable, schemes
-from quantkit.formats.container import StoredCheckpoint
+from quantkit.formats.checkpoint import Checkpoint, read_as_floats, require_calibratable, schemes
+from quantkit.formats.codecs.codec import Reason
+from quantkit.formats.container import Output, StoredCheckpoint
 from quantkit.formats.detect import WeightKind, open_checkpoint
-from quantkit.formats.folder import checked_tokenizer, left_behind
+from quantkit.formats.folder import carried_templates, checked_tokenizer, left_behind
 from quantkit.formats.output.staging import require_name, require_new_names
+from quantkit.formats.registry import Target
 from quantkit.jobs.scheme_map import SchemeMap
+from quantkit.jobs.target import NATIVE
 from quantkit.jobs.weights_only import kept_parts
 from quantkit.json_values import shown
 from quantkit.model.transformers_linears import with_linears
@@ -49,9 +52,12 @@ class Prepared:
 
 def prepare(
     src: str | Path, dst: Path, scheme: str | QuantScheme | Recipe, *, keep: str | Iterable[str],
-    strict: bool, weights: WeightKind | None, tensors_only: bool, gptq: bool,
+    strict: bool, weights: WeightKind | None, tensors_only: bool, gptq: bool, target: Target,
 ) -> Prepared:  # fmt: skip
     """Open a source of floats and assign the schemes.
+
+    Args:
+        target: as what the result is written.
 
     Raises:
         QuantkitError: as `quantize` does.
@@ -68,6 +74,13 @@ def prepare(
             "the source is quantized already", path=source.path, found=str(next(iter(already.values()))),
             hint="start from the float model",
         )  # fmt: skip
+    for name, stored_as in read_as_floats(source).items():
+        raise UnsupportedError(
+            f"the source is quantized already: tensor '{name}'", path=source.path, found=stored_as,
+            hint="start from the float model, or convert it with `dequantize=True` first",
+        )  # fmt: skip
+    if tensors_only and target.name != NATIVE:
+        raise RequestError(f'`tensors_only=True` does not go with `to="{target.name}"`', expected=f'`to="{NATIVE}"`')
     linears_by = None
     if not source.config.runnable:
         source.config, linears_by, more = with_linears(source.config, source.extra_config, source.path)
@@ -82,20 +95,39 @@ def prepare(
             hint="choose a smaller group size, or leave `strict=True` out",
         )  # fmt: skip
     notes += [f"{source.path}: {line}" for line in misfits]
-    if not all(scheme.symmetric for scheme in scheme_map.schemes.values()):
+    _require_held(scheme_map.schemes, target, source.path)
+    native = target.name == NATIVE
+    if native and not all(scheme.symmetric for scheme in scheme_map.schemes.values()):
         notes.append(f"{dst}: transformers does not load zero points in this format (seen in 5.23); quantkit does")
-    if unread := unread_experts(source.config, scheme_map.schemes):
+    if native and (unread := unread_experts(source.config, scheme_map.schemes)):
         notes.append(f"{dst}: transformers does not load {unread} right (seen in 5.23); quantkit does")
     return Prepared(source, scheme_map, tokenizer, linears_by, notes)
 
 
-def tensor_blocks(source: Checkpoint, schemes: Mapping[str, QuantScheme]) -> list[TensorBlock]:
-    """The tensors of the output in order, scales in the source's dtype.
+def _require_held(schemes: Mapping[str, QuantScheme], target: Target, path: Path) -> None:
+    """
+    Raises:
+        UnsupportedError: if a format has no place for one of the schemes, given by module.
+    """
+    assert target.codes is not None
+    for module, scheme in schemes.items():
+        reason = target.codes.codec(scheme)
+        if isinstance(reason, Reason):
+            raise UnsupportedError(
+                f"{target.name} does not hold {scheme}: {reason.problem}", path=path, found=f"{scheme} for '{module}'",
+                expected=reason.expected or ", ".join(map(str, target.codes.schemes)),
+                hint="choose another scheme, or `keep` the layer as floats",
+            )  # fmt: skip
+
+
+def tensor_blocks(source: Checkpoint, schemes: Mapping[str, QuantScheme], target: Target) -> list[TensorBlock]:
+    """The tensors of the output in order, scales in the target's type or else the source's.
 
     Args:
         schemes: by module.
     """
-    scale_dtype = DType(source.config.dtype)
+    assert target.codes is not None
+    scale_dtype = target.codes.scale_dtype or DType(source.config.dtype)
 
     def spec(parameter: Parameter) -> TensorSpec:
         name, shape = parameter.name, parameter.shape
@@ -103,8 +135,26 @@ def tensor_blocks(source: Checkpoint, schemes: Mapping[str, QuantScheme]) -> lis
             return TensorSpec(name, shape, scale_dtype, schemes[parameter.module])
         return TensorSpec(name, shape, source.info(name).dtype)
 
-    by_layer = itertools.groupby(parameters_as_written(source.config, schemes), key=lambda parameter: parameter.layer)
+    ordered = target.container.parameters(source.config, schemes)
+    by_layer = itertools.groupby(ordered, key=lambda parameter: parameter.layer)
     return [TensorBlock(layer, tuple(map(spec, block))) for layer, block in by_layer]
+
+
+def planned_output(
+    prepared: Prepared, blocks: Iterable[TensorBlock], target: Target, template: str | None, shard_bytes: int,
+    name: str, dst: Path,
+) -> Output:  # fmt: skip
+    """What is to be written.
+
+    Raises:
+        RequestError, CheckpointError: see `carried_templates`.
+    """
+    source, tensors = prepared.source, [spec for block in blocks for spec in block.tensors]
+    templates = carried_templates(source, prepared.tokenizer, template)
+    return Output(
+        source, source.config, tensors, shard_bytes, prepared.tokenizer, method=target.method, templates=templates,
+        name=name, dst=dst,
+    )  # fmt: skip
 
 
 def _recipe(scheme: str | QuantScheme | Recipe) -> Recipe:

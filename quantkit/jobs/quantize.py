@@ -11,18 +11,17 @@ import torch
 from quantkit.arguments import as_path, require_flags, require_instance
 from quantkit.calibration.quantizers import GptqQuantizer, Quantizer, RtnQuantizer, TensorBlock
 from quantkit.distributed.group import SINGLE, ProcessGroup
-from quantkit.formats.container import Output, weight_size
+from quantkit.formats.container import weight_size
 from quantkit.formats.detect import WeightKind
-from quantkit.formats.folder import carried_templates
 from quantkit.formats.output.staging import partial_folder
 from quantkit.formats.output.writer import Written
-from quantkit.formats.registry import HF
 from quantkit.jobs.card import NAME as CARD
-from quantkit.jobs.card import Labels, Made, model_card
+from quantkit.jobs.card import Labels, Made, model_card, model_name
 from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, writing
-from quantkit.jobs.prepare import prepare, starved_experts, tensor_blocks, too_few_tokens
+from quantkit.jobs.prepare import planned_output, prepare, starved_experts, tensor_blocks, too_few_tokens
 from quantkit.jobs.result import QuantizeResult
 from quantkit.jobs.settings import Method, gptq_settings
+from quantkit.jobs.target import NATIVE, TargetName, quantized_target, shard_bytes
 from quantkit.jobs.weights_only import within_bounds
 from quantkit.progress import Progress, heard, in_phase
 from quantkit.quality.gate import Gate, require_passed, run_gate
@@ -36,6 +35,8 @@ def quantize(
     dst: str | Path,
     scheme: str | QuantScheme | Recipe,
     *,
+    to: TargetName | None = None,
+    split_max_size: int | None = None,
     method: Method = "rtn",
     calibration: str | Path | None = None,
     samples: int | None = None,
@@ -58,7 +59,7 @@ def quantize(
     group: ProcessGroup = SINGLE,
     progress: Progress | None = None,
 ) -> QuantizeResult:
-    """Write the model in `src`, quantized, to the new folder `dst`, if it passes the gate.
+    """Write the model in `src`, quantized, to the new folder, or GGUF file, `dst`, if it passes the gate.
 
     All decoder linears are quantized; ``lm_head`` and the embedding keep their floats
     unless the recipe names the head. Rows that the group size does not divide follow
@@ -68,9 +69,12 @@ def quantize(
     and all other tensors stay as they are.
 
     Args:
-        src: a Meta or Hugging Face folder of floats; in FP8 or MXFP4 it counts as one.
-        dst: the folder to make; it must not exist.
+        src: a model of floats; one in FP8 or MXFP4 counts as such.
+        dst: the folder to make, or a file ``*.gguf``; it must not exist.
         scheme: its name, ``int8`` or ``int4-g128`` and the like; a `QuantScheme`; or a `Recipe` with overrides.
+        to: ``compressed-tensors`` (the default), ``int-quantized``, ``gptq``, ``awq``, ``mlx`` or ``gguf``; any of
+            them with any `method`.
+        split_max_size: as in `convert`.
         method: ``rtn`` (round to nearest) or ``gptq``, which needs calibration text.
         calibration: a file, or a hub dataset as ``owner/name:config:split``; this and the options
             down to `device` go with gptq only.
@@ -98,7 +102,8 @@ def quantize(
 
     Raises:
         RequestError: for a scheme, method or option that makes no sense.
-        CheckpointError, UnsupportedError: if `src` is damaged, or of a kind that cannot be quantized.
+        CheckpointError, UnsupportedError: if `src` is damaged, or of a kind that cannot be quantized, or `to` does not
+            hold the scheme.
         DestinationError, ResumeError: if `dst` is there, cannot be written, or is being written.
         NonFiniteError, QualityError: if the weights hold NaN or Inf, or the result is too far from its source.
             After any of them `dst` is not there.
@@ -112,13 +117,14 @@ def quantize(
     require_flags(resume=resume, allow_nonfinite=allow_nonfinite, source_check=source_check, tensors_only=tensors_only)
     require_instance("group", group, ProcessGroup, "a ProcessGroup")
     progress, dst, labels = heard(progress), as_path("dst", dst), Labels(base_model, license)
+    target = quantized_target(to, dst)
     settings = gptq_settings(
         method, calibration, samples=samples, length=length, seed=seed, thorough=thorough,
         activation_memory=activation_memory, device=device,
     )  # fmt: skip
     prepared = prepare(
         src, dst, scheme, keep=keep, strict=strict, weights=weights, tensors_only=tensors_only,
-        gptq=settings is not None,
+        gptq=settings is not None, target=target,
     )  # fmt: skip
     source, scheme_map, tokenizer, notes = prepared.source, prepared.scheme_map, prepared.tokenizer, prepared.notes
     runnable = source.config.runnable
@@ -131,6 +137,17 @@ def quantize(
     }  # fmt: skip
     if not runnable:
         options |= {"tensors_only": True, "linears_by": prepared.linears_by}
+    if target.name != NATIVE:
+        options["to"] = target.name
+    if split_max_size is not None:
+        options["split_max_size"] = split_max_size
+    blocks = tensor_blocks(source, schemes, target)
+    planned = planned_output(
+        prepared, blocks, target, template, shard_bytes(split_max_size, target.container, SHARD_BYTES),
+        model_name(source, labels.base_model), dst,
+    )  # fmt: skip
+    encoder = target.container.encoder(planned)
+    notes += target.container.notes(planned)
     computed_by: dict[str, object] = {}
     scratch, drawn = 0, None
     quantizer: Quantizer = RtnQuantizer(source, allow_nonfinite=allow_nonfinite)
@@ -146,14 +163,9 @@ def quantize(
         )  # fmt: skip
     if template is not None:
         options["template"] = Path(template).name
-    blocks = tensor_blocks(source, schemes)
-    tensors = [spec for block in blocks for spec in block.tensors]
-    templates = carried_templates(source, tokenizer, template)
-    planned = Output(source, source.config, tensors, SHARD_BYTES, templates=templates)
-    encoder = HF.encoder(planned)
     if not group.first:
         return _told_by_first(group, quantizer, blocks, Written(encoder, partial_folder(dst)))
-    work = Work("quantize", source, encoder, HF.side_files(planned), options, computed_by, scratch)
+    work = Work("quantize", source, encoder, target.container.side_files(planned), options, computed_by, scratch)
     gate: Gate | WeightsOnly
     with writing(work, dst, resume=resume, source_check=source_check, progress=progress) as writer:
         there = Written(encoder, writer.path, writer.done)
@@ -170,7 +182,8 @@ def quantize(
         size = weight_size(result)
         notes += starved_experts(writer.records, source.config)
         if runnable:
-            gate = run_gate(source, result, writer.records, progress=in_phase(progress, "gate"))
+            told = in_phase(progress, "gate")
+            gate = run_gate(source, result, writer.records, asked=schemes, progress=told)
             if not accept_quality_loss:
                 require_passed(gate, source, result, dst)
             notes += _accepted(gate, dst)
@@ -183,10 +196,14 @@ def quantize(
         }  # fmt: skip
         others = {
             "template": options.get("template"), "weights": weights, "allow_nonfinite": allow_nonfinite,
-            "accept_quality_loss": accept_quality_loss, "tensors_only": tensors_only,
+            "accept_quality_loss": accept_quality_loss, "tensors_only": tensors_only, "to": options.get("to"),
+            "split_max_size": split_max_size,
         }  # fmt: skip
-        made = Made(scheme_map, *size, settings, drawn, others, labels)
-        manifest = writer.commit(details, {CARD: model_card(source, made, gate)})
+        card = {}
+        if target.method is not None:
+            made = Made(scheme_map, target.method, *size, settings, drawn, others, labels)
+            card = {CARD: model_card(source, made, gate)}
+        manifest = writer.commit(details, card)
     found = QuantizeResult(
         dst, scheme_map.counts(), *size, method, None if drawn is None else drawn.to_json(),
         gate, accept_quality_loss, time.monotonic() - began, [*source.notes, *notes, *writer.notes], manifest,

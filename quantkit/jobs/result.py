@@ -9,6 +9,7 @@ from typing import Any
 from quantkit.memory import size_text
 from quantkit.quality.figures import Estimate, weighted_mean
 from quantkit.quality.gate import Gate
+from quantkit.quality.transcoded import Exact
 from quantkit.quality.weights_only import WeightsOnly
 
 
@@ -20,6 +21,9 @@ class ConvertResult:
         path: the new folder.
         weight_bytes: what the tensors occupy on disk.
         bits_per_weight: their average over all parameters.
+        exact: what of a quantized source was read back and found equal; None where no codes were carried.
+        rounded: how many quantized tensors were rounded anew, as `requantize` allows.
+        quality: what the gate measured of them; None where there are none.
         seconds: what it took; a resumed run counts its own time.
         notes: what one should know though it is no error.
         manifest: what ``quantkit.json`` holds.
@@ -28,17 +32,26 @@ class ConvertResult:
     path: Path
     weight_bytes: int
     bits_per_weight: float
+    exact: Exact | None
+    rounded: int
+    quality: Gate | None
     seconds: float
     notes: list[str]
     manifest: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as plain values."""
-        return {**asdict(self), "path": str(self.path)}
+        quality = None if self.quality is None else self.quality.to_json()
+        return {**asdict(self), "path": str(self.path), "quality": quality}
 
     def lines(self) -> list[str]:
-        """The report for people."""
-        return [f"wrote {self.path}: {_size(self.weight_bytes, self.bits_per_weight)}, {_time(self.seconds)}"]
+        """The report for people: one line."""
+        facts = [_size(self.weight_bytes, self.bits_per_weight)]
+        if self.exact is not None and self.exact.tensors:
+            facts.append(self.exact.line())
+        if self.quality is not None:
+            facts += [f"{self.rounded} rounded anew", *_lost(self.quality)]
+        return [f"wrote {self.path}: {', '.join([*facts, _time(self.seconds)])}"]
 
 
 @dataclass(frozen=True)

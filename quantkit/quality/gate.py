@@ -18,7 +18,8 @@ from quantkit.quality.bounds import BOUNDS, coarser, coarsest, weight_bound
 from quantkit.quality.figures import Estimate
 from quantkit.quality.measures import Quality, compare_texts
 from quantkit.quality.windows import WINDOW, measured_windows
-from quantkit.tensors.qtensor import ROUNDING, QuantTensor, relative_error
+from quantkit.tensors.qtensor import CARRIED, ROUNDING, QuantTensor, relative_error
+from quantkit.tensors.scheme import QuantScheme
 
 _WORST = 3
 
@@ -167,33 +168,38 @@ class Gate:
 
 
 def run_gate(
-    source: Checkpoint, result: Checkpoint, records: Mapping[str, Mapping[str, Any]], *, progress: Progress = silent
-) -> Gate:
+    source: Checkpoint, result: Checkpoint, records: Mapping[str, Mapping[str, Any]], *,
+    asked: Mapping[str, QuantScheme] | None = None, progress: Progress = silent,
+) -> Gate:  # fmt: skip
     """Measure a quantized model against its source on texts that are not for calibration.
 
     The mean KL may be no more than `BOUNDS` says, where the fewest bits decide; nor, but for a
     little slack, than that of the RTN baseline: the source rounded to nearest in the same schemes,
     groups longer than 128 and whole rows of int4 counted as groups of 128. A result that is its
-    own baseline is run once.
+    own baseline is run once. Of a source that is quantized itself there is no baseline.
 
     Args:
-        source: the float model.
+        source: the float model, or one in codes of which some had to be rounded again.
         result: what was made of it.
         records: what the manifest says of tensors, by name.
+        asked: the scheme of each module in which it was rounded; None is the result's own, which may have smaller
+            groups that repeat a scale.
 
     Raises:
         NonFiniteError: if a model's logits are NaN or Inf.
     """
-    assigned = schemes(result)
-    baseline = rtn_baseline(source, assigned)
-    rounded = is_baseline(result, baseline, records)
-    others = [result] if rounded else [result, baseline]
+    assigned = schemes(result) if asked is None else asked
+    others = [result]
+    if not schemes(source):
+        scale_dtype = result.info(f"{next(iter(assigned))}.weight").dtype
+        baseline = rtn_baseline(source, assigned, scale_dtype)
+        others += [] if is_baseline(result, baseline, records) else [baseline]
     bound = coarser(BOUNDS[f"int{scheme.bits}"] for scheme in assigned.values())
     measured = measured_windows(source)
     lost = compare_texts(source, others, [windows for _, windows in measured.values()], progress=progress)
     texts = []
     for (name, (digest, _)), by_model in zip(measured.items(), lost, strict=True):
-        rounding = None if rounded else by_model[1].divergence.kl
+        rounding = by_model[1].divergence.kl if len(by_model) > 1 else None
         limit = bound.kl if rounding is None else min(bound.kl, max(FLOOR, SLACK * rounding))
         texts.append(_text_result(name, digest, by_model[0], limit, rounding))
     fallbacks = {
@@ -201,11 +207,18 @@ def run_gate(
         for name, record in records.items()
         if record and "fallback" in record
     }
-    return Gate(texts, bound.perplexity_ratio, fallbacks, _distorted(source, result, records, progress))
+    return Gate(texts, bound.perplexity_ratio, fallbacks, _distorted(source, result, records, assigned, progress))
 
 
-def require_passed(gate: Gate, source: Checkpoint, result: Checkpoint, dst: Path) -> None:
+def require_passed(
+    gate: Gate, source: Checkpoint, result: Checkpoint, dst: Path,
+    remedy: str = "choose a finer scheme or GPTQ with more text, or keep it with `accept_quality_loss=True` (and"
+    " `resume=True`)",
+) -> None:  # fmt: skip
     """Let a model through.
+
+    Args:
+        remedy: what to do where it is not.
 
     Raises:
         QualityError: if it did not pass, naming the layers whose weights changed most.
@@ -220,22 +233,22 @@ def require_passed(gate: Gate, source: Checkpoint, result: Checkpoint, dst: Path
     worst = ", ".join(f"{module} ({error:.2g})" for error, module in sorted(errors, reverse=True)[:_WORST])
     raise QualityError(
         problem[0], path=dst, found=problem[1], expected=problem[2],
-        hint=f"largest relative weight errors: {worst}; choose a finer scheme or GPTQ with more text, or keep it with"
-        " `accept_quality_loss=True` (and `resume=True`)",
+        hint=f"largest relative weight errors: {worst}; {remedy}",
     )  # fmt: skip
 
 
 def _distorted(
-    source: Checkpoint, result: Checkpoint, records: Mapping[str, Mapping[str, Any]], progress: Progress
-) -> dict[str, tuple[float, float]]:
+    source: Checkpoint, result: Checkpoint, records: Mapping[str, Mapping[str, Any]],
+    assigned: Mapping[str, QuantScheme], progress: Progress,
+) -> dict[str, tuple[float, float]]:  # fmt: skip
     """The layers whose recorded errors are beyond what `weight_bound` allows, with error and bound."""
-    found, assigned = {}, schemes(result)
+    found = {}
     worst = coarsest(assigned.values())
     for index, module in enumerate(assigned):
         progress("weights", index, len(assigned), "layers")
         record = records.get(module + ".weight") or {}
-        if record.get("solver") == ROUNDING:
-            continue  # its error is that of rounding
+        if record.get("solver") in (ROUNDING, CARRIED):
+            continue  # its error is that of rounding, or it has none
         error = float(record.get("relative_error", math.nan))
         bound = weight_bound(*_pair(source, result, module), worst)
         if not error <= bound:
@@ -248,8 +261,7 @@ def _pair(source: Checkpoint, result: Checkpoint, module: str) -> tuple[QuantTen
     """The weight of a module as it is now, and as it was."""
     quantized, weight = result.load(module + ".weight"), source.load(module + ".weight")
     assert isinstance(quantized, QuantTensor)
-    assert isinstance(weight, Tensor)
-    return quantized, weight
+    return quantized, weight.dequantize() if isinstance(weight, QuantTensor) else weight
 
 
 def _text_result(name: str, digest: str, found: Quality, limit: float, rounding: float | None) -> TextResult:

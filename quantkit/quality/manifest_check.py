@@ -1,4 +1,4 @@
-"""Hold a folder against its own manifest: the sha256 of every file, and what its quality was when it was made."""
+"""Hold a model against its own manifest: the sha256 of every file, and what its quality was when it was made."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from quantkit.errors import CheckpointError, QualityError
 from quantkit.formats import manifest
 from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.output.destination import manifest_path
 from quantkit.formats.output.staging import require_finished
 from quantkit.formats.registry import read_names
 from quantkit.progress import Progress, in_phase, silent
@@ -56,15 +57,15 @@ class TextCheck:
 
 @dataclass(frozen=True)
 class FolderReport:
-    """What a folder is, held against its own manifest. What is wrong with its model is an error, and never told here.
+    """What a model is, held against its own manifest. What is wrong with it is an error, and never told here.
 
     Attributes:
-        path: the folder.
+        path: of the model.
         files: how many are as quantkit wrote them.
         edited: what became of a file that people may change, by its name.
         texts: what was measured again, of a quantized model.
         weights: what became of the tensors of one that cannot be run.
-        manifest: of the folder.
+        manifest: of the model.
     """
 
     path: Path
@@ -104,8 +105,8 @@ class FolderReport:
         return [*out, *(one.line() for one in self.texts), "verdict: the model is as it was made"]
 
 
-def verify_folder(folder: str | Path, *, progress: Progress = silent) -> FolderReport:
-    """Hold a folder against its manifest: the sha256 of its files and, if it was quantized, its quality.
+def verify_model(model: str | Path, *, progress: Progress = silent) -> FolderReport:
+    """Hold a folder or a GGUF file against its manifest: the sha256 of its files and, if it was quantized, its quality.
 
     A model card may have been edited, or removed.
 
@@ -117,22 +118,50 @@ def verify_folder(folder: str | Path, *, progress: Progress = silent) -> FolderR
             of the config or of the tokenizer was added; see also `recheck`.
         QualityError: see `recheck`.
     """
-    folder = Path(folder)
-    require_finished(folder, manifest.NAME)
-    if not (folder / manifest.NAME).exists():
-        open_checkpoint(folder)  # which says what else may be wrong with it
+    model = Path(model)
+    require_finished(model, manifest.NAME)
+    path = manifest_path(model)
+    if not path.exists():
+        open_checkpoint(model)  # which says what else may be wrong with it
         raise CheckpointError(
-            f"has no {manifest.NAME}: quantkit did not make it", path=folder,
+            f"has no {path.name}: quantkit did not make it", path=model,
             hint="give the model that it is to be compared with",
         )  # fmt: skip
-    made = manifest.read(folder)
-    listed = made["files"]
+    made = manifest.read(model)
+    if model.is_dir():
+        _require_no_more(model, made["files"])
+    edited = _edited(path.parent, made["files"], progress)
+    readable = model if model.exists() else path.parent / min(made["files"], default="")
+    quantized = made.get("job") == "quantize" or "quality" in made
+    texts: list[TextCheck] = []
+    weights = None
+    if quantized and made.get("tensors_only") is True:
+        weights = WeightsOnly.from_json(made.get("quality"), path)
+        require_as_recorded(open_checkpoint(readable, tensors_only=True), made.get("modules"), path)
+    elif quantized:
+        texts = recheck(readable, made, progress=progress)
+    return FolderReport(model, len(made["files"]) - len(edited), edited, texts, made, weights)
+
+
+def _require_no_more(folder: Path, listed: Mapping[str, str]) -> None:
+    """
+    Raises:
+        CheckpointError: if something lies in a folder that is read, and that its manifest does not list.
+    """
     for path in sorted({*folder.iterdir(), *template_paths(folder)}):
         beside = path.parent != folder or path.name not in listed
         if beside and (path.suffix in _WEIGHT_FILES or _decides(path.name) or path.parent != folder):
             raise CheckpointError(
                 "the manifest does not list this file", path=path, hint="what is read must be what was written"
             )
+
+
+def _edited(folder: Path, listed: Mapping[str, str], progress: Progress) -> dict[str, str]:
+    """What became of the files that people may change.
+
+    Raises:
+        CheckpointError: if another is missing or changed.
+    """
     edited = {}
     for index, (name, expected) in enumerate(listed.items()):
         progress("sha256", index, len(listed), "files")
@@ -151,15 +180,7 @@ def verify_folder(folder: str | Path, *, progress: Progress = silent) -> FolderR
                 "the file is not what quantkit wrote", path=path, found=f"sha256 {found[:12]}", expected=expected[:12],
                 hint="copy or make it again",
             )  # fmt: skip
-    quantized = made.get("job") == "quantize" or "quality" in made
-    texts: list[TextCheck] = []
-    weights = None
-    if quantized and made.get("tensors_only") is True:
-        weights = WeightsOnly.from_json(made.get("quality"), folder / manifest.NAME)
-        require_as_recorded(open_checkpoint(folder, tensors_only=True), made.get("modules"), folder / manifest.NAME)
-    elif quantized:
-        texts = recheck(folder, made, progress=progress)
-    return FolderReport(folder, len(listed) - len(edited), edited, texts, made, weights)
+    return edited
 
 
 def _decides(name: str) -> bool:
@@ -167,8 +188,8 @@ def _decides(name: str) -> bool:
     return name in read_names() or name.endswith(".index.json")
 
 
-def recheck(folder: Path, made: Mapping[str, Any], *, progress: Progress = silent) -> list[TextCheck]:
-    """Hold a quantized folder against the figures in its manifest.
+def recheck(model: Path, made: Mapping[str, Any], *, progress: Progress = silent) -> list[TextCheck]:
+    """Hold a quantized model against the figures in its manifest.
 
     The source is not needed: the model's own perplexities are measured again.
 
@@ -178,8 +199,8 @@ def recheck(folder: Path, made: Mapping[str, Any], *, progress: Progress = silen
             pass its gate when it was made.
     """
     quality: Any = made.get("quality")
-    recorded = Gate.from_json(quality, folder / manifest.NAME)
-    checkpoint = open_checkpoint(folder)
+    recorded = Gate.from_json(quality, manifest_path(model))
+    checkpoint = open_checkpoint(model)
     texts = measured_windows(checkpoint)
     known = {one.text for one in recorded.texts if one.text in texts and texts[one.text][0] == one.sha256}
     again = {name: windows for name, (_, windows) in texts.items() if name in known}
@@ -192,13 +213,13 @@ def recheck(folder: Path, made: Mapping[str, Any], *, progress: Progress = silen
             continue
         if not (math.isfinite(found) and math.isclose(found, one.perplexity, rel_tol=REPEATABLE)):
             raise QualityError(
-                f"perplexity on '{one.text}' is not what the manifest says", path=folder, found=f"{found:.4g}",
+                f"perplexity on '{one.text}' is not what the manifest says", path=model, found=f"{found:.4g}",
                 expected=f"{one.perplexity:.4g}", hint="make it again",
             )  # fmt: skip
     what, measured, allowed = recorded.problem() or ("", None, None)
     if what or quality.get("passed") is not True:
         raise QualityError(
-            "did not pass its gate when it was made" + (f": {what}" if what else ""), path=folder,
+            "did not pass its gate when it was made" + (f": {what}" if what else ""), path=model,
             found=measured, expected=allowed,
             hint="it was kept with `accept_quality_loss=True`" if quality.get("accepted") else "make it again",
         )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -16,28 +16,20 @@ from quantkit.architectures.topology import parameters
 from quantkit.arguments import as_path, wrong_type
 from quantkit.errors import CheckpointError
 from quantkit.formats import manifest
-from quantkit.formats.checkpoint import Checkpoint, schemes
+from quantkit.formats.checkpoint import Checkpoint, read_as_floats, schemes
+from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_pair
 from quantkit.model.layerwise import Batch
 from quantkit.progress import Progress, heard, in_phase
-from quantkit.quality.bounds import (
-    BOUNDS,
-    Bound,
-    coarser,
-    coarsest,
-    exceeds,
-    same_bits,
-    same_but_rounded,
-    type_name,
-    weight_bound,
-)
+from quantkit.quality.bounds import BOUNDS, Bound, coarser, coarsest, exceeds
 from quantkit.quality.figures import Estimate
-from quantkit.quality.manifest_check import FolderReport, neither_true_nor_false, verify_folder
+from quantkit.quality.manifest_check import FolderReport, neither_true_nor_false, verify_model
 from quantkit.quality.measures import Divergence, compare_batches
+from quantkit.quality.tensor_difference import TensorDifference, tensor_difference
 from quantkit.quality.token_check import token_problems
 from quantkit.quality.weights_only import COMPARED, RecordedErrors, summary_problems
 from quantkit.quality.windows import measured_windows
-from quantkit.tensors.qtensor import ROUNDING, QuantTensor, float_rows, frobenius, row_chunks
+from quantkit.tensors.qtensor import ROUNDING, QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
 _RANDOM_TOKENS = 64
@@ -58,27 +50,6 @@ class Verdict(Enum):
     SAME = 0
     WITHIN_BOUND = 10
     DIFFERENT = 11
-
-
-@dataclass(frozen=True)
-class TensorDifference:
-    """How far one tensor is from its counterpart: Frobenius norms, and the largest element."""
-
-    name: str
-    relative_error: float
-    largest: float
-    bound: float
-
-    @property
-    def within(self) -> bool:
-        return self.relative_error <= self.bound
-
-    @property
-    def excess(self) -> float:
-        """The error in units of its bound; infinite where none is allowed, or it is NaN."""
-        if math.isnan(self.relative_error) or not self.bound:
-            return math.inf
-        return self.relative_error / self.bound
 
 
 @dataclass(frozen=True)
@@ -122,8 +93,10 @@ class VerifyReport:
     Attributes:
         verdict: same, within the scheme's bound, or different.
         problems: differences no bound allows: of configs, end tokens, names, shapes, tokenizers.
+        formats: of the two, with the schemes of their quantized tensors.
         tensors: how many were compared; none, and no logits, where the configs differ.
-        differing: those that are not bit-equal, worst first.
+        on_codes: how many of them are quantized in both, and were compared as exact numbers.
+        differing: those that are not equal, worst first.
         probes: logits on the texts of the gate, on random tokens and on spread-out positions.
         bound: on the probes: on all between float types, on the gate's where a model is quantized.
         weights_only: whether the models cannot be run, so that there are no probes.
@@ -131,7 +104,9 @@ class VerifyReport:
 
     verdict: Verdict
     problems: list[str]
+    formats: tuple[str, str]
     tensors: int
+    on_codes: int
     differing: list[TensorDifference]
     probes: dict[str, Probe]
     bound: Bound
@@ -156,7 +131,9 @@ class VerifyReport:
             "same": self.same,
             "ok": self.ok,
             "problems": self.problems,
+            "formats": list(self.formats),
             "tensors": self.tensors,
+            "on_codes": self.on_codes,
             "differing": [{**asdict(one), "within": one.within} for one in self.differing],
             "probes": {name: asdict(probe) for name, probe in self.probes.items()},
             "bound": asdict(self.bound),
@@ -167,6 +144,10 @@ class VerifyReport:
         """The report for people."""
         out = [f"problem: {problem}" for problem in self.problems]
         equal = f"{self.tensors - len(self.differing)} of {self.tensors} bit-equal"
+        if self.on_codes:
+            equal = f"{equal.removesuffix('bit-equal')}equal, {self.on_codes} of them compared on their codes"
+        if any("int" in one for one in self.formats):
+            out.append(f"formats: {' and '.join(self.formats)}")
         out.append(f"tensors: {equal if self.tensors else 'not compared, the configs differ'}")
         if self.differing:
             worst = self.differing[0]
@@ -212,7 +193,8 @@ def verify(
     """Say whether two models are the same, or how far apart; of one alone, whether it is as quantkit made it.
 
     Two models: configs, end tokens, tokenizers, names, shapes, dequantized tensors and logits are compared.
-    Logits are computed in float32, one block in memory at a time: on the texts of the gate, on random
+    Tensors that are quantized in both are compared on their codes, scales and zero points, as exact numbers, whatever
+    the formats. Logits are computed in float32, one block in memory at a time: on the texts of the gate, on random
     tokens, and on positions spread up to the end of the context, where a rope scaling
     that was lost would show. Of a quantized model and one of floats, the floats are the reference, in whichever
     order they are given; errors are relative to the reference, and KL is from it.
@@ -221,7 +203,7 @@ def verify(
     there.
 
     Args:
-        a, b: the folders; for one model alone `b` is left out, and None is refused.
+        a, b: the models; for one alone `b` is left out, and None is refused.
         progress: told of every tensor and layer; None tells nobody.
 
     Returns:
@@ -238,14 +220,13 @@ def verify(
     if b is None:
         raise wrong_type("b", b, "a path", hint="leave it out to check one model alone")
     if isinstance(b, _NotGiven):
-        return verify_folder(first, progress=progress)
+        return verify_model(first, progress=progress)
     return _verify_pair(first, as_path("b", b), progress)
 
 
 def _verify_pair(a: Path, b: Path, progress: Progress) -> VerifyReport:
-    reference: Checkpoint
-    other: Checkpoint
     reference, other = open_pair(a, b)
+    formats = _format(reference), _format(other)
     problems = _config_problems(reference, other)
     comparable, runnable = not problems, reference.config.runnable
     problems += token_problems(reference, other) if runnable else []
@@ -258,10 +239,12 @@ def _verify_pair(a: Path, b: Path, progress: Progress) -> VerifyReport:
     bound = BOUNDS["float16"]
     recorded = RecordedErrors(reference, other)
     compensated = {**_compensated(reference), **_compensated(other)}
+    on_codes = len(schemes(reference).keys() & schemes(other).keys()) if comparable else 0
     if comparable:
         for index, name in enumerate(names):
             progress("tensors", index, len(names), "tensors")
-            difference, allowed = _compare(reference, other, name, compensated.get(name.removesuffix(".weight")))
+            pair = _load(reference, name), _load(other, name)
+            difference, allowed = tensor_difference(name, *pair, compensated.get(name.removesuffix(".weight")))
             if difference is not None:
                 differing.append(difference)
                 bound = coarser((bound, allowed))
@@ -269,7 +252,17 @@ def _verify_pair(a: Path, b: Path, progress: Progress) -> VerifyReport:
         differing.sort(key=lambda difference: -difference.excess)
         probes = _probed(reference, other, bound, progress) if runnable else {}
     verdict = _judge(problems, differing, probes)
-    return VerifyReport(verdict, problems, len(names) if comparable else 0, differing, probes, bound, not runnable)
+    tensors = len(names) if comparable else 0
+    return VerifyReport(verdict, problems, formats, tensors, on_codes, differing, probes, bound, not runnable)
+
+
+def _format(checkpoint: StoredCheckpoint) -> str:
+    """What a model is written as, for people."""
+    counted = Counter(map(str, schemes(checkpoint).values())).most_common()
+    counted += Counter(read_as_floats(checkpoint).values()).most_common()
+    if not counted:
+        return checkpoint.format
+    return f"{checkpoint.method or checkpoint.format} ({', '.join(name for name, _ in counted)})"
 
 
 def _config_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
@@ -298,60 +291,6 @@ def _compensated(checkpoint: Checkpoint) -> dict[str, QuantScheme]:
         return {}
     worst = coarsest(assigned.values())
     return {module: scheme if module in rounded else worst for module, scheme in assigned.items()}
-
-
-def _compare(
-    a: Checkpoint, b: Checkpoint, name: str, coarsest: QuantScheme | None
-) -> tuple[TensorDifference | None, Bound]:
-    """The difference of one tensor from that of the reference `a`, None if bit-equal, and the bound of its type."""
-    first, second = _load(a, name), _load(b, name)
-    bound = _bound_between(first, second)
-    if isinstance(first, Tensor) and isinstance(second, Tensor):
-        if same_bits(first, second):
-            return None, bound
-        if not first.is_floating_point() or not second.is_floating_point():
-            return TensorDifference(name, math.inf, math.inf, 0.0), bound
-        first, second = (one if one.dim() else one.unsqueeze(0) for one in (first, second))
-    error = norm = largest = 0.0
-    equal = True
-    for x, y in _float_pieces(first, second):
-        norm = math.hypot(norm, frobenius(x))
-        if torch.equal(x, y):
-            continue
-        equal = False
-        difference = y - x
-        largest = _larger(largest, difference.abs().max().item())
-        error = math.hypot(error, frobenius(difference))
-    if equal:
-        return None, bound
-    relative = error / norm if norm else math.inf
-    return TensorDifference(name, relative, largest, _allowed(first, second, relative, coarsest)), bound
-
-
-def _allowed(
-    a: Tensor | QuantTensor, b: Tensor | QuantTensor, error: float, coarsest: QuantScheme | None
-) -> float:  # fmt: skip
-    """What the relative error of a tensor may be, against its reference `a`; see `weight_bound`."""
-    if isinstance(b, QuantTensor):
-        return weight_bound(b, a, coarsest or b.scheme)
-    if isinstance(a, QuantTensor):
-        return weight_bound(a, b, coarsest or a.scheme)
-    return error if a.dtype != b.dtype and same_but_rounded(a, b) else 0.0
-
-
-def _bound_between(a: Tensor | QuantTensor, b: Tensor | QuantTensor) -> Bound:
-    """That of the coarser type."""
-    return coarser((BOUNDS["float16"], *(BOUNDS[name] for name in (type_name(a), type_name(b)) if name in BOUNDS)))
-
-
-def _float_pieces(a: Tensor | QuantTensor, b: Tensor | QuantTensor) -> Iterator[tuple[Tensor, Tensor]]:
-    rows, columns = a.shape[0], math.prod(a.shape[1:])
-    for start, stop in row_chunks(rows, columns):
-        yield float_rows(a, start, stop), float_rows(b, start, stop)
-
-
-def _larger(a: float, b: float) -> float:
-    return b if math.isnan(b) else max(a, b)
 
 
 def _probed(reference: Checkpoint, other: Checkpoint, bound: Bound, progress: Progress) -> dict[str, Probe]:

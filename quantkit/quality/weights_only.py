@@ -12,6 +12,7 @@ from quantkit.errors import CheckpointError
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, parameter_count, schemes
 from quantkit.formats.files.tensor_file import StoredTensor
+from quantkit.formats.output.destination import manifest_path
 from quantkit.json_values import shown
 from quantkit.quality.bounds import REPEATABLE
 
@@ -156,7 +157,7 @@ def summary_problems(checkpoint: Checkpoint) -> list[str]:
         problems.append(f"the manifest tells what became of {count} tensors, and {len(carried)} are carried")
     if "quality" not in made:
         return problems
-    told, modules = WeightsOnly.from_json(made["quality"], checkpoint.path / manifest.NAME), made.get("modules")
+    told, modules = WeightsOnly.from_json(made["quality"], manifest_path(checkpoint.path)), made.get("modules")
     records = {f"{name}.weight": one for name, one in modules.items()} if isinstance(modules, dict) else {}
     try:
         found = weights_only(checkpoint, records)

@@ -13,6 +13,8 @@ from quantkit.tensors.scheme import QuantScheme
 
 ROUNDING = "round-to-nearest"
 """What manifests call the solver that only rounds: `quantize_rtn`."""
+CARRIED = "carried"
+"""What they call it where codes are those of the source."""
 
 _CHUNK_ELEMENTS = 1 << 20
 _CACHED_ELEMENTS = 1 << 17  # whose float32 temporaries stay in a core's cache

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.text.compare import first_difference
+from quantkit.text.merges import merges_by_rank
 from quantkit.text.tiktoken_file import LLAMA3_PATTERN, is_tiktoken, llama3_specials, read_tiktoken
-from quantkit.text.token_bytes import BYTE_LETTERS
+from quantkit.text.token_bytes import spelled_bytes
 from quantkit.text.tokenizer import JsonTokenizer, SentencePieceTokenizer, TiktokenTokenizer, Tokenizer
 
 
@@ -51,8 +52,8 @@ def _from_tiktoken(path: Path) -> tuple[Any, dict[str, Any]]:
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     ranks = read_tiktoken(path)
-    spelled = {_spell(token): rank for token, rank in ranks.items()}
-    engine = Tokenizer(models.BPE(vocab=spelled, merges=_merges(spelled, spelled), ignore_merges=True))
+    spelled = {spelled_bytes(token): rank for token, rank in ranks.items()}
+    engine = Tokenizer(models.BPE(vocab=spelled, merges=merges_by_rank(spelled, spelled), ignore_merges=True))
     engine.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(LLAMA3_PATTERN), behavior="isolated"),
@@ -81,7 +82,11 @@ def _from_sentencepiece(path: Path) -> tuple[Any, dict[str, Any]]:
     unknown = model.id_to_piece(model.unk_id())
     engine = Tokenizer(
         models.BPE(
-            vocab=vocabulary, merges=_merges(order, vocabulary), unk_token=unknown, fuse_unk=True, byte_fallback=True
+            vocab=vocabulary,
+            merges=merges_by_rank(order, vocabulary),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=True,
         )
     )
     engine.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
@@ -110,21 +115,3 @@ def _settings(engine: Any, bos: str | None, eos: str | None, ids: Mapping[str, i
     }
     settings.update({k: v for k, v in (("bos_token", bos), ("eos_token", eos)) if v is not None})
     return settings
-
-
-def _merges(order: Mapping[str, float], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
-    """The pairs that build each piece, best pieces first.
-
-    Every split into two known pieces is listed: byte-pair encoding takes whichever it
-    reaches first.
-    """
-    merges: list[tuple[str, str]] = []
-    for piece in sorted(order, key=lambda p: order[p]):
-        splits = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
-        known = [(vocabulary[a], vocabulary[b], a, b) for a, b in splits if a in vocabulary and b in vocabulary]
-        merges += [(a, b) for _, _, a, b in sorted(known)]
-    return merges
-
-
-def _spell(token: bytes) -> str:
-    return "".join(BYTE_LETTERS[byte] for byte in token)

@@ -73,6 +73,11 @@ def letters_bytes(spelled: Callable[[int], str | None]) -> TokenBytes:
     return TokenBytes(read, bytewise=False)
 
 
+def spelled_bytes(token: bytes) -> str:
+    """A token's spelling in GPT-2's letters."""
+    return "".join(BYTE_LETTERS[byte] for byte in token)
+
+
 def _byte_letters() -> dict[int, str]:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -28,7 +28,7 @@ class StackedExperts:
     """One tensor on disk with the weights of all experts of a layer, [E, ...].
 
     Attributes:
-        name: of the tensor, without a leaf.
+        name: of the tensor.
         roles: the linears of each expert that it holds, their outputs side by side.
         transposed: whether inputs come before outputs.
         interleaved: whether the outputs of several roles alternate.

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from quantkit.errors import UnsupportedError
-from quantkit.formats.files.tensor_file import Home, StoredTensor
+from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.formats.files.tensor_file import Home, StoredTensor, TensorFile
 from quantkit.json_values import Settings
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
@@ -31,8 +32,19 @@ class Reason:
     def error(self, name: str, method: str) -> UnsupportedError:
         return UnsupportedError(
             f"tensor '{name}' cannot be held exactly as {method}: {self.problem}", found=self.found,
-            expected=self.expected,
+            expected=self.expected, hint="`requantize=True` of convert rounds anew what cannot be held",
         )  # fmt: skip
+
+
+def exact_scale(scale: Tensor, dtype: DType) -> Tensor | Reason:
+    """Scales in another float type, where that has every one of them."""
+    found = scale.to(dtype.torch)
+    lost = ~(found.isfinite() & (found.float() == scale.float()))
+    if not lost.any():
+        return found
+    return Reason(
+        f"a scale is no number that {dtype} has", found=f"{scale[lost][0].item():.9g}", expected=f"{dtype} scales"
+    )
 
 
 class RawModule:
@@ -43,19 +55,35 @@ class RawModule:
         path: what errors name.
     """
 
-    def __init__(self, name: str, files: Mapping[str, Home], path: Path) -> None:
+    def __init__(self, name: str, files: Mapping[str, Home], path: Path, notes: list[str] | None = None) -> None:
         """
         Args:
             files: where each tensor lies, by its whole name; others may be among them.
+            notes: what a user should know of the folder, to which a codec may add.
         """
         self.name = name
         self.path = path
         self._files = files
+        self._notes = notes
+
+    def other(self, name: str) -> RawModule:
+        """Another module of the same folder."""
+        return RawModule(name, self._files, self.path, self._notes)
+
+    def note(self, text: str) -> None:
+        """Tell the user something of the folder that is no error."""
+        if self._notes is not None:
+            self._notes.append(f"{self.path}: {text}")
 
     def find(self, suffix: str) -> StoredTensor | None:
         """What the header says of a tensor; None where there is none."""
         name = f"{self.name}.{suffix}"
         return self._files[name].tensors[name] if name in self._files else None
+
+    def metadata(self, suffix: str, key: str) -> str | None:
+        """What the header of the file that holds a tensor says under a key of its metadata."""
+        file = self._files.get(f"{self.name}.{suffix}")
+        return file.metadata.get(key) if isinstance(file, TensorFile) else None
 
     def read(self, suffix: str, part: TensorSlice | None = None) -> Tensor:
         """A tensor, or a part of it.
@@ -65,6 +93,32 @@ class RawModule:
         """
         name = f"{self.name}.{suffix}"
         return self._files[name].read(name, part)
+
+    def read_bytes(self, suffix: str, part: TensorSlice | None = None) -> bytes:
+        """The elements of a tensor, or of a part of it, one after the other, without torch where they lie so.
+
+        Raises:
+            CheckpointError: see `TensorFile.read`.
+        """
+        name = f"{self.name}.{suffix}"
+        return self._files[name].read_bytes(name, part)
+
+    def require(self, expected: StoredTensor, scheme: object) -> None:
+        """Check that a tensor is there in the type and shape that go with a scheme, before it is read.
+
+        Args:
+            expected: with its whole name.
+
+        Raises:
+            CheckpointError: if it is not.
+        """
+        found = self._files[expected.name].tensors[expected.name] if expected.name in self._files else None
+        if found is None or found.shape != expected.shape or found.dtype != expected.dtype:
+            raise CheckpointError(
+                f"tensor '{expected.name}' does not fit scheme {scheme}", path=self.path,
+                found="nothing" if found is None else f"{found.dtype} {list(found.shape)}",
+                expected=f"{expected.dtype} {list(expected.shape)}",
+            )  # fmt: skip
 
 
 class Codec(Protocol):
@@ -110,7 +164,66 @@ class Codec(Protocol):
         ...
 
 
-class QuantMethod(Protocol):
+class ReadAsFloats:
+    """What another codec holds, as the floats that its codes mean: of a tensor that has no codes in a model, such as
+    an embedding."""
+
+    scheme = None
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self._coded: TensorSpec | None = None
+
+    def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
+        found = self._codec.spec(raw, expected)
+        if found.scheme is None:
+            return found
+        self._coded = found
+        return TensorSpec(found.name, found.shape, expected.dtype, stored_as=str(found.scheme))
+
+    def stored(self, spec: TensorSpec) -> list[StoredTensor]:
+        return self._codec.stored(self._coded or spec)
+
+    def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
+        return self._codec.parts(raw, self._coded or spec)
+
+    def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> Tensor:
+        from quantkit.tensors.qtensor import QuantTensor
+
+        value = self._codec.decode(raw, self._coded or spec, part)
+        return value.dequantize().to(spec.dtype.torch) if isinstance(value, QuantTensor) else value
+
+    def encode(self, value: QuantTensor) -> Reason:
+        return Reason("it has no codes")
+
+
+class HoldsCodes(Protocol):
+    """What turns codes into what is stored."""
+
+    def encode(self, value: QuantTensor) -> Any | Reason:
+        """What is stored, or why there is nothing that says exactly the same."""
+        ...
+
+
+class CodeFormat(Protocol):
+    """What quantized weights are written in.
+
+    Attributes:
+        name: what ``--to`` calls it.
+        schemes: it has of its own, to which weights are rounded that it cannot hold exactly; none if it is only read.
+        scale_dtype: that scales have in it; None if they may have the model's.
+    """
+
+    name: str
+    schemes: tuple[QuantScheme, ...]
+    scale_dtype: DType | None
+
+    def codec(self, scheme: QuantScheme) -> HoldsCodes | Reason:
+        """What it holds a scheme's weights with."""
+        ...
+
+
+class QuantMethod(CodeFormat, Protocol):
     """A way to quantize whole folders: its settings say which modules have which codec.
 
     Attributes:
@@ -118,7 +231,6 @@ class QuantMethod(Protocol):
         keys: of config.json under which its settings are written.
     """
 
-    name: str
     keys: tuple[str, ...]
 
     def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
@@ -136,11 +248,12 @@ class QuantMethod(Protocol):
         ...
 
     def write_settings(
-        self, schemes: Mapping[str, QuantScheme], modules: Iterable[str], *, every: bool = True
+        self, schemes: Mapping[str, QuantScheme], modules: Mapping[str, int], *, every: bool = True
     ) -> dict[str, Any]:
         """The settings of a folder: all its linear modules, of which some have a scheme.
 
         Args:
+            modules: the inputs of each; 0 where they are not known, of one without a scheme.
             every: whether its readers know of no linear modules besides.
 
         Raises:

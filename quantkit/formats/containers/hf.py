@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.disk import DiskTensor, disk_tensors
+from quantkit.architectures.disk import DiskTensor, disk_tensors, parameters_as_written
 from quantkit.architectures.families import config_to_hf
 from quantkit.architectures.families.opaque import carried_modules, with_dtype
-from quantkit.architectures.topology import parameters
+from quantkit.architectures.topology import Parameter, parameters
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.container import Output
-from quantkit.formats.containers.hf_checkpoint import SETTINGS, HFCheckpoint, index_path, read_codecs, weight_kinds
+from quantkit.formats.containers.hf_checkpoint import (
+    SETTINGS,
+    HFCheckpoint,
+    index_path,
+    read_codecs,
+    weight_kinds,
+    without_settings,
+)
 from quantkit.formats.folder import json_bytes, present, side_names, with_templates
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.export import export_json
@@ -36,6 +43,9 @@ class HuggingFace:
     stores_tied_head = False
     states_tokens = True
     model_parallel = False
+    derived = False
+    read_only = False
+    one_file = False
 
     def __init__(self, methods: Mapping[str, QuantMethod], native: QuantMethod) -> None:
         """
@@ -44,7 +54,7 @@ class HuggingFace:
             native: the one that is written where none is asked for.
         """
         self.methods = methods
-        self._native = native
+        self.native = native
 
     def present(self, path: Path) -> list[str]:
         return weight_kinds(path) if path.is_dir() else []
@@ -70,18 +80,22 @@ class HuggingFace:
             for part in tensors[module].parts
         }
 
+    def parameters(self, config: ModelConfig, quantized: Collection[str]) -> list[Parameter]:
+        return parameters_as_written(config, quantized)
+
     def encoder(self, output: Output) -> SafetensorsEncoder:
         from quantkit.formats.containers.hf_encoder import SafetensorsEncoder
 
-        return SafetensorsEncoder(output.planned, output.config, output.shard_bytes, output.method or self._native)
+        return SafetensorsEncoder(output.planned, output.config, output.shard_bytes, output.method or self.native)
 
     def side_files(self, output: Output) -> dict[str, bytes | Path]:
         source, config = output.source, output.config
         raw, beside = _config(source, config), dict[str, bytes]()
+        raw = raw if output.schemes else without_settings(raw)
         if output.schemes and SETTINGS not in raw:
             every = config.tensors is None or config.unstored is not None
             schemes, modules = _on_disk(output.schemes, config)
-            method = output.method or self._native
+            method = output.method or self.native
             settings = method.write_settings(schemes, modules, every=every)
             raw |= dict.fromkeys(method.keys, settings)
             beside = method.side_files(settings)
@@ -112,15 +126,17 @@ def _with_experts_apart(config: ModelConfig) -> list[DiskTensor]:
 
 def _on_disk(
     schemes: Mapping[str, QuantScheme], config: ModelConfig
-) -> tuple[dict[str, QuantScheme], list[str]]:  # fmt: skip
-    """The schemes by the names of modules on disk, and those of all linears, a tied head and routers among them; where
-    readers have another name for one, by both."""
+) -> tuple[dict[str, QuantScheme], dict[str, int]]:  # fmt: skip
+    """The schemes by the names of modules on disk, and the inputs of all linears, a tied head and routers among them;
+    where readers have another name for one, by both."""
     tensors = [t for t in disk_tensors(replace(config, tied_embeddings=False), schemes) if t.linear is not None]
     found = {tensor.module: schemes.get(tensor.parts[0].removesuffix(".weight")) for tensor in tensors}
     aliases = {tensor.module: tensor.alias for tensor in config.tensors or () if tensor.alias is not None}
     found |= {aliases[module]: scheme for module, scheme in found.items() if module in aliases}
     found |= dict.fromkeys((*(config.unstored or ()), *carried_modules(config)))
-    return {module: scheme for module, scheme in found.items() if scheme is not None}, list(found)
+    inputs = {name: t.shape[-1] for t in tensors for name in (t.module, aliases.get(t.module, t.module))}
+    told = {module: scheme for module, scheme in found.items() if scheme is not None}
+    return told, {module: inputs.get(module, 0) for module in found}
 
 
 def _exported_tokenizer(folder: Path) -> dict[str, bytes]:

@@ -3,25 +3,25 @@ stored as floats are read by their codecs."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit.architectures.disk import DiskTensor, Place, disk_name, found_tensors, unread_experts
+from quantkit.architectures.disk import DiskTensor, disk_name, found_tensors, unread_experts
 from quantkit.architectures.families import config_from_hf, config_to_hf
 from quantkit.architectures.families.opaque import opaque_config
 from quantkit.architectures.names import is_derived_buffer, split_derived
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.checkpoint import require_tensors, require_unquantized, schemes
-from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule
+from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule, ReadAsFloats
 from quantkit.formats.codecs.compressed_tensors import packed_shapes
+from quantkit.formats.codecs.compressed_weights import PACKED, PLAIN, SCALE
 from quantkit.formats.codecs.dequantized import METHODS as READ_AS_FLOATS
 from quantkit.formats.codecs.dequantized import DequantizedTensor, by_small_floats, dequantized, method_in
-from quantkit.formats.containers.hf_parts import decode, read_dequantized, read_floats
+from quantkit.formats.containers.hf_parts import decode, read_dequantized, read_floats, share
 from quantkit.formats.files import pth_io, safetensors_io
 from quantkit.formats.files.source import SourceFile
 from quantkit.formats.files.tensor_file import Home, StoredTensor, TensorFile, same_tensor
@@ -42,7 +42,8 @@ _STEMS = {"safetensors": "model", "bin": "pytorch_model"}
 _MLX_SETTINGS = "quantization"
 _SETTINGS_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Where settings lie that config.json does not hold, and whose they are where they do not say."""
-_NOT_CARRIED = {SETTINGS, _MLX_SETTINGS, "dtype", "rope_scaling", "_name_or_path", "auto_map"}
+NOT_CARRIED = {SETTINGS, _MLX_SETTINGS, "dtype", "rope_scaling", "_name_or_path", "auto_map"}
+"""Keys of config.json that are no part of what an output's says besides its config."""
 
 
 def weight_kinds(folder: Path) -> list[str]:
@@ -83,7 +84,7 @@ class HFCheckpoint:
             self._take_tensors(raw, stated)
         else:
             self.config = config_from_hf(raw, self._config_path)
-            owned = set(config_to_hf(self.config)) | _NOT_CARRIED
+            owned = set(config_to_hf(self.config)) | NOT_CARRIED
             self.extra_config = {k: v for k, v in raw.items() if k not in owned}
             self._read_headers(kind)
             if raw.get("dtype") is None and raw.get("torch_dtype") is None:
@@ -91,9 +92,14 @@ class HFCheckpoint:
             self._dequantize(raw)
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         tensors = {tensor.name: tensor for tensor in found_tensors(self.config, shapes, path)}
+        self._modules = {name.rpartition(".")[0] for name in self._stored}
         modules = {tensor.module: name for name, tensor in tensors.items() if self._may_have_codec(tensor)}
         self._method, codecs = read_codecs(raw, modules, self._config_path, methods, self._stored)
-        self._codecs = {modules[module]: codec for module, codec in codecs.items()}
+        self._codecs: dict[str, Codec] = {}
+        for module, codec in codecs.items():
+            tensor = tensors[modules[module]]
+            kept = tensor.quantizable or tensor.stacked is not None or not self.config.runnable
+            self._codecs[tensor.name] = codec if kept else ReadAsFloats(codec)
         self._drop_tied_head()
         self._disk_specs = self._join_coded(tensors)
         if tensors_only:
@@ -128,6 +134,10 @@ class HFCheckpoint:
         return read_floats(file, file.view(tensor.name), tensor, place, part)
 
     @property
+    def method(self) -> str | None:
+        return None if self._method is None or not self._codecs else self._method.name
+
+    @property
     def layout(self) -> str:
         return self.format
 
@@ -136,11 +146,11 @@ class HFCheckpoint:
         codec, spec = self._codecs.get(tensor.name), self._disk_specs[tensor.name]
         home = self._home.get(tensor.name)
         if isinstance(home, DequantizedTensor):
-            return _share(home.nbytes, tensor, place)
+            return share(home.nbytes, tensor, place)
         if codec is None:
             return StoredTensor(name, spec.dtype, place.shape).nbytes
         size = sum(stored.nbytes for stored in codec.parts(self._raw(tensor), spec))
-        return _share(size, tensor, place)
+        return share(size, tensor, place)
 
     def readers(self) -> str:
         if not self.config.runnable:
@@ -153,13 +163,19 @@ class HFCheckpoint:
         return f"quantkit, {self._method.readers(self._disk_specs[name].scheme for name in self._codecs)}"
 
     def _raw(self, tensor: DiskTensor) -> RawModule:
-        return RawModule(tensor.module, self._home, self.path)
+        return RawModule(tensor.module, self._home, self.path, self.notes)
 
     def _may_have_codec(self, tensor: DiskTensor) -> bool:
-        """Whether a codec may hold a tensor: a linear's weight, or all experts that are not there as floats."""
+        """Whether a codec may hold a tensor: a linear's weight, or what is not there as floats, be it all experts, an
+        embedding or a router."""
+        found = self._stored.get(tensor.name)
         if not self.config.runnable:
-            return tensor.name not in self._stored
-        return tensor.quantizable or (tensor.stacked is not None and tensor.name not in self._stored)
+            return found is None or f"{tensor.module}.{SCALE}" in self._stored
+        if tensor.quantizable:
+            return True
+        if found is None:
+            return tensor.stacked is not None or (len(tensor.shape) == 2 and tensor.module in self._modules)
+        return found.dtype not in FLOATS
 
     def _take_dtype(self) -> None:
         """The float type that all tensors have is the model's, where its config says none."""
@@ -180,9 +196,9 @@ class HFCheckpoint:
         found: dict[str, tuple[tuple[int, ...], str]] = {}
         for name, tensor in self._stored.items():
             module, _, leaf = name.rpartition(".")
-            if module not in shapes or not leaf.startswith("weight_"):
+            if module not in shapes or not leaf.startswith("weight"):
                 found[name] = tensor.shape, tensor.dtype
-            elif leaf == "weight_packed":
+            elif leaf in (PACKED, PLAIN):
                 found[f"{module}.weight"] = shapes[module], self.config.dtype
         self.config = replace(opaque_config(raw, found), dtype=self.config.dtype)
         self.extra_config = stated if shapes else without_settings(stated)
@@ -295,14 +311,6 @@ class HFCheckpoint:
         home = self._home[tensor.name]
         stored_as = home.stored_as if isinstance(home, DequantizedTensor) else None
         return TensorSpec(tensor.name, tensor.shape, tensor.dtype, None, stored_as)
-
-
-def _share(size: int, tensor: DiskTensor, place: Place) -> int:
-    """What of a tensor's bytes is a part's; those of all parts are all."""
-    elements = math.prod(tensor.shape)
-    if place is tensor.places[0]:
-        return size - sum(size * math.prod(other.shape) // elements for other in tensor.places[1:])
-    return size * math.prod(place.shape) // elements
 
 
 def read_codecs(

@@ -188,7 +188,7 @@ def _written(planned: Sequence[TensorSpec], config: ModelConfig, method: QuantMe
         parts = planned[start : start + len(tensor.places)] if tensor is not None else ()
         if tensor is None or tuple(part.name for part in parts) != tensor.parts:
             raise ValueError(f"{planned[start].name} does not begin the next tensor on disk")
-        spec = _joined_spec(tensor, parts)
+        spec = joined_spec(tensor, parts)
         codec = _codec(spec, method)
         stored = [StoredTensor(spec.name, spec.dtype, spec.shape)] if codec is None else codec.stored(spec)
         at_once = len(parts) if tensor.stacked is None else len(parts) // tensor.shape[0]
@@ -197,7 +197,7 @@ def _written(planned: Sequence[TensorSpec], config: ModelConfig, method: QuantMe
     return found
 
 
-def _joined_spec(tensor: DiskTensor, parts: Sequence[TensorSpec]) -> TensorSpec:
+def joined_spec(tensor: DiskTensor, parts: Sequence[TensorSpec]) -> TensorSpec:
     """What a tensor on disk is, whose parts must be alike."""
     first = parts[0]
     for part in parts[1:]:

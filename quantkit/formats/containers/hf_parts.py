@@ -3,6 +3,7 @@ rotary rows in another order."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -67,14 +68,19 @@ def decode(
     codec: Decodes, raw: RawModule | None, spec: TensorSpec, place: Place, part: TensorSlice | None
 ) -> QuantTensor | Tensor:  # fmt: skip
     """A canonical tensor, or a part of it, of one that a codec holds; of a stacked one, what it holds of the expert
-    is decoded, [1, O, I].
+    is decoded, floats [1, O, I] or codes [O, I].
 
     Args:
         spec: of the tensor on disk.
     """
+    from quantkit.tensors.qtensor import QuantTensor
+
     if place.expert is not None:
         slab = codec.decode(raw, spec, TensorSlice(0, ((place.expert, place.expert + 1),)))
-        rows = slab[0][place.first :: place.step][: place.shape[0]]  # type: ignore[index]
+        if isinstance(slab, QuantTensor):
+            own = TensorSlice(0, ((place.first, place.first + place.shape[0]),)).of_weight(slab)
+            return own if part is None else part.of_weight(own)
+        rows = slab[0][place.first :: place.step][: place.shape[0]]
         return rows.contiguous() if part is None else part.of(rows).contiguous()
     wanted, inside = part, None
     if place.head_order is not None:
@@ -123,6 +129,14 @@ def assembled(tensor: DiskTensor, values: Sequence[Tensor | QuantTensor]) -> Ten
         rows = torch.cat(floats) if len(floats) > 1 else floats[0]
     turned = tensor.stacked is not None and tensor.stacked.transposed
     return rows.t() if turned else rows
+
+
+def share(size: int, tensor: DiskTensor, place: Place) -> int:
+    """What of a tensor's bytes is a part's; those of all parts are all."""
+    elements = math.prod(tensor.shape)
+    if place is tensor.places[0]:
+        return size - sum(size * math.prod(other.shape) // elements for other in tensor.places[1:])
+    return size * math.prod(place.shape) // elements
 
 
 def reordered(value: Tensor | QuantTensor, order: Sequence[int]) -> Tensor | QuantTensor:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.disk import parameters_as_written
 from quantkit.architectures.meta_params import config_to_meta
+from quantkit.architectures.topology import Parameter
 from quantkit.data.files import gate_texts
 from quantkit.errors import CheckpointError, RequestError
-from quantkit.formats.codecs.codec import QuantMethod
+from quantkit.formats.codecs.codec import CodeFormat, QuantMethod
 from quantkit.formats.container import Output
 from quantkit.formats.containers.meta_checkpoint import MetaCheckpoint, shard_paths
 from quantkit.formats.folder import OTHER_FILES, json_bytes, present, with_templates
@@ -31,9 +34,13 @@ class Meta:
     config_file = "params.json"
     weights: Mapping[str, str] = {"meta": "consolidated.*.pth"}
     methods: Mapping[str, QuantMethod] = {}
+    native: CodeFormat | None = None
     stores_tied_head = True
     states_tokens = False
     model_parallel = True
+    derived = False
+    read_only = False
+    one_file = False
 
     def present(self, path: Path) -> list[str]:
         return ["meta"] if path.is_dir() and shard_paths(path) else []
@@ -45,6 +52,9 @@ class Meta:
         if tensors_only:
             raise RequestError("`tensors_only=True` is for Hugging Face folders; of Meta's all is known", path=path)
         return MetaCheckpoint(path)
+
+    def parameters(self, config: ModelConfig, quantized: Collection[str]) -> list[Parameter]:
+        return parameters_as_written(config, quantized)
 
     def encoder(self, output: Output) -> MetaEncoder:
         from quantkit.formats.containers.meta_encoder import MetaEncoder

@@ -76,6 +76,8 @@ class MetaCheckpoint:
                 f"{'3.1' if factor == 8 else '3.2'}"
             )
 
+    method: str | None = None
+
     @property
     def layout(self) -> str:
         return f"{self.format} ({len(self._paths)} shards)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -60,6 +61,9 @@ class MetaEncoder:
                 yield file, encoder.start()
             yield file, encoder.before(index, data)
             yield file, data
+
+    def decode(self, index: int, folder: Path) -> Tensor:
+        raise NotImplementedError("nothing is quantized into Meta's format, so nothing of it is read back halfway")
 
     def finish(self) -> Iterator[Chunk]:
         for file, encoder in zip(self._files, self._zips, strict=True):

@@ -50,7 +50,8 @@ def open_file(path: Path) -> TensorFile:
             hint="download it again",
         )  # fmt: skip
     try:
-        listed = [_Listed.of(name, entry) for name, entry in _entries(source.read(8, length))]
+        entries, metadata = _entries(source.read(8, length))
+        listed = [_Listed.of(name, entry) for name, entry in entries]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"has an invalid safetensors header: {error!r:.200}", path=path) from error
     listed.sort(key=lambda item: (item.begin, item.end))
@@ -67,7 +68,7 @@ def open_file(path: Path) -> TensorFile:
                 expected=size,
             )  # fmt: skip
         views[item.name] = view
-    return TensorFile(source, views)
+    return TensorFile(source, views, metadata=metadata)
 
 
 def require_readable(path: Path) -> None:
@@ -100,13 +101,13 @@ class _Listed:
         return cls(name, str(entry["dtype"]), sizes(entry["shape"]), begin, end)
 
 
-def _entries(raw: bytes) -> list[tuple[str, Any]]:
-    """What the header lists besides its metadata."""
+def _entries(raw: bytes) -> tuple[list[tuple[str, Any]], dict[str, str]]:
+    """What the header lists, and its metadata."""
     header = json.loads(raw.decode(), object_pairs_hook=_distinct)
     metadata = header.pop("__metadata__", None)
     if metadata is not None and not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("__metadata__ holds other values than strings")
-    return list(header.items())
+    return list(header.items()), metadata or {}
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

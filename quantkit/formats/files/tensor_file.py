@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from quantkit.errors import CheckpointError
@@ -99,9 +100,13 @@ class TensorFile:
     Attributes:
         tensors: what there is, by name, in the file's order.
         notes: what a user should know about the file.
+        metadata: texts that its header holds besides.
     """
 
-    def __init__(self, source: SourceFile, views: Mapping[str, View], notes: Sequence[str] = ()) -> None:
+    def __init__(
+        self, source: SourceFile, views: Mapping[str, View], notes: Sequence[str] = (),
+        metadata: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         """
         Args:
             views: of which each lies in the file.
@@ -111,6 +116,7 @@ class TensorFile:
         """
         self.source = source
         self.notes = notes
+        self.metadata = metadata
         self.tensors = {name: StoredTensor(name, view.dtype, view.shape) for name, view in views.items()}
         self._views = views
         for name, tensor in self.tensors.items():

@@ -1,4 +1,4 @@
-"""What the system refuses of a destination, as errors users see; and a rename that replaces nothing."""
+"""The names of an output's files, renames that replace nothing, and what the system refuses, as errors users see."""
 
 from __future__ import annotations
 
@@ -6,13 +6,40 @@ import contextlib
 import ctypes
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from quantkit.errors import DestinationError, NoSpaceError
+from quantkit.formats.files.gguf_types import GGUF, STEM, split_stem
 
+MANIFEST = "quantkit.json"
 _HERE = -100  # AT_FDCWD
 _NO_REPLACE = 1
+
+
+def manifest_path(model: Path) -> Path:
+    """Where the manifest of a model is, or would be.
+
+    Args:
+        model: a folder or a file; of one that is split over several files any of them, or the name that they begin
+            with.
+    """
+    if model.suffix != GGUF or model.is_dir():
+        return model / MANIFEST
+    stem = split_stem(model.name)
+    whole = model.name if stem is None else stem + GGUF
+    beside, inside = model.with_name(f"{whole}.{MANIFEST}"), model.with_name(MANIFEST)
+    return inside if whole == STEM + GGUF and inside.is_file() and not beside.is_file() else beside
+
+
+def output_files(dst: Path, weights: Sequence[str]) -> list[str] | None:
+    """The files that an output is, in the order in which they get their names: the one that readers open comes last;
+    None where it is a folder.
+
+    Args:
+        weights: names of the files of weights, in order.
+    """
+    return [manifest_path(dst).name, *reversed(weights)] if dst.suffix == GGUF else None
 
 
 @contextlib.contextmanager
@@ -60,3 +87,44 @@ def rename_new(old: Path, new: Path) -> None:
     if is_there(new):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
     old.rename(new)
+
+
+def placed_as(old: Path, new: Path) -> None:
+    """Give what is complete its final name.
+
+    Raises:
+        DestinationError: if the name has been taken meanwhile, or the system refuses.
+    """
+    try:
+        with destination_errors(new):
+            rename_new(old, new)
+    except DestinationError as error:
+        if not isinstance(error.__cause__, FileExistsError):
+            raise
+        raise DestinationError(
+            "appeared while writing; nothing is overwritten", path=new,
+            hint="move it away and repeat it with `resume=True`",
+        ) from error  # fmt: skip
+
+
+def require_absent(dst: Path) -> None:
+    """Refuse a destination that is there.
+
+    Raises:
+        DestinationError: if it is.
+    """
+    with destination_errors(dst):
+        there = is_there(dst)
+    if there:
+        raise DestinationError(
+            "exists already; nothing is overwritten", path=dst, hint="choose another name or remove it"
+        )
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

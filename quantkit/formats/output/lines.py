@@ -11,8 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from quantkit.errors import DestinationError
-from quantkit.formats.output.destination import destination_errors, rename_new
+from quantkit.formats.output.destination import destination_errors, placed_as
 from quantkit.formats.output.own_folder import not_ours
 from quantkit.formats.output.staging import SPACE_MARGIN, Staging, mark_kept
 from quantkit.json_values import finite
@@ -108,16 +107,7 @@ class ResumableLines:
             ordered.flush()
             os.fsync(ordered.fileno())
         self._staging.require_in_place()
-        try:
-            with destination_errors(self._dst):
-                rename_new(self._staging.path / _ORDERED, self._dst)
-        except DestinationError as error:
-            if not isinstance(error.__cause__, FileExistsError):
-                raise
-            raise DestinationError(
-                "appeared while writing; nothing is overwritten", path=self._dst,
-                hint="move it away and repeat it with `resume=True`",
-            ) from error  # fmt: skip
+        placed_as(self._staging.path / _ORDERED, self._dst)
         self._file.close()
         self._staging.discard()
 

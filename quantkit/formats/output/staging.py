@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,18 @@ from quantkit.errors import (
     RequestError,
     ResumeError,
 )
-from quantkit.formats.output.destination import destination_errors, is_there, rename_new
+from quantkit.formats.files.gguf_types import GGUF, split_stem
+from quantkit.formats.output.destination import (
+    destination_errors,
+    is_there,
+    placed_as,
+    require_absent,
+    sync_folder,
+)
 from quantkit.formats.output.journal import NAME as JOURNAL
 from quantkit.formats.output.journal import WRITER, Journal, being_written, require_idle
 from quantkit.formats.output.own_folder import OwnFolder, in_the_way, not_ours
+from quantkit.formats.output.placed_files import ENTRY, PlacedFiles
 from quantkit.memory import size_text
 
 SCRATCH = ".activations"
@@ -40,30 +48,31 @@ SPACE_MARGIN = 16 << 20
 
 
 class Staging:
-    """An output folder under construction, locked against a second writer.
+    """An output under construction, locked against a second writer.
 
     Attributes:
-        dst: the final folder.
+        dst: the final folder, or file.
         path, folder: the partial one.
         entries: what the journal of an interrupted run says after its fingerprint.
     """
 
     def __init__(
         self, dst: Path, fingerprint: Mapping[str, Any], needed_bytes: int, *, resume: bool,
-        spare_bytes: int = SPACE_MARGIN,
+        spare_bytes: int = SPACE_MARGIN, files: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
         """Create the partial folder, or take up an interrupted one.
 
         Args:
-            dst: the final folder; it must not exist.
+            dst: the final folder, or file; it must not exist.
             fingerprint: inputs and options, JSON; a resumed run must have the same.
             needed_bytes: size of the whole output.
             resume: go on where an interrupted run stopped, if there is one.
             spare_bytes: that are to be free besides.
+            files: that the output is, where it is no folder: they get their names beside `dst`, in this order.
 
         Raises:
             RequestError: if `dst` is no name for a folder.
-            DestinationError: if `dst` exists, cannot be written or has too little space.
+            DestinationError: if `dst` or one of the files exists, cannot be written or has too little space.
             InterruptedRunError: if an interrupted run is there and `resume` is not set.
             BeingWrittenError: if a job is writing there.
             ResumeError: if the interrupted run had other inputs or options, or what is there is
@@ -71,7 +80,8 @@ class Staging:
         """
         self.dst = dst
         self.path = partial_folder(dst)
-        require_absent(dst)
+        self._placed = None if files is None else PlacedFiles(dst.parent, files)
+        require_output_absent(dst, files, self.path)
         require_room_to_build(self.path, resume=resume)
         with contextlib.ExitStack() as held:
             self.folder = self._made_or_taken_up(needed_bytes, spare_bytes)
@@ -79,9 +89,13 @@ class Staging:
             self._journal = Journal(self.folder)
             held.callback(self._journal.close)
             self._sweep()
+            told = self._after(json.loads(json.dumps(fingerprint)))
+            self.entries = [entry for entry in told if ENTRY not in entry]
+            if self._placed is not None:
+                self._placed.take_back(self.folder, told)
+                self._placed.require_absent()
             written = sum(self.folder.size(name) for name in self.folder.names())
             require_space(self.path, needed_bytes - written, spare_bytes)
-            self.entries = self._after(json.loads(json.dumps(fingerprint)))
             self._held = held.pop_all()
 
     def record(self, entry: Mapping[str, Any]) -> None:
@@ -97,7 +111,7 @@ class Staging:
             raise DestinationError("was moved or replaced while it was written", path=self.path)
 
     def commit(self, files: Collection[str]) -> None:
-        """Give the finished folder its final name.
+        """Give the finished output its final name, or its files theirs.
 
         Args:
             files: what it is to hold.
@@ -111,20 +125,18 @@ class Staging:
             self.folder.remove(WRITER)
         self._require_only(files)
         self.folder.sync()
-        try:
-            with destination_errors(self.dst):
-                rename_new(self.path, self.dst)
-        except DestinationError as error:
-            if not isinstance(error.__cause__, FileExistsError):
-                raise
-            raise DestinationError(
-                "appeared while writing; nothing is overwritten", path=self.dst,
-                hint="move it away and repeat it with `resume=True`",
-            ) from error  # fmt: skip
+        if self._placed is not None:
+            try:
+                self._placed.place(self.folder, self.record)
+            finally:
+                if self._placed.complete:
+                    self.discard()
+            return
+        placed_as(self.path, self.dst)
         # The model is there and whole: nothing from here on may fail it. The journal goes last, since without it
         # a rename that is refused could not be tried again.
         with contextlib.suppress(OSError, DestinationError):
-            _sync_folder(self.dst.parent)
+            sync_folder(self.dst.parent)
             self.folder.remove(JOURNAL)
             self.folder.sync()
         self.close()
@@ -202,7 +214,8 @@ def require_name(dst: Path) -> None:
     """Refuse a destination that cannot be the name of a new folder.
 
     Raises:
-        RequestError: if it is empty, or leads to a folder that is always there, or is that of an unfinished output.
+        RequestError: if it is empty, or leads to a folder that is always there, or is that of an unfinished output,
+            or of a part of one.
     """
     if dst.name in ("", "..") or "\0" in dst.name:
         raise RequestError(
@@ -211,6 +224,10 @@ def require_name(dst: Path) -> None:
     if dst.name.endswith(_SUFFIX):
         raise RequestError(
             f"names that end in {_SUFFIX} are for unfinished outputs", found=dst, hint="choose another destination"
+        )
+    if (stem := split_stem(dst.name)) is not None:
+        raise RequestError(
+            "the destination is the name of a part of a model", found=dst.name, hint=f"name the whole: {stem}{GGUF}"
         )
 
 
@@ -224,18 +241,19 @@ def require_new_names(source: Path, dst: Path) -> None:
         raise RequestError("source and destination are the same folder", found=dst)
 
 
-def require_absent(dst: Path) -> None:
-    """Refuse a destination that is there.
+def require_output_absent(dst: Path, files: Sequence[str] | None, partial: Path) -> None:
+    """Refuse an output that is there, or one of its files; but not those that an interrupted run may take back.
+
+    Args:
+        files: that it is, where it is no folder.
+        partial: where it is built.
 
     Raises:
-        DestinationError: if it is.
+        DestinationError: if it is there.
     """
-    with destination_errors(dst):
-        there = is_there(dst)
-    if there:
-        raise DestinationError(
-            "exists already; nothing is overwritten", path=dst, hint="choose another name or remove it"
-        )
+    require_absent(dst)
+    if files is not None and not partial.is_dir():
+        PlacedFiles(dst.parent, files).require_absent()
 
 
 def require_room_to_build(partial: Path, *, resume: bool) -> None:
@@ -264,8 +282,8 @@ def require_room_to_build(partial: Path, *, resume: bool) -> None:
         )
 
 
-def require_finished(folder: Path, manifest: str) -> None:
-    """Refuse a folder that is not a model yet: one that a run of quantkit is writing, or was interrupted in.
+def require_finished(model: Path, manifest: str) -> None:
+    """Refuse a folder that is not a model yet, or a file in one: a run of quantkit writes there, or was interrupted.
 
     Args:
         manifest: the name of the file that is written last.
@@ -273,6 +291,7 @@ def require_finished(folder: Path, manifest: str) -> None:
     Raises:
         CheckpointError: if it is one.
     """
+    folder = model.parent if model.is_file() else model
     renamed = not folder.name.endswith(_SUFFIX) and os.path.isfile(folder / manifest)
     if renamed or not os.path.isfile(folder / JOURNAL):
         return
@@ -339,11 +358,3 @@ def partial_folder(dst: Path) -> Path:
     """
     require_name(dst)
     return dst.with_name(dst.name + _SUFFIX)
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

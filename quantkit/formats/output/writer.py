@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError, DestinationError, QualityError, QuantkitError, ResumeError
 from quantkit.formats.container import Encoder
-from quantkit.formats.containers.hf_encoder import SafetensorsEncoder
+from quantkit.formats.output.destination import MANIFEST, output_files
 from quantkit.formats.output.journal import NAME as JOURNAL
 from quantkit.formats.output.journal import SafePoint
 from quantkit.formats.output.own_folder import not_ours
@@ -38,7 +38,7 @@ class Written:
         count: how many tensors are safely there.
     """
 
-    encoder: SafetensorsEncoder
+    encoder: Encoder
     folder: Path
     count: int = 0
 
@@ -56,7 +56,7 @@ class Written:
 
 
 class CheckpointWriter:
-    """Takes the encoder's tensors in order and, at the end, gives the folder its name.
+    """Takes the encoder's tensors in order and, at the end, gives the folder its name, or the files theirs.
 
     Use as a context manager. Leaving it by an error of the source removes the partial
     output, since it would fail again; an interruption, a full disk, something strange
@@ -65,6 +65,7 @@ class CheckpointWriter:
 
     Attributes:
         path: the folder under construction.
+        in_folder: whether the output is one; else it is files beside each other.
         done: how many tensors an interrupted run has already left on disk.
         records: what was recorded with tensors up to the last checkpoint, by name.
         hashes: the sha256 of every file that is complete, sorted by name.
@@ -76,10 +77,10 @@ class CheckpointWriter:
     ) -> None:  # fmt: skip
         """
         Args:
-            dst: the folder to make.
+            dst: the folder to make, or the file.
             encoder: knows the tensors.
             fingerprint: inputs and options, JSON; a resumed run must have the same, and copy the same files.
-            side_files: what goes beside the weights: name to content, or to a file to copy.
+            side_files: what goes beside the weights in a folder: name to content, or to a file to copy.
             needed_bytes: size of the output.
             resume: go on where an interrupted run stopped, if there is one.
             progress: told of the files that such a run has left.
@@ -93,7 +94,12 @@ class CheckpointWriter:
         copied = {name: value for name, value in side_files.items() if isinstance(value, Path)}
         self._side_hashes = {name: _sha256(_content(path)) for name, path in copied.items()}
         beside = {f"file {name}": digest for name, digest in self._side_hashes.items()}
-        self._staging = Staging(dst, {**fingerprint, **beside}, needed_bytes, resume=resume)
+        files = output_files(dst, encoder.files())
+        self.in_folder = files is None
+        if side_files and not self.in_folder:
+            raise ValueError("side files go with a folder")
+        self._manifest_name = MANIFEST if files is None else files[0]
+        self._staging = Staging(dst, {**fingerprint, **beside}, needed_bytes, resume=resume, files=files)
         self.path = self._staging.path
         self.records: dict[str, Any] = {}
         self._fresh: dict[str, Any] = {}
@@ -180,10 +186,10 @@ class CheckpointWriter:
     def hashes(self) -> dict[str, str]:
         return dict(sorted(self._file_hashes.items()))
 
-    def commit(self, manifest_name: str, manifest: bytes) -> None:
-        """Write the manifest and give the folder its final name."""
-        self._staging.folder.write(manifest_name, manifest)
-        self._staging.commit({*self._file_hashes, manifest_name})
+    def commit(self, content: bytes) -> None:
+        """Write the manifest and give the output its final name."""
+        self._staging.folder.write(self._manifest_name, content)
+        self._staging.commit({*self._file_hashes, self._manifest_name})
 
     def __enter__(self) -> CheckpointWriter:
         return self

@@ -1,0 +1,282 @@
+"""A model's config from the metadata of a GGUF file.
+
+A file has numbers as float32: they are read as the shortest decimals that they are, 1e-05 and not 9.99999975e-06.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from quantkit.architectures.config import (
+    MAX_CONTEXT,
+    MAX_EPS,
+    MAX_EXPERTS,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_WIDTH,
+    MIN_EPS,
+    ModelConfig,
+)
+from quantkit.architectures.families import config_from_hf
+from quantkit.architectures.gguf import ARCHITECTURES, GgufArchitecture
+from quantkit.architectures.gguf_rope import KEYS as ROPE_KEYS
+from quantkit.architectures.gguf_rope import WINDOWED_BASE, read_rope
+from quantkit.architectures.rope import DEFAULT_THETA, FULL, MAX_THETA, MIN_THETA, SLIDING
+from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.json_values import Settings, shown
+
+MODEL_TYPE, EOS_IDS = "quantkit.model_type", "quantkit.eos_token_ids"
+"""Keys of our own: which of an architecture's families a model is of, and all tokens that end a text."""
+_KEYS = frozenset({
+    "vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count",
+    "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.causal",
+    "attention.layer_norm_rms_epsilon", "attention.sliding_window", "attention.sliding_window_pattern",
+    "tensor_data_layout", *ROPE_KEYS,
+})  # fmt: skip
+EPS, WINDOW, PATTERN = (
+    "attention.layer_norm_rms_epsilon",
+    "attention.sliding_window",
+    "attention.sliding_window_pattern",
+)
+_NO_ROPE_INTERVAL = 4  # of llama.cpp, which knows no key for it
+GEMMA2_WINDOW = 4096
+"""Of llama.cpp, where the key is absent."""
+_MOST = 1e6  # of a multiplier
+
+
+def config_of(
+    metadata: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    factors: Mapping[str, Sequence[float]],
+    path: object,
+    *,
+    tied: bool,
+    dtype: str,
+) -> ModelConfig:
+    """The model that a file says it is.
+
+    Args:
+        shapes: of its tensors, by name, rows first.
+        factors: the values of those that `rope_tensors` gives.
+        tied: whether its head is the embedding.
+        dtype: its float type.
+
+    Raises:
+        CheckpointError: if a key is missing, or its value of the wrong type or out of range.
+        UnsupportedError: for an architecture or a setting that is not read.
+    """
+    architecture = _architecture(metadata, path)
+    keys = _own_keys(metadata, architecture, path)
+    heads, layers = _one(keys, "attention.head_count", MAX_HEADS), keys.whole("block_count", 1, MAX_LAYERS)
+    hidden, context = keys.whole("embedding_length", 1, MAX_WIDTH), keys.whole("context_length", 1, MAX_CONTEXT)
+    head_dim = keys.whole("attention.key_length", 1, MAX_HEADS) if keys.has("attention.key_length") else hidden // heads
+    if keys.has("attention.value_length") and keys.whole("attention.value_length", 1, MAX_HEADS) != head_dim:
+        raise UnsupportedError("keys and values of different sizes are not supported", path=str(path))
+    if not keys.flag("attention.causal", True):
+        raise UnsupportedError("attention in both directions is not supported", path=str(path))
+    window, windowed = _windows(keys, architecture, layers)
+    factors = {name: tuple(map(shortest, values)) for name, values in factors.items()}
+    embedding = shapes.get("token_embd.weight", ())
+    if len(embedding) != 2:
+        raise CheckpointError("tensor 'token_embd.weight' is missing or no matrix", path=str(path))
+    raw: dict[str, Any] = {
+        "vocab_size": embedding[0],
+        "hidden_size": hidden,
+        "intermediate_size": _one(keys, "feed_forward_length", MAX_WIDTH),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": _one(keys, "attention.head_count_kv", MAX_HEADS, heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": keys.number(EPS, MIN_EPS, MAX_EPS),
+        "max_position_embeddings": context,
+        "tie_word_embeddings": tied,
+        "torch_dtype": dtype,
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
+        "layer_types": [SLIDING if one else FULL for one in windowed],
+        **_token_ids(metadata, path),
+        **read_rope(keys, architecture, factors, head_dim, context),
+        **_biases(shapes),
+        **_experts(keys, architecture),
+        **_own(keys, architecture),
+    }
+    raw["model_type"] = _family(metadata, architecture, raw)
+    if WINDOWED_BASE in architecture.keys and window is not None:
+        raw |= _ropes_by_layer(keys, raw)
+    return config_from_hf(raw, path)
+
+
+def shortest(value: Any) -> Any:
+    """A number that a file has as float32 as the shortest decimal that is rounded to it; all else as it is."""
+    if isinstance(value, list):
+        return [shortest(one) for one in value]
+    if not isinstance(value, float):
+        return value
+    try:
+        stored = struct.pack("<f", value)
+    except OverflowError:
+        return value
+    if struct.unpack("<f", stored)[0] != value:
+        return value  # a float64
+    texts = (f"{value:.{digits}g}" for digits in range(1, 10))
+    return next((float(text) for text in texts if struct.pack("<f", float(text)) == stored), value)
+
+
+def _architecture(metadata: Mapping[str, Any], path: object) -> GgufArchitecture:
+    general = Settings(metadata, path)
+    kind = general.text("general.type") if general.has("general.type") else "model"
+    if kind != "model":
+        raise UnsupportedError("holds no model of its own", path=str(path), found=shown(kind))
+    name = general.text("general.architecture")
+    if name not in ARCHITECTURES:
+        raise UnsupportedError(
+            "architecture is not supported", path=str(path), found=shown(name), expected=", ".join(ARCHITECTURES)
+        )
+    return ARCHITECTURES[name]
+
+
+def _own_keys(metadata: Mapping[str, Any], architecture: GgufArchitecture, path: object) -> Settings:
+    """The architecture's keys, without its name; one that is not known would change the arithmetic.
+
+    Raises:
+        UnsupportedError: for such a key, unless it says nothing.
+    """
+    prefix = f"{architecture.name}."
+    found = {key.removeprefix(prefix): shortest(value) for key, value in metadata.items() if key.startswith(prefix)}
+    unknown = [key for key, value in found.items() if key not in _KEYS and key not in architecture.keys and value]
+    if unknown:
+        raise UnsupportedError(
+            f"says with '{prefix}{unknown[0]}' what quantkit does not read", path=str(path),
+            found=shown(found[unknown[0]]),
+        )  # fmt: skip
+    return Settings(found, path, architecture.name)
+
+
+def _one(keys: Settings, key: str, most: int, default: int | None = None) -> int:
+    """A size that may be there for each layer, but must be the same in all."""
+    if default is not None and not keys.has(key):
+        return default
+    value = keys.need(key)
+    if not isinstance(value, list):
+        return keys.whole(key, 1, most)
+    if len(set(map(str, value))) != 1:
+        raise UnsupportedError(
+            f"layers that differ in {keys.name}.{key} are not supported", path=keys.path, found=shown(value)
+        )
+    return Settings({key: value[0]}, keys.path, keys.name).whole(key, 1, most)
+
+
+def _token_ids(metadata: Mapping[str, Any], path: object) -> dict[str, Any]:
+    settings = Settings(metadata, path)
+    starts = settings.ids("tokenizer.ggml.bos_token_id")
+    ends = [settings.ids(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    found = settings.ids(EOS_IDS) or tuple(dict.fromkeys(end for one in ends for end in one))
+    return {"bos_token_id": starts[0] if starts else None, "eos_token_id": list(found) or None}
+
+
+def _biases(names: Collection[str]) -> dict[str, Any]:
+    attention = "blk.0.attn_q.bias" in names
+    return {"attention_bias": attention, "qkv_bias": attention, "mlp_bias": "blk.0.ffn_gate.bias" in names}
+
+
+def _windows(keys: Settings, architecture: GgufArchitecture, layers: int) -> tuple[int | None, list[bool]]:
+    """The width of the windows, and which layers have one."""
+    window = keys.whole(WINDOW, 0, MAX_CONTEXT) if keys.has(WINDOW) else 0
+    if not keys.has(WINDOW) and architecture.name == "gemma2":
+        window = GEMMA2_WINDOW
+    if not window:
+        return None, [False] * layers
+    stated = keys.values.get(PATTERN)
+    if isinstance(stated, list):
+        if len(stated) != layers or not all(one in (0, 1) for one in stated):
+            raise CheckpointError(
+                f"{keys.name}.{PATTERN} does not fit the layers", path=keys.path, found=shown(stated),
+                expected=f"one of each of {layers}",
+            )  # fmt: skip
+        windowed = [bool(one) for one in stated]
+    else:
+        windowed = by_period(keys.whole(PATTERN, 0, MAX_LAYERS) if keys.has(PATTERN) else architecture.windows, layers)
+    return (window, windowed) if any(windowed) else (None, windowed)
+
+
+def by_period(period: int | None, layers: int) -> list[bool]:
+    """Which layers have a window if the last of each so many has none; without a period all have."""
+    return [not period or layer % period < period - 1 for layer in range(layers)]
+
+
+def _experts(keys: Settings, architecture: GgufArchitecture) -> dict[str, Any]:
+    """The keys of a mixture of experts, in the spelling of any of the families."""
+    if architecture.normalized is None or (not keys.has("expert_count") and architecture.name == "llama"):
+        return {}
+    count = keys.whole("expert_count", 0, MAX_EXPERTS)
+    if count == 0 and architecture.name == "llama":
+        return {}
+    used, width = keys.whole("expert_used_count", 1, MAX_EXPERTS), _one(keys, "feed_forward_length", MAX_WIDTH)
+    size_key, shared_key = "expert_feed_forward_length", "expert_shared_feed_forward_length"
+    size = keys.whole(size_key, 1, MAX_WIDTH) if keys.has(size_key) else max(width // used, 1)
+    return {
+        "num_experts": count,
+        "num_experts_per_tok": used,
+        "moe_intermediate_size": size,
+        "shared_expert_intermediate_size": keys.whole(shared_key, 1, MAX_WIDTH) if keys.has(shared_key) else width,
+        "norm_topk_prob": architecture.normalized,
+    }
+
+
+def _own(keys: Settings, architecture: GgufArchitecture) -> dict[str, Any]:
+    """What single families say, in their spelling."""
+    heads, hidden = _one(keys, "attention.head_count", MAX_HEADS), keys.whole("embedding_length", 1, MAX_WIDTH)
+    found: dict[str, Any] = {}
+    if architecture.name.startswith("gemma"):
+        found["hidden_activation"] = "gelu_pytorch_tanh"
+        found["attn_logit_softcapping"] = _optional(keys, "attn_logit_softcapping")
+        found["final_logit_softcapping"] = _optional(keys, "final_logit_softcapping")
+    if architecture.wide_scale_layers == keys.values["block_count"]:
+        found["query_pre_attn_scalar"] = hidden // heads
+    elif architecture.wide_scale_layers is not None:
+        found["query_pre_attn_scalar"] = (
+            keys.whole("attention.key_length", 1, MAX_HEADS) if keys.has("attention.key_length") else hidden // heads
+        )
+    if architecture.name == "granite":
+        stated = {key: _optional(keys, key) for key in architecture.keys}
+        head_dim = keys.values.get("attention.key_length", hidden // heads)
+        found |= {
+            "attention_multiplier": stated["attention.scale"] or head_dim**-0.5,
+            "embedding_multiplier": stated["embedding_scale"],
+            "residual_multiplier": stated["residual_scale"],
+            "logits_scaling": stated["logit_scale"],
+        }
+    if architecture.name == "olmoe":
+        found["clip_qkv"] = _optional(keys, "attention.clamp_kqv")
+    if architecture.name == "smollm3":
+        found["no_rope_layer_interval"] = _NO_ROPE_INTERVAL
+    return found
+
+
+def _optional(keys: Settings, key: str) -> float | None:
+    """A number; nothing and 0 are none."""
+    return (keys.number(key, 0, _MOST) or None) if keys.has(key) else None
+
+
+def _family(metadata: Mapping[str, Any], architecture: GgufArchitecture, raw: Mapping[str, Any]) -> str:
+    """Which of an architecture's families it is: what the file itself says, if quantkit wrote it."""
+    stated = metadata.get(MODEL_TYPE)
+    if stated in architecture.families:
+        return str(stated)
+    if architecture.name == "llama":
+        return "mixtral" if "num_experts" in raw else "llama" if raw["sliding_window"] is None else "mistral"
+    if architecture.name == "olmo2":
+        return "olmo2" if raw["sliding_window"] is None else "olmo3"
+    return architecture.families[0]
+
+
+def _ropes_by_layer(keys: Settings, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary positions by kind of layer: with a window they are not stretched."""
+    base = raw["rope_theta"] if raw["model_type"] == "olmo3" else DEFAULT_THETA
+    if keys.has(WINDOWED_BASE):
+        base = keys.number(WINDOWED_BASE, MIN_THETA, MAX_THETA)
+    full = {"rope_theta": raw["rope_theta"], **(raw["rope_scaling"] or {"rope_type": "default"})}
+    kinds = {FULL: full, SLIDING: {"rope_theta": base, "rope_type": "default"}}
+    return {"rope_parameters": kinds, "rope_scaling": None, "rope_theta": None}

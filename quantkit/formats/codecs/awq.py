@@ -1,0 +1,236 @@
+"""AWQ in its GEMM layout, as AutoAWQ, AutoRound and GPTQModel write it, and transformers, vLLM and SGLang read it.
+
+Per linear [O, I], of 4-bit codes: ``qweight`` int32 [I, O / 8] and ``qzeros`` int32 [G, O / 8], both packed along the
+outputs; ``scales`` [G, O] float16. Field i of word c, counted from the least significant, is that of output
+8 c + (0, 2, 4, 6, 1, 3, 5, 7)[i]. Zero points are stored as they are; all 8 are those of a symmetric scheme.
+Source: the package autoawq, WQLinear_GEMM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.formats.codecs.codec import Codec, RawModule, Reason, exact_scale
+from quantkit.formats.codecs.gptq import quantized_modules
+from quantkit.formats.codecs.gptq_linear import SUFFIXES, scales_dtype
+from quantkit.formats.codecs.gptq_zeros import QWEIGHT, QZEROS, SCALES
+from quantkit.formats.files.tensor_file import StoredTensor
+from quantkit.json_values import Settings, shown
+from quantkit.tensors.dtypes import DType
+from quantkit.tensors.scheme import SCHEMES, QuantScheme
+from quantkit.tensors.spec import TensorSpec
+from quantkit.tensors.tensor_slice import TensorSlice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.tensors.qtensor import QuantTensor
+
+_BITS, _PER_WORD = 4, 8
+_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_FIELDS = tuple(sorted(range(_PER_WORD), key=_ORDER.__getitem__))
+_LEVELS_OF_8 = b"\x88"
+_MOST_COLUMNS = 2**24
+
+
+@dataclass(frozen=True)
+class AwqLinear:
+    """4-bit codes packed along the outputs.
+
+    Attributes:
+        scheme: as the settings say; of what is read, the zero points decide whether it is symmetric.
+    """
+
+    scheme: QuantScheme
+
+    def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
+        if len(expected.shape) != 2 or 0 in expected.shape:
+            raise UnsupportedError(
+                f"'{raw.name}' is no matrix, and has codes", path=raw.path, found=list(expected.shape)
+            )  # fmt: skip
+        missing = [suffix for suffix in SUFFIXES if raw.find(suffix) is None]
+        if missing:
+            raise CheckpointError(
+                f"'{raw.name}' is quantized, but its {' and '.join(missing)} are missing", path=raw.path,
+                hint="a weight file is missing or damaged; download it again",
+            )  # fmt: skip
+        rows, columns = expected.shape
+        if reason := self._unsupported(rows, columns):
+            raise UnsupportedError(
+                f"'{raw.name}' is quantized, but {reason.problem}", path=raw.path, found=reason.found,
+                expected=reason.expected,
+            )  # fmt: skip
+        for one in self._tensors(expected, scales_dtype(raw)):
+            raw.require(one, f"{self.scheme} of AWQ")
+        zeros = raw.read_bytes(QZEROS)
+        size = self.scheme.group_size
+        scheme = QuantScheme(_BITS, size, zeros == _LEVELS_OF_8 * len(zeros))
+        return TensorSpec(expected.name, expected.shape, scales_dtype(raw), scheme)
+
+    def stored(self, spec: TensorSpec) -> list[StoredTensor]:
+        return self._tensors(spec, DType.FLOAT16)
+
+    def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
+        return self._tensors(spec, scales_dtype(raw))
+
+    def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor:
+        import torch
+
+        from quantkit.tensors.qtensor import QuantTensor
+
+        assert spec.scheme is not None, "all of AWQ has a scheme"
+        _, columns = spec.shape
+        zero = None
+        if part is not None and part.axis == 0:
+            words = [(start // _PER_WORD, -(-stop // _PER_WORD)) for start, stop in part.ranges]
+            across, some = TensorSlice(1, tuple(words)), TensorSlice(1, part.ranges)
+            bounds = zip(part.ranges, words, strict=True)
+            inside, before = [], 0
+            for (start, stop), (first, last) in bounds:
+                inside.append(torch.arange(start, stop) - first * _PER_WORD + before)
+                before += (last - first) * _PER_WORD
+            kept = torch.cat(inside)
+            codes = _unpacked(raw.read(QWEIGHT, across))[:, kept]
+            if not spec.scheme.symmetric:
+                zero = _unpacked(raw.read(QZEROS, across))[:, kept].t().contiguous()
+            return QuantTensor(codes.t().contiguous(), raw.read(SCALES, some).t().contiguous(), zero, spec.scheme)
+        start, stop = (0, columns) if part is None else part.ranges[0]
+        size = spec.scheme.group_size
+        first, last = start, stop
+        groups = TensorSlice(0, ((0, 1),))
+        if size is not None:
+            first, last = start // size * size, -(-stop // size) * size
+            groups = TensorSlice(0, ((first // size, last // size),))
+        codes = _unpacked(raw.read(QWEIGHT, TensorSlice(0, ((first, last),)))).t().contiguous()
+        if not spec.scheme.symmetric:
+            zero = _unpacked(raw.read(QZEROS, groups)).t().contiguous()
+        value = QuantTensor(codes, raw.read(SCALES, groups).t().contiguous(), zero, spec.scheme)
+        return value if (first, last) == (start, stop) else value.columns(start - first, stop - first)
+
+    def encode(self, value: QuantTensor) -> list[Tensor] | Reason:
+        import torch
+
+        rows, columns = value.shape
+        if reason := self._unsupported(rows, columns):
+            return reason
+        scale = exact_scale(value.scale, DType.FLOAT16)
+        if isinstance(scale, Reason):
+            return scale
+        groups = self.scheme.groups(columns)
+        zero = value.zero.t() if value.zero is not None else torch.full((groups, rows), 8, dtype=torch.uint8)
+        return [_packed(value.codes.t()), _packed(zero), scale.t().contiguous()]
+
+    def _tensors(self, spec: TensorSpec, scales: DType) -> list[StoredTensor]:
+        module = spec.name.removesuffix("weight")
+        rows, columns = spec.shape
+        groups = self.scheme.groups(columns)
+        return [
+            StoredTensor(module + QWEIGHT, DType.INT32, (columns, rows // _PER_WORD)),
+            StoredTensor(module + QZEROS, DType.INT32, (groups, rows // _PER_WORD)),
+            StoredTensor(module + SCALES, scales, (groups, rows)),
+        ]
+
+    def _unsupported(self, rows: int, columns: int) -> Reason | None:
+        """Why a weight of some size has no such tensors; None if it has."""
+        if rows % _PER_WORD:
+            return Reason("its outputs fill no whole words", found=rows, expected=f"a multiple of {_PER_WORD}")
+        if self.scheme.group_size is not None and columns % self.scheme.group_size:
+            return Reason("the group size does not divide its row", found=f"{columns} columns", expected=self.scheme)
+        return None
+
+
+class Awq:
+    """``quant_method: awq``: one group size for all modules that are quantized."""
+
+    name = "awq"
+    keys: tuple[str, ...] = ("quantization_config",)
+    schemes = tuple(scheme for scheme in SCHEMES.values() if scheme.bits == 4)
+    scale_dtype: DType | None = DType.FLOAT16
+
+    def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
+        """
+        Raises:
+            UnsupportedError: for other bits than 4, and other layouts than GEMM.
+            CheckpointError: if the settings lack a key, a value is of the wrong type, or a module is there in floats
+                too.
+        """
+        for key in ("version", "format", "checkpoint_format"):
+            if settings.has(key) and settings.text(key).lower() != "gemm":
+                raise UnsupportedError(
+                    "this layout of AWQ is not read", path=settings.path, found=shown(settings.values[key]),
+                    expected="gemm",
+                )  # fmt: skip
+        bits = settings.whole("w_bit" if settings.has("w_bit") else "bits", 1, 32)
+        if bits != _BITS:
+            raise UnsupportedError("AWQ of these bits is not read", path=settings.path, found=bits, expected=_BITS)
+        size = settings.whole("q_group_size" if settings.has("q_group_size") else "group_size", -1, _MOST_COLUMNS)
+        if size > 0 and size % 8:
+            raise UnsupportedError(
+                "group size is not supported", path=settings.path, found=size, expected="a multiple of 8"
+            )
+        codec = AwqLinear(QuantScheme(_BITS, size if size > 0 else None, not settings.flag("zero_point", True)))
+        kept = settings.texts("modules_to_not_convert") if settings.has("modules_to_not_convert") else []
+        kept += [] if settings.flag("lm_head", False) else ["lm_head"]
+        found = quantized_modules(modules, stored, settings)
+        return {module: codec for module in found if stored or not any(name in module for name in kept)}
+
+    def write_settings(
+        self, schemes: Mapping[str, QuantScheme], modules: Iterable[str], *, every: bool = True
+    ) -> dict[str, Any]:
+        """Linears without a scheme are listed under ``modules_to_not_convert``, which readers take for parts of names.
+
+        Raises:
+            UnsupportedError: for several group sizes, or where such a name is a part of a quantized one.
+        """
+        sizes = sorted({scheme.group_size or -1 for scheme in schemes.values()})
+        if len(sizes) > 1:
+            raise UnsupportedError(
+                "AWQ has one group size for a folder", found=" and ".join(str(size) for size in sizes),
+                hint="write another format",
+            )  # fmt: skip
+        floats = [module for module in modules if module not in schemes]
+        for module in floats:
+            if other := next((one for one in schemes if module in one), None):
+                raise UnsupportedError(
+                    f"AWQ's readers take '{other}' for floats, since '{module}', which is, is a part of its name"
+                )
+        return {
+            "quant_method": self.name,
+            "bits": _BITS,
+            "group_size": sizes[0],
+            "zero_point": True,
+            "version": "gemm",
+            "lm_head": "lm_head" in schemes,
+            "modules_to_not_convert": floats or None,
+        }
+
+    def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
+        return {}
+
+    def codec(self, scheme: QuantScheme) -> AwqLinear | Reason:
+        if scheme.bits != _BITS:
+            return Reason("it holds codes of other bits", found=scheme, expected="4 bits")
+        return AwqLinear(scheme)
+
+    def readers(self, schemes: Iterable[QuantScheme | None]) -> str:
+        return "gptqmodel"
+
+
+def _unpacked(words: Tensor) -> Tensor:
+    """Codes [N, O] of words [N, O / 8]."""
+    from quantkit.tensors.qtensor import unpack_int32
+
+    count = words.shape[1] * _PER_WORD
+    fields = unpack_int32(words, _BITS, count).view(len(words), -1, _PER_WORD)
+    return fields[..., list(_FIELDS)].view(len(words), count)
+
+
+def _packed(codes: Tensor) -> Tensor:
+    """Words [N, O / 8] of codes [N, O]."""
+    from quantkit.tensors.qtensor import pack_int32
+
+    fields = codes.reshape(len(codes), -1, _PER_WORD)[..., list(_ORDER)]
+    return pack_int32(fields.flatten(1), _BITS)

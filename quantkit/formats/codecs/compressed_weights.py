@@ -1,0 +1,301 @@
+"""How compressed-tensors keeps one linear: ``pack-quantized``, which quantkit writes and vLLM and transformers read,
+and ``int-quantized``, for products with activations in int8.
+
+``pack-quantized``: ``weight_packed`` int32 [O, ceil(I * bits / 32)], ``weight_scale`` [O, G], ``weight_shape`` int64
+[2] and, if asymmetric, ``weight_zero_point`` packed along the outputs, int32 [ceil(O * bits / 32), G]. Codes are
+unsigned, least significant bits first. ``int-quantized``: ``weight`` int8 [O, I], ``weight_scale`` and, if
+asymmetric, ``weight_zero_point`` int8 [O, G], all signed. Others that are read: one scale for a whole weight,
+zero points in int8 beside packed codes, zero points of zero beside symmetric ones, and ``weight_g_idx`` [I] of files
+from before compressed-tensors 0.20, which says each column's group; where these are not in order the weight is read as
+floats.
+Source: the compressed-tensors package's compressors.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.formats.codecs.codec import RawModule
+from quantkit.formats.files.tensor_file import StoredTensor
+from quantkit.tensors.dtypes import FLOATS, DType
+from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.spec import TensorSpec
+from quantkit.tensors.tensor_slice import TensorSlice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.tensors.qtensor import QuantTensor
+
+PACKED, SHAPE = "weight_packed", "weight_shape"
+PLAIN, SCALE, _ZERO, _GROUPS = "weight", "weight_scale", "weight_zero_point", "weight_g_idx"
+_UNORDERED = "compressed-tensors with act-order"
+_INDEX = {DType.INT32: "i", DType.INT64: "q"}
+
+
+@dataclass(frozen=True)
+class PackQuantized:
+    """Codes packed into words.
+
+    Attributes:
+        one_scale: whether all rows share one.
+        by_index: whether the config says that there is a group for each column.
+    """
+
+    scheme: QuantScheme
+    one_scale: bool = False
+    by_index: bool = False
+
+    def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
+        spec = _spec(raw, PACKED, self.scheme, expected)
+        index = _group_index(raw, spec.shape[1], self.scheme)
+        if index is None and self.by_index:
+            raise CheckpointError(
+                f"the config says that '{raw.name}' has a group for each column, but '{_GROUPS}' is missing",
+                path=raw.path, hint="a weight file is missing or damaged; download it again",
+            )  # fmt: skip
+        if index is None or index == _in_order(spec.shape[1], self.scheme):
+            return spec
+        return TensorSpec(expected.name, spec.shape, expected.dtype, None, _UNORDERED)
+
+    def stored(self, spec: TensorSpec) -> list[StoredTensor]:
+        module = spec.name.removesuffix("weight")
+        rows, columns = spec.shape
+        bits, groups = self.scheme.bits, self.scheme.groups(columns)
+        tensors = [
+            StoredTensor(module + PACKED, DType.INT32, (rows, math.ceil(columns * bits / 32))),
+            StoredTensor(module + SCALE, spec.dtype, (rows, groups)),
+            StoredTensor(module + SHAPE, DType.INT64, (2,)),
+        ]
+        if not self.scheme.symmetric:
+            tensors.append(StoredTensor(module + _ZERO, DType.INT32, (math.ceil(rows * bits / 32), groups)))
+        return tensors
+
+    def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
+        return _parts(raw, self.stored(spec), self.scheme, self.one_scale)
+
+    def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor | Tensor:
+        from quantkit.tensors.qtensor import QuantTensor, unpack_int32
+
+        rows, columns = spec.shape
+        scheme, bits = self.scheme, self.scheme.bits
+        if (shape := raw.read(SHAPE).tolist()) != [rows, columns]:
+            raise CheckpointError(
+                f"tensor '{raw.name}.{SHAPE}' disagrees with the config", path=raw.path, found=shape,
+                expected=[rows, columns],
+            )  # fmt: skip
+        of_rows = part if part is not None and part.axis == 0 else None
+        scale, zero = _scale(raw, spec, scheme, of_rows), self._zero(raw, spec, of_rows)
+        if part is None or part.axis == 0:
+            codes = unpack_int32(raw.read(PACKED, part), bits, columns)
+            if spec.scheme is None:
+                return _by_index(raw, spec, codes, scale, zero, scheme)
+            return QuantTensor(codes, scale, zero, scheme)
+        (start, stop), per_word = part.ranges[0], 32 // bits
+        unit = scheme.group_size or per_word  # groups are whole words
+        first, last = start // unit * unit, min(-(-stop // unit) * unit, columns)
+        words = raw.read(PACKED, TensorSlice(1, ((first // per_word, -(-last // per_word)),)))
+        codes = unpack_int32(words, bits, last - first)
+        if spec.scheme is None:
+            return _by_index(raw, spec, codes[:, start - first : stop - first], scale, zero, scheme, start)
+        if scheme.group_size is not None:
+            scale = scale[:, first // unit : last // unit]
+            zero = None if zero is None else zero[:, first // unit : last // unit]
+        return QuantTensor(codes, scale, zero, scheme).columns(start - first, stop - first)
+
+    def encode(self, value: QuantTensor) -> list[Tensor]:
+        import torch
+
+        from quantkit.tensors.qtensor import pack_int32
+
+        bits = value.scheme.bits
+        tensors = [pack_int32(value.codes, bits), value.scale.contiguous(), torch.tensor(value.shape)]
+        if value.zero is not None:
+            tensors.append(pack_int32(value.zero.t(), bits).t().contiguous())
+        return tensors
+
+    def _zero(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None) -> Tensor | None:
+        """Zero points, packed or one a byte."""
+        from quantkit.tensors.qtensor import unpack_int32
+
+        stored = raw.find(_ZERO)
+        if self.scheme.symmetric or stored is None:
+            return None
+        if stored.dtype == DType.INT8:
+            return _whole_rows(_unsigned(raw, raw.read(_ZERO), self.scheme), spec, self.scheme, part)
+        zero = unpack_int32(raw.read(_ZERO).t(), self.scheme.bits, spec.shape[0]).t()
+        return (zero if part is None else part.of(zero)).contiguous()
+
+
+@dataclass(frozen=True)
+class IntQuantized:
+    """Codes as signed bytes.
+
+    Attributes:
+        one_scale: whether all rows share one.
+    """
+
+    scheme: QuantScheme
+    one_scale: bool = False
+
+    def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
+        return _spec(raw, PLAIN, self.scheme, expected)
+
+    def stored(self, spec: TensorSpec) -> list[StoredTensor]:
+        module, groups = spec.name.removesuffix("weight"), self.scheme.groups(spec.shape[1])
+        scales = (spec.shape[0], groups)
+        tensors = [
+            StoredTensor(module + PLAIN, DType.INT8, spec.shape),
+            StoredTensor(module + SCALE, spec.dtype, scales),
+        ]
+        return tensors if self.scheme.symmetric else [*tensors, StoredTensor(module + _ZERO, DType.INT8, scales)]
+
+    def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
+        return _parts(raw, self.stored(spec), self.scheme, self.one_scale)
+
+    def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor:
+        from quantkit.tensors.qtensor import QuantTensor
+
+        scheme, size, wanted = self.scheme, self.scheme.group_size, part
+        if part is not None and part.axis == 1 and size is not None:
+            (start, stop), columns = part.ranges[0], spec.shape[1]
+            wanted = TensorSlice(1, ((start // size * size, min(-(-stop // size) * size, columns)),))
+        codes = _unsigned(raw, raw.read(PLAIN, wanted), scheme)
+        of_rows = part if part is not None and part.axis == 0 else None
+        scale = _scale(raw, spec, scheme, of_rows)
+        zero = None
+        if not scheme.symmetric:
+            zero = _whole_rows(_unsigned(raw, raw.read(_ZERO), scheme), spec, scheme, of_rows)
+        if part is None or part.axis == 0 or wanted is None or size is None:
+            return QuantTensor(codes, scale, zero, scheme)
+        first, last = wanted.ranges[0]
+        groups = slice(first // size, last // size)
+        value = QuantTensor(codes, scale[:, groups], None if zero is None else zero[:, groups], scheme)
+        return value.columns(part.ranges[0][0] - first, part.ranges[0][1] - first)
+
+    def encode(self, value: QuantTensor) -> list[Tensor]:
+        import torch
+
+        half = self.scheme.levels // 2
+        stored = [value.codes] if value.zero is None else [value.codes, value.zero]
+        codes, *zero = ((one.to(torch.int16) - half).to(torch.int8).contiguous() for one in stored)
+        return [codes, value.scale.contiguous(), *zero]
+
+
+def _spec(raw: RawModule, codes: str, scheme: QuantScheme, expected: TensorSpec) -> TensorSpec:
+    """The weight that codes and scales are.
+
+    Raises:
+        CheckpointError: if one is missing, or zero points belie the scheme.
+        UnsupportedError: if groups do not divide a row.
+    """
+    found, scale = raw.find(codes), raw.find(SCALE)
+    if found is None or scale is None:
+        raise CheckpointError(f"the config quantizes '{raw.name}', but its codes or scales are missing", path=raw.path)
+    if scale.dtype not in FLOATS:
+        raise CheckpointError(f"the scales of '{raw.name}' are no floats", path=raw.path, found=scale.dtype)
+    rows, columns = expected.shape
+    if columns % (scheme.group_size or 1):
+        raise UnsupportedError(f"group size of '{raw.name}' does not divide its row", path=raw.path, found=scheme)
+    zero = raw.find(_ZERO)
+    if scheme.symmetric and zero is not None and any(raw.read_bytes(_ZERO)):
+        raise CheckpointError(
+            f"the config calls '{raw.name}' symmetric, but it has zero points", path=raw.path,
+            found=f"{zero.dtype} {list(zero.shape)}",
+        )  # fmt: skip
+    return TensorSpec(expected.name, (found.shape[0] if found.shape else rows, columns), scale.dtype, scheme)
+
+
+def _parts(
+    raw: RawModule, stored: list[StoredTensor], scheme: QuantScheme, one_scale: bool
+) -> list[StoredTensor]:  # fmt: skip
+    """What is there of the tensors that a weight has when it is written, in one of the forms that are read."""
+    whole = next(tensor.shape for tensor in stored if tensor.name.endswith(SCALE))
+    shapes = [(1,), (1, 1), ()] if one_scale else [whole]
+    found = []
+    for tensor in stored:
+        there, forms = raw.find(tensor.name.removeprefix(f"{raw.name}.")), [(tensor.dtype, tensor.shape)]
+        if tensor.name.endswith(SCALE) and there is not None:
+            tensor = StoredTensor(tensor.name, there.dtype, shapes[0])
+            forms = [(there.dtype, shape) for shape in shapes]
+        elif tensor.name.endswith(_ZERO):
+            forms += [(DType.INT8, shape) for shape in shapes]
+        found.append(there if there is not None and (there.dtype, there.shape) in forms else tensor)
+    beside = (raw.find(_GROUPS), raw.find(_ZERO) if scheme.symmetric else None)
+    return [*found, *(tensor for tensor in beside if tensor is not None)]
+
+
+def _scale(raw: RawModule, spec: TensorSpec, scheme: QuantScheme, part: TensorSlice | None) -> Tensor:
+    return _whole_rows(raw.read(SCALE), spec, scheme, part)
+
+
+def _whole_rows(value: Tensor, spec: TensorSpec, scheme: QuantScheme, part: TensorSlice | None) -> Tensor:
+    """One value a group [O, G], of some of the rows; where all have the same, it is repeated."""
+    rows, groups = spec.shape[0], scheme.groups(spec.shape[1])
+    found = value.reshape(1, 1).expand(rows, 1) if value.numel() == 1 else value.reshape(rows, groups)
+    return (found if part is None else part.of(found)).contiguous()
+
+
+def _unsigned(raw: RawModule, signed: Tensor, scheme: QuantScheme) -> Tensor:
+    """Signed codes or zero points, from which on they count from zero.
+
+    Raises:
+        CheckpointError: if one lies outside the scheme.
+    """
+    import torch
+
+    if scheme.bits == 8:
+        return signed.view(torch.uint8) ^ 128
+    half = scheme.levels // 2
+    if signed.numel() and not -half <= int(signed.min()) <= int(signed.max()) < half:
+        raise CheckpointError(
+            f"'{raw.name}' has codes outside its scheme", path=raw.path,
+            found=f"{int(signed.min())} to {int(signed.max())}", expected=f"{-half} to {half - 1}",
+        )  # fmt: skip
+    return (signed + half).view(torch.uint8)
+
+
+def _group_index(raw: RawModule, columns: int, scheme: QuantScheme) -> tuple[int, ...] | None:
+    """The group of each column; None where the order is that of the columns without being told.
+
+    Raises:
+        CheckpointError: if it is none for this weight.
+    """
+    index = raw.find(_GROUPS)
+    if index is None:
+        return None
+    found: tuple[int, ...] = ()
+    if index.dtype in _INDEX and index.shape == (columns,):
+        found = struct.unpack(f"<{columns}{_INDEX[index.dtype]}", raw.read_bytes(_GROUPS))
+    if found == (-1,) * columns:  # made, and never filled
+        return _in_order(columns, scheme)
+    if not found or min(found) < 0 or max(found) >= scheme.groups(columns):
+        raise CheckpointError(
+            f"tensor '{raw.name}.{_GROUPS}' does not say the group of each column", path=raw.path,
+            found=f"{index.dtype} {list(index.shape)}", expected=f"[{columns}], each below {scheme.groups(columns)}",
+        )  # fmt: skip
+    return found
+
+
+def _in_order(columns: int, scheme: QuantScheme) -> tuple[int, ...]:
+    size = scheme.group_size or columns
+    return tuple(column // size for column in range(columns))
+
+
+def _by_index(
+    raw: RawModule, spec: TensorSpec, codes: Tensor, scale: Tensor, zero: Tensor | None, scheme: QuantScheme,
+    start: int = 0,
+) -> Tensor:  # fmt: skip
+    """The floats of columns from `start` on, each with the scale and zero point of its own group."""
+    from quantkit.tensors.qtensor import row_chunks
+
+    index = raw.read(_GROUPS)[start : start + codes.shape[1]].long()
+    out = spec.dtype.empty(codes.shape)
+    for first, last in row_chunks(*codes.shape):
+        offset = scheme.levels // 2 if zero is None else zero[first:last].float()[:, index]
+        out[first:last] = (codes[first:last].float() - offset) * scale[first:last].float()[:, index]
+    return out

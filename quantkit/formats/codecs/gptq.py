@@ -1,0 +1,187 @@
+"""GPTQ, as AutoGPTQ, GPTQModel and AutoRound write it, and transformers and vLLM read it: what its settings say.
+
+Which modules are quantized is told by the tensors that are there; see `gptq_linear` for how one lies.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.formats.codecs.codec import Codec
+from quantkit.formats.codecs.gptq_linear import SUFFIXES, GptqLinear
+from quantkit.formats.codecs.gptq_zeros import QWEIGHT, Version
+from quantkit.formats.codecs.targets import BY_PATTERN, Deadline, Targets
+from quantkit.json_values import Settings, shown
+from quantkit.tensors.dtypes import DType
+from quantkit.tensors.scheme import SCHEMES, QuantScheme
+
+_FORMATS = {"gptq": 1, "gptq_v2": 2}
+_MOST_PATTERNS = 4096
+_MOST_COLUMNS = 2**24
+
+
+class Gptq:
+    """``quant_method: gptq``: one scheme for all modules, and patterns of others."""
+
+    name = "gptq"
+    keys: tuple[str, ...] = ("quantization_config",)
+    schemes = tuple(SCHEMES.values())
+    scale_dtype: DType | None = DType.FLOAT16
+
+    def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
+        """
+        Raises:
+            UnsupportedError: for other bits than 4 and 8, other layouts than GPTQ's own, and adapters.
+            CheckpointError: if the settings lack a key, a value is of the wrong type, a pattern is invalid or takes
+                too long, or a module is there in floats too.
+        """
+        version = _stated_version(settings)
+        every = _stated(settings, GptqLinear(0, None, settings.flag("sym", True)), ("bits", "group_size"))
+        overrides = _overrides(settings, every)
+        found: dict[str, GptqLinear] = {}
+        for module in quantized_modules(modules, stored, settings):
+            codec = next((one for targets, one in overrides if targets.closeness(module) == BY_PATTERN), every)
+            if codec is None and stored:
+                codec = every
+            if codec is not None and (stored or module != "lm_head" or settings.flag("lm_head", False)):
+                found[module] = codec
+        decided = Version(version, {module: (codec.bits, codec.group_size) for module, codec in found.items()})
+        return {
+            module: GptqLinear(codec.bits, codec.group_size, codec.symmetric, decided)
+            for module, codec in found.items()
+        }
+
+    def write_settings(
+        self, schemes: Mapping[str, QuantScheme], modules: Iterable[str], *, every: bool = True
+    ) -> dict[str, Any]:
+        """The commonest bits and group size are those of the folder; modules of others are named under ``dynamic``,
+        and so are linears without a scheme.
+
+        Raises:
+            UnsupportedError: for symmetric schemes beside asymmetric ones: a folder has one version of zero points.
+        """
+        (common, _), *others = Counter(schemes.values()).most_common()
+        if other := next((scheme for scheme, _ in others if scheme.symmetric != common.symmetric), None):
+            raise UnsupportedError(
+                "GPTQ has symmetric schemes or asymmetric ones in a folder, not both", found=f"{common} and {other}"
+            )
+        dynamic: dict[str, dict[str, int]] = {}
+        for module in modules:
+            scheme, name = schemes.get(module), re.escape(module)
+            if scheme is None and module != "lm_head":
+                dynamic[f"-:^{name}$"] = {}
+            elif scheme is not None and scheme != common:
+                dynamic[f"+:^{name}$"] = {"bits": scheme.bits, "group_size": scheme.group_size or -1}
+        settings = {
+            "quant_method": self.name,
+            "bits": common.bits,
+            "group_size": common.group_size or -1,
+            "sym": common.symmetric,
+            "desc_act": False,
+            "checkpoint_format": "gptq" if common.symmetric else "gptq_v2",
+            "pack_dtype": "int32",
+            "lm_head": "lm_head" in schemes,
+        }
+        return settings | ({"dynamic": dynamic} if dynamic else {})
+
+    def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
+        return {"quantize_config.json": json.dumps(settings, indent=2).encode() + b"\n"}
+
+    def codec(self, scheme: QuantScheme) -> GptqLinear:
+        return GptqLinear(scheme.bits, scheme.group_size, scheme.symmetric)
+
+    def readers(self, schemes: Iterable[QuantScheme | None]) -> str:
+        return "gptqmodel"
+
+
+def quantized_modules(modules: Iterable[str], stored: Collection[str], settings: Settings) -> list[str]:
+    """The modules whose tensors say that they are quantized; all of them where there are no tensors.
+
+    Raises:
+        CheckpointError: if one is there in floats too, or none is quantized.
+    """
+    if not stored:
+        return list(modules)
+    found = [module for module in modules if any(f"{module}.{suffix}" in stored for suffix in SUFFIXES)]
+    if twice := next((module for module in found if f"{module}.weight" in stored), None):
+        raise CheckpointError(
+            f"'{twice}' is there in floats and quantized", path=settings.path, found=f"'{twice}.weight'",
+            expected=f"only '{twice}.{QWEIGHT}' and what goes with it",
+        )  # fmt: skip
+    if not found and not any(name.endswith(f".{QWEIGHT}") for name in stored):
+        raise CheckpointError(
+            f"{settings.name} names {shown(settings.values.get('quant_method'))}, and no tensor is quantized",
+            path=settings.path, hint=f"if these are floats, take {settings.name} out of the config",
+        )  # fmt: skip
+    return found
+
+
+def _stated_version(settings: Settings) -> int:
+    """The version of zero points that settings say.
+
+    Raises:
+        UnsupportedError: for another layout.
+    """
+    for key in ("checkpoint_format", "format"):
+        if not settings.has(key):
+            continue
+        stated = settings.text(key).lower()
+        if stated not in _FORMATS:
+            raise UnsupportedError(
+                "this layout of GPTQ is not read", path=settings.path, found=shown(stated),
+                expected=" or ".join(_FORMATS), hint="export the model with the format gptq",
+            )  # fmt: skip
+        return _FORMATS[stated]
+    if settings.flag("is_marlin_format", False):
+        raise UnsupportedError("this layout of GPTQ is not read", path=settings.path, found="marlin", expected="gptq")
+    return 1
+
+
+def _stated(settings: Settings, base: GptqLinear, required: Collection[str] = ()) -> GptqLinear:
+    """What settings, or an override in them, say of modules; what they leave out is another's.
+
+    Raises:
+        UnsupportedError, CheckpointError: see `Gptq.read_settings`.
+    """
+    bits, group_size = base.bits, base.group_size
+    if settings.has("bits") or "bits" in required:
+        bits = settings.whole("bits", 1, 32)
+        if bits not in (4, 8):
+            raise UnsupportedError(
+                "bits per weight are not supported", path=settings.path, found=bits, expected="4 or 8",
+                hint="start from the float model",
+            )  # fmt: skip
+    if settings.has("group_size") or "group_size" in required:
+        size = settings.whole("group_size", -1, _MOST_COLUMNS)
+        group_size = size if size > 0 else None
+    if settings.has("pack_dtype") and settings.text("pack_dtype") != "int32":
+        raise UnsupportedError(
+            "codes are packed into other words than are read", path=settings.path,
+            found=shown(settings.values["pack_dtype"]), expected="int32",
+        )  # fmt: skip
+    if settings.values.get("adapter"):
+        raise UnsupportedError("adapters beside codes are not read", path=settings.path)
+    return GptqLinear(bits, group_size, settings.flag("sym", base.symmetric))
+
+
+def _overrides(settings: Settings, every: GptqLinear) -> list[tuple[Targets, GptqLinear | None]]:
+    """Patterns of modules, the first that matches decides, and what holds for them; None: they are not quantized."""
+    if not settings.has("dynamic"):
+        return []
+    dynamic, deadline = settings.inside("dynamic"), Deadline(settings.path)
+    if len(dynamic.values) > _MOST_PATTERNS:
+        raise CheckpointError(
+            f"{dynamic.name} has too many patterns", path=settings.path, found=len(dynamic.values),
+            expected=f"at most {_MOST_PATTERNS}",
+        )  # fmt: skip
+    found: list[tuple[Targets, GptqLinear | None]] = []
+    for key in dynamic.values:
+        targets = Targets([f"re:{key.removeprefix('+:').removeprefix('-:')}"], deadline)
+        skipped = key.startswith("-:")
+        found.append((targets, None if skipped else _stated(dynamic.inside(key), every)))
+    return found

@@ -1,0 +1,268 @@
+"""One linear as GPTQ lays it out.
+
+A weight [O, I] of codes of 4 or 8 bits is ``qweight`` int32 [ceil(I * bits / 32), O], packed down the inputs;
+``qzeros`` int32 [G, ceil(O * bits / 32)], packed along the outputs (see `gptq_zeros`); ``scales`` [G, O], float16 but
+for few writers; ``g_idx`` int32 [I], the group of each input. Words are packed from their least significant bits.
+Whether zero points are those of a symmetric scheme, and groups lie in order, is told by the tensors.
+Sources: the packages auto_gptq and gptqmodel.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.formats.codecs.codec import RawModule, Reason, exact_scale
+from quantkit.formats.codecs.gptq_zeros import (
+    G_IDX,
+    QWEIGHT,
+    QZEROS,
+    SCALES,
+    Packed,
+    Version,
+    constant,
+    require_whole,
+    told_by,
+    zero_points,
+)
+from quantkit.formats.files.tensor_file import StoredTensor
+from quantkit.tensors.dtypes import FLOATS, DType
+from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.spec import TensorSpec
+from quantkit.tensors.tensor_slice import TensorSlice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.tensors.qtensor import QuantTensor
+
+SUFFIXES = (QWEIGHT, QZEROS, SCALES)
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class GptqLinear:
+    """Codes packed down the inputs.
+
+    Attributes:
+        bits, group_size: as the settings say; None for whole rows.
+        symmetric: as the settings say; of what is read, the zero points decide.
+        version: of the folder's zero points; None in what quantkit writes: 1 of symmetric weights, as all readers
+            know it, and 2 of others, since 1 does not hold all zero points.
+    """
+
+    bits: int
+    group_size: int | None
+    symmetric: bool
+    version: Version | None = None
+
+    @property
+    def scheme(self) -> QuantScheme | None:
+        whole = self.group_size is None or self.group_size % 8 == 0
+        return QuantScheme(self.bits, self.group_size, self.symmetric) if whole else None
+
+    def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
+        packed = require_tensors(self, raw, expected)
+        ordered = self._in_order(raw, packed)
+        assert self.version is not None, "only what was written has none"
+        told = told_by(constant(raw, packed), self.bits)
+        if told is not None:
+            self.version.require(raw, told)
+        elif self.version.of(raw) == 1:
+            require_whole(raw, packed)
+        unit = math.gcd(packed.group_size, packed.columns)
+        if not ordered or (packed.groups > 1 and unit % 8):
+            stored_as = f"GPTQ in groups of {unit}" if ordered else "GPTQ with act-order"
+            return TensorSpec(expected.name, expected.shape, expected.dtype, None, stored_as)
+        one = packed.groups == 1 and (self.group_size != packed.columns or unit % 8)
+        scheme = QuantScheme(self.bits, None if one else unit, told is not None)
+        return TensorSpec(expected.name, expected.shape, scales_dtype(raw), scheme)
+
+    def stored(self, spec: TensorSpec) -> list[StoredTensor]:
+        module, packed = spec.name.removesuffix("weight"), self.packed(spec)
+        return [*tensors(module, packed, DType.FLOAT16), StoredTensor(module + G_IDX, DType.INT32, (packed.columns,))]
+
+    def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
+        g_idx = raw.find(G_IDX)
+        found = tensors(spec.name.removesuffix("weight"), self.packed(spec), scales_dtype(raw))
+        return found if g_idx is None else [*found, g_idx]
+
+    def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor | Tensor:
+        from quantkit.tensors.qtensor import QuantTensor, unpack_int32
+
+        packed = self.packed(spec)
+        outputs = part if part is not None and part.axis == 0 else None
+        start, stop = part.ranges[0] if part is not None and part.axis == 1 else (0, packed.columns)
+        if spec.scheme is None:
+            return self._floats(raw, packed, spec.dtype, outputs, (start, stop))
+        unit = spec.scheme.group_size or packed.per_word  # groups are whole words
+        first, last = start // unit * unit, min(-(-stop // unit) * unit, packed.columns)
+        codes = unpack_int32(self._words(raw, packed, outputs, (first, last)).t(), self.bits, last - first)
+        groups = [0]
+        if spec.scheme.group_size is not None:
+            groups = [place // packed.group_size for place in range(first, last, unit)]
+        scale, zero = self._grid(raw, packed, outputs, (groups[0], groups[-1] + 1), zeros=not spec.scheme.symmetric)
+        within = [group - groups[0] for group in groups]
+        value = QuantTensor(codes, scale[:, within], None if zero is None else zero[:, within], spec.scheme)
+        return value if (first, last) == (start, stop) else value.columns(start - first, stop - first)
+
+    def encode(self, value: QuantTensor) -> list[Tensor] | Reason:
+        import torch
+
+        from quantkit.tensors.qtensor import pack_int32
+
+        rows, columns = value.shape
+        packed = self.packed(TensorSpec("", value.shape, DType.FLOAT16))
+        if (reason := odd_sizes(packed)) is not None:
+            return reason
+        scale = exact_scale(value.scale, DType.FLOAT16)
+        if isinstance(scale, Reason):
+            return scale
+        qweight = pack_int32(value.codes, self.bits).t().contiguous()
+        if value.zero is None:
+            field = 2 ** (self.bits - 1) - 1
+            qzeros = torch.full((packed.groups, rows // packed.per_word), field * packed.ones, dtype=torch.int32)
+        else:
+            qzeros = pack_int32(value.zero.t(), self.bits)
+        g_idx = torch.arange(columns, dtype=torch.int32) // packed.group_size
+        return [qweight, qzeros, scale.t().contiguous(), g_idx]
+
+    def packed(self, spec: TensorSpec) -> Packed:
+        """How a weight of some shape lies."""
+        rows, columns = spec.shape
+        return Packed(self.bits, rows, columns, min(self.group_size or columns, columns))
+
+    def _in_order(self, raw: RawModule, packed: Packed) -> bool:
+        """Whether inputs that share a scale lie side by side.
+
+        Raises:
+            CheckpointError: if an input is of no group.
+        """
+        if raw.find(G_IDX) is None:
+            return True
+        found = raw.read_bytes(G_IDX)
+        words = (struct.pack("<i", group) * packed.group_size for group in range(packed.groups))
+        if found == b"".join(words)[: len(found)]:
+            return True
+        groups = [group for (group,) in struct.iter_unpack("<i", found)]
+        if (stray := next((g for g in groups if not 0 <= g < packed.groups), None)) is not None:
+            raise CheckpointError(
+                f"tensor '{raw.name}.{G_IDX}' names a group that is not there", path=raw.path, found=stray,
+                expected=f"0 to {packed.groups - 1}",
+            )  # fmt: skip
+        return False
+
+    def _words(
+        self, raw: RawModule, packed: Packed, outputs: TensorSlice | None, inputs: tuple[int, int]
+    ) -> Tensor:  # fmt: skip
+        """The words that hold some codes; all outputs, or all inputs."""
+        if outputs is not None:
+            return raw.read(QWEIGHT, TensorSlice(1, outputs.ranges))
+        start, stop = inputs[0] // packed.per_word, -(-inputs[1] // packed.per_word)
+        return raw.read(QWEIGHT, TensorSlice(0, ((start, stop),)))
+
+    def _grid(
+        self, raw: RawModule, packed: Packed, outputs: TensorSlice | None, groups: tuple[int, int], *, zeros: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Scales and zero points [O, G] of some groups."""
+        import torch
+
+        some = TensorSlice(0, (groups,)) if outputs is None else TensorSlice(1, outputs.ranges)
+        scale = raw.read(SCALES, some)
+        scale = scale if outputs is None else scale[groups[0] : groups[1]]
+        if not zeros:
+            return scale.t().contiguous(), None
+        version = 2 if self.version is None else self.version.of(raw)
+        if outputs is None:
+            found = zero_points(raw.read(QZEROS, some), self.bits, packed.rows, version)
+            return scale.t().contiguous(), found.t().contiguous()
+        pieces = []
+        for start, stop in outputs.ranges:
+            first, last = start // packed.per_word, -(-stop // packed.per_word)
+            words = raw.read(QZEROS, TensorSlice(1, ((first, last),)))[groups[0] : groups[1]]
+            fields = zero_points(words, self.bits, stop - first * packed.per_word, version)
+            pieces.append(fields[:, start - first * packed.per_word :])
+        return scale.t().contiguous(), torch.cat(pieces, 1).t().contiguous()
+
+    def _floats(
+        self, raw: RawModule, packed: Packed, dtype: DType, outputs: TensorSlice | None, inputs: tuple[int, int]
+    ) -> Tensor:
+        """The weights, computed in float32 and rounded once."""
+        import torch
+
+        from quantkit.tensors.qtensor import row_chunks, unpack_int32
+
+        start, stop = inputs
+        group = torch.arange(start, stop) // packed.group_size
+        if raw.find(G_IDX) is not None:
+            group = raw.read(G_IDX, TensorSlice(0, (inputs,))).long()
+        low, high = int(group.min()), int(group.max()) + 1
+        before = start // packed.per_word * packed.per_word
+        codes = unpack_int32(self._words(raw, packed, outputs, inputs).t(), self.bits, stop - before)
+        scale, zero = self._grid(raw, packed, outputs, (low, high), zeros=True)
+        assert zero is not None
+        group -= low
+        out = dtype.empty((codes.shape[0], stop - start))
+        for first, last in row_chunks(len(out), stop - start, _CHUNK):
+            steps = codes[first:last, start - before :].float() - zero[first:last].float()[:, group]
+            out[first:last] = steps.mul_(scale[first:last].float()[:, group])
+        return out
+
+
+def tensors(module: str, packed: Packed, scales: DType) -> list[StoredTensor]:
+    """The tensors that all writers store for a module."""
+    across = math.ceil(packed.rows / packed.per_word)
+    return [
+        StoredTensor(module + QWEIGHT, DType.INT32, (math.ceil(packed.columns / packed.per_word), packed.rows)),
+        StoredTensor(module + QZEROS, DType.INT32, (packed.groups, across)),
+        StoredTensor(module + SCALES, scales, (packed.groups, packed.rows)),
+    ]
+
+
+def require_tensors(codec: GptqLinear, raw: RawModule, expected: TensorSpec) -> Packed:
+    """How a module's weight lies, all of whose tensors are there in the right types and shapes.
+
+    Raises:
+        CheckpointError, UnsupportedError: if one is not.
+    """
+    if len(expected.shape) != 2 or 0 in expected.shape:
+        raise UnsupportedError(f"'{raw.name}' is no matrix, and has codes", path=raw.path, found=list(expected.shape))
+    if any(raw.find(suffix) is None for suffix in SUFFIXES):
+        missing = [suffix for suffix in SUFFIXES if raw.find(suffix) is None]
+        raise CheckpointError(
+            f"'{raw.name}' is quantized, but its {' and '.join(missing)} are missing", path=raw.path,
+            hint="a weight file is missing or damaged; download it again",
+        )  # fmt: skip
+    packed, module = codec.packed(expected), expected.name.removesuffix("weight")
+    found = tensors(module, packed, scales_dtype(raw))
+    if raw.find(G_IDX) is not None:
+        found.append(StoredTensor(module + G_IDX, DType.INT32, (packed.columns,)))
+    for one in found:
+        raw.require(one, codec.scheme)
+    return packed
+
+
+def scales_dtype(raw: RawModule) -> DType:
+    """The float type of a module's scales.
+
+    Raises:
+        UnsupportedError: if it is none.
+    """
+    found = raw.find(SCALES)
+    assert found is not None
+    if found.dtype not in FLOATS:
+        raise UnsupportedError(
+            f"tensor '{found.name}' holds no floats", path=raw.path, found=found.dtype, expected=" or ".join(FLOATS)
+        )
+    return found.dtype
+
+
+def odd_sizes(packed: Packed) -> Reason | None:
+    """Why a weight's sizes do not go into whole words; None if they do."""
+    for what, size in (("outputs", packed.rows), ("inputs", packed.columns)):
+        if size % packed.per_word:
+            return Reason(f"its {what} fill no whole words", found=size, expected=f"a multiple of {packed.per_word}")
+    return None

@@ -1,0 +1,310 @@
+"""MLX's affine codes: what mlx-lm reads and writes.
+
+Per module: ``weight`` uint32 [O, I * bits / 32], least significant bits first, ``scales`` and ``biases`` [O, I / G] in
+one float type; ``w = scale * code + bias``. All experts of a layer are one module [E, O, ...].
+Source: mlx's documentation of ``mlx.core.quantize``; mlx-lm's ``load_model`` for the settings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.formats.codecs.codec import Codec, RawModule, Reason
+from quantkit.formats.codecs.whole_steps import affine, told_scheme, zero_points
+from quantkit.formats.files.tensor_file import StoredTensor
+from quantkit.json_values import Settings, shown
+from quantkit.tensors.dtypes import FLOATS, DType
+from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.spec import TensorSpec
+from quantkit.tensors.tensor_slice import TensorSlice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.tensors.qtensor import QuantTensor
+
+_CODES, _SCALES, _BIASES = "weight", "scales", "biases"
+_LEAVES = (_CODES, _SCALES, _BIASES)
+_AFFINE = "affine"
+_GROUP_SIZES = (128, 64, 32)  # that MLX computes with
+_BITS = (2, 3, 4, 5, 6, 8)
+_MOST_COLUMNS = 2**24
+_CHUNK = 1 << 17  # scales at a time
+
+
+@dataclass(frozen=True)
+class Affine:
+    """Codes packed into words, with a scale and an offset for each group.
+
+    Attributes:
+        scheme: of what is written; None for what is found, which the tensors tell.
+        bits, group_size: that the settings give a module by its name; None where the tensors tell it, as mlx-lm
+            does.
+    """
+
+    scheme: QuantScheme | None = None
+    bits: int | None = None
+    group_size: int | None = None
+
+    def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
+        bits, group_size = self._layout(raw, expected.shape)
+        if bits in (4, 8):
+            scheme = told_scheme(_groups(raw), bits, group_size)
+            if scheme is not None:
+                scales = raw.find(_SCALES)
+                assert scales is not None, "the layout has been looked at"
+                return TensorSpec(expected.name, expected.shape, scales.dtype, scheme)
+            return TensorSpec(expected.name, expected.shape, expected.dtype, stored_as="MLX with float offsets")
+        return TensorSpec(expected.name, expected.shape, expected.dtype, stored_as=f"MLX with {bits} bits")
+
+    def stored(self, spec: TensorSpec) -> list[StoredTensor]:
+        """
+        Raises:
+            UnsupportedError: if no group size of MLX divides the groups.
+        """
+        assert spec.scheme is not None, "floats have no codec"
+        module = spec.name.removesuffix(_CODES)
+        *rows, columns = spec.shape
+        group_size = _written_group_size(spec.scheme, columns)
+        if isinstance(group_size, Reason):
+            raise group_size.error(spec.name, Mlx.name)
+        groups = (*rows, columns // group_size)
+        return [
+            StoredTensor(module + _CODES, DType.UINT32, (*rows, columns * spec.scheme.bits // 32)),
+            StoredTensor(module + _SCALES, spec.dtype, groups),
+            StoredTensor(module + _BIASES, spec.dtype, groups),
+        ]
+
+    def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
+        return [found for leaf in _LEAVES if (found := raw.find(leaf)) is not None]
+
+    def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor | Tensor:
+        """Codes are [O, I], also those of one of several experts."""
+        from quantkit.tensors.qtensor import QuantTensor
+
+        columns, scheme = spec.shape[-1], spec.scheme
+        bits, group_size = self._layout(raw, spec.shape)
+        first, last, words, groups = 0, columns, part, part
+        if part is not None and part.axis == 1:
+            start, stop = part.ranges[0]
+            unit = math.lcm(32, group_size if scheme is None else scheme.group_size or 32)  # of whole words and groups
+            first, last = start // unit * unit, min(-(-stop // unit) * unit, columns)
+            words = TensorSlice(1, ((first * bits // 32, -(-last * bits // 32)),))
+            groups = TensorSlice(1, ((first // group_size, -(-last // group_size)),))
+        packed, scale = raw.read(_CODES, words), raw.read(_SCALES, groups)
+        codes = _unpacked(packed.flatten(0, -2), bits, last - first)
+        scale = scale.flatten(0, -2)
+        if scheme is None:
+            value = affine(codes, scale, raw.read(_BIASES, groups).flatten(0, -2), spec.dtype)
+            value = value.view(*packed.shape[:-1], -1)
+            return value if part is None or part.axis == 0 else value[..., start - first : stop - first].contiguous()
+        repeats = scale.shape[1] if scheme.group_size is None else scheme.group_size // group_size
+        zero = None
+        if not scheme.symmetric:
+            zero = zero_points(scale, raw.read(_BIASES, groups).flatten(0, -2), bits)
+            if zero is None:
+                raise CheckpointError(f"the offsets of '{raw.name}' have changed since it was opened", path=raw.path)
+            zero = zero[:, ::repeats].contiguous()
+        value = QuantTensor(codes, scale[:, ::repeats].contiguous(), zero, scheme)
+        return value if part is None or part.axis == 0 else value.columns(start - first, stop - first)
+
+    def encode(self, value: QuantTensor) -> list[Tensor] | Reason:
+        import torch
+
+        from quantkit.tensors.qtensor import pack_int32
+
+        scheme, columns = value.scheme, value.shape[1]
+        group_size = _written_group_size(scheme, columns)
+        if isinstance(group_size, Reason):
+            return group_size
+        scale = value.scale
+        zero = torch.tensor(scheme.levels // 2) if value.zero is None else value.zero
+        offset = (scale.double() * -zero.double()).to(scale.dtype)
+        wrong = (offset.double() != scale.double() * -zero.double()) | ~offset.isfinite()
+        wrong |= (scale == 0) & (zero != scheme.levels // 2)  # which the offset does not tell
+        if wrong.any():
+            place = wrong.nonzero()[0].tolist()
+            step, zero = scale[tuple(place)].item(), zero.expand(scale.shape)[tuple(place)].item()
+            return Reason(
+                f"{DType.of(scale.dtype)} does not hold the offset of a group", found=f"{-zero:d} steps of {step:g}",
+                expected="an offset that is exact in the type of the scales",
+            )  # fmt: skip
+        repeats = columns // group_size // scale.shape[1]
+        groups = [one.repeat_interleave(repeats, 1) if repeats > 1 else one.contiguous() for one in (scale, offset)]
+        return [pack_int32(value.codes, scheme.bits).view(torch.uint32), *groups]
+
+    def _layout(self, raw: RawModule, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Bits and group size of a module, as its tensors tell them.
+
+        Args:
+            shape: of the weight.
+
+        Raises:
+            CheckpointError: if one is missing, or they do not go together or with the settings.
+        """
+        found = [raw.find(leaf) for leaf in _LEAVES]
+        for leaf, tensor in zip(_LEAVES, found, strict=True):
+            if tensor is None:
+                raise CheckpointError(
+                    f"tensor '{raw.name}.{leaf}' is missing", path=raw.path,
+                    expected=" and ".join(_LEAVES[1:]) + " beside the codes of MLX",
+                )  # fmt: skip
+        codes, scales, biases = (tensor for tensor in found if tensor is not None)
+        *rows, columns = shape
+        groups, words = ((one.shape or (0,))[-1] for one in (scales, codes))
+        fitting = (
+            codes.shape == (*rows, words)
+            and scales.shape == biases.shape == (*rows, groups)
+            and codes.dtype == DType.UINT32
+            and scales.dtype in FLOATS
+            and biases.dtype == scales.dtype
+            and groups > 0
+            and not columns % (8 * groups)
+            and words * 32 in [columns * bits for bits in _BITS]
+        )
+        if not fitting:
+            raise CheckpointError(
+                f"the tensors of '{raw.name}' do not go together as MLX's", path=raw.path,
+                found=", ".join(f"{one.dtype} {list(one.shape)}" for one in (codes, scales, biases)),
+                expected=f"codes, scales and biases of {list(shape)}",
+            )  # fmt: skip
+        layout = words * 32 // columns, columns // groups
+        stated = self.bits or layout[0], self.group_size or layout[1]
+        if layout != stated:
+            raise CheckpointError(
+                f"the tensors of '{raw.name}' disagree with the config", path=raw.path,
+                found="{} bits in groups of {}".format(*layout), expected="{} bits in groups of {}".format(*stated),
+            )  # fmt: skip
+        return layout
+
+
+class Mlx:
+    """Settings without a ``quant_method``, under ``quantization``: bits, group size and mode of all modules that have
+    scales, and by their names those of some."""
+
+    name = "mlx"
+    keys: tuple[str, ...] = ("quantization", "quantization_config")
+    schemes = tuple(QuantScheme(bits, size) for bits in (4, 8) for size in (32, 64, 128))
+    scale_dtype: DType | None = None
+
+    def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
+        """
+        Raises:
+            UnsupportedError: for other modes than affine, and for codes of modules that are not known.
+            CheckpointError: if the settings lack a key, a value is of the wrong type, or they name a module otherwise
+                than it is.
+        """
+        _require_affine(settings)
+        settings.whole("bits", 1, 32)
+        settings.whole("group_size", 1, _MOST_COLUMNS)
+        found: dict[str, Codec] = {}
+        for module in modules:
+            own, quantized = settings.values.get(module), f"{module}.{_SCALES}" in stored
+            if isinstance(own, dict):
+                named = settings.inside(module)
+                _require_affine(named)
+                bits = named.whole("bits", 1, 32) if named.has("bits") else None
+                size = named.whole("group_size", 1, _MOST_COLUMNS) if named.has("group_size") else None
+                codec = Affine(None, bits, size)
+            elif own is None or isinstance(own, bool):
+                codec = Affine()
+            else:
+                settings.wrong_type(module, "an object, true or false")
+            if own is not None and stored and quantized != bool(own):
+                raise CheckpointError(
+                    f"{settings.name} says that '{module}' is {'' if own else 'not '}quantized", path=settings.path,
+                    found=f"a tensor '{module}.{_SCALES}'" if quantized else "no scales",
+                )  # fmt: skip
+            if quantized:
+                found[module] = codec
+        for name in stored:
+            module, _, leaf = name.rpartition(".")
+            if leaf == _SCALES and module not in found and f"{module}.{_BIASES}" in stored:
+                raise UnsupportedError(
+                    f"'{module}' is quantized by MLX, and is no module of an architecture that is read so",
+                    path=settings.path, found=f"'{name}'", hint="start from the float model",
+                )  # fmt: skip
+        return found
+
+    def write_settings(
+        self, schemes: Mapping[str, QuantScheme], modules: Mapping[str, int], *, every: bool = True
+    ) -> dict[str, Any]:
+        """What most modules have goes before; the others are named.
+
+        Raises:
+            UnsupportedError: for experts, which mlx-lm reads from one tensor for all.
+        """
+        layouts = {}
+        for module, scheme in schemes.items():
+            group_size = _written_group_size(scheme, modules[module])
+            if isinstance(group_size, Reason):
+                raise group_size.error(f"{module}.weight", self.name)
+            layouts[module] = {"group_size": group_size, "bits": scheme.bits, "mode": _AFFINE}
+        counted = Counter(tuple(layout.items()) for layout in layouts.values())
+        usual = dict(counted.most_common(1)[0][0])
+        return usual | {module: layout for module, layout in layouts.items() if layout != usual}
+
+    def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
+        return {}
+
+    def codec(self, scheme: QuantScheme) -> Codec | Reason:
+        if scheme.group_size is not None and isinstance(none := _written_group_size(scheme, 0), Reason):
+            return none
+        return Affine(scheme)
+
+    def readers(self, schemes: Iterable[QuantScheme | None]) -> str:
+        return "mlx-lm"
+
+
+def _require_affine(settings: Settings) -> None:
+    mode = settings.text("mode") if settings.has("mode") else _AFFINE
+    if mode != _AFFINE:
+        raise UnsupportedError(
+            f"{settings.name} names a mode of MLX that is not read", path=settings.path, found=shown(mode),
+            expected=_AFFINE, hint="start from the float model",
+        )  # fmt: skip
+
+
+def _written_group_size(scheme: QuantScheme, columns: int) -> int | Reason:
+    """The largest group size of MLX that divides a scheme's groups, or its rows."""
+    size = scheme.group_size or columns
+    for group_size in _GROUP_SIZES:
+        if not size % group_size:
+            return group_size
+    return Reason("MLX has no groups that divide it", found=f"{scheme} of {size} columns", expected="32, 64 or 128")
+
+
+def _groups(raw: RawModule) -> Iterator[tuple[Tensor, Tensor]]:
+    """Scales and offsets, some rows at a time."""
+    from quantkit.tensors.qtensor import row_chunks
+
+    scales = raw.find(_SCALES)
+    assert scales is not None, "the layout has been looked at"
+    rows, *rest = scales.shape
+    for start, stop in row_chunks(rows, math.prod(rest), _CHUNK):
+        part = TensorSlice(0, ((start, stop),))
+        yield raw.read(_SCALES, part), raw.read(_BIASES, part)
+
+
+def _unpacked(words: Tensor, bits: int, count: int) -> Tensor:
+    """Codes [R, C] uint8 of words [R, W] uint32: a stream of bits, the least significant first."""
+    import torch
+
+    from quantkit.tensors.qtensor import row_chunks, unpack_int32
+
+    words = words.view(torch.int32)
+    if bits in (4, 8):
+        return unpack_int32(words, bits, count)
+    codes = torch.empty(len(words), count, dtype=torch.uint8)
+    weights = (1 << torch.arange(bits)).to(torch.uint8)
+    for start, stop in row_chunks(len(words), count):
+        data = words[start:stop].contiguous().view(torch.uint8)
+        stream = (data.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
+        groups = stream.flatten(1)[:, : count * bits].view(stop - start, count, bits)
+        codes[start:stop] = (groups * weights).sum(-1, dtype=torch.uint8)
+    return codes

@@ -1,0 +1,282 @@
+"""torchao's plain int8 and int4 tensors in safetensors: read only.
+
+A weight ``M.weight`` lies as ``M._weight_qdata``, ``M._weight_scale`` and mostly ``M._weight_zero_point``. Which class
+of tensor they make, and how large its blocks are, stands as JSON in the file's header, under ``M.weight``:
+
+- ``Int8Tensor``: int8 [O, I], scale [O, G], zero point int8 [O, G]; ``w = scale * (q - zero)``.
+- ``IntxUnpackedToInt8Tensor``: the same with fewer bits; the zero point may be of floats.
+- ``Int4Tensor``: two signed codes a byte [O, I / 2], the low half first; scale and offset [G, O] of floats;
+  ``w = scale * q + offset``.
+
+Source: torchao's safetensors_support, and the docstrings of these classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.formats.codecs.codec import Codec, RawModule, Reason
+from quantkit.formats.codecs.whole_steps import affine, told_scheme, zero_points
+from quantkit.formats.files.tensor_file import StoredTensor
+from quantkit.json_values import Settings, parsed, shown
+from quantkit.tensors.dtypes import FLOATS, DType
+from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.spec import TensorSpec
+from quantkit.tensors.tensor_slice import TensorSlice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.tensors.qtensor import QuantTensor
+
+_CODES, _SCALE, _ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"
+_OF_ACTIVATIONS = ("_weight_act_pre_scale", "_weight_act_quant_scale", "_weight_act_quant_zero_point")
+_INT8, _INTX, _INT4 = "Int8Tensor", "IntxUnpackedToInt8Tensor", "Int4Tensor"
+_CHUNK = 1 << 17  # scales at a time
+_MOST_COLUMNS = 2**24
+
+
+class Plain:
+    """Codes that lie in the order of the weights, in the class that the header names."""
+
+    scheme: QuantScheme | None = None  # the tensors tell it
+
+    def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
+        weight = _Weight.of(raw, expected.shape)
+        scheme = weight.scheme()
+        if scheme is None:
+            return TensorSpec(expected.name, expected.shape, expected.dtype, stored_as=f"torchao's {weight.kind}")
+        return TensorSpec(expected.name, expected.shape, weight.dtype, scheme)
+
+    def stored(self, spec: TensorSpec) -> list[StoredTensor]:
+        raise NotImplementedError("it is only read")
+
+    def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
+        return [found for leaf in (_CODES, _SCALE, _ZERO) if (found := raw.find(leaf)) is not None]
+
+    def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor | Tensor:
+        from quantkit.tensors.qtensor import QuantTensor
+
+        weight = _Weight.of(raw, spec.shape)
+        size, columns = weight.group_size, weight.columns
+        if part is None or part.axis == 0:
+            codes, scale, zero = weight.codes(part), weight.groups(_SCALE, part), weight.groups(_ZERO, part)
+            inside = None
+        else:
+            start, stop = part.ranges[0]
+            unit = 2 if size == columns else size
+            first, last = start // unit * unit, min(-(-stop // unit) * unit, columns)
+            codes = weight.codes(TensorSlice(1, ((first, last),)))
+            inside = TensorSlice(1, ((start - first, stop - first),))
+            own = slice(first // size, -(-last // size))
+            scale, zero = weight.groups(_SCALE, None)[:, own], weight.groups(_ZERO, None)[:, own]
+        value: QuantTensor | Tensor
+        if spec.scheme is None:
+            value = affine(codes, scale, zero, spec.dtype, weight.middle)
+        else:
+            points = None if spec.scheme.symmetric else weight.points(scale, zero)
+            value = QuantTensor(codes, scale.contiguous(), points, spec.scheme)
+        return value if inside is None else inside.of_weight(value)
+
+    def encode(self, value: QuantTensor) -> Reason:
+        return Reason("it is only read")
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A weight as the header tells it, its tensors found fitting.
+
+    Attributes:
+        kind: the class.
+        bits: of its codes, 4 or 8.
+        dtype: of its scales.
+        group_size: inputs that share a scale.
+        by_row: whether rows have scales of their own.
+    """
+
+    raw: RawModule
+    kind: str
+    bits: int
+    dtype: DType
+    rows: int
+    columns: int
+    group_size: int
+    by_row: bool
+
+    @property
+    def middle(self) -> int:
+        return 1 << (self.bits - 1)
+
+    @classmethod
+    def of(cls, raw: RawModule, shape: tuple[int, ...]) -> _Weight:
+        """
+        Args:
+            shape: [O, I].
+
+        Raises:
+            UnsupportedError: for another class, and for scales of activations.
+            CheckpointError: if the header does not tell, or the tensors contradict it.
+        """
+        told = _told(raw)
+        kind = told.text("_type")
+        if kind not in (_INT8, _INTX, _INT4):
+            raise UnsupportedError(
+                f"'{raw.name}' is a tensor of torchao that is not read", path=raw.path, found=shown(kind),
+                expected=f"{_INT8}, {_INTX} or {_INT4}, which are plain", hint="start from the float model",
+            )  # fmt: skip
+        for leaf in _OF_ACTIVATIONS:
+            if raw.find(leaf) is not None:
+                raise UnsupportedError(
+                    "scales of activations are not supported", path=raw.path, found=f"'{raw.name}.{leaf}'"
+                )
+        data = told.inside("_data")
+        rows, columns = shape
+        block = data.numbers("block_size", 1, _MOST_COLUMNS)
+        high, size = (int(block[0]), int(block[1])) if len(block) == 2 else (0, 0)
+        codes, scale, zero = raw.find(_CODES), raw.find(_SCALE), raw.find(_ZERO)
+        bits = 4 if kind == _INT4 or (kind == _INTX and _target(data) == DType.INT4) else 8
+        groups = (rows if high == 1 else 1, columns // size if size else 0)
+        zeros: tuple[DType, ...] = (DType.INT8, *FLOATS) if kind == _INTX else (DType.INT8,)
+        packed = 1
+        if kind == _INT4 and scale is not None:
+            groups, zeros, packed = groups[::-1], (scale.dtype,), 2
+        fitting = (
+            (high == 1 or (high == rows and kind != _INT4))
+            and size > 0
+            and not columns % size
+            and not (size % 8 and size != columns)
+            and not columns % packed
+            and codes is not None
+            and scale is not None
+            and codes.shape == (rows, columns // packed)
+            and codes.dtype in (DType.INT8, DType.UINT8)[:packed]
+            and scale.shape == groups
+            and scale.dtype in FLOATS
+            and (kind == _INT8 if zero is None else zero.shape == groups and zero.dtype in zeros)
+        )
+        if not fitting or scale is None:
+            found = (one for one in (codes, scale, zero) if one is not None)
+            raise CheckpointError(
+                f"the tensors of '{raw.name}' do not go together as an {kind}", path=raw.path,
+                found=", ".join(f"{one.dtype} {list(one.shape)}" for one in found),
+                expected=f"codes, scales and zero points of {list(shape)} in blocks of {shown(list(block))}",
+            )  # fmt: skip
+        return cls(raw, kind, bits, scale.dtype, rows, columns, size, high == 1)
+
+    def scheme(self) -> QuantScheme | None:
+        """Of its codes; None where offsets are no whole steps."""
+        group_size = None if self.group_size == self.columns else self.group_size
+        if self.kind == _INT4:
+            return told_scheme(self._pairs(), self.bits, self.group_size, self.middle)
+        zero = self.groups(_ZERO, None)
+        return QuantScheme(self.bits, group_size, not zero.any())
+
+    def codes(self, part: TensorSlice | None) -> Tensor:
+        """Unsigned ones [R, C] uint8.
+
+        Raises:
+            CheckpointError: for codes beyond the bits.
+        """
+        import torch
+
+        if self.kind == _INT4:
+            if part is not None and part.axis == 1:
+                part = TensorSlice(1, tuple((start // 2, -(-stop // 2)) for start, stop in part.ranges))
+            data = self.raw.read(_CODES, part).view(torch.uint8)
+            return torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2) ^ self.middle
+        codes = self.raw.read(_CODES, part).view(torch.uint8) + self.middle  # modulo 256
+        if self.bits == 4 and codes.numel() and int(codes.max()) > 15:
+            raise CheckpointError(f"tensor '{self.raw.name}.{_CODES}' holds codes beyond int4", path=self.raw.path)
+        return codes
+
+    def groups(self, leaf: str, rows: TensorSlice | None) -> Tensor:
+        """Scales or zero points [R, G] of some rows; zeros where there are none."""
+        import torch
+
+        if self.raw.find(leaf) is None:
+            count = self.rows if rows is None else rows.size
+            return torch.zeros(count, self.columns // self.group_size, dtype=torch.int8)
+        if self.kind == _INT4:
+            ranges = ((0, self.rows),) if rows is None else rows.ranges
+            pieces = [self.raw.read(leaf, TensorSlice(1, (one,))) for one in ranges]
+            return torch.cat(pieces, 1).t().contiguous()
+        if self.by_row:
+            return self.raw.read(leaf, rows)
+        return self.raw.read(leaf).expand(self.rows if rows is None else rows.size, -1)
+
+    def points(self, scale: Tensor, zero: Tensor) -> Tensor:
+        """Zero points as codes, uint8.
+
+        Raises:
+            UnsupportedError: for such as are between or beyond the codes.
+        """
+        import torch
+
+        if self.kind == _INT4:
+            points = zero_points(scale, zero, self.bits, self.middle)
+            if points is not None:
+                return points
+        else:
+            wide = zero.double() + self.middle
+            if bool(((wide == wide.round()) & (wide >= 0) & (wide < 1 << self.bits)).all()):
+                return wide.to(torch.uint8)
+        raise UnsupportedError(f"zero points of '{self.raw.name}' are none of its codes", path=self.raw.path)
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Scales and offsets as they lie, some groups at a time."""
+        from quantkit.tensors.qtensor import row_chunks
+
+        for start, stop in row_chunks(self.columns // self.group_size, self.rows, _CHUNK):
+            part = TensorSlice(0, ((start, stop),))
+            yield self.raw.read(_SCALE, part), self.raw.read(_ZERO, part)
+
+
+class TorchAo:
+    """``quant_method: torchao``: the weights that lie as its tensors do."""
+
+    name = "torchao"
+    keys: tuple[str, ...] = ("quantization_config",)
+    schemes: tuple[QuantScheme, ...] = ()
+    scale_dtype: DType | None = None
+
+    def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
+        return {module: Plain() for module in modules if f"{module}.{_CODES}" in stored}
+
+    def write_settings(
+        self, schemes: Mapping[str, QuantScheme], modules: Mapping[str, int], *, every: bool = True
+    ) -> dict[str, Any]:
+        raise UnsupportedError("torchao's tensors are only read", hint="write compressed-tensors")
+
+    def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
+        return {}
+
+    def codec(self, scheme: QuantScheme) -> Codec | Reason:
+        return Reason("it is only read")
+
+    def readers(self, schemes: Iterable[QuantScheme | None]) -> str:
+        return "transformers with torchao"
+
+
+def _told(raw: RawModule) -> Settings:
+    """What the header of its file says of a weight.
+
+    Raises:
+        CheckpointError: if it says nothing, or no JSON.
+    """
+    name = f"{raw.name}.weight"
+    text = raw.metadata(_CODES, name)
+    if text is None:
+        raise CheckpointError(
+            f"the header does not tell what '{raw.name}.{_CODES}' is", path=raw.path,
+            expected=f"torchao's metadata under '{name}'",
+        )  # fmt: skip
+    return Settings(parsed(text, raw.path), raw.path, name)
+
+
+def _target(data: Settings) -> str:
+    """The type whose range the codes have."""
+    target = data.inside("target_dtype")
+    return target.text("_data")

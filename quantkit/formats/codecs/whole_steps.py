@@ -1,0 +1,73 @@
+"""Groups with an offset in floats, as some formats keep them: ``w = scale * (code - origin) + offset``. Where every
+offset is a whole number of steps, they are codes with zero points; otherwise they are read as floats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from quantkit.tensors.scheme import QuantScheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.tensors.dtypes import DType
+
+
+def zero_points(scale: Tensor, offset: Tensor, bits: int, origin: int = 0) -> Tensor | None:
+    """The codes that stand for zero, uint8 in the shape of the scales; None where a group has none.
+
+    A group whose scale and offset are zero gets the middle code.
+
+    Args:
+        scale, offset: of each group, in one float type.
+        origin: the code whose weight is the offset.
+    """
+    import torch
+
+    steps, offset = scale.double(), offset.double()
+    zero = torch.where(steps == 0, 1 << (bits - 1), origin - (offset / steps).round())
+    whole = (zero >= 0) & (zero < 1 << bits) & (steps * (origin - zero) == offset) & steps.isfinite()
+    whole |= (steps == 0) & (offset == 0)
+    return zero.to(torch.uint8) if bool(whole.all()) else None
+
+
+def told_scheme(
+    pairs: Iterable[tuple[Tensor, Tensor]], bits: int, group_size: int, origin: int = 0
+) -> QuantScheme | None:  # fmt: skip
+    """What scales and offsets make of codes; None where some offset is no whole number of steps: no further pair is
+    taken then.
+
+    Codes of 8 bits whose groups are alike in each row are int8 per row, which such formats hold in groups.
+
+    Args:
+        pairs: scales and offsets [..., G], some rows at a time.
+        bits, origin: see `zero_points`.
+    """
+    symmetric, by_row = True, bits == 8
+    for scale, offset in pairs:
+        zero = zero_points(scale, offset, bits, origin)
+        if zero is None:
+            return None
+        symmetric = symmetric and bool((zero == 1 << (bits - 1)).all())
+        by_row = by_row and all(bool((one == one[..., :1]).all()) for one in (scale, zero))
+    return QuantScheme(bits, None if by_row else group_size, symmetric)
+
+
+def affine(codes: Tensor, scale: Tensor, offset: Tensor, dtype: DType, origin: int = 0) -> Tensor:
+    """The weights [R, C] of such groups, in float32 and then rounded once.
+
+    Args:
+        codes: [R, C] uint8.
+        scale, offset: [R, G].
+        dtype: of the weights.
+        origin: see `zero_points`.
+    """
+    from quantkit.tensors.qtensor import row_chunks
+
+    out = dtype.empty(codes.shape)
+    for start, stop in row_chunks(*codes.shape):
+        steps, base = (groups[start:stop].float().unsqueeze(-1) for groups in (scale, offset))
+        values = codes[start:stop].reshape(stop - start, scale.shape[1], -1).float().sub_(origin)
+        out[start:stop] = values.mul_(steps).add_(base).flatten(1)
+    return out

@@ -1,0 +1,286 @@
+"""Writing GGUF: one file, or several of a largest size, tensor by tensor."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.disk import DiskTensor
+from quantkit.architectures.gguf import gguf_tensors, keeps_float32, stored_offset
+from quantkit.errors import ResumeError
+from quantkit.formats.codecs.codec import Reason
+from quantkit.formats.codecs.ggml_blocks import BLOCK_TYPES, block_type
+from quantkit.formats.codecs.ggml_rows import FLOATS
+from quantkit.formats.container import Chunk, tensor_bytes
+from quantkit.formats.containers.hf_encoder import joined_spec
+from quantkit.formats.containers.hf_parts import assembled, decode
+from quantkit.formats.files.gguf_io import ALIGNMENT, build_header, padding
+from quantkit.formats.files.gguf_types import GGUF, GgmlType, GgufTensor, Split, split_name
+from quantkit.formats.files.source import SourceFile
+from quantkit.formats.files.tensor_file import StoredTensor, TensorFile, View, contiguous_strides
+from quantkit.tensors.dtypes import DType
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.spec import TensorSpec
+from quantkit.tensors.tensor_slice import TensorSlice
+
+_TYPES = {dtype: kind for kind, dtype in FLOATS.items()}
+_LISTED = 24
+"""Bytes of a tensor in the header, besides its name and sizes."""
+_FILE_TYPES = {GgmlType.F32: 0, GgmlType.F16: 1, GgmlType.Q4_0: 2, GgmlType.Q8_0: 7, GgmlType.BF16: 32}
+"""What ``general.file_type`` calls a file that is mostly of a type: llama.cpp's `llama_ftype`."""
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A tensor of the file.
+
+    Attributes:
+        tensor: what it is made of; None of one that the config determines.
+        first: the index of its first part among the planned tensors.
+        spec: its shape, and the parts' float type and scheme.
+        stored: as the header lists it.
+        at_once: how many parts are appended together: all, or that of one expert.
+        value: of one that the config determines.
+    """
+
+    tensor: DiskTensor | None
+    first: int
+    spec: TensorSpec
+    stored: GgufTensor
+    at_once: int = 1
+    value: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.stored.nbytes + len(padding(self.stored.nbytes))
+
+
+class GgufEncoder:
+    """``X.gguf``, or ``X-0000N-of-0000M.gguf`` where a largest size is asked for. Codes are written as they are, as
+    Q4_0 and Q8_0; norms, biases and routers in float32, as llama.cpp wants them; other floats in their own type."""
+
+    rearranges = True
+
+    def __init__(
+        self, planned: Sequence[TensorSpec], config: ModelConfig, metadata: Mapping[str, Any],
+        extra: Mapping[str, Sequence[float]], shard_bytes: int, stem: str,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            planned: canonical tensors, in the order of `gguf_tensors`.
+            metadata: of the model; what kind of numbers there are is added.
+            extra: vectors that follow from the config, by name.
+            stem: what the names of the files begin with.
+
+        Raises:
+            UnsupportedError: if GGUF has no such model, or a tensor cannot be held exactly as it is.
+        """
+        self.planned = planned
+        self._config = config
+        self._units = [_extra(name, value) for name, value in extra.items()] + _written(planned, config)
+        self._of_part: list[list[int]] = [[] for _ in planned]
+        for number, unit in enumerate(self._units):
+            for part in range(len(unit.tensor.places) if unit.tensor else 0):
+                self._of_part[unit.first + part].append(number)
+        self._held: list[Tensor | QuantTensor] = []
+        self._metadata = {
+            **metadata, "general.file_type": _file_type(self._units), "general.quantization_version": 2,
+        }  # fmt: skip
+        self._shards = self._cut(shard_bytes)
+        count = len(self._shards)
+        self._names = [stem + GGUF] if count == 1 else [split_name(stem, index, count) for index in range(count)]
+        self._headers = [self._header(index) for index in range(count)]
+        self._shard_of = [index for index, units in enumerate(self._shards) for _ in units]
+
+    @property
+    def joined_bytes(self) -> int:
+        joined = (unit for unit in self._units if unit.at_once > 1)
+        return max((unit.stored.nbytes for unit in joined), default=0)
+
+    @property
+    def holds(self) -> bool:
+        return bool(self._held)
+
+    def total_bytes(self) -> int:
+        return sum(map(len, self._headers)) + sum(unit.nbytes for unit in self._units)
+
+    def files(self) -> Sequence[str]:
+        return self._names
+
+    def encode(self, index: int, value: Tensor | QuantTensor) -> Iterator[Chunk]:
+        for number in range(self._of_part[0][0]) if index == 0 else ():
+            yield from self._appended(number, 0, self._units[number].value)
+        for number in self._of_part[index]:
+            unit = self._units[number]
+            assert unit.tensor is not None
+            self._held.append(value)
+            position = index - unit.first
+            if (position + 1) % unit.at_once:
+                continue
+            joined, self._held = assembled(unit.tensor, self._held), []
+            yield from self._appended(number, position + 1 - unit.at_once, joined)
+
+    def decode(self, index: int, folder: Path) -> Tensor | QuantTensor:
+        """Tensor number `index`, read back from the files so far."""
+        number = self._of_part[index][0]
+        unit, shard = self._units[number], self._shard_of[number]
+        assert unit.tensor is not None
+        before = accumulate((self._units[other].nbytes for other in self._shards[shard]), initial=0)
+        start = len(self._headers[shard]) + dict(zip(self._shards[shard], before, strict=False))[number]
+        stored, place = unit.stored, unit.tensor.places[index - unit.first]
+        file = _StoredRows(SourceFile(folder / self._names[shard]), start, stored, place.expert)
+        value = decode(file, None, unit.spec, replace(place, expert=None), None)
+        if isinstance(value, Tensor):
+            return (value - stored_offset(self._config, unit.tensor)).to(unit.spec.dtype.torch)
+        scheme = self.planned[index].scheme
+        assert scheme is not None
+        times = value.scale.shape[1] // scheme.groups(value.shape[1])
+        return QuantTensor(value.codes, value.scale[:, ::times].to(unit.spec.dtype.torch), None, scheme)
+
+    def finish(self) -> Iterator[Chunk]:
+        return iter(())
+
+    def state(self) -> Any:
+        return sha256(b"".join(self._headers)).hexdigest()
+
+    def restore(self, state: Any) -> None:
+        """
+        Raises:
+            ResumeError: if the files so far begin otherwise than they would now.
+        """
+        if state is not None and state != self.state():
+            raise ResumeError(
+                "the interrupted run had another tokenizer, chat template or name of the model",
+                hint="repeat its command, or remove what it left and start anew",
+            )  # fmt: skip
+
+    def extra_files(self) -> dict[str, bytes]:
+        return {}
+
+    def _appended(self, number: int, part: int, value: Tensor | QuantTensor | None) -> Iterator[Chunk]:
+        """What a tensor, or what it holds of one expert, appends: before it the header, behind it the padding.
+
+        Args:
+            part: the number of the first of its parts among them.
+        """
+        unit, shard = self._units[number], self._shard_of[number]
+        name = self._names[shard]
+        if part == 0 and number == self._shards[shard][0]:
+            yield name, self._headers[shard]
+        data = self._encoded(unit, part, value)
+        yield name, data
+        if unit.tensor is None or part + unit.at_once == len(unit.tensor.places):
+            yield name, padding(unit.stored.nbytes)
+
+    def _encoded(self, unit: _Written, part: int, value: Tensor | QuantTensor | None) -> memoryview:
+        """The bytes of a tensor, or of what it holds of one expert."""
+        stored = unit.stored
+        shape = stored.shape[-2:] if unit.tensor is not None and unit.tensor.stacked is not None else stored.shape
+        if isinstance(value, QuantTensor):
+            assert unit.tensor is not None
+            kind = BLOCK_TYPES[stored.type]
+            blocks = kind.encode(value)
+            if isinstance(blocks, Reason):
+                raise blocks.error(unit.tensor.parts[part], stored.type)
+            rows = (*shape[:-1], stored.type.row_bytes(shape[-1]))
+            return tensor_bytes(blocks, StoredTensor(stored.name, DType.UINT8, rows))
+        assert value is not None
+        if unit.tensor is not None and (offset := stored_offset(self._config, unit.tensor)):
+            value = value.float() + offset
+        if stored.type is GgmlType.F32:
+            value = value.float()
+        return tensor_bytes(value, StoredTensor(stored.name, FLOATS[stored.type], shape))
+
+    def _cut(self, shard_bytes: int) -> list[list[int]]:
+        """The tensors of each file, as many as go into it."""
+        shards: list[list[int]] = [[]]
+        filled = len(build_header(self._metadata | Split(0, 1, 0).metadata(), [])) + ALIGNMENT
+        for number, unit in enumerate(self._units):
+            listed = _LISTED + len(unit.stored.name.encode()) + 8 * len(unit.stored.shape) + unit.nbytes
+            if shards[-1] and filled + listed > shard_bytes:
+                shards.append([])
+                filled = len(build_header(Split(0, 1, 0).metadata(), [])) + ALIGNMENT
+            shards[-1].append(number)
+            filled += listed
+        return shards
+
+    def _header(self, index: int) -> bytes:
+        metadata = self._metadata if index == 0 else {}
+        if len(self._shards) > 1:
+            metadata = metadata | Split(index, len(self._shards), len(self._units)).metadata()
+        return build_header(metadata, [self._units[number].stored for number in self._shards[index]])
+
+
+class _StoredRows:
+    """A tensor of an unfinished file, or what it holds of one expert."""
+
+    def __init__(self, source: SourceFile, start: int, stored: GgufTensor, expert: int | None) -> None:
+        """
+        Args:
+            start: where the tensor begins in the file.
+        """
+        kind, shape = stored.type, stored.shape
+        self._blocks = BLOCK_TYPES.get(kind)
+        dtype = FLOATS.get(kind, DType.UINT8)
+        shape = shape if self._blocks is None else (*shape[:-1], kind.row_bytes(shape[-1]))
+        view = View(dtype, start, shape, contiguous_strides(shape))
+        self._view = view if expert is None else view.at(0, expert)
+        self._file = TensorFile(source, {})
+
+    def decode(self, raw: object, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor | Tensor:
+        rows = self._file.read_view(self._view, part)
+        return rows if self._blocks is None else self._blocks.decode(rows)
+
+
+def _written(planned: Sequence[TensorSpec], config: ModelConfig) -> list[_Written]:
+    """The tensors of the file that the planned ones make, in the order in which those come."""
+    index_of = {spec.name: index for index, spec in enumerate(planned)}
+    found = []
+    for tensor in gguf_tensors(config):
+        first = index_of.get(tensor.parts[0], len(planned))
+        parts = planned[first : first + len(tensor.parts)]
+        if tuple(part.name for part in parts) != tensor.parts:
+            raise ValueError(f"{tensor.parts[0]} and what follows it are not planned in the order of '{tensor.name}'")
+        spec = joined_spec(tensor, parts)
+        at_once = len(parts) if tensor.stacked is None else 1
+        found.append(_Written(tensor, first, spec, GgufTensor(tensor.name, _type(tensor, spec), tensor.shape), at_once))
+    return sorted(found, key=lambda unit: unit.first)
+
+
+def _type(tensor: DiskTensor, spec: TensorSpec) -> GgmlType:
+    """How a tensor is stored.
+
+    Raises:
+        UnsupportedError: if there is no type for its codes.
+    """
+    if spec.scheme is None:
+        return GgmlType.F32 if keeps_float32(tensor) else _TYPES[spec.dtype]
+    kind = block_type(spec.scheme)
+    reason = kind.unsupported(spec.scheme, spec.shape[-1])
+    if reason is not None:
+        raise reason.error(tensor.parts[0], kind.name)
+    return GgmlType(kind.name)
+
+
+def _extra(name: str, values: Sequence[float]) -> _Written:
+    value = torch.tensor(values, dtype=torch.float32)
+    stored = GgufTensor(name, GgmlType.F32, tuple(value.shape))
+    return _Written(None, 0, TensorSpec(name, stored.shape, DType.FLOAT32), stored, value=value)
+
+
+def _file_type(units: Sequence[_Written]) -> int:
+    """By the type of most numbers."""
+    counts: Counter[GgmlType] = Counter()
+    for unit in units:
+        counts[unit.stored.type] += math.prod(unit.stored.shape)
+    return _FILE_TYPES[max(counts, key=lambda kind: counts[kind])]

@@ -1,0 +1,244 @@
+"""gpt-fast's folders: ``model.pth`` in floats or ``model_int8.pth`` beside a Hugging Face config and tokenizer; read
+only.
+
+Names are Meta's, rows of queries and keys lie as Meta's do, with those of the values below them in one ``wqkv``. In
+int8 each linear, the head too, has ``weight`` int8 [N, K] and ``scales`` [N], ``w = weight * scales``; the embedding
+and the norms stay floats.
+Source: gpt-fast's ``convert_hf_checkpoint.py``, ``quantize.py`` and ``model.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.disk import DiskTensor, Place
+from quantkit.architectures.families import config_from_hf, config_to_hf
+from quantkit.architectures.names import GPT_FAST, split_derived
+from quantkit.architectures.topology import Parameter, parameters
+from quantkit.errors import CheckpointError, RequestError, UnsupportedError
+from quantkit.formats.checkpoint import require_tensors
+from quantkit.formats.codecs.codec import QuantMethod, RawModule
+from quantkit.formats.container import Output
+from quantkit.formats.containers.hf_checkpoint import NOT_CARRIED
+from quantkit.formats.containers.hf_parts import decode, read_floats, share
+from quantkit.formats.files import pth_io
+from quantkit.formats.files.source import SourceFile
+from quantkit.formats.files.tensor_file import same_tensor
+from quantkit.json_values import read_settings
+from quantkit.tensors.dtypes import FLOATS, DType
+from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.spec import TensorSpec
+from quantkit.tensors.tensor_slice import TensorSlice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.tensors.qtensor import QuantTensor
+
+_INT4 = "gpt-fast-int4"
+_FILES = {"gpt-fast": "model.pth", "gpt-fast-int8": "model_int8.pth", _INT4: "model_int4*.pth"}
+_WEIGHT, _SCALES = "weight", "scales"
+_SCHEME = QuantScheme(8, None)
+_EMBEDDING, _HEAD = (f"{GPT_FAST[role]}.weight" for role in ("embedding", "head"))
+
+
+class GptFast:
+    """The container of PyTorch's gpt-fast."""
+
+    name = "gpt-fast"
+    title = "gpt-fast"
+    config_file = "config.json"
+    weights: Mapping[str, str] = _FILES
+    methods: Mapping[str, QuantMethod] = {}
+    native = None
+    stores_tied_head = True
+    states_tokens = True
+    model_parallel = False
+    derived = True
+    read_only = True
+    one_file = False
+
+    def present(self, path: Path) -> list[str]:
+        return [kind for kind, spelled in _FILES.items() if path.is_dir() and any(path.glob(spelled))]
+
+    def indexed(self, path: Path, kind: str) -> bool:
+        return False
+
+    def open(self, path: Path, kind: str, *, tensors_only: bool = False) -> GptFastCheckpoint:
+        """
+        Raises:
+            UnsupportedError: for int4 files besides; their codes lie as one kind of GPU multiplies them.
+        """
+        if tensors_only:
+            raise RequestError("`tensors_only=True` is for Hugging Face folders; of gpt-fast's all is known", path=path)
+        if kind == _INT4:
+            raise UnsupportedError(
+                "gpt-fast's int4 files hold what one kernel multiplies, not codes and zero points", path=path,
+                found=next(path.glob(_FILES[kind])).name, expected=" or ".join(list(_FILES.values())[:2]),
+            )  # fmt: skip
+        return GptFastCheckpoint(path, path / _FILES[kind])
+
+    def parameters(self, config: ModelConfig, quantized: Collection[str]) -> NoReturn:
+        raise _not_written()
+
+    def encoder(self, output: Output) -> NoReturn:
+        raise _not_written()
+
+    def side_files(self, output: Output) -> NoReturn:
+        raise _not_written()
+
+    def notes(self, output: Output) -> list[str]:
+        return []
+
+
+class GptFastCheckpoint:
+    """A file of gpt-fast, read lazily."""
+
+    format = "gpt-fast"
+
+    def __init__(self, path: Path, weights: Path) -> None:
+        """Open one of the files of a folder; headers only.
+
+        Raises:
+            CheckpointError: if a file is missing or damaged, or they contradict each other.
+            UnsupportedError: for models that gpt-fast has no names for, and linears in other integers.
+        """
+        self.path = path
+        config_path = path / "config.json"
+        raw = read_settings(config_path)
+        self._file = pth_io.open_file(weights)
+        self._config_file = SourceFile(config_path)
+        self.notes = list(self._file.notes)
+        self._stored = {name: self._file.tensors[name] for name in split_derived(self._file.tensors)[0]}
+        self.config = self._read_config(raw, config_path)
+        owned = set(config_to_hf(self.config)) | NOT_CARRIED
+        self.extra_config: Mapping[str, Any] = {key: value for key, value in raw.items() if key not in owned}
+        tensors = _disk_tensors(self.config, path)
+        self._specs = self._join_scales(tensors)
+        require_tensors(self._specs, {name: tensor.shape for name, tensor in tensors.items()}, weights)
+        self._places = {place.name: (tensor, place) for tensor in tensors.values() for place in tensor.places}
+
+    method: str | None = None
+
+    @property
+    def layout(self) -> str:
+        return f"{self.format} ({self._file.path.name})"
+
+    def stored_bytes(self, name: str) -> int:
+        tensor, place = self._places[name]
+        scales = self._stored.get(_scales_of(tensor.name))
+        size = self._stored[tensor.name].nbytes + (0 if scales is None else scales.nbytes)
+        return share(size, tensor, place)
+
+    def readers(self) -> str:
+        return "quantkit, gpt-fast"
+
+    def names(self) -> list[str]:
+        return [parameter.name for parameter in parameters(self.config)]
+
+    def info(self, name: str) -> TensorSpec:
+        tensor, place = self._places[name]
+        spec = self._specs[tensor.name]
+        return TensorSpec(name, place.shape, spec.dtype, spec.scheme)
+
+    def files(self) -> list[SourceFile]:
+        return [self._file.source, self._config_file]
+
+    def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
+        """One tensor, or a part of it, in canonical layout."""
+        tensor, place = self._places[name]
+        spec = self._specs[tensor.name]
+        if spec.scheme is None:
+            return read_floats(self._file, self._file.view(tensor.name), tensor, place, part)
+        homes = dict.fromkeys(self._file.tensors, self._file)
+        return decode(_Int8Rows(), RawModule(tensor.module, homes, self._file.path), spec, place, part)
+
+    def _read_config(self, raw: Mapping[str, Any], path: Path) -> ModelConfig:
+        """The config of the download; the floats are of the type that the file has, and the head may be its own."""
+        config = config_from_hf(raw, path)
+        embedding, head = self._stored.get(_EMBEDDING), self._stored.get(_HEAD)
+        if embedding is None:
+            raise CheckpointError(
+                f"tensor '{_EMBEDDING}' is missing", path=self._file.path, expected="a file of gpt-fast"
+            )
+        if embedding.dtype in FLOATS:
+            config = config.with_dtype(embedding.dtype)
+        if not config.tied_embeddings or head is None:
+            return config
+        if same_tensor(self._file, _EMBEDDING, self._file, _HEAD):
+            del self._stored[_HEAD]
+            return config
+        self.notes.append(f"{self._file.path}: the head is {head.dtype} and no longer the embedding; it is kept apart")
+        return replace(config, tied_embeddings=False)
+
+    def _join_scales(self, tensors: Mapping[str, DiskTensor]) -> dict[str, TensorSpec]:
+        """Every tensor on disk, int8 weights and their scales as one."""
+        stored = dict(self._stored)
+        found = {}
+        for name in self._stored:
+            scales = stored.get(_scales_of(name))
+            linear = name in tensors and tensors[name].linear is not None
+            if scales is None or not linear:
+                continue
+            weight = self._stored[name]
+            if weight.dtype != DType.INT8 or scales.dtype not in FLOATS or scales.shape != weight.shape[:1]:
+                raise CheckpointError(
+                    f"the scales of '{name}' do not go with it", path=self._file.path,
+                    found=f"{scales.dtype} {list(scales.shape)} beside {weight.dtype} {list(weight.shape)}",
+                    expected="one a row of int8",
+                )  # fmt: skip
+            found[name] = TensorSpec(name, weight.shape, scales.dtype, _SCHEME)
+            del stored[scales.name]
+        return {name: found.get(name) or TensorSpec(name, one.shape, one.dtype) for name, one in stored.items()}
+
+
+class _Int8Rows:
+    """Signed codes of rows beside their scales."""
+
+    def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor:
+        import torch
+
+        from quantkit.tensors.qtensor import QuantTensor
+
+        codes = raw.read(_WEIGHT, part).view(torch.uint8) ^ 128
+        scales = raw.read(_SCALES, part if part is not None and part.axis == 0 else None)
+        return QuantTensor(codes, scales.unsqueeze(1), None, _SCHEME)
+
+
+def _disk_tensors(config: ModelConfig, path: Path) -> dict[str, DiskTensor]:
+    """The tensors that a file should hold, by name.
+
+    Raises:
+        UnsupportedError: if gpt-fast has no name for one.
+    """
+    held: dict[str, list[Parameter]] = {}
+    for parameter in parameters(config):
+        module = GPT_FAST.get(parameter.role)
+        if module is None or parameter.leaf != "weight":
+            raise UnsupportedError(
+                "gpt-fast has no name for a tensor of this model", path=path, found=parameter.name,
+                expected="a model like Llama",
+            )  # fmt: skip
+        held.setdefault(f"{module.format(layer=parameter.layer)}.weight", []).append(parameter)
+    half = config.head_dim // 2
+    order = tuple(2 * (row % half) + row // half for row in range(2 * half))
+    found = {}
+    for name, parts in held.items():
+        places, rows = [], 0
+        for part in parts:
+            places.append(Place(part.name, part.shape, rows, head_order=order if part.rotary else None))
+            rows += part.shape[0]
+        found[name] = DiskTensor(name, (rows, *parts[0].shape[1:]), tuple(places), linear=parts[0].linear)
+    return found
+
+
+def _scales_of(name: str) -> str:
+    return name.removesuffix(_WEIGHT) + _SCALES
+
+
+def _not_written() -> RequestError:
+    return RequestError("gpt-fast's files are read, not written", expected="another `to`")

@@ -1,0 +1,127 @@
+"""Which quantized weights a format cannot hold exactly, and what they are rounded to where that is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.architectures.disk import disk_tensors
+from quantkit.architectures.topology import kept_unless_named, linear_columns
+from quantkit.errors import NonFiniteError, UnsupportedError
+from quantkit.formats.checkpoint import read_as_floats, schemes
+from quantkit.formats.codecs.codec import CodeFormat, Reason
+from quantkit.formats.container import StoredCheckpoint
+from quantkit.tensors.finite import all_finite
+from quantkit.tensors.qtensor import ROUNDING, QuantTensor, quantize_rtn, relative_error
+from quantkit.tensors.scheme import QuantScheme
+
+_MOST_BITS_OF_INT4 = 5.2
+"""Bits a weight, scales included, up to which integers whose codes are not carried are rounded to int4."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What becomes of a weight that a format cannot hold exactly.
+
+    Attributes:
+        scheme: to which it is rounded.
+        reason: why, in words.
+    """
+
+    scheme: QuantScheme
+    reason: str
+
+
+def to_be_rounded(source: StoredCheckpoint, codes: CodeFormat, *, weights: bool) -> dict[str, Rounding]:
+    """The weights that a format cannot hold exactly, by name.
+
+    Integers whose codes are not carried are rounded in the linears that `quantize` takes; others become floats.
+
+    Args:
+        codes: the format.
+        weights: whether to look at the weights too, and not at headers alone.
+
+    Raises:
+        UnsupportedError: if it has nothing for such a weight at all.
+    """
+    found = {}
+    for module, scheme in schemes(source).items():
+        name = f"{module}.weight"
+        reason = _reason(source, name, scheme, codes, weights=weights)
+        if reason is not None:
+            found[name] = Rounding(_closest(source, name, scheme, codes), reason.problem)
+    linears = linear_columns(source.config).keys() - kept_unless_named(source.config)
+    for name, stored_as in read_as_floats(source).items():
+        if name.removesuffix(".weight") in linears:
+            found[name] = Rounding(_closest(source, name, _suggested(source, name), codes), f"it is {stored_as}")
+    return found | _together(source, found)
+
+
+def _together(source: StoredCheckpoint, found: Mapping[str, Rounding]) -> dict[str, Rounding]:
+    """What becomes of weights that are one tensor on disk, of which some are rounded: all of them are, alike."""
+    quantized = schemes(source).keys() | {name.removesuffix(".weight") for name in found}
+    joined = {}
+    for tensor in disk_tensors(source.config, quantized):
+        own = [(name, found[name]) for name in tensor.parts if name in found]
+        if own and tensor.stacked is None and {found.get(name) for name in tensor.parts} != {own[0][1]}:
+            name, first = own[0]
+            reason = f"it is one tensor with '{name}', and of that {first.reason}"
+            joined.update({part: Rounding(first.scheme, reason) for part in tensor.parts if part != name})
+    return joined
+
+
+def rounded(
+    value: Tensor | QuantTensor, scheme: QuantScheme, scale_dtype: torch.dtype, name: str
+) -> tuple[QuantTensor, Mapping[str, object]]:
+    """A weight rounded again from the float32 numbers that it means, with what the manifest says of it.
+
+    Raises:
+        NonFiniteError: if its scales overflow their type.
+    """
+    floats = value.dequantize() if isinstance(value, QuantTensor) else value
+    found = quantize_rtn(floats, scheme, scale_dtype)
+    if not (all_finite(floats) and all_finite(found.scale)):
+        raise NonFiniteError(f"tensor '{name}' holds values too large for scales in {scale_dtype}, or that are NaN")
+    return found, {"solver": ROUNDING, "relative_error": float(f"{relative_error(found, floats):.4g}")}
+
+
+def _reason(
+    source: StoredCheckpoint, name: str, scheme: QuantScheme, codes: CodeFormat, *, weights: bool
+) -> Reason | None:
+    """Why a weight cannot be held exactly; None if it can."""
+    codec = codes.codec(scheme)
+    if isinstance(codec, Reason) or not weights:
+        return codec if isinstance(codec, Reason) else None
+    value = source.load(name)
+    assert isinstance(value, QuantTensor)
+    stored = codec.encode(value)
+    return stored if isinstance(stored, Reason) else None
+
+
+def _closest(source: StoredCheckpoint, name: str, scheme: QuantScheme, codes: CodeFormat) -> QuantScheme:
+    """Of the schemes that a format has, the one that loses least: as many bits or more, groups that are no longer."""
+    columns = source.info(name).shape[1]
+    fitting = [one for one in codes.schemes if one.group_size is None or columns % one.group_size == 0]
+    if not fitting:
+        raise UnsupportedError(
+            f"tensor '{name}' cannot be rounded to {codes.name}", path=source.path, found=f"{columns} columns",
+            expected=", ".join(map(str, codes.schemes)),
+        )  # fmt: skip
+    wanted = columns // scheme.groups(columns)
+
+    def loss(one: QuantScheme) -> tuple[object, ...]:
+        size = columns // one.groups(columns)
+        fewer, longer = one.bits < scheme.bits, size > wanted
+        return fewer, abs(one.bits - scheme.bits), longer, size if fewer or longer else -size, one != scheme
+
+    return min(fitting, key=loss)
+
+
+def _suggested(source: StoredCheckpoint, name: str) -> QuantScheme:
+    """The scheme that takes about the room of integers whose codes are not carried."""
+    rows, columns = source.info(name).shape
+    bits = 8 * source.stored_bytes(name) / (rows * columns)
+    return QuantScheme(4, 32).fitted(columns) if bits <= _MOST_BITS_OF_INT4 else QuantScheme(8, None)

@@ -1,0 +1,143 @@
+"""The proof that a quantized model is the same in another format: each tensor, read back, held against its source."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import QuantkitError
+from quantkit.formats.checkpoint import Checkpoint
+from quantkit.progress import Progress, silent
+from quantkit.quality.bounds import same_bits
+from quantkit.tensors.qtensor import QuantTensor, row_chunks
+from quantkit.tensors.tensor_slice import TensorSlice
+
+_AT_ONCE = 1 << 23  # floats that are compared at a time
+
+
+@dataclass(frozen=True)
+class Exact:
+    """What was compared, and found equal.
+
+    Attributes:
+        tensors: quantized ones that were carried.
+        equal: how many of them are the same numbers as in the source.
+        floats: how many tensors of floats have the source's type, and each of its bits.
+    """
+
+    tensors: int
+    equal: int
+    floats: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The manifest's form."""
+        return asdict(self)
+
+    def line(self) -> str:
+        """For people."""
+        return f"all {self.equal} quantized tensors equal as numbers"
+
+
+def require_exact(
+    source: Checkpoint, result: Checkpoint, rounded: Collection[str] = (), *, progress: Progress = silent
+) -> Exact:
+    """Hold what was written, as its own reader gives it, against its source.
+
+    Tensors that were cast to another float type are left out.
+
+    Args:
+        rounded: the tensors whose codes were not carried.
+
+    Raises:
+        QuantkitError: if a tensor differs: quantkit, or the disk, has changed it.
+    """
+    names, own = result.names(), frozenset(source.names())
+    quantized = floats = 0
+    for index, name in enumerate(names):
+        progress("exact", index, len(names), "tensors")
+        before = source.info(name if name in own else "model.embed_tokens.weight")
+        if name in rounded:
+            continue
+        if before.scheme is not None:
+            quantized += 1
+            equal = _same_codes(source, result, name)
+        elif before.dtype == result.info(name).dtype:
+            floats += 1
+            equal = _same_floats(source, result, before.name, name)
+        else:
+            continue
+        if not equal:
+            raise QuantkitError(
+                f"tensor '{name}' is not what the source holds, as it is read back", path=result.path,
+                hint="a bug in quantkit, or a disk that fails; nothing is kept",
+            )  # fmt: skip
+    progress("exact", len(names), len(names), "tensors")
+    return Exact(quantized, quantized, floats)
+
+
+def equal_as_numbers(a: QuantTensor, b: QuantTensor) -> bool:
+    """Whether two weights [O, I] are the same numbers, whatever groups, and types of scales, they are told in."""
+    if a.shape != b.shape:
+        return False
+    rows, columns = a.shape
+    size = math.gcd(columns // a.scale.shape[1], columns // b.scale.shape[1])
+    return all(_equal_rows(a.rows(*part), b.rows(*part), size) for part in row_chunks(rows, columns))
+
+
+def row_pieces(shape: tuple[int, ...], head_dim: int) -> Iterator[TensorSlice | None]:
+    """Rows of a tensor, some at a time; whole heads, as readers of rotary rows require. None is all of it."""
+    if not shape:
+        yield None
+        return
+    step = max(1, _AT_ONCE // (max(1, math.prod(shape[1:])) * max(1, head_dim))) * max(1, head_dim)
+    for start in range(0, shape[0], step):
+        yield TensorSlice(0, ((start, min(start + step, shape[0])),))
+
+
+def _same_codes(source: Checkpoint, result: Checkpoint, name: str) -> bool:
+    before, after = source.load(name), result.load(name)
+    return isinstance(before, QuantTensor) and isinstance(after, QuantTensor) and equal_as_numbers(before, after)
+
+
+def _same_floats(source: Checkpoint, result: Checkpoint, before: str, after: str) -> bool:
+    for piece in row_pieces(result.info(after).shape, result.config.head_dim):
+        first, second = source.load(before, piece), result.load(after, piece)
+        if not (isinstance(first, Tensor) and isinstance(second, Tensor) and same_bits(first, second)):
+            return False
+    return True
+
+
+def _equal_rows(a: QuantTensor, b: QuantTensor, size: int) -> bool:
+    """
+    Args:
+        size: of the groups that those of both are made of.
+    """
+    (first, low), (second, other_low) = (_of_groups(one, size) for one in (a, b))
+    same = a.scheme.bits == b.scheme.bits and torch.equal(a.codes, b.codes) and torch.equal(low, other_low)
+    if same and _equal(first, second):
+        return True
+    return _equal(_products(a, first, low), _products(b, second, other_low))
+
+
+def _of_groups(value: QuantTensor, size: int) -> tuple[Tensor, Tensor]:
+    """Scales in float64 and zero points [O, I / size], those of a longer group over again."""
+    scale, columns = value.scale.double(), value.shape[1]
+    zero = value.zero if value.zero is not None else torch.full_like(scale, value.scheme.levels // 2, dtype=torch.uint8)
+    times = columns // scale.shape[1] // size
+    return scale.repeat_interleave(times, 1), zero.repeat_interleave(times, 1)
+
+
+def _products(value: QuantTensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """The weights in float64, which has every one of them: 24 bits of a scale times 9 of a code."""
+    codes = value.codes.reshape(*scale.shape, -1).double()
+    return (codes - zero.double().unsqueeze(-1)) * scale.unsqueeze(-1)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Whether all numbers are equal: 0 and -0 are, and so are NaN and NaN."""
+    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())

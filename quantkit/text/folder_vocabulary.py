@@ -1,0 +1,237 @@
+"""A folder's tokenizer, of whichever kind, as the vocabulary that llama.cpp reads from GGUF's metadata."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.json_values import Settings, read_json, shown
+from quantkit.text import gguf_vocabulary as keys
+from quantkit.text.gguf_tokenizer import PIPELINE_PARTS, TOKEN_FLAGS
+from quantkit.text.gguf_vocabulary import Vocabulary
+from quantkit.text.merges import Pair, merges_by_rank, ranks_of_merges
+from quantkit.text.pre_tokenizers import SIMPLER, names_of, patterns_of
+from quantkit.text.sentencepiece_file import PieceType, read_sentencepiece
+from quantkit.text.special_tokens import special_tokens
+from quantkit.text.tiktoken_file import LLAMA3_PATTERN, is_tiktoken, llama3_specials, read_tiktoken
+from quantkit.text.token_bytes import spelled_bytes
+
+_SPACE = "\u2581"
+UNREACHED = -1000.0
+"""The score of what no pairs make, as llama.cpp's converter has it."""
+_REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+_PREPEND = {"type": "Prepend", "prepend": _SPACE}
+_AT_SPACES = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+
+
+@dataclass
+class FoundTokenizer:
+    """A tokenizer as its folder has it.
+
+    Attributes:
+        ids: of the special tokens that only the tokenizer's own file names.
+        pipeline: parts of a tokenizer.json as they are there; empty where there is none.
+        notes: what llama.cpp will do otherwise.
+    """
+
+    vocabulary: Vocabulary
+    ids: dict[str, int] = field(default_factory=dict)
+    pipeline: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def folder_vocabulary(folder: Path) -> FoundTokenizer:
+    """The tokenizer that `load_tokenizer` takes of a folder.
+
+    Raises:
+        CheckpointError: if a file is damaged.
+        UnsupportedError: for one that llama.cpp does not have.
+    """
+    if (folder / "tokenizer.json").is_file():
+        return _from_json(folder)
+    path = folder / "tokenizer.model"
+    return _from_tiktoken(path) if is_tiktoken(path) else _from_sentencepiece(path)
+
+
+def _from_tiktoken(path: Path) -> FoundTokenizer:
+    ranks = {spelled_bytes(token): rank for token, rank in read_tiktoken(path).items()}
+    specials = llama3_specials(len(ranks))
+    tokens = [*sorted(ranks, key=lambda token: ranks[token]), *specials]
+    types = [PieceType.NORMAL] * len(ranks) + [PieceType.CONTROL] * len(specials)
+    pre = names_of((LLAMA3_PATTERN,), has_bos=True)[True]
+    return FoundTokenizer(Vocabulary(keys.BPE, tokens, types, [], merges_by_rank(ranks, ranks), pre, False))
+
+
+def _from_sentencepiece(path: Path) -> FoundTokenizer:
+    model = read_sentencepiece(path)
+    if not model.byte_pair or not model.plain:
+        _refuse(path, "a sentencepiece model " + ("that rewrites texts" if model.byte_pair else "of another algorithm"))
+    _require_bytes({spelling for spelling, _, _ in model.pieces}, path)
+    pieces = [
+        # As they stand in a text: llama.cpp looks for them before it puts U+2581 for spaces.
+        (spelling.replace(_SPACE, " ") if kind is PieceType.USER_DEFINED else spelling, score, kind)
+        for spelling, score, kind in model.pieces
+    ]
+    for number, spelling, special in _added_beside(path.parent):
+        if number < len(pieces):
+            continue
+        pieces += [(keys.filler(row), UNREACHED, PieceType.UNUSED) for row in range(len(pieces), number)]
+        pieces.append((spelling, UNREACHED, PieceType.CONTROL if special else PieceType.USER_DEFINED))
+    tokens, scores, types = ([piece[part] for piece in pieces] for part in range(3))
+    ids = {f"{name}_token": number for name, number in model.ids.items() if number >= 0}
+    return FoundTokenizer(Vocabulary(keys.SPM, tokens, types, scores, [], "", model.space_prefix), ids)
+
+
+def _added_beside(folder: Path) -> list[tuple[int, str, bool]]:
+    """Tokens that files beside a sentencepiece model add to it: number, spelling, and whether it is a special one."""
+    found: dict[int, tuple[str, bool]] = {}
+    if (path := folder / "added_tokens.json").is_file():
+        added = Settings(read_json(path), path)
+        found |= {added.whole(spelling, 0, 2**31): (spelling, False) for spelling in added.values}
+    if (path := folder / "tokenizer_config.json").is_file():
+        config = Settings(read_json(path), path)
+        decoder = config.inside("added_tokens_decoder") if config.has("added_tokens_decoder") else Settings({}, path)
+        for number in decoder.values:
+            token = decoder.inside(number)
+            if not number.isdecimal():
+                raise CheckpointError("lists a token by something else than its number", path=path, found=shown(number))
+            found[int(number)] = token.text("content"), token.flag("special", False)
+    return [(number, *found[number]) for number in sorted(found)]
+
+
+def _from_json(folder: Path) -> FoundTokenizer:
+    path = folder / "tokenizer.json"
+    raw = read_json(path)
+    model = Settings(raw, path).inside("model")
+    other = [name for name in ("continuing_subword_prefix", "end_of_word_suffix", "dropout") if model.values.get(name)]
+    if model.values.get("type") != "BPE" or other:
+        _refuse(path, f"a tokenizer of type {shown(model.values.get('type'))}" + (f" with {other[0]}" if other else ""))
+    vocabulary: dict[str, int] = dict(model.inside("vocab").values)
+    added: list[dict[str, Any]] = raw.get("added_tokens") or []
+    by_number = {number: token for token, number in vocabulary.items()} | {one["id"]: one["content"] for one in added}
+    tokens = [by_number.get(number, keys.filler(number)) for number in range(max(by_number, default=-1) + 1)]
+    merges = [_pair(one) for one in model.values.get("merges", [])]
+    types = [PieceType.NORMAL if number in by_number else PieceType.UNUSED for number in range(len(tokens))]
+    for one in added:
+        types[one["id"]] = PieceType.CONTROL if one["special"] else PieceType.USER_DEFINED
+    pipeline = {part: raw.get(part) for part in PIPELINE_PARTS}
+    flags = {
+        str(one["id"]): {flag: True for flag in TOKEN_FLAGS if one.get(flag)}
+        for one in added
+        if any(one.get(flag) for flag in TOKEN_FLAGS)
+    }
+    found = FoundTokenizer(Vocabulary(keys.BPE, tokens, types, [], merges, "", False), pipeline={**pipeline})
+    if flags:
+        found.pipeline["added_tokens"] = flags
+    if any({"lstrip", "rstrip", "single_word"} & set(one) for one in flags.values()):
+        found.notes.append("llama.cpp keeps blanks beside special tokens where the tokenizer drops them")
+    if model.flag("byte_fallback", False):
+        return _scored(found, model.values.get("unk_token"), vocabulary, path)
+    return _cut(found, model.flag("ignore_merges", False), vocabulary, folder)
+
+
+def _cut(found: FoundTokenizer, whole: bool, vocabulary: Mapping[str, int], folder: Path) -> FoundTokenizer:
+    """A byte-level tokenizer, with the name of how it cuts texts."""
+    path, normalizer = folder / "tokenizer.json", found.pipeline["normalizer"]
+    steps = normalizer.get("normalizers", [normalizer]) if isinstance(normalizer, dict) else []
+    if any(step.get("type") != "NFC" for step in steps):
+        _refuse(path, f"a normalizer of type {shown(normalizer.get('type'))}")
+    if steps:
+        found.notes.append("llama.cpp does not bring texts into Unicode's form NFC as the tokenizer does")
+    patterns = patterns_of(found.pipeline["pre_tokenizer"])
+    has_bos = special_tokens(folder, vocabulary, ("bos_token",)).get("bos_token") is not None
+    names = names_of(patterns, has_bos=has_bos) if patterns is not None else {}
+    name = names.get(whole)
+    if name is None and names and _merges_make_all(found.vocabulary, vocabulary):
+        (name,) = names.values()
+    if name is None:
+        _refuse(path, "a pre_tokenizer" if not names else f"ignore_merges {str(whole).lower()} with its pre_tokenizer")
+    if name in SIMPLER:
+        found.notes.append("llama.cpp cuts words with capitals or marks beyond ASCII otherwise than the tokenizer does")
+    found.vocabulary = replace(found.vocabulary, pre=name)
+    return found
+
+
+def _merges_make_all(found: Vocabulary, vocabulary: Mapping[str, int]) -> bool:
+    """Whether merges make each token out of its letters, so that it is the same to take it as it is."""
+    from tokenizers import models
+
+    pairs = models.BPE(vocab=dict(vocabulary), merges=list(found.merges))
+    normal = [found.tokens[number] for number, kind in enumerate(found.types) if kind is PieceType.NORMAL]
+    return all(len(pairs.tokenize(token)) == 1 for token in normal)
+
+
+def _scored(found: FoundTokenizer, unknown: Any, vocabulary: Mapping[str, int], path: Path) -> FoundTokenizer:
+    """A tokenizer of sentencepiece's kind, whose list of pairs becomes scores."""
+    _require_bytes(vocabulary, path)
+    cutter, normalizer = found.pipeline["pre_tokenizer"], found.pipeline["normalizer"]
+    if isinstance(cutter, dict) and cutter.get("type") == "Metaspace":
+        scheme = cutter.get("prepend_scheme", "always")
+        known = cutter.get("replacement") == _SPACE and cutter.get("split") is False and normalizer in (None, _REPLACE)
+        prefix = scheme != "never"
+        if prefix:
+            where = "the whole text" if scheme == "first" else "each that begins with none"
+            found.notes.append(
+                f"llama.cpp puts a space before each piece of text between special tokens, the tokenizer before {where}"
+            )
+    else:
+        prefix = normalizer == {"type": "Sequence", "normalizers": [_PREPEND, _REPLACE]}
+        known = (prefix or normalizer == _REPLACE) and cutter in (None, _AT_SPACES)
+    if not known:
+        _refuse(path, "a tokenizer of sentencepiece's kind with another normalizer or pre_tokenizer")
+    old = found.vocabulary
+    ranks = ranks_of_merges(old.merges, vocabulary)
+    if ranks is None:
+        _refuse(path, "a tokenizer whose merges no scores stand for")
+    types = [_scored_type(token, kind, unknown, ranks) for token, kind in zip(old.tokens, old.types, strict=True)]
+    behind = len(ranks)
+    scores = [
+        UNREACHED if kind is PieceType.USER_DEFINED
+        else 0.0 if kind is not PieceType.NORMAL
+        else float(-ranks.get(token, behind + number))
+        for number, (token, kind) in enumerate(zip(old.tokens, types, strict=True))
+    ]  # fmt: skip
+    scores = _original_scores(path.with_name("tokenizer.model"), old.tokens, ranks) or scores
+    found.vocabulary = Vocabulary(keys.SPM, old.tokens, types, scores, [], "", prefix)
+    return found
+
+
+def _scored_type(token: str, kind: PieceType, unknown: Any, ranks: Mapping[str, int]) -> PieceType:
+    if token == unknown:
+        return PieceType.UNKNOWN
+    if kind is PieceType.NORMAL and len(token) == 6 and token.startswith("<0x"):
+        return PieceType.BYTE
+    # Spaces that merges make: as tokens of their own they would be found in no text that has no U+2581.
+    return PieceType.NORMAL if kind is PieceType.USER_DEFINED and _SPACE in token and token in ranks else kind
+
+
+def _original_scores(path: Path, tokens: Sequence[str], ranks: Mapping[str, int]) -> list[float] | None:
+    """Those of the sentencepiece model that a tokenizer.json was made of, if it lies beside it."""
+    if not path.is_file() or is_tiktoken(path):
+        return None
+    pieces = read_sentencepiece(path).pieces
+    if [spelling for spelling, _, _ in pieces] != list(tokens[: len(pieces)]):
+        return None
+    scores = {spelling: score for spelling, score, _ in pieces}
+    made = [scores.get(piece, UNREACHED) for piece in ranks]
+    if any(first <= second for first, second in itertools.pairwise(made)):
+        return None
+    return [scores.get(token, UNREACHED) for token in tokens]
+
+
+def _require_bytes(tokens: Collection[str], path: Path) -> None:
+    if any(f"<0x{byte:02X}>" not in tokens for byte in range(256)):
+        _refuse(path, "a tokenizer of sentencepiece's kind without tokens for all bytes")
+
+
+def _pair(merge: Any) -> Pair:
+    first, second = merge.split(" ") if isinstance(merge, str) else merge
+    return first, second
+
+
+def _refuse(path: Path, what: str) -> NoReturn:
+    raise UnsupportedError(f"llama.cpp does not have {what}", path=path, hint="write another format")

@@ -1,0 +1,63 @@
+"""Byte-pair encoding by a list of pairs, and by the scores of what pairs make: one as the other, where they agree."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+Pair = tuple[str, str]
+
+
+def merges_by_rank(order: Mapping[str, float], vocabulary: Mapping[str, int]) -> list[Pair]:
+    """The pairs that build each piece, best pieces first.
+
+    Every split into two known pieces is listed: byte-pair encoding takes whichever it
+    reaches first.
+    """
+    merges: list[Pair] = []
+    for piece in sorted(order, key=lambda p: order[p]):
+        known = [(vocabulary[a], vocabulary[b], a, b) for a, b in _splits(piece, vocabulary)]
+        merges += [(a, b) for _, _, a, b in sorted(known)]
+    return merges
+
+
+def ranks_of_merges(merges: Sequence[Pair], vocabulary: Mapping[str, int]) -> dict[str, int] | None:
+    """The place of each piece that pairs make, from 0; None where scores would not say the same as the list: one
+    piece's pairs lie apart in it, or not all pairs that make it are there."""
+    ranks: dict[str, int] = {}
+    count: Counter[str] = Counter()
+    last = ""
+    for pair in merges:
+        piece = "".join(pair)
+        if piece != last:
+            if piece in ranks:
+                return None
+            ranks[piece] = len(ranks)
+        last = piece
+        count[piece] += 1
+    for piece in vocabulary:
+        if len(piece) > 1 and count[piece] != sum(1 for _ in _splits(piece, vocabulary)):
+            return None
+    return ranks
+
+
+def scores_are_ranks(scores: Mapping[str, float], vocabulary: Mapping[str, int]) -> bool:
+    """Whether a list of pairs, each with a place of its own, says the same as the scores of pieces.
+
+    It cannot where several pieces have one score, and where a piece is of a letter that is none itself.
+    """
+    long = [piece for piece in scores if len(piece) > 1]
+    if len({scores[piece] for piece in long}) < len(long):
+        return False
+    return not any(
+        part not in vocabulary and len(part) == 1 and (len(other) == 1 or other in vocabulary)
+        for piece in long
+        for part, other in ((piece[0], piece[1:]), (piece[-1], piece[:-1]))
+    )
+
+
+def _splits(piece: str, vocabulary: Mapping[str, int]) -> Iterator[Pair]:
+    """The ways to make a piece of two that are known."""
+    for cut in range(1, len(piece)):
+        if piece[:cut] in vocabulary and piece[cut:] in vocabulary:
+            yield piece[:cut], piece[cut:]

@@ -1,0 +1,171 @@
+"""Sentencepiece's model file, read and written without its library: what the library does not tell of a model, and
+models that there is no file of.
+
+Source: ``sentencepiece_model.proto``, in Protocol Buffers' wire format.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from quantkit.errors import CheckpointError
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # kinds of fields
+_BPE = 2  # of the kinds of models
+_LONGEST_VARINT = 10
+_SPELLED = {"unk": "<unk>", "bos": "<s>", "eos": "</s>", "pad": "<pad>"}  # where a file does not say it
+_ID_FIELDS = {"unk": 40, "bos": 41, "eos": 42, "pad": 43}
+_PIECE_FIELDS = {"unk": 45, "bos": 46, "eos": 47, "pad": 48}
+
+
+class PieceType(IntEnum):
+    """What a piece is, by the numbers of the file; GGUF has the same."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True)
+class SentencePieceFile:
+    """What is in a file, as far as it decides how a text becomes tokens.
+
+    Attributes:
+        pieces: spelling, score and type of each token.
+        byte_pair: whether it merges pairs, best scores first; else it is another kind of model.
+        space_prefix: whether a space is put before a text.
+        plain: whether a text is taken as it is, but for its spaces, each of which becomes U+2581.
+        ids: of the special tokens by ``unk``, ``bos``, ``eos`` and ``pad``; less than 0 for none.
+    """
+
+    pieces: Sequence[tuple[str, float, PieceType]]
+    byte_pair: bool
+    space_prefix: bool
+    plain: bool
+    ids: dict[str, int]
+
+
+def read_sentencepiece(path: Path) -> SentencePieceFile:
+    """
+    Raises:
+        CheckpointError: if the file is damaged.
+    """
+    try:
+        return _parsed(path.read_bytes())
+    except (OSError, ValueError, IndexError, struct.error, TypeError) as error:
+        raise CheckpointError(f"is not a sentencepiece model: {error}", path=path) from error
+
+
+def sentencepiece_bytes(model: SentencePieceFile) -> bytes:
+    """The file of a model that merges pairs, has tokens for bytes, and takes texts as they are."""
+    found = bytearray()
+    for spelling, score, kind in model.pieces:
+        piece = _field(1, spelling.encode()) + _tag(2, _FIXED32) + struct.pack("<f", score)
+        found += _field(1, piece if kind is PieceType.NORMAL else piece + _number(3, kind))
+    trainer = _number(3, _BPE) + _number(4, len(model.pieces)) + _number(35, 1)
+    for name, index in model.ids.items():
+        trainer += _number(_ID_FIELDS[name], index)
+        if index >= 0:
+            trainer += _field(_PIECE_FIELDS[name], model.pieces[index][0].encode())
+    normalizer = _field(1, b"identity") + _number(3, model.space_prefix) + _number(4, 0) + _number(5, 1)
+    return bytes(found + _field(2, trainer) + _field(3, normalizer))
+
+
+def _parsed(data: bytes) -> SentencePieceFile:
+    pieces, trainer, normalizer = [], b"", b""
+    for number, value in _fields(data):
+        if number == 1:
+            pieces.append(_piece(_text(value)))
+        elif number == 2:
+            trainer = _text(value)
+        elif number == 3:
+            normalizer = _text(value)
+    training, normal = dict(_fields(trainer)), dict(_fields(normalizer))
+    special = {
+        spelling: index
+        for index, (spelling, _, kind) in enumerate(pieces)
+        if kind in (PieceType.CONTROL, PieceType.UNKNOWN)
+    }
+    spelled = {name: _text(training.get(_PIECE_FIELDS[name], text.encode())) for name, text in _SPELLED.items()}
+    ids = {name: special.get(spelling.decode(), -1) for name, spelling in spelled.items()}
+    plain = (
+        not normal.get(2) and normal.get(4, 1) == 0 and normal.get(5, 1) == 1  # rules, trimming, U+2581 for a space
+        and not training.get(24)  # spaces at the ends of words
+    )  # fmt: skip
+    return SentencePieceFile(pieces, training.get(3, 1) == _BPE, normal.get(3, 1) == 1, plain, ids)
+
+
+def _piece(data: bytes) -> tuple[str, float, PieceType]:
+    fields = dict(_fields(data))
+    (score,) = struct.unpack("<f", fields.get(2, bytes(4)))
+    return _text(fields.get(1, b"")).decode(), score, PieceType(fields.get(3, PieceType.NORMAL))
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """The fields of a message by their numbers, the bytes of those that are no numbers.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    place = 0
+    while place < len(data):
+        tag, place = _varint(data, place)
+        kind = tag & 7
+        if kind == _VARINT:
+            value, place = _varint(data, place)
+            yield tag >> 3, value
+            continue
+        if kind == _BYTES:
+            length, place = _varint(data, place)
+        elif kind in (_FIXED32, _FIXED64):
+            length = 4 if kind == _FIXED32 else 8
+        else:
+            raise ValueError(f"byte {place} begins no field")
+        if place + length > len(data):
+            raise ValueError(f"it ends within the field at byte {place}")
+        yield tag >> 3, data[place : place + length]
+        place += length
+
+
+def _varint(data: bytes, place: int) -> tuple[int, int]:
+    value = 0
+    for index in range(_LONGEST_VARINT):
+        byte = data[place + index]
+        value |= (byte & 0x7F) << 7 * index
+        if byte < 0x80:
+            return value, place + index + 1
+    raise ValueError(f"byte {place} begins no number")
+
+
+def _text(value: int | bytes) -> bytes:
+    if isinstance(value, int):
+        raise ValueError("a number stands where a text should")
+    return value
+
+
+def _tag(number: int, kind: int) -> bytes:
+    return _packed(number << 3 | kind)
+
+
+def _field(number: int, value: bytes) -> bytes:
+    return _tag(number, _BYTES) + _packed(len(value)) + value
+
+
+def _number(number: int, value: int) -> bytes:
+    return _tag(number, _VARINT) + _packed(value % (1 << 64))
+
+
+def _packed(value: int) -> bytes:
+    found = bytearray()
+    while value >= 0x80:
+        found.append(value & 0x7F | 0x80)
+        value >>= 7
+    found.append(value)
+    return bytes(found)
