@@ -167,8 +167,9 @@ def tensors(form: str) -> Tensors:
 def tokenizer() -> dict[str, Any]:
     """A tokenizer.json of words."""
     words = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"w{index}": index for index in range(3, VOCABULARY)}}
-    added = [{"id": index, "content": word, "special": True} for word, index in list(words.items())[:3]]
-    return {"version": "1.0", "added_tokens": added, "model": {"type": "WordLevel", "vocab": words, "unk_token": "<unk>"}}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [{"id": index, "content": word, "special": True, **flags} for word, index in list(words.items())[:3]]
+    return {"added_tokens": added, "model": {"type": "WordLevel", "vocab": words, "unk_token": "<unk>"}}
 
 
 def write(folder: Path, found: Tensors, settings: Mapping[str, Any], shards: int = 1) -> Path:
@@ -212,8 +213,8 @@ def edit(folder: Path, name: str, **changes: Any) -> None:
 
 _GGUF_NAMES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
 _GGUF_OTHERS = {"model.embed_tokens": "token_embd", "lm_head": "output", "model.norm": "output_norm"}
 

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import broken_folders as build
+import families
+import oracle
 import pytest
 import torch
-from broken_folders import DOWN, GROUP, HIDDEN, LINEARS, MIDDLE, VOCABULARY, Q
+from broken_folders import DOWN, HIDDEN, LINEARS, VOCABULARY, Q
 from command import Capture, run
 from safetensors.torch import load_file, save_file
 
@@ -352,7 +354,10 @@ def test_a_gguf_file_that_is_broken_for_a_rule_is_found_by_it_alone(
     assert _names(quantkit.diagnose(path, **asked)) == {rule}
 
 
-@pytest.mark.parametrize(("damage", "rule"), [(_cut, "truncated-file"), (lambda path: path.write_bytes(b"x"), "damaged-file")])
+DAMAGED = [(_cut, "truncated-file"), (lambda path: path.write_bytes(b"x"), "damaged-file")]
+
+
+@pytest.mark.parametrize(("damage", "rule"), DAMAGED)
 def test_damaged_gguf_files(damage: Callable[[Path], object], rule: str, tmp_path: Path) -> None:
     path = build.write_gguf(tmp_path / "tiny.gguf", build.gguf_tensors(), build.gguf_metadata())
     assert _names(quantkit.diagnose(path, deep=True, runtime="llama.cpp")) == set()
@@ -389,8 +394,8 @@ def test_how_far_a_folder_is_from_its_source(rule: str, of_source: Change, chang
 
 
 def test_every_rule_has_a_case() -> None:
-    tried = {case.rule for case in CASES} | {rule for rule, _, _ in (*GGUF_CASES, *AGAINST)} | {"other-scheme", "slow-groups"}
-    assert tried == set(ALL)
+    tried = {case.rule for case in CASES} | {rule for rule, _, _ in (*GGUF_CASES, *AGAINST)}
+    assert tried | {"refused", "other-scheme", "slow-groups"} == set(ALL)
 
 
 def test_scalars_of_other_bits_and_groups_are_told_for_vllm(tmp_path: Path) -> None:
@@ -448,6 +453,36 @@ def test_the_command_tells_and_ends_with_its_code(tmp_path: Path, capfd: Capture
     assert found["broken"]
     assert found["findings"][0]["remedy"] == ALL["gptq-zeros"].remedy
     assert found["runtime"] == "vllm"
+
+
+def test_a_meta_folder_is_read_strictly(tmp_path: Path) -> None:
+    folder = tmp_path / "meta"
+    quantkit.convert(build.make(tmp_path / "model"), folder, to="meta", mp=2, source_check=False)
+    assert _names(quantkit.diagnose(folder, deep=True)) == set()
+    build.edit(folder, "params.json", n_layers=2)
+    assert _names(quantkit.diagnose(folder)) == {"refused"}
+
+
+SOUND = {
+    "llama-biases": None, "qwen2": "int8", "qwen3": "int4-g32", "gemma": None, "gemma2": "int4-g32-asym", "gemma3": None,
+    "phi3": "int4-g32", "granite": None, "glm4": "int8", "mixtral": "int4-g32", "qwen3-moe": None, "gpt-oss": None,
+    "deepseek-v3": None, "olmo2": None, "smollm3": "int4-g64",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SOUND)
+def test_families_as_transformers_and_quantkit_write_them_have_nothing(case: str, tmp_path: Path) -> None:
+    changes = {"num_hidden_layers": 2} if case not in ("qwen3-moe", "gemma2") else {}
+    folder = oracle.save(families.make(case, **changes), tmp_path / case)
+    build.put(folder, "tokenizer.json", build.tokenizer())
+    build.edit(folder, "config.json", num_nextn_predict_layers=None)  # which transformers drops, and counts
+    assert _names(quantkit.diagnose(folder, deep=True, runtime="transformers")) == set()
+    if (scheme := SOUND[case]) is not None:
+        made = tmp_path / "quantized"
+        quantkit.quantize(folder, made, scheme, source_check=False, accept_quality_loss=True)
+        found = quantkit.diagnose(made, deep=True, against=folder)
+        assert {finding.rule.name for finding in found.findings if finding.rule.severity != "note"} == set()
+        assert found.layers
 
 
 def test_one_file_of_weights(tmp_path: Path) -> None:

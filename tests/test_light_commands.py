@@ -77,6 +77,10 @@ def test_inspect_tells_what_is_wrong_without_torch(folders: Path, tmp_path: Path
     assert _run(("inspect", folders / "source", "--weights", "meta")) == [3]
 
 
+def test_the_doctor_reads_headers_without_torch(folders: Path) -> None:
+    assert _run(*(("doctor", model) for model in sorted(folders.iterdir()))) == [0] * 8
+
+
 def test_help_needs_no_torch() -> None:
     asked = [(name, "--help") for name in COMMANDS]
     assert set(_run(("--help",), ("--version",), *asked, ("plan", "convert", "-h"))) == {0}
