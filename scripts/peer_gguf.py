@@ -92,7 +92,7 @@ def make(out: Path, steps: int, names: Iterable[str]) -> None:
         config = transformers.AutoConfig.for_model(kind, **sizes)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         train(model, torch.tensor(tokenizer.encode(text(), bos=False)), tokenizer.bos_id, steps, name)
-        model.eval().save_pretrained(folder)
+        model.eval().bfloat16().save_pretrained(folder)  # as published ones are: scales are then exact in float16
 
 
 def text() -> str:
@@ -198,7 +198,7 @@ class Ours:
         import torch
 
         with torch.no_grad():
-            found = self.model(torch.tensor([list(tokens)]))
+            found = self.model(torch.tensor([list(tokens)]), torch.arange(len(tokens)))
         return np.asarray(found[0].float().numpy())
 
     def greedy(self, tokens: Sequence[int], count: int) -> list[int]:
