@@ -23,7 +23,7 @@ from quantkit.formats.container import Output
 from quantkit.formats.containers.hf_encoder import SafetensorsEncoder
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.output.writer import CheckpointWriter, Written
-from quantkit.formats.registry import HF
+from quantkit.formats.registry import HF, target
 from quantkit.jobs.prepare import tensor_blocks
 from quantkit.model.attention import causal_attention
 from quantkit.model.decoder import Step
@@ -66,7 +66,7 @@ def _encoder(source: Checkpoint, planned: list[TensorSpec]) -> SafetensorsEncode
 def test_rounding_holds_one_tensor_at_a_time(demo_model: Path, tmp_path: Path) -> None:
     source = Watched(open_checkpoint(demo_model))
     schemes = {f"model.layers.1.{name}": QuantScheme.parse("int8") for name in ("mlp.up_proj", "self_attn.q_proj")}
-    blocks = tensor_blocks(source, schemes)
+    blocks = tensor_blocks(source, schemes, target("compressed-tensors"))
     planned = [spec for block in blocks for spec in block.tensors]
     assert [spec.name for spec in planned] == source.names()
     assert [block.layer for block in blocks] == [None, *range(source.config.num_layers), None]
@@ -84,7 +84,7 @@ def test_rounding_holds_one_tensor_at_a_time(demo_model: Path, tmp_path: Path) -
 
 def test_the_writer_takes_tensors_in_the_encoders_order_only(demo_model: Path, tmp_path: Path) -> None:
     source = open_checkpoint(demo_model)
-    (block, *_) = tensor_blocks(source, {})
+    (block, *_) = tensor_blocks(source, {}, target("compressed-tensors"))
     encoder = _encoder(source, list(block.tensors))
     value = source.load(block.tensors[0].name)
     given = "'model.norm.weight' was given, and 'model.embed_tokens.weight' is the next"

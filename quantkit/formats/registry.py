@@ -75,6 +75,8 @@ def target(name: str) -> Target:
         RequestError: for another name than of `targets`.
     """
     known = targets()
+    if name not in known and name in {*CONTAINERS, *METHODS}:
+        raise RequestError(f"{name} is read, not written", expected=", ".join(known))
     if name not in known:
         raise RequestError("unknown target format", found=shown(name), expected=", ".join(known))
     return known[name]

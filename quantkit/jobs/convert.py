@@ -221,10 +221,10 @@ def _require_convertible(
         return
     found = str(next(iter(quantized.values()), None) or next(iter(integers.values())))
     if target.codes is None or cast is not None:
-        what = "to floats" if target.codes is None else "to another float type"
+        what = "floats are" if target.codes is None else "another float type is"
         raise UnsupportedError(
-            f"the source is quantized; it is not converted {what} unless that is asked for", path=source.path,
-            found=found, hint="`dequantize=True` writes the floats that it means, which are another model",
+            f"the source is quantized; {what} written of it only where that is asked for", path=source.path,
+            found=found, hint="`dequantize=True` writes the floats that its codes mean, each rounded once",
         )  # fmt: skip
     if integers and not requantize:
         name, stored_as = next(iter(integers.items()))

@@ -195,7 +195,7 @@ class Mlx:
     def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
         """
         Raises:
-            UnsupportedError: for other modes than affine.
+            UnsupportedError: for other modes than affine, and for codes of modules that are not known.
             CheckpointError: if the settings lack a key, a value is of the wrong type, or they name a module otherwise
                 than it is.
         """
@@ -222,6 +222,13 @@ class Mlx:
                 )  # fmt: skip
             if quantized:
                 found[module] = codec
+        for name in stored:
+            module, _, leaf = name.rpartition(".")
+            if leaf == _SCALES and module not in found and f"{module}.{_BIASES}" in stored:
+                raise UnsupportedError(
+                    f"'{module}' is quantized by MLX, and is no module of an architecture that is read so",
+                    path=settings.path, found=f"'{name}'", hint="start from the float model",
+                )  # fmt: skip
         return found
 
     def write_settings(

@@ -122,6 +122,8 @@ class GptFastCheckpoint:
         require_tensors(self._specs, {name: tensor.shape for name, tensor in tensors.items()}, weights)
         self._places = {place.name: (tensor, place) for tensor in tensors.values() for place in tensor.places}
 
+    method: str | None = None
+
     @property
     def layout(self) -> str:
         return f"{self.format} ({self._file.path.name})"
