@@ -99,7 +99,8 @@ class FolderReport:
         """The report for people."""
         total = self.files + len(self.edited)
         count = f"all {total}" if self.same else f"{self.files} of {total}"
-        out = [f"{self.path}: {count} files are as quantkit wrote them"]
+        told = f"{count} files are" if total > 1 else "the file is"
+        out = [f"{self.path}: {told} as quantkit wrote {'them' if total > 1 else 'it'}"]
         out += [f"{name}: {what}" for name, what in self.edited.items()]
         out += [] if self.weights is None else [self.weights.line()]
         return [*out, *(one.line() for one in self.texts), "verdict: the model is as it was made"]
