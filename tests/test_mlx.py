@@ -319,5 +319,5 @@ def test_damage_is_named(damage: str, model: Path, tmp_path: Path) -> None:
 
 
 def test_tensors_alone_are_refused(mlx: Path) -> None:
-    with pytest.raises(QuantkitError, match=r"MLX"):
+    with pytest.raises(UnsupportedError, match=r"is quantized by MLX, and is no module of"):
         open_checkpoint(mlx, tensors_only=True)
