@@ -1,11 +1,14 @@
 """Hold our tokenizers against llama.cpp's, by files of a vocabulary alone.
 
-    .venv/bin/python scripts/peer_gguf_tokenizer.py write OUT FOLDER...
+    .venv/bin/python scripts/peer_gguf_tokenizer.py train FOLDERS --text FILE
+    .venv/bin/python scripts/peer_gguf_tokenizer.py write OUT FOLDER... --text FILE
     PYTHON scripts/peer_gguf_tokenizer.py tokenize OUT
     .venv/bin/python scripts/peer_gguf_tokenizer.py compare OUT
 
-The first makes a GGUF file of each folder's tokenizer, and texts; the second, with a PYTHON that has llama-cpp-python,
-lets llama.cpp tokenize them; the last says where it differs from the folder, and from what we read back from the file.
+The first trains byte-level tokenizers, one for each way to cut texts that we know, on text that is not cut: their
+tokens go across the cuts, so that each place where a text is cut otherwise shows. The second makes a GGUF file of each
+folder's tokenizer, and texts. The third, with a PYTHON that has llama-cpp-python, lets llama.cpp tokenize them. The
+last says where it differs from the folder, and from what we read back from the file.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ import sys
 from pathlib import Path
 
 LINES = 2000
+VOCABULARY = 6000
+MARKS = ("<s>", "<|im_end|>", "<|im_start|>")
 TEXTS = "texts.json"
 SPECIALS = (False, True)
 CONTEXT = {  # what llama.cpp asks for before it looks at the vocabulary
@@ -29,24 +34,55 @@ BLOCKS = (
     (0x900, 0x97F), (0xE00, 0xE3A), (0x1100, 0x11FF), (0x2000, 0x206F), (0x2150, 0x218B), (0x2200, 0x22FF),
     (0x3000, 0x30FF), (0x4E00, 0x9FA0), (0xAC00, 0xD7A3), (0xFF01, 0xFF5E), (0x1F300, 0x1FAFF), (0x0, 0x1F),
 )  # fmt: skip
-PIECES = (" ", "  ", "\n", "\n\n", "\t", "'s", "'LL", "12", "1234567", "é", "e\u0301", "the", " The", "\u2581", "👩‍🚀", "\u00a0")
+PIECES = (
+    " ", "  ", "\n", "\n\n", "\t", "'s", "'LL", "12", "1234567", "é", "e\u0301", "the", " The", "\u2581", "👩‍🚀",
+    "\u00a0",
+)  # fmt: skip
+SPELLED = ("<s>", "</s>", "<|im_end|>", "<tool_call>", "[PAD7]", "<0x41>", "<unk>", "<end_of_turn>", "<|eot_id|>")
 
 
-def texts(sources: list[Path]) -> list[str]:
+def texts(sources: list[Path], pieces: tuple[str, ...] = PIECES, seed: int = 0) -> list[str]:
     """Lines of real texts, and as many of random letters of many scripts."""
-    rng = random.Random(0)
+    rng = random.Random(seed)
     lines = [line for source in sources for line in source.read_text(errors="ignore").splitlines() if line.strip()]
     real = rng.sample(lines, min(LINES // 2, len(lines)))
     made = []
     while len(made) < LINES - len(real):
         low, high = rng.choice(BLOCKS)
         parts = [
-            rng.choice(PIECES) if rng.random() < 0.3
+            rng.choice(pieces) if rng.random() < 0.3
             else "".join(chr(rng.randint(low, high)) for _ in range(rng.randint(1, 6)))
             for _ in range(rng.randint(1, 12))
         ]  # fmt: skip
         made.append("".join(parts))
     return [*real, *made]
+
+
+def train(out: Path, sources: list[Path]) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    from quantkit.text.pre_tokenizers import NAMES, named, pre_tokenizer
+
+    engine = Tokenizer(models.BPE())
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    engine.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+        max_token_length=16,
+    )  # fmt: skip
+    engine.train_from_iterator([line for seed in range(1, 20) for line in texts(sources, seed=seed)], trainer)
+    engine.add_special_tokens(list(MARKS))
+    engine.add_tokens(["<tool_call>"])
+    for name in NAMES:
+        patterns, whole = named(name)
+        raw = json.loads(engine.to_str())
+        raw["pre_tokenizer"] = pre_tokenizer(patterns)
+        raw["model"]["ignore_merges"] = whole
+        folder = out / name
+        folder.mkdir(parents=True)
+        (folder / "tokenizer.json").write_text(json.dumps(raw))
+        settings = {"bos_token": MARKS[0], "eos_token": MARKS[1]}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def write(out: Path, folders: list[Path], sources: list[Path]) -> None:
@@ -55,7 +91,7 @@ def write(out: Path, folders: list[Path], sources: list[Path]) -> None:
     from quantkit.text.tokenizer import load_tokenizer
 
     out.mkdir(parents=True, exist_ok=True)
-    lines = texts(sources)
+    lines = texts(sources, PIECES + SPELLED)
     for folder in folders:
         rows = load_tokenizer(folder).vocab_size + 7
         metadata, notes = tokenizer_metadata(folder, rows)
@@ -122,12 +158,14 @@ def compare(out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("step", choices=("write", "tokenize", "compare"))
+    parser.add_argument("step", choices=("train", "write", "tokenize", "compare"))
     parser.add_argument("out", type=Path)
     parser.add_argument("folders", type=Path, nargs="*")
     parser.add_argument("--text", type=Path, action="append", default=[])
     options = parser.parse_args()
-    if options.step == "write":
+    if options.step == "train":
+        train(options.out, options.text)
+    elif options.step == "write":
         write(options.out, options.folders, options.text)
     elif options.step == "tokenize":
         tokenize(options.out)

@@ -75,7 +75,7 @@ def append(chunks: Iterator[tuple[str, Any]], folder: Path) -> None:
 
 def encoder_of(config: ModelConfig, values: dict[str, Tensor | QuantTensor], most: int = ONE) -> GgufEncoder:
     metadata = {"general.architecture": "llama", "general.name": "a model"}
-    extra = {"rope_freqs.weight": torch.arange(1.0, 17.0)}
+    extra = {"rope_freqs.weight": [float(number) for number in range(1, 17)]}
     return GgufEncoder(planned(config, values), config, metadata, extra, most, "model")
 
 

@@ -254,7 +254,8 @@ def test_what_is_written_so_far_is_read_back_part_by_part(
 ) -> None:  # fmt: skip
     source = opened(oracle.save(make(case), tmp_path / "source"))
     assigned = {} if recipe is None else SchemeMap.of(recipe, source.config).schemes
-    planned = [spec for block in tensor_blocks(source, assigned, target("compressed-tensors")) for spec in block.tensors]
+    blocks = tensor_blocks(source, assigned, target("compressed-tensors"))
+    planned = [spec for block in blocks for spec in block.tensors]
     encoder = HF.encoder(Output(source, source.config, planned, SHARD_BYTES))
     most_held = held = 0
     with (tmp_path / "model.safetensors").open("wb") as file:
@@ -310,7 +311,7 @@ def test_transformers_loads_quantized_folders(case: str, tmp_path: Path) -> None
     oracle.copy(tmp_path / "source", tmp_path / "floats")
     result = opened(made)
     values = {name: result.load(name) for name in result.names()}
-    planned = [spec for block in tensor_blocks(source, {}) for spec in block.tensors]
+    planned = [spec for block in tensor_blocks(source, {}, target("compressed-tensors")) for spec in block.tensors]
     encoder = HF.encoder(Output(source, source.config, planned, SHARD_BYTES))
     with (tmp_path / "floats" / "model.safetensors").open("wb") as file:
         for index, spec in enumerate(planned):
@@ -351,6 +352,7 @@ def test_of_experts_of_several_schemes_no_reader_but_quantkit_is_told(recipe: Re
     assert result.readers() == "quantkit"
     assert schemes(result) == SchemeMap.of(recipe, result.config).schemes
     options = {"keep": (), "strict": False, "weights": None, "tensors_only": False, "gptq": False}
+    options["target"] = target("compressed-tensors")
     notes = prepare(tmp_path / "source", tmp_path / "other", recipe, **options).notes
     assert notes[-1] == (
         f"{tmp_path / 'other'}: transformers does not load experts of several schemes right (seen in 5.23); "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from pathlib import Path
 from typing import Any
 
@@ -61,4 +62,29 @@ def write_tiktoken(folder: Path) -> Path:
     tokens = [bytes([byte]) for byte in range(256)] + merged
     lines = [base64.b64encode(token) + b" %d" % rank for rank, token in enumerate(tokens)]
     (folder / "tokenizer.model").write_bytes(b"\n".join(lines) + b"\n")
+    return folder
+
+
+def write_byte_level(folder: Path, pre_tokenizer: dict[str, Any], normalizer: dict[str, Any] | None = None) -> Path:
+    """A folder with a tiny tokenizer.json that merges bytes, with a special token and one that any text may hold."""
+    from quantkit.text.token_bytes import BYTE_LETTERS
+
+    folder.mkdir()
+    merges = [["t", "h"], ["th", "e"], ["i", "n"], ["in", "g"], ["\u0120", "the"], ["1", "2"], ["\u010a", "\u010a"]]
+    pieces = [*BYTE_LETTERS.values(), *("".join(pair) for pair in merges)]
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [("<s>", True), ("<|im_end|>", True), ("<tool>", False)]
+    raw = {
+        "version": "1.0", "truncation": None, "padding": None, "normalizer": normalizer,
+        "added_tokens": [
+            {"id": len(pieces) + n, "content": token, "special": special, **plain}
+            for n, (token, special) in enumerate(added)
+        ],
+        "pre_tokenizer": pre_tokenizer, "post_processor": None,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {"type": "BPE", "vocab": {piece: n for n, piece in enumerate(pieces)}, "merges": merges},
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    settings = {"bos_token": "<s>" if normalizer is None else None, "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quantkit.arguments import as_path, as_text, as_whole, require_flags
-from quantkit.doctor import files, quantization, readers, text, weights
+from quantkit.doctor import files, gguf, quantization, readers, text, weights, zero_points
 from quantkit.doctor.findings import RUNTIMES, Finding, Runtime, ordered
 from quantkit.doctor.folder import Folder
 from quantkit.doctor.report import Diagnosis, LayerError
@@ -16,6 +16,7 @@ from quantkit.json_values import shown
 from quantkit.progress import Progress, silent
 
 _MOST_DEGREE = 1024
+_BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja")
 
 
 def diagnose(
@@ -54,7 +55,7 @@ def diagnose(
         raise RequestError("`tp` is out of range", found=shown(tp), expected=f"1 to {_MOST_DEGREE}")
     folder = Folder(as_path("path", path))
     source = None if against is None else as_path("against", against)
-    patient = _Patient(folder, runtime, tp)
+    patient = _Patient(folder, runtime, tp, deep)
     findings = list(patient.findings())
     layers: list[LayerError] = []
     if deep:
@@ -67,16 +68,16 @@ def diagnose(
         found, layers = compared.check(folder, source, progress)
         findings += found
     return Diagnosis(
-        str(path), patient.kind(), runtime, ordered(findings, runtime), patient.looked_at(deep),
-        patient.left_out(deep, source is not None), layers,
+        str(path), patient.kind(), runtime, ordered(findings, runtime), patient.looked_at(),
+        patient.left_out(source is not None), layers,
     )  # fmt: skip
 
 
 class _Patient:
     """What is looked at, and by which rules."""
 
-    def __init__(self, folder: Folder, runtime: Runtime | None, tp: int) -> None:
-        self.folder, self.runtime, self.tp = folder, runtime, tp
+    def __init__(self, folder: Folder, runtime: Runtime | None, tp: int, deep: bool) -> None:
+        self.folder, self.runtime, self.tp, self.deep = folder, runtime, tp, deep
         self.view = View(folder) if folder.kind in ("safetensors", "bin", "file") else None
 
     def findings(self) -> Iterator[Finding]:
@@ -87,10 +88,13 @@ class _Patient:
         if view is not None:
             yield from weights.check(view)
             yield from quantization.check(view, self.tp)
+            yield from zero_points.check(view, deep=self.deep)
             if self.runtime is not None:
                 yield from readers.check(view, self.runtime)
         if folder.kind in ("safetensors", "bin"):
             yield from text.check(folder, view.rows_of_embedding() if view is not None else None)
+        elif folder.kind == "gguf":
+            yield from gguf.check(folder)
 
     def kind(self) -> str:
         """What it is, in a few words."""
@@ -102,21 +106,25 @@ class _Patient:
         told += [folder.method[:40]] if folder.method else []
         return ", ".join(told)
 
-    def looked_at(self, deep: bool) -> list[str]:
+    def looked_at(self) -> list[str]:
         """What was read."""
         folder = self.folder
-        count, tensors = len(folder.files), len(folder.stored)
-        told = [f"{'weights' if deep else 'headers'} of {count} file{'s' if count != 1 else ''}, {tensors} tensors"]
-        beside = [name for name in ("config.json", "generation_config.json", "tokenizer.json") if name in folder.names]
+        count = len(folder.files) + len(folder.headers)
+        tensors = len(folder.stored) + sum(len(header.tensors) for header in folder.headers.values())
+        told = [
+            f"{'weights' if self.deep else 'headers'} of {count} file{'s' if count != 1 else ''}, {tensors} tensors"
+        ]
+        beside = [name for name in _BESIDE if name in folder.names]
         return told + beside
 
-    def left_out(self, deep: bool, compared: bool) -> list[str]:
+    def left_out(self, compared: bool) -> list[str]:
         """What was not, and what would have it looked at."""
         view = self.view
-        told = [] if deep else ["the weights themselves (`deep=True`)"]
+        told = [] if self.deep else ["the weights themselves (`deep=True`)"]
         told += [] if compared else ["how far it is from its source (`against=SRC`)"]
         if self.runtime is None:
             told.append("what one runtime minds (`runtime=NAME`)")
+        told += [f"{path.name}: name it to have it looked at" for path in self.folder.others]
         if view is not None and not view.known and self.folder.config:
             told.append("which tensors the model needs: its family is not known here")
         return told

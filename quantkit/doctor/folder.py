@@ -11,6 +11,8 @@ from typing import Any
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
 from quantkit.formats.containers.hf_checkpoint import SETTINGS, index_path, settings_in
 from quantkit.formats.files import pth_io, safetensors_io
+from quantkit.formats.files.gguf_io import GgufHeader, read_header
+from quantkit.formats.files.gguf_types import split_name, split_stem
 from quantkit.formats.files.located import located
 from quantkit.formats.files.tensor_file import StoredTensor, TensorFile
 from quantkit.json_values import read_json, read_settings
@@ -52,7 +54,9 @@ class Folder:
         index: which file holds which tensor, by the index; None where there is none that can be read.
         listed: the files of weights that belong to the model, whether or not they are there.
         stray: other files of the same kind that lie beside them.
+        others: further models in GGUF that lie there, and are not looked at.
         files: those that could be read.
+        headers: those of GGUF files that could be read.
         stored, homes: the tensors of these, and where each lies.
         twice: tensors that lie in two files, and which.
         problems: what could not be read.
@@ -71,9 +75,11 @@ class Folder:
         self.problems: list[Problem] = []
         self.stray: list[Path] = []
         self.files: dict[str, TensorFile] = {}
+        self.headers: dict[str, GgufHeader] = {}
         self.stored: dict[str, StoredTensor] = {}
         self.homes: dict[str, TensorFile] = {}
         self.twice: dict[str, tuple[str, str]] = {}
+        self.others: list[Path] = []
         self.index: Mapping[str, Any] | None = None
         self.root = found if found.is_dir() else found.parent
         self.config = self._json(CONFIG) if found.is_dir() else {}
@@ -94,7 +100,9 @@ class Folder:
     @property
     def complete(self) -> bool:
         """Whether every file of weights could be read."""
-        return len(self.files) == len(self.listed) and not any(one.path in self.listed for one in self.problems)
+        return len(self.files) + len(self.headers) == len(self.listed) and not any(
+            one.path in self.listed for one in self.problems
+        )
 
     @property
     def is_adapter(self) -> bool:
@@ -140,7 +148,7 @@ class Folder:
         """The kind of weights that a reader would take, and their files."""
         if found.is_file():
             if found.suffix.lower() == ".gguf":
-                return "gguf", [found]
+                return "gguf", self._parts_of_gguf([found])
             if found.suffix.lower() not in _READERS:
                 raise RequestError(
                     "holds no weights", path=self.path,
@@ -157,7 +165,7 @@ class Folder:
         if PARAMS in self.names and (named := self._matching(_NAMED["meta"])):
             return "meta", named
         if gguf := self._matching(re.compile(r".*\.gguf", re.IGNORECASE)):
-            return "gguf", gguf
+            return "gguf", self._parts_of_gguf(gguf)
         others = [one for one in self._matching(re.compile(r".*\.safetensors")) if _is_weights(one)]
         return ("safetensors", others) if others else ("", [])
 
@@ -188,10 +196,23 @@ class Folder:
                 found.setdefault(path.with_name(name))
         return list(found)
 
+    def _parts_of_gguf(self, found: list[Path]) -> list[Path]:
+        """The first of the models that GGUF files are, with all its parts; those of pictures come last."""
+        ranked = sorted(found, key=lambda path: ("mmproj" in path.name.lower(), path.name))
+        first = ranked[0]
+        stem, count = split_stem(first.name), _PART.search(first.name)
+        if stem is None or count is None or int(count[2]) > _MOST_FILES:
+            self.others = [path for path in ranked if path != first]
+            return [first]
+        parts = [first.with_name(split_name(stem, index, int(count[2]))) for index in range(int(count[2]))]
+        self.others = [path for path in ranked if path not in parts]
+        return parts
+
     def _open(self, path: Path) -> None:
-        if self.kind == "gguf":
-            return  # see `gguf`
         try:
+            if self.kind == "gguf":
+                self.headers[path.name] = read_header(path)
+                return
             file = _READERS[path.suffix.lower()](path)
         except QuantkitError as error:
             self.problems.append(Problem(path, error))

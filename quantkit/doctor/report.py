@@ -98,7 +98,7 @@ class Diagnosis:
         ]
 
     def _sum(self) -> str:
-        counts = Counter(self.severity(finding) for finding in self.findings)
+        counts = Counter(self.severity(group[0]) for group in _by_rule(self.findings))
         told = [f"{counts[one]} {one}{'s' if counts[one] > 1 else ''}" for one in SEVERITIES if counts[one]]
         who = f" for {self.runtime}" if self.runtime else ""
         return f"{', '.join(told)}{who}" if told else f"nothing found{who}"

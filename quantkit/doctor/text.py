@@ -19,7 +19,7 @@ from quantkit.text.tiktoken_file import is_tiktoken
 _SOURCE = "copy it from the model's source"
 _HF = "Hugging Face folders"
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "spiece.model", "vocab.txt")
-_INSTRUCT = re.compile(r"(?i)(^|[-_./ ])(instruct|chat|it|sft|dpo|rlhf)([-_./ ]|$)")
+INSTRUCT = re.compile(r"(?i)(^|[-_./ ])(instruct|chat|it|sft|dpo|rlhf)([-_./ ]|$)")
 _LEAST_SHARE = 0.75  # of the embedding's rows that a tokenizer of the model has at least: tables are padded
 
 NO_TOKENIZER = Rule(
@@ -99,7 +99,7 @@ def is_instruct(folder: Folder) -> bool:
             head = ""
         names += re.findall(r"(?m)^\s*-?\s*(?:base_model:?)?\s*([\w.-]+/[\w.-]+)\s*$", head)
         names += re.findall(r"(?m)^base_model:\s*(\S+)", head)
-    return any(isinstance(name, str) and _INSTRUCT.search(name.rpartition("/")[2]) for name in names)
+    return any(isinstance(name, str) and INSTRUCT.search(name.rpartition("/")[2]) for name in names)
 
 
 def _vocabulary(folder: Folder) -> dict[str, int] | None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.topology import Parameter
 from quantkit.formats.checkpoint import Checkpoint, parameter_count
 from quantkit.formats.codecs.codec import CodeFormat, QuantMethod
+from quantkit.formats.files.gguf_types import GGUF, STEM
 from quantkit.formats.files.tensor_file import StoredTensor
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
@@ -119,6 +121,8 @@ class Output:
         model_parallel: into how many shards weights are cut.
         method: of its quantized modules; None is the container's own.
         templates: of conversations, by name.
+        name: of the model, for people.
+        dst: where it goes: a folder, or a file.
     """
 
     source: Checkpoint
@@ -129,6 +133,18 @@ class Output:
     model_parallel: int = 1
     method: QuantMethod | None = None
     templates: Mapping[str, str] = field(default_factory=dict)
+    name: str = ""
+    dst: Path = Path()
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is a file, or several, with nothing beside but a manifest."""
+        return self.dst.suffix == GGUF
+
+    @property
+    def stem(self) -> str:
+        """What the names of its files of weights begin with."""
+        return self.dst.stem if self.alone else STEM
 
     @property
     def schemes(self) -> dict[str, QuantScheme]:
@@ -186,6 +202,17 @@ class Container(Protocol):
             RequestError: if that makes no sense for this kind of checkpoint.
             CheckpointError: if files are missing, damaged or contradict each other.
             UnsupportedError: for architectures and quantizations that are not read.
+        """
+        ...
+
+    def parameters(self, config: ModelConfig, quantized: Collection[str]) -> list[Parameter]:
+        """Every tensor of an output, in the order in which they are written.
+
+        Args:
+            quantized: modules, by canonical name.
+
+        Raises:
+            UnsupportedError: if the container has no such model.
         """
         ...
 

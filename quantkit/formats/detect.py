@@ -10,8 +10,8 @@ from quantkit.arguments import as_path, as_text
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.formats import manifest
 from quantkit.formats.container import Container, StoredCheckpoint
+from quantkit.formats.files.gguf_parts import gguf_models
 from quantkit.formats.files.located import located, require_there
-from quantkit.formats.files.source import SourceFile
 from quantkit.formats.output.destination import manifest_path
 from quantkit.formats.output.staging import require_finished
 from quantkit.formats.registry import CONTAINERS
@@ -21,7 +21,7 @@ Found = tuple[str, Container]
 
 _DOWNLOAD = "download it again"
 
-WeightKind = Literal["meta", "safetensors", "bin", "gpt-fast", "gpt-fast-int8"]
+WeightKind = Literal["meta", "safetensors", "bin", "gpt-fast", "gpt-fast-int8", "gguf"]
 """A set of weights of a folder that holds several."""
 
 
@@ -35,8 +35,8 @@ def open_checkpoint(
     set beside an unindexed Hugging Face set is ambiguous.
 
     Args:
-        path: a Meta or Hugging Face folder.
-        weights: ``meta``, ``safetensors``, ``bin``, ``gpt-fast`` or ``gpt-fast-int8`` to pick a set.
+        path: a Meta or Hugging Face folder, or a GGUF file.
+        weights: ``meta``, ``safetensors``, ``bin``, ``gpt-fast``, ``gpt-fast-int8`` or ``gguf`` to pick a set.
         tensors_only: whether to take the tensors as they are, of whatever architecture. A folder that quantkit made
             so is opened so without being asked, where it is none that is known.
 
@@ -149,9 +149,6 @@ def _choose(folder: Path, found: list[Found]) -> Found:
 
 
 def _not_a_folder(path: Path) -> Exception:
-    file = SourceFile(path)
-    if file.read(0, min(file.size, 4)) == b"GGUF":
-        return _gguf(path)
     return CheckpointError("is a file", path=path, expected="the folder that holds it with its config and tokenizer")
 
 
@@ -161,8 +158,11 @@ def _no_weights(folder: Path) -> Exception:
             "is a LoRA adapter, not a model", path=folder, found="adapter_config.json",
             hint="merge it into its base model first",
         )  # fmt: skip
-    if gguf := sorted(folder.glob("*.gguf")):
-        return _gguf(gguf[0])
+    if models := gguf_models(folder):
+        return CheckpointError(
+            "holds several models in GGUF", path=folder, found=", ".join(path.name for path in models),
+            hint="name the file",
+        )  # fmt: skip
     for _, container in _present(folder / "original"):
         return CheckpointError(
             "has no weights", path=folder, hint=f"there is a {container.title} checkpoint in {folder / 'original'}"
@@ -171,8 +171,3 @@ def _no_weights(folder: Path) -> Exception:
         "has no weights", path=folder,
         expected="consolidated.00.pth, model.safetensors, pytorch_model.bin or an index of shards",
     )  # fmt: skip
-
-
-def _gguf(path: Path) -> UnsupportedError:
-    titles = " or ".join(container.title for container in CONTAINERS.values())
-    return UnsupportedError("GGUF files are not read", path=path, expected=f"a {titles} folder")

@@ -12,6 +12,7 @@ from quantkit.formats.codecs.gptq import Gptq
 from quantkit.formats.codecs.mlx import Mlx
 from quantkit.formats.codecs.torchao import TorchAo
 from quantkit.formats.container import Container
+from quantkit.formats.containers.gguf import Gguf
 from quantkit.formats.containers.gpt_fast import GptFast
 from quantkit.formats.containers.hf import HuggingFace
 from quantkit.formats.containers.meta import Meta
@@ -27,8 +28,9 @@ METHODS: dict[str, QuantMethod] = {
 
 HF = HuggingFace(METHODS, _NATIVE)
 META = Meta()
+GGUF = Gguf()
 
-CONTAINERS: dict[str, Container] = {container.name: container for container in (META, HF, GptFast())}
+CONTAINERS: dict[str, Container] = {container.name: container for container in (META, HF, GptFast(), GGUF)}
 """By name."""
 
 
@@ -73,6 +75,8 @@ def target(name: str) -> Target:
         RequestError: for another name than of `targets`.
     """
     known = targets()
+    if name not in known and name in {*CONTAINERS, *METHODS}:
+        raise RequestError(f"{name} is read, not written", expected=", ".join(known))
     if name not in known:
         raise RequestError("unknown target format", found=shown(name), expected=", ".join(known))
     return known[name]

@@ -23,6 +23,7 @@ from quantkit.calibration.data import Calibration
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, active_parameter_count, parameter_count
 from quantkit.formats.codecs.codec import QuantMethod
+from quantkit.formats.files.gguf_types import GGUF
 from quantkit.formats.files.hub import origin
 from quantkit.jobs.command import file_name, quantize_command
 from quantkit.jobs.result import growth_text
@@ -103,7 +104,7 @@ def model_card(source: Checkpoint, made: Made, gate: Gate | WeightsOnly) -> byte
         gate: what the result lost; of a model that cannot be run, what became of its tensors.
     """
     base = made.labels.base_model or base_model(source)
-    name = base.rpartition("/")[2] if base else file_name(source.path) or source.config.architecture
+    name = model_name(source, base)
     schemes, schemes_of = made.scheme_map.counts(), made.scheme_map.schemes
     folder = f"{name}-{next(iter(schemes))}"
     lines = [
@@ -116,6 +117,17 @@ def model_card(source: Checkpoint, made: Made, gate: Gate | WeightsOnly) -> byte
         *_command(made, name, folder, runnable=source.config.runnable),
     ]  # fmt: skip
     return ("\n".join(lines) + "\n").encode()
+
+
+def model_name(source: Checkpoint, base: str | None = None) -> str:
+    """What people call a model.
+
+    Args:
+        base: its name on a hub; None takes what `base_model` finds.
+    """
+    base = base or base_model(source)
+    path = source.path.with_suffix("") if source.path.suffix == GGUF else source.path
+    return base.rpartition("/")[2] if base else file_name(path) or source.config.architecture
 
 
 def base_model(source: Checkpoint) -> str | None:

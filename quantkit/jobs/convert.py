@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.architectures.disk import parameters_as_written
 from quantkit.arguments import as_path, as_whole, require_flags
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, read_as_floats, schemes
 from quantkit.formats.codecs.codec import CodeFormat
-from quantkit.formats.container import Output, StoredCheckpoint, weight_size
+from quantkit.formats.container import Container, Output, StoredCheckpoint, weight_size
 from quantkit.formats.detect import WeightKind, open_checkpoint
 from quantkit.formats.folder import carried_templates, checked_tokenizer, left_behind
 from quantkit.formats.output.staging import require_name, require_new_names
 from quantkit.formats.registry import CONTAINERS, Target
+from quantkit.jobs.card import model_name
 from quantkit.jobs.output import SHARD_BYTES, JobWriter, Work, model_summary, writing
 from quantkit.jobs.requantize import Rounding, rounded, to_be_rounded
 from quantkit.jobs.result import ConvertResult
@@ -174,10 +174,12 @@ def conversion(
         to_round = to_be_rounded(source, target.codes, weights=look) if requantize else {}
         scale_dtype = _scale_dtype(source, target.codes, to_round, look=look)
         notes += _carrying_notes(source, dst, target, scale_dtype, to_round, requantize=requantize)
-    specs = _specs(source, cast, None if dequantize else to_round, scale_dtype, with_head=container.stores_tied_head)
+    specs = _specs(source, cast, None if dequantize else to_round, scale_dtype, container)
     templates = carried_templates(source, tokenizer, template)
     most = shard_bytes(split_max_size, container, SHARD_BYTES)
-    output = Output(source, config, specs, most, tokenizer, mp, target.method, templates)
+    output = Output(
+        source, config, specs, most, tokenizer, mp, target.method, templates, model_name(source), dst
+    )  # fmt: skip
     side_files = container.side_files(output)
     encoder = container.encoder(output)
     notes += container.notes(output)
@@ -219,10 +221,10 @@ def _require_convertible(
         return
     found = str(next(iter(quantized.values()), None) or next(iter(integers.values())))
     if target.codes is None or cast is not None:
-        what = "to floats" if target.codes is None else "to another float type"
+        what = "floats are" if target.codes is None else "another float type is"
         raise UnsupportedError(
-            f"the source is quantized; it is not converted {what} unless that is asked for", path=source.path,
-            found=found, hint="`dequantize=True` writes the floats that it means, which are another model",
+            f"the source is quantized; {what} written of it only where that is asked for", path=source.path,
+            found=found, hint="`dequantize=True` writes the floats that its codes mean, each rounded once",
         )  # fmt: skip
     if integers and not requantize:
         name, stored_as = next(iter(integers.items()))
@@ -303,8 +305,8 @@ def _value(
 
 
 def _specs(
-    source: Checkpoint, cast: DType | None, to_round: Mapping[str, Rounding] | None, scale_dtype: DType | None, *,
-    with_head: bool,
+    source: Checkpoint, cast: DType | None, to_round: Mapping[str, Rounding] | None, scale_dtype: DType | None,
+    container: Container,
 ) -> list[TensorSpec]:  # fmt: skip
     """The tensors of the output, in order.
 
@@ -312,14 +314,14 @@ def _specs(
         to_round: weights that get other codes; None where all become floats.
         scale_dtype: of all scales; None where each weight's own stays.
     """
-    config = replace(source.config, tied_embeddings=source.config.tied_embeddings and not with_head)
+    config = replace(source.config, tied_embeddings=source.config.tied_embeddings and not container.stores_tied_head)
     model = DType(config.dtype)
     assigned = {}
     if to_round is not None:
         assigned = {f"{module}.weight": scheme for module, scheme in schemes(source).items()}
         assigned |= {name: one.scheme for name, one in to_round.items()}
     specs = []
-    for parameter in parameters_as_written(config, {name.removesuffix(".weight") for name in assigned}):
+    for parameter in container.parameters(config, {name.removesuffix(".weight") for name in assigned}):
         name, shape = parameter.name, parameter.shape
         info = source.info(_stored_name(source, name))
         if (scheme := assigned.get(name)) is not None:

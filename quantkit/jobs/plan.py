@@ -37,7 +37,7 @@ from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.output.destination import output_files
 from quantkit.formats.output.sink import IN_FLIGHT_BYTES
 from quantkit.formats.output.staging import partial_folder, require_output_absent, require_room_to_build, require_space
-from quantkit.jobs.card import Labels
+from quantkit.jobs.card import Labels, model_name
 from quantkit.jobs.convert import conversion
 from quantkit.jobs.output import SHARD_BYTES
 from quantkit.jobs.prepare import planned_output, prepare, tensor_blocks, too_few_tokens
@@ -212,7 +212,7 @@ def quantize(
     assigned, config = assignment.schemes, source.config
     container = target.container
     blocks, most = tensor_blocks(source, assigned, target), shard_bytes(split_max_size, container, SHARD_BYTES)
-    output = planned_output(prepared, blocks, target, template, most)
+    output = planned_output(prepared, blocks, target, template, most, model_name(source), dst)
     encoder, side_files = container.encoder(output), container.side_files(output)
     disk = encoder.total_bytes() + _side_bytes(side_files) + _MANIFEST * len(assignment.modules)
     phases = {"writing": _streaming(source, encoder)}

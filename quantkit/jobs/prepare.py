@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.disk import parameters_as_written, unread_experts
+from quantkit.architectures.disk import unread_experts
 from quantkit.architectures.topology import Parameter, input_groups, layer_kinds, parameters, sizes
 from quantkit.arguments import as_path, as_texts
 from quantkit.calibration.quantizers import TensorBlock
@@ -135,13 +135,15 @@ def tensor_blocks(source: Checkpoint, schemes: Mapping[str, QuantScheme], target
             return TensorSpec(name, shape, scale_dtype, schemes[parameter.module])
         return TensorSpec(name, shape, source.info(name).dtype)
 
-    by_layer = itertools.groupby(parameters_as_written(source.config, schemes), key=lambda parameter: parameter.layer)
+    ordered = target.container.parameters(source.config, schemes)
+    by_layer = itertools.groupby(ordered, key=lambda parameter: parameter.layer)
     return [TensorBlock(layer, tuple(map(spec, block))) for layer, block in by_layer]
 
 
 def planned_output(
-    prepared: Prepared, blocks: Iterable[TensorBlock], target: Target, template: str | None, shard_bytes: int
-) -> Output:
+    prepared: Prepared, blocks: Iterable[TensorBlock], target: Target, template: str | None, shard_bytes: int,
+    name: str, dst: Path,
+) -> Output:  # fmt: skip
     """What is to be written.
 
     Raises:
@@ -150,8 +152,9 @@ def planned_output(
     source, tensors = prepared.source, [spec for block in blocks for spec in block.tensors]
     templates = carried_templates(source, prepared.tokenizer, template)
     return Output(
-        source, source.config, tensors, shard_bytes, prepared.tokenizer, method=target.method, templates=templates
-    )
+        source, source.config, tensors, shard_bytes, prepared.tokenizer, method=target.method, templates=templates,
+        name=name, dst=dst,
+    )  # fmt: skip
 
 
 def _recipe(scheme: str | QuantScheme | Recipe) -> Recipe:

@@ -16,7 +16,7 @@ from quantkit.formats.detect import WeightKind
 from quantkit.formats.output.staging import partial_folder
 from quantkit.formats.output.writer import Written
 from quantkit.jobs.card import NAME as CARD
-from quantkit.jobs.card import Labels, Made, model_card
+from quantkit.jobs.card import Labels, Made, model_card, model_name
 from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, writing
 from quantkit.jobs.prepare import planned_output, prepare, starved_experts, tensor_blocks, too_few_tokens
 from quantkit.jobs.result import QuantizeResult
@@ -143,8 +143,9 @@ def quantize(
         options["split_max_size"] = split_max_size
     blocks = tensor_blocks(source, schemes, target)
     planned = planned_output(
-        prepared, blocks, target, template, shard_bytes(split_max_size, target.container, SHARD_BYTES)
-    )
+        prepared, blocks, target, template, shard_bytes(split_max_size, target.container, SHARD_BYTES),
+        model_name(source, labels.base_model), dst,
+    )  # fmt: skip
     encoder = target.container.encoder(planned)
     notes += target.container.notes(planned)
     computed_by: dict[str, object] = {}

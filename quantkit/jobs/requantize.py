@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantkit.architectures.disk import disk_tensors
 from quantkit.architectures.topology import kept_unless_named, linear_columns
 from quantkit.errors import NonFiniteError, UnsupportedError
 from quantkit.formats.checkpoint import read_as_floats, schemes
@@ -56,7 +57,20 @@ def to_be_rounded(source: StoredCheckpoint, codes: CodeFormat, *, weights: bool)
     for name, stored_as in read_as_floats(source).items():
         if name.removesuffix(".weight") in linears:
             found[name] = Rounding(_closest(source, name, _suggested(source, name), codes), f"it is {stored_as}")
-    return found
+    return found | _together(source, found)
+
+
+def _together(source: StoredCheckpoint, found: Mapping[str, Rounding]) -> dict[str, Rounding]:
+    """What becomes of weights that are one tensor on disk, of which some are rounded: all of them are, alike."""
+    quantized = schemes(source).keys() | {name.removesuffix(".weight") for name in found}
+    joined = {}
+    for tensor in disk_tensors(source.config, quantized):
+        own = [(name, found[name]) for name in tensor.parts if name in found]
+        if own and tensor.stacked is None and {found.get(name) for name in tensor.parts} != {own[0][1]}:
+            name, first = own[0]
+            reason = f"it is one tensor with '{name}', and of that {first.reason}"
+            joined.update({part: Rounding(first.scheme, reason) for part in tensor.parts if part != name})
+    return joined
 
 
 def rounded(

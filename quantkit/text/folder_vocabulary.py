@@ -14,7 +14,7 @@ from quantkit.text import gguf_vocabulary as keys
 from quantkit.text.gguf_tokenizer import PIPELINE_PARTS, TOKEN_FLAGS
 from quantkit.text.gguf_vocabulary import Vocabulary
 from quantkit.text.merges import Pair, merges_by_rank, ranks_of_merges
-from quantkit.text.pre_tokenizers import names_of, patterns_of
+from quantkit.text.pre_tokenizers import SIMPLER, names_of, patterns_of
 from quantkit.text.sentencepiece_file import PieceType, read_sentencepiece
 from quantkit.text.special_tokens import special_tokens
 from quantkit.text.tiktoken_file import LLAMA3_PATTERN, is_tiktoken, llama3_specials, read_tiktoken
@@ -150,6 +150,8 @@ def _cut(found: FoundTokenizer, whole: bool, vocabulary: Mapping[str, int], fold
         (name,) = names.values()
     if name is None:
         _refuse(path, "a pre_tokenizer" if not names else f"ignore_merges {str(whole).lower()} with its pre_tokenizer")
+    if name in SIMPLER:
+        found.notes.append("llama.cpp cuts words with capitals or marks beyond ASCII otherwise than the tokenizer does")
     found.vocabulary = replace(found.vocabulary, pre=name)
     return found
 
@@ -172,10 +174,9 @@ def _scored(found: FoundTokenizer, unknown: Any, vocabulary: Mapping[str, int], 
         known = cutter.get("replacement") == _SPACE and cutter.get("split") is False and normalizer in (None, _REPLACE)
         prefix = scheme != "never"
         if prefix:
-            where = "at its start alone" if scheme == "first" else "of its own"
+            where = "the whole text" if scheme == "first" else "each that begins with none"
             found.notes.append(
-                f"llama.cpp puts a space before a text, and after each special token; the tokenizer {where},"
-                " and none before another space"
+                f"llama.cpp puts a space before each piece of text between special tokens, the tokenizer before {where}"
             )
     else:
         prefix = normalizer == {"type": "Sequence", "normalizers": [_PREPEND, _REPLACE]}

@@ -40,19 +40,22 @@ def folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
         path: the file, for errors.
 
     Returns:
-        Names with contents: tokenizer.json, or tokenizer.model, or both, and what stands beside them.
+        Names with contents: tokenizer.json, or tokenizer.model, or both, and what stands beside them; none where the
+        file has no tokenizer.
 
     Raises:
         CheckpointError: if the metadata contradicts itself.
         UnsupportedError: for a tokenizer that cannot be rebuilt exactly.
     """
     vocabulary = keys.read_vocabulary(metadata, path)
+    if vocabulary is None:
+        return {}
     ids = keys.read_ids(metadata, vocabulary, path)
     adds = keys.begins_and_ends(metadata, vocabulary, ids, path)
     files: dict[str, bytes] = {}
     if vocabulary.model == keys.BPE or scores_are_ranks(_mergeable(vocabulary), vocabulary.numbers()):
         raw = tokenizer_json(vocabulary, ids, adds)
-        files["tokenizer.json"] = _json(_with_pipeline(raw, metadata, path))
+        files["tokenizer.json"] = _json(_with_pipeline(raw, metadata, path), indent=None)
     if vocabulary.model == keys.SPM and vocabulary.types.count(PieceType.UNKNOWN) == 1:
         files["tokenizer.model"] = _sentencepiece(vocabulary, ids)
     if not files:
@@ -177,10 +180,10 @@ def _with_pipeline(raw: dict[str, Any], metadata: Mapping[str, Any], path: Path)
     if unknown := sorted(set(own.values) - {*PIPELINE_PARTS, "added_tokens"}):
         raise CheckpointError("holds a key that is not known", path=own.path, found=shown(unknown[0]))
     raw = {**raw, **{part: own.values[part] for part in PIPELINE_PARTS if part in own.values}}
-    flags = own.inside("added_tokens").values if own.has("added_tokens") else {}
+    flags = own.inside("added_tokens") if own.has("added_tokens") else Settings({}, own.path)
     for token in raw["added_tokens"]:
-        stated = Settings(flags.get(str(token["id"])) or {}, own.path)
-        token.update({flag: stated.flag(flag, False) for flag in TOKEN_FLAGS})
+        if flags.has(number := str(token["id"])):
+            token.update({flag: flags.inside(number).flag(flag, False) for flag in TOKEN_FLAGS})
     return raw
 
 
@@ -210,5 +213,5 @@ def _short(value: float) -> float:
     )
 
 
-def _json(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n"
+def _json(value: Mapping[str, Any], *, indent: int | None = 2) -> bytes:
+    return json.dumps(value, indent=indent, ensure_ascii=False).encode() + b"\n"

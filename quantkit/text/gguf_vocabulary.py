@@ -43,8 +43,10 @@ _ENDS = {
 TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<EOT>", "[EOT]", "<end_of_utterance>")
 _OTHER_TOKENIZERS = {
     "bert": "WordPiece", "t5": "sentencepiece's unigram", "rwkv": "RWKV's", "plamo2": "PLaMo 2's",
-    "gemma4": "Gemma 4's", "no_vocab": "none", "none": "none",
+    "gemma4": "Gemma 4's",
 }  # fmt: skip
+_MOST_SPLITS = 1 << 28  # letters in all ways to make tokens of two; Gemma's 256,000 tokens have 2**24
+_NO_TOKENIZER = ("none", "no_vocab")
 
 
 @dataclass(frozen=True)
@@ -89,17 +91,17 @@ def end_numbers(tokens: Mapping[str, int]) -> set[int]:
     return {tokens[spelling] for spelling in found}
 
 
-def read_vocabulary(metadata: Mapping[str, Any], path: Path) -> Vocabulary:
-    """The tokenizer in a file's metadata; rows without tokens at the end are left out.
+def read_vocabulary(metadata: Mapping[str, Any], path: Path) -> Vocabulary | None:
+    """The tokenizer in a file's metadata, if it has one; rows without tokens at the end are left out.
 
     Raises:
-        CheckpointError: if there is none, or it contradicts itself.
+        CheckpointError: if it contradicts itself.
         UnsupportedError: for a tokenizer of another kind, and texts cut in a way that is not known.
     """
     settings = Settings(metadata, path)
-    if not settings.has(MODEL):
-        raise CheckpointError("has no tokenizer", path=path, expected=f"the key {MODEL}")
-    model = settings.text(MODEL)
+    model = settings.text(MODEL) if settings.has(MODEL) else _NO_TOKENIZER[0]
+    if model in _NO_TOKENIZER:
+        return None
     if model not in (SPM, BPE):
         what = _OTHER_TOKENIZERS.get(model, "unknown")
         raise UnsupportedError(
@@ -120,6 +122,8 @@ def read_vocabulary(metadata: Mapping[str, Any], path: Path) -> Vocabulary:
                 "the tokenizer lacks tokens for bytes, without which llama.cpp fails on what it does not know",
                 path=path, found=f"no <0x{missing:02X}>", expected="all 256",
             )  # fmt: skip
+        if sum(len(token) ** 2 for token in tokens) > _MOST_SPLITS:
+            raise CheckpointError("the tokenizer's tokens are too long to be taken apart", path=path)
         scores = _scores(settings, len(types))
         return Vocabulary(SPM, tokens, types, scores, [], "", settings.flag(SPACE_PREFIX, True))
     pre = settings.text(PRE) if settings.has(PRE) else ""

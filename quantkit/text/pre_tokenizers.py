@@ -2,8 +2,8 @@
 
 A name stands for patterns that are put to a text one after the other, each to what the one before has left between
 its matches and to these, and for whether a word of the vocabulary is taken as it is. The patterns are those of the
-models' own tokenizers. Where llama.cpp's are simpler than the model's (``tekken`` and ``gpt-4o`` with capitals outside
-ASCII, for example), it is llama.cpp that tokenizes otherwise than the model was trained.
+models' own tokenizers; where llama.cpp's are simpler, it is llama.cpp that tokenizes otherwise than the model was
+trained.
 """
 
 from __future__ import annotations
@@ -43,6 +43,10 @@ _KINDS: tuple[tuple[Patterns, bool, tuple[str, ...]], ...] = (
     (_DEEPSEEK3, False, ("deepseek-v3", "hunyuan-dense", "joyai-llm")),
 )  # fmt: skip
 _BY_NAME = {name: (patterns, whole) for patterns, whole, names in _KINDS for name in names}
+NAMES = tuple(names[0] for _, _, names in _KINDS)
+"""One for each way to cut a text."""
+SIMPLER = {"tekken", "gpt-4o"}
+"""Names for which llama.cpp's own pattern is simpler than that of the models."""
 ADDS_BOS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "tekken"}
 """Names with which llama.cpp begins a text with BOS where the file does not say whether it shall."""
 _WITHOUT_BOS = "glm4"  # the only one of those alike with which llama.cpp knows that there may be none

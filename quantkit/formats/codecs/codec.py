@@ -32,7 +32,7 @@ class Reason:
     def error(self, name: str, method: str) -> UnsupportedError:
         return UnsupportedError(
             f"tensor '{name}' cannot be held exactly as {method}: {self.problem}", found=self.found,
-            expected=self.expected,
+            expected=self.expected, hint="`requantize=True` of convert rounds anew what cannot be held",
         )  # fmt: skip
 
 

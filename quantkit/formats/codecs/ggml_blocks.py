@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quantkit.formats.codecs.codec import Reason
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class BlockType:
         data = codes ^ 0x80 if self.scheme.bits == 8 else low | high << 4
         return torch.cat((scale.view(torch.uint8), data), -1).view(rows, -1)
 
-    def unsupported(self, scheme: QuantScheme, columns: int) -> Reason | None:
+    def unsupported(self, scheme: QuantScheme, columns: int = BLOCK) -> Reason | None:
         """Why weights of a scheme, in rows of so many, have no such blocks; None if they have."""
         if scheme.bits != self.scheme.bits:
             return Reason("its codes have another size", found=scheme, expected=f"{self.scheme.bits} bits")
@@ -109,3 +110,15 @@ BLOCK_TYPES = {kind.name: kind for kind in (Q4_0, Q8_0)}
 def block_type(scheme: QuantScheme) -> BlockType:
     """The type whose codes are of a scheme's size."""
     return Q4_0 if scheme.bits == 4 else Q8_0
+
+
+class GgmlBlocks:
+    """Both of them, as what quantized weights of a file are written in."""
+
+    name = "gguf"
+    schemes = (Q4_0.scheme, Q8_0.scheme)
+    scale_dtype: DType | None = DType.FLOAT16
+
+    def codec(self, scheme: QuantScheme) -> BlockType | Reason:
+        kind = block_type(scheme)
+        return kind.unsupported(scheme) or kind

@@ -11,6 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
@@ -19,21 +20,20 @@ from quantkit.architectures.gguf import gguf_tensors, keeps_float32, stored_offs
 from quantkit.errors import ResumeError
 from quantkit.formats.codecs.codec import Reason
 from quantkit.formats.codecs.ggml_blocks import BLOCK_TYPES, block_type
+from quantkit.formats.codecs.ggml_rows import FLOATS
 from quantkit.formats.container import Chunk, tensor_bytes
 from quantkit.formats.containers.hf_encoder import joined_spec
 from quantkit.formats.containers.hf_parts import assembled, decode
 from quantkit.formats.files.gguf_io import ALIGNMENT, build_header, padding
-from quantkit.formats.files.gguf_types import GgmlType, GgufTensor, Split, split_name
+from quantkit.formats.files.gguf_types import GGUF, GgmlType, GgufTensor, Split, split_name
 from quantkit.formats.files.source import SourceFile
 from quantkit.formats.files.tensor_file import StoredTensor, TensorFile, View, contiguous_strides
-from quantkit.formats.output.destination import GGUF
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
-_FLOATS = {DType.FLOAT32: GgmlType.F32, DType.FLOAT16: GgmlType.F16, DType.BFLOAT16: GgmlType.BF16}
-_DTYPES = {kind: dtype for dtype, kind in _FLOATS.items()}
+_TYPES = {dtype: kind for kind, dtype in FLOATS.items()}
 _LISTED = 24
 """Bytes of a tensor in the header, besides its name and sizes."""
 _FILE_TYPES = {GgmlType.F32: 0, GgmlType.F16: 1, GgmlType.Q4_0: 2, GgmlType.Q8_0: 7, GgmlType.BF16: 32}
@@ -73,13 +73,13 @@ class GgufEncoder:
 
     def __init__(
         self, planned: Sequence[TensorSpec], config: ModelConfig, metadata: Mapping[str, Any],
-        extra: Mapping[str, Tensor], shard_bytes: int, stem: str,
+        extra: Mapping[str, Sequence[float]], shard_bytes: int, stem: str,
     ) -> None:  # fmt: skip
         """
         Args:
             planned: canonical tensors, in the order of `gguf_tensors`.
             metadata: of the model; what kind of numbers there are is added.
-            extra: tensors that follow from the config, by name.
+            extra: vectors that follow from the config, by name.
             stem: what the names of the files begin with.
 
         Raises:
@@ -199,7 +199,7 @@ class GgufEncoder:
             value = value.float() + offset
         if stored.type is GgmlType.F32:
             value = value.float()
-        return tensor_bytes(value, StoredTensor(stored.name, _DTYPES[stored.type], shape))
+        return tensor_bytes(value, StoredTensor(stored.name, FLOATS[stored.type], shape))
 
     def _cut(self, shard_bytes: int) -> list[list[int]]:
         """The tensors of each file, as many as go into it."""
@@ -231,7 +231,7 @@ class _StoredRows:
         """
         kind, shape = stored.type, stored.shape
         self._blocks = BLOCK_TYPES.get(kind)
-        dtype = _DTYPES.get(kind, DType.UINT8)
+        dtype = FLOATS.get(kind, DType.UINT8)
         shape = shape if self._blocks is None else (*shape[:-1], kind.row_bytes(shape[-1]))
         view = View(dtype, start, shape, contiguous_strides(shape))
         self._view = view if expert is None else view.at(0, expert)
@@ -264,7 +264,7 @@ def _type(tensor: DiskTensor, spec: TensorSpec) -> GgmlType:
         UnsupportedError: if there is no type for its codes.
     """
     if spec.scheme is None:
-        return GgmlType.F32 if keeps_float32(tensor) else _FLOATS[spec.dtype]
+        return GgmlType.F32 if keeps_float32(tensor) else _TYPES[spec.dtype]
     kind = block_type(spec.scheme)
     reason = kind.unsupported(spec.scheme, spec.shape[-1])
     if reason is not None:
@@ -272,7 +272,8 @@ def _type(tensor: DiskTensor, spec: TensorSpec) -> GgmlType:
     return GgmlType(kind.name)
 
 
-def _extra(name: str, value: Tensor) -> _Written:
+def _extra(name: str, values: Sequence[float]) -> _Written:
+    value = torch.tensor(values, dtype=torch.float32)
     stored = GgufTensor(name, GgmlType.F32, tuple(value.shape))
     return _Written(None, 0, TensorSpec(name, stored.shape, DType.FLOAT32), stored, value=value)
 

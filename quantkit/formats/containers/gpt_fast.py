@@ -9,7 +9,7 @@ Source: gpt-fast's ``convert_hf_checkpoint.py``, ``quantize.py`` and ``model.py`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -82,6 +82,9 @@ class GptFast:
             )  # fmt: skip
         return GptFastCheckpoint(path, path / _FILES[kind])
 
+    def parameters(self, config: ModelConfig, quantized: Collection[str]) -> NoReturn:
+        raise _not_written()
+
     def encoder(self, output: Output) -> NoReturn:
         raise _not_written()
 
@@ -118,6 +121,8 @@ class GptFastCheckpoint:
         self._specs = self._join_scales(tensors)
         require_tensors(self._specs, {name: tensor.shape for name, tensor in tensors.items()}, weights)
         self._places = {place.name: (tensor, place) for tensor in tensors.values() for place in tensor.places}
+
+    method: str | None = None
 
     @property
     def layout(self) -> str:

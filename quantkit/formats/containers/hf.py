@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.disk import DiskTensor, disk_tensors
+from quantkit.architectures.disk import DiskTensor, disk_tensors, parameters_as_written
 from quantkit.architectures.families import config_to_hf
 from quantkit.architectures.families.opaque import carried_modules, with_dtype
-from quantkit.architectures.topology import parameters
+from quantkit.architectures.topology import Parameter, parameters
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.container import Output
@@ -79,6 +79,9 @@ class HuggingFace:
             if codec.scheme is not None
             for part in tensors[module].parts
         }
+
+    def parameters(self, config: ModelConfig, quantized: Collection[str]) -> list[Parameter]:
+        return parameters_as_written(config, quantized)
 
     def encoder(self, output: Output) -> SafetensorsEncoder:
         from quantkit.formats.containers.hf_encoder import SafetensorsEncoder

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.disk import parameters_as_written
 from quantkit.architectures.meta_params import config_to_meta
+from quantkit.architectures.topology import Parameter
 from quantkit.data.files import gate_texts
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.formats.codecs.codec import CodeFormat, QuantMethod
@@ -49,6 +52,9 @@ class Meta:
         if tensors_only:
             raise RequestError("`tensors_only=True` is for Hugging Face folders; of Meta's all is known", path=path)
         return MetaCheckpoint(path)
+
+    def parameters(self, config: ModelConfig, quantized: Collection[str]) -> list[Parameter]:
+        return parameters_as_written(config, quantized)
 
     def encoder(self, output: Output) -> MetaEncoder:
         from quantkit.formats.containers.meta_encoder import MetaEncoder

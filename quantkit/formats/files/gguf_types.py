@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Any
 
+GGUF = ".gguf"
+"""What the name of a model ends with that is a file, or several, and no folder."""
+STEM = "model"
+"""What the names of files in a folder begin with."""
 SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 

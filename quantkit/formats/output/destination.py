@@ -10,13 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from quantkit.errors import DestinationError, NoSpaceError
-from quantkit.formats.files.gguf_types import split_stem
+from quantkit.formats.files.gguf_types import GGUF, STEM, split_stem
 
 MANIFEST = "quantkit.json"
-GGUF = ".gguf"
-"""What the name of an output ends with that is a file, or several, and no folder."""
-STEM = "model"
-"""What the names of weight files in a folder begin with."""
 _HERE = -100  # AT_FDCWD
 _NO_REPLACE = 1
 

@@ -23,9 +23,8 @@ from quantkit.errors import (
     RequestError,
     ResumeError,
 )
-from quantkit.formats.files.gguf_types import split_stem
+from quantkit.formats.files.gguf_types import GGUF, split_stem
 from quantkit.formats.output.destination import (
-    GGUF,
     destination_errors,
     is_there,
     placed_as,

@@ -1,0 +1,140 @@
+"""How far each linear is from its float source, and which tensors changed that should not have."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from quantkit.architectures.topology import parameters
+from quantkit.doctor.findings import Finding, Rule
+from quantkit.doctor.folder import Folder
+from quantkit.doctor.report import LayerError
+from quantkit.errors import QuantkitError
+from quantkit.formats.checkpoint import schemes
+from quantkit.formats.container import StoredCheckpoint
+from quantkit.formats.detect import open_pair
+from quantkit.formats.files.tensor_file import StoredTensor
+from quantkit.progress import Progress
+from quantkit.quality.bounds import coarsest, same_bits, same_but_rounded, weight_bound
+from quantkit.tensors.qtensor import QuantTensor, float_rows, frobenius, row_chunks
+
+OUT_OF_LINE = Rule(
+    "out-of-line", "error", "a weight is further from its source than rounding in its scheme explains",
+    "quantize the layer again", "the bound of `quantkit verify`",
+)  # fmt: skip
+CHANGED = Rule(
+    "changed", "error", "a tensor that is left in floats is not that of the source, nor it in another float type",
+    "copy it from the source", "the bound of `quantkit verify`",
+)  # fmt: skip
+OTHER_MODEL = Rule(
+    "other-model", "error", "the source is another model, or one of the two cannot be opened to be compared",
+    "name the float model that this one was made of", "config.json of both",
+)  # fmt: skip
+
+RULES = (OUT_OF_LINE, CHANGED, OTHER_MODEL)
+
+_TIMES_USUAL = 3.0
+"""How many times the error that is usual in a model a weight may have whose scheme is not told in codes."""
+
+
+def check(folder: Folder, source: Path, progress: Progress) -> tuple[list[Finding], list[LayerError]]:
+    """Compare all tensors with those of the source.
+
+    Returns:
+        What is wrong, and how far each linear is from the source, the farthest first.
+    """
+    where = folder.path.name
+    try:
+        reference, patient = open_pair(source, folder.path)
+    except QuantkitError as error:
+        return [Finding(OTHER_MODEL, where, str(error))], []
+    configs = [replace(one.config, tied_embeddings=False) for one in (reference, patient)]
+    if differences := configs[0].differences(configs[1]):
+        return [Finding(OTHER_MODEL, where, one) for one in differences], []
+    compared = _Comparison(reference, patient)
+    try:
+        findings = list(compared.findings(progress))
+    except QuantkitError as error:  # of a part that is only read now
+        findings = [Finding(OTHER_MODEL, where, str(error))]
+    return findings, sorted(compared.layers, key=lambda layer: -layer.error)
+
+
+class _Comparison:
+    """Of a model with its source, tensor by tensor."""
+
+    def __init__(self, reference: StoredCheckpoint, patient: StoredCheckpoint) -> None:
+        self.reference, self.patient = reference, patient
+        self.layers: list[LayerError] = []
+        self._encoded: dict[str, float] = {}
+        found = schemes(patient).values()
+        self._coarsest = coarsest(found) if found else None
+
+    def findings(self, progress: Progress) -> Iterator[Finding]:
+        """What is wrong."""
+        listed = parameters(replace(self.reference.config, tied_embeddings=False))
+        for index, parameter in enumerate(listed):
+            progress("against", index, len(listed), "tensors")
+            yield from self._tensor(parameter.name)
+        progress("against", len(listed), len(listed), "tensors")
+        usual = statistics.median(self._encoded.values()) if self._encoded else 0.0
+        for name, error in self._encoded.items():
+            bound = _TIMES_USUAL * usual
+            self.layers.append(LayerError(name, error, bound))
+            if not error <= bound:
+                yield Finding(OUT_OF_LINE, name, f"relative error {error:.3g}, {usual:.3g} is usual")
+
+    def _tensor(self, name: str) -> Iterator[Finding]:
+        before, after = _load(self.reference, name), _load(self.patient, name)
+        if isinstance(before, QuantTensor):
+            before = before.dequantize()
+        if isinstance(after, Tensor) and (same_bits(before, after) or self._only_cast(before, after)):
+            return
+        error = _relative_error(before, after)
+        module = name.removesuffix(".weight")
+        if isinstance(after, QuantTensor):
+            bound = weight_bound(after, before, self._coarsest or after.scheme)
+            self.layers.append(LayerError(module, error, bound))
+            if not error <= bound:
+                yield Finding(OUT_OF_LINE, module, f"relative error {error:.3g}; rounding explains {bound:.3g}")
+        elif self._is_encoded(name):
+            self._encoded[module] = error
+        else:
+            yield Finding(CHANGED, name, f"relative difference {error:.3g}")
+
+    def _only_cast(self, before: Tensor, after: Tensor) -> bool:
+        return before.dtype != after.dtype and before.dim() > 0 and same_but_rounded(before, after)
+
+    def _is_encoded(self, name: str) -> bool:
+        """Whether a weight lies as codes that are read as floats."""
+        stored = _stored_name(self.patient, name)
+        spec = self.patient.info(stored)
+        return self.patient.stored_bytes(stored) != StoredTensor(stored, spec.dtype, spec.shape).nbytes
+
+
+def _stored_name(checkpoint: StoredCheckpoint, name: str) -> str:
+    """A tied head is the embedding."""
+    tied = name == "lm_head.weight" and checkpoint.config.tied_embeddings
+    return "model.embed_tokens.weight" if tied else name
+
+
+def _load(checkpoint: StoredCheckpoint, name: str) -> Tensor | QuantTensor:
+    return checkpoint.load(_stored_name(checkpoint, name))
+
+
+def _relative_error(before: Tensor, after: Tensor | QuantTensor) -> float:
+    """Frobenius norm of the difference over that of the source; NaN where a value is."""
+    if tuple(before.shape) != tuple(after.shape):
+        return math.inf
+    if isinstance(after, Tensor) and before.dim() < 2:
+        before, after = before.reshape(1, -1), after.reshape(1, -1)
+    error = norm = 0.0
+    for start, stop in row_chunks(before.shape[0], math.prod(before.shape[1:])):
+        own = before[start:stop].float()
+        error = math.hypot(error, frobenius(float_rows(after, start, stop) - own))
+        norm = math.hypot(norm, frobenius(own))
+    return error / norm if norm else math.inf if error else 0.0

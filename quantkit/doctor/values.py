@@ -1,0 +1,192 @@
+"""Rules about the numbers themselves: NaN, what was never written, scales out of line; for all tensors, in pieces."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quantkit.doctor.findings import Finding, Rule
+from quantkit.doctor.folder import Folder
+from quantkit.doctor.stored_values import Part, parts
+from quantkit.doctor.view import View
+from quantkit.errors import CheckpointError
+from quantkit.formats.files.tensor_file import same_tensor
+from quantkit.progress import Progress
+
+_AGAIN = "write or download the model again"
+
+NAN = Rule("nan", "error", "weights or scales are NaN or infinite", _AGAIN, "vllm#53537")
+NEVER_WRITTEN = Rule(
+    "never-written", "error", "a weight, its codes or its scales are all zero, or all equal: nobody wrote them", _AGAIN,
+    "vllm#53537",
+)  # fmt: skip
+PARTLY_WRITTEN = Rule(
+    "partly-written", "warning", "the last rows of a weight, or of its codes, are all zero", _AGAIN, "vllm#53537"
+)
+EQUAL_SCALES = Rule(
+    "equal-scales", "warning", "all scales of a weight are one number", "quantize again", "scales that are only set up"
+)
+ZERO_SCALES = Rule(
+    "zero-scales",
+    "warning",
+    "more than half of a weight's scales are 0",
+    "quantize again",
+    "scales that are only set up",
+)
+ABSURD_SCALE = Rule(
+    "absurd-scale", "warning", "a scale is a thousand times those of the same weight in other layers",
+    "hold the layer against its source with `against=SRC`", "damage in memory or on disk",
+)  # fmt: skip
+NEGATIVE_SCALES = Rule(
+    "negative-scales", "note", "group scales are negative: vLLM's Marlin kernels with int8 activations mistake them",
+    "leave that option off; all else takes them", "vllm#48905",
+)  # fmt: skip
+TIED_HEAD = Rule(
+    "tied-head", "error", "the config ties the head to the embedding, and another one is stored",
+    "set tie_word_embeddings to false if the head was trained apart", "Hugging Face's config.json",
+)  # fmt: skip
+COLUMN_ORDER = Rule(
+    "column-order", "warning", "columns are in another order than the config's desc_act says",
+    "set desc_act to true in the settings", "formats.md: g_idx decides, never the flag",
+)  # fmt: skip
+
+RULES = (
+    NAN, NEVER_WRITTEN, PARTLY_WRITTEN, EQUAL_SCALES, ZERO_SCALES, ABSURD_SCALE, NEGATIVE_SCALES, TIED_HEAD,
+    COLUMN_ORDER,
+)  # fmt: skip
+
+_ABSURD = 1000.0
+_LEAST_SCALES = 16  # of which it means something that all are equal
+_TAIL = 8  # of how many parts the last one is looked at
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass
+class _Facts:
+    """What is gathered of a tensor, piece by piece."""
+
+    count: int = 0
+    bad: int = 0
+    zeros: int = 0
+    negative: int = 0
+    low: float = math.inf
+    high: float = -math.inf
+    rows: int = 0
+    zero_tail: int = 0
+    largest: list[float] = field(default_factory=list)
+
+    def add(self, piece: Tensor) -> None:
+        """A few rows [N, ...] more."""
+        rows = piece.reshape(piece.shape[0], -1) if piece.dim() else piece.reshape(1, 1)
+        floats = rows.is_floating_point()
+        wide = rows.float() if floats else rows
+        if floats:
+            finite = torch.isfinite(wide)
+            self.bad += int((~finite).sum())
+            wide = torch.where(finite, wide, torch.zeros((), dtype=wide.dtype))
+        self.count += wide.numel()
+        self.zeros += int((wide == 0).sum())
+        self.negative += int((wide < 0).sum()) if floats else 0
+        self.low, self.high = min(self.low, wide.min().item()), max(self.high, wide.max().item())
+        empty = (wide == 0).all(-1)
+        filled = torch.nonzero(~empty)
+        tail = len(empty) if len(filled) == 0 else len(empty) - 1 - int(filled[-1])
+        self.zero_tail = self.zero_tail + tail if tail == len(empty) else tail
+        self.rows += len(empty)
+        if floats:
+            self.largest.append(wide.abs().max().item())
+
+    @property
+    def all_equal(self) -> bool:
+        return self.low == self.high
+
+
+def check(folder: Folder, view: View | None, progress: Progress) -> list[Finding]:
+    """What is wrong with the numbers of a folder or file."""
+    found: list[Finding] = []
+    scales: dict[str, list[tuple[str, float]]] = {}
+    listed = parts(folder, view)
+    for index, part in enumerate(listed):
+        progress("weights", index, len(listed), "tensors")
+        facts = _Facts()
+        try:
+            for piece in part.read():
+                if piece.numel():
+                    facts.add(piece)
+        except CheckpointError as error:
+            found.append(Finding(NAN, part.name, f"cannot be read: {error.problem}"))
+            continue
+        found += _judged(part, facts)
+        if part.kind == "scale" and facts.largest:
+            scales.setdefault(_NUMBER.sub("*", part.name), []).append((part.name, max(facts.largest)))
+    progress("weights", len(listed), len(listed), "tensors")
+    found += _absurd(scales)
+    if view is not None:
+        found += _tied_head(view)
+        found += _column_order(view)
+    return found
+
+
+def _judged(part: Part, facts: _Facts) -> Iterator[Finding]:
+    """What is wrong with one tensor."""
+    if facts.count == 0:
+        return
+    if facts.bad:
+        yield Finding(NAN, part.name, f"{facts.bad} of {facts.count} values are NaN or infinite")
+        return
+    if part.kind in ("weight", "codes", "embedding") and facts.count > 1 and facts.all_equal:
+        yield Finding(NEVER_WRITTEN, part.name, f"all {facts.count} values are {facts.low:g}")
+    elif part.kind in ("scale", "norm") and facts.zeros == facts.count:
+        yield Finding(NEVER_WRITTEN, part.name, f"all {facts.count} values are 0")
+    elif part.kind in ("weight", "codes") and facts.zero_tail >= max(1, facts.rows // _TAIL) and facts.rows >= _TAIL:
+        yield Finding(PARTLY_WRITTEN, part.name, f"the last {facts.zero_tail} of {facts.rows} rows are 0")
+    if part.kind != "scale" or facts.zeros == facts.count:
+        return
+    if facts.all_equal and facts.count >= _LEAST_SCALES:
+        yield Finding(EQUAL_SCALES, part.name, f"all {facts.count} are {facts.low:g}")
+    elif 2 * facts.zeros > facts.count:
+        yield Finding(ZERO_SCALES, part.name, f"{facts.zeros} of {facts.count} are 0")
+    if facts.negative and part.signed_matters:
+        yield Finding(NEGATIVE_SCALES, part.name, f"{facts.negative} of {facts.count} are below 0")
+
+
+def _absurd(scales: dict[str, list[tuple[str, float]]]) -> Iterator[Finding]:
+    """Weights whose largest scale is out of line with those of other layers."""
+    for alike in scales.values():
+        usual = statistics.median(largest for _, largest in alike)
+        for name, largest in alike:
+            if len(alike) > 1 and usual > 0 and largest > _ABSURD * usual:
+                yield Finding(ABSURD_SCALE, name, f"up to {largest:g}; in other layers up to {usual:g}")
+
+
+def _tied_head(view: View) -> Iterator[Finding]:
+    config, homes = view.config, view.folder.homes
+    if config is None or not config.tied_embeddings or "lm_head.weight" not in homes:
+        return
+    embedding = next((name for name in homes if view.is_embedding(name.removesuffix(".weight"))), None)
+    if embedding is None or "lm_head" in view.coded:
+        return
+    if not same_tensor(homes["lm_head.weight"], "lm_head.weight", homes[embedding], embedding):
+        yield Finding(TIED_HEAD, "lm_head.weight", f"differs from {embedding}")
+
+
+def _column_order(view: View) -> Iterator[Finding]:
+    """Groups of columns that are none of neighbours, where the settings say nothing of it."""
+    for module, coded in view.coded.items():
+        claim, index = view.claims.modules.get(module), coded.leaves.get("g_idx")
+        if index is None or claim is None or claim.order == "group" or index.name not in view.folder.homes:
+            continue
+        if not _is_plain(view.folder.homes[index.name].read(index.name), claim.group):
+            yield Finding(COLUMN_ORDER, index.name, "desc_act is false, and g_idx is no rising count of groups")
+
+
+def _is_plain(order: Tensor, group: int | None) -> bool:
+    """Whether columns lie group by group; all zeros stand for that too."""
+    rising = torch.arange(len(order)) // (group or max(len(order), 1))
+    return torch.equal(order.long(), rising) or not order.any()

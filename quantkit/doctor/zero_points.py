@@ -1,0 +1,99 @@
+"""Whether zero points are the ones that the config's version says: stored as they are, or one less."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from quantkit.doctor.findings import Finding, Rule
+from quantkit.doctor.modules import Coded
+from quantkit.doctor.view import View
+from quantkit.errors import CheckpointError
+
+ZERO_VERSION = Rule(
+    "zero-version", "error", "zero points are one off: they are of another version than the config says",
+    "set checkpoint_format to gptq (one less is stored) or gptq_v2 (as they are), whichever the weights tell",
+    "GPTQModel's formats; zero points of v1 and v2",
+)  # fmt: skip
+
+RULES = (ZERO_VERSION,)
+
+_SAMPLED = 4  # modules whose zero points are read without being asked for
+_MOST_BYTES = 1 << 20
+_SURE = 0.75  # of a step
+
+
+def check(view: View, *, deep: bool) -> Iterator[Finding]:
+    """Hold zero points against the weights.
+
+    Args:
+        deep: whether to read weights: of asymmetric ones these decide, since they lie around 0.
+    """
+    sampled = 0
+    for module, coded in view.coded.items():
+        claim = view.claims.modules.get(module)
+        if claim is None or claim.bits not in (4, 8) or not _is_whole(view, coded):
+            continue
+        if claim.symmetric and coded.kind == "gptq" and (deep or sampled < _SAMPLED):
+            sampled += 1
+            yield from _constant(view, coded, claim.bits)
+        elif deep and not claim.symmetric and coded.kind in ("gptq", "awq", "packed"):
+            yield from _statistical(view, coded, claim.bits)
+
+
+def _is_whole(view: View, coded: Coded) -> bool:
+    needed = ("weight_packed", "weight_zero_point") if coded.kind == "packed" else ("qweight", "qzeros")
+    return all(leaf in coded.leaves and coded.leaves[leaf].name in view.folder.homes for leaf in needed)
+
+
+def _stored_less(view: View) -> int:
+    """By how much zero points as stored are less than what they mean, as the config has it."""
+    settings = view.folder.settings or {}
+    stated = settings.get("checkpoint_format", settings.get("format", "gptq"))
+    return 1 if view.folder.method == "gptq" and stated != "gptq_v2" else 0
+
+
+def _constant(view: View, coded: Coded, bits: int) -> Iterator[Finding]:
+    """Symmetric ones are all the same, which their bytes tell."""
+    tensor = coded.leaves["qzeros"]
+    if tensor.nbytes > _MOST_BYTES:
+        return
+    try:
+        data = view.folder.homes[tensor.name].read_bytes(tensor.name)
+    except CheckpointError:
+        return  # told of where values are read
+    common, _ = Counter(data).most_common(1)[0] if data else (0, 0)
+    middle = 1 << (bits - 1)
+    code = common & ((1 << bits) - 1)
+    expected = middle - _stored_less(view)
+    if code != expected and code in (middle, middle - 1):
+        yield Finding(ZERO_VERSION, tensor.name, f"symmetric, and {code} is stored; by the config {expected}")
+
+
+def _statistical(view: View, coded: Coded, bits: int) -> Iterator[Finding]:
+    """Weights lie around 0, so the mean code is the mean zero point."""
+    expected = 0 if coded.kind != "gptq" else _stored_less(view)
+    codes, zeros = ("weight_packed", "weight_zero_point") if coded.kind == "packed" else ("qweight", "qzeros")
+    try:
+        above = _mean_code(view, coded, codes, bits) - _mean_code(view, coded, zeros, bits)
+    except CheckpointError:
+        return
+    if abs(above - expected) > _SURE:
+        what = f"codes lie {above:.2f} above zero points as stored; by the config {expected}"
+        yield Finding(ZERO_VERSION, coded.leaves[zeros].name, what)
+
+
+def _mean_code(view: View, coded: Coded, leaf: str, bits: int) -> float:
+    """Of all the codes in a tensor of words."""
+    import torch
+
+    name = coded.leaves[leaf].name
+    home = view.folder.homes[name]
+    total = count = 0
+    for part in home.row_parts(name):
+        data = home.read(name, part).contiguous().view(-1).view(torch.uint8)
+        if bits == 4:
+            data = torch.stack((data & 0xF, data >> 4))
+        total += int(data.sum(dtype=torch.int64))
+        count += data.numel()
+    return total / max(count, 1)

@@ -1,0 +1,85 @@
+"""GGUF files: llama.cpp's, with all of a model in one, or in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.gguf import gguf_tensors
+from quantkit.architectures.gguf_metadata import metadata_of, notes_of
+from quantkit.architectures.gguf_rope import rope_tensors
+from quantkit.architectures.topology import Parameter, parameters
+from quantkit.errors import RequestError, UnsupportedError
+from quantkit.formats.codecs.codec import CodeFormat, QuantMethod
+from quantkit.formats.codecs.ggml_blocks import GgmlBlocks
+from quantkit.formats.container import Output
+from quantkit.formats.containers.gguf_checkpoint import GgufCheckpoint
+from quantkit.formats.files.gguf_parts import gguf_file
+from quantkit.formats.folder import OTHER_FILES, present
+from quantkit.text.gguf_tokenizer_keys import tokenizer_metadata
+from quantkit.text.text_folder import text_folder
+
+if TYPE_CHECKING:
+    from quantkit.formats.containers.gguf_encoder import GgufEncoder
+
+
+class Gguf:
+    """The container of llama.cpp: config, tokenizer and weights are in one file, or in the parts of one."""
+
+    name = "gguf"
+    title = "GGUF"
+    config_file = "model.gguf"
+    weights: Mapping[str, str] = {"gguf": "*.gguf"}
+    methods: Mapping[str, QuantMethod] = {}
+    native: CodeFormat | None = GgmlBlocks()
+    stores_tied_head = False
+    states_tokens = True
+    model_parallel = False
+    derived = True
+    read_only = False
+    one_file = True
+
+    def present(self, path: Path) -> list[str]:
+        return [] if gguf_file(path) is None else ["gguf"]
+
+    def indexed(self, path: Path, kind: str) -> bool:
+        return False
+
+    def open(self, path: Path, kind: str, *, tensors_only: bool = False) -> GgufCheckpoint:
+        if tensors_only:
+            raise RequestError("`tensors_only=True` is for Hugging Face folders; of GGUF all is known", path=path)
+        file = gguf_file(path)
+        assert file is not None, path
+        return GgufCheckpoint(file)
+
+    def parameters(self, config: ModelConfig, quantized: Collection[str]) -> list[Parameter]:
+        known = {parameter.name: parameter for parameter in parameters(config)}
+        return [known[name] for name in dict.fromkeys(name for one in gguf_tensors(config) for name in one.parts)]
+
+    def encoder(self, output: Output) -> GgufEncoder:
+        """
+        Raises:
+            CheckpointError: if the source's tokenizer is damaged.
+            UnsupportedError: if GGUF can't say what the model is, or llama.cpp would do otherwise.
+        """
+        from quantkit.formats.containers.gguf_encoder import GgufEncoder
+
+        config = output.config
+        if output.tokenizer is None:
+            raise UnsupportedError(
+                "the source has no tokenizer, and llama.cpp loads no model without one", path=output.source.path,
+                hint="put the tokenizer's files beside the weights",
+            )  # fmt: skip
+        texts, _ = tokenizer_metadata(output.source.path, config.vocab_size, output.templates)
+        stated = {"general.type": "model", "general.name": output.name}
+        metadata = metadata_of(config) | stated | texts
+        return GgufEncoder(output.planned, config, metadata, rope_tensors(config), output.shard_bytes, output.stem)
+
+    def side_files(self, output: Output) -> dict[str, bytes | Path]:
+        return {} if output.alone else present(text_folder(output.source.path), OTHER_FILES[1:])
+
+    def notes(self, output: Output) -> list[str]:
+        _, notes = tokenizer_metadata(output.source.path, output.config.vocab_size, output.templates)
+        return [*notes, *(f"{output.source.path}: {note}" for note in notes_of(output.config))]

@@ -1,0 +1,221 @@
+"""Reading GGUF: canonical tensors out of llama.cpp's, codes where a type has them exactly, floats from all others."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantkit.architectures.disk import DiskTensor
+from quantkit.architectures.gguf import ROPE_TENSORS, gguf_tensors, keeps_float32, stored_offset
+from quantkit.architectures.gguf_config import config_of
+from quantkit.architectures.topology import parameters
+from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.formats.checkpoint import require_tensors
+from quantkit.formats.codecs.ggml_blocks import BLOCK_TYPES
+from quantkit.formats.codecs.ggml_rows import FLOATS, NOT_READ, SMALL_FLOATS, GgmlRows
+from quantkit.formats.containers.hf_parts import decode, read_floats
+from quantkit.formats.files.gguf_io import GgufHeader
+from quantkit.formats.files.gguf_parts import read_parts
+from quantkit.formats.files.gguf_types import GgmlType, GgufTensor
+from quantkit.formats.files.source import SourceFile
+from quantkit.formats.files.tensor_file import TensorFile, View, contiguous_strides, same_tensor
+from quantkit.json_values import shown
+from quantkit.tensors.dtypes import DType
+from quantkit.tensors.spec import TensorSpec
+from quantkit.tensors.tensor_slice import TensorSlice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.tensors.qtensor import QuantTensor
+
+_EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
+_QUANTIZATION_VERSION = 2
+_MOST_FACTORS = 2**16
+_DEFAULT = DType.BFLOAT16  # of a model none of whose matrices is stored as floats
+
+
+class GgufCheckpoint:
+    """A model in GGUF, read lazily.
+
+    Its float type is that of most of its matrices that are floats; where none is, bfloat16. Norms, biases and routers
+    are float32, as they lie.
+    """
+
+    format = "gguf"
+
+    def __init__(self, path: Path) -> None:
+        """Open a file, with the other parts if it is one of several; headers only.
+
+        Raises:
+            CheckpointError: if a file is missing, damaged or contradicts itself.
+            UnsupportedError: for unknown architectures and types of tensors.
+        """
+        self._headers = read_parts(path)
+        self.path = self._headers[0].path
+        self.notes: list[str] = []
+        self.extra_config: Mapping[str, Any] = {}
+        self._stored = {name: tensor for header in self._headers for name, tensor in header.tensors.items()}
+        self._home = {name: header for header in self._headers for name in header.tensors}
+        metadata = self._headers[0].metadata
+        self._require_types(metadata)
+        self._files = {id(header): TensorFile(header.source, _views(header)) for header in self._headers}
+        shapes = {name: tensor.shape for name, tensor in self._stored.items()}
+        factors = {name: self._factors(name) for name in ROPE_TENSORS if name in self._stored}
+        config = config_of(metadata, shapes, factors, self.path, tied=self._tied(), dtype=_DEFAULT.value)
+        self._disk = {tensor.name: tensor for tensor in gguf_tensors(config)}
+        self.config = config.with_dtype(self._dtype().value)
+        self._check()
+        self._places = {
+            place.name: (tensor, place)
+            for tensor in self._disk.values()
+            for place in tensor.places
+            if not (tensor.name == _HEAD and self.config.tied_embeddings)
+        }
+        self._order = [parameter.name for parameter in parameters(self.config)]
+
+    @property
+    def method(self) -> str | None:
+        return self.format if any(self._spec(tensor).scheme for tensor in self._disk.values()) else None
+
+    @property
+    def layout(self) -> str:
+        kinds = Counter(dict.fromkeys(GgmlType, 0))
+        for tensor in self._stored.values():
+            kinds[tensor.type] += tensor.nbytes
+        parts = f", {len(self._headers)} files" if len(self._headers) > 1 else ""
+        return f"{self.format} ({kinds.most_common(1)[0][0]}{parts})"
+
+    def names(self) -> list[str]:
+        return list(self._order)
+
+    def info(self, name: str) -> TensorSpec:
+        tensor, place = self._places[name]
+        spec = self._spec(tensor)
+        return TensorSpec(name, place.shape, spec.dtype, spec.scheme, spec.stored_as)
+
+    def files(self) -> list[SourceFile]:
+        return [header.source for header in self._headers]
+
+    def stored_bytes(self, name: str) -> int:
+        tensor, place = self._places[name]
+        return self._stored[tensor.name].nbytes * math.prod(place.shape) // math.prod(tensor.shape)
+
+    def readers(self) -> str:
+        return "quantkit, llama.cpp"
+
+    def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
+        """One tensor, or a part of it."""
+        tensor, place = self._places[name]
+        stored, spec = self._stored[tensor.name], self._spec(tensor)
+        file, view = self._file(tensor.name), self._view(tensor)
+        if stored.type in FLOATS:
+            floats = read_floats(file, view, tensor, place, part)
+            offset = stored_offset(self.config, tensor)
+            return (floats.float() - offset).to(floats.dtype) if offset else floats
+        rows = GgmlRows(file, view, stored.type, spec.scheme is not None, spec.dtype)
+        if place.expert is None:
+            return decode(rows, None, spec, place, part)
+        own = replace(spec, shape=spec.shape[1:])
+        return decode(rows.of_expert(place.expert), None, own, replace(place, expert=None), part)
+
+    def _spec(self, tensor: DiskTensor) -> TensorSpec:
+        """What a tensor is read as."""
+        kind = self._stored[tensor.name].type
+        if kind in FLOATS:
+            return TensorSpec(tensor.name, tensor.shape, FLOATS[kind])
+        if kind in BLOCK_TYPES and (tensor.quantizable or tensor.stacked is not None):
+            return TensorSpec(tensor.name, tensor.shape, DType.FLOAT16, BLOCK_TYPES[kind].scheme)
+        stored_as = None if kind in SMALL_FLOATS else kind.value
+        return TensorSpec(tensor.name, tensor.shape, DType(self.config.dtype), None, stored_as)
+
+    def _file(self, name: str) -> TensorFile:
+        return self._files[id(self._home[name])]
+
+    def _view(self, tensor: DiskTensor) -> View:
+        """Where a tensor lies, in the shape that it should have; of blocks their bytes."""
+        view = self._file(tensor.name).view(tensor.name)
+        shape = (*tensor.shape[:-1], view.shape[-1])
+        return replace(view, shape=shape, stride=contiguous_strides(shape))
+
+    def _require_types(self, metadata: Mapping[str, Any]) -> None:
+        version = metadata.get("general.quantization_version", _QUANTIZATION_VERSION)
+        for name, tensor in self._stored.items():
+            if tensor.type in NOT_READ or (tensor.type not in FLOATS and len(tensor.shape) == 1):
+                raise UnsupportedError(
+                    f"tensor '{name}' is of a type that is not read", path=self._home[name].path, found=tensor.type
+                )
+            if tensor.type not in FLOATS and version != _QUANTIZATION_VERSION:
+                raise UnsupportedError(
+                    "is quantized by rules that are not known", path=self.path,
+                    found=f"general.quantization_version {shown(version)}", expected=_QUANTIZATION_VERSION,
+                )  # fmt: skip
+
+    def _factors(self, name: str) -> tuple[float, ...]:
+        """The numbers of a small tensor."""
+        tensor = self._stored[name]
+        if tensor.type is not GgmlType.F32 or len(tensor.shape) != 1 or tensor.shape[0] > _MOST_FACTORS:
+            raise CheckpointError(
+                f"tensor '{name}' is no list of factors", path=self._home[name].path,
+                found=f"{tensor.type} {list(tensor.shape)}",
+            )  # fmt: skip
+        raw = self._home[name].source.read(tensor.offset, tensor.nbytes)
+        return struct.unpack(f"<{tensor.shape[0]}f", raw)
+
+    def _tied(self) -> bool:
+        """Whether the head is absent, or the embedding over again, as some architectures want it."""
+        if _HEAD not in self._stored or _EMBEDDING not in self._stored:
+            return True
+        if self._stored[_HEAD].type != self._stored[_EMBEDDING].type:
+            return False
+        return same_tensor(self._file(_HEAD), _HEAD, self._file(_EMBEDDING), _EMBEDDING)
+
+    def _dtype(self) -> DType:
+        """The float type of most matrices that are floats."""
+        sizes: Counter[DType] = Counter()
+        for tensor in self._disk.values():
+            stored = self._stored.get(tensor.name)
+            if stored is not None and stored.type in FLOATS and not keeps_float32(tensor):
+                sizes[FLOATS[stored.type]] += stored.nbytes
+        return sizes.most_common(1)[0][0] if sizes else _DEFAULT
+
+    def _check(self) -> None:
+        """Hold the tensors against those that the model calls for."""
+        expected = {name: tensor.shape for name, tensor in self._disk.items()}
+        found = {}
+        for name, tensor in self._stored.items():
+            if name in ROPE_TENSORS or (name == _HEAD and name not in expected and self.config.tied_embeddings):
+                continue
+            shape = _as_expected(tensor, expected.get(name))
+            dtype = FLOATS.get(tensor.type, DType(self.config.dtype))
+            found[name] = TensorSpec(name, shape, dtype)
+        if self.config.tied_embeddings and _HEAD not in found:
+            expected.pop(_HEAD, None)
+        require_tensors(found, expected, self.path)
+
+
+def _views(header: GgufHeader) -> dict[str, View]:
+    """Where a file's tensors lie: floats by their numbers, all others by bytes."""
+    found = {}
+    for name, tensor in header.tensors.items():
+        dtype, shape = FLOATS.get(tensor.type), tensor.shape
+        if dtype is None:
+            dtype, shape = DType.UINT8, (*shape[:-1], tensor.type.row_bytes(shape[-1]))
+        found[name] = View(dtype, tensor.offset, shape, contiguous_strides(shape))
+    return found
+
+
+def _as_expected(tensor: GgufTensor, shape: tuple[int, ...] | None) -> tuple[int, ...]:
+    """A tensor's shape; sizes of 1 before it are as good as none."""
+    if shape is not None and _bare(tensor.shape) == _bare(shape):
+        return shape
+    return tensor.shape
+
+
+def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return _bare(shape[1:]) if len(shape) > 1 and shape[0] == 1 else shape

@@ -1,0 +1,94 @@
+"""Which GGUF files make up a model: one, or the parts that it was split into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from quantkit.errors import CheckpointError
+from quantkit.formats.files.gguf_io import MAGIC, GgufHeader, read_header
+from quantkit.formats.files.gguf_types import GGUF, split_name, split_stem
+
+_NO_MODELS = ("mmproj", "imatrix")  # what such files are called: a projector for pictures, statistics of activations
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is a GGUF file, by its name or by how it begins."""
+    if not path.is_file():
+        return False
+    if path.suffix == GGUF:
+        return True
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def gguf_models(folder: Path) -> list[Path]:
+    """The models in GGUF that lie in a folder: the first file of each."""
+    paths = sorted(path for path in folder.glob(f"*{GGUF}") if not path.name.lower().startswith(_NO_MODELS))
+    return list({split_stem(path.name) or path.name: path for path in reversed(paths)}.values())[::-1]
+
+
+def gguf_file(path: Path) -> Path | None:
+    """The file that a path stands for: itself, or the only model of a folder; None if it stands for none."""
+    if path.is_dir():
+        models = gguf_models(path)
+        return models[0] if len(models) == 1 else None
+    return path if is_gguf(path) else None
+
+
+def read_parts(path: Path) -> list[GgufHeader]:
+    """The headers of a model's files in order, of which a path is one.
+
+    Raises:
+        CheckpointError: see `read_header`; if a part is missing, or is none of this model.
+        UnsupportedError: see `read_header`.
+    """
+    header = read_header(path)
+    if header.split is None or header.split.count == 1:
+        return [header]
+    stem, (index, count) = split_stem(path.name), (header.split.index, header.split.count)
+    if stem is None or path.name != split_name(stem, index, count):
+        raise CheckpointError(
+            f"is part {index + 1} of {count} of a model, and is not called so", path=path,
+            expected=split_name(stem or path.stem, index, count),
+        )  # fmt: skip
+    found = []
+    for number in range(count):
+        name = path.with_name(split_name(stem, number, count))
+        if not name.exists():
+            raise CheckpointError(
+                "the weight file is missing", path=name, found=f"{len(_present(path, stem, count))} of {count} parts",
+                hint="download it again",
+            )  # fmt: skip
+        part = header if number == index else read_header(name)
+        if part.split is None or (part.split.index, part.split.count) != (number, count):
+            raise CheckpointError(f"is not part {number + 1} of {count} of the model", path=name)
+        found.append(part)
+    _require_whole(found)
+    return found
+
+
+def _require_whole(parts: Iterable[GgufHeader]) -> None:
+    """
+    Raises:
+        CheckpointError: if the parts have a tensor twice, or fewer or more than each says there are.
+    """
+    names: dict[str, Path] = {}
+    for part in parts:
+        for name in part.tensors:
+            if name in names:
+                raise CheckpointError(
+                    f"tensor '{name}' is in two files", path=part.path, found=f"also in {names[name].name}"
+                )
+            names[name] = part.path
+    for part in parts:
+        if part.split is not None and part.split.tensors != len(names):
+            raise CheckpointError(
+                "the parts have another number of tensors than the model", path=part.path, found=len(names),
+                expected=part.split.tensors, hint="a part is another model's",
+            )  # fmt: skip
+
+
+def _present(path: Path, stem: str, count: int) -> list[Path]:
+    names = (path.with_name(split_name(stem, number, count)) for number in range(count))
+    return [name for name in names if name.exists()]

@@ -1,0 +1,92 @@
+"""GGUF files of tiny models of transformers, made as llama.cpp's converter makes them: names by the gguf package's own
+table, and its writer and quantizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+Types = Mapping[str, gguf.GGMLQuantizationType]
+F32 = gguf.GGMLQuantizationType.F32
+_ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA, "mistral": gguf.MODEL_ARCH.LLAMA, "mixtral": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3, "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE, "olmoe": gguf.MODEL_ARCH.OLMOE, "gemma": gguf.MODEL_ARCH.GEMMA,
+    "gemma2": gguf.MODEL_ARCH.GEMMA2, "gemma3_text": gguf.MODEL_ARCH.GEMMA3, "phi3": gguf.MODEL_ARCH.PHI3,
+    "olmo2": gguf.MODEL_ARCH.OLMO2, "olmo3": gguf.MODEL_ARCH.OLMO2, "granite": gguf.MODEL_ARCH.GRANITE,
+    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+}  # fmt: skip
+_PERMUTED = {gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GRANITE, gguf.MODEL_ARCH.SMOLLM3}
+
+
+def tensors_of(model: Any) -> dict[str, npt.NDArray[np.float32]]:
+    """The tensors that the converter makes of a model of transformers."""
+    config = model.config
+    arch = _ARCHITECTURES[config.model_type]
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    found: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        for own, part in _apart(name, value.detach().float()).items():
+            stem, _, leaf = own.rpartition(".")
+            leaf = leaf if leaf in ("weight", "bias") else "weight"
+            mapped = names.get_name(own if leaf not in own else stem)
+            assert mapped is not None, own
+            found[f"{mapped}.{leaf}"] = _changed(part, own, arch, config)
+    return {name: value.contiguous().numpy() for name, value in found.items()}
+
+
+def _apart(name: str, value: Tensor) -> dict[str, Tensor]:
+    """Experts as the converter has them: gate and up apart."""
+    stem = name.removesuffix(".weight")
+    if stem.endswith("experts.gate_up_proj"):
+        gate, up = value.chunk(2, 1)
+        base = stem.removesuffix("gate_up_proj")
+        return {f"{base}gate_proj.weight": gate, f"{base}up_proj.weight": up}
+    return {f"{stem}.weight" if stem.endswith("experts.down_proj") else name: value}
+
+
+def _changed(value: Tensor, name: str, arch: gguf.MODEL_ARCH, config: Any) -> Tensor:
+    if "gemma" in config.model_type and name.endswith("norm.weight"):
+        return value + 1
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    count = next((heads[one] for one in heads if f"{one}." in name), None)
+    if count is None or arch not in _PERMUTED:
+        return value
+    halves = value.reshape(count, 2, value.shape[0] // count // 2, *value.shape[1:])
+    return halves.swapaxes(1, 2).reshape(value.shape)
+
+
+def write(
+    path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, npt.NDArray[np.float32]], types: Types | None = None
+) -> Path:
+    """A file, by the gguf package's writer; matrices in the types given by name, or by "" for all others."""
+    writer = gguf.GGUFWriter(path, metadata["general.architecture"])
+    for key, value in metadata.items():
+        if key == "general.architecture":
+            continue
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            writer.add_array(key, value)
+    for name, values in tensors.items():
+        kind = F32 if values.ndim == 1 or "_inp" in name else (types or {}).get(name, (types or {}).get("", F32))
+        writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

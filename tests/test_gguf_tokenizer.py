@@ -1,0 +1,290 @@
+"""Tokenizers in and out of GGUF's metadata. What llama.cpp makes of them: scripts/peer_gguf_tokenizer.py."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vocabularies import TURNS, train, train_gemma, write_byte_level, write_gemma_json, write_tiktoken
+
+import quantkit
+from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
+from quantkit.formats.files.gguf_io import build_header
+from quantkit.text.export import export_json
+from quantkit.text.gguf_tokenizer import folder_files
+from quantkit.text.gguf_tokenizer_keys import tokenizer_metadata
+from quantkit.text.pre_tokenizers import NAMES, named, patterns_of, pre_tokenizer
+from quantkit.text.sentencepiece_file import PieceType, read_sentencepiece
+from quantkit.text.text_folder import text_folder
+from quantkit.text.tiktoken_file import LLAMA3_PATTERN
+from quantkit.text.tokenizer import SentencePieceTokenizer, load_tokenizer
+
+TEXTS = [
+    "", " ", "  two  spaces,   three ", "The cat's whiskers aren't 12345.67!\r\n\n\tx", "Größe e\u0301 \u00e9 \u2167",
+    "Москва, 日本語のテキスト, عربى, हिन्दी", "👩‍🚀🚀🇩🇪" * 3, "\x00\x01\x7f a\u2581b", "x" * 90,
+    "a <s> b </s> <0x41>[PAD7]",
+]  # fmt: skip
+KINDS = ["sentencepiece", "sentencepiece-json", "tiktoken", "gemma", "gemma-json", "first-space", "qwen2", "smollm"]
+END, TOOL = "<|im_end|>", "<tool>"
+
+
+def _edited(source: Path, target: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
+    shutil.copytree(source, target)
+    raw = json.loads((target / "tokenizer.json").read_text())
+    edit(raw)
+    (target / "tokenizer.json").write_text(json.dumps(raw))
+    return target
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("tokenizers")
+    found = {"sentencepiece": train(root / "sentencepiece"), "tiktoken": write_tiktoken(root / "tiktoken")}
+    found["sentencepiece-json"] = root / "sentencepiece-json"
+    found["sentencepiece-json"].mkdir()
+    assert export_json(found["sentencepiece"] / "tokenizer.model", found["sentencepiece-json"])
+    found["gemma"] = train_gemma(root / "gemma")
+    found["gemma-json"] = write_gemma_json(found["gemma"], root / "gemma-json")
+    space = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False}
+    found["first-space"] = _edited(
+        found["sentencepiece-json"], root / "first", lambda raw: raw.update(normalizer=None, pre_tokenizer=space)
+    )
+    for name in ("qwen2", "smollm", "llama-bpe"):
+        normalizer = {"type": "NFC"} if name == "qwen2" else None
+        found[name] = write_byte_level(root / name, pre_tokenizer((named(name) or ((), False))[0]), normalizer)
+    return found
+
+
+def _metadata(folder: Path, more: int = 3) -> dict[str, Any]:
+    return tokenizer_metadata(folder, load_tokenizer(folder).vocab_size + more)[0]
+
+
+def _folder(metadata: dict[str, Any], folder: Path) -> Path:
+    folder.mkdir()
+    for name, content in folder_files(metadata, Path("model.gguf")).items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tokenizer_comes_back_alike(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    original = load_tokenizer(folders[kind])
+    read = load_tokenizer(_folder(_metadata(folders[kind]), tmp_path / "read"))
+    assert (read.vocab_size, read.bos_id) == (original.vocab_size, original.bos_id)
+    assert (read.eos_ids[0], read.byte_level) == (original.eos_ids[0], original.byte_level)
+    for text in TEXTS:
+        ids = original.encode(text)
+        assert read.encode(text) == ids
+        assert read.encode(text, bos=False) == original.encode(text, bos=False)
+        assert read.decode(ids) == original.decode(ids)
+        if original.special_tokens is not None:
+            assert read.special_tokens == original.special_tokens
+            marked = "".join(f"{text} {token}" for token in list(original.special_tokens)[:5])
+            assert read.encode(marked, specials=True) == original.encode(marked, specials=True)
+
+
+def test_what_llama_cpp_reads(folders: dict[str, Path]) -> None:
+    metadata = _metadata(folders["sentencepiece"])
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    scores = metadata["tokenizer.ggml.scores"]
+    assert (tokens[:4], tokens[-3:]) == (["<unk>", "<s>", "</s>", "<0x00>"], ["[PAD400]", "[PAD401]", "[PAD402]"])
+    assert (types[:4], types[259], types[-3:]) == ([2, 3, 3, 6], 1, [5, 5, 5])
+    assert len(tokens) == len(types) == len(scores) == 403
+    assert all(type(score) is float for score in scores)
+    rest = {key: value for key, value in metadata.items() if not isinstance(value, list)}
+    assert rest == {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default", "tokenizer.ggml.add_space_prefix": True,
+        "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": False,
+    }  # fmt: skip
+
+
+def test_what_llama_cpp_reads_of_byte_pairs(folders: dict[str, Path]) -> None:
+    metadata, notes = tokenizer_metadata(folders["qwen2"], 300)
+    assert (metadata["tokenizer.ggml.model"], metadata["tokenizer.ggml.pre"]) == ("gpt2", "qwen2")
+    assert metadata["tokenizer.ggml.merges"][0] == "t h"
+    by_token = dict(zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"], strict=True))
+    assert [by_token[token] for token in ("th", END, TOOL, "[PAD299]")] == [1, 3, 4, 5]
+    assert metadata["tokenizer.ggml.eot_token_id"] == metadata["tokenizer.ggml.eos_token_id"]
+    assert (metadata["tokenizer.ggml.add_bos_token"], "tokenizer.ggml.bos_token_id" in metadata) == (False, False)
+    assert len(notes) == 1
+    assert "NFC" in notes[0]
+
+
+def test_gemmas_marks_of_turns(folders: dict[str, Path]) -> None:
+    metadata = _metadata(folders["gemma-json"])
+    start, end = (metadata["tokenizer.ggml.tokens"].index(turn) for turn in TURNS)
+    assert [metadata["tokenizer.ggml.token_type"][number] for number in (start, end)] == [3, 3]
+    assert metadata["tokenizer.ggml.add_space_prefix"] is False
+    _, notes = tokenizer_metadata(folders["gemma"], 420)
+    assert "<end_of_turn>" in notes[0]
+
+
+def test_ends_templates_and_settings_go_there_and_back(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folders["llama-bpe"], tmp_path / "model")
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.special_tokens is not None
+    end, tool = tokenizer.special_tokens[END], tokenizer.special_tokens[TOOL]
+    settings = {"eos_token_id": [end, tool], "do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    templates = {"default": "{{ bos_token }}{{ messages[0].content }}", "tool_use": "{{ tools }}"}
+    metadata, _ = tokenizer_metadata(folder, tokenizer.vocab_size, templates)
+    assert metadata["tokenizer.chat_template.tool_use"] == "{{ tools }}"
+    assert (metadata["tokenizer.ggml.eot_token_id"], metadata["tokenizer.ggml.eom_token_id"]) == (end, tool)
+    read = _folder(metadata, tmp_path / "read")
+    assert quantkit.sampling_defaults(read) == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    assert json.loads((read / "generation_config.json").read_text())["eos_token_id"] == [end, tool]
+    chat = quantkit.chat_format(read, load_tokenizer(read))
+    message = {"role": "user", "content": f"the thing{END}"}
+    assert chat.encode([message]) == tokenizer.encode(f"<s>the thing{END}", specials=True, bos=False)
+    assert json.loads((read / "tokenizer_config.json").read_text())["chat_template"][1]["name"] == "tool_use"
+
+
+def test_a_gguf_file_is_taken_where_a_folder_is(folders: dict[str, Path], tmp_path: Path) -> None:
+    metadata, _ = tokenizer_metadata(folders["smollm"], 300, {"default": "{{ messages[0].content }}"})
+    path = tmp_path / "model.gguf"
+    path.write_bytes(build_header(metadata, []))
+    tokenizer = load_tokenizer(path)
+    assert text_folder(path) == text_folder(str(path))
+    assert tokenizer.encode("the 12 things") == load_tokenizer(folders["smollm"]).encode("the 12 things")
+    assert quantkit.chat_format(path, tokenizer).encode([{"role": "user", "content": "x"}]) == tokenizer.encode("x")
+    again, _ = tokenizer_metadata(path, 300)
+    assert again == metadata
+    path.write_bytes(build_header({**metadata, "tokenizer.ggml.model": "none"}, []))
+    with pytest.raises(CheckpointError, match="has no tokenizer"):
+        load_tokenizer(path)
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "qwen2"])
+def test_transformers_reads_the_folder(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs: Any = AutoTokenizer.from_pretrained(_folder(_metadata(folders[kind]), tmp_path / "read"))
+    ours = load_tokenizer(folders[kind])
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_ids[0])
+    for text in TEXTS[:-1]:  # whose spellings transformers always takes for tokens
+        assert theirs(text)["input_ids"] == ours.encode(text)
+
+
+def test_a_sentencepiece_model_is_read_and_written(folders: dict[str, Path], tmp_path: Path) -> None:
+    from sentencepiece import SentencePieceProcessor
+
+    for kind, prefix in (("sentencepiece", True), ("gemma", False)):
+        path = folders[kind] / "tokenizer.model"
+        model, theirs = read_sentencepiece(path), SentencePieceProcessor(model_file=str(path))
+        assert (model.byte_pair, model.plain, model.space_prefix) == (True, True, prefix)
+        assert [piece for piece, _, _ in model.pieces] == [theirs.id_to_piece(n) for n in range(len(model.pieces))]
+        assert [score for _, score, _ in model.pieces] == [theirs.get_score(n) for n in range(len(model.pieces))]
+        assert model.ids == {
+            "unk": theirs.unk_id(), "bos": theirs.bos_id(), "eos": theirs.eos_id(), "pad": theirs.pad_id(),
+        }  # fmt: skip
+        read = _folder(_metadata(folders[kind]), tmp_path / kind)
+        written, original = SentencePieceTokenizer(read / "tokenizer.model"), SentencePieceTokenizer(path)
+        for text in TEXTS:
+            assert written.encode(text) == original.encode(text)
+    (tmp_path / "tokenizer.model").write_bytes((folders["gemma"] / "tokenizer.model").read_bytes()[:-7])
+    with pytest.raises(CheckpointError, match="is not a sentencepiece model"):
+        read_sentencepiece(tmp_path / "tokenizer.model")
+
+
+def test_equal_scores_leave_only_a_sentencepiece_model(folders: dict[str, Path]) -> None:
+    metadata = _metadata(folders["sentencepiece"])
+    scores = [-1000.0] * len(metadata["tokenizer.ggml.scores"])
+    files = folder_files({**metadata, "tokenizer.ggml.scores": scores}, Path("model.gguf"))
+    assert ("tokenizer.model" in files, "tokenizer.json" in files) == (True, False)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ways_to_cut_texts_are_known_by_what_they_do(name: str) -> None:
+    patterns, _ = named(name) or ((), False)
+    assert patterns_of(pre_tokenizer(patterns)) == patterns
+
+
+def test_a_pattern_may_be_spelled_in_other_ways() -> None:
+    split = {"type": "Split", "pattern": {"Regex": LLAMA3_PATTERN.replace(r"\r\n", "\r\n")}}
+    letters = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    for way in ({"behavior": "Removed", "invert": True}, {"behavior": "Isolated", "invert": False}):
+        steps = {"type": "Sequence", "pretokenizers": [{**split, **way}, letters]}
+        assert patterns_of(steps) == (LLAMA3_PATTERN,)
+    other = {"type": "Sequence", "pretokenizers": [{**split, "behavior": "MergedWithNext", "invert": False}, letters]}
+    assert patterns_of(other) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("qwen2", lambda raw: raw["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True), "pre_tokenizer"),
+        ("qwen2", lambda raw: raw["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex="x"), "pre_tokenizer"),
+        ("qwen2", lambda raw: raw.update(normalizer={"type": "Lowercase"}), "Lowercase"),
+        ("qwen2", lambda raw: raw["model"].update(dropout=0.1), "dropout"),
+        ("sentencepiece-json", lambda raw: raw["model"]["merges"].append(["t", "h"]), "merges no scores stand for"),
+        ("sentencepiece-json", lambda raw: raw["model"]["merges"].pop(), "merges no scores stand for"),
+        ("sentencepiece-json", lambda raw: raw.update(normalizer=None), "another normalizer"),
+    ],
+)
+def test_what_llama_cpp_does_not_have_is_refused(
+    kind: str, change: Callable[[dict[str, Any]], object], message: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = _edited(folders[kind], tmp_path / "model", change)
+    with pytest.raises(UnsupportedError, match=message):
+        _metadata(folder)
+
+
+@pytest.mark.parametrize("changes", [{"model_type": "unigram"}, {"normalization_rule_name": "nmt_nfkc"}], ids=str)
+def test_sentencepiece_models_of_other_kinds_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="does not have a sentencepiece model"):
+        _metadata(train(tmp_path / "model", **changes))
+
+
+def test_more_tokens_than_rows_are_refused(folders: dict[str, Path]) -> None:
+    with pytest.raises(CheckpointError, match="more tokens than the embedding has rows"):
+        tokenizer_metadata(folders["sentencepiece"], 399)
+
+
+G = "tokenizer.ggml."
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "change", "message"),
+    [
+        ("sentencepiece", G + "model", lambda _: "bert", "cannot be rebuilt exactly .found 'bert' .WordPiece."),
+        ("sentencepiece", G + "model", lambda _: 7, "wrong type"),
+        ("sentencepiece", G + "tokens", lambda value: [*value[:-1], value[5]], "holds a token twice"),
+        ("sentencepiece", G + "tokens", lambda value: value[:-1], "differ in length"),
+        ("sentencepiece", G + "tokens", lambda value: [*value[:-1], "x" * 5000], "too long"),
+        ("sentencepiece", G + "tokens", lambda value: [*value[:9], "?", *value[10:]], "tokens for bytes"),
+        ("sentencepiece", G + "tokens", lambda _: [], "differ in length"),
+        ("sentencepiece", G + "token_type", lambda value: [*value[:-1], 9], "wrong type"),
+        ("sentencepiece", G + "scores", lambda value: [*value, 0.0], "differ in length"),
+        ("sentencepiece", G + "scores", lambda value: [*value[:-1], float("nan")], "not finite"),
+        ("sentencepiece", G + "scores", lambda _: None, "lacks the key"),
+        ("sentencepiece", G + "eos_token_id", lambda _: 403, "out of range"),
+        ("sentencepiece", G + "add_bos_token", lambda _: 1, "wrong type"),
+        ("qwen2", G + "pre", lambda _: "falcon-x", "not known .found tokenizer.ggml.pre 'falcon-x'"),
+        ("qwen2", G + "pre", lambda _: None, "lacks the key"),
+        ("qwen2", G + "merges", lambda value: [*value, "q zz"], "tokens that there are not"),
+        ("qwen2", G + "merges", lambda value: [*value, "qq"], "is no pair"),
+        ("qwen2", G + "add_bos_token", lambda _: True, "there is no tokenizer.ggml.bos_token_id"),
+        ("qwen2", "quantkit.tokenizer_json", lambda _: "[]", "JSON object"),
+        ("qwen2", "quantkit.tokenizer_json", lambda _: '{"model": 1}', "not known"),
+        ("qwen2", "quantkit.tokenizer_json", lambda _: '{"added_tokens": {"263": 1}}', "wrong type"),
+        ("qwen2", "tokenizer.chat_templates", lambda _: ["../x"], "lacks the key"),
+    ],
+)
+def test_metadata_that_contradicts_itself_is_refused(
+    kind: str, key: str, change: Callable[[Any], Any], message: str, folders: dict[str, Path]
+) -> None:
+    metadata = _metadata(folders[kind])
+    with pytest.raises(QuantkitError, match=message) as raised:
+        folder_files({**metadata, key: change(metadata.get(key))}, Path("model.gguf"))
+    assert isinstance(raised.value, CheckpointError | UnsupportedError)
+    assert "model.gguf" in str(raised.value)
+
+
+def test_types_of_pieces_have_ggufs_numbers() -> None:
+    names = ["NORMAL", "UNKNOWN", "CONTROL", "USER_DEFINED", "UNUSED", "BYTE"]
+    assert [(kind.name, int(kind)) for kind in PieceType] == [(name, n) for n, name in enumerate(names, 1)]

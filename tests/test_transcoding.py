@@ -1,0 +1,293 @@
+"""Quantized models in one format after another: exact and proven so, or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from command import Capture, run
+from safetensors.torch import load_file, save_file
+
+import quantkit
+from quantkit.errors import QuantkitError, RequestError, UnsupportedError
+from quantkit.formats.checkpoint import schemes
+from quantkit.formats.codecs.gptq_linear import GptqLinear
+from quantkit.formats.detect import open_checkpoint
+from quantkit.quality.transcoded import equal_as_numbers
+from quantkit.quality.verify import Verdict, verify
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.scheme import QuantScheme
+
+CT = "compressed-tensors"
+DOWN = "model.layers.1.mlp.down_proj"
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+
+
+@pytest.fixture(scope="module")
+def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = oracle.make("llama", **SIZES).to(torch.bfloat16)
+    return oracle.save(model, tmp_path_factory.mktemp("floats") / "m")
+
+
+@pytest.fixture(scope="module")
+def folders(floats: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models in compressed-tensors, every third of their scales negative."""
+    made = {}
+    for scheme in ("int4-g32", "int4-g64", "int4-g128", "int4-g64-asym", "int8"):
+        folder = made[scheme] = tmp_path_factory.mktemp("quantized") / scheme
+        quantkit.quantize(floats, folder, scheme, accept_quality_loss=True)
+        (folder / "quantkit.json").unlink()
+        _change(folder, lambda name, tensor: _third_negative(tensor) if name.endswith("_scale") else tensor)
+    return made
+
+
+def _third_negative(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.flatten().clone()
+    flat[::3] *= -1
+    return flat.view(tensor.shape)
+
+
+def _change(folder: Path, change: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {name: change(name, tensor) for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
+
+
+def _manifest(folder: Path) -> Any:
+    return json.loads((folder / "quantkit.json").read_text())
+
+
+EXACT = [
+    ("int4-g32", "gptq"), ("int4-g64", "gptq"), ("int4-g128", "gptq"), ("int4-g64-asym", "gptq"), ("int8", "gptq"),
+    ("int4-g32", "awq"), ("int4-g128", "awq"), ("int4-g64-asym", "awq"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("scheme", "to"), EXACT, ids=str)
+def test_what_goes_to_another_format_comes_back_to_the_same_bytes(
+    scheme: str, to: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    source = folders[scheme]
+    there = quantkit.convert(source, tmp_path / "there", to=to, source_check=False)
+    assert there.exact is not None
+    count = len(schemes(open_checkpoint(source)))
+    assert (there.exact.tensors, there.exact.equal) == (count, count)
+    assert f"all {count} quantized tensors equal as numbers" in there.lines()[0]
+    assert _manifest(tmp_path / "there")["exact"] == {"tensors": count, "equal": count, "floats": 7}
+    kept = quantkit.convert(tmp_path / "there", tmp_path / "kept", source_check=False)  # as it lies there
+    assert open_checkpoint(kept.path).method == open_checkpoint(there.path).method == to
+    quantkit.convert(tmp_path / "kept", tmp_path / "back", to=CT, source_check=False)
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes(), name
+    found = verify(source, tmp_path / "there")
+    assert found.verdict is Verdict.SAME
+    assert found.lines()[:2] == [
+        f"formats: {CT} ({scheme}) and {to} ({scheme})",
+        f"tensors: {found.tensors} of {found.tensors} equal, {count} of them compared on their codes",
+    ]
+    assert verify(tmp_path / "there").ok
+
+
+REFUSED = [("int8", "awq", "it holds codes of other bits")]
+
+
+@pytest.mark.parametrize(("scheme", "to", "reason"), REFUSED, ids=str)
+def test_what_cannot_be_held_exactly_is_refused_by_the_first_tensors_name(
+    scheme: str, to: str, reason: str, folders: dict[str, Path], tmp_path: Path, capfd: Capture
+) -> None:
+    for words in (("convert",), ("plan", "convert")):
+        code, _, err = run(capfd, *words, folders[scheme], tmp_path / "out", "--to", to)
+        assert code == 4
+        assert f"tensor 'model.layers.0.self_attn.q_proj.weight' cannot be held exactly as {to}: {reason}" in err
+        assert "--requantize of convert" in err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def steep(folders: dict[str, Path], tmp_path: Path) -> Path:
+    """A model of which one scale is beyond float16."""
+    folder = oracle.copy(folders["int4-g64"], tmp_path / "steep")
+
+    def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name == f"{DOWN}.weight_scale":
+            tensor[3, 1] = 2.0**-30
+        return tensor
+
+    _change(folder, change)
+    return folder
+
+
+def test_a_scale_that_the_target_has_not_is_refused_and_leaves_nothing(steep: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=rf"'{DOWN}\.weight' cannot be held exactly as gptq: a scale is no"):
+        quantkit.convert(steep, tmp_path / "out", to="gptq", source_check=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["steep"]
+
+
+def test_only_what_must_be_is_rounded_anew_and_the_result_is_held_against_its_source(
+    steep: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    code, _, err = run(capfd, "convert", steep, tmp_path / "out", "--to", "gptq", "--requantize")
+    assert code == 0
+    assert f"1 of 14 quantized tensors cannot be held exactly as gptq and are rounded anew to int4-g64 ('{DOWN}" in err
+    assert "all 13 quantized tensors equal as numbers, 1 rounded anew, KL" in err
+    made = _manifest(tmp_path / "out")
+    assert made["exact"]["equal"] == 13
+    assert made["quality"]["passed"] is True
+    solvers = {module: record["solver"] for module, record in made["modules"].items()}
+    assert solvers.pop(DOWN) == "round-to-nearest"
+    assert set(solvers.values()) == {"carried"}
+    assert 0 < made["modules"][DOWN]["relative_error"] < 0.2
+    assert verify(tmp_path / "out").ok
+    assert verify(steep, tmp_path / "out").verdict is Verdict.WITHIN_BOUND
+
+
+def test_leave_to_round_anew_changes_nothing_where_all_is_exact(folders: dict[str, Path], tmp_path: Path) -> None:
+    made = quantkit.convert(folders["int8"], tmp_path / "out", to="gptq", requantize=True, source_check=False)
+    assert any("`requantize=True` was not needed" in note for note in made.notes)
+    assert made.exact is not None
+    assert (made.exact.tensors, made.rounded, made.quality) == (14, 0, None)
+
+
+def test_a_result_that_is_not_its_source_is_a_failure_that_leaves_nothing(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = GptqLinear.decode
+
+    def decoded(self: GptqLinear, *rest: Any, **options: Any) -> Any:
+        value = decode(self, *rest, **options)
+        value.codes[5, 7] ^= 1
+        return value
+
+    monkeypatch.setattr(GptqLinear, "decode", decoded)
+    with pytest.raises(QuantkitError, match=r"q_proj\.weight' is not what the source holds") as failed:
+        quantkit.convert(folders["int4-g64"], tmp_path / "out", to="gptq", source_check=False)
+    assert failed.value.exit_code == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("scheme", ["int4-g64-asym", "int8"])
+def test_dequantized_weights_are_rounded_once(scheme: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    source = folders[scheme]
+    quantkit.convert(source, tmp_path / "own", dequantize=True, source_check=False)
+    quantkit.convert(source, tmp_path / "wide", to="meta", dequantize=True, dtype="fp32", source_check=False)
+    before, own, wide = (open_checkpoint(path) for path in (source, tmp_path / "own", tmp_path / "wide"))
+    assert schemes(own) == schemes(wide) == {}
+    for module in schemes(before):
+        value = before.load(f"{module}.weight")
+        assert isinstance(value, QuantTensor)
+        assert torch.equal(wide.load(f"{module}.weight"), value.dequantize())  # type: ignore[arg-type]
+        assert torch.equal(own.load(f"{module}.weight"), value.dequantize().bfloat16())  # type: ignore[arg-type]
+    assert verify(source, tmp_path / "wide").differing == []
+
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("int8", {"to": "hf"}, "floats are written of it only .* `dequantize=True`"),
+    ("int8", {"to": "meta"}, "floats are written of it only"),
+    ("int8", {"to": "gptq", "dequantize": True}, '`dequantize=True` does not go with `to="gptq"`'),
+    ("int8", {"to": "hf", "requantize": True}, '`requantize=True` does not go with `to="hf"`'),
+    ("int8", {"dequantize": True, "requantize": True}, "exclude each other"),
+    ("int8", {"to": "gptq", "dtype": "fp16"}, "another float type is written of it only"),
+    ("int8", {"to": "meta", "dequantize": True, "split_max_size": 1000}, "`mp` says how many files"),
+    ("int8", {"split_max_size": 0}, "`split_max_size` must be positive"),
+    ("floats", {"to": "awq"}, "the source is not quantized"),
+    ("floats", {"requantize": True}, "`requantize=True` is for a quantized source"),
+]
+
+
+@pytest.mark.parametrize(("source", "options", "words"), WRONG, ids=str)
+def test_what_contradicts_itself_is_refused(
+    source: str, options: dict[str, Any], words: str, floats: Path, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    path = floats if source == "floats" else folders[source]
+    for job in (quantkit.convert, quantkit.plan.convert):
+        with pytest.raises((RequestError, UnsupportedError), match=words):
+            job(path, tmp_path / "out", source_check=False, **options)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("to", ["gptq", "awq"])
+def test_models_are_quantized_into_any_format(to: str, floats: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+    made = quantkit.quantize(floats, tmp_path / "out", "int4-g64", to=to, accept_quality_loss=True)
+    result = open_checkpoint(tmp_path / "out")
+    assert result.method == to
+    assert set(map(str, schemes(result).values())) == {"int4-g64"}
+    assert f"--to {to}" in (tmp_path / "out" / "README.md").read_text()
+    assert {str(result.info(f"{module}.weight").dtype) for module in schemes(result)} == {"float16"}  # not bfloat16
+    assert made.manifest["to"] == to
+    assert all(one.rounding_kl is None for one in made.quality.texts)  # it is its own baseline
+
+
+def test_a_scheme_that_a_format_has_not_is_refused_before_any_work(floats: Path, tmp_path: Path) -> None:
+    for job in (quantkit.quantize, quantkit.plan.quantize):
+        with pytest.raises(UnsupportedError, match=r"awq does not hold int8: .* for 'model\.layers\.0\."):
+            job(floats, tmp_path / "out", "int8", to="awq")
+        with pytest.raises(RequestError, match='`to="hf"` is a format of floats'):
+            job(floats, tmp_path / "out", "int8", to="hf")
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_are_as_large_as_asked_for(folders: dict[str, Path], floats: Path, tmp_path: Path) -> None:
+    quantkit.convert(folders["int8"], tmp_path / "cut", split_max_size=60_000, source_check=False)
+    quantkit.quantize(floats, tmp_path / "made", "int8", split_max_size=60_000, accept_quality_loss=True)
+    for name in ("cut", "made"):
+        sizes = [path.stat().st_size for path in (tmp_path / name).glob("model-*.safetensors")]
+        assert len(sizes) > 3
+        assert max(sizes) < 62_000
+
+
+def _weight(scheme: QuantScheme, rows: int = 5, columns: int = 128, dtype: torch.dtype = torch.float16) -> QuantTensor:
+    groups = scheme.groups(columns)
+    zero = None if scheme.symmetric else torch.randint(scheme.levels, (rows, groups), dtype=torch.uint8)
+    codes = torch.randint(scheme.levels, (rows, columns), dtype=torch.uint8)
+    return QuantTensor(codes, torch.randn(rows, groups).to(dtype), zero, scheme)
+
+
+def _in_groups(value: QuantTensor, size: int) -> QuantTensor:
+    times = value.shape[1] // value.scale.shape[1] // size
+    zero = None if value.zero is None else value.zero.repeat_interleave(times, 1)
+    scheme = QuantScheme(value.scheme.bits, size, value.scheme.symmetric)
+    return QuantTensor(value.codes, value.scale.repeat_interleave(times, 1), zero, scheme)
+
+
+@pytest.mark.parametrize("group_size", [None, 128, 64, 32, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_are_equal_as_numbers_in_whatever_groups_and_types(
+    bits: int, symmetric: bool, group_size: int | None
+) -> None:
+    value = _weight(QuantScheme(bits, group_size, symmetric))
+    wide = QuantTensor(value.codes, value.scale.float(), value.zero, value.scheme)
+    assert equal_as_numbers(value, wide)
+    assert equal_as_numbers(wide, _in_groups(value, 8))
+    middle = torch.full_like(value.scale, value.scheme.levels // 2, dtype=torch.uint8)
+    if symmetric:
+        told = QuantTensor(value.codes, value.scale, middle, QuantScheme(bits, group_size, False))
+        assert equal_as_numbers(value, told)
+    value.scale[0, 0] = 0.0
+    negative = QuantTensor(value.codes.clone(), value.scale.clone(), value.zero, value.scheme)
+    negative.scale[0, 0] = -0.0
+    negative.codes[0, 0] ^= 1  # of a group that is all zeros
+    assert equal_as_numbers(value, negative)
+    for damage in ("codes", "scale", "zero"):
+        other = _damaged(value, damage)
+        assert other is None or not equal_as_numbers(value, other), damage
+
+
+def _damaged(value: QuantTensor, what: str) -> QuantTensor | None:
+    parts = {"codes": value.codes.clone(), "scale": value.scale.float(), "zero": value.zero}
+    if what == "zero":
+        if value.zero is None:
+            return None
+        parts["zero"] = value.zero.clone()
+    last = parts[what]
+    assert last is not None
+    if what == "scale":
+        last[-1, -1] = torch.nextafter(last[-1, -1], torch.tensor(9.0))
+    else:
+        last[-1, -1] ^= 1
+    return QuantTensor(parts["codes"], parts["scale"], parts["zero"], value.scheme)  # type: ignore[arg-type]
