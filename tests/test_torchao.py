@@ -66,7 +66,9 @@ KINDS: dict[str, tuple[Made, QuantScheme | str]] = {
     "int8 in groups": (_int8(_codes(8), [1, 32]), QuantScheme(8, 32)),
     "int8 with zero points": (_int8(_codes(8), [1, 64], zero=True), QuantScheme(8, None, False)),
     "int4 in bytes": (_int8(_codes(4), [1, 32], kind=INTX, bits=4), QuantScheme(4, 32)),
-    "int4 in bytes with zero points": (_int8(_codes(4), [1, 32], zero=True, kind=INTX, bits=4), QuantScheme(4, 32, False)),
+    "int4 in bytes, with zero points": (
+        _int8(_codes(4), [1, 32], zero=True, kind=INTX, bits=4), QuantScheme(4, 32, False),
+    ),
     "int4": (_int4(_codes(4), 0), QuantScheme(4, 32)),
     "int4 with whole offsets": (_int4(_codes(4), -2), QuantScheme(4, 32, False)),
     "int4 with float offsets": (_int4(_codes(4), 0.5), "torchao's Int4Tensor"),
@@ -144,6 +146,7 @@ DAMAGES: dict[str, tuple[Callable[[], Made], str]] = {
     "blocks of three": (lambda: _with(PER_ROW, {"_data": {"block_size": [1, 1, 64]}}), "do not go together"),
     "blocks between": (lambda: _with(PER_ROW, {"_data": {"block_size": [1, 24]}}), "do not go together"),
     "small blocks": (lambda: _with(PER_ROW, {"_data": {"block_size": [1, 4]}}), "do not go together"),
+    "blocks of halves": (lambda: _with(PER_ROW, {"_data": {"block_size": [1.5, 64]}}), "do not go together"),
     "blocks of rows": (lambda: _with(PER_ROW, {"_data": {"block_size": [2, 64]}}), "do not go together"),
     "no scale": (lambda: _with(PER_ROW, scale=None), "do not go together"),
     "scales as integers": (lambda: _with(PER_ROW, scale=torch.ones(96, 1).int()), "do not go together"),
@@ -152,6 +155,12 @@ DAMAGES: dict[str, tuple[Callable[[], Made], str]] = {
     "codes as floats": (lambda: _with(PER_ROW, qdata=torch.zeros(96, 64)), "do not go together"),
     "too few codes": (lambda: _with(PLAIN_INT4, qdata=torch.zeros(96, 31).char()), "do not go together"),
     "int4 without offsets": (lambda: _with(PLAIN_INT4, zero_point=None), "do not go together"),
+    "zero points between codes": (lambda: _with(IN_BYTES, zero_point=torch.full((96, 2), 0.5)), "none of its codes"),
+    "zero points beyond codes": (
+        lambda: _with(IN_BYTES, zero_point=torch.full((96, 2), 8).char()),
+        "none of its codes",
+    ),
+    "no numbers": (lambda: _with(IN_BYTES, zero_point=torch.full((96, 2), float("nan"))), "none of its codes"),
     "of activations": (lambda: _with(PER_ROW, act_pre_scale=torch.ones(64)), "scales of activations are not supported"),
 }
 
