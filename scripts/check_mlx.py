@@ -37,6 +37,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "gemma2": {},
     "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 128},
     "qwen3_moe": _EXPERTS,
 }
 _SCHEMES = ("int4-g32", "int4-g128", "int8")

@@ -247,6 +247,7 @@ class TorchAo:
 
     name = "torchao"
     keys: tuple[str, ...] = ("quantization_config",)
+    joins_experts = False
     schemes: tuple[QuantScheme, ...] = ()
     scale_dtype: DType | None = None
 
