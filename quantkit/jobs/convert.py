@@ -177,7 +177,7 @@ def conversion(
         _require_held(source, target.codes, to_round)
         scale_dtype = _scale_dtype(source, target.codes, to_round, look=look)
         notes += _carrying_notes(source, dst, target, scale_dtype, to_round, requantize=requantize)
-    specs = _specs(source, cast, None if dequantize else to_round, scale_dtype, container)
+    specs = _specs(source, cast, None if dequantize else to_round, scale_dtype, target)
     templates = carried_templates(source, tokenizer, template)
     most = shard_bytes(split_max_size, container, SHARD_BYTES)
     output = Output(
@@ -320,7 +320,7 @@ def _value(
 
 def _specs(
     source: Checkpoint, cast: DType | None, to_round: Mapping[str, Rounding] | None, scale_dtype: DType | None,
-    container: Container,
+    target: Target,
 ) -> list[TensorSpec]:  # fmt: skip
     """The tensors of the output, in order.
 
@@ -328,14 +328,17 @@ def _specs(
         to_round: weights that get other codes; None where all become floats.
         scale_dtype: of all scales; None where each weight's own stays.
     """
-    config = replace(source.config, tied_embeddings=source.config.tied_embeddings and not container.stores_tied_head)
+    config = replace(
+        source.config, tied_embeddings=source.config.tied_embeddings and not target.container.stores_tied_head
+    )
     model = DType(config.dtype)
     assigned = {}
     if to_round is not None:
         assigned = {f"{module}.weight": scheme for module, scheme in schemes(source).items()}
         assigned |= {name: one.scheme for name, one in to_round.items()}
     specs = []
-    for parameter in container.parameters(config, {name.removesuffix(".weight") for name in assigned}):
+    quantized = {name.removesuffix(".weight") for name in assigned}
+    for parameter in target.container.parameters(config, quantized, target.method):
         name, shape = parameter.name, parameter.shape
         info = source.info(_stored_name(source, name))
         if (scheme := assigned.get(name)) is not None:
