@@ -40,6 +40,7 @@ class CompressedTensors:
     schemes = tuple(SCHEMES.values())
     scale_dtype: DType | None = None
     keys: tuple[str, ...] = ("quantization_config",)
+    joins_experts = False
 
     def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
         """
@@ -94,6 +95,7 @@ class Int8Activations:
     schemes: tuple[QuantScheme, ...] = (_INT8,)
     scale_dtype: DType | None = None
     keys: tuple[str, ...] = CompressedTensors.keys
+    joins_experts = False
 
     def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
         return CompressedTensors().read_settings(settings, modules, stored)
