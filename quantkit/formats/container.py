@@ -205,11 +205,14 @@ class Container(Protocol):
         """
         ...
 
-    def parameters(self, config: ModelConfig, quantized: Collection[str]) -> list[Parameter]:
+    def parameters(
+        self, config: ModelConfig, quantized: Collection[str], method: QuantMethod | None = None
+    ) -> list[Parameter]:  # fmt: skip
         """Every tensor of an output, in the order in which they are written.
 
         Args:
             quantized: modules, by canonical name.
+            method: in which they are written; None for the container's own.
 
         Raises:
             UnsupportedError: if the container has no such model.

@@ -229,9 +229,11 @@ class QuantMethod(CodeFormat, Protocol):
     Attributes:
         name: ``quant_method`` in config.json.
         keys: of config.json under which its settings are written.
+        joins_experts: whether all experts of a layer are one module for each role.
     """
 
     keys: tuple[str, ...]
+    joins_experts: bool
 
     def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
         """The codec of every one of the modules that is quantized.

@@ -82,7 +82,9 @@ class GptFast:
             )  # fmt: skip
         return GptFastCheckpoint(path, path / _FILES[kind])
 
-    def parameters(self, config: ModelConfig, quantized: Collection[str]) -> NoReturn:
+    def parameters(
+        self, config: ModelConfig, quantized: Collection[str], method: QuantMethod | None = None
+    ) -> NoReturn:  # fmt: skip
         raise _not_written()
 
     def encoder(self, output: Output) -> NoReturn:
