@@ -37,6 +37,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "gemma2": {},
     "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 128},
     "qwen3_moe": _EXPERTS,
 }
 _SCHEMES = ("int4-g32", "int4-g128", "int8")
@@ -52,7 +53,8 @@ def main(python: str, folder: Path, families: list[str]) -> None:
         config = transformers.AutoConfig.for_model(kind, **{**_SIZES, **_FAMILIES[kind]})
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model.save_pretrained(source)
+        model.save_pretrained(folder / f"{kind}-transformers")
+        quantkit.convert(folder / f"{kind}-transformers", source, source_check=False)  # with keys that mlx-lm knows
         for scheme in _SCHEMES:
             quantized, written = folder / f"{kind}-{scheme}", folder / f"{kind}-{scheme}-mlx"
             try:
@@ -92,11 +94,9 @@ def _weights(python: str, model: Path, folder: Path) -> tuple[int, int, int]:
     theirs = {
         name.replace("block_sparse_moe", "mlp"): one for name, one in load_file(folder / "weights.safetensors").items()
     }
-    config = model / "config.json"
-    text = config.read_text()
-    config.write_text(json.dumps({**json.loads(text), "dtype": "float32", "torch_dtype": "float32"}))
+    config = model / "config.json"  # of floats that are rounded no more
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "float32", "torch_dtype": "float32"}))
     checkpoint = open_checkpoint(model)
-    config.write_text(text)
     equal = count = codes = 0
     for name in checkpoint.names():
         expert = re.search(r"\.experts\.(\d+)\.", name)

@@ -42,6 +42,7 @@ class Steps:
 
     name = "steps"
     keys = (SETTINGS,)
+    joins_experts = False
     schemes: tuple[QuantScheme, ...] = (INT8,)
     scale_dtype: DType | None = None
     scheme = INT8
@@ -94,6 +95,7 @@ class Backwards:
 
     name = "backwards"
     keys = (SETTINGS,)
+    joins_experts = False
     schemes: tuple[QuantScheme, ...] = ()
     scale_dtype: DType | None = None
     scheme = None

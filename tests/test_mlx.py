@@ -272,6 +272,32 @@ def test_experts_in_one_tensor_are_read(kind: str, tmp_path: Path) -> None:
     assert _equal(source.load(untouched), before[untouched])
 
 
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_experts_are_written_as_one_module(kind: str, tmp_path: Path) -> None:
+    many = {"num_local_experts": 3} if kind == "mixtral" else {"num_experts": 3, "moe_intermediate_size": 64}
+    made = oracle.make(kind, num_hidden_layers=1, num_experts_per_tok=2, **many).bfloat16()
+    model = oracle.save(made, tmp_path / "model")
+    recipe = Recipe(QuantScheme(4, 32), (Override("*.down_proj", QuantScheme(8, None)),))
+    quantkit.quantize(model, tmp_path / "int4", recipe, source_check=False, accept_quality_loss=True, method="rtn")
+    quantkit.convert(tmp_path / "int4", tmp_path / "mlx", to="mlx", source_check=False)
+    bank = "model.layers.0." + ("block_sparse_moe" if kind == "mixtral" else "mlp") + ".switch_mlp"
+    size = 96 if kind == "mixtral" else 64
+    stored = load_file(tmp_path / "mlx" / "model.safetensors")
+    assert stored[f"{bank}.up_proj.weight"].shape == (3, size, 64 // 8)
+    assert stored[f"{bank}.up_proj.biases"].shape == (3, size, 64 // 32)
+    own = json.loads((tmp_path / "mlx" / "config.json").read_text())["quantization"]
+    by_row = {"group_size": 32 if kind == "mixtral" else 64, "bits": 8, "mode": "affine"}
+    assert own == AFFINE | {f"{bank}.down_proj": by_row}
+    assert verify(tmp_path / "int4", tmp_path / "mlx").verdict is Verdict.SAME
+    quantkit.convert(tmp_path / "mlx", tmp_path / "back", to="compressed-tensors", source_check=False)
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "int4" / name).read_bytes(), name
+    direct = quantkit.quantize(
+        model, tmp_path / "direct", recipe, to="mlx", source_check=False, accept_quality_loss=True, method="rtn"
+    )
+    assert (direct.path / "model.safetensors").read_bytes() == (tmp_path / "mlx" / "model.safetensors").read_bytes()
+
+
 Edit = Callable[[dict[str, Tensor]], object]
 
 
@@ -319,5 +345,5 @@ def test_damage_is_named(damage: str, model: Path, tmp_path: Path) -> None:
 
 
 def test_tensors_alone_are_refused(mlx: Path) -> None:
-    with pytest.raises(QuantkitError, match=r"MLX"):
+    with pytest.raises(UnsupportedError, match=r"is quantized by MLX, and is no module of"):
         open_checkpoint(mlx, tensors_only=True)

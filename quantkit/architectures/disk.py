@@ -97,24 +97,34 @@ class ExpertForm:
         return [*self.names.values(), *(stacked.name for stacked in self.stacked), *biases]
 
 
-def disk_tensors(config: ModelConfig, quantized: Collection[str] = ()) -> list[DiskTensor]:
+def disk_tensors(
+    config: ModelConfig, quantized: Collection[str] = (), *, joins_experts: bool = False
+) -> list[DiskTensor]:  # fmt: skip
     """The tensors of a folder of a model's family, in the order in which they are written.
 
     Args:
         quantized: canonical names of modules; an expert in a layer with one of them has modules of its own.
+        joins_experts: whether all experts of a layer are one module for each role instead, as mlx-lm has them.
     """
     if config.tensors is not None:
         return _as_they_are(config)
+    if joins_experts:
+        family = families()[config.architecture]
+        gate = family.names.get("expert.gate", CANONICAL["expert.gate"])
+        return _tensors(config, dict.fromkeys(range(config.num_layers), ExpertForm(stacked=_joined(family, gate))))
     apart = {p.layer for p in parameters(config) if p.expert is not None and p.module in quantized}
     forms = _expert_forms(families()[config.architecture])
     single = next(form for form in forms if form.names)
     return _tensors(config, {layer: single if layer in apart else forms[0] for layer in range(config.num_layers)})
 
 
-def parameters_as_written(config: ModelConfig, quantized: Collection[str] = ()) -> list[Parameter]:
+def parameters_as_written(
+    config: ModelConfig, quantized: Collection[str] = (), *, joins_experts: bool = False
+) -> list[Parameter]:  # fmt: skip
     """Every tensor that a model has, the parts of each of `disk_tensors` one after the other."""
     known = {parameter.name: parameter for parameter in parameters(config)}
-    return [known[name] for tensor in disk_tensors(config, quantized) for name in tensor.parts]
+    tensors = disk_tensors(config, quantized, joins_experts=joins_experts)
+    return [known[name] for tensor in tensors for name in tensor.parts]
 
 
 def found_tensors(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: object) -> list[DiskTensor]:
@@ -213,18 +223,21 @@ def _expert_forms(family: Family) -> list[ExpertForm]:
     canonical = {role: CANONICAL[role] for role in _EXPERT_ROLES}
     forms = [ExpertForm(stacked=family.stacked)] if family.stacked else []
     forms += [ExpertForm(own)] + ([ExpertForm(canonical)] if canonical != own else [])
-    switched = [ExpertForm(stacked=one) for one in dict.fromkeys(map(_switched, (own, canonical)))]
-    return [*forms, *([] if family.stacked else [ExpertForm(stacked=_STACKED)]), *switched]
+    joined = dict.fromkeys(_joined(family, names["expert.gate"]) for names in (own, canonical))
+    forms += [] if family.stacked else [ExpertForm(stacked=_STACKED)]
+    return [*forms, *(ExpertForm(stacked=stacked) for stacked in joined)]
 
 
-def _switched(names: Mapping[str, str]) -> tuple[StackedExperts, ...]:
-    """The experts of a layer as mlx-lm keeps them: a tensor for all of each role, beside those of single ones."""
-    found = []
-    for role, template in names.items():
-        layer = template.partition("experts.{expert}")[0]
-        leaf = CANONICAL[role].rpartition(".")[2]
-        found.append(StackedExperts(f"{layer}switch_mlp.{leaf}.weight", (role,), bias=f"{layer}switch_mlp.{leaf}.bias"))
-    return tuple(found)
+def _joined(family: Family, gate: str) -> tuple[StackedExperts, ...]:
+    """The experts of a layer as mlx-lm keeps them: one module for all of each role, beside those of single ones.
+
+    Args:
+        gate: the name of an expert's gate where each is a module of its own.
+    """
+    bank = gate.partition("experts.{expert}")[0] + ("experts" if family.stacked else "switch_mlp")
+    modules = [f"{bank}.{CANONICAL[role].rpartition('.')[2]}" for role in _EXPERT_ROLES]
+    pairs = zip(_EXPERT_ROLES, modules, strict=True)
+    return tuple(StackedExperts(f"{module}.weight", (role,), bias=f"{module}.bias") for role, module in pairs)
 
 
 def _names(form: ExpertForm, layer: int, count: int) -> list[str]:

@@ -135,7 +135,7 @@ def tensor_blocks(source: Checkpoint, schemes: Mapping[str, QuantScheme], target
             return TensorSpec(name, shape, scale_dtype, schemes[parameter.module])
         return TensorSpec(name, shape, source.info(name).dtype)
 
-    ordered = target.container.parameters(source.config, schemes)
+    ordered = target.container.parameters(source.config, schemes, target.method)
     by_layer = itertools.groupby(ordered, key=lambda parameter: parameter.layer)
     return [TensorBlock(layer, tuple(map(spec, block))) for layer, block in by_layer]
 

@@ -148,6 +148,7 @@ class Awq:
 
     name = "awq"
     keys: tuple[str, ...] = ("quantization_config",)
+    joins_experts = False
     schemes = tuple(scheme for scheme in SCHEMES.values() if scheme.bits == 4)
     scale_dtype: DType | None = DType.FLOAT16
 

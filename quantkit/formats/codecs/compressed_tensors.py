@@ -40,6 +40,7 @@ class CompressedTensors:
     schemes = tuple(SCHEMES.values())
     scale_dtype: DType | None = None
     keys: tuple[str, ...] = ("quantization_config",)
+    joins_experts = False
 
     def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
         """
@@ -91,9 +92,10 @@ class Int8Activations:
     token. Only written: what has this form names `CompressedTensors` as its method."""
 
     name = _INT
-    schemes = (_INT8,)
+    schemes: tuple[QuantScheme, ...] = (_INT8,)
     scale_dtype: DType | None = None
     keys: tuple[str, ...] = CompressedTensors.keys
+    joins_experts = False
 
     def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
         return CompressedTensors().read_settings(settings, modules, stored)
@@ -225,11 +227,11 @@ def _groups(settings: Settings, deadline: Deadline) -> list[_Group]:
             continue
         weights = group.inside("weights")
         one_scale = weights.values.get("strategy") == "tensor"
+        by_index = weights.values.get("actorder") == _BY_INDEX
         if found == _PACK:
-            by_index = weights.values.get("actorder") == _BY_INDEX
             groups.append(_Group(name, targets, PackQuantized(_scheme(weights), one_scale, by_index)))
         elif found in _OF_BYTES:
-            groups.append(_Group(name, targets, IntQuantized(_scheme(weights), one_scale)))
+            groups.append(_Group(name, targets, IntQuantized(_scheme(weights), one_scale, by_index)))
         else:
             raise UnsupportedError(
                 "this compressed-tensors format is not read", path=settings.path, found=found,

@@ -30,6 +30,7 @@ class Gptq:
 
     name = "gptq"
     keys: tuple[str, ...] = ("quantization_config",)
+    joins_experts = False
     schemes = tuple(SCHEMES.values())
     scale_dtype: DType | None = DType.FLOAT16
 

@@ -189,6 +189,7 @@ class Mlx:
 
     name = "mlx"
     keys: tuple[str, ...] = ("quantization", "quantization_config")
+    joins_experts = True
     schemes = tuple(QuantScheme(bits, size) for bits in (4, 8) for size in (32, 64, 128))
     scale_dtype: DType | None = None
 

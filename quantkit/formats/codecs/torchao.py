@@ -135,7 +135,8 @@ class _Weight:
         data = told.inside("_data")
         rows, columns = shape
         block = data.numbers("block_size", 1, _MOST_COLUMNS)
-        high, size = (int(block[0]), int(block[1])) if len(block) == 2 else (0, 0)
+        whole = len(block) == 2 and all(one.is_integer() for one in block)
+        high, size = (int(block[0]), int(block[1])) if whole else (0, 0)
         codes, scale, zero = raw.find(_CODES), raw.find(_SCALE), raw.find(_ZERO)
         bits = 4 if kind == _INT4 or (kind == _INTX and _target(data) == DType.INT4) else 8
         groups = (rows if high == 1 else 1, columns // size if size else 0)
@@ -167,12 +168,19 @@ class _Weight:
         return cls(raw, kind, bits, scale.dtype, rows, columns, size, high == 1)
 
     def scheme(self) -> QuantScheme | None:
-        """Of its codes; None where offsets are no whole steps."""
+        """Of its codes; None where offsets are no whole steps.
+
+        Raises:
+            UnsupportedError: see `points`.
+        """
         group_size = None if self.group_size == self.columns else self.group_size
         if self.kind == _INT4:
             return told_scheme(self._pairs(), self.bits, self.group_size, self.middle)
         zero = self.groups(_ZERO, None)
-        return QuantScheme(self.bits, group_size, not zero.any())
+        symmetric = not zero.any()
+        if not symmetric:
+            self.points(zero, zero)
+        return QuantScheme(self.bits, group_size, symmetric)
 
     def codes(self, part: TensorSlice | None) -> Tensor:
         """Unsigned ones [R, C] uint8.
@@ -239,6 +247,7 @@ class TorchAo:
 
     name = "torchao"
     keys: tuple[str, ...] = ("quantization_config",)
+    joins_experts = False
     schemes: tuple[QuantScheme, ...] = ()
     scale_dtype: DType | None = None
 

@@ -54,7 +54,9 @@ class Gguf:
         assert file is not None, path
         return GgufCheckpoint(file)
 
-    def parameters(self, config: ModelConfig, quantized: Collection[str]) -> list[Parameter]:
+    def parameters(
+        self, config: ModelConfig, quantized: Collection[str], method: QuantMethod | None = None
+    ) -> list[Parameter]:  # fmt: skip
         known = {parameter.name: parameter for parameter in parameters(config)}
         return [known[name] for name in dict.fromkeys(name for one in gguf_tensors(config) for name in one.parts)]
 

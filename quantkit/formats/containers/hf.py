@@ -80,8 +80,11 @@ class HuggingFace:
             for part in tensors[module].parts
         }
 
-    def parameters(self, config: ModelConfig, quantized: Collection[str]) -> list[Parameter]:
-        return parameters_as_written(config, quantized)
+    def parameters(
+        self, config: ModelConfig, quantized: Collection[str], method: QuantMethod | None = None
+    ) -> list[Parameter]:  # fmt: skip
+        joins = bool(quantized) and (method or self.native).joins_experts
+        return parameters_as_written(config, quantized, joins_experts=joins)
 
     def encoder(self, output: Output) -> SafetensorsEncoder:
         from quantkit.formats.containers.hf_encoder import SafetensorsEncoder
@@ -94,8 +97,8 @@ class HuggingFace:
         raw = raw if output.schemes else without_settings(raw)
         if output.schemes and SETTINGS not in raw:
             every = config.tensors is None or config.unstored is not None
-            schemes, modules = _on_disk(output.schemes, config)
             method = output.method or self.native
+            schemes, modules = _on_disk(output.schemes, config, method)
             settings = method.write_settings(schemes, modules, every=every)
             raw |= dict.fromkeys(method.keys, settings)
             beside = method.side_files(settings)
@@ -125,11 +128,16 @@ def _with_experts_apart(config: ModelConfig) -> list[DiskTensor]:
 
 
 def _on_disk(
-    schemes: Mapping[str, QuantScheme], config: ModelConfig
+    schemes: Mapping[str, QuantScheme], config: ModelConfig, method: QuantMethod
 ) -> tuple[dict[str, QuantScheme], dict[str, int]]:  # fmt: skip
     """The schemes by the names of modules on disk, and the inputs of all linears, a tied head and routers among them;
     where readers have another name for one, by both."""
-    tensors = [t for t in disk_tensors(replace(config, tied_embeddings=False), schemes) if t.linear is not None]
+    untied = replace(config, tied_embeddings=False)
+    tensors = [
+        tensor
+        for tensor in disk_tensors(untied, schemes, joins_experts=method.joins_experts)
+        if tensor.linear is not None or tensor.parts[0].removesuffix(".weight") in schemes
+    ]
     found = {tensor.module: schemes.get(tensor.parts[0].removesuffix(".weight")) for tensor in tensors}
     aliases = {tensor.module: tensor.alias for tensor in config.tensors or () if tensor.alias is not None}
     found |= {aliases[module]: scheme for module, scheme in found.items() if module in aliases}

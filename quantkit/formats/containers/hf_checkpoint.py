@@ -346,7 +346,10 @@ def read_codecs(
             found=f"{name} {bits}".strip() if name else "an unnamed scheme",
             expected=", ".join([*methods, *sorted(READ_AS_FLOATS)]), hint="start from the float model",
         )  # fmt: skip
-    return methods[name], methods[name].read_settings(settings, modules, stored)
+    codecs = methods[name].read_settings(settings, modules, stored)
+    form = methods.get(str(settings.values.get("format")))  # that has a name of its own, and holds them all
+    named = form is not None and all(codec.scheme in form.schemes for codec in codecs.values())
+    return form if form is not None and named else methods[name], codecs
 
 
 def settings_in(raw: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:

@@ -118,7 +118,7 @@ class SafetensorsEncoder:
         if position + 1 == unit.at_once and (number == 0 or self._shard_of[number - 1] != shard):
             yield name, self._header(shard)
         for tensor, expected in zip(self._encoded(unit, joined), unit.stored, strict=True):
-            if unit.tensor.stacked is not None:
+            if unit.tensor.stacked is not None and unit.codec is None:
                 expected = StoredTensor(expected.name, expected.dtype, expected.shape[1:])
             yield name, tensor_bytes(tensor, expected)
 
@@ -174,13 +174,14 @@ class SafetensorsEncoder:
         tensors = unit.codec.encode(value)
         if isinstance(tensors, Reason):
             raise tensors.error(unit.spec.name, self._method)
-        return tensors
+        return [tensor.view(stored.shape) for tensor, stored in zip(tensors, unit.stored, strict=True)]
 
 
 def _written(planned: Sequence[TensorSpec], config: ModelConfig, method: QuantMethod) -> list[_Written]:
     """The tensors on disk that the planned ones make, in their order."""
     quantized = {spec.name.removesuffix(".weight") for spec in planned if spec.scheme is not None}
-    known = {tensor.places[0].name: tensor for tensor in disk_tensors(config, quantized)}
+    joins = bool(quantized) and method.joins_experts
+    known = {tensor.places[0].name: tensor for tensor in disk_tensors(config, quantized, joins_experts=joins)}
     found: list[_Written] = []
     start = 0
     while start < len(planned):
@@ -191,7 +192,8 @@ def _written(planned: Sequence[TensorSpec], config: ModelConfig, method: QuantMe
         spec = joined_spec(tensor, parts)
         codec = _codec(spec, method)
         stored = [StoredTensor(spec.name, spec.dtype, spec.shape)] if codec is None else codec.stored(spec)
-        at_once = len(parts) if tensor.stacked is None else len(parts) // tensor.shape[0]
+        by_expert = tensor.stacked is not None and codec is None
+        at_once = len(parts) // tensor.shape[0] if by_expert else len(parts)
         found.append(_Written(tensor, start, spec, codec, stored, at_once))
         start += len(parts)
     return found

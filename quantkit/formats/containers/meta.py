@@ -53,7 +53,9 @@ class Meta:
             raise RequestError("`tensors_only=True` is for Hugging Face folders; of Meta's all is known", path=path)
         return MetaCheckpoint(path)
 
-    def parameters(self, config: ModelConfig, quantized: Collection[str]) -> list[Parameter]:
+    def parameters(
+        self, config: ModelConfig, quantized: Collection[str], method: QuantMethod | None = None
+    ) -> list[Parameter]:  # fmt: skip
         return parameters_as_written(config, quantized)
 
     def encoder(self, output: Output) -> MetaEncoder:
