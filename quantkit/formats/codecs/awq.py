@@ -34,6 +34,7 @@ _BITS, _PER_WORD = 4, 8
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _FIELDS = tuple(sorted(range(_PER_WORD), key=_ORDER.__getitem__))
 _LEVELS_OF_8 = b"\x88"
+_READ_SIZES = {None, 16, 32, 64, 128}  # by gptqmodel
 _MOST_COLUMNS = 2**24
 
 
@@ -220,8 +221,11 @@ class Awq:
             return Reason("it holds codes of other bits", found=scheme, expected="4 bits")
         return AwqLinear(scheme)
 
-    def readers(self, schemes: Iterable[QuantScheme | None]) -> str:
-        return "gptqmodel"
+    def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
+        sizes = {None if scheme is None else scheme.group_size for scheme in schemes.values()}
+        if not sizes <= _READ_SIZES:
+            return "what reads AWQ in such groups"
+        return "vLLM" if schemes.get("lm_head") is not None else "gptqmodel, transformers with gptqmodel, vLLM"
 
 
 def _unpacked(words: Tensor) -> Tensor:
