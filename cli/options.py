@@ -76,8 +76,8 @@ def memory(text: str) -> int:
 src = click.argument("src", type=PATH)
 dst = click.argument("dst", type=PATH)
 weights = click.option(
-    "--weights", type=click.Choice(["meta", "safetensors", "bin", "gpt-fast", "gpt-fast-int8"]), metavar="KIND",
-    help="Which weights to read where a folder holds several: meta, safetensors, bin, gpt-fast or gpt-fast-int8.",
+    "--weights", type=click.Choice(["meta", "safetensors", "bin", "gguf", "gpt-fast", "gpt-fast-int8"]), metavar="KIND",
+    help="Which weights to read where a folder holds several: meta, safetensors, bin, gguf or gpt-fast.",
 )  # fmt: skip
 device = click.option("--device", metavar="DEVICE", help="Where to compute: cpu or cuda; a GPU if there is one.")
 dtype = click.option(

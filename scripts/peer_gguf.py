@@ -92,7 +92,7 @@ def make(out: Path, steps: int, names: Iterable[str]) -> None:
         config = transformers.AutoConfig.for_model(kind, **sizes)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         train(model, torch.tensor(tokenizer.encode(text(), bos=False)), tokenizer.bos_id, steps, name)
-        model.eval().save_pretrained(folder)
+        model.eval().bfloat16().save_pretrained(folder)  # as published ones are: scales are then exact in float16
 
 
 def text() -> str:
@@ -125,10 +125,10 @@ def train(model: Any, ids: Any, bos: int | None, steps: int, name: str) -> None:
 def write_tokenizer(folder: Path, kind: str) -> None:
     if kind == "gemma":
         write_gemma(folder)
-        settings: dict[str, Any] = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
+        settings: dict[str, Any] = json.loads((folder / "tokenizer_config.json").read_text())
     else:
         settings = write_byte_level(folder, kind)
-    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATES[kind]}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **settings, "chat_template": TEMPLATES[kind]}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
 
 
@@ -166,19 +166,31 @@ def write_byte_level(folder: Path, kind: str) -> dict[str, Any]:
 
 
 def write_gemma(folder: Path) -> None:
-    """A tokenizer.model of Gemma's kind."""
-    from sentencepiece import SentencePieceTrainer
+    """A tokenizer.json of Gemma's kind."""
+    from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+    from transformers import GemmaTokenizer
 
+    turns = ["<start_of_turn>", "<end_of_turn>"]
     with tempfile.TemporaryDirectory() as scratch:
         corpus = Path(scratch) / "text"
         corpus.write_text(text(), encoding="utf-8")
         SentencePieceTrainer.train(
-            input=str(corpus), model_prefix=str(folder / "tokenizer"), model_type="bpe", vocab_size=900,
+            input=str(corpus), model_prefix=str(Path(scratch) / "made"), model_type="bpe", vocab_size=900,
             byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, pad_id=0, eos_id=1,
             bos_id=2, unk_id=3, bos_piece="<bos>", eos_piece="<eos>", add_dummy_prefix=False, minloglevel=2,
-            user_defined_symbols=["<start_of_turn>", "<end_of_turn>"], num_threads=1,
+            user_defined_symbols=turns, num_threads=1,
         )  # fmt: skip
-    (folder / "tokenizer.vocab").unlink()
+        made = SentencePieceProcessor(model_file=str(Path(scratch) / "made.model"))
+    pieces = {made.id_to_piece(number): number for number in range(made.get_piece_size())}
+    merges = [
+        (piece[:cut], piece[cut:])
+        for piece, number in pieces.items()
+        if not (made.is_byte(number) or made.is_control(number) or piece in turns)
+        for cut in range(1, len(piece))
+        if piece[:cut] in pieces and piece[cut:] in pieces
+    ]
+    tokenizer = GemmaTokenizer(vocab=pieces, merges=merges, add_bos_token=True, additional_special_tokens=turns)
+    tokenizer.save_pretrained(folder)
 
 
 # Ours
@@ -198,7 +210,7 @@ class Ours:
         import torch
 
         with torch.no_grad():
-            found = self.model(torch.tensor([list(tokens)]))
+            found = self.model(torch.tensor([list(tokens)]), torch.arange(len(tokens)))
         return np.asarray(found[0].float().numpy())
 
     def greedy(self, tokens: Sequence[int], count: int) -> list[int]:

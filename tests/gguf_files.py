@@ -65,9 +65,14 @@ def _changed(value: Tensor, name: str, arch: gguf.MODEL_ARCH, config: Any) -> Te
 
 
 def write(
-    path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, npt.NDArray[np.float32]], types: Types | None = None
-) -> Path:
-    """A file, by the gguf package's writer; matrices in the types given by name, or by "" for all others."""
+    path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, npt.NDArray[np.float32]], types: Types | None = None,
+    blocks: Mapping[str, tuple[npt.NDArray[np.uint8], gguf.GGMLQuantizationType]] | None = None,
+) -> Path:  # fmt: skip
+    """A file, by the gguf package's writer; matrices in the types given by name, or by "" for all others.
+
+    Args:
+        blocks: bytes of rows, and of which type, in the place of a tensor's numbers.
+    """
     writer = gguf.GGUFWriter(path, metadata["general.architecture"])
     for key, value in metadata.items():
         if key == "general.architecture":
@@ -83,6 +88,10 @@ def write(
         else:
             writer.add_array(key, value)
     for name, values in tensors.items():
+        if name in (blocks or {}):
+            raw, kind = (blocks or {})[name]
+            writer.add_tensor(name, raw, raw_dtype=kind)
+            continue
         kind = F32 if values.ndim == 1 or "_inp" in name else (types or {}).get(name, (types or {}).get("", F32))
         writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()

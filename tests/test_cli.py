@@ -36,7 +36,7 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.quality.verify import Verdict
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ("demo", "inspect", "plan", "convert", "quantize", "verify", "eval", "generate", "bench")
+COMMANDS = ("demo", "inspect", "doctor", "plan", "convert", "quantize", "verify", "eval", "generate", "bench")
 CODES = {
     QuantkitError: 1,
     RequestError: 2,

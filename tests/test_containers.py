@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ from command import Capture, run
 from torch import Tensor
 
 import quantkit
+from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families import config_from_hf, config_to_hf
-from quantkit.architectures.topology import parameters
+from quantkit.architectures.topology import Parameter, parameters
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.formats.codecs.codec import CodeFormat, QuantMethod
 from quantkit.formats.container import Chunk, Container, Output, tensor_bytes
@@ -126,6 +127,11 @@ class Loud:
 
     def open(self, path: Path, kind: str, *, tensors_only: bool = False) -> LoudCheckpoint:
         return LoudCheckpoint(path)
+
+    def parameters(
+        self, config: ModelConfig, quantized: Collection[str], method: QuantMethod | None = None
+    ) -> list[Parameter]:
+        return parameters(config)
 
     def encoder(self, output: Output) -> LoudEncoder:
         return LoudEncoder(output.planned)

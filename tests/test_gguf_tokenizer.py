@@ -115,6 +115,16 @@ def test_what_llama_cpp_reads_of_byte_pairs(folders: dict[str, Path]) -> None:
     assert "NFC" in notes[0]
 
 
+def test_a_bos_that_only_the_config_has_is_for_llama_cpp_alone(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folders["qwen2"], tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps({"bos_token_id": 263}))
+    metadata = _metadata(folder)
+    assert (metadata["tokenizer.ggml.bos_token_id"], metadata["tokenizer.ggml.add_bos_token"]) == (263, False)
+    assert load_tokenizer(_folder(metadata, tmp_path / "read")).bos_id is None
+    del metadata["quantkit.tokenizer_json"]
+    assert load_tokenizer(_folder(metadata, tmp_path / "theirs")).bos_id == 263
+
+
 def test_gemmas_marks_of_turns(folders: dict[str, Path]) -> None:
     metadata = _metadata(folders["gemma-json"])
     start, end = (metadata["tokenizer.ggml.tokens"].index(turn) for turn in TURNS)
@@ -149,7 +159,7 @@ def test_a_gguf_file_is_taken_where_a_folder_is(folders: dict[str, Path], tmp_pa
     path = tmp_path / "model.gguf"
     path.write_bytes(build_header(metadata, []))
     tokenizer = load_tokenizer(path)
-    assert text_folder(path) == text_folder(str(path))
+    assert text_folder(path) == text_folder(str(path)) == text_folder(tmp_path)
     assert tokenizer.encode("the 12 things") == load_tokenizer(folders["smollm"]).encode("the 12 things")
     assert quantkit.chat_format(path, tokenizer).encode([{"role": "user", "content": "x"}]) == tokenizer.encode("x")
     again, _ = tokenizer_metadata(path, 300)

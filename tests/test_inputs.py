@@ -783,12 +783,12 @@ def test_a_meta_weight_that_is_not_stored_as_floats_is_refused(name: str, meta: 
     refused(capfd, 4, meta, "not stored as floats", "found int8")
 
 
-def test_a_gguf_file_is_named_in_its_folder_and_by_itself(hf: Path, capfd: Capture) -> None:
+def test_a_damaged_gguf_file_is_named_in_its_folder_and_by_itself(hf: Path, capfd: Capture) -> None:
     (hf / "model.safetensors").unlink()
     gguf = hf / "llama-Q4_K_M.gguf"
     gguf.write_bytes(b"GGUF\x03\x00\x00\x00")
-    refused(capfd, 4, hf, f"{gguf}: GGUF files are not read")
-    refused(capfd, 4, gguf, f"{gguf}: GGUF files are not read")
+    refused(capfd, 3, hf, f"{gguf}: has an invalid GGUF header, or is truncated")
+    refused(capfd, 3, gguf, f"{gguf}: has an invalid GGUF header, or is truncated")
 
 
 def test_a_lora_adapter_alone_is_called_one(tmp_path: Path, capfd: Capture) -> None:

@@ -18,7 +18,7 @@ HEAVY = (
     "torch", "numpy", "transformers", "datasets", "pyarrow", "pandas", "huggingface_hub", "requests", "pydantic",
     "yaml", "lm_eval", "matplotlib",
 )  # fmt: skip
-COMMANDS = ("demo", "inspect", "plan", "convert", "quantize", "verify", "eval", "generate", "chat", "bench")
+COMMANDS = ("demo", "inspect", "doctor", "plan", "convert", "quantize", "verify", "eval", "generate", "chat", "bench")
 _RUN = """
 import json, sys
 from quantkit.cli.main import main
@@ -75,6 +75,10 @@ def test_inspect_tells_what_is_wrong_without_torch(folders: Path, tmp_path: Path
     wrong = (tmp_path / "none", folders / "source" / "config.json", tmp_path, damaged)
     assert _run(*(("inspect", path) for path in wrong)) == [3] * 4
     assert _run(("inspect", folders / "source", "--weights", "meta")) == [3]
+
+
+def test_the_doctor_reads_headers_without_torch(folders: Path) -> None:
+    assert _run(*(("doctor", model) for model in sorted(folders.iterdir()))) == [0] * 8
 
 
 def test_help_needs_no_torch() -> None:

@@ -157,7 +157,7 @@ def test_a_value_of_the_wrong_kind_names_its_file(case: str) -> None:
 @pytest.mark.parametrize(
     "changes",
     [{"num_bits": 3}, {"type": "float"}, {"strategy": "block"}, {"dynamic": True}, {"dynamic": "local"},
-     {"group_size": 20}, {"actorder": "group"}, {"actorder": "dynamic"}, {"actorder": True}, {"actorder": ["group"]}],
+     {"group_size": 20}, {"actorder": "dynamic"}, {"actorder": True}, {"actorder": ["group"]}],
 )  # fmt: skip
 def test_another_scheme_is_not_supported(changes: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError, match=r"^x/config\.json: "):

@@ -336,14 +336,14 @@ def test_folders_of_other_tools_are_read_with_their_values(
 
 
 UNSUPPORTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "int-quantized": ({"format": "int-quantized"}, W4, r"found int-quantized, expected pack-quantized"),
+    "another format": ({"format": "marlin-24"}, W4, r"found marlin-24, expected pack-quantized"),
     "two bits": ({}, {**W4, "num_bits": 2}, r"found int2 per group, expected int4 or int8"),
-    "act-order with an index": ({}, {**W4, "actorder": "group"}, "act-order"),
+    "another order": ({}, {**W4, "actorder": "dynamic"}, "this order of columns is not read"),
     "floats": ({}, {**W4, "type": "float"}, r"found float4 per group"),
-    "one scale per tensor": ({}, {"num_bits": 8, "strategy": "tensor", "symmetric": True}, r"found int8 per tensor"),
+    "one scale per block": ({}, {"num_bits": 8, "strategy": "block", "symmetric": True}, r"found int8 per block"),
     "dynamic weights": ({}, {**W4, "dynamic": True}, "this compressed-tensors scheme is not read"),
     "a quantized cache": ({"kv_cache_scheme": {"num_bits": 8}}, W4, "quantized KV cache"),
-    "another method": ({"quant_method": "gptq", "bits": 4}, W4, r"found gptq 4"),
+    "another method": ({"quant_method": "quip", "bits": 4}, W4, r"found quip 4"),
     "no method": ({"quant_method": None}, W4, "an unnamed scheme"),
 }
 
@@ -364,13 +364,17 @@ def _change_quantization(folder: Path, **changes: Any) -> None:
     oracle.edit_json(folder / "config.json", quantization_config={**raw, **changes})
 
 
-def test_quantized_activations_are_refused(tmp_path: Path) -> None:
+def test_quantized_activations_stay_floats(tmp_path: Path) -> None:
     folder = _source(tmp_path / "model")
     group = _group(["Linear"], **W4)
     group["input_activations"] = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
-    _foreign(folder, {"group_0": group}, ["lm_head"], **W4)
-    with pytest.raises(UnsupportedError, match="quantized activations are not supported"):
-        open_checkpoint(folder)
+    truth = _foreign(folder, {"group_0": group}, ["lm_head"], **W4)
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.notes == [
+        f"{folder}: the config quantizes what goes into linears too; here activations stay floats"
+    ]
+    name, expected = next(iter(truth.items()))
+    assert torch.equal(checkpoint.load(name).dequantize(), expected)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("missing", ["config_groups", "weights", "num_bits", "targets"])

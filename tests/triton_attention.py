@@ -200,10 +200,8 @@ def test_programs_are_as_many_as_there_is_work_for() -> None:
 @pytest.mark.parametrize("cached", [torch.float32, torch.int8], ids=str)
 def test_the_operator_passes_torchs_own_checks(cached: torch.dtype) -> None:
     operands = _operands("tokens on both sides of a tile's end", torch.float32, cached)
-    for window in (None, 9):
-        for scores in ((), (0.3, 5.0, torch.ones(3, device=DEVICE))):
-            given = (*operands, None, window, *scores)
-            torch.library.opcheck(torch.ops.quantkit_triton.cached_attention.default, given)
+    for more in ((None,), (9, 0.3, 5.0, torch.ones(3, device=DEVICE))):
+        torch.library.opcheck(torch.ops.quantkit_triton.cached_attention.default, (*operands, None, *more))
 
 
 def test_attention_compiles_into_one_graph() -> None:

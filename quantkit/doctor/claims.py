@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,15 +78,15 @@ def read_claims(
         if method == "compressed-tensors":
             return _compressed_tensors(settings, modules, path)
         if method in ("gptq", "awq"):
-            return _by_rows(settings, method, modules, coded)
+            return _by_rows(settings, method, modules, coded, Deadline(path))
         if method == "mlx":
             return _mlx(settings, coded)
         if method in _FLOAT8_METHODS:
             skipped = _Skipped(settings)
             claim = Claim("float8", 8, symmetric=True, activations=settings.get("activation_scheme") is not None)
             return Claims({one: claim for one in modules if not skipped(one) and not _is_head(one)}, certain=True)
-    except (CheckpointError, ValueError, TypeError, AttributeError, re.error) as error:
-        problem = error.problem if isinstance(error, CheckpointError) else str(error)
+    except (CheckpointError, ValueError, TypeError, AttributeError, LookupError) as error:
+        problem = error.problem if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         return Claims(problems=(f"{problem}"[:300],))
     return Claims()
 
@@ -146,7 +145,9 @@ def _claim(group: Mapping[str, Any], settings: Mapping[str, Any]) -> Claim | Non
     )  # fmt: skip
 
 
-def _by_rows(settings: Mapping[str, Any], method: str, modules: Iterable[str], coded: Collection[str]) -> Claims:
+def _by_rows(
+    settings: Mapping[str, Any], method: str, modules: Iterable[str], coded: Collection[str], deadline: Deadline
+) -> Claims:  # fmt: skip
     """GPTQ and AWQ: one scheme for all linears but the head, with exceptions."""
     bits = _bits(settings.get("bits", settings.get("w_bit", 4)))
     group = _group(settings.get("group_size", settings.get("q_group_size", 128)))
@@ -154,14 +155,17 @@ def _by_rows(settings: Mapping[str, Any], method: str, modules: Iterable[str], c
     order = "group" if settings.get("desc_act") and not settings.get("static_groups") else None
     base = Claim(method, bits, group, symmetric is not False, order)
     skipped, head = _Skipped(settings), bool(settings.get("lm_head"))
-    overrides = settings.get("dynamic") or {}
+    overrides = [
+        (pattern, Targets([f"re:{pattern.removeprefix('+:').removeprefix('-:')}"], deadline), changes)
+        for pattern, changes in (settings.get("dynamic") or {}).items()
+    ]
     found = {}
     for module in modules:
         if skipped(module) or (_is_head(module) and not head and module not in coded):
             continue
         claim: Claim | None = base
-        for pattern, changes in overrides.items():
-            if re.match(pattern.removeprefix("+:").removeprefix("-:"), module):
+        for pattern, targets, changes in overrides:
+            if targets.closeness(module) < NO_MATCH:
                 claim = None if pattern.startswith("-:") or changes is False else _overridden(base, changes)
                 break
         if claim is not None:

@@ -62,6 +62,8 @@ def diagnose(
         from quantkit.doctor import values
 
         findings += values.check(folder, patient.view, progress)
+    if patient.is_read_strictly and not any(finding.rule.severity == "error" for finding in findings):
+        findings += files.check_opened(folder)
     if source is not None:
         from quantkit.doctor import against as compared
 
@@ -96,6 +98,11 @@ class _Patient:
         elif folder.kind == "gguf":
             yield from gguf.check(folder)
 
+    @property
+    def is_read_strictly(self) -> bool:
+        """Whether it is opened as by jobs: where there are few rules of its own, or all is read anyway."""
+        return self.folder.kind in ("meta", "gguf") or (self.deep and self.folder.kind in ("safetensors", "bin"))
+
     def kind(self) -> str:
         """What it is, in a few words."""
         folder = self.folder
@@ -103,6 +110,8 @@ class _Patient:
         told = [titles.get(folder.kind, "a file of weights" if folder.kind else "no model")]
         if isinstance(kind := folder.config.get("model_type"), str):
             told.append(kind[:40])
+        for header in list(folder.headers.values())[:1]:
+            told.append(str(header.metadata.get("general.architecture"))[:40])
         told += [folder.method[:40]] if folder.method else []
         return ", ".join(told)
 

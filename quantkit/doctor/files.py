@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from quantkit.doctor.findings import Finding, Rule
 from quantkit.doctor.folder import CONFIG, Folder, Problem, is_plain
+from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.formats.detect import open_checkpoint
 from quantkit.json_values import shown
 
 _AGAIN = "download or copy the file again"
@@ -51,10 +53,14 @@ DAMAGED_JSON = Rule(
     "damaged-json", "error", "config.json or a file of settings beside it is not JSON as it should be",
     "download or copy it again", "Hugging Face folders",
 )  # fmt: skip
+REFUSED = Rule(
+    "refused", "error", "quantkit's own reader, which holds every tensor against the config, refuses it",
+    "see what it says", "strict reading: `quantkit inspect`",
+)  # fmt: skip
 
 RULES = (
     NO_WEIGHTS, ADAPTER, PLACEHOLDER, EMPTY_FILE, TRUNCATED_FILE, DAMAGED_FILE, MISSING_FILE, DAMAGED_INDEX,
-    STALE_INDEX, TWICE, STRAY_FILE, NO_CONFIG, DAMAGED_JSON,
+    STALE_INDEX, TWICE, STRAY_FILE, NO_CONFIG, DAMAGED_JSON, REFUSED,
 )  # fmt: skip
 
 
@@ -76,6 +82,16 @@ def check(folder: Folder) -> Iterator[Finding]:
             yield Finding(TWICE, name, f"in {first} and in {second}")
     for path in folder.stray:
         yield Finding(STRAY_FILE, path.name, "is not in the index")
+
+
+def check_opened(folder: Folder) -> Iterator[Finding]:
+    """What a strict reader has against a folder or file in which nothing else was found."""
+    try:
+        open_checkpoint(folder.listed[0] if folder.kind == "gguf" else folder.root)
+    except UnsupportedError:
+        return  # sound, as far as that is known
+    except CheckpointError as error:
+        yield Finding(REFUSED, folder.path.name, str(error))
 
 
 def _told(folder: Folder, problem: Problem) -> Finding:

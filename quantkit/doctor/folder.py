@@ -13,7 +13,7 @@ from quantkit.formats.containers.hf_checkpoint import SETTINGS, index_path, sett
 from quantkit.formats.files import pth_io, safetensors_io
 from quantkit.formats.files.gguf_io import GgufHeader, read_header
 from quantkit.formats.files.gguf_types import split_name, split_stem
-from quantkit.formats.files.located import located
+from quantkit.formats.files.located import require_there
 from quantkit.formats.files.tensor_file import StoredTensor, TensorFile
 from quantkit.json_values import read_json, read_settings
 
@@ -69,9 +69,7 @@ class Folder:
             RequestError: if it is a file that holds no weights.
         """
         self.path = path
-        found = located(path)
-        if not found.exists():
-            raise CheckpointError("does not exist", path=path)
+        found = require_there(path)
         self.problems: list[Problem] = []
         self.stray: list[Path] = []
         self.files: dict[str, TensorFile] = {}
@@ -219,7 +217,7 @@ class Folder:
             return
         self.files[path.name] = file
         for name, tensor in file.tensors.items():
-            if name in self.homes:
+            if name in self.homes and self.kind != "meta":  # whose shards each hold a part of all
                 self.twice[name] = self.homes[name].path.name, path.name
                 if self.index is not None and self.index.get(name) != path.name:
                     continue

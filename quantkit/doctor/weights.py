@@ -113,10 +113,13 @@ def _extra(view: View) -> Iterator[Finding]:
 
 
 def _shapes(view: View) -> Iterator[Finding]:
+    rows = view.rows_of_embedding()
     for name, tensor in view.expected.items():
         found = view.stored.get(name)
         coded = view.coded.get(tensor.module)
         shape = found.shape if found is not None and coded is None else stored_shape(coded) if coded else None
+        if shape is not None and rows is not None and tensor.module in ("lm_head", "model.embed_tokens"):
+            shape = tensor.shape if shape == (rows, *tensor.shape[1:]) else shape  # vocab_size is another rule's
         if shape is not None and shape != tensor.shape and not _is_turned(tensor, shape):
             yield Finding(WRONG_SHAPE, name, f"found {list(shape)}, expected {list(tensor.shape)}")
         if found is not None and coded is None and found.dtype not in FLOATS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,12 +15,12 @@ from torch import Tensor
 from quantkit.arguments import as_path, as_whole, require_flags
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, read_as_floats, schemes
-from quantkit.formats.codecs.codec import CodeFormat
+from quantkit.formats.codecs.codec import CodeFormat, Reason
 from quantkit.formats.container import Output, StoredCheckpoint, weight_size
 from quantkit.formats.detect import WeightKind, open_checkpoint
 from quantkit.formats.folder import carried_templates, checked_tokenizer, left_behind
 from quantkit.formats.output.staging import require_name, require_new_names
-from quantkit.formats.registry import CONTAINERS, Target
+from quantkit.formats.registry import CONTAINERS, GGUF, Target
 from quantkit.jobs.card import model_name
 from quantkit.jobs.output import SHARD_BYTES, JobWriter, Work, model_summary, writing
 from quantkit.jobs.requantize import Rounding, rounded, to_be_rounded
@@ -34,6 +35,7 @@ from quantkit.tensors.finite import checked_cast
 from quantkit.tensors.qtensor import CARRIED, QuantTensor, row_chunks
 from quantkit.tensors.spec import TensorSpec
 
+_MOST_WIDENED = 1 << 24
 _SHORT = {dtype: name for name, dtype in SHORT_NAMES.items()}
 
 
@@ -126,7 +128,7 @@ def convert(
             writer.put(spec.name, *_value(source, spec, planned.rounded, allow_nonfinite))
         result = writer.seal()
         size = weight_size(result)
-        if schemes(source) and not dequantize:
+        if not dequantize and planned.target.codes is not None:
             exact = require_exact(source, result, planned.rounded, progress=progress)
         if planned.rounded:
             gate = run_gate(source, result, writer.records, asked=_asked(work), progress=in_phase(progress, "gate"))
@@ -172,6 +174,7 @@ def conversion(
     scale_dtype = None
     if target.codes is not None and not dequantize:
         to_round = to_be_rounded(source, target.codes, weights=look) if requantize else {}
+        _require_held(source, target.codes, to_round)
         scale_dtype = _scale_dtype(source, target.codes, to_round, look=look)
         notes += _carrying_notes(source, dst, target, scale_dtype, to_round, requantize=requantize)
     specs = _specs(source, cast, None if dequantize else to_round, scale_dtype, target)
@@ -233,6 +236,17 @@ def _require_convertible(
             found=stored_as, expected=f"codes that {target.name} has",
             hint="`dequantize=True` writes floats, `requantize=True` rounds it anew",
         )  # fmt: skip
+
+
+def _require_held(source: Checkpoint, codes: CodeFormat, to_round: Mapping[str, Rounding]) -> None:
+    """
+    Raises:
+        UnsupportedError: naming the first tensor of a scheme that a format has not.
+    """
+    for module, scheme in schemes(source).items():
+        reason = codes.codec(scheme) if f"{module}.weight" not in to_round else None
+        if isinstance(reason, Reason):
+            raise reason.error(f"{module}.weight", codes.name)
 
 
 def _scale_dtype(
@@ -332,9 +346,17 @@ def _specs(
             specs.append(TensorSpec(name, shape, scale_dtype or own, scheme))
             continue
         kept = not config.runnable and info.dtype not in FLOATS
-        own = info.dtype if info.scheme is None else model
+        own = info.dtype if info.scheme is None and not _widened(source, info, model) else model
         specs.append(TensorSpec(name, shape, own if kept else cast or own))
     return specs
+
+
+def _widened(source: Checkpoint, info: TensorSpec, model: DType) -> bool:
+    """Whether GGUF has a tensor in float32, as it has norms and biases, of which the model's type has every number."""
+    if source.format != GGUF.name or info.dtype != DType.FLOAT32 or math.prod(info.shape) > _MOST_WIDENED:
+        return False
+    value = source.load(info.name)
+    return isinstance(value, Tensor) and torch.equal(value.to(model.torch).float(), value)
 
 
 def _stored_name(source: Checkpoint, name: str) -> str:

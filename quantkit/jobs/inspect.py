@@ -16,6 +16,7 @@ from quantkit.formats.checkpoint import active_parameter_count, parameter_count
 from quantkit.formats.container import weight_size
 from quantkit.formats.detect import WeightKind, made_of_tensors, open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
+from quantkit.tensors.spec import TensorSpec
 from quantkit.text.tokenizer import Tokenizer
 
 
@@ -125,7 +126,7 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None, tensors_only
     tokenizer, notes = checked_tokenizer(checkpoint)
     specs = [checkpoint.info(name) for name in checkpoint.names()]
     size, bits_per_weight = weight_size(checkpoint)
-    kinds = Counter(str(spec.dtype if spec.scheme is None else spec.scheme) for spec in specs)
+    kinds = Counter(map(_kind, specs))
     return Inspection(
         path=str(path),
         format=checkpoint.layout,
@@ -151,6 +152,13 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None, tensors_only
         notes=[*checkpoint.notes, *notes],
         runnable=config.runnable,
     )
+
+
+def _kind(spec: TensorSpec) -> str:
+    """What a tensor is, in a word or two."""
+    if spec.stored_as is not None:
+        return f"{spec.stored_as} as {spec.dtype}"
+    return str(spec.scheme or spec.dtype)
 
 
 def _ropes(config: ModelConfig) -> str:

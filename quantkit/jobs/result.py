@@ -47,7 +47,7 @@ class ConvertResult:
     def lines(self) -> list[str]:
         """The report for people: one line."""
         facts = [_size(self.weight_bytes, self.bits_per_weight)]
-        if self.exact is not None and self.exact.tensors:
+        if self.exact is not None and not (self.rounded and not self.exact.tensors):
             facts.append(self.exact.line())
         if self.quality is not None:
             facts += [f"{self.rounded} rounded anew", *_lost(self.quality)]

@@ -18,6 +18,7 @@ from quantkit.progress import Progress, in_phase, silent
 from quantkit.quality.bounds import REPEATABLE
 from quantkit.quality.gate import Gate, TextResult
 from quantkit.quality.measures import token_perplexities
+from quantkit.quality.transcoded import Exact
 from quantkit.quality.weights_only import WeightsOnly, require_as_recorded
 from quantkit.quality.windows import measured_windows
 from quantkit.text.chat_template import template_paths
@@ -99,10 +100,22 @@ class FolderReport:
         """The report for people."""
         total = self.files + len(self.edited)
         count = f"all {total}" if self.same else f"{self.files} of {total}"
-        out = [f"{self.path}: {count} files are as quantkit wrote them"]
+        found = "the file is as quantkit wrote it" if total == 1 else f"{count} files are as quantkit wrote them"
+        out = [f"{self.path}: {found}"]
         out += [f"{name}: {what}" for name, what in self.edited.items()]
         out += [] if self.weights is None else [self.weights.line()]
+        if (exact := _recorded_exact(self.manifest)) is not None:
+            out.append(f"when it was made it was held against its source: {exact.line()}")
         return [*out, *(one.line() for one in self.texts), "verdict: the model is as it was made"]
+
+
+def _recorded_exact(made: Mapping[str, Any]) -> Exact | None:
+    """What a manifest says was found equal; None where it says nothing that makes sense."""
+    told = made.get("exact")
+    try:
+        return Exact(**told) if isinstance(told, dict) and all(type(one) is int for one in told.values()) else None
+    except TypeError:
+        return None
 
 
 def verify_model(model: str | Path, *, progress: Progress = silent) -> FolderReport:

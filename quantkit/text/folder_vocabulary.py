@@ -81,7 +81,7 @@ def _from_sentencepiece(path: Path) -> FoundTokenizer:
             continue
         pieces += [(keys.filler(row), UNREACHED, PieceType.UNUSED) for row in range(len(pieces), number)]
         pieces.append((spelling, UNREACHED, PieceType.CONTROL if special else PieceType.USER_DEFINED))
-    tokens, scores, types = ([piece[part] for piece in pieces] for part in range(3))
+    tokens, scores, types = zip(*pieces, strict=True)
     ids = {f"{name}_token": number for name, number in model.ids.items() if number >= 0}
     return FoundTokenizer(Vocabulary(keys.SPM, tokens, types, scores, [], "", model.space_prefix), ids)
 

@@ -52,16 +52,23 @@ def folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
         return {}
     ids = keys.read_ids(metadata, vocabulary, path)
     adds = keys.begins_and_ends(metadata, vocabulary, ids, path)
+    own = _own(metadata, path)
     files: dict[str, bytes] = {}
     if vocabulary.model == keys.BPE or scores_are_ranks(_mergeable(vocabulary), vocabulary.numbers()):
         raw = tokenizer_json(vocabulary, ids, adds)
-        files["tokenizer.json"] = _json(_with_pipeline(raw, metadata, path), indent=None)
+        files["tokenizer.json"] = _json(_with_own(raw, own), indent=None)
     if vocabulary.model == keys.SPM and vocabulary.types.count(PieceType.UNKNOWN) == 1:
         files["tokenizer.model"] = _sentencepiece(vocabulary, ids)
     if not files:
         raise CheckpointError("the tokenizer has scores of which several are equal, and no unknown token", path=path)
     names = {name: vocabulary.tokens[ids[name]] if name in ids else None for name in keys.ID_KEYS}
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **names}
+    if "bos_token" in own.values and not adds[0]:
+        names["bos_token"] = None  # which llama.cpp has to have, and the model has not
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **names,
+    }
     templates = read_templates(metadata, path)
     if list(templates) == ["default"]:
         files["chat_template.jinja"] = templates["default"].encode()
@@ -90,8 +97,9 @@ def tokenizer_json(vocabulary: Vocabulary, ids: Mapping[str, int], adds: tuple[b
         normalizer = {"type": "Sequence", "normalizers": [prefix, spaces]} if vocabulary.space_prefix else spaces
         strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if vocabulary.space_prefix else []
         back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
-        steps = [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]
-        cut, decoder = None, {"type": "Sequence", "decoders": steps}
+        steps: list[dict[str, Any]] = [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]
+        decoder: dict[str, Any] = {"type": "Sequence", "decoders": steps}
+        cut = None
     else:
         patterns, whole = named(vocabulary.pre) or ((), False)
         merges, normalizer, cut = list(vocabulary.merges), None, pre_tokenizer(patterns)
@@ -103,7 +111,7 @@ def tokenizer_json(vocabulary: Vocabulary, ids: Mapping[str, int], adds: tuple[b
         "end_of_word_suffix": None, "fuse_unk": spm, "byte_fallback": spm, "ignore_merges": whole,
         "vocab": vocabulary.numbers(), "merges": merges,
     }  # fmt: skip
-    added = [
+    added: list[dict[str, Any]] = [
         {"id": number, "content": vocabulary.tokens[number], **dict.fromkeys(TOKEN_FLAGS, False),
          "special": number in control}
         for number in sorted({*apart, *control})
@@ -171,14 +179,17 @@ def _sentencepiece(vocabulary: Vocabulary, ids: Mapping[str, int]) -> bytes:
     return sentencepiece_bytes(model)
 
 
-def _with_pipeline(raw: dict[str, Any], metadata: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """With the parts that only quantkit has put into the file."""
+def _own(metadata: Mapping[str, Any], path: Path) -> Settings:
+    """What only quantkit has put into the file."""
+    where = f"{path}: {keys.PIPELINE}"
     settings = Settings(metadata, path)
-    if not settings.has(keys.PIPELINE):
-        return raw
-    own = Settings(parsed(settings.text(keys.PIPELINE), f"{path}: {keys.PIPELINE}"), f"{path}: {keys.PIPELINE}")
-    if unknown := sorted(set(own.values) - {*PIPELINE_PARTS, "added_tokens"}):
-        raise CheckpointError("holds a key that is not known", path=own.path, found=shown(unknown[0]))
+    own = Settings(parsed(settings.text(keys.PIPELINE), where) if settings.has(keys.PIPELINE) else {}, where)
+    if unknown := sorted(set(own.values) - {*PIPELINE_PARTS, "added_tokens", "bos_token"}):
+        raise CheckpointError("holds a key that is not known", path=where, found=shown(unknown[0]))
+    return own
+
+
+def _with_own(raw: dict[str, Any], own: Settings) -> dict[str, Any]:
     raw = {**raw, **{part: own.values[part] for part in PIPELINE_PARTS if part in own.values}}
     flags = own.inside("added_tokens") if own.has("added_tokens") else Settings({}, own.path)
     for token in raw["added_tokens"]:

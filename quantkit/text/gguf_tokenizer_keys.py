@@ -56,7 +56,10 @@ def tokenizer_metadata(
     metadata |= {keys.ADD_BOS: around[0], keys.ADD_EOS: around[1]}
     metadata |= _template_keys(ChatTemplates(folder).sources if templates is None else templates)
     metadata |= _sampling_keys(folder)
-    if own := _own_parts(found, ids, around):
+    own = _own_parts(found, ids, around)
+    if tokenizer.bos_id is None and "bos_token" in ids and not around[0]:
+        own["bos_token"] = None
+    if own:
         metadata[keys.PIPELINE] = json.dumps(own, ensure_ascii=False)
     notes = [*found.notes, *_require_alike(tokenizer, found.vocabulary, metadata, folder)]
     return metadata, [f"{folder}: {note}" for note in notes]

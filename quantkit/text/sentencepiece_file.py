@@ -104,8 +104,9 @@ def _parsed(data: bytes) -> SentencePieceFile:
 
 def _piece(data: bytes) -> tuple[str, float, PieceType]:
     fields = dict(_fields(data))
-    (score,) = struct.unpack("<f", fields.get(2, bytes(4)))
-    return _text(fields.get(1, b"")).decode(), score, PieceType(fields.get(3, PieceType.NORMAL))
+    (score,) = struct.unpack("<f", _text(fields.get(2, bytes(4))))
+    kind = fields.get(3, PieceType.NORMAL)
+    return _text(fields.get(1, b"")).decode(), score, PieceType(kind if isinstance(kind, int) else 0)
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:

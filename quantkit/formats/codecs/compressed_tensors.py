@@ -227,11 +227,11 @@ def _groups(settings: Settings, deadline: Deadline) -> list[_Group]:
             continue
         weights = group.inside("weights")
         one_scale = weights.values.get("strategy") == "tensor"
+        by_index = weights.values.get("actorder") == _BY_INDEX
         if found == _PACK:
-            by_index = weights.values.get("actorder") == _BY_INDEX
             groups.append(_Group(name, targets, PackQuantized(_scheme(weights), one_scale, by_index)))
         elif found in _OF_BYTES:
-            groups.append(_Group(name, targets, IntQuantized(_scheme(weights), one_scale)))
+            groups.append(_Group(name, targets, IntQuantized(_scheme(weights), one_scale, by_index)))
         else:
             raise UnsupportedError(
                 "this compressed-tensors format is not read", path=settings.path, found=found,

@@ -51,16 +51,7 @@ class PackQuantized:
     by_index: bool = False
 
     def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
-        spec = _spec(raw, PACKED, self.scheme, expected)
-        index = _group_index(raw, spec.shape[1], self.scheme)
-        if index is None and self.by_index:
-            raise CheckpointError(
-                f"the config says that '{raw.name}' has a group for each column, but '{_GROUPS}' is missing",
-                path=raw.path, hint="a weight file is missing or damaged; download it again",
-            )  # fmt: skip
-        if index is None or index == _in_order(spec.shape[1], self.scheme):
-            return spec
-        return TensorSpec(expected.name, spec.shape, expected.dtype, None, _UNORDERED)
+        return _spec(raw, PACKED, self, expected)
 
     def stored(self, spec: TensorSpec) -> list[StoredTensor]:
         module = spec.name.removesuffix("weight")
@@ -136,14 +127,15 @@ class IntQuantized:
     """Codes as signed bytes.
 
     Attributes:
-        one_scale: whether all rows share one.
+        one_scale, by_index: see `PackQuantized`.
     """
 
     scheme: QuantScheme
     one_scale: bool = False
+    by_index: bool = False
 
     def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
-        return _spec(raw, PLAIN, self.scheme, expected)
+        return _spec(raw, PLAIN, self, expected)
 
     def stored(self, spec: TensorSpec) -> list[StoredTensor]:
         module, groups = spec.name.removesuffix("weight"), self.scheme.groups(spec.shape[1])
@@ -157,11 +149,11 @@ class IntQuantized:
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
         return _parts(raw, self.stored(spec), self.scheme, self.one_scale)
 
-    def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor:
+    def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor | Tensor:
         from quantkit.tensors.qtensor import QuantTensor
 
         scheme, size, wanted = self.scheme, self.scheme.group_size, part
-        if part is not None and part.axis == 1 and size is not None:
+        if part is not None and part.axis == 1 and size is not None and spec.scheme is not None:
             (start, stop), columns = part.ranges[0], spec.shape[1]
             wanted = TensorSlice(1, ((start // size * size, min(-(-stop // size) * size, columns)),))
         codes = _unsigned(raw, raw.read(PLAIN, wanted), scheme)
@@ -170,6 +162,9 @@ class IntQuantized:
         zero = None
         if not scheme.symmetric:
             zero = _whole_rows(_unsigned(raw, raw.read(_ZERO), scheme), spec, scheme, of_rows)
+        if spec.scheme is None:
+            start = part.ranges[0][0] if part is not None and part.axis == 1 else 0
+            return _by_index(raw, spec, codes, scale, zero, scheme, start)
         if part is None or part.axis == 0 or wanted is None or size is None:
             return QuantTensor(codes, scale, zero, scheme)
         first, last = wanted.ranges[0]
@@ -186,20 +181,20 @@ class IntQuantized:
         return [codes, value.scale.contiguous(), *zero]
 
 
-def _spec(raw: RawModule, codes: str, scheme: QuantScheme, expected: TensorSpec) -> TensorSpec:
-    """The weight that codes and scales are.
+def _spec(raw: RawModule, codes: str, form: PackQuantized | IntQuantized, expected: TensorSpec) -> TensorSpec:
+    """The weight that codes and scales are; floats where each column has a group and these are not in order.
 
     Raises:
-        CheckpointError: if one is missing, or zero points belie the scheme.
+        CheckpointError: if a tensor is missing, zero points belie the scheme, or groups are none of this weight.
         UnsupportedError: if groups do not divide a row.
     """
-    found, scale = raw.find(codes), raw.find(SCALE)
+    found, scale, scheme = raw.find(codes), raw.find(SCALE), form.scheme
     if found is None or scale is None:
         raise CheckpointError(f"the config quantizes '{raw.name}', but its codes or scales are missing", path=raw.path)
     if scale.dtype not in FLOATS:
         raise CheckpointError(f"the scales of '{raw.name}' are no floats", path=raw.path, found=scale.dtype)
-    rows, columns = expected.shape
-    if columns % (scheme.group_size or 1):
+    shape = (found.shape[0] if found.shape else expected.shape[0], expected.shape[1])
+    if shape[1] % (scheme.group_size or 1):
         raise UnsupportedError(f"group size of '{raw.name}' does not divide its row", path=raw.path, found=scheme)
     zero = raw.find(_ZERO)
     if scheme.symmetric and zero is not None and any(raw.read_bytes(_ZERO)):
@@ -207,7 +202,15 @@ def _spec(raw: RawModule, codes: str, scheme: QuantScheme, expected: TensorSpec)
             f"the config calls '{raw.name}' symmetric, but it has zero points", path=raw.path,
             found=f"{zero.dtype} {list(zero.shape)}",
         )  # fmt: skip
-    return TensorSpec(expected.name, (found.shape[0] if found.shape else rows, columns), scale.dtype, scheme)
+    index = _group_index(raw, shape[1], scheme)
+    if index is None and form.by_index:
+        raise CheckpointError(
+            f"the config says that '{raw.name}' has a group for each column, but '{_GROUPS}' is missing",
+            path=raw.path, hint="a weight file is missing or damaged; download it again",
+        )  # fmt: skip
+    if index is None or index == _in_order(shape[1], scheme):
+        return TensorSpec(expected.name, shape, scale.dtype, scheme)
+    return TensorSpec(expected.name, shape, expected.dtype, None, _UNORDERED)
 
 
 def _parts(

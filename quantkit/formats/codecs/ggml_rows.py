@@ -21,6 +21,12 @@ FLOATS = {GgmlType.F32: DType.FLOAT32, GgmlType.F16: DType.FLOAT16, GgmlType.BF1
 """Types that are read as they lie."""
 SMALL_FLOATS = frozenset({GgmlType.MXFP4, GgmlType.NVFP4})
 """Types whose numbers are floats, small ones with scales."""
+EXACT = frozenset({
+    GgmlType.Q4_0, GgmlType.Q5_0, GgmlType.Q8_0, GgmlType.Q3_K, GgmlType.Q6_K, GgmlType.IQ4_NL, GgmlType.IQ4_XS,
+    GgmlType.TQ1_0, GgmlType.TQ2_0,
+})  # fmt: skip
+"""Types of integers times scales, of which float32 has every one: 11 bits of a float16, 7 of a scale's own factor and
+5 of a code, or 7 of a code alone."""
 NOT_READ = frozenset({
     GgmlType.Q8_1, GgmlType.Q8_K, GgmlType.Q1_0, GgmlType.I8, GgmlType.I16, GgmlType.I32, GgmlType.I64, GgmlType.F64,
 })  # fmt: skip

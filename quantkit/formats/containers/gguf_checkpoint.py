@@ -17,7 +17,7 @@ from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.checkpoint import require_tensors
 from quantkit.formats.codecs.ggml_blocks import BLOCK_TYPES
-from quantkit.formats.codecs.ggml_rows import FLOATS, NOT_READ, SMALL_FLOATS, GgmlRows
+from quantkit.formats.codecs.ggml_rows import EXACT, FLOATS, NOT_READ, SMALL_FLOATS, GgmlRows
 from quantkit.formats.containers.hf_parts import decode, read_floats
 from quantkit.formats.files.gguf_io import GgufHeader
 from quantkit.formats.files.gguf_parts import read_parts
@@ -44,7 +44,8 @@ class GgufCheckpoint:
     """A model in GGUF, read lazily.
 
     Its float type is that of most of its matrices that are floats; where none is, bfloat16. Norms, biases and routers
-    are float32, as they lie.
+    are float32, as they lie. An embedding or a head in integers, which other formats have as floats, is read in float32
+    where that is exact; all other weights in integers that are no codes here as floats of the model's type.
     """
 
     format = "gguf"
@@ -78,6 +79,10 @@ class GgufCheckpoint:
             if not (tensor.name == _HEAD and self.config.tied_embeddings)
         }
         self._order = [parameter.name for parameter in parameters(self.config)]
+        for name in (_EMBEDDING, _HEAD):
+            tensor = self._disk.get(name)
+            if tensor is not None and self._exact_floats(tensor):
+                self.notes.append(f"{self.path}: {name} is {self._stored[name].type}, read as float32, which is exact")
 
     @property
     def method(self) -> str | None:
@@ -131,8 +136,15 @@ class GgufCheckpoint:
             return TensorSpec(tensor.name, tensor.shape, FLOATS[kind])
         if kind in BLOCK_TYPES and (tensor.quantizable or tensor.stacked is not None):
             return TensorSpec(tensor.name, tensor.shape, DType.FLOAT16, BLOCK_TYPES[kind].scheme)
+        if self._exact_floats(tensor):
+            return TensorSpec(tensor.name, tensor.shape, DType.FLOAT32)
         stored_as = None if kind in SMALL_FLOATS else kind.value
         return TensorSpec(tensor.name, tensor.shape, DType(self.config.dtype), None, stored_as)
+
+    def _exact_floats(self, tensor: DiskTensor) -> bool:
+        """Whether a tensor of integers is one that other formats have as floats, and float32 has all its numbers."""
+        kind = self._stored[tensor.name].type
+        return tensor.name in (_EMBEDDING, _HEAD) and kind in EXACT and not (tensor.linear and kind in BLOCK_TYPES)
 
     def _file(self, name: str) -> TensorFile:
         return self._files[id(self._home[name])]

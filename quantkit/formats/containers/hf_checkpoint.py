@@ -21,7 +21,7 @@ from quantkit.formats.codecs.compressed_tensors import packed_shapes
 from quantkit.formats.codecs.compressed_weights import PACKED, PLAIN, SCALE
 from quantkit.formats.codecs.dequantized import METHODS as READ_AS_FLOATS
 from quantkit.formats.codecs.dequantized import DequantizedTensor, by_small_floats, dequantized, method_in
-from quantkit.formats.containers.hf_parts import decode, read_dequantized, read_floats, share
+from quantkit.formats.containers.hf_parts import decode, read_dequantized, read_floats, share, zero_biases
 from quantkit.formats.files import pth_io, safetensors_io
 from quantkit.formats.files.source import SourceFile
 from quantkit.formats.files.tensor_file import Home, StoredTensor, TensorFile, same_tensor
@@ -296,14 +296,14 @@ class HFCheckpoint:
             raw = self._raw(tensors[name])
             spec = codec.spec(raw, TensorSpec(name, tensors[name].shape, dtype))
             for expected in codec.parts(raw, spec):
-                found = stored.pop(expected.name, None)
-                if found is None or found.shape != expected.shape or found.dtype != expected.dtype:
-                    raise CheckpointError(
-                        f"tensor '{expected.name}' does not fit scheme {spec.scheme or spec.stored_as}", path=self.path,
-                        found="nothing" if found is None else f"{found.dtype} {list(found.shape)}",
-                        expected=f"{expected.dtype} {list(expected.shape)}",
-                    )  # fmt: skip
+                raw.require(expected, spec.scheme or spec.stored_as)
+                stored.pop(expected.name, None)
             joined[name] = spec
+        unused = zero_biases([tensors[name].module for name in joined], tensors, self._home)
+        if unused:
+            self.notes.append(f"{self.path}: {len(unused)} biases that are all zero are left out: {unused[0]}")
+        for name in unused:
+            del stored[name]
         return {name: self._float_spec(tensor) for name, tensor in stored.items()} | joined
 
     def _float_spec(self, tensor: StoredTensor) -> TensorSpec:
@@ -346,7 +346,10 @@ def read_codecs(
             found=f"{name} {bits}".strip() if name else "an unnamed scheme",
             expected=", ".join([*methods, *sorted(READ_AS_FLOATS)]), hint="start from the float model",
         )  # fmt: skip
-    return methods[name], methods[name].read_settings(settings, modules, stored)
+    codecs = methods[name].read_settings(settings, modules, stored)
+    form = methods.get(str(settings.values.get("format")))  # that has a name of its own, and holds them all
+    named = form is not None and all(codec.scheme in form.schemes for codec in codecs.values())
+    return form if form is not None and named else methods[name], codecs
 
 
 def settings_in(raw: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:

@@ -4,13 +4,13 @@ rotary rows in another order."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quantkit.architectures.disk import DiskTensor, Place
 from quantkit.formats.codecs.codec import RawModule
 from quantkit.formats.codecs.dequantized import DequantizedTensor
-from quantkit.formats.files.tensor_file import TensorFile, View
+from quantkit.formats.files.tensor_file import Home, TensorFile, View
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
@@ -56,6 +56,17 @@ def read_dequantized(
     matrix = weight.read(tensor.name, TensorSlice(0, ((place.expert, place.expert + 1),)))[0]
     rows = (matrix.t() if tensor.stacked.transposed else matrix)[place.first :: place.step][: place.shape[0]]
     return rows.contiguous() if part is None else part.of(rows).contiguous()
+
+
+def zero_biases(modules: Iterable[str], known: Collection[str], homes: Mapping[str, Home]) -> list[str]:
+    """The biases of quantized modules that the architecture does not have, and that add nothing: early AutoGPTQ gave
+    every linear one.
+
+    Args:
+        known: names of the tensors on disk that the architecture has.
+    """
+    names = (f"{module}.bias" for module in modules)
+    return [name for name in names if name in homes and name not in known and not any(homes[name].read_bytes(name))]
 
 
 class Decodes(Protocol):

@@ -6,6 +6,8 @@ import math
 import re
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from glob import escape
+from pathlib import Path
 from typing import Any
 
 GGUF = ".gguf"
@@ -64,7 +66,7 @@ class GgmlType(StrEnum):
     NVFP4 = "NVFP4", 40, 64, 36
     Q1_0 = "Q1_0", 41, 128, 18
 
-    def __new__(cls, name: str, code: int, block: int, block_bytes: int) -> GgmlType:
+    def __new__(cls, name: str, code: int = 0, block: int = 1, block_bytes: int = 4) -> GgmlType:
         member = str.__new__(cls, name)
         member._value_ = name
         member.code, member.block, member.block_bytes = code, block, block_bytes
@@ -148,6 +150,11 @@ class Split:
 def split_name(stem: str, index: int, count: int) -> str:
     """The file of part number `index`, from 0, of a model that is split."""
     return f"{stem}-{index + 1:05d}-of-{count:05d}.gguf"
+
+
+def first_parts(whole: Path) -> str:
+    """The pattern of names that the first part of a model has, by the name that it would have in one file."""
+    return f"{escape(whole.stem)}-00001-of-[0-9][0-9][0-9][0-9][0-9]{GGUF}"
 
 
 def split_stem(name: str) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from quantkit.errors import CheckpointError
+from quantkit.formats.files.gguf_types import GGUF, first_parts
 from quantkit.formats.files.hub import HubModel, download, hub_model
 
 _downloaded: dict[HubModel, Path] = {}
@@ -12,14 +13,16 @@ _downloaded: dict[HubModel, Path] = {}
 
 def located(path: str | Path) -> Path:
     """The folder or file of a model on this machine. ``hf:owner/name`` is downloaded, once in a process; an existing
-    path is always itself.
+    path is always itself. ``X.gguf`` stands for ``X-00001-of-0000N.gguf`` where only that is there.
 
     Raises:
         RequestError, NoSpaceError, CheckpointError: see `download`.
     """
     model = hub_model(str(path))
     if model is None:
-        return Path(path)
+        whole = Path(path)
+        parts = sorted(whole.parent.glob(first_parts(whole))) if whole.suffix == GGUF and not whole.exists() else []
+        return parts[0] if len(parts) == 1 else whole
     found = _downloaded.get(model)
     if found is None or not found.exists():
         found = _downloaded[model] = download(model)

@@ -1,0 +1,309 @@
+"""GGUF files read: canonical tensors as the folder has that the file was made of, codes and floats as gguf has them."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import gguf_files
+import numpy as np
+import oracle
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Ggml
+from test_gguf_config import CASES
+from torch import Tensor
+
+import quantkit
+from quantkit.architectures.gguf_metadata import metadata_of
+from quantkit.architectures.topology import linear_columns
+from quantkit.errors import CheckpointError, RequestError, UnsupportedError
+from quantkit.formats.checkpoint import read_as_floats, schemes
+from quantkit.formats.codecs import ggml_rows
+from quantkit.formats.codecs.ggml_rows import EXACT, NOT_READ
+from quantkit.formats.containers.gguf_checkpoint import GgufCheckpoint
+from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.files.gguf_types import GgmlType, split_name
+from quantkit.formats.registry import GGUF, HF
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.tensor_slice import TensorSlice
+
+_ENDS = {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2}
+_WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+_ROWS = 320
+_TOKENS = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *(f"word{number}" for number in range(_ROWS - 257))]
+_TOKENIZER = {
+    "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": _TOKENS,
+    "tokenizer.ggml.scores": [float(-number) for number in range(_ROWS)],
+    "tokenizer.ggml.token_type": [2, *[6] * 256, *[1] * (_ROWS - 257)],
+}  # fmt: skip
+_FAMILIES = (
+    "llama-biases", "granite-multipliers", "qwen2-tied", "smollm3-no-theta", "phi3-partial", "gemma3", "olmo3",
+    "mixtral", "qwen2-moe", "olmoe",
+)  # fmt: skip
+
+
+@functools.cache
+def _source(changes: str) -> tuple[Any, dict[str, Any]]:
+    """A tiny model's folder, opened, and its tensors as llama.cpp's converter makes them.
+
+    Args:
+        changes: the kind, and settings, as JSON.
+    """
+    kind, settings = json.loads(changes)
+    model = oracle.make(kind, **{"bos_token_id": 1, "eos_token_id": 2, **settings})
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    return HF.open(oracle.save(model, folder), "safetensors"), gguf_files.tensors_of(model)
+
+
+def _made(folder: Path, kind: str, types: Mapping[str, Ggml] | None = None, **changes: Any) -> tuple[Any, Path]:
+    """A Hugging Face folder of a tiny model, opened, and a GGUF file of the same."""
+    source, tensors = _source(json.dumps([kind, changes]))
+    folder.mkdir(exist_ok=True)
+    return source, gguf_files.write(folder / "model.gguf", metadata_of(source.config) | _ENDS, tensors, types)
+
+
+def _opened(path: Path) -> GgufCheckpoint:
+    return GGUF.open(path, "gguf")
+
+
+def _floats(value: Tensor | QuantTensor) -> Tensor:
+    return value.dequantize().float() if isinstance(value, QuantTensor) else value.float()
+
+
+@pytest.mark.parametrize("case", _FAMILIES)
+def test_a_file_of_the_converter_is_the_model_that_it_was_made_of(case: str, tmp_path: Path) -> None:
+    kind, changes = CASES[case]
+    source, path = _made(tmp_path, kind, **changes)
+    found = _opened(path)
+    assert found.names() == source.names()
+    assert found.config.differences(source.config) == []
+    rounded = 1e-7 if source.config.norm_offset else 0  # norms are stored with 1 added
+    for name in source.names():
+        assert found.info(name).shape == source.info(name).shape
+        torch.testing.assert_close(found.load(name), source.load(name), rtol=0, atol=rounded)
+
+
+@pytest.mark.parametrize("kind", [Ggml.Q4_0, Ggml.Q8_0])
+@pytest.mark.parametrize("case", ["llama", "phi3", "qwen3-moe"])
+def test_codes_are_those_of_the_file(case: str, kind: Ggml, tmp_path: Path) -> None:
+    family, changes = CASES[case]
+    changes = {**changes, "moe_intermediate_size": 64} if "moe_intermediate_size" in changes else changes
+    source, path = _made(tmp_path, family, {"": kind}, **changes)
+    found = _opened(path)
+    quantized = {name for name in found.names() if found.info(name).scheme is not None}
+    assert {name.removesuffix(".weight") for name in quantized} == set(linear_columns(source.config))
+    assert read_as_floats(found) == {}
+    for name in source.names():
+        value, before = found.load(name), _floats(source.load(name))
+        assert isinstance(value, QuantTensor) == (name in quantized)
+        step = before.abs().max() / (7 if kind is Ggml.Q4_0 else 127)
+        assert (_floats(value) - before).abs().max() <= step * (name in quantized or "embed" in name)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in GgmlType if kind not in NOT_READ and kind not in ggml_rows.FLOATS])
+def test_a_type_means_what_gguf_says(kind: GgmlType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ggml_rows, "_CHUNK", 1 << 12)  # several for a tensor
+    source, tensors = _source(json.dumps(["qwen2", _WIDE]))
+    blocks = np.random.default_rng(0).integers(0, 256, (256, kind.row_bytes(256)), np.uint8)
+    path = tmp_path / "model.gguf"
+    written = {"blk.0.ffn_up.weight": (blocks, Ggml[kind])}
+    gguf_files.write(path, metadata_of(source.config) | _ENDS, tensors, blocks=written)
+    found, name = _opened(path), "model.layers.0.mlp.up_proj.weight"
+    with np.errstate(all="ignore"):
+        expected = torch.from_numpy(gguf.dequantize(blocks, Ggml[kind]))
+    value = found.load(name)
+    if isinstance(value, QuantTensor):
+        torch.testing.assert_close(value.dequantize().float(), expected, rtol=0, atol=0, equal_nan=True)
+    else:
+        assert found.info(name).stored_as == (None if kind in ggml_rows.SMALL_FLOATS else kind)
+        assert torch.equal(value.nan_to_num(7), expected.nan_to_num(7))
+        part = TensorSlice(0, ((3, 40), (200, 256)))
+        assert torch.equal(found.load(name, part).nan_to_num(7), part.of(expected).nan_to_num(7))  # type: ignore[union-attr]
+        columns = found.load(name, TensorSlice(1, ((30, 111),)))
+        assert torch.equal(columns.nan_to_num(7), expected[:, 30:111].nan_to_num(7))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", [Ggml.F32, Ggml.Q4_0, Ggml.Q4_1])
+@pytest.mark.parametrize("case", ["phi3", "mixtral"])
+def test_a_part_is_what_it_is_of_the_whole(case: str, kind: Ggml, tmp_path: Path) -> None:
+    family, changes = CASES[case]
+    _, path = _made(tmp_path, family, {"": kind}, **changes, intermediate_size=128)
+    found = _opened(path)
+    for name in found.names():
+        rows, *columns = found.info(name).shape
+        parts = [TensorSlice(0, ((rows // 4, rows // 2), (rows // 2 + 1, rows)))] if rows > 4 else []
+        if columns and columns[0] >= 64:
+            parts.append(TensorSlice(1, ((32, 64),)))
+        whole = found.load(name)
+        for part in parts:
+            assert torch.equal(_floats(found.load(name, part)), _floats(part.of_weight(whole)))
+
+
+def test_columns_may_cut_groups_as_those_of_any_weight(tmp_path: Path) -> None:
+    _, path = _made(tmp_path, "llama", {"": Ggml.Q4_0})
+    name, part = "model.layers.0.mlp.up_proj.weight", TensorSlice(1, ((16, 48),))
+    found, whole = _opened(path).load(name, part), _opened(path).load(name)
+    assert isinstance(found, QuantTensor)
+    assert isinstance(whole, QuantTensor)
+    assert found.scheme == whole.columns(16, 48).scheme
+    assert torch.equal(found.dequantize(), whole.columns(16, 48).dequantize())
+    with pytest.raises(RequestError):
+        _opened(path).load(name, TensorSlice(1, ((1, 33),)))
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(Ggml.F16, "float16"), (Ggml.BF16, "bfloat16"), (Ggml.F32, "float32"),
+                                                (Ggml.Q4_0, "bfloat16")])  # fmt: skip
+def test_the_float_type_is_that_of_the_matrices(kind: Ggml, expected: str, tmp_path: Path) -> None:
+    _, path = _made(tmp_path, "llama", {"": kind})
+    found = _opened(path)
+    assert found.config.dtype == expected
+    assert found.info("model.norm.weight").dtype == "float32"
+    mixed = _opened(_made(tmp_path / "mixed", "llama", {"": Ggml.Q8_0, "token_embd.weight": kind})[1])
+    assert mixed.config.dtype == expected
+
+
+def test_an_embedding_in_integers_is_read_exactly(tmp_path: Path) -> None:
+    types = {"": Ggml.Q4_0, "token_embd.weight": Ggml.Q8_0, "output.weight": Ggml.Q5_0}
+    _, path = _made(tmp_path, "llama", types)
+    found = _opened(path)
+    assert [note.partition(": ")[2] for note in found.notes] == [
+        "token_embd.weight is Q8_0, read as float32, which is exact",
+        "output.weight is Q5_0, read as float32, which is exact",
+    ]
+    reader = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    for name, stored in {"model.embed_tokens.weight": "token_embd.weight", "lm_head.weight": "output.weight"}.items():
+        assert found.info(name).dtype == "float32"
+        expected = torch.from_numpy(gguf.dequantize(reader[stored].data, reader[stored].tensor_type))
+        assert torch.equal(_floats(found.load(name)), expected)
+    assert read_as_floats(found) == {}
+    _, path = _made(tmp_path / "other", "llama", {"": Ggml.Q4_0, "token_embd.weight": Ggml.Q4_1})
+    assert read_as_floats(_opened(path)) == {"model.embed_tokens.weight": "Q4_1"}
+
+
+def test_numbers_of_the_exact_types_are_float32s() -> None:
+    random = np.random.default_rng(1)
+    for kind in EXACT - {GgmlType.Q4_0, GgmlType.Q8_0}:
+        rows = random.integers(0, 256, (64, kind.row_bytes(256)), np.uint8)
+        with np.errstate(all="ignore"):
+            found = gguf.dequantize(rows, Ggml[kind]).astype(np.float64)
+        finite = found[np.isfinite(found)]
+        scaled = finite / 2.0 ** np.floor(np.log2(np.abs(finite), where=finite != 0, out=np.zeros_like(finite)))
+        assert (scaled * 2**23 % 1 == 0).all(), kind  # no bit beyond a float32's, which rounding would have used up
+        assert (scaled * 2**23 % 2 == 0).mean() > 0.5, kind
+
+
+def test_a_head_that_is_the_embedding_is_tied(tmp_path: Path) -> None:
+    source, path = _made(tmp_path, "olmo2", tie_word_embeddings=True)
+    tensors = dict(_source(json.dumps(["olmo2", {"tie_word_embeddings": True}]))[1])
+    tensors["output.weight"] = tensors["token_embd.weight"]
+    found = _opened(gguf_files.write(path, metadata_of(source.config) | _ENDS, tensors))
+    assert found.config.tied_embeddings
+    assert found.names() == source.names()
+    tensors["output.weight"] = tensors["token_embd.weight"] * 2
+    assert not _opened(gguf_files.write(path, metadata_of(source.config) | _ENDS, tensors)).config.tied_embeddings
+
+
+def _split(path: Path, count: int) -> list[Path]:
+    """The same model in parts, as llama.cpp splits it: metadata in the first one only."""
+    reader = gguf.GGUFReader(path)
+    paths = [path.with_name(split_name("part", index, count)) for index in range(count)]
+    size = -(-len(reader.tensors) // count)
+    for index, part in enumerate(paths):
+        writer = gguf.GGUFWriter(part, "llama")
+        for field in reader.fields.values() if index == 0 else ():
+            if not field.name.startswith(("GGUF.", "general.architecture")):
+                writer.add_key_value(field.name, field.contents(), field.types[0])
+        writer.add_uint16("split.no", index)
+        writer.add_uint16("split.count", count)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[index * size : (index + 1) * size]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    path.unlink()
+    return paths
+
+
+def test_all_parts_of_a_split_model_are_read(tmp_path: Path) -> None:
+    source, path = _made(tmp_path, "llama")
+    parts = _split(path, 3)
+    for opened in (parts[0], parts[2], tmp_path):
+        found = open_checkpoint(opened)
+        assert found.path == parts[0]
+        assert [file.path for file in found.files()] == parts
+        assert all(torch.equal(_floats(found.load(name)), _floats(source.load(name))) for name in source.names())
+    content = parts[1].read_bytes()
+    parts[1].unlink()
+    with pytest.raises(CheckpointError, match=r"part-00002-of-00003.gguf: the weight file is missing \(found 2 of 3"):
+        open_checkpoint(parts[0])
+    parts[1].write_bytes(parts[2].read_bytes())
+    with pytest.raises(CheckpointError, match="is not part 2 of 3"):
+        open_checkpoint(parts[0])
+    parts[1].write_bytes(content)
+    parts[2].rename(tmp_path / "last.gguf")
+    with pytest.raises(CheckpointError, match="is part 3 of 3 of a model, and is not called so"):
+        open_checkpoint(tmp_path / "last.gguf")
+
+
+def test_a_folder_of_one_model_is_that_model(tmp_path: Path) -> None:
+    source, path = _made(tmp_path, "llama")
+    folder = tmp_path / "only"
+    folder.mkdir()
+    path.rename(folder / "a.gguf")
+    (folder / "mmproj-a.gguf").write_bytes(b"GGUF")
+    assert open_checkpoint(folder).path == folder / "a.gguf"
+    (folder / "b.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"several models in GGUF \(found a.gguf, b.gguf\); name the file"):
+        open_checkpoint(folder)
+    (folder / "a.gguf").rename(folder / "a.bin")
+    assert open_checkpoint(folder / "a.bin").format == "gguf"  # by how it begins
+    shutil.copytree(source.path, tmp_path / "hf")
+    (tmp_path / "hf" / "a.gguf").write_bytes(b"GGUF")
+    assert open_checkpoint(tmp_path / "hf").format == "hf"
+
+
+def test_what_a_file_should_not_be_is_named(tmp_path: Path) -> None:
+    source, path = _made(tmp_path, "llama")
+    tensors, metadata = _source(json.dumps(["llama", {}]))[1], metadata_of(source.config) | _ENDS
+
+    def written(change: Mapping[str, Any], drop: str = "", **options: Any) -> Path:
+        kept = {name: values for name, values in {**tensors, **change}.items() if name != drop}
+        return gguf_files.write(path, metadata, kept, **options)
+
+    with pytest.raises(CheckpointError, match=r"'blk.1.attn_k.weight' is missing"):
+        _opened(written({}, "blk.1.attn_k.weight"))
+    with pytest.raises(CheckpointError, match=r"unexpected tensor 'blk.9.attn_k.weight'"):
+        _opened(written({"blk.9.attn_k.weight": tensors["blk.1.attn_k.weight"]}))
+    with pytest.raises(CheckpointError, match=r"'blk.1.attn_k.weight' has the wrong shape"):
+        _opened(written({"blk.1.attn_k.weight": tensors["blk.1.attn_k.weight"][:8]}))
+    with pytest.raises(CheckpointError, match=r"'rope_freqs.weight' does not fit the heads"):
+        _opened(written({"rope_freqs.weight": np.ones(3, np.float32)}))
+    with pytest.raises(UnsupportedError, match=r"'output_norm.weight' is of a type that is not read \(found Q8_0\)"):
+        _opened(written({}, blocks={"output_norm.weight": (np.zeros(68, np.uint8), Ggml.Q8_0)}))
+    metadata["general.quantization_version"] = 1
+    with pytest.raises(UnsupportedError, match="by rules that are not known"):
+        _opened(written({}, types={"": Ggml.Q4_0}))
+    with pytest.raises(RequestError, match="is for Hugging Face folders"):
+        open_checkpoint(written({}), tensors_only=True)
+
+
+def test_what_is_read_as_floats_is_told(tmp_path: Path) -> None:
+    types = {"": Ggml.Q4_1, "blk.0.ffn_up.weight": Ggml.Q8_0}
+    source, tensors = _source(json.dumps(["llama", {"vocab_size": _ROWS}]))
+    path = gguf_files.write(tmp_path / "a.gguf", metadata_of(source.config) | _ENDS | _TOKENIZER, tensors, types)
+    found = open_checkpoint(path)
+    assert schemes(found).keys() == {"model.layers.0.mlp.up_proj"}
+    assert set(read_as_floats(found).values()) == {"Q4_1"}
+    assert found.layout == "gguf (Q4_1)"
+    assert quantkit.inspect(path).tensors == {"Q4_1 as bfloat16": 22, "float32": 7, "int8-g32": 1}
