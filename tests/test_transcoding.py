@@ -112,7 +112,7 @@ def test_what_goes_to_another_format_comes_back_to_the_same_bytes(
     found = verify(source, tmp_path / "there")
     assert found.verdict is Verdict.SAME
     assert found.lines()[:2] == [
-        f"formats: {CT} ({scheme}) and {method} ({scheme})",
+        f"formats: {CT} ({scheme}) and {to} ({scheme})",
         f"tensors: {found.tensors} of {found.tensors} equal, {count} of them compared on their codes",
     ]
 
