@@ -258,7 +258,7 @@ class Mlx:
             return none
         return Affine(scheme)
 
-    def readers(self, schemes: Iterable[QuantScheme | None]) -> str:
+    def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
         return "mlx-lm"
 
 
