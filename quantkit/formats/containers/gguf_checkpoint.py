@@ -19,6 +19,7 @@ from quantkit.formats.checkpoint import require_tensors
 from quantkit.formats.codecs.ggml_blocks import BLOCK_TYPES
 from quantkit.formats.codecs.ggml_rows import EXACT, FLOATS, NOT_READ, SMALL_FLOATS, GgmlRows
 from quantkit.formats.containers.hf_parts import decode, read_floats
+from quantkit.formats.files.gguf_io import GgufHeader
 from quantkit.formats.files.gguf_parts import read_parts
 from quantkit.formats.files.gguf_types import GgmlType, GgufTensor
 from quantkit.formats.files.source import SourceFile
