@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit.architectures.topology import linear_columns
-from quantkit.data.files import DEMO_MODEL
+from quantkit.data.files import DEMO_MODEL, EXCERPT
 from quantkit.errors import QuantkitError, RequestError, UnsupportedError
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
@@ -30,6 +30,7 @@ from quantkit.text.tokenizer import load_tokenizer
 
 CT = "compressed-tensors"
 DOWN = "model.layers.1.mlp.down_proj"
+STOPPED = ("whole", "stopped")
 UNCHECKED: Any = {"accept_quality_loss": True, "source_check": False}  # of random weights
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 
@@ -101,8 +102,7 @@ def test_what_goes_to_another_format_comes_back_to_the_same_bytes(
     assert f"all {count} quantized tensors equal as numbers" in there.lines()[0]
     assert _manifest(tmp_path / "there")["exact"] == {"tensors": count, "equal": count, "floats": 7}
     kept = quantkit.convert(tmp_path / "there", tmp_path / "kept", source_check=False)  # as it lies there
-    method = CT if to == "int-quantized" else to
-    assert open_checkpoint(kept.path).method == open_checkpoint(there.path).method == method
+    assert open_checkpoint(kept.path).method == open_checkpoint(there.path).method == to
     quantkit.convert(tmp_path / "kept", tmp_path / "back", to=CT, source_check=False)
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes(), name
@@ -274,6 +274,24 @@ def test_models_are_quantized_into_any_format(to: str, floats: Path, folders: di
     assert {str(result.info(f"{module}.weight").dtype) for module in schemes(result)} == {"float16"}  # not bfloat16
     assert made.manifest["to"] == to
     assert all(one.rounding_kl is None for one in made.quality.texts)  # it is its own baseline
+
+
+@pytest.mark.parametrize(("to", "scheme"), [("gptq", "int4-g64-asym"), ("gguf", "int4-g64")], ids=str)
+def test_an_interrupted_solver_reads_back_what_it_has_written(
+    to: str, scheme: str, floats: Path, tmp_path: Path
+) -> None:
+    asked: Any = {"to": to, "method": "gptq", "calibration": EXCERPT, "samples": 8, "length": 64, **UNCHECKED}
+    quantkit.quantize(floats, tmp_path / "whole", scheme, **asked)
+
+    def stop(phase: str, done: int, total: int, unit: str) -> None:
+        if phase == "quantize" and done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantkit.quantize(floats, tmp_path / "stopped", scheme, progress=stop, **asked)
+    quantkit.quantize(floats, tmp_path / "stopped", scheme, resume=True, **asked)
+    whole, stopped = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in STOPPED)
+    assert whole == stopped
 
 
 def test_a_scheme_that_a_format_has_not_is_refused_before_any_work(floats: Path, tmp_path: Path) -> None:

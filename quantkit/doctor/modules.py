@@ -72,7 +72,8 @@ class Coded:
     def signature(self) -> tuple[object, ...]:
         """What has to be equal where modules become one: kind, bits, how scales are laid out, zero points."""
         scale = self.scale
-        groups = scale.shape[0 if self.kind in ("gptq", "awq") else -1] if scale is not None and scale.shape else 0
+        matrix = scale is not None and len(scale.shape) > 1
+        groups = scale.shape[0 if self.kind in ("gptq", "awq") else -1] if scale is not None and matrix else 0
         zeros = "weight_zero_point" in self.leaves
         return self.kind, self.bits, groups, zeros
 
@@ -80,7 +81,10 @@ class Coded:
     def scheme(self) -> str:
         """Its signature, for people."""
         bits, groups = self.bits, self.signature[2]
-        return f"{TOLD.get(self.kind, 'scales alone')}{f', {bits} bits' if bits else ''}, {groups} groups a row"
+        told = [TOLD.get(self.kind, "scales alone")]
+        told += [f"{bits} bits"] if bits else []
+        told += [f"{groups} scale{'s' if groups != 1 else ''} a row"] if groups else []
+        return ", ".join(told)
 
     def _bits_by_shapes(self) -> int | None:
         """Bits of packed codes: from the widths of what is packed and of what is not."""
@@ -157,10 +161,13 @@ def expected_shapes(coded: Coded, shape: Shape, bits: int | None, group: int | N
         return {}
     rows, columns = shape
     groups = 1 if group is None else math.ceil(columns / group)
+    of_tensor: list[Shape] = [(1,), ()] if group is None else []
     if coded.kind == "packed":
-        zeros = [(_words(rows, bits), groups), (rows, groups)]  # unpacked before version 0.9
+        # unpacked before version 0.9
+        zeros = [(_words(rows, bits), groups), (rows, groups), *of_tensor]
         return {
-            "weight_packed": [(rows, _words(columns, bits))], "weight_scale": [(rows, groups)], "weight_shape": [(2,)],
+            "weight_packed": [(rows, _words(columns, bits))], "weight_scale": [(rows, groups), *of_tensor],
+            "weight_shape": [(2,)],
             "weight_zero_point": zeros, "weight_g_idx": [(columns,)],
         }  # fmt: skip
     if coded.kind == "gptq":
@@ -176,8 +183,7 @@ def expected_shapes(coded: Coded, shape: Shape, bits: int | None, group: int | N
             "weight": [(rows, _words(columns, bits))], "scales": [(rows, groups)], "biases": [(rows, groups)],
         }  # fmt: skip
     if coded.kind == "int8":
-        scales: list[Shape] = [(rows, groups), (1,), ()] if groups == 1 else [(rows, groups)]
-        return {"weight": [shape], "weight_scale": [*scales, (rows,)] if groups == 1 else scales}
+        return {"weight": [shape], "weight_scale": [(rows, groups), *of_tensor, *([(rows,)] if of_tensor else [])]}
     return {}
 
 

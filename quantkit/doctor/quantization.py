@@ -184,7 +184,8 @@ def _differing(view: View, canonical: Sequence[str], rule: Rule, where: str) -> 
     other = next((one for one in present[1:] if view.signature(one) != view.signature(present[0])), None)
     if other is not None:
         first, last = view.scheme(present[0]), view.scheme(other)
-        yield Finding(rule, where, f"{present[0].rpartition('.')[2]}: {first}; {other.rpartition('.')[2]}: {last}")
+        own, its = (".".join(one.split(".")[-2:]) for one in (present[0], other))
+        yield Finding(rule, where, f"{own}: {first}; {its}: {last}")
 
 
 def _split(view: View, tp: int) -> Iterator[Finding]:

@@ -55,7 +55,7 @@ def parts(folder: Folder, view: View | None) -> list[Part]:
         for leaf, tensor in coded.leaves.items():
             kind = "scale" if leaf in _SCALES or leaf == "_scales" else "codes" if leaf in _CODES else "other"
             leaves[tensor.name] = kind, coded.kind
-    offset = view is not None and view.config is not None and view.config.norm_offset != 0
+    offset = view is None or view.config is None or view.config.norm_offset != 0
     found = []
     for name, tensor in folder.stored.items():
         kind, codes = leaves.get(name, (_kind(name, tensor, offset), ""))
@@ -70,11 +70,11 @@ def _kind(name: str, tensor: StoredTensor, offset: bool) -> str:
     """What a tensor is that is no part of a quantized weight.
 
     Args:
-        offset: whether norms hold what is added to 1.
+        offset: whether norms may hold what is added to 1.
     """
     if "norm" in name and name.endswith(".weight") and len(tensor.shape) == 1:
         return "other" if offset else "norm"
-    if len(tensor.shape) < 2 or tensor.dtype not in FLOATS:
+    if len(tensor.shape) < 2 or tensor.dtype not in FLOATS or name.endswith("bias"):
         return "other"
     last = name.removesuffix(".weight").rpartition(".")[2]
     return "embedding" if "emb" in last or last in ("lm_head", "output", "wte", "wpe") else "weight"

@@ -93,7 +93,9 @@ class View:
         if not raw or family is None:
             return None
         try:
-            return family.read(Settings(raw, self.folder.root / CONFIG))
+            # ids of tokens are held against the vocabulary by rules of their own
+            without = {**raw, "bos_token_id": None, "eos_token_id": None}
+            return family.read(Settings(without, self.folder.root / CONFIG))
         except QuantkitError as error:
             self.problem = error
             return None

@@ -16,7 +16,7 @@ from quantkit.arguments import as_path, as_whole, require_flags
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, read_as_floats, schemes
 from quantkit.formats.codecs.codec import CodeFormat, Reason
-from quantkit.formats.container import Container, Output, StoredCheckpoint, weight_size
+from quantkit.formats.container import Output, StoredCheckpoint, weight_size
 from quantkit.formats.detect import WeightKind, open_checkpoint
 from quantkit.formats.folder import carried_templates, checked_tokenizer, left_behind
 from quantkit.formats.output.staging import require_name, require_new_names

@@ -175,7 +175,12 @@ class Bench:
         except Exception as error:
             findings.append(f"dst cannot be read: {type(error).__name__}: {error}")
             return refused
-        problem = oracle.rounded(result, reading) if job.startswith("quantize") else oracle.same(result, reading)
+        if job.startswith("quantize"):
+            problem = oracle.rounded(result, reading)
+        elif any(Path("src").glob("*.gguf")):
+            problem = oracle.same(oracle.as_numbers(result), oracle.as_numbers(reading))
+        else:
+            problem = oracle.same(result, reading)
         if problem is not None:
             findings.append(_broken(job, refused, problem))
         for name in os.listdir("dst"):

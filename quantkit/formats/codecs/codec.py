@@ -206,17 +206,22 @@ class HoldsCodes(Protocol):
 
 
 class CodeFormat(Protocol):
-    """What quantized weights are written in.
+    """What quantized weights are written in."""
 
-    Attributes:
-        name: what ``--to`` calls it.
-        schemes: it has of its own, to which weights are rounded that it cannot hold exactly; none if it is only read.
-        scale_dtype: that scales have in it; None if they may have the model's.
-    """
+    @property
+    def name(self) -> str:
+        """What ``--to`` calls it."""
+        ...
 
-    name: str
-    schemes: tuple[QuantScheme, ...]
-    scale_dtype: DType | None
+    @property
+    def schemes(self) -> tuple[QuantScheme, ...]:
+        """Its own, to which weights are rounded that it cannot hold exactly; none if it is only read."""
+        ...
+
+    @property
+    def scale_dtype(self) -> DType | None:
+        """That all scales have in it; None if they may have the model's."""
+        ...
 
     def codec(self, scheme: QuantScheme) -> HoldsCodes | Reason:
         """What it holds a scheme's weights with."""

@@ -92,7 +92,7 @@ class Int8Activations:
     token. Only written: what has this form names `CompressedTensors` as its method."""
 
     name = _INT
-    schemes = (_INT8,)
+    schemes: tuple[QuantScheme, ...] = (_INT8,)
     scale_dtype: DType | None = None
     keys: tuple[str, ...] = CompressedTensors.keys
     joins_experts = False

@@ -269,7 +269,7 @@ def _type(tensor: DiskTensor, spec: TensorSpec) -> GgmlType:
     reason = kind.unsupported(spec.scheme, spec.shape[-1])
     if reason is not None:
         raise reason.error(tensor.parts[0], kind.name)
-    return GgmlType(kind.name)
+    return GgmlType[kind.name]
 
 
 def _extra(name: str, values: Sequence[float]) -> _Written:
