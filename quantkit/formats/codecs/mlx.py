@@ -257,7 +257,7 @@ class Mlx:
             return none
         return Affine(scheme)
 
-    def readers(self, schemes: Iterable[QuantScheme | None]) -> str:
+    def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
         return "mlx-lm"
 
 

@@ -161,7 +161,8 @@ class HFCheckpoint:
             return "quantkit, transformers, vLLM"
         if unread_experts(self.config, schemes(self)):
             return "quantkit"
-        return f"quantkit, {self._method.readers(self._disk_specs[name].scheme for name in self._codecs)}"
+        linears = (tensor for tensor, _ in self._places.values() if tensor.quantizable or tensor.name in self._codecs)
+        return f"quantkit, {self._method.readers({one.module: self._disk_specs[one.name].scheme for one in linears})}"
 
     def _raw(self, tensor: DiskTensor) -> RawModule:
         return RawModule(tensor.module, self._home, self.path, self.notes)
