@@ -15,6 +15,7 @@ from quantkit.architectures.families.opaque import carried_modules, with_dtype
 from quantkit.architectures.topology import Parameter, parameters
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.codec import QuantMethod
+from quantkit.formats.codecs.compressed_tensors import Int8Activations
 from quantkit.formats.container import Output
 from quantkit.formats.containers.hf_checkpoint import (
     SETTINGS,
@@ -111,7 +112,9 @@ class HuggingFace:
         return with_templates(files, output.templates, in_settings=True)
 
     def notes(self, output: Output) -> list[str]:
-        return []
+        if not isinstance(output.method, Int8Activations):
+            return []
+        return [f"readers of {output.method.name} round activations to int8 too; figures here are of the weights alone"]
 
 
 def _config(source: Checkpoint, config: ModelConfig) -> dict[str, Any]:
