@@ -17,14 +17,8 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.codecs.compressed_tensors import Int8Activations
 from quantkit.formats.container import Output
-from quantkit.formats.containers.hf_checkpoint import (
-    SETTINGS,
-    HFCheckpoint,
-    index_path,
-    read_codecs,
-    weight_kinds,
-    without_settings,
-)
+from quantkit.formats.containers.hf_checkpoint import HFCheckpoint, index_path, weight_kinds
+from quantkit.formats.containers.hf_settings import SETTINGS, read_codecs, without_settings
 from quantkit.formats.folder import json_bytes, present, side_names, with_templates
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.export import export_json
