@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.gguf import gguf_tensors
@@ -23,6 +23,8 @@ from quantkit.text.text_folder import text_folder
 
 if TYPE_CHECKING:
     from quantkit.formats.containers.gguf_encoder import GgufEncoder
+
+_TEXTS = "texts"
 
 
 class Gguf:
@@ -74,14 +76,20 @@ class Gguf:
                 "the source has no tokenizer, and llama.cpp loads no model without one", path=output.source.path,
                 hint="put the tokenizer's files beside the weights",
             )  # fmt: skip
-        texts, _ = tokenizer_metadata(output.source.path, config.vocab_size, output.templates)
         stated = {"general.type": "model", "general.name": output.name}
-        metadata = metadata_of(config) | stated | texts
+        metadata = metadata_of(config) | stated | _texts(output)[0]
         return GgufEncoder(output.planned, config, metadata, rope_tensors(config), output.shard_bytes, output.stem)
 
     def side_files(self, output: Output) -> dict[str, bytes | Path]:
         return {} if output.alone else present(text_folder(output.source.path), OTHER_FILES[1:])
 
     def notes(self, output: Output) -> list[str]:
-        _, notes = tokenizer_metadata(output.source.path, output.config.vocab_size, output.templates)
-        return [*notes, *(f"{output.source.path}: {note}" for note in notes_of(output.config))]
+        return [*_texts(output)[1], *(f"{output.source.path}: {note}" for note in notes_of(output.config))]
+
+
+def _texts(output: Output) -> tuple[dict[str, Any], list[str]]:
+    """The metadata of the tokenizer and the chat templates, and notes on them; found once, as vocabularies are long."""
+    if _TEXTS not in output.found:
+        output.found[_TEXTS] = tokenizer_metadata(output.source.path, output.config.vocab_size, output.templates)
+    found: tuple[dict[str, Any], list[str]] = output.found[_TEXTS]
+    return found
