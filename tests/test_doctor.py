@@ -465,7 +465,8 @@ def test_a_meta_folder_is_read_strictly(tmp_path: Path) -> None:
 
 SOUND = {
     "llama-biases": None, "qwen2": "int8", "qwen3": "int4-g32", "gemma": None, "gemma2": "int4-g32-asym",
-    "gemma3": None, "phi3": "int4-g32", "granite": None, "glm4": "int8", "mixtral": "int4-g32", "qwen3-moe": None, "gpt-oss": None,
+    "gemma3": None, "phi3": "int4-g32", "granite": None, "glm4": "int8", "mixtral": "int4-g32",
+    "qwen3-moe": None, "gpt-oss": None,
     "deepseek-v3": None, "olmo2": None, "smollm3": "int4-g64",
 }  # fmt: skip
 

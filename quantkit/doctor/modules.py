@@ -137,13 +137,13 @@ def missing_leaves(coded: Coded, *, symmetric: bool | None) -> list[str]:
     needed = {
         "packed": ["weight_packed", "weight_scale", "weight_shape"], "fp4": ["weight_packed", "weight_scale"],
         "gptq": ["qweight", "qzeros", "scales"], "awq": ["qweight", "qzeros", "scales"], "mlx": ["weight", "scales"],
-        "int8": ["weight", "weight_scale"], "nf4": ["weight", "weight.absmax", "weight.quant_map"],
+        "int8": ["weight"], "nf4": ["weight", "weight.absmax", "weight.quant_map"],
         "bnb-int8": ["weight", "SCB"], "mxfp4": ["_blocks", "_scales"], "": ["weight"],
     }.get(coded.kind, [])  # fmt: skip
     found = [leaf for leaf in needed if leaf not in coded.leaves]
     if coded.kind == "packed" and symmetric is False and "weight_zero_point" not in coded.leaves:
         found.append("weight_zero_point")
-    if coded.kind == "float8" and coded.scale is None:
+    if coded.kind in ("float8", "int8") and coded.scale is None:
         found.append("weight_scale")
     if coded.kind == "nf4" and not any(leaf.startswith(_STATE) for leaf in coded.leaves):
         found.append(f"{_STATE}bitsandbytes__nf4")

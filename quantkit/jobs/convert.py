@@ -292,7 +292,8 @@ def _carrying_notes(
     as_floats = [name for name in read_as_floats(source) if name not in to_round]
     if as_floats:
         notes.append(
-            f"{dst}: {len(as_floats)} tensors stored as integers become {source.config.dtype}, {as_floats[0]} first"
+            f"{dst}: '{as_floats[0]}'{f' and {len(as_floats) - 1} more' * (len(as_floats) > 1)}, stored as integers,"
+            f" become {source.config.dtype}"
         )
     if scale_dtype is None and schemes(source):
         found = ", ".join(sorted({str(source.info(f"{module}.weight").dtype) for module in schemes(source)}))
@@ -346,9 +347,15 @@ def _specs(
             specs.append(TensorSpec(name, shape, scale_dtype or own, scheme))
             continue
         kept = not config.runnable and info.dtype not in FLOATS
-        own = info.dtype if info.scheme is None and not _widened(source, info, model) else model
+        dequantized = info.scheme is not None or (to_round is None and _of_blocks(source, info))
+        own = model if dequantized or _widened(source, info, model) else info.dtype
         specs.append(TensorSpec(name, shape, own if kept else cast or own))
     return specs
+
+
+def _of_blocks(source: Checkpoint, info: TensorSpec) -> bool:
+    """Whether a matrix may be one that GGUF has in blocks, and that is read in float32 to be exact."""
+    return source.format == GGUF.name and len(info.shape) > 1
 
 
 def _widened(source: Checkpoint, info: TensorSpec, model: DType) -> bool:

@@ -276,6 +276,6 @@ class QuantMethod(CodeFormat, Protocol):
         """What it holds a scheme's weights with."""
         ...
 
-    def readers(self, schemes: Iterable[QuantScheme | None]) -> str:
-        """Who else loads a folder with these schemes."""
+    def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
+        """Who else loads a folder whose linear modules have these schemes; None: they are floats, or read as such."""
         ...

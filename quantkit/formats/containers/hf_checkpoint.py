@@ -4,6 +4,7 @@ stored as floats are read by their codecs."""
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -160,7 +161,8 @@ class HFCheckpoint:
             return "quantkit, transformers, vLLM"
         if unread_experts(self.config, schemes(self)):
             return "quantkit"
-        return f"quantkit, {self._method.readers(self._disk_specs[name].scheme for name in self._codecs)}"
+        linears = (tensor for tensor, _ in self._places.values() if tensor.quantizable or tensor.name in self._codecs)
+        return f"quantkit, {self._method.readers({one.module: self._disk_specs[one.name].scheme for one in linears})}"
 
     def _raw(self, tensor: DiskTensor) -> RawModule:
         return RawModule(tensor.module, self._home, self.path, self.notes)
@@ -299,6 +301,8 @@ class HFCheckpoint:
                 raw.require(expected, spec.scheme or spec.stored_as)
                 stored.pop(expected.name, None)
             joined[name] = spec
+        kinds = Counter(spec.stored_as for spec in joined.values() if spec.stored_as is not None)
+        self.notes += [f"{self.path}: {count} weights in {kind} are read as {dtype}" for kind, count in kinds.items()]
         unused = zero_biases([tensors[name].module for name in joined], tensors, self._home)
         if unused:
             self.notes.append(f"{self.path}: {len(unused)} biases that are all zero are left out: {unused[0]}")
