@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -112,7 +113,7 @@ def test_what_goes_to_another_format_comes_back_to_the_same_bytes(
     found = verify(source, tmp_path / "there")
     assert found.verdict is Verdict.SAME
     assert found.lines()[:2] == [
-        f"formats: {CT} ({scheme}) and {method} ({scheme})",
+        f"formats: {CT} ({scheme}) and {to} ({scheme})",
         f"tensors: {found.tensors} of {found.tensors} equal, {count} of them compared on their codes",
     ]
 
@@ -205,6 +206,29 @@ def test_leave_to_round_anew_changes_nothing_where_all_is_exact(folders: dict[st
     assert any("`requantize=True` was not needed" in note for note in made.notes)
     assert made.exact is not None
     assert (made.exact.tensors, made.rounded, made.quality) == (14, 0, None)
+
+
+def test_integers_whose_codes_are_not_carried_become_floats_or_codes_only_where_asked_for(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    source, name = tmp_path / "source", f"{DOWN}.weight"
+    quantkit.convert(folders["int4-g64"], source, to="gptq", source_check=False)
+    tensors = load_file(source / "model.safetensors")
+    tensors[f"{DOWN}.g_idx"] = (torch.randperm(256) // 64).to(torch.int32)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    before = open_checkpoint(source)
+    stored_as = before.info(name).stored_as
+    assert stored_as is not None
+    with pytest.raises(UnsupportedError, match=rf"'{re.escape(name)}' cannot be held .*found {stored_as}.*requantize"):
+        quantkit.convert(source, tmp_path / "out", to=CT, source_check=False)
+    with pytest.raises(UnsupportedError, match=rf"quantized already.*{re.escape(name)}|found int4-g64"):
+        quantkit.quantize(source, tmp_path / "out", "int8")
+    made = quantkit.convert(source, tmp_path / "out", to=CT, requantize=True, source_check=False)
+    assert made.exact is not None
+    assert (made.exact.equal, made.rounded) == (13, 1)
+    assert str(open_checkpoint(made.path).info(name).scheme) == "int4-g32"
+    quantkit.convert(source, tmp_path / "floats", dequantize=True, source_check=False)
+    assert torch.equal(open_checkpoint(tmp_path / "floats").load(name), before.load(name))  # type: ignore[arg-type]
 
 
 def test_a_result_that_is_not_its_source_is_a_failure_that_leaves_nothing(

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
-from quantkit.formats.containers.hf_checkpoint import SETTINGS, index_path, settings_in
+from quantkit.formats.containers.hf_checkpoint import index_path
+from quantkit.formats.containers.hf_settings import SETTINGS, settings_in
 from quantkit.formats.files import pth_io, safetensors_io
 from quantkit.formats.files.gguf_io import GgufHeader, read_header
 from quantkit.formats.files.gguf_types import split_name, split_stem
@@ -28,6 +29,7 @@ _NAMED = {
     "bin": re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin"),
     "meta": re.compile(r"consolidated\.\d+\.pth"),
 }
+_ALONE = re.compile(r"model.*\.(pth|pt)")  # gpt-fast's
 _PART = re.compile(r"-(\d+)-of-(\d+)\.")
 _ADAPTER = "adapter_config.json"
 _MOST_FILES = 4096
@@ -54,7 +56,7 @@ class Folder:
         index: which file holds which tensor, by the index; None where there is none that can be read.
         listed: the files of weights that belong to the model, whether or not they are there.
         stray: other files of the same kind that lie beside them.
-        others: further models in GGUF that lie there, and are not looked at.
+        others: further models that lie there, and are not looked at.
         files: those that could be read.
         headers: those of GGUF files that could be read.
         stored, homes: the tensors of these, and where each lies.
@@ -165,6 +167,9 @@ class Folder:
         if gguf := self._matching(re.compile(r".*\.gguf", re.IGNORECASE)):
             return "gguf", self._parts_of_gguf(gguf)
         others = [one for one in self._matching(re.compile(r".*\.safetensors")) if _is_weights(one)]
+        if not others and (alone := self._matching(_ALONE)):
+            self.others = alone[1:]
+            return "file", alone[:1]
         return ("safetensors", others) if others else ("", [])
 
     def _matching(self, pattern: re.Pattern[str]) -> list[Path]:

@@ -41,9 +41,7 @@ class View:
         self.coded: Mapping[str, Coded] = coded_modules(folder.stored, folder.method)
         self.expected = self._expected()
         self.linears = self._linears()
-        self.claims: Claims = read_claims(
-            folder.settings, folder.method, self.linears, self.coded, str(folder.root / CONFIG)
-        )
+        self.claims = self._claims()
         self._spelled = {place.name: tensor for tensor in self.expected.values() for place in tensor.places}
 
     @property
@@ -87,10 +85,16 @@ class View:
         bits = f" ({claim.bits} bits by the config)" if claim is not None and claim.bits != coded.bits else ""
         return coded.scheme + bits
 
+    def _claims(self) -> Claims:
+        folder = self.folder
+        if folder.kind == "file":
+            return Claims()  # nothing says what it is
+        return read_claims(folder.settings, folder.method, self.linears, self.coded, str(folder.root / CONFIG))
+
     def _model(self) -> ModelConfig | None:
         raw = self.folder.config
         family = families().get(str(raw.get("model_type")))
-        if not raw or family is None:
+        if not raw or family is None or self.folder.kind == "file":
             return None
         try:
             # ids of tokens are held against the vocabulary by rules of their own

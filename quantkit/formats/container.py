@@ -123,6 +123,7 @@ class Output:
         templates: of conversations, by name.
         name: of the model, for people.
         dst: where it goes: a folder, or a file.
+        found: what a container has found out about it that takes long, by names of its own.
     """
 
     source: Checkpoint
@@ -135,6 +136,7 @@ class Output:
     templates: Mapping[str, str] = field(default_factory=dict)
     name: str = ""
     dst: Path = Path()
+    found: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def alone(self) -> bool:

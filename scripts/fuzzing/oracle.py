@@ -81,6 +81,11 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> str | None:
     return None
 
 
+def plain_nans(value: Tensor) -> Tensor:
+    """Weights with every NaN the same, as where they were computed."""
+    return value.masked_fill(value.isnan(), torch.nan)
+
+
 def as_numbers(found: dict[str, Tensor]) -> dict[str, Tensor]:
     """A reading whose floats are all float32."""
     return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.items()}
@@ -240,12 +245,10 @@ def _of_gguf(paths: Sequence[Path]) -> dict[str, Tensor]:
             raise Refused(f"no weight of the architecture: {tensor.name}")
         kind, shape = tensor.tensor_type, [int(size) for size in reversed(tensor.shape)]
         value = torch.from_numpy(gguf.dequantize(tensor.data, kind).copy()).view(shape)
-        if kind.name in _GGUF_FLOATS:
-            value = value.to(_GGUF_FLOATS[kind.name])
-        elif kind.name not in (_GGUF_EXACT if match[1] is None else _GGUF_CODES):
-            value = value.to(common)
+        if kind.name not in (_GGUF_EXACT if match[1] is None else _GGUF_CODES):
+            value = value.to(_GGUF_FLOATS.get(kind.name, common))
         if match[2] in heads:
             count = heads[match[2]]
             value = value.view(count, shape[0] // count // 2, 2, shape[1]).transpose(1, 2).reshape(shape)
-        found[f"{f'model.layers.{match[1]}.' if match[1] else ''}{_GGUF[match[2]]}.weight"] = value
+        found[f"{f'model.layers.{match[1]}.' if match[1] else ''}{_GGUF[match[2]]}.weight"] = plain_nans(value)
     return found

@@ -145,7 +145,8 @@ class Bench:
             checkpoint = open_checkpoint("src")
             for name in checkpoint.names():
                 value = checkpoint.load(name)
-                loaded[name] = value.dequantize() if isinstance(value, QuantTensor) else value
+                floats = value.dequantize() if isinstance(value, QuantTensor) else value
+                loaded[name] = oracle.plain_nans(floats) if checkpoint.format == "gguf" else floats
             tokenizer, _ = checked_tokenizer(checkpoint)
             if tokenizer is not None:
                 tokenizer.decode(tokenizer.encode(_TEXT))
