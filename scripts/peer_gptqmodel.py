@@ -1,6 +1,6 @@
 """GPTQ and AWQ folders made and read by gptqmodel, to be held against what quantkit reads of them.
 
-    PEER scripts/peer_gptqmodel.py make MODEL OUT --bits 4 --group-size 32 --layout gptq [--asym] [--act-order]
+    GPTQMODEL_CPU_WORKERS=2 PEER scripts/peer_gptqmodel.py make MODEL OUT --bits 4 --group-size 32 --layout gptq [--asym] [--act-order]
     PEER scripts/peer_gptqmodel.py weights FOLDER FILE
     python scripts/peer_gptqmodel.py compare FOLDER FILE
 
