@@ -1,13 +1,13 @@
 """GPTQ and AWQ folders made and read by gptqmodel, to be held against what quantkit reads of them.
 
-    GPTQMODEL_CPU_WORKERS=2 PEER scripts/peer_gptqmodel.py make MODEL OUT --bits 4 --group-size 32 --layout gptq [--asym] [--act-order]
+    PEER scripts/peer_gptqmodel.py make MODEL OUT --bits 4 --group-size 32 --layout gptq [--asym] [--act-order]
     PEER scripts/peer_gptqmodel.py weights FOLDER FILE
     python scripts/peer_gptqmodel.py compare FOLDER FILE
 
-PEER has gptqmodel and not quantkit. `make` quantizes a Hugging Face folder of floats on a few random samples;
-`weights` writes the weights and logits that gptqmodel takes a folder's tensors for, dequantized in float32, and
-`compare`, with quantkit, says how far they are from ours: in one line of JSON, and the exit status is 1 where a weight
-differs.
+PEER has gptqmodel and not quantkit; on two cores it wants GPTQMODEL_CPU_WORKERS=2, and OMP_NUM_THREADS not set.
+`make` quantizes a Hugging Face folder of floats on a few random samples; `weights` writes the weights and logits that
+gptqmodel takes a folder's tensors for, dequantized in float32, and `compare`, with quantkit, says how far they are from
+ours, in one line of JSON: the exit status is 1 where a weight differs.
 """
 
 from __future__ import annotations
