@@ -82,9 +82,11 @@ def compare(options: argparse.Namespace) -> None:
     names = [name for name in theirs if name != "logits"]
     for name in names:
         value = checkpoint.load(name)
-        ours = value.dequantize() if isinstance(value, QuantTensor) else value.float()
-        equal += torch.equal(ours, theirs[name])
-        farthest = max(farthest, (ours - theirs[name]).abs().max().item())
+        coded = isinstance(value, QuantTensor)
+        ours = value.dequantize() if coded else value.float()
+        wanted = theirs[name] if coded else theirs[name].to(value.dtype).float()  # floats are rounded once
+        equal += torch.equal(ours, wanted)
+        farthest = max(farthest, (ours - wanted).abs().max().item())
     found = {str(scheme) for scheme in schemes(checkpoint).values()} | set(read_as_floats(checkpoint).values())
     print(
         json.dumps(
