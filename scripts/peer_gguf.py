@@ -68,7 +68,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral": ("mistral", "llama3", {"sliding_window": None}),
     "mixtral": ("mixtral", "llama3", {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen2moe": ("qwen2_moe", "qwen", {**_EXPERTS, "norm_topk_prob": False, "shared_expert_intermediate_size": 256}),
-    "olmoe": ("olmoe", "qwen", {**_EXPERTS, "norm_topk_prob": False}),
+    "olmoe": ("olmoe", "qwen", {**_EXPERTS, "norm_topk_prob": False, "num_key_value_heads": 8}),
     "olmo2": ("olmo2", "qwen", {}),
     "olmo3": ("olmo3", "qwen", {"sliding_window": 64}),
     "phi3": ("phi3", "qwen", {"sliding_window": None}),
