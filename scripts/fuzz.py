@@ -2,6 +2,7 @@
 
     python scripts/fuzz.py [--inputs 2000] [--first 0] [--seed 0] [--processes 2] [--seconds 10]
     python scripts/fuzz.py --only 12345
+    python scripts/fuzz.py --kind gguf --inputs 20000
 
 Each input is a sound folder (made on the spot, see `fuzzing.bases`) with one to three mutations of one of its
 files. It depends on the seed and its number alone; ``--only`` repeats one, says what was mutated and keeps its
@@ -13,9 +14,9 @@ The sound folders go through the same first, and must pass.
 
 The rule. A command ends in a documented exit code other than 1. If it fails, stderr holds one line of error, progress
 and notes aside, which names the source or the destination, and DST is not there. If it succeeds, the weights are
-those that torch.load without mmap or safetensors' own reader find in the damaged source: to the bit after an opener or
-`convert`, within half a step after `quantize`; and `verify DST` agrees. Nothing in a pickle is run, and no file
-outside DST is changed.
+those that torch.load without mmap, safetensors' own reader or gguf's find in the damaged source: to the bit after an
+opener or `convert` (of GGUF, whose norms are float32, as numbers), within half a step after `quantize`; and `verify
+DST` agrees. Nothing in a pickle is run, and no file outside DST is changed.
 
 Of a zip, zipfile must say as well that the headers of the pickle and of the tensors' records fit its directory
 and, after a whole run, that their CRC are right, unless all are 0 (torch's CRC switched off); an opener need not
@@ -53,6 +54,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="Number of the first input.")
     parser.add_argument("--only", type=int, help="Repeat one input, and keep its folder.")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kind", help="The only kind of file to mutate: gguf, safetensors, zip, config.json, ...")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=10, help="That an input may take.")
     options = parser.parse_args()
@@ -61,7 +63,7 @@ def main() -> int:
     keep = options.only is not None
     try:
         in_a_child(write_bases, folder / "bases")
-        inputs = Inputs(options.seed, read_bases(folder / "bases"))
+        inputs = Inputs(options.seed, read_bases(folder / "bases"), options.kind)
         numbers = range(options.first, options.first + options.inputs)
         if keep:
             numbers = range(options.only, options.only + 1)

@@ -65,7 +65,18 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma": ("gemma", "gemma", {}),
     "gemma2": ("gemma2", "gemma", _WINDOWS),
     "gemma3": ("gemma3_text", "gemma", _WINDOWS),
-}
+    "mistral": ("mistral", "llama3", {"sliding_window": None}),
+    "mixtral": ("mixtral", "llama3", {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen2moe": ("qwen2_moe", "qwen", {**_EXPERTS, "norm_topk_prob": False, "shared_expert_intermediate_size": 256}),
+    "olmoe": ("olmoe", "qwen", {**_EXPERTS, "norm_topk_prob": False, "num_key_value_heads": 8}),
+    "olmo2": ("olmo2", "qwen", {}),
+    "olmo3": ("olmo3", "qwen", {"sliding_window": 64}),
+    "phi3": ("phi3", "qwen", {"sliding_window": None}),
+    "granite": ("granite", "llama3", {
+        "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 4.0,
+    }),
+    "smollm3": ("smollm3", "llama3", {}),
+}  # fmt: skip
 """By name: ``model_type``, kind of tokenizer, and settings."""
 
 

@@ -21,6 +21,7 @@ import sys
 from pathlib import Path
 
 LINES = 2000
+SHOWN = 60
 VOCABULARY = 6000
 MARKS = ("<s>", "<|im_end|>", "<|im_start|>")
 TEXTS = "texts.json"
@@ -151,7 +152,10 @@ def compare(out: Path) -> None:
                     for line, ids in zip(lines, theirs[str(special)], strict=True)
                     if tokenizer.encode(line, specials=special) != ids
                 ]
-                print(f"{path.stem}, {name}, {special=}: {len(wrong)} of {len(lines)} differ", *map(repr, wrong[:3]))
+                print(
+                    f"{path.stem}, {name}, {special=}: {len(wrong)} of {len(lines)} differ",
+                    *(repr(line[:SHOWN]) for line in wrong[:3]),
+                )
         ends = read_json(text_folder(path) / "generation_config.json")["eos_token_id"]
         print(f"{path.stem}: ends {sorted(ends)}, llama.cpp's {theirs['ends']}")
 

@@ -61,7 +61,7 @@ class Steps:
     def codec(self, scheme: QuantScheme) -> Codec | Reason:
         return self if scheme == INT8 else Reason("it holds nothing else", found=scheme, expected=INT8)
 
-    def readers(self, schemes: Iterable[QuantScheme | None]) -> str:
+    def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
         return "this test"
 
     def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
@@ -114,7 +114,7 @@ class Backwards:
     def codec(self, scheme: QuantScheme) -> Reason:
         return Reason("it is only read")
 
-    def readers(self, schemes: Iterable[QuantScheme | None]) -> str:
+    def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
         return "this test"
 
     def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:

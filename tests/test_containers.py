@@ -128,7 +128,7 @@ class Loud:
     def open(self, path: Path, kind: str, *, tensors_only: bool = False) -> LoudCheckpoint:
         return LoudCheckpoint(path)
 
-    def parameters(self, config: ModelConfig, quantized: Collection[str]) -> list[Parameter]:
+    def parameters(self, config: ModelConfig, quantized: Collection[str], method: object = None) -> list[Parameter]:
         return parameters(config)
 
     def encoder(self, output: Output) -> LoudEncoder:

@@ -47,7 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 4}),
     "qwen2-moe": ("qwen2_moe", {**_EXPERTS, "shared_expert_intermediate_size": 64}),
     "qwen3-moe": ("qwen3_moe", {**_EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
-    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 8.0}),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 8.0, "num_key_value_heads": 8}),
 }  # fmt: skip
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
@@ -166,6 +166,7 @@ _REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "dense": ("qwen3_moe", {**_EXPERTS, "head_dim": 16, "mlp_only_layers": [1]}, "layers without experts"),
     "positions": ("smollm3", {"no_rope_layers": [1, 0, 1]}, "rotary"),
     "wide": ("olmo2", {"head_dim": 32}, "as wide as the model"),
+    "grouped": ("olmoe", {"num_key_value_heads": 2}, "fewer KV heads than heads"),
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import quantkit
 from quantkit.data.files import EXCERPT
 from quantkit.errors import CheckpointError, DestinationError, RequestError, UnsupportedError
 from quantkit.formats.checkpoint import schemes
+from quantkit.formats.containers.gguf import told_name
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.files.located import located
 from quantkit.quality.transcoded import equal_as_numbers
@@ -132,6 +133,20 @@ def test_what_it_is_built_with_must_not_change(demo_model: Path, tmp_path: Path)
     interrupted(quantkit.convert, demo_model, file)
     with pytest.raises(RequestError):
         quantkit.convert(demo_model, file, template="none of these", source_check=False, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "tokens", "told"),
+    [
+        ("Phi3-mine", "llama", ["<s>"], "Phi 3-mine"),  # llama.cpp would look for tokens that there are not
+        ("my-phi-3", "phi3", ["<s>", "</s>"], "my-phi 3"),
+        ("Phi-3-mini", "phi3", ["<s>", "</s>", "<unk>", "<|endoftext|>"], "Phi-3-mini"),
+        ("mine", "phi3", ["<s>", "</s>", "<unk>", "<|endoftext|>"], "mine (Phi-3)"),
+        ("mine", "llama", ["<s>", "</s>", "<unk>", "<|endoftext|>"], "mine"),
+    ],
+)
+def test_llama_cpp_goes_by_the_name_of_a_model(name: str, architecture: str, tokens: list[str], told: str) -> None:
+    assert told_name(name, architecture, tokens) == told
 
 
 def test_a_model_without_a_tokenizer_is_refused(demo_model: Path, tmp_path: Path) -> None:

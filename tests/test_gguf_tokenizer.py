@@ -14,6 +14,7 @@ from vocabularies import TURNS, train, train_gemma, write_byte_level, write_gemm
 import quantkit
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
 from quantkit.formats.files.gguf_io import build_header
+from quantkit.text.compare import first_difference
 from quantkit.text.export import export_json
 from quantkit.text.gguf_tokenizer import folder_files
 from quantkit.text.gguf_tokenizer_keys import tokenizer_metadata
@@ -28,7 +29,11 @@ TEXTS = [
     "Москва, 日本語のテキスト, عربى, हिन्दी", "👩‍🚀🚀🇩🇪" * 3, "\x00\x01\x7f a\u2581b", "x" * 90,
     "a <s> b </s> <0x41>[PAD7]",
 ]  # fmt: skip
-KINDS = ["sentencepiece", "sentencepiece-json", "tiktoken", "gemma", "gemma-json", "first-space", "qwen2", "smollm"]
+KINDS = [
+    "sentencepiece", "sentencepiece-json", "tiktoken", "gemma", "gemma-json", "gemma-runs", "first-space", "qwen2",
+    "smollm",
+]  # fmt: skip
+RUNS = ["\u2581" * count for count in range(2, 5)]
 END, TOOL = "<|im_end|>", "<tool>"
 
 
@@ -40,6 +45,25 @@ def _edited(source: Path, target: Path, edit: Callable[[dict[str, Any]], object]
     return target
 
 
+def _with_runs_of_spaces(folder: Path) -> Path:
+    """Gemma's kind with tokens for several spaces and new lines, whose pairs lie among each other in the list."""
+    symbols = [*TURNS, "\n\n", *RUNS]
+    original = train(
+        folder.with_name("runs"), user_defined_symbols=symbols, add_dummy_prefix=False, vocab_size=430,
+        pad_id=0, eos_id=1, bos_id=2, unk_id=3, bos_piece="<bos>", eos_piece="<eos>",
+    )  # fmt: skip
+    one, two, three, _ = ("\u2581" * count for count in range(1, 5))
+    runs = [(three, one), (two, two), (two, one), (one, three), (one, two), (one, one)]
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+
+    def edit(raw: dict[str, Any]) -> None:
+        raw["model"]["merges"][:0] = runs
+        vocabulary = raw["model"]["vocab"]
+        raw["added_tokens"] += [{"id": vocabulary[one], "content": one, **plain} for one in symbols[2:]]
+
+    return _edited(write_gemma_json(original, folder.with_name("no-runs")), folder, edit)
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("tokenizers")
@@ -49,6 +73,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     assert export_json(found["sentencepiece"] / "tokenizer.model", found["sentencepiece-json"])
     found["gemma"] = train_gemma(root / "gemma")
     found["gemma-json"] = write_gemma_json(found["gemma"], root / "gemma-json")
+    found["gemma-runs"] = _with_runs_of_spaces(root / "gemma-runs")
     space = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False}
     found["first-space"] = _edited(
         found["sentencepiece-json"], root / "first", lambda raw: raw.update(normalizer=None, pre_tokenizer=space)
@@ -82,7 +107,7 @@ def test_a_tokenizer_comes_back_alike(kind: str, folders: dict[str, Path], tmp_p
         assert read.encode(text, bos=False) == original.encode(text, bos=False)
         assert read.decode(ids) == original.decode(ids)
         if original.special_tokens is not None:
-            assert read.special_tokens == original.special_tokens
+            assert first_difference(read, original, []) is None
             marked = "".join(f"{text} {token}" for token in list(original.special_tokens)[:5])
             assert read.encode(marked, specials=True) == original.encode(marked, specials=True)
 
@@ -132,6 +157,21 @@ def test_gemmas_marks_of_turns(folders: dict[str, Path]) -> None:
     assert metadata["tokenizer.ggml.add_space_prefix"] is False
     _, notes = tokenizer_metadata(folders["gemma"], 420)
     assert "<end_of_turn>" in notes[0]
+
+
+def test_runs_of_spaces_are_found_before_pairs(folders: dict[str, Path]) -> None:
+    metadata = _metadata(folders["gemma-runs"])
+    runs = [metadata["tokenizer.ggml.tokens"].index(" " * len(run)) for run in RUNS]
+    assert [metadata["tokenizer.ggml.token_type"][number] for number in runs] == [4, 4, 4]
+    assert not set(RUNS) & set(metadata["tokenizer.ggml.tokens"])
+
+
+def test_marks_of_phi_3_take_blanks(folders: dict[str, Path], tmp_path: Path) -> None:
+    metadata = _metadata(folders["sentencepiece"])
+    read = load_tokenizer(_folder({**metadata, "general.name": "My Phi-3 mini"}, tmp_path / "read"))
+    plain = load_tokenizer(_folder(metadata, tmp_path / "plain"))
+    assert read.encode("</s> the", specials=True) == plain.encode("</s>the", specials=True)
+    assert read.encode("<s> the", specials=True) == plain.encode("<s> the", specials=True)
 
 
 def test_ends_templates_and_settings_go_there_and_back(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -385,16 +385,19 @@ def test_modules_may_have_bits_and_groups_of_their_own(llama: Path, tmp_path: Pa
     assert {module: codec.scheme for module, codec in read.items()} == found
 
 
-@pytest.mark.parametrize("scheme", ["int4-g32", "int4-g64-asym", "int8"])
-def test_models_go_to_gptq_and_awq_and_back(scheme: str, demo_model: Path, tmp_path: Path) -> None:
-    quantkit.quantize(demo_model, tmp_path / "own", scheme)
-    first = open_checkpoint(tmp_path / "own")
-    for method in ["gptq"] if scheme == "int8" else ["gptq", "awq"]:
-        quantkit.convert(tmp_path / "own", tmp_path / method, to=method)
-        there = open_checkpoint(tmp_path / method)
-        assert schemes(there) == schemes(first)
-        quantkit.convert(tmp_path / method, tmp_path / f"{method}-back", to="compressed-tensors")
-        back = tmp_path / f"{method}-back" / "model.safetensors"
-        assert back.read_bytes() == (tmp_path / "own" / "model.safetensors").read_bytes()
-    beside = json.loads((tmp_path / "gptq" / "quantize_config.json").read_text())
-    assert beside == json.loads((tmp_path / "gptq" / "config.json").read_text())["quantization_config"]
+@pytest.mark.parametrize("scheme", [QuantScheme(4, 32), QuantScheme(4, 8, False), QuantScheme(8, None)], ids=str)
+def test_theirs_goes_to_ours_and_back_to_the_same_bytes(scheme: QuantScheme, llama: Path, tmp_path: Path) -> None:
+    settings = _settings(scheme.bits, scheme.group_size or -1, sym=scheme.symmetric)
+    theirs, _ = _coded(llama, tmp_path / "theirs", settings, scheme, version=1 if scheme.symmetric else 2)
+    there = tmp_path / "theirs"
+    for number, to in enumerate(["compressed-tensors", "gptq", "awq", "gptq"]):
+        if (to, scheme.bits) != ("awq", 8):
+            quantkit.convert(there, there := tmp_path / f"{number}-{to}", to=to)
+        assert schemes(open_checkpoint(there)) == schemes(open_checkpoint(theirs))
+    first, last = (load_file(folder / "model.safetensors") for folder in (theirs, there))
+    assert first.keys() == last.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, last[name]), name
+        assert tensor.dtype == last[name].dtype
+    beside = json.loads((there / "quantize_config.json").read_text())
+    assert beside == json.loads((there / "config.json").read_text())["quantization_config"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -154,6 +155,16 @@ def test_what_is_imported_of_ours_is_there() -> None:
 
 def test_every_module_belongs_to_a_room() -> None:
     assert {_room(m) for m in MODULES if "." in m} == set(RANKS)
+
+
+def test_every_package_is_installed() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    found = {
+        ".".join([package, *path.parent.relative_to(ROOT / folder).parts])
+        for folder, package in FOLDERS.items()
+        for path in (ROOT / folder).rglob("__init__.py")
+    }
+    assert sorted(listed) == sorted(found)
 
 
 @pytest.mark.parametrize("package", ["click", "prompt_toolkit", "tqdm"])

@@ -223,6 +223,7 @@ def test_an_embedding_is_read_as_floats_whatever_its_codes_are(tied: bool, model
     source = open_checkpoint(folder)
     assert schemes(source) == ({} if tied else {"lm_head": QuantScheme(8, 32)})
     assert read_as_floats(source) == {"model.embed_tokens.weight": "int8-g32"}
+    assert source.notes == [f"{folder}: 1 weights in int8-g32 are read as bfloat16"]
     tensors = load_file(folder / "model.safetensors")
     codes = tensors["model.embed_tokens.weight"].view(torch.uint8)
     scale = tensors["model.embed_tokens.scales"].float().repeat_interleave(32, 1)

@@ -200,10 +200,11 @@ def test_an_unfinished_file_is_no_model(tmp_path: Path) -> None:
     require_finished(tmp_path / "x.gguf", manifest.NAME)
 
 
-def test_a_part_is_no_destination(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="a part of a model") as caught:
-        require_name(tmp_path / SPLIT[0])
-    assert caught.value.hint == "name the whole: x.gguf"
+@pytest.mark.parametrize(("name", "problem"), [(SPLIT[0], "a part of a model"), ("x.GGUF", "end in small letters")])
+def test_names_that_are_no_destination(name: str, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=problem) as caught:
+        require_name(tmp_path / name)
+    assert "x.gguf" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("damage", ["changed", "missing"])

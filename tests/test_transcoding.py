@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit.architectures.topology import linear_columns
-from quantkit.data.files import DEMO_MODEL
+from quantkit.data.files import DEMO_MODEL, EXCERPT
 from quantkit.errors import QuantkitError, RequestError, UnsupportedError
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
@@ -30,6 +31,7 @@ from quantkit.text.tokenizer import load_tokenizer
 
 CT = "compressed-tensors"
 DOWN = "model.layers.1.mlp.down_proj"
+STOPPED = ("whole", "stopped")
 UNCHECKED: Any = {"accept_quality_loss": True, "source_check": False}  # of random weights
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 
@@ -101,8 +103,7 @@ def test_what_goes_to_another_format_comes_back_to_the_same_bytes(
     assert f"all {count} quantized tensors equal as numbers" in there.lines()[0]
     assert _manifest(tmp_path / "there")["exact"] == {"tensors": count, "equal": count, "floats": 7}
     kept = quantkit.convert(tmp_path / "there", tmp_path / "kept", source_check=False)  # as it lies there
-    method = CT if to == "int-quantized" else to
-    assert open_checkpoint(kept.path).method == open_checkpoint(there.path).method == method
+    assert open_checkpoint(kept.path).method == open_checkpoint(there.path).method == to
     quantkit.convert(tmp_path / "kept", tmp_path / "back", to=CT, source_check=False)
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes(), name
@@ -112,7 +113,7 @@ def test_what_goes_to_another_format_comes_back_to_the_same_bytes(
     found = verify(source, tmp_path / "there")
     assert found.verdict is Verdict.SAME
     assert found.lines()[:2] == [
-        f"formats: {CT} ({scheme}) and {method} ({scheme})",
+        f"formats: {CT} ({scheme}) and {to} ({scheme})",
         f"tensors: {found.tensors} of {found.tensors} equal, {count} of them compared on their codes",
     ]
 
@@ -207,6 +208,29 @@ def test_leave_to_round_anew_changes_nothing_where_all_is_exact(folders: dict[st
     assert (made.exact.tensors, made.rounded, made.quality) == (14, 0, None)
 
 
+def test_integers_whose_codes_are_not_carried_become_floats_or_codes_only_where_asked_for(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    source, name = tmp_path / "source", f"{DOWN}.weight"
+    quantkit.convert(folders["int4-g64"], source, to="gptq", source_check=False)
+    tensors = load_file(source / "model.safetensors")
+    tensors[f"{DOWN}.g_idx"] = (torch.randperm(256) // 64).to(torch.int32)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    before = open_checkpoint(source)
+    stored_as = before.info(name).stored_as
+    assert stored_as is not None
+    with pytest.raises(UnsupportedError, match=rf"'{re.escape(name)}' cannot be held .*found {stored_as}.*requantize"):
+        quantkit.convert(source, tmp_path / "out", to=CT, source_check=False)
+    with pytest.raises(UnsupportedError, match=rf"quantized already.*{re.escape(name)}|found int4-g64"):
+        quantkit.quantize(source, tmp_path / "out", "int8")
+    made = quantkit.convert(source, tmp_path / "out", to=CT, requantize=True, source_check=False)
+    assert made.exact is not None
+    assert (made.exact.equal, made.rounded) == (13, 1)
+    assert str(open_checkpoint(made.path).info(name).scheme) == "int4-g32"
+    quantkit.convert(source, tmp_path / "floats", dequantize=True, source_check=False)
+    assert torch.equal(open_checkpoint(tmp_path / "floats").load(name), before.load(name))  # type: ignore[arg-type]
+
+
 def test_a_result_that_is_not_its_source_is_a_failure_that_leaves_nothing(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,6 +298,24 @@ def test_models_are_quantized_into_any_format(to: str, floats: Path, folders: di
     assert {str(result.info(f"{module}.weight").dtype) for module in schemes(result)} == {"float16"}  # not bfloat16
     assert made.manifest["to"] == to
     assert all(one.rounding_kl is None for one in made.quality.texts)  # it is its own baseline
+
+
+@pytest.mark.parametrize(("to", "scheme"), [("gptq", "int4-g64-asym"), ("gguf", "int4-g64")], ids=str)
+def test_an_interrupted_solver_reads_back_what_it_has_written(
+    to: str, scheme: str, floats: Path, tmp_path: Path
+) -> None:
+    asked: Any = {"to": to, "method": "gptq", "calibration": EXCERPT, "samples": 8, "length": 64, **UNCHECKED}
+    quantkit.quantize(floats, tmp_path / "whole", scheme, **asked)
+
+    def stop(phase: str, done: int, total: int, unit: str) -> None:
+        if phase == "quantize" and done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantkit.quantize(floats, tmp_path / "stopped", scheme, progress=stop, **asked)
+    quantkit.quantize(floats, tmp_path / "stopped", scheme, resume=True, **asked)
+    whole, stopped = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in STOPPED)
+    assert whole == stopped
 
 
 def test_a_scheme_that_a_format_has_not_is_refused_before_any_work(floats: Path, tmp_path: Path) -> None:

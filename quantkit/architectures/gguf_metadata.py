@@ -122,6 +122,8 @@ def _require_computed(config: ModelConfig, architecture: GgufArchitecture) -> No
         refused.append("a head of its own")
     if architecture.full_width and config.num_heads * config.head_dim != config.hidden_size:
         refused.append("heads that are not as wide as the model together")
+    if architecture.name == "olmoe" and config.num_kv_heads != config.num_heads:
+        refused.append("fewer KV heads than heads")
     if refused:
         raise UnsupportedError(f"llama.cpp does not compute {refused[0]} of {architecture.name} models")
 

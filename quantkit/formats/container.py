@@ -123,6 +123,7 @@ class Output:
         templates: of conversations, by name.
         name: of the model, for people.
         dst: where it goes: a folder, or a file.
+        found: what a container has found out about it that takes long, by names of its own.
     """
 
     source: Checkpoint
@@ -135,6 +136,7 @@ class Output:
     templates: Mapping[str, str] = field(default_factory=dict)
     name: str = ""
     dst: Path = Path()
+    found: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def alone(self) -> bool:
@@ -162,7 +164,6 @@ class Container(Protocol):
         weights: the sets of weights that it may hold, by the names that ``--weights`` takes, the one to prefer first,
             and how they are spelled for people.
         methods: of quantization that it carries, by ``quant_method``; none if it has one way at most.
-        native: what quantized weights are written in where no method is asked for; None if it holds floats only.
         stores_tied_head: whether its readers expect a head even where it is the embedding over again.
         states_tokens: whether its config says which tokens begin and end a text.
         model_parallel: whether its weights may be cut into shards that are loaded side by side.
@@ -176,13 +177,17 @@ class Container(Protocol):
     config_file: str
     weights: Mapping[str, str]
     methods: Mapping[str, QuantMethod]
-    native: CodeFormat | None
     stores_tied_head: bool
     states_tokens: bool
     model_parallel: bool
     derived: bool
     read_only: bool
     one_file: bool
+
+    @property
+    def native(self) -> CodeFormat | None:
+        """What quantized weights are written in where no method is asked for; None if it holds floats only."""
+        ...
 
     def present(self, path: Path) -> list[str]:
         """The sets of weights that lie at a path, the one to prefer first."""

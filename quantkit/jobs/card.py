@@ -105,7 +105,7 @@ def model_card(source: Checkpoint, made: Made, gate: Gate | WeightsOnly) -> byte
     """
     base = made.labels.base_model or base_model(source)
     name = model_name(source, base)
-    schemes, schemes_of = made.scheme_map.counts(), made.scheme_map.schemes
+    schemes = made.scheme_map.counts()
     folder = f"{name}-{next(iter(schemes))}"
     lines = [
         "---", yaml.safe_dump(_head(source, made, base), sort_keys=False, allow_unicode=True).strip(), "---", "",
@@ -113,7 +113,7 @@ def model_card(source: Checkpoint, made: Made, gate: Gate | WeightsOnly) -> byte
         f"{_linked(base) or name}, quantized by quantkit {__version__}.", "",
         *_facts(source, made), "",
         *(_quality(gate, made) if isinstance(gate, Gate) else ["## Quality", "", *_wrapped(f"{gate.line()}.")]), "",
-        *_use(source.config, made.method, schemes_of, folder), "",
+        *_use(source.config, made.method, made.scheme_map, folder), "",
         *_command(made, name, folder, runnable=source.config.runnable),
     ]  # fmt: skip
     return ("\n".join(lines) + "\n").encode()
@@ -148,7 +148,7 @@ def _head(source: Checkpoint, made: Made, base: str | None) -> dict[str, Any]:
         carried = {"license": made.labels.license} | {k: v for k, v in carried.items() if not k.startswith("license")}
     schemes = made.scheme_map.schemes
     loads = all(scheme.symmetric for scheme in schemes.values()) and unread_experts(source.config, schemes) is None
-    loads = loads if made.method.name == _NATIVE else "transformers" in made.method.readers(schemes.values())
+    loads = loads if made.method.name == _NATIVE else "transformers" in made.method.readers(made.scheme_map.assigned)
     tag = {key: before[key] for key in ("pipeline_tag",) if key in before}
     if source.config.runnable:
         tag = {"pipeline_tag": "text-generation"}
@@ -246,15 +246,14 @@ def _quality(gate: Gate, made: Made) -> list[str]:
     return lines if problem is None else [*lines, "", f"**Not within its bound: {problem[0]}; {problem[1]}.**"]
 
 
-def _use(
-    config: ModelConfig, method: QuantMethod, schemes: Mapping[str, QuantScheme], folder: str
-) -> list[str]:  # fmt: skip
+def _use(config: ModelConfig, method: QuantMethod, scheme_map: SchemeMap, folder: str) -> list[str]:
     """How to load it, in what can."""
+    schemes = scheme_map.schemes
     if not config.runnable:
         return _use_of_tensors(schemes, folder)
     if method.name == _NATIVE:
         return _use_of_native(config, schemes, folder)
-    readers = f"quantkit {__version__} loads it; so should {method.readers(schemes.values())}."
+    readers = f"quantkit {__version__} loads it; so should {method.readers(scheme_map.assigned)}."
     python = ["```python", "import quantkit", "", f'model, tokenizer = quantkit.load("{folder}")', "```"]
     return ["## Use", "", *_wrapped(readers), "", *python]
 

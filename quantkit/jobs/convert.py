@@ -16,7 +16,7 @@ from quantkit.arguments import as_path, as_whole, require_flags
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, read_as_floats, schemes
 from quantkit.formats.codecs.codec import CodeFormat, Reason
-from quantkit.formats.container import Container, Output, StoredCheckpoint, weight_size
+from quantkit.formats.container import Output, StoredCheckpoint, weight_size
 from quantkit.formats.detect import WeightKind, open_checkpoint
 from quantkit.formats.folder import carried_templates, checked_tokenizer, left_behind
 from quantkit.formats.output.staging import require_name, require_new_names
@@ -86,7 +86,8 @@ def convert(
             ``hf``, ``meta`` or ``gguf`` of floats. By default floats go to ``hf``, and a quantized model keeps its
             format where that is written, else goes to ``compressed-tensors``.
         mp: number of Meta model-parallel shards.
-        dtype: ``bf16``, ``fp16``, ``fp32``, or torch's; None keeps each tensor's own.
+        dtype: ``bf16``, ``fp16``, ``fp32``, or torch's; None keeps each tensor's own. Of quantized models it goes with
+            GGUF, for the tensors that are floats, and with `dequantize`.
         dequantize: write the floats that a quantized model means, each rounded once to the model's float type.
         requantize: round anew what `to` cannot hold exactly; the result is then held against the source, and refused
             where it is too far from it.
@@ -223,7 +224,7 @@ def _require_convertible(
     if dequantize:
         return
     found = str(next(iter(quantized.values()), None) or next(iter(integers.values())))
-    if target.codes is None or cast is not None:
+    if target.codes is None or (cast is not None and target.container is not GGUF):
         what = "floats are" if target.codes is None else "another float type is"
         raise UnsupportedError(
             f"the source is quantized; {what} written of it only where that is asked for", path=source.path,
@@ -292,7 +293,8 @@ def _carrying_notes(
     as_floats = [name for name in read_as_floats(source) if name not in to_round]
     if as_floats:
         notes.append(
-            f"{dst}: {len(as_floats)} tensors stored as integers become {source.config.dtype}, {as_floats[0]} first"
+            f"{dst}: '{as_floats[0]}'{f' and {len(as_floats) - 1} more' * (len(as_floats) > 1)}, stored as integers,"
+            f" become {source.config.dtype}"
         )
     if scale_dtype is None and schemes(source):
         found = ", ".join(sorted({str(source.info(f"{module}.weight").dtype) for module in schemes(source)}))
@@ -346,9 +348,15 @@ def _specs(
             specs.append(TensorSpec(name, shape, scale_dtype or own, scheme))
             continue
         kept = not config.runnable and info.dtype not in FLOATS
-        own = info.dtype if info.scheme is None and not _widened(source, info, model) else model
+        dequantized = info.scheme is not None or (to_round is None and _of_blocks(source, info))
+        own = model if dequantized or _widened(source, info, model) else info.dtype
         specs.append(TensorSpec(name, shape, own if kept else cast or own))
     return specs
+
+
+def _of_blocks(source: Checkpoint, info: TensorSpec) -> bool:
+    """Whether a matrix may be one that GGUF has in blocks, and that is read in float32 to be exact."""
+    return source.format == GGUF.name and len(info.shape) > 1
 
 
 def _widened(source: Checkpoint, info: TensorSpec, model: DType) -> bool:

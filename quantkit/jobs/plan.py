@@ -156,7 +156,9 @@ def convert(
     seconds = _writing_seconds(disk)
     if checked:
         seconds += forward_flops(source.config, checked) / _flop_rate() + _pass_seconds(source.config, 1)
-    layers = {"as they are": len(linear_columns(source.config))} if source.config.runnable else {}
+    linears = linear_columns(source.config)
+    specs = [spec for spec in work.encoder.planned if spec.name.removesuffix(".weight") in linears]
+    layers = dict(Counter(str(spec.scheme or "floats") for spec in specs)) if source.config.runnable else {}
     return Estimate(layers, phases[phase], phase, 0, disk, 0, seconds, checked, notes)
 
 

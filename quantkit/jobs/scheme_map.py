@@ -32,6 +32,11 @@ class SchemeMap:
     misfits: dict[str, QuantScheme]
     too_far: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def assigned(self) -> dict[str, QuantScheme | None]:
+        """The scheme of every linear module; None of those that keep their floats."""
+        return {module: self.schemes.get(module) for module in self.modules}
+
     @classmethod
     def of(cls, recipe: Recipe, config: ModelConfig) -> SchemeMap:
         """Apply a recipe.

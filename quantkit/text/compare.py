@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from quantkit.text.tokenizer import Tokenizer
 
@@ -21,10 +21,15 @@ _NO_TEXT = "\ufffd"  # stands for bytes that are no text by themselves
 def first_difference(first: Tokenizer, second: Tokenizer, texts: Iterable[str]) -> str | None:
     """The first of some texts, and of built-in samples before them, that two tokenizers read differently, if any; or
     a special token that they number differently."""
-    own, others = first.special_tokens, second.special_tokens
+    own, others = (_as_spaces(one.special_tokens) for one in (first, second))
     if own is not None and others is not None and own != others:
         return min(spelling for spelling, _ in own.items() ^ others.items())
     return next((text for text in (*_SAMPLES, *texts) if first.encode(text) != second.encode(text)), None)
+
+
+def _as_spaces(specials: Mapping[str, int] | None) -> dict[str, int] | None:
+    """Tokens by their spellings; U+2581 in them is a space, as in GGUF."""
+    return None if specials is None else {spelling.replace("\u2581", " "): n for spelling, n in specials.items()}
 
 
 def vocabulary_texts(tokenizer: Tokenizer) -> Iterator[str]:

@@ -72,8 +72,7 @@ def _from_sentencepiece(path: Path) -> FoundTokenizer:
         _refuse(path, "a sentencepiece model " + ("that rewrites texts" if model.byte_pair else "of another algorithm"))
     _require_bytes({spelling for spelling, _, _ in model.pieces}, path)
     pieces = [
-        # As they stand in a text: llama.cpp looks for them before it puts U+2581 for spaces.
-        (spelling.replace(_SPACE, " ") if kind is PieceType.USER_DEFINED else spelling, score, kind)
+        (_as_in_texts(spelling) if kind is PieceType.USER_DEFINED else spelling, score, kind)
         for spelling, score, kind in model.pieces
     ]
     for number, spelling, special in _added_beside(path.parent):
@@ -184,29 +183,35 @@ def _scored(found: FoundTokenizer, unknown: Any, vocabulary: Mapping[str, int], 
     if not known:
         _refuse(path, "a tokenizer of sentencepiece's kind with another normalizer or pre_tokenizer")
     old = found.vocabulary
-    ranks = ranks_of_merges(old.merges, vocabulary)
+    apart = {token for token, kind in zip(old.tokens, old.types, strict=True) if kind is not PieceType.NORMAL}
+    ranks = ranks_of_merges(old.merges, vocabulary, apart)
     if ranks is None:
         _refuse(path, "a tokenizer whose merges no scores stand for")
-    types = [_scored_type(token, kind, unknown, ranks) for token, kind in zip(old.tokens, old.types, strict=True)]
-    behind = len(ranks)
+    types = [_scored_type(token, kind, unknown) for token, kind in zip(old.tokens, old.types, strict=True)]
     scores = [
         UNREACHED if kind is PieceType.USER_DEFINED
         else 0.0 if kind is not PieceType.NORMAL
-        else float(-ranks.get(token, behind + number))
+        else float(-ranks.get(token, len(ranks) + number))
         for number, (token, kind) in enumerate(zip(old.tokens, types, strict=True))
     ]  # fmt: skip
     scores = _original_scores(path.with_name("tokenizer.model"), old.tokens, ranks) or scores
-    found.vocabulary = Vocabulary(keys.SPM, old.tokens, types, scores, [], "", prefix)
+    tokens = [
+        _as_in_texts(token) if kind is PieceType.USER_DEFINED else token
+        for token, kind in zip(old.tokens, types, strict=True)
+    ]
+    found.vocabulary = Vocabulary(keys.SPM, tokens, types, scores, [], "", prefix)
     return found
 
 
-def _scored_type(token: str, kind: PieceType, unknown: Any, ranks: Mapping[str, int]) -> PieceType:
+def _scored_type(token: str, kind: PieceType, unknown: Any) -> PieceType:
     if token == unknown:
         return PieceType.UNKNOWN
-    if kind is PieceType.NORMAL and len(token) == 6 and token.startswith("<0x"):
-        return PieceType.BYTE
-    # Spaces that merges make: as tokens of their own they would be found in no text that has no U+2581.
-    return PieceType.NORMAL if kind is PieceType.USER_DEFINED and _SPACE in token and token in ranks else kind
+    return PieceType.BYTE if kind is PieceType.NORMAL and len(token) == 6 and token.startswith("<0x") else kind
+
+
+def _as_in_texts(token: str) -> str:
+    """A token that is set apart, as llama.cpp looks for it: before it puts U+2581 for spaces."""
+    return token.replace(_SPACE, " ")
 
 
 def _original_scores(path: Path, tokens: Sequence[str], ranks: Mapping[str, int]) -> list[float] | None:

@@ -56,7 +56,8 @@ def folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     if vocabulary.model == keys.BPE or scores_are_ranks(_mergeable(vocabulary), vocabulary.numbers()):
         raw = tokenizer_json(vocabulary, ids, adds)
-        files["tokenizer.json"] = _json(_with_own(raw, own), indent=None)
+        raw = _with_own(raw, own) if own.values else _with_phi3(raw, metadata)
+        files["tokenizer.json"] = _json(raw, indent=None)
     if vocabulary.model == keys.SPM and vocabulary.types.count(PieceType.UNKNOWN) == 1:
         files["tokenizer.model"] = _sentencepiece(vocabulary, ids)
     if not files:
@@ -187,6 +188,14 @@ def _own(metadata: Mapping[str, Any], path: Path) -> Settings:
     if unknown := sorted(set(own.values) - {*PIPELINE_PARTS, "added_tokens", "bos_token"}):
         raise CheckpointError("holds a key that is not known", path=where, found=shown(unknown[0]))
     return own
+
+
+def _with_phi3(raw: dict[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """With what llama.cpp does to a model that is called Phi 3: its marks take the blanks behind them."""
+    if any(name in str(metadata.get("general.name")).lower() for name in ("phi-3", "phi3")):
+        for token in raw["added_tokens"]:
+            token["rstrip"] = token["content"] not in ("<unk>", "<s>", "<|endoftext|>")
+    return raw
 
 
 def _with_own(raw: dict[str, Any], own: Settings) -> dict[str, Any]:

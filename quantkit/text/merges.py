@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 Pair = tuple[str, str]
 
@@ -21,33 +21,44 @@ def merges_by_rank(order: Mapping[str, float], vocabulary: Mapping[str, int]) ->
     return merges
 
 
-def ranks_of_merges(merges: Sequence[Pair], vocabulary: Mapping[str, int]) -> dict[str, int] | None:
+def ranks_of_merges(
+    merges: Sequence[Pair], vocabulary: Mapping[str, int], apart: Collection[str] = ()
+) -> dict[str, int] | None:  # fmt: skip
     """The place of each piece that pairs make, from 0; None where scores would not say the same as the list: one
-    piece's pairs lie apart in it, or not all pairs that make it are there."""
+    piece's pairs lie apart in it, or not all pairs that make it are there.
+
+    Args:
+        apart: pieces that are found in a text before pairs are.
+    """
     ranks: dict[str, int] = {}
-    count: Counter[str] = Counter()
     last = ""
     for pair in merges:
         piece = "".join(pair)
-        if piece != last:
-            if piece in ranks:
-                return None
-            ranks[piece] = len(ranks)
-        last = piece
-        count[piece] += 1
-    for piece in vocabulary:
-        if len(piece) > 1 and count[piece] != sum(1 for _ in _splits(piece, vocabulary)):
+        if piece in apart or piece == last:
+            continue
+        if piece in ranks:
             return None
+        ranks[piece] = len(ranks)
+        last = piece
+    listed = set(merges)
+    for piece in vocabulary:
+        if piece not in apart:
+            missing = (pair for pair in _splits(piece, vocabulary) if pair not in listed)
+            if not all(pair[0] in apart or pair[1] in apart for pair in missing):
+                return None
     return ranks
 
 
 def scores_are_ranks(scores: Mapping[str, float], vocabulary: Mapping[str, int]) -> bool:
     """Whether a list of pairs, each with a place of its own, says the same as the scores of pieces.
 
-    It cannot where several pieces have one score, and where a piece is of a letter that is none itself.
+    It cannot where several pieces that pairs make have one score, and where a piece is of a letter that is none
+    itself.
     """
     long = [piece for piece in scores if len(piece) > 1]
-    if len({scores[piece] for piece in long}) < len(long):
+    often = Counter(scores[piece] for piece in long)
+    made = [scores[piece] for piece in long if often[scores[piece]] > 1 and any(_splits(piece, vocabulary))]
+    if len(set(made)) < len(made):
         return False
     return not any(
         part not in vocabulary and len(part) == 1 and (len(other) == 1 or other in vocabulary)

@@ -32,22 +32,31 @@ _DEEPSEEK3 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 _KINDS: tuple[tuple[Patterns, bool, tuple[str, ...]], ...] = (
-    ((LLAMA3_PATTERN,), True, ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2")),
+    ((LLAMA3_PATTERN,), True, (
+        "llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "midm-2.0",
+    )),
     ((LLAMA3_PATTERN,), False, ("dbrx", "smaug-bpe", "glm4", "chatglm-bpe")),
-    ((_QWEN2,), False, ("qwen2", "stablelm2", "deepseek-r1-qwen", "hunyuan", "megrez", "kormo", "solar-open")),
+    ((_QWEN2,), False, (
+        "qwen2", "stablelm2", "deepseek-r1-qwen", "hunyuan", "megrez", "kormo", "solar-open", "grok-2", "f2llmv2",
+    )),
     ((_QWEN35,), False, ("qwen35",)),
-    ((GPT2_PATTERN,), False, ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "granite-docling")),
-    ((_DIGIT, GPT2_PATTERN), False, ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")),
+    ((GPT2_PATTERN,), False, (
+        "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "granite-docling", "gigachat", "a.x-4.0",
+        "mellum",
+    )),
+    ((_DIGIT, GPT2_PATTERN), False, (
+        "smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2",
+    )),
     ((_TEKKEN,), True, ("tekken",)),
-    ((_GPT4O,), False, ("gpt-4o", "llama4", "kanana2")),
-    (_DEEPSEEK3, False, ("deepseek-v3", "hunyuan-dense", "joyai-llm")),
+    ((_GPT4O,), False, ("gpt-4o", "llama4", "kanana2", "minimax-m2")),
+    (_DEEPSEEK3, False, ("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4")),
 )  # fmt: skip
 _BY_NAME = {name: (patterns, whole) for patterns, whole, names in _KINDS for name in names}
 NAMES = tuple(names[0] for _, _, names in _KINDS)
 """One for each way to cut a text."""
 SIMPLER = {"tekken", "gpt-4o"}
 """Names for which llama.cpp's own pattern is simpler than that of the models."""
-ADDS_BOS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "tekken"}
+ADDS_BOS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "midm-2.0", "tekken"}
 """Names with which llama.cpp begins a text with BOS where the file does not say whether it shall."""
 _WITHOUT_BOS = "glm4"  # the only one of those alike with which llama.cpp knows that there may be none
 _BYTES_ONLY = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -32,6 +33,7 @@ CONFIG: dict[str, Any] = {
     "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 1,
     "eos_token_id": 2,
 }  # fmt: skip
+_TYPES = [gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q8_0", "Q5_1", "Q4_1", "Q5_0", "BF16", "F32", "MXFP4")]
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 32}  # fmt: skip
 
@@ -62,8 +64,11 @@ _WHOLE = {
     "resume-hf": ("resume-convert-hf",), "resume-meta": ("resume-convert-meta",),
     "resume-quantize": ("resume-quantize-int4-g32",),
     "demo-meta": _FLOAT_JOBS, "demo-hf": _FLOAT_JOBS, "demo-int4": ("convert-hf", "verify"),
+    "gguf": (), "gguf-split": (), "gguf-types": (), "demo-gguf": ("convert-hf", "quantize-int8", "verify"),
+    "demo-gguf-int4": ("verify",),
 }  # fmt: skip
-_NOT_LIGHT = {"converted", "resume-hf", "resume-meta", "resume-quantize", "demo-meta", "demo-hf", "demo-int4"}
+_NOT_LIGHT = {"converted", "resume-hf", "resume-meta", "resume-quantize", "demo-meta", "demo-hf", "demo-int4",
+              "demo-gguf", "demo-gguf-int4"}  # fmt: skip
 
 
 def read_bases(folder: Path) -> list[Base]:
@@ -123,6 +128,12 @@ def write_bases(folder: Path) -> None:
         shutil.copyfile(folder / "demo-hf" / "src" / name, pieces / name)
     for name in ("resume-hf", "resume-meta", "resume-quantize"):
         _interrupted(folder, name)
+
+    quantkit.convert(hf, _home(folder, "gguf"), to="gguf", source_check=False)
+    quantkit.convert(hf, _home(folder, "gguf-split"), to="gguf", source_check=False, split_max_size=30_000)
+    _with_types(folder / "gguf" / "src" / "model.gguf", _new(folder, "gguf-types") / "model.gguf")
+    quantkit.convert(DEMO_MODEL, _home(folder, "demo-gguf"), to="gguf")
+    quantkit.quantize(DEMO_MODEL, _home(folder, "demo-gguf-int4"), "int4-g32", to="gguf")
 
 
 def _home(folder: Path, name: str) -> Path:
@@ -240,6 +251,24 @@ def _tokenizer_json(folder: Path) -> None:
     engine.save(str(folder / "tokenizer.json"))
     settings = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "add_bos_token": True}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def _with_types(source: Path, path: Path) -> None:
+    """A GGUF file with its matrices in several types."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(path, "llama")
+    for one in reader.fields.values():
+        if not one.name.startswith(("GGUF.", "general.architecture")):
+            writer.add_key_value(one.name, one.contents(), one.types[0], one.types[1] if len(one.types) > 1 else None)
+    for number, tensor in enumerate(reader.tensors):
+        kind, values = tensor.tensor_type, gguf.dequantize(tensor.data, tensor.tensor_type)
+        if values.ndim == 2:
+            kind = _TYPES[number % len(_TYPES)]
+        writer.add_tensor(tensor.name, gguf.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def _interrupted(folder: Path, name: str) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from random import Random
 
 from fuzzing.bases import PARTIAL, Base, targets
+from fuzzing.ggufs import mutate_gguf
 from fuzzing.jsons import mutate_json
 from fuzzing.pickles import mutate_pickle
 from fuzzing.raw import HTML, LFS_POINTER, mutate_bytes, mutate_safetensors
@@ -14,7 +15,7 @@ from fuzzing.zips import mutate_zip
 WHOLE_EVERY = 40
 """Of so many inputs one goes through a whole convert, quantize, verify or resumed run."""
 # How often a kind of file is mutated for a light trial, which hardly looks at the last two.
-_WEIGHTS = {"zip": 6, "safetensors": 4, "config.json": 4, "params.json": 3, "generation_config.json": 0.3,
+_WEIGHTS = {"zip": 6, "safetensors": 4, "gguf": 4, "config.json": 4, "params.json": 3, "generation_config.json": 0.3,
             "quantkit.json": 0.7}  # fmt: skip
 _FILE_LEVEL = ("missing", "empty", "a folder", "a link outside", "a dangling link", "a link to itself", "a pipe",
                "a git-lfs pointer", "an HTML page", "spaces", "another file of the kind")  # fmt: skip
@@ -45,9 +46,15 @@ class Input:
 class Inputs:
     """All inputs of a seed. Numbers below 0 are the sound folders, one for each thing that is done with them."""
 
-    def __init__(self, seed: int, bases: list[Base]) -> None:
+    def __init__(self, seed: int, bases: list[Base], kind: str | None = None) -> None:
+        """
+        Args:
+            kind: the only kind of file that is mutated; None for all.
+        """
         self._seed = seed
         self._targets = {whole: _by_kind(bases, whole) for whole in (False, True)}
+        if kind is not None:
+            self._targets = {whole: {kind: found[kind]} for whole, found in self._targets.items()}
         self._files = [(kind_of(path, data), path, data) for base in bases for path, data in base.files.items()]
 
         self._sound = [(base, job) for base in bases for job in (*["light"] * base.light, *base.whole)]
@@ -99,6 +106,8 @@ def kind_of(path: str, data: bytes) -> str:
         return "index"
     if name.endswith(".safetensors"):
         return "safetensors"
+    if name.endswith(".gguf"):
+        return "gguf"
     if name.endswith((".pth", ".bin")):
         return "zip" if data[:2] == b"PK" else "legacy"
     return name
@@ -108,6 +117,8 @@ def mutate(rng: Random, kind: str, data: bytes, others: list[bytes]) -> tuple[by
     """One mutation that suits the kind of a file."""
     if kind in ("safetensors", "partial"):
         return mutate_safetensors(rng, data, others)
+    if kind == "gguf":
+        return mutate_gguf(rng, data, others)
     if kind == "zip":
         return mutate_zip(rng, data, others)
     if kind == "legacy":

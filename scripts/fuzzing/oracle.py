@@ -1,4 +1,4 @@
-"""An independent reading of a checkpoint: torch.load without mmap, safetensors' own reader, zipfile's CRC.
+"""An independent reading of a checkpoint: torch.load without mmap, safetensors' and gguf's own readers, zipfile's CRC.
 
 Nothing here imports quantkit. Names are Hugging Face's, rotary rows in its order. A reading may refuse a
 folder: any exception is a refusal.
@@ -10,9 +10,12 @@ import json
 import re
 import warnings
 import zipfile
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -23,12 +26,21 @@ _META = {
     "attention.wo": "self_attn.o_proj", "feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj", "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
 }  # fmt: skip
+_GGUF = {
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+_GGUF_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_GGUF_CODES = ("Q4_0", "Q8_0")
+_GGUF_EXACT = ("Q4_0", "Q5_0", "Q8_0")  # of embedding and head, which float32 has exactly
 _COLUMNS = ("attention.wo", "feed_forward.w2")
 _DERIVED = re.compile(r"(.*\.)?(rope\.freqs|freqs_cis|rotary_emb\.\w+)")
 
 
 class Refused(Exception):
-    """The folder is no Meta checkpoint that this reading knows."""
+    """The folder is no checkpoint that this reading knows."""
 
 
 def read(folder: Path, *, checksums: bool = True) -> dict[str, Tensor]:
@@ -53,7 +65,8 @@ def read(folder: Path, *, checksums: bool = True) -> dict[str, Tensor]:
         if found:
             break
     else:
-        found = _joined(folder, checksums)
+        files = sorted(folder.glob("*.gguf"))
+        found = _of_gguf(files) if files else _joined(folder, checksums)
     return {name: tensor for name, tensor in found.items() if not _DERIVED.fullmatch(name)}
 
 
@@ -66,6 +79,16 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> str | None:
         if problem := differs(tensor, b[name]):
             return f"tensor {name}: {problem}"
     return None
+
+
+def plain_nans(value: Tensor) -> Tensor:
+    """Weights with every NaN the same, as where they were computed."""
+    return value.masked_fill(value.isnan(), torch.nan)
+
+
+def as_numbers(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A reading whose floats are all float32."""
+    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.items()}
 
 
 def differs(a: Tensor, b: Tensor) -> str | None:
@@ -195,4 +218,37 @@ def _joined(folder: Path, checksums: bool) -> dict[str, Tensor]:
         if match[2] in ("attention.wq", "attention.wk"):
             whole = whole.view(-1, head // 2, 2, whole.shape[1]).transpose(1, 2).reshape(whole.shape)
         found[f"{'model.' + match[1] if match[1] else ''}{_META[match[2]]}.weight"] = whole
+    return found
+
+
+def _of_gguf(paths: Sequence[Path]) -> dict[str, Tensor]:
+    """A Llama in GGUF: floats as they are stored, all else in float32; what has no codes here in the type of most
+    matrices that are floats, but an embedding and a head."""
+    readers = [gguf.GGUFReader(path) for path in paths]
+    keys = {name: field.contents() for name, field in readers[0].fields.items() if name.startswith(("llama.", "gen"))}
+    if keys["general.architecture"] != "llama":
+        raise Refused("no Llama")
+    heads = {"attn_q": int(keys["llama.attention.head_count"])}
+    heads["attn_k"] = int(keys.get("llama.attention.head_count_kv", heads["attn_q"]))
+    tensors = [tensor for reader in readers for tensor in reader.tensors]
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        if len(tensor.shape) > 1 and tensor.tensor_type.name in _GGUF_FLOATS:
+            sizes[tensor.tensor_type.name] += int(tensor.n_bytes)
+    common = _GGUF_FLOATS[sizes.most_common(1)[0][0]] if sizes else torch.bfloat16
+    found: dict[str, Tensor] = {}
+    for tensor in tensors:
+        match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight", tensor.name)
+        if tensor.name == "rope_freqs.weight":
+            continue
+        if match is None or match[2] not in _GGUF:
+            raise Refused(f"no weight of the architecture: {tensor.name}")
+        kind, shape = tensor.tensor_type, [int(size) for size in reversed(tensor.shape)]
+        value = torch.from_numpy(gguf.dequantize(tensor.data, kind).copy()).view(shape)
+        if kind.name not in (_GGUF_EXACT if match[1] is None else _GGUF_CODES):
+            value = value.to(_GGUF_FLOATS.get(kind.name, common))
+        if match[2] in heads:
+            count = heads[match[2]]
+            value = value.view(count, shape[0] // count // 2, 2, shape[1]).transpose(1, 2).reshape(shape)
+        found[f"{f'model.layers.{match[1]}.' if match[1] else ''}{_GGUF[match[2]]}.weight"] = plain_nans(value)
     return found

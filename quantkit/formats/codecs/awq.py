@@ -8,6 +8,7 @@ Source: the package autoawq, WQLinear_GEMM.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ _BITS, _PER_WORD = 4, 8
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _FIELDS = tuple(sorted(range(_PER_WORD), key=_ORDER.__getitem__))
 _LEVELS_OF_8 = b"\x88"
+_READ_SIZES = {None, 16, 32, 64, 128}  # by gptqmodel
 _MOST_COLUMNS = 2**24
 
 
@@ -181,7 +183,8 @@ class Awq:
     def write_settings(
         self, schemes: Mapping[str, QuantScheme], modules: Iterable[str], *, every: bool = True
     ) -> dict[str, Any]:
-        """Linears without a scheme are listed under ``modules_to_not_convert``, which readers take for parts of names.
+        """Linears without a scheme are listed under ``modules_to_not_convert``, which readers take for parts of names,
+        and for gptqmodel, which does not look there, under ``dynamic``.
 
         Raises:
             UnsupportedError: for several group sizes, or where such a name is a part of a quantized one.
@@ -198,7 +201,8 @@ class Awq:
                 raise UnsupportedError(
                     f"AWQ's readers take '{other}' for floats, since '{module}', which is, is a part of its name"
                 )
-        return {
+        dynamic = {f"-:^{re.escape(module)}$": {} for module in floats if module != "lm_head"}
+        settings = {
             "quant_method": self.name,
             "bits": _BITS,
             "group_size": sizes[0],
@@ -207,6 +211,7 @@ class Awq:
             "lm_head": "lm_head" in schemes,
             "modules_to_not_convert": floats or None,
         }
+        return settings | ({"dynamic": dynamic} if dynamic else {})
 
     def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
         return {}
@@ -216,8 +221,11 @@ class Awq:
             return Reason("it holds codes of other bits", found=scheme, expected="4 bits")
         return AwqLinear(scheme)
 
-    def readers(self, schemes: Iterable[QuantScheme | None]) -> str:
-        return "gptqmodel"
+    def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
+        sizes = {None if scheme is None else scheme.group_size for scheme in schemes.values()}
+        if not sizes <= _READ_SIZES:
+            return "what reads AWQ in such groups"
+        return "vLLM" if schemes.get("lm_head") is not None else "gptqmodel, transformers with gptqmodel, vLLM"
 
 
 def _unpacked(words: Tensor) -> Tensor:

@@ -188,10 +188,15 @@ class ReadAsFloats:
         return self._codec.parts(raw, self._coded or spec)
 
     def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> Tensor:
-        from quantkit.tensors.qtensor import QuantTensor
+        from quantkit.tensors.qtensor import QuantTensor, row_chunks
 
         value = self._codec.decode(raw, self._coded or spec, part)
-        return value.dequantize().to(spec.dtype.torch) if isinstance(value, QuantTensor) else value
+        if not isinstance(value, QuantTensor):
+            return value
+        floats = spec.dtype.empty(value.shape)
+        for start, stop in row_chunks(*value.shape):
+            floats[start:stop] = value.rows(start, stop).dequantize()
+        return floats
 
     def encode(self, value: QuantTensor) -> Reason:
         return Reason("it has no codes")
@@ -206,17 +211,22 @@ class HoldsCodes(Protocol):
 
 
 class CodeFormat(Protocol):
-    """What quantized weights are written in.
+    """What quantized weights are written in."""
 
-    Attributes:
-        name: what ``--to`` calls it.
-        schemes: it has of its own, to which weights are rounded that it cannot hold exactly; none if it is only read.
-        scale_dtype: that scales have in it; None if they may have the model's.
-    """
+    @property
+    def name(self) -> str:
+        """What ``--to`` calls it."""
+        ...
 
-    name: str
-    schemes: tuple[QuantScheme, ...]
-    scale_dtype: DType | None
+    @property
+    def schemes(self) -> tuple[QuantScheme, ...]:
+        """Its own, to which weights are rounded that it cannot hold exactly; none if it is only read."""
+        ...
+
+    @property
+    def scale_dtype(self) -> DType | None:
+        """That all scales have in it; None if they may have the model's."""
+        ...
 
     def codec(self, scheme: QuantScheme) -> HoldsCodes | Reason:
         """What it holds a scheme's weights with."""
@@ -271,6 +281,6 @@ class QuantMethod(CodeFormat, Protocol):
         """What it holds a scheme's weights with."""
         ...
 
-    def readers(self, schemes: Iterable[QuantScheme | None]) -> str:
-        """Who else loads a folder with these schemes."""
+    def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
+        """Who else loads a folder whose linear modules have these schemes; None: they are floats, or read as such."""
         ...

@@ -79,8 +79,8 @@ class CompressedTensors:
     def codec(self, scheme: QuantScheme) -> PackQuantized:
         return PackQuantized(scheme)
 
-    def readers(self, schemes: Iterable[QuantScheme | None]) -> str:
-        found = [scheme for scheme in schemes if scheme is not None]
+    def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
+        found = [scheme for scheme in schemes.values() if scheme is not None]
         vllm = ", vLLM" if all(scheme.bits == 4 for scheme in found) else ""
         if all(scheme.symmetric for scheme in found):
             return f"transformers with compressed-tensors{vllm}"
@@ -92,7 +92,7 @@ class Int8Activations:
     token. Only written: what has this form names `CompressedTensors` as its method."""
 
     name = _INT
-    schemes = (_INT8,)
+    schemes: tuple[QuantScheme, ...] = (_INT8,)
     scale_dtype: DType | None = None
     keys: tuple[str, ...] = CompressedTensors.keys
     joins_experts = False
@@ -113,7 +113,7 @@ class Int8Activations:
             return IntQuantized(scheme)
         return Reason("its readers multiply int8 per row alone", found=scheme, expected=_INT8)
 
-    def readers(self, schemes: Iterable[QuantScheme | None]) -> str:
+    def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
         return "transformers with compressed-tensors, vLLM"
 
 

@@ -83,7 +83,7 @@ class BlockType:
         blocks = columns // BLOCK
         scale = scale.repeat_interleave(blocks // scale.shape[1], -1).unsqueeze(-1)
         codes = value.codes.reshape(rows, blocks, BLOCK)
-        low, high = codes.split(BLOCK // 2, -1)
+        low, high = codes[..., : BLOCK // 2], codes[..., BLOCK // 2 :]
         data = codes ^ 0x80 if self.scheme.bits == 8 else low | high << 4
         return torch.cat((scale.view(torch.uint8), data), -1).view(rows, -1)
 
@@ -116,7 +116,7 @@ class GgmlBlocks:
     """Both of them, as what quantized weights of a file are written in."""
 
     name = "gguf"
-    schemes = (Q4_0.scheme, Q8_0.scheme)
+    schemes: tuple[QuantScheme, ...] = (Q4_0.scheme, Q8_0.scheme)
     scale_dtype: DType | None = DType.FLOAT16
 
     def codec(self, scheme: QuantScheme) -> BlockType | Reason:

@@ -21,6 +21,7 @@ from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import SCHEMES, QuantScheme
 
 _FORMATS = {"gptq": 1, "gptq_v2": 2}
+_READ_SIZES = {None, 16, 32, 64, 128, 256, 512, 1024}  # by gptqmodel
 _MOST_PATTERNS = 4096
 _MOST_COLUMNS = 2**24
 
@@ -96,8 +97,18 @@ class Gptq:
     def codec(self, scheme: QuantScheme) -> GptqLinear:
         return GptqLinear(scheme.bits, scheme.group_size, scheme.symmetric)
 
-    def readers(self, schemes: Iterable[QuantScheme | None]) -> str:
-        return "gptqmodel"
+    def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
+        """transformers asks gptqmodel with one scheme for all linears but the head, whatever ``dynamic`` says of
+        others; vLLM 0.32 has kernels for symmetric weights in order."""
+        found = set(schemes.values()) - {None}
+        sizes = {None if scheme is None else scheme.group_size for scheme in found}
+        if not sizes <= _READ_SIZES:
+            return "what reads GPTQ in such groups"
+        blocks = {scheme for module, scheme in schemes.items() if module != "lm_head"}
+        if len(blocks) > 1 or schemes.get("lm_head") is not None:
+            return "gptqmodel"
+        vllm = ", vLLM" if found and all(scheme is not None and scheme.symmetric for scheme in found) else ""
+        return f"gptqmodel, transformers with gptqmodel{vllm}"
 
 
 def quantized_modules(modules: Iterable[str], stored: Collection[str], settings: Settings) -> list[str]:

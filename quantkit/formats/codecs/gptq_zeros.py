@@ -54,7 +54,7 @@ class Packed:
     @property
     def ones(self) -> int:
         """A word with 1 in each of its fields."""
-        return (2**32 - 1) // (2**self.bits - 1)
+        return _ones(self.bits)
 
 
 def constant(raw: RawModule, packed: Packed) -> int | None:
@@ -71,8 +71,11 @@ def zero_points(words: Tensor, bits: int, count: int, version: int) -> Tensor:
     """The zero points [..., count] uint8 that words [..., W] int32 hold."""
     from quantkit.tensors.qtensor import unpack_int32
 
-    ones = (2**32 - 1) // (2**bits - 1)
-    return unpack_int32(words + ones if version == 1 else words, bits, count)
+    return unpack_int32(words + _ones(bits) if version == 1 else words, bits, count)
+
+
+def _ones(bits: int) -> int:
+    return 0xFFFFFFFF // ((1 << bits) - 1)
 
 
 def stored_fields(raw: RawModule, packed: Packed) -> Tensor:

@@ -100,9 +100,9 @@ class Affine:
         codes = _unpacked(packed.flatten(0, -2), bits, last - first)
         scale = scale.flatten(0, -2)
         if scheme is None:
-            value = affine(codes, scale, raw.read(_BIASES, groups).flatten(0, -2), spec.dtype)
-            value = value.view(*packed.shape[:-1], -1)
-            return value if part is None or part.axis == 0 else value[..., start - first : stop - first].contiguous()
+            floats = affine(codes, scale, raw.read(_BIASES, groups).flatten(0, -2), spec.dtype)
+            floats = floats.view(*packed.shape[:-1], -1)
+            return floats if part is None or part.axis == 0 else floats[..., start - first : stop - first].contiguous()
         repeats = scale.shape[1] if scheme.group_size is None else scheme.group_size // group_size
         zero = None
         if not scheme.symmetric:
@@ -128,10 +128,9 @@ class Affine:
         wrong = (offset.double() != scale.double() * -zero.double()) | ~offset.isfinite()
         wrong |= (scale == 0) & (zero != scheme.levels // 2)  # which the offset does not tell
         if wrong.any():
-            place = wrong.nonzero()[0].tolist()
-            step, zero = scale[tuple(place)].item(), zero.expand(scale.shape)[tuple(place)].item()
+            step, point = (one.expand(scale.shape)[wrong][0].item() for one in (scale, zero))
             return Reason(
-                f"{DType.of(scale.dtype)} does not hold the offset of a group", found=f"{-zero:d} steps of {step:g}",
+                f"{DType.of(scale.dtype)} does not hold the offset of a group", found=f"-{point} steps of {step:g}",
                 expected="an offset that is exact in the type of the scales",
             )  # fmt: skip
         repeats = columns // group_size // scale.shape[1]
@@ -238,7 +237,7 @@ class Mlx:
         """What most modules have goes before; the others are named.
 
         Raises:
-            UnsupportedError: for experts, which mlx-lm reads from one tensor for all.
+            UnsupportedError: if no group size of MLX divides a module's groups.
         """
         layouts = {}
         for module, scheme in schemes.items():
@@ -258,7 +257,7 @@ class Mlx:
             return none
         return Affine(scheme)
 
-    def readers(self, schemes: Iterable[QuantScheme | None]) -> str:
+    def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
         return "mlx-lm"
 
 

@@ -265,7 +265,7 @@ class TorchAo:
     def codec(self, scheme: QuantScheme) -> Codec | Reason:
         return Reason("it is only read")
 
-    def readers(self, schemes: Iterable[QuantScheme | None]) -> str:
+    def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
         return "transformers with torchao"
 
 

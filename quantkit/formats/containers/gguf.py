@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.gguf import gguf_tensors
@@ -19,10 +20,15 @@ from quantkit.formats.containers.gguf_checkpoint import GgufCheckpoint
 from quantkit.formats.files.gguf_parts import gguf_file
 from quantkit.formats.folder import OTHER_FILES, present
 from quantkit.text.gguf_tokenizer_keys import tokenizer_metadata
+from quantkit.text.gguf_vocabulary import TOKENS
 from quantkit.text.text_folder import text_folder
 
 if TYPE_CHECKING:
     from quantkit.formats.containers.gguf_encoder import GgufEncoder
+
+_TEXTS = "texts"
+_PHI3 = "(phi)-?3"
+_PHI3_TOKENS = {"</s>", "<unk>", "<s>", "<|endoftext|>"}
 
 
 class Gguf:
@@ -74,14 +80,30 @@ class Gguf:
                 "the source has no tokenizer, and llama.cpp loads no model without one", path=output.source.path,
                 hint="put the tokenizer's files beside the weights",
             )  # fmt: skip
-        texts, _ = tokenizer_metadata(output.source.path, config.vocab_size, output.templates)
-        stated = {"general.type": "model", "general.name": output.name}
-        metadata = metadata_of(config) | stated | texts
+        texts, _ = _texts(output)
+        name = told_name(output.name, config.architecture, texts[TOKENS])
+        metadata = metadata_of(config) | {"general.type": "model", "general.name": name} | texts
         return GgufEncoder(output.planned, config, metadata, rope_tensors(config), output.shard_bytes, output.stem)
 
     def side_files(self, output: Output) -> dict[str, bytes | Path]:
         return {} if output.alone else present(text_folder(output.source.path), OTHER_FILES[1:])
 
     def notes(self, output: Output) -> list[str]:
-        _, notes = tokenizer_metadata(output.source.path, output.config.vocab_size, output.templates)
-        return [*notes, *(f"{output.source.path}: {note}" for note in notes_of(output.config))]
+        return [*_texts(output)[1], *(f"{output.source.path}: {note}" for note in notes_of(output.config))]
+
+
+def told_name(name: str, architecture: str, tokens: Collection[str]) -> str:
+    """A model's name such that llama.cpp does what its tokenizer does: by that name alone it takes one for Phi-3,
+    whose special tokens swallow the spaces behind them, and then looks for its tokens."""
+    named = re.search(_PHI3, name, re.IGNORECASE)
+    if not {*tokens} >= _PHI3_TOKENS:
+        return re.sub(_PHI3, r"\1 3", name, flags=re.IGNORECASE)
+    return f"{name} (Phi-3)" if architecture == "phi3" and named is None else name
+
+
+def _texts(output: Output) -> tuple[dict[str, Any], list[str]]:
+    """The metadata of the tokenizer and the chat templates, and notes on them; found once, as vocabularies are long."""
+    if _TEXTS not in output.found:
+        output.found[_TEXTS] = tokenizer_metadata(output.source.path, output.config.vocab_size, output.templates)
+    found: tuple[dict[str, Any], list[str]] = output.found[_TEXTS]
+    return found

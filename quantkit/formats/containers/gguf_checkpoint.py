@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit.architectures.disk import DiskTensor
+from quantkit.architectures.disk import DiskTensor, Place
 from quantkit.architectures.gguf import ROPE_TENSORS, gguf_tensors, keeps_float32, stored_offset
 from quantkit.architectures.gguf_config import config_of
 from quantkit.architectures.topology import parameters
@@ -65,7 +65,10 @@ class GgufCheckpoint:
         self._home = {name: header for header in self._headers for name in header.tensors}
         metadata = self._headers[0].metadata
         self._require_types(metadata)
-        self._files = {id(header): TensorFile(header.source, _views(header)) for header in self._headers}
+        self._files = {
+            id(header): TensorFile(header.source, {name: view_of(tensor) for name, tensor in header.tensors.items()})
+            for header in self._headers
+        }
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         factors = {name: self._factors(name) for name in ROPE_TENSORS if name in self._stored}
         config = config_of(metadata, shapes, factors, self.path, tied=self._tied(), dtype=_DEFAULT.value)
@@ -119,15 +122,7 @@ class GgufCheckpoint:
         tensor, place = self._places[name]
         stored, spec = self._stored[tensor.name], self._spec(tensor)
         file, view = self._file(tensor.name), self._view(tensor)
-        if stored.type in FLOATS:
-            floats = read_floats(file, view, tensor, place, part)
-            offset = stored_offset(self.config, tensor)
-            return (floats.float() - offset).to(floats.dtype) if offset else floats
-        rows = GgmlRows(file, view, stored.type, spec.scheme is not None, spec.dtype)
-        if place.expert is None:
-            return decode(rows, None, spec, place, part)
-        own = replace(spec, shape=spec.shape[1:])
-        return decode(rows.of_expert(place.expert), None, own, replace(place, expert=None), part)
+        return read_place(file, view, stored.type, spec, tensor, place, stored_offset(self.config, tensor), part)
 
     def _spec(self, tensor: DiskTensor) -> TensorSpec:
         """What a tensor is read as."""
@@ -211,15 +206,37 @@ class GgufCheckpoint:
         require_tensors(found, expected, self.path)
 
 
-def _views(header: GgufHeader) -> dict[str, View]:
-    """Where a file's tensors lie: floats by their numbers, all others by bytes."""
-    found = {}
-    for name, tensor in header.tensors.items():
-        dtype, shape = FLOATS.get(tensor.type), tensor.shape
-        if dtype is None:
-            dtype, shape = DType.UINT8, (*shape[:-1], tensor.type.row_bytes(shape[-1]))
-        found[name] = View(dtype, tensor.offset, shape, contiguous_strides(shape))
-    return found
+def _file_of(header: GgufHeader) -> TensorFile:
+    return TensorFile(header.source, {name: view_of(tensor) for name, tensor in header.tensors.items()})
+
+
+def read_place(
+    file: TensorFile, view: View, kind: GgmlType, spec: TensorSpec, tensor: DiskTensor, place: Place, offset: float,
+    part: TensorSlice | None = None,
+) -> Tensor | QuantTensor:  # fmt: skip
+    """A canonical tensor, or a part of it, of one in a file.
+
+    Args:
+        view: where that lies, see `view_of`.
+        kind, spec: how it is stored, and what it is read as.
+        offset: see `stored_offset`.
+    """
+    if kind in FLOATS:
+        floats = read_floats(file, view, tensor, place, part)
+        return (floats.float() - offset).to(floats.dtype) if offset else floats
+    rows = GgmlRows(file, view, kind, spec.scheme is not None, spec.dtype)
+    if place.expert is None:
+        return decode(rows, None, spec, place, part)
+    own = replace(spec, shape=spec.shape[1:])
+    return decode(rows.of_expert(place.expert), None, own, replace(place, expert=None), part)
+
+
+def view_of(tensor: GgufTensor) -> View:
+    """Where a tensor lies: floats by their numbers, all others by bytes."""
+    dtype, shape = FLOATS.get(tensor.type), tensor.shape
+    if dtype is None:
+        dtype, shape = DType.UINT8, (*shape[:-1], tensor.type.row_bytes(shape[-1]))
+    return View(dtype, tensor.offset, shape, contiguous_strides(shape))
 
 
 def _as_expected(tensor: GgufTensor, shape: tuple[int, ...] | None) -> tuple[int, ...]:

@@ -22,16 +22,16 @@ from quantkit.formats.codecs.codec import Reason
 from quantkit.formats.codecs.ggml_blocks import BLOCK_TYPES, block_type
 from quantkit.formats.codecs.ggml_rows import FLOATS
 from quantkit.formats.container import Chunk, tensor_bytes
+from quantkit.formats.containers.gguf_checkpoint import read_place, view_of
 from quantkit.formats.containers.hf_encoder import joined_spec
-from quantkit.formats.containers.hf_parts import assembled, decode
+from quantkit.formats.containers.hf_parts import assembled
 from quantkit.formats.files.gguf_io import ALIGNMENT, build_header, padding
 from quantkit.formats.files.gguf_types import GGUF, GgmlType, GgufTensor, Split, split_name
 from quantkit.formats.files.source import SourceFile
-from quantkit.formats.files.tensor_file import StoredTensor, TensorFile, View, contiguous_strides
+from quantkit.formats.files.tensor_file import StoredTensor, TensorFile
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
-from quantkit.tensors.tensor_slice import TensorSlice
 
 _TYPES = {dtype: kind for kind, dtype in FLOATS.items()}
 _LISTED = 24
@@ -137,11 +137,13 @@ class GgufEncoder:
         assert unit.tensor is not None
         before = accumulate((self._units[other].nbytes for other in self._shards[shard]), initial=0)
         start = len(self._headers[shard]) + dict(zip(self._shards[shard], before, strict=False))[number]
-        stored, place = unit.stored, unit.tensor.places[index - unit.first]
-        file = _StoredRows(SourceFile(folder / self._names[shard]), start, stored, place.expert)
-        value = decode(file, None, unit.spec, replace(place, expert=None), None)
+        file = TensorFile(SourceFile(folder / self._names[shard]), {})
+        value = read_place(
+            file, view_of(replace(unit.stored, offset=start)), unit.stored.type, unit.spec, unit.tensor,
+            unit.tensor.places[index - unit.first], stored_offset(self._config, unit.tensor),
+        )  # fmt: skip
         if isinstance(value, Tensor):
-            return (value - stored_offset(self._config, unit.tensor)).to(unit.spec.dtype.torch)
+            return value.to(unit.spec.dtype.torch)
         scheme = self.planned[index].scheme
         assert scheme is not None
         times = value.scale.shape[1] // scheme.groups(value.shape[1])
@@ -221,27 +223,6 @@ class GgufEncoder:
         return build_header(metadata, [self._units[number].stored for number in self._shards[index]])
 
 
-class _StoredRows:
-    """A tensor of an unfinished file, or what it holds of one expert."""
-
-    def __init__(self, source: SourceFile, start: int, stored: GgufTensor, expert: int | None) -> None:
-        """
-        Args:
-            start: where the tensor begins in the file.
-        """
-        kind, shape = stored.type, stored.shape
-        self._blocks = BLOCK_TYPES.get(kind)
-        dtype = FLOATS.get(kind, DType.UINT8)
-        shape = shape if self._blocks is None else (*shape[:-1], kind.row_bytes(shape[-1]))
-        view = View(dtype, start, shape, contiguous_strides(shape))
-        self._view = view if expert is None else view.at(0, expert)
-        self._file = TensorFile(source, {})
-
-    def decode(self, raw: object, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor | Tensor:
-        rows = self._file.read_view(self._view, part)
-        return rows if self._blocks is None else self._blocks.decode(rows)
-
-
 def _written(planned: Sequence[TensorSpec], config: ModelConfig) -> list[_Written]:
     """The tensors of the file that the planned ones make, in the order in which those come."""
     index_of = {spec.name: index for index, spec in enumerate(planned)}
@@ -269,7 +250,7 @@ def _type(tensor: DiskTensor, spec: TensorSpec) -> GgmlType:
     reason = kind.unsupported(spec.scheme, spec.shape[-1])
     if reason is not None:
         raise reason.error(tensor.parts[0], kind.name)
-    return GgmlType(kind.name)
+    return GgmlType[kind.name]
 
 
 def _extra(name: str, values: Sequence[float]) -> _Written:

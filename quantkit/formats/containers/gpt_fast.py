@@ -21,10 +21,10 @@ from quantkit.architectures.names import GPT_FAST, split_derived
 from quantkit.architectures.topology import Parameter, parameters
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.formats.checkpoint import require_tensors
-from quantkit.formats.codecs.codec import QuantMethod, RawModule
+from quantkit.formats.codecs.codec import CodeFormat, QuantMethod, RawModule
 from quantkit.formats.container import Output
-from quantkit.formats.containers.hf_checkpoint import NOT_CARRIED
 from quantkit.formats.containers.hf_parts import decode, read_floats, share
+from quantkit.formats.containers.hf_settings import NOT_CARRIED
 from quantkit.formats.files import pth_io
 from quantkit.formats.files.source import SourceFile
 from quantkit.formats.files.tensor_file import same_tensor
@@ -54,7 +54,7 @@ class GptFast:
     config_file = "config.json"
     weights: Mapping[str, str] = _FILES
     methods: Mapping[str, QuantMethod] = {}
-    native = None
+    native: CodeFormat | None = None
     stores_tied_head = True
     states_tokens = True
     model_parallel = False

@@ -91,8 +91,8 @@ def decode(
         if isinstance(slab, QuantTensor):
             own = TensorSlice(0, ((place.first, place.first + place.shape[0]),)).of_weight(slab)
             return own if part is None else part.of_weight(own)
-        rows = slab[0][place.first :: place.step][: place.shape[0]]
-        return rows.contiguous() if part is None else part.of(rows).contiguous()
+        floats = slab[0][place.first :: place.step][: place.shape[0]]
+        return floats.contiguous() if part is None else part.of(floats).contiguous()
     wanted, inside = part, None
     if place.head_order is not None:
         wanted, inside = _whole_heads(part, len(place.head_order))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quantkit.errors import CheckpointError
 from quantkit.formats.files.gguf_io import MAGIC, GgufHeader, read_header
-from quantkit.formats.files.gguf_types import GGUF, split_name, split_stem
+from quantkit.formats.files.gguf_types import GGUF, split_count, split_name, split_stem
 
 _NO_MODELS = ("mmproj", "imatrix")  # what such files are called: a projector for pictures, statistics of activations
 
@@ -45,6 +45,8 @@ def read_parts(path: Path) -> list[GgufHeader]:
     """
     header = read_header(path)
     if header.split is None or header.split.count == 1:
+        if split_count(path.name) > 1:
+            raise CheckpointError("is called a part of a model, and says that it is a whole one", path=path)
         return [header]
     stem, (index, count) = split_stem(path.name), (header.split.index, header.split.count)
     if stem is None or path.name != split_name(stem, index, count):

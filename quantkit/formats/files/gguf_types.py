@@ -161,3 +161,9 @@ def split_stem(name: str) -> str | None:
     """What the names of a model's parts begin with, by one of them; None if that is no part's name."""
     found = _SPLIT_NAME.fullmatch(name)
     return found["stem"] if found else None
+
+
+def split_count(name: str) -> int:
+    """Of how many parts a file is one, by its name; 1 if that is no part's name."""
+    found = _SPLIT_NAME.fullmatch(name)
+    return int(found["count"]) if found else 1

@@ -215,7 +215,7 @@ def require_name(dst: Path) -> None:
 
     Raises:
         RequestError: if it is empty, or leads to a folder that is always there, or is that of an unfinished output,
-            or of a part of one.
+            or of a part of one, or of a file in capital letters.
     """
     if dst.name in ("", "..") or "\0" in dst.name:
         raise RequestError(
@@ -225,6 +225,8 @@ def require_name(dst: Path) -> None:
         raise RequestError(
             f"names that end in {_SUFFIX} are for unfinished outputs", found=dst, hint="choose another destination"
         )
+    if dst.suffix != GGUF == dst.suffix.lower():
+        raise RequestError("names of GGUF files end in small letters", found=dst.name, hint=f"write {dst.stem}{GGUF}")
     if (stem := split_stem(dst.name)) is not None:
         raise RequestError(
             "the destination is the name of a part of a model", found=dst.name, hint=f"name the whole: {stem}{GGUF}"
