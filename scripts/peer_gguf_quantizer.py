@@ -21,7 +21,7 @@ import numpy as np
 from peer_gguf import TOKENS, Ours, Theirs, divergence, text
 
 KINDS = ("Q4_0", "Q8_0", "Q4_K_M", "Q6_K")
-KL = 5e-3
+KL = 1e-3
 
 
 def check(python: Path, out: Path, folder: Path, kind: str) -> bool:

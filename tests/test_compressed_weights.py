@@ -138,6 +138,9 @@ def test_signed_bytes_mean_what_their_owner_makes_of_them(kind: str) -> None:
 def test_int8_goes_to_int_quantized_and_back(model: Path, tmp_path: Path) -> None:
     packed = quantkit.quantize(model, tmp_path / "int8", "int8", accept_quality_loss=True).path
     signed = quantkit.convert(packed, tmp_path / "signed", to="int-quantized")
+    assert (
+        "readers of int-quantized round activations to int8 too; figures here are of the weights alone" in signed.notes
+    )
     assert signed.exact is not None
     assert (signed.exact.tensors, signed.exact.equal) == (7, 7)
     settings = json.loads((signed.path / "config.json").read_text())["quantization_config"]

@@ -229,6 +229,8 @@ CASES = [
     Case("not-quantized", "packed", change=_reencode([DOWN], lambda weight: {"weight": weight})),
     Case("not-quantized", "gptq", change=_reencode([DOWN], lambda weight: {"weight": weight})),
     Case("not-quantized", "awq", change=_reencode([DOWN], lambda weight: {"weight": weight})),
+    Case("not-quantized", "awq", change=_both(
+        _configured(model_type="other"), _reencode([DOWN], lambda weight: {"weight": weight}))),
     Case("not-quantized", "fp8", change=_reencode([DOWN], lambda weight: {"weight": weight})),
     Case("not-in-config", "packed", change=_setting(ignore=["lm_head", DOWN])),
     Case("not-in-config", "awq", change=_setting(modules_to_not_convert=["1.mlp.down_proj"])),
@@ -243,6 +245,7 @@ CASES = [
     Case("codes-shape", "packed", change=_changed(f"{DOWN}.weight_packed", lambda codes: codes[:, :-1])),
     Case("codes-shape", "mlx", change=_changed(f"{DOWN}.weight", lambda codes: codes[:-1])),
     Case("scale-shape", "packed", change=_changed(f"{DOWN}.weight_scale", lambda scale: scale[:, :-1])),
+    Case("scale-shape", "fp8", change=_changed(f"{DOWN}.weight_scale_inv", torch.t)),
     Case("scale-shape", "awq", change=_changed(f"{DOWN}.scales", lambda scale: scale[:-1])),
     Case("scale-shape", "gptq-asym", change=_changed(f"{DOWN}.qzeros", lambda zeros: zeros[:, :-1])),
     Case("uneven-groups", "gptq", change=_setting(group_size=48)),

@@ -31,6 +31,7 @@ class Claim:
         symmetric: whether there are no zero points; None where it is not said.
         order: of columns: ``group`` where a tensor says the group of each.
         activations: whether these are quantized too.
+        block: rows and columns that share a scale, where these are blocks.
     """
 
     kind: str | None
@@ -39,6 +40,7 @@ class Claim:
     symmetric: bool | None = None
     order: str | None = None
     activations: bool = False
+    block: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ def read_claims(
             return _mlx(settings, coded)
         if method in _FLOAT8_METHODS:
             skipped = _Skipped(settings)
-            claim = Claim("float8", 8, symmetric=True, activations=settings.get("activation_scheme") is not None)
+            block = _block(settings.get("weight_block_size"))
+            claim = Claim("float8", 8, symmetric=True, activations=True, block=block)
             return Claims({one: claim for one in modules if not skipped(one) and not _is_head(one)}, certain=True)
     except (CheckpointError, ValueError, TypeError, AttributeError, LookupError) as error:
         problem = error.problem if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
@@ -142,6 +145,7 @@ def _claim(group: Mapping[str, Any], settings: Mapping[str, Any]) -> Claim | Non
     return Claim(
         kind, _bits(weights.get("num_bits")), _group(size), weights.get("symmetric", True) is not False,
         str(weights["actorder"]) if weights.get("actorder") else None, bool(group.get("input_activations")),
+        _block(weights.get("block_structure")),
     )  # fmt: skip
 
 
@@ -217,6 +221,15 @@ def _bits(value: object) -> int | None:
     if value is not None and (type(value) is not int or not 1 <= value <= 16):
         raise ValueError(f"the bits of a code are {shown(value)}")
     return value
+
+
+def _block(value: object) -> tuple[int, int] | None:
+    """Rows and columns of a block."""
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 2 or not all(type(one) is int and one > 0 for one in value):
+        raise ValueError(f"the size of a block is {shown(value)}")
+    return value[0], value[1]
 
 
 def _group(value: object) -> int | None:

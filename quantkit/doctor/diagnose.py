@@ -100,8 +100,8 @@ class _Patient:
 
     @property
     def is_read_strictly(self) -> bool:
-        """Whether it is opened as by jobs: where there are few rules of its own, or all is read anyway."""
-        return self.folder.kind in ("meta", "gguf") or (self.deep and self.folder.kind in ("safetensors", "bin"))
+        """Whether it is opened as by jobs, where there are few rules of its own."""
+        return self.folder.kind in ("meta", "gguf")
 
     def kind(self) -> str:
         """What it is, in a few words."""

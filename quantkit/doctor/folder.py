@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
-from quantkit.formats.containers.hf_checkpoint import SETTINGS, index_path, settings_in
+from quantkit.formats.containers.hf_checkpoint import index_path
+from quantkit.formats.containers.hf_settings import SETTINGS, settings_in
 from quantkit.formats.files import pth_io, safetensors_io
 from quantkit.formats.files.gguf_io import GgufHeader, read_header
 from quantkit.formats.files.gguf_types import split_name, split_stem

@@ -150,12 +150,15 @@ def missing_leaves(coded: Coded, *, symmetric: bool | None) -> list[str]:
     return found
 
 
-def expected_shapes(coded: Coded, shape: Shape, bits: int | None, group: int | None) -> dict[str, list[Shape]]:
+def expected_shapes(
+    coded: Coded, shape: Shape, bits: int | None, group: int | None, block: tuple[int, int] | None
+) -> dict[str, list[Shape]]:  # fmt: skip
     """The shapes that the tensors of a weight [O, I] may have; nothing for kinds whose layout is not known here.
 
     Args:
         bits: of a code, as the config says.
         group: inputs that share a scale; None for all of a row.
+        block: rows and columns that do.
     """
     if len(shape) != 2 or bits is None or not 0 < bits <= 8:
         return {}
@@ -182,6 +185,10 @@ def expected_shapes(coded: Coded, shape: Shape, bits: int | None, group: int | N
         return {
             "weight": [(rows, _words(columns, bits))], "scales": [(rows, groups)], "biases": [(rows, groups)],
         }  # fmt: skip
+    if coded.kind == "float8":
+        blocks = [(rows, 1), (rows,), *of_tensor] if block is None else []
+        blocks += [] if block is None else [(math.ceil(rows / block[0]), math.ceil(columns / block[1]))]
+        return {"weight": [shape], "weight_scale_inv": blocks, "weight_scale": blocks}
     if coded.kind == "int8":
         return {"weight": [shape], "weight_scale": [(rows, groups), *of_tensor, *([(rows,)] if of_tensor else [])]}
     return {}

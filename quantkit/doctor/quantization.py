@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from quantkit.architectures.topology import fused_modules, parameters
@@ -79,6 +80,8 @@ RULES = (
     SCALE_SHAPE, UNEVEN_GROUPS, FUSED_SCHEMES, EXPERT_SCHEMES, TP_GROUPS, TP_HEADS, ACT_ORDER, QUANTIZED_EMBEDDING,
 )  # fmt: skip
 
+_BY_ROWS = ("gptq", "awq")
+_NUMBER = re.compile(r"\d+")
 _FLOATS = Coded("", "", {})
 _CODES = ("weight_packed", "qweight", "weight")
 _EMBEDDINGS_READ = ("mlx",)  # methods whose own readers expect quantized embeddings
@@ -109,14 +112,15 @@ def _module(view: View, module: str) -> Iterator[Finding]:
     claim, coded = view.claims.modules.get(module), view.coded.get(module)
     if coded is None:
         floats = f"{module}.weight" in view.stored
-        if claim is not None and view.claims.certain and floats:
+        if claim is not None and view.claims.certain and floats and _is_meant(view, module):
             kind = TOLD.get(claim.kind or "", "quantized")
             yield Finding(NOT_QUANTIZED, module, f"floats, and by the config {kind}")
         return
     symmetric = None if claim is None else claim.symmetric
     lacking = [leaf for leaf in missing_leaves(coded, symmetric=symmetric) if not _unread(view, module, leaf)]
     if lacking:
-        yield Finding(INCOMPLETE, module, f"lacks {', '.join(lacking)}; has {', '.join(map(str, coded.leaves))}")
+        there = f"; has {', '.join(filter(None, coded.leaves))}" if any(coded.leaves) else ""
+        yield Finding(INCOMPLETE, module, f"lacks {', '.join(lacking)}{there}")
     if not coded.kind:
         return
     if view.is_embedding(module) and view.folder.method not in _EMBEDDINGS_READ:
@@ -136,7 +140,16 @@ def _module(view: View, module: str) -> Iterator[Finding]:
         if claim.group and shape[1] % claim.group:
             yield Finding(UNEVEN_GROUPS, module, f"rows of {shape[1]} in groups of {claim.group}")
             return
-        yield from _held_shapes(coded, expected_shapes(coded, shape, claim.bits, claim.group))
+        yield from _held_shapes(coded, expected_shapes(coded, shape, claim.bits, claim.group, claim.block))
+
+
+def _is_meant(view: View, module: str) -> bool:
+    """Whether a config that lists no modules means one: in a family that is not known, if its like in most layers are
+    quantized."""
+    if view.known or view.folder.method not in _BY_ROWS:
+        return True
+    alike = [one for one in view.linears if _NUMBER.sub("*", one) == _NUMBER.sub("*", module)]
+    return 2 * sum(one in view.coded for one in alike) > len(alike)
 
 
 def _held_shapes(coded: Coded, expected: Mapping[str, Sequence[tuple[int, ...]]]) -> Iterator[Finding]:
@@ -179,7 +192,7 @@ def _differing(view: View, canonical: Sequence[str], rule: Rule, where: str) -> 
     tensors = [view.on_disk(f"{name}.weight") for name in canonical]
     modules = list(dict.fromkeys(tensor.module for tensor in tensors if tensor is not None))
     present = [one for one in modules if one in view.coded or f"{one}.weight" in view.stored]
-    if any(one in view.coded and not view.coded[one].kind for one in present):
+    if any(one in view.coded and missing_leaves(view.coded[one], symmetric=None) for one in present):
         return  # broken, which is another rule's
     other = next((one for one in present[1:] if view.signature(one) != view.signature(present[0])), None)
     if other is not None:
@@ -213,17 +226,8 @@ def _split(view: View, tp: int) -> Iterator[Finding]:
             if not parameter.role.startswith("attention."):
                 yield Finding(TP_HEADS, tensor.module, f"width {width} over {tp}")
             continue
-        block = _block(view, tensor.module, axis) or (claim.group if claim is not None and axis == 1 else None)
+        block = None if claim is None else claim.block[axis] if claim.block else claim.group if axis == 1 else None
         if block is not None and tensor.module in view.coded and (width // tp) % block:
             yield Finding(TP_GROUPS, tensor.module, f"{width} over {tp} is {width // tp}, in groups of {block}")
         elif axis == 0 and (width // tp) % 8 and view.coded.get(tensor.module, _FLOATS).kind == "awq":
             yield Finding(TP_GROUPS, tensor.module, f"{width} outputs over {tp}, eight to a word")
-
-
-def _block(view: View, module: str, axis: int) -> int | None:
-    """The side of a block of FP8, along rows or columns."""
-    size = (view.folder.settings or {}).get("weight_block_size")
-    coded = view.coded.get(module)
-    if coded is None or coded.kind != "float8" or not isinstance(size, list) or len(size) != 2:
-        return None
-    return size[axis] if type(size[axis]) is int and size[axis] > 0 else None

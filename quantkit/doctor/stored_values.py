@@ -16,8 +16,9 @@ from quantkit.formats.codecs.float8 import TYPES as FLOAT8
 from quantkit.formats.files.gguf_io import GgufHeader
 from quantkit.formats.files.gguf_types import GgufTensor
 from quantkit.formats.files.tensor_file import StoredTensor, TensorFile
-from quantkit.tensors.dtypes import FLOATS
+from quantkit.tensors.dtypes import FLOATS, DType
 
+_OPAQUE = {one for one in DType if one.startswith(("bits", "q", "float4")) or one == DType.COMPLEX32}
 _PIECE = 1 << 22  # bytes
 _SCALES = ("weight_scale", "weight_scale_inv", "scales", "SCB", "weight.absmax", "weight_global_scale")
 _CODES = ("weight_packed", "qweight", "weight", "_blocks", "_qdata", "")
@@ -58,6 +59,8 @@ def parts(folder: Folder, view: View | None) -> list[Part]:
     offset = view is None or view.config is None or view.config.norm_offset != 0
     found = []
     for name, tensor in folder.stored.items():
+        if tensor.dtype in _OPAQUE:
+            continue
         kind, codes = leaves.get(name, (_kind(name, tensor, offset), ""))
         if kind == "scale" and tensor.dtype not in (*FLOATS, *FLOAT8):
             kind = "other"  # exponents
@@ -90,7 +93,11 @@ def _pieces(file: TensorFile, name: str) -> Iterator[Tensor]:
 
 
 def _compared(piece: Tensor) -> Tensor:
-    """Whole numbers of a kind that torch compares."""
+    """Numbers of a kind that torch compares."""
+    if piece.is_complex():
+        return torch.view_as_real(piece)
+    if piece.dtype == torch.bool:
+        return piece.byte()
     same = {torch.uint32: torch.int32, torch.uint16: torch.int16, torch.uint64: torch.int64}
     return piece.view(same[piece.dtype]) if piece.dtype in same else piece
 

@@ -86,7 +86,8 @@ def convert(
             ``hf``, ``meta`` or ``gguf`` of floats. By default floats go to ``hf``, and a quantized model keeps its
             format where that is written, else goes to ``compressed-tensors``.
         mp: number of Meta model-parallel shards.
-        dtype: ``bf16``, ``fp16``, ``fp32``, or torch's; None keeps each tensor's own.
+        dtype: ``bf16``, ``fp16``, ``fp32``, or torch's; None keeps each tensor's own. Of quantized models it goes with
+            GGUF, for the tensors that are floats, and with `dequantize`.
         dequantize: write the floats that a quantized model means, each rounded once to the model's float type.
         requantize: round anew what `to` cannot hold exactly; the result is then held against the source, and refused
             where it is too far from it.
@@ -223,7 +224,7 @@ def _require_convertible(
     if dequantize:
         return
     found = str(next(iter(quantized.values()), None) or next(iter(integers.values())))
-    if target.codes is None or cast is not None:
+    if target.codes is None or (cast is not None and target.container is not GGUF):
         what = "floats are" if target.codes is None else "another float type is"
         raise UnsupportedError(
             f"the source is quantized; {what} written of it only where that is asked for", path=source.path,

@@ -68,7 +68,7 @@ def require_exact(
         if before.scheme is not None:
             quantized += 1
             equal = _same_codes(source, result, name)
-        elif before.dtype == result.info(name).dtype and not (result.config.norm_offset and "norm" in name):
+        elif before.dtype == result.info(name).dtype and not _offset(result, name):
             floats += 1
             equal = _same_floats(source, result, before.name, name)
         else:
@@ -99,6 +99,11 @@ def row_pieces(shape: tuple[int, ...], head_dim: int) -> Iterator[TensorSlice | 
     step = max(1, _AT_ONCE // (max(1, math.prod(shape[1:])) * max(1, head_dim))) * max(1, head_dim)
     for start in range(0, shape[0], step):
         yield TensorSlice(0, ((start, min(start + step, shape[0])),))
+
+
+def _offset(result: Checkpoint, name: str) -> bool:
+    """Whether a format has a norm's weight with one added to it, which rounds it."""
+    return result.format == "gguf" and result.config.norm_offset != 0 and "norm" in name
 
 
 def _same_codes(source: Checkpoint, result: Checkpoint, name: str) -> bool:

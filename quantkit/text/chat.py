@@ -158,7 +158,8 @@ def chat_format(
         >>> chat = quantkit.chat_format("model", tokenizer)
         >>> ids = chat.encode([{"role": "user", "content": "What is the capital of France?"}])
     """
-    folder = text_folder(as_path("folder", folder))
+    named = as_path("folder", folder)
+    folder = text_folder(named)
     require_tokenizer(tokenizer)
     if template is not None:
         as_text("template", template)
@@ -170,10 +171,10 @@ def chat_format(
     if template is not None and template.endswith(".jinja"):
         given = ChatTemplate(given_template(template), tokens=tokens, path=Path(template))
         return TemplateChat(lambda with_tools: given, _with_specials(tokenizer, folder))
-    templates = ChatTemplates(folder, tokens)
+    templates = ChatTemplates(named, tokens)
     if not templates:
         raise RequestError(
-            "has no chat template", path=folder, hint="a base model takes a prompt instead",
+            "has no chat template", path=named, hint="a base model takes a prompt instead",
             expected=f"`template={' or '.join(META_FORMATS)}` for an instruct model",
         )  # fmt: skip
     found = {with_tools: templates.choose(template, with_tools=with_tools) for with_tools in (False, True)}

@@ -162,8 +162,8 @@ class ChatTemplates:
         Raises:
             CheckpointError: if a file is damaged.
         """
-        self.folder = text_folder(folder)
-        self._sources = _sources(self.folder)
+        self.folder = Path(folder)  # by its own name, which errors say
+        self._sources = _sources(text_folder(folder))
         self._tokens = dict(tokens or {})
 
     def __bool__(self) -> bool:

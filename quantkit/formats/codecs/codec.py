@@ -188,10 +188,15 @@ class ReadAsFloats:
         return self._codec.parts(raw, self._coded or spec)
 
     def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> Tensor:
-        from quantkit.tensors.qtensor import QuantTensor
+        from quantkit.tensors.qtensor import QuantTensor, row_chunks
 
         value = self._codec.decode(raw, self._coded or spec, part)
-        return value.dequantize().to(spec.dtype.torch) if isinstance(value, QuantTensor) else value
+        if not isinstance(value, QuantTensor):
+            return value
+        floats = spec.dtype.empty(value.shape)
+        for start, stop in row_chunks(*value.shape):
+            floats[start:stop] = value.rows(start, stop).dequantize()
+        return floats
 
     def encode(self, value: QuantTensor) -> Reason:
         return Reason("it has no codes")

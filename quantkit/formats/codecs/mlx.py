@@ -237,7 +237,7 @@ class Mlx:
         """What most modules have goes before; the others are named.
 
         Raises:
-            UnsupportedError: for experts, which mlx-lm reads from one tensor for all.
+            UnsupportedError: if no group size of MLX divides a module's groups.
         """
         layouts = {}
         for module, scheme in schemes.items():

@@ -23,8 +23,8 @@ from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.formats.checkpoint import require_tensors
 from quantkit.formats.codecs.codec import CodeFormat, QuantMethod, RawModule
 from quantkit.formats.container import Output
-from quantkit.formats.containers.hf_checkpoint import NOT_CARRIED
 from quantkit.formats.containers.hf_parts import decode, read_floats, share
+from quantkit.formats.containers.hf_settings import NOT_CARRIED
 from quantkit.formats.files import pth_io
 from quantkit.formats.files.source import SourceFile
 from quantkit.formats.files.tensor_file import same_tensor

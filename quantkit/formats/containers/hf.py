@@ -15,15 +15,10 @@ from quantkit.architectures.families.opaque import carried_modules, with_dtype
 from quantkit.architectures.topology import Parameter, parameters
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.codec import QuantMethod
+from quantkit.formats.codecs.compressed_tensors import Int8Activations
 from quantkit.formats.container import Output
-from quantkit.formats.containers.hf_checkpoint import (
-    SETTINGS,
-    HFCheckpoint,
-    index_path,
-    read_codecs,
-    weight_kinds,
-    without_settings,
-)
+from quantkit.formats.containers.hf_checkpoint import HFCheckpoint, index_path, weight_kinds
+from quantkit.formats.containers.hf_settings import SETTINGS, read_codecs, without_settings
 from quantkit.formats.folder import json_bytes, present, side_names, with_templates
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.export import export_json
@@ -111,7 +106,9 @@ class HuggingFace:
         return with_templates(files, output.templates, in_settings=True)
 
     def notes(self, output: Output) -> list[str]:
-        return []
+        if not isinstance(output.method, Int8Activations):
+            return []
+        return [f"readers of {output.method.name} round activations to int8 too; figures here are of the weights alone"]
 
 
 def _config(source: Checkpoint, config: ModelConfig) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,14 +20,14 @@ from quantkit.formats.checkpoint import require_tensors, require_unquantized, sc
 from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule, ReadAsFloats
 from quantkit.formats.codecs.compressed_tensors import packed_shapes
 from quantkit.formats.codecs.compressed_weights import PACKED, PLAIN, SCALE
-from quantkit.formats.codecs.dequantized import METHODS as READ_AS_FLOATS
-from quantkit.formats.codecs.dequantized import DequantizedTensor, by_small_floats, dequantized, method_in
+from quantkit.formats.codecs.dequantized import DequantizedTensor, by_small_floats, dequantized
 from quantkit.formats.containers.hf_parts import decode, read_dequantized, read_floats, share, zero_biases
+from quantkit.formats.containers.hf_settings import NOT_CARRIED, SETTINGS, read_codecs, settings_in, without_settings
 from quantkit.formats.files import pth_io, safetensors_io
 from quantkit.formats.files.source import SourceFile
 from quantkit.formats.files.tensor_file import Home, StoredTensor, TensorFile, same_tensor
 from quantkit.formats.folder import QUANTIZED_ELSEWHERE
-from quantkit.json_values import Settings, read_json, read_settings, shown
+from quantkit.json_values import Settings, read_json, read_settings
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
@@ -37,14 +37,7 @@ if TYPE_CHECKING:
 
     from quantkit.tensors.qtensor import QuantTensor
 
-SETTINGS = "quantization_config"
-"""The key of config.json under which the settings of a quantization lie."""
 _STEMS = {"safetensors": "model", "bin": "pytorch_model"}
-_MLX_SETTINGS = "quantization"
-_SETTINGS_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Where settings lie that config.json does not hold, and whose they are where they do not say."""
-NOT_CARRIED = {SETTINGS, _MLX_SETTINGS, "dtype", "rope_scaling", "_name_or_path", "auto_map"}
-"""Keys of config.json that are no part of what an output's says besides its config."""
 
 
 def weight_kinds(folder: Path) -> list[str]:
@@ -315,74 +308,6 @@ class HFCheckpoint:
         home = self._home[tensor.name]
         stored_as = home.stored_as if isinstance(home, DequantizedTensor) else None
         return TensorSpec(tensor.name, tensor.shape, tensor.dtype, None, stored_as)
-
-
-def read_codecs(
-    raw: Mapping[str, Any],
-    modules: Iterable[str],
-    path: Path,
-    methods: Mapping[str, QuantMethod],
-    stored: Collection[str] = (),
-) -> tuple[QuantMethod | None, dict[str, Codec]]:
-    """How a config.json says that a folder is quantized: the method, and the codec of each module; none for floats.
-
-    Args:
-        raw: see `settings_in`.
-        path: of config.json, for errors.
-        stored: the names of all tensors; none where only the config is looked at.
-
-    Raises:
-        UnsupportedError: for a method that is not read; see also `QuantMethod.read_settings`.
-        CheckpointError: for settings of the wrong kind.
-    """
-    if raw.get(SETTINGS) is None:
-        return None, {}
-    if not isinstance(raw[SETTINGS], dict):
-        raise CheckpointError(f"{SETTINGS} is no object", path=path, found=shown(raw[SETTINGS]))
-    settings = Settings(raw[SETTINGS], path, SETTINGS)
-    name = method_in(settings)
-    if name in READ_AS_FLOATS:
-        return None, {}
-    if name is None or name not in methods:
-        bits = shown(settings.values["bits"]) if settings.has("bits") else ""
-        raise UnsupportedError(
-            "the source is quantized already in a scheme quantkit does not read", path=path,
-            found=f"{name} {bits}".strip() if name else "an unnamed scheme",
-            expected=", ".join([*methods, *sorted(READ_AS_FLOATS)]), hint="start from the float model",
-        )  # fmt: skip
-    codecs = methods[name].read_settings(settings, modules, stored)
-    form = methods.get(str(settings.values.get("format")))  # that has a name of its own, and holds them all
-    named = form is not None and all(codec.scheme in form.schemes for codec in codecs.values())
-    return form if form is not None and named else methods[name], codecs
-
-
-def settings_in(raw: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
-    """A config.json in which the settings of a quantization stand, wherever a folder has them: in the config, in one
-    of its parts, under MLX's name, or in a file of their own.
-
-    Args:
-        folder: in which such a file may lie.
-
-    Raises:
-        CheckpointError: if such a file is damaged.
-    """
-    if isinstance(named := raw.get(_MLX_SETTINGS), dict):
-        return {**raw, SETTINGS: {"quant_method": "mlx", **named}}
-    nested = (part.get(SETTINGS) for part in raw.values() if isinstance(part, dict))
-    found = next((one for one in (raw.get(SETTINGS), *nested) if one is not None), None)
-    if found is None and folder is not None:
-        beside = [(folder / name, method) for name, method in _SETTINGS_FILES.items() if (folder / name).is_file()]
-        found = next(({"quant_method": method, **read_json(path)} for path, method in beside), None)
-    return {**raw, SETTINGS: found}
-
-
-def without_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json of the same model in floats."""
-    return {
-        key: without_settings(value) if isinstance(value, dict) else value
-        for key, value in raw.items()
-        if key not in (SETTINGS, _MLX_SETTINGS)
-    }
 
 
 def index_path(folder: Path, kind: str) -> Path:
