@@ -201,7 +201,7 @@ class Awq:
                 raise UnsupportedError(
                     f"AWQ's readers take '{other}' for floats, since '{module}', which is, is a part of its name"
                 )
-        dynamic = {f"-:^{re.escape(module)}$": {} for module in floats if module != "lm_head"}
+        dynamic: dict[str, Any] = {f"-:^{re.escape(module)}$": {} for module in floats if module != "lm_head"}
         settings = {
             "quant_method": self.name,
             "bits": _BITS,
