@@ -19,8 +19,8 @@ from command import Capture, run
 from safetensors.torch import load_file, save_file
 
 import quantkit
+from quantkit.doctor.diagnose import rules
 from quantkit.doctor.findings import RUNTIMES, Finding, Rule
-from quantkit.doctor.rules import rules
 from quantkit.errors import CheckpointError, RequestError
 
 ALL = {rule.name: rule for theme in rules().values() for rule in theme}

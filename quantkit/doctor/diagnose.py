@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from quantkit.arguments import as_path, as_text, as_whole, require_flags
 from quantkit.doctor import files, gguf, quantization, readers, text, weights, zero_points
-from quantkit.doctor.findings import RUNTIMES, Finding, Runtime, ordered
+from quantkit.doctor.findings import RUNTIMES, Finding, Rule, Runtime, ordered
 from quantkit.doctor.folder import Folder
 from quantkit.doctor.report import Diagnosis, LayerError
 from quantkit.doctor.view import View
@@ -137,3 +137,19 @@ class _Patient:
         if view is not None and not view.known and self.folder.config:
             told.append("which tensors the model needs: its family is not known here")
         return told
+
+
+def rules() -> Mapping[str, tuple[Rule, ...]]:
+    """Every rule there is, by what it is about."""
+    from quantkit.doctor import against, values
+
+    return {
+        "Files": files.RULES,
+        "Tensors against config.json": weights.RULES,
+        "Quantized weights": (*quantization.RULES, *zero_points.RULES),
+        "Text": text.RULES,
+        "GGUF": gguf.RULES,
+        "One runtime, with --for": readers.RULES,
+        "Numbers, with --deep": values.RULES,
+        "Against its source, with --against": against.RULES,
+    }

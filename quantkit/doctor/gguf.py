@@ -84,8 +84,9 @@ def _tensors(metadata: Mapping[str, Any], architecture: str, tensors: Mapping[st
             yield Finding(MISSING_TENSOR, name, "not in the file")
     blocks = metadata.get(f"{architecture}.block_count")
     width = metadata.get(f"{architecture}.embedding_length")
-    if (found := tensors.get("token_embd.weight")) and type(width) is int and found.shape[-1] != width:
-        yield Finding(WRONG_SHAPE, found.name, f"rows of {found.shape[-1]}, and embedding_length is {width}")
+    table = tensors.get("token_embd.weight")
+    if table is not None and type(width) is int and table.shape[-1] != width:
+        yield Finding(WRONG_SHAPE, table.name, f"rows of {table.shape[-1]}, and embedding_length is {width}")
     if type(blocks) is not int or blocks > len(tensors) + 1:
         return
     own: dict[int, dict[str, GgufTensor]] = {layer: {} for layer in range(blocks)}

@@ -183,8 +183,8 @@ def _together(view: View) -> Iterator[Finding]:
     for parameter in parameters(config):
         if parameter.expert is not None and parameter.is_linear_weight:
             banks.setdefault((parameter.layer, parameter.role), []).append(parameter.module)
-    for (layer, role), names in banks.items():
-        yield from _differing(view, names, EXPERT_SCHEMES, f"layer {layer}, {role}")
+    for (number, role), names in banks.items():
+        yield from _differing(view, names, EXPERT_SCHEMES, f"layer {number}, {role}")
 
 
 def _differing(view: View, canonical: Sequence[str], rule: Rule, where: str) -> Iterator[Finding]:

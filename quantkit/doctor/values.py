@@ -180,7 +180,7 @@ def _column_order(view: View) -> Iterator[Finding]:
     """Groups of columns that are none of neighbours, where the settings say nothing of it."""
     for module, coded in view.coded.items():
         claim, index = view.claims.modules.get(module), coded.leaves.get("g_idx")
-        if index is None or claim is None or claim.order == "group" or index.name not in view.folder.homes:
+        if index is None or claim is None or claim.order == "group" or len(index.shape) != 1:
             continue
         if not _is_plain(view.folder.homes[index.name].read(index.name), claim.group):
             yield Finding(COLUMN_ORDER, index.name, "desc_act is false, and g_idx is no rising count of groups")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import DiskTensor, found_tensors
 from quantkit.architectures.families import families
 from quantkit.architectures.families.opaque import named_roles, opaque_config
-from quantkit.architectures.names import CANONICAL
 from quantkit.doctor.claims import Claims, read_claims
 from quantkit.doctor.folder import CONFIG, Folder
 from quantkit.doctor.modules import Coded, coded_modules
@@ -123,13 +121,3 @@ class View:
         roles = named_roles(self.folder.config, tensors)
         own = {one.module: one.shape for one in tensors if roles.get(one.name, ("",))[0] == "linear"}
         return {**own, **{module: None for module, one in self.coded.items() if one.kind}}
-
-
-def canonical_module(role: str, layer: int) -> str:
-    """The canonical name of a module within a layer."""
-    return CANONICAL[role].format(layer=layer)
-
-
-def with_untied_head(config: ModelConfig) -> ModelConfig:
-    """The same model with a head of its own."""
-    return replace(config, tied_embeddings=False)

@@ -11,6 +11,7 @@ from quantkit.doctor.findings import Finding, Rule
 from quantkit.doctor.modules import Coded
 from quantkit.doctor.view import View
 from quantkit.errors import CheckpointError
+from quantkit.tensors.dtypes import DType
 
 ZERO_VERSION = Rule(
     "zero-version", "error", "zero points are one off: they are of another version than the config says",
@@ -50,8 +51,11 @@ def check(view: View, *, deep: bool) -> Iterator[Finding]:
 
 
 def _is_whole(view: View, coded: Coded) -> bool:
-    needed = _ASYMMETRIC.get(coded.kind, ())
-    return all(leaf in coded.leaves and coded.leaves[leaf].name in view.folder.homes for leaf in needed)
+    found = [coded.leaves.get(leaf) for leaf in _ASYMMETRIC.get(coded.kind, ())]
+    return all(
+        tensor is not None and tensor.dtype == DType.INT32 and len(tensor.shape) == 2 and 0 not in tensor.shape
+        for tensor in found
+    )
 
 
 def _stored_less(view: View) -> int:
