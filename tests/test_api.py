@@ -21,7 +21,6 @@ from quantkit import errors
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.formats.detect import WeightKind
 from quantkit.formats.registry import CONTAINERS, targets
-from quantkit.jobs.convert import Target
 from quantkit.jobs.settings import Method
 from quantkit.jobs.target import TargetName
 from quantkit.kernels.dispatch import BACKENDS, BackendName
@@ -179,7 +178,6 @@ def test_choices_are_those_there_are() -> None:
     kinds = {kind for container in CONTAINERS.values() for kind in container.weights}
     assert set(typing.get_args(WeightKind)) == kinds - {"gpt-fast-int4"}  # which is never read
     assert set(typing.get_args(TargetName)) == targets().keys()
-    assert set(typing.get_args(Target)) == set(CONTAINERS)
     assert typing.get_args(Method) == ("rtn", "gptq")
 
 
