@@ -17,6 +17,7 @@ from torch import Tensor
 import quantkit
 from quantkit.errors import CheckpointError, NonFiniteError, QuantkitError, RequestError
 from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.registry import target
 from quantkit.jobs.prepare import prepare
 from quantkit.model.load import load_model
 from quantkit.tensors.qtensor import QuantTensor
@@ -100,6 +101,7 @@ def test_who_loads_several_schemes_is_told(mix: str, tmp_path: Path) -> None:
     source = _saved("qwen2-moe", tmp_path / "source")
     recipe = Recipe(INT4, tuple(Override(*one) for one in MIXES[mix]))
     options = {"keep": (), "strict": False, "weights": None, "tensors_only": False, "gptq": False}
+    options["target"] = target("compressed-tensors")
     notes = prepare(source, tmp_path / "made", recipe, **options).notes
     quantkit.quantize(source, tmp_path / "made", recipe, accept_quality_loss=True)
     loads = "transformers" in open_checkpoint(tmp_path / "made").readers()

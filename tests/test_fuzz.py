@@ -8,6 +8,9 @@ import sys
 import zipfile
 from pathlib import Path
 
+import gguf
+import gguf_files
+import oracle as oracle_models
 import pytest
 import torch
 from safetensors.torch import save
@@ -16,7 +19,12 @@ from schemes import any_scheme
 from fuzzing import oracle
 from fuzzing.bases import CONFIG, Base
 from fuzzing.inputs import WHOLE_EVERY, Inputs
-from quantkit.tensors.qtensor import quantize_rtn
+from quantkit.architectures.gguf_metadata import metadata_of
+from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.files.gguf_io import build_header
+from quantkit.formats.files.gguf_types import GgmlType, GgufTensor
+from quantkit.formats.registry import HF
+from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -33,8 +41,10 @@ def test_an_input_depends_on_its_number_alone() -> None:
     files = {
         "src/config.json": json.dumps({**CONFIG, "vocab_size": 8}).encode(),
         "src/model.safetensors": save({"model.norm.weight": torch.randn(64)}),
+        "src/model.gguf": build_header({"a": "b", "c": ["d", "e"], "f": 0.5}, [GgufTensor("g", GgmlType.F32, (8,))]),
         "dst.partial/.quantkit-journal.jsonl": b'{"fingerprint": {"job": "convert"}}\n{"tensors": 3}\n',
     }
+    files["src/model.gguf"] += bytes(32)
     inputs = Inputs(0, [Base("tiny", files, ("convert-hf",))])
     there = [inputs.make(number) for number in range(400)]
     back = [inputs.make(number) for number in reversed(range(400))]
@@ -42,8 +52,22 @@ def test_an_input_depends_on_its_number_alone() -> None:
     assert sum(one.job != "light" for one in there) == 400 / WHOLE_EVERY
     assert all(one.mutations for one in there)
     assert sum(one.files != files for one in there) > 360  # the rest swapped bytes with their likes
-    assert {one.kind for one in there} == {"config.json", "safetensors", "journal"}
+    assert {one.kind for one in there} == {"config.json", "safetensors", "gguf", "journal"}
     assert len({one.mutations[0] for one in there}) > 300
+    only = Inputs(0, [Base("tiny", files, ("convert-hf",))], "gguf")
+    assert {one.path for one in map(only.make, range(100))} == {"src/model.gguf"}
+
+
+def test_the_independent_reading_of_gguf_is_ours(tmp_path: Path) -> None:
+    source = HF.open(oracle_models.save(oracle_models.make("llama"), tmp_path / "hf"), "safetensors")
+    quantized = {"": gguf.GGMLQuantizationType.Q5_1, "blk.0.ffn_up.weight": gguf.GGMLQuantizationType.Q4_0}
+    tensors = gguf_files.tensors_of(oracle_models.load(tmp_path / "hf"))
+    metadata = metadata_of(source.config)
+    gguf_files.write(tmp_path / "model.gguf", metadata, tensors, quantized)
+    checkpoint = open_checkpoint(tmp_path / "model.gguf")
+    values = {name: checkpoint.load(name) for name in checkpoint.names()}
+    floats = {name: one.dequantize() if isinstance(one, QuantTensor) else one for name, one in values.items()}
+    assert oracle.same(floats, oracle.read(tmp_path)) is None
 
 
 @pytest.fixture

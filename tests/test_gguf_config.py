@@ -231,6 +231,16 @@ def test_what_says_nothing_is_no_setting() -> None:
     config = _config("llama")
     changes = {"llama.expert_count": 0, "llama.logit_scale": 0.0, "llama.rope.scaling.type": "none"}
     assert _read(config, **{key.replace(".", "__"): value for key, value in changes.items()}) == config
+    moe = _config("qwen3_moe", **CASES["qwen3-moe"][1])
+    usual = {"qwen3moe__expert_gating_func": 1, "qwen3moe__expert_weights_norm": True}
+    assert _read(moe, **usual) == moe
+    with pytest.raises(UnsupportedError, match="expert_gating_func"):
+        _read(moe, qwen3moe__expert_gating_func=2)
+
+
+def test_granite_may_not_be_told_to_have_no_positions() -> None:
+    with pytest.raises(UnsupportedError, match=r"rope\.scaling\.finetuned"):
+        _read(_config("granite"), granite__rope__scaling__finetuned=False)
 
 
 @pytest.mark.parametrize("factors", [(1.0,), (1.0, 2.0, 3.0, float("nan")), (0.0,) * 4])

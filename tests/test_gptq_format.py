@@ -401,3 +401,24 @@ def test_theirs_goes_to_ours_and_back_to_the_same_bytes(scheme: QuantScheme, lla
         assert tensor.dtype == last[name].dtype
     beside = json.loads((there / "quantize_config.json").read_text())
     assert beside == json.loads((there / "config.json").read_text())["quantization_config"]
+
+
+INT4, INT8 = QuantScheme(4, 32), QuantScheme(8, None)
+
+
+@pytest.mark.parametrize(
+    ("method", "schemes_of", "readers"),
+    [
+        ("gptq", [INT4, INT4, None], "gptqmodel, transformers with gptqmodel, vLLM"),
+        ("gptq", [INT8, INT8, None], "gptqmodel, transformers with gptqmodel"),
+        ("gptq", [QuantScheme(4, 32, False)] * 2 + [None], "gptqmodel, transformers with gptqmodel"),
+        ("gptq", [INT4, None, None], "gptqmodel, vLLM"),
+        ("gptq", [INT4, INT4, INT4], "gptqmodel, vLLM"),
+        ("gptq", [INT4, INT8, None], "gptqmodel"),
+        ("gptq", [QuantScheme(4, 8)] * 3, "what reads GPTQ in such groups"),
+        ("awq", [INT4, None, None], "gptqmodel, transformers with gptqmodel, vLLM"),
+        ("awq", [INT4, INT4, INT4], "gptqmodel, vLLM"),
+    ],
+)
+def test_who_loads_a_folder_is_as_was_tried(method: str, schemes_of: list[QuantScheme | None], readers: str) -> None:
+    assert METHODS[method].readers(dict(zip(("a", "b", "lm_head"), schemes_of, strict=True))) == readers

@@ -131,11 +131,11 @@ def test_who_comes_from_elsewhere_is_told_the_way(arguments: tuple[str, ...], wo
 def test_a_name_on_a_hub_is_told_how_to_get(name: str, capfd: Capture) -> None:
     code, _, err = run(capfd, "inspect", name)
     assert code == 3
-    assert f"hf download {name} --local-dir {name.split('/')[1]}" in err
+    assert f"hf:{name}\n" in err
 
 
 @pytest.mark.parametrize("path", ["a/b/c", "/a/b", "../b"])
 def test_any_other_path_is_none_of_a_hub(path: str, capfd: Capture) -> None:
     code, _, err = run(capfd, "inspect", path)
     assert code == 3
-    assert "hf download" not in err
+    assert "hf:" not in err

@@ -732,11 +732,9 @@ def test_a_config_that_asks_for_other_arithmetic_is_refused(
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes"),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "gptq 4"),
-        ({"quant_method": "awq", "bits": 4, "version": "gemm"}, "awq 4"),
+        ({"quant_method": "aqlm", "bits": 2}, "aqlm 2"),
         ({"quant_method": "hqq", "quant_config": {}}, "hqq"),
-        ({"load_in_8bit": True}, "an unnamed scheme"),
+        ({"nbits": 4}, "an unnamed scheme"),
         ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
           "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float",
                                                                             "strategy": "tensor_group"}}}},
@@ -806,14 +804,18 @@ def test_lora_tensors_under_a_models_name_are_called_an_adapter(hf: Path, capfd:
 
 
 @pytest.mark.parametrize(
-    "by", [("quantize", "--scheme", "int8"), ("convert", "--dtype", "fp16"), ("convert", "--to", "meta")]
-)
+    ("by", "remedy"),
+    [
+        (("quantize", "--scheme", "int8"), "start from the float model"),
+        (("convert", "--dtype", "fp16"), "--dequantize"), (("convert", "--to", "meta"), "--dequantize"),
+    ],
+)  # fmt: skip
 def test_a_folder_quantized_by_us_is_not_quantized_or_cast_again(
-    by: tuple[str, ...], hf: Path, tmp_path: Path, capfd: Capture
+    by: tuple[str, ...], remedy: str, hf: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     first, _ = accepted(capfd, hf, "--scheme", "int4-g32", by="quantize")
     src = first.rename(tmp_path / "int4")
-    refused(capfd, 4, src, src, "quantized", "found int4-g32", "start from the float model", by=by)
+    refused(capfd, 4, src, src, "quantized", "found int4-g32", remedy, by=by)
 
 
 # NaN, Inf and overflow

@@ -152,7 +152,7 @@ def quantized(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         Override("*.o_proj", None),
     )  # fmt: skip
     recipe = Recipe(QuantScheme(4, 32), overrides)
-    quantkit.quantize(model, folder, recipe, source_check=False, accept_quality_loss=True)
+    quantkit.quantize(model, folder, recipe, source_check=False, accept_quality_loss=True, method="rtn")
     return folder
 
 

@@ -191,6 +191,14 @@ def test_a_journal_of_another_form(tmp_path: Path) -> None:
         placed.take_back(type("Folder", (), {"path": tmp_path}), [{placed_files.ENTRY: 1}])  # type: ignore[arg-type]
 
 
+def test_a_file_in_a_folder_that_quantkit_made_has_a_manifest_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "quantkit.json").write_text("{}")
+    assert manifest_path(tmp_path / "model.gguf") == tmp_path / "quantkit.json"
+    make(tmp_path / "model.gguf", ["model.gguf"])
+    assert verify_model(tmp_path / "model.gguf").files == 1
+    assert (tmp_path / "quantkit.json").read_text() == "{}"
+
+
 def test_an_unfinished_file_is_no_model(tmp_path: Path) -> None:
     def look() -> None:
         with pytest.raises(CheckpointError, match="is writing to"):

@@ -43,6 +43,7 @@ EPS, WINDOW, PATTERN = (
 _NO_ROPE_INTERVAL = 4  # of llama.cpp, which knows no key for it
 GEMMA2_WINDOW = 4096
 """Of llama.cpp, where the key is absent."""
+_SOFTMAX = 1
 _MOST = 1e6  # of a multiplier
 
 
@@ -145,7 +146,13 @@ def _own_keys(metadata: Mapping[str, Any], architecture: GgufArchitecture, path:
     """
     prefix = f"{architecture.name}."
     found = {key.removeprefix(prefix): shortest(value) for key, value in metadata.items() if key.startswith(prefix)}
-    unknown = [key for key, value in found.items() if key not in _KEYS and key not in architecture.keys and value]
+    usual = {
+        "expert_gating_func": _SOFTMAX,
+        "expert_weights_scale": 1.0,
+        "expert_weights_norm": architecture.normalized,
+    }
+    known = {*_KEYS, *architecture.keys}
+    unknown = [key for key, value in found.items() if key not in known and value and value != usual.get(key)]
     if unknown:
         raise UnsupportedError(
             f"says with '{prefix}{unknown[0]}' what quantkit does not read", path=str(path),

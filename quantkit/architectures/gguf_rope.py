@@ -99,6 +99,8 @@ def read_rope(
                 f"tensor '{name}' does not fit the heads", path=keys.path, found=shown(list(values)),
                 expected=f"{turned // 2} factors from {SCALE[0]:g} to {SCALE[1]:g}",
             )  # fmt: skip
+    if architecture.name == "granite":  # whose loader takes it for whether there are positions at all
+        _require(keys.flag("rope.scaling.finetuned", True), architecture, "rope.scaling.finetuned", keys)
     original = _original_context(keys)
     scaling = _scaling(keys, original or context)
     if ROPE_FREQS in factors and any(value != 1 for value in factors[ROPE_FREQS]):

@@ -169,5 +169,5 @@ def _no_weights(folder: Path) -> Exception:
         )
     return CheckpointError(
         "has no weights", path=folder,
-        expected="consolidated.00.pth, model.safetensors, pytorch_model.bin or an index of shards",
+        expected="consolidated.00.pth, model.safetensors, pytorch_model.bin, an index of shards or one *.gguf",
     )  # fmt: skip

@@ -15,15 +15,21 @@ from torch import Tensor
 from quantkit.arguments import as_path, as_whole, require_flags
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, read_as_floats, schemes
-from quantkit.formats.codecs.codec import CodeFormat, Reason
 from quantkit.formats.container import Output, StoredCheckpoint, weight_size
 from quantkit.formats.detect import WeightKind, open_checkpoint
 from quantkit.formats.folder import carried_templates, checked_tokenizer, left_behind
 from quantkit.formats.output.staging import require_name, require_new_names
 from quantkit.formats.registry import CONTAINERS, GGUF, Target
 from quantkit.jobs.card import model_name
+from quantkit.jobs.carried_codes import (
+    Rounding,
+    common_scale_dtype,
+    require_held,
+    rounded,
+    to_be_rounded,
+    with_scales,
+)
 from quantkit.jobs.output import SHARD_BYTES, JobWriter, Work, model_summary, writing
-from quantkit.jobs.requantize import Rounding, rounded, to_be_rounded
 from quantkit.jobs.result import ConvertResult
 from quantkit.jobs.target import TargetName, asked_target, shard_bytes, target_of
 from quantkit.progress import Progress, heard, in_phase
@@ -175,8 +181,8 @@ def conversion(
     scale_dtype = None
     if target.codes is not None and not dequantize:
         to_round = to_be_rounded(source, target.codes, weights=look) if requantize else {}
-        _require_held(source, target.codes, to_round)
-        scale_dtype = _scale_dtype(source, target.codes, to_round, look=look)
+        require_held(source, target.codes, to_round)
+        scale_dtype = common_scale_dtype(source, target.codes, to_round, look=look)
         notes += _carrying_notes(source, dst, target, scale_dtype, to_round, requantize=requantize)
     specs = _specs(source, cast, None if dequantize else to_round, scale_dtype, target)
     templates = carried_templates(source, tokenizer, template)
@@ -239,41 +245,6 @@ def _require_convertible(
         )  # fmt: skip
 
 
-def _require_held(source: Checkpoint, codes: CodeFormat, to_round: Mapping[str, Rounding]) -> None:
-    """
-    Raises:
-        UnsupportedError: naming the first tensor of a scheme that a format has not.
-    """
-    for module, scheme in schemes(source).items():
-        reason = codes.codec(scheme) if f"{module}.weight" not in to_round else None
-        if isinstance(reason, Reason):
-            raise reason.error(f"{module}.weight", codes.name)
-
-
-def _scale_dtype(
-    source: Checkpoint, codes: CodeFormat, to_round: Mapping[str, Rounding], *, look: bool
-) -> DType | None:  # fmt: skip
-    """The type of all scales: the format's or the model's; None where each weight's own has to stay."""
-    if codes.scale_dtype is not None:
-        return codes.scale_dtype
-    model = DType(source.config.dtype)
-    carried = [name for module in schemes(source) if (name := f"{module}.weight") not in to_round]
-    others = [name for name in carried if source.info(name).dtype != model]
-    return model if all(look and _exact_in(source, name, model) for name in others) else None
-
-
-def _exact_in(source: Checkpoint, name: str, dtype: DType) -> bool:
-    value = source.load(name)
-    assert isinstance(value, QuantTensor)
-    return _with_scales(value, dtype) is not None
-
-
-def _with_scales(value: QuantTensor, dtype: DType) -> QuantTensor | None:
-    """The same weight with scales of another type; None where they would be others."""
-    scale = value.scale.to(dtype.torch)
-    return replace(value, scale=scale) if torch.equal(scale.double(), value.scale.double()) else None
-
-
 def _carrying_notes(
     source: Checkpoint, dst: Path, target: Target, scale_dtype: DType | None, to_round: Mapping[str, Rounding], *,
     requantize: bool,
@@ -312,7 +283,7 @@ def _value(
     if isinstance(value, Tensor):
         return checked_cast(value, spec.dtype.torch, spec.name, source.path, allow_nonfinite), None
     if spec.scheme is not None:
-        return _with_scales(value, spec.dtype) or value, {"solver": CARRIED}
+        return with_scales(value, spec.dtype) or value, {"solver": CARRIED}
     floats = torch.empty(value.shape, dtype=spec.dtype.torch)
     for start, stop in row_chunks(*value.shape):
         some = value.rows(start, stop).dequantize()

@@ -159,7 +159,8 @@ class JobWriter:
         self._source_hashes = self._hashes.result(self._progress)
         self._writer.seal()
         self._writer.require_in_place()
-        return _read_back(self.path, tensors_only=not self._work.source.config.runnable)
+        path = self.path if self._writer.in_folder else self.path / self._work.encoder.files()[0]
+        return _read_back(path, tensors_only=not self._work.source.config.runnable)
 
     @property
     def notes(self) -> list[str]:
@@ -202,7 +203,7 @@ def _checked(work: Work, progress: Progress) -> SourceCheck | str:
     return found if isinstance(found, SourceCheck) else f"not measured: {found}"
 
 
-def _read_back(folder: Path, *, tensors_only: bool) -> StoredCheckpoint:
+def _read_back(path: Path, *, tensors_only: bool) -> StoredCheckpoint:
     """What was written, opened by our reader and by the safetensors library; headers only.
 
     Raises:
@@ -210,9 +211,9 @@ def _read_back(folder: Path, *, tensors_only: bool) -> StoredCheckpoint:
         RuntimeError: if the library finds other tensors than ours.
     """
     try:
-        result = open_unfinished(folder, tensors_only=tensors_only)
-        for path in sorted(folder.glob("*.safetensors")):
-            require_readable(path)
+        result = open_unfinished(path, tensors_only=tensors_only)
+        for file in sorted(path.glob("*.safetensors")):
+            require_readable(file)
     except CheckpointError as error:
         raise DestinationError(
             f"cannot be read back: {error.problem}", path=error.path, found=error.found, expected=error.expected

@@ -121,9 +121,13 @@ class RecordedErrors:
         self._recorded: dict[str, float] = {}
         for checkpoint in checkpoints:
             try:
-                modules = manifest.read(checkpoint.path).get("modules")
+                made = manifest.read(checkpoint.path)
             except CheckpointError:
                 continue
+            options, modules = made.get("options"), made.get("modules")
+            if isinstance(options, dict) and options.get("dequantize"):  # these floats are not what was quantized
+                self._recorded = {}
+                break
             for module, record in modules.items() if isinstance(modules, dict) else ():
                 error = record.get("relative_error") if isinstance(record, dict) else None
                 if isinstance(error, (int, float)):

@@ -201,7 +201,7 @@ class Awq:
                 raise UnsupportedError(
                     f"AWQ's readers take '{other}' for floats, since '{module}', which is, is a part of its name"
                 )
-        dynamic = {f"-:^{re.escape(module)}$": {} for module in floats if module != "lm_head"}
+        dynamic: dict[str, Any] = {f"-:^{re.escape(module)}$": {} for module in floats if module != "lm_head"}
         settings = {
             "quant_method": self.name,
             "bits": _BITS,
@@ -225,7 +225,8 @@ class Awq:
         sizes = {None if scheme is None else scheme.group_size for scheme in schemes.values()}
         if not sizes <= _READ_SIZES:
             return "what reads AWQ in such groups"
-        return "vLLM" if schemes.get("lm_head") is not None else "gptqmodel, transformers with gptqmodel, vLLM"
+        transformers = "" if schemes.get("lm_head") is not None else "transformers with gptqmodel, "
+        return f"gptqmodel, {transformers}vLLM"
 
 
 def _unpacked(words: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import SCHEMES, QuantScheme
 
-_FORMATS = {"gptq": 1, "gptq_v2": 2}
+_FORMATS = {"gptq": 1, "gptq_v2": 2, "gptq_p": 2}  # of which the last differs in 3 bits and others only
 _READ_SIZES = {None, 16, 32, 64, 128, 256, 512, 1024}  # by gptqmodel
 _MOST_PATTERNS = 4096
 _MOST_COLUMNS = 2**24
@@ -99,16 +99,17 @@ class Gptq:
 
     def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
         """transformers asks gptqmodel with one scheme for all linears but the head, whatever ``dynamic`` says of
-        others; vLLM 0.32 has kernels for symmetric weights in order."""
-        found = set(schemes.values()) - {None}
-        sizes = {None if scheme is None else scheme.group_size for scheme in found}
-        if not sizes <= _READ_SIZES:
+        others; vLLM 0.32 has kernels for symmetric weights in order, on CPUs of 4 bits."""
+        found = [scheme for scheme in schemes.values() if scheme is not None]
+        if not {scheme.group_size for scheme in found} <= _READ_SIZES:
             return "what reads GPTQ in such groups"
+        readers = ["gptqmodel"]
         blocks = {scheme for module, scheme in schemes.items() if module != "lm_head"}
-        if len(blocks) > 1 or schemes.get("lm_head") is not None:
-            return "gptqmodel"
-        vllm = ", vLLM" if found and all(scheme is not None and scheme.symmetric for scheme in found) else ""
-        return f"gptqmodel, transformers with gptqmodel{vllm}"
+        if len(blocks) == 1 and schemes.get("lm_head") is None:
+            readers.append("transformers with gptqmodel")
+        if found and len(set(found)) == 1 and found[0].symmetric and found[0].bits == 4:
+            readers.append("vLLM")
+        return ", ".join(readers)
 
 
 def quantized_modules(modules: Iterable[str], stored: Collection[str], settings: Settings) -> list[str]:

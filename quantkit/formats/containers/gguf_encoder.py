@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
@@ -153,6 +154,10 @@ class GgufEncoder:
         return iter(())
 
     def state(self) -> Any:
+        return self._headers_hash
+
+    @cached_property
+    def _headers_hash(self) -> str:
         return sha256(b"".join(self._headers)).hexdigest()
 
     def restore(self, state: Any) -> None:

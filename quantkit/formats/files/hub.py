@@ -264,8 +264,9 @@ def _require_space(size: int, model: HubModel) -> None:
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Keep the hub's library from printing, but for its bars on a terminal; what is set for that is set back."""
-    from huggingface_hub import utils
+    import huggingface_hub.utils
 
+    utils: Any = huggingface_hub.utils
     with ExitStack() as undo:
         logger = logging.getLogger("huggingface_hub")
         undo.callback(logger.setLevel, logger.level)

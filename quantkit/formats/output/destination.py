@@ -21,15 +21,14 @@ def manifest_path(model: Path) -> Path:
     """Where the manifest of a model is, or would be.
 
     Args:
-        model: a folder or a file; of one that is split over several files any of them, or the name that they begin
-            with.
+        model: a folder, or a file in one or by itself; of a model that is split over several files any of them, or
+            the name that they begin with.
     """
     if model.suffix != GGUF or model.is_dir():
         return model / MANIFEST
-    stem = split_stem(model.name)
-    whole = model.name if stem is None else stem + GGUF
-    beside, inside = model.with_name(f"{whole}.{MANIFEST}"), model.with_name(MANIFEST)
-    return inside if whole == STEM + GGUF and inside.is_file() and not beside.is_file() else beside
+    beside, inside = _beside(model), model.with_name(MANIFEST)
+    of_folder = beside.name == f"{STEM}{GGUF}.{MANIFEST}" and inside.is_file() and not beside.is_file()
+    return inside if of_folder else beside
 
 
 def output_files(dst: Path, weights: Sequence[str]) -> list[str] | None:
@@ -39,7 +38,12 @@ def output_files(dst: Path, weights: Sequence[str]) -> list[str] | None:
     Args:
         weights: names of the files of weights, in order.
     """
-    return [manifest_path(dst).name, *reversed(weights)] if dst.suffix == GGUF else None
+    return [_beside(dst).name, *reversed(weights)] if dst.suffix == GGUF else None
+
+
+def _beside(file: Path) -> Path:
+    stem = split_stem(file.name)
+    return file.with_name(f"{file.name if stem is None else stem + GGUF}.{MANIFEST}")
 
 
 @contextlib.contextmanager

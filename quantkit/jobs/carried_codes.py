@@ -1,9 +1,10 @@
-"""Which quantized weights a format cannot hold exactly, and what they are rounded to where that is allowed."""
+"""What becomes of quantized weights in another format: the same codes, with scales of which type; or, where that is
+allowed, codes rounded anew of those that it cannot hold exactly."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,9 +12,10 @@ from torch import Tensor
 from quantkit.architectures.disk import disk_tensors
 from quantkit.architectures.topology import kept_unless_named, linear_columns
 from quantkit.errors import NonFiniteError, UnsupportedError
-from quantkit.formats.checkpoint import read_as_floats, schemes
+from quantkit.formats.checkpoint import Checkpoint, read_as_floats, schemes
 from quantkit.formats.codecs.codec import CodeFormat, Reason
 from quantkit.formats.container import StoredCheckpoint
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.finite import all_finite
 from quantkit.tensors.qtensor import ROUNDING, QuantTensor, quantize_rtn, relative_error
 from quantkit.tensors.scheme import QuantScheme
@@ -58,6 +60,45 @@ def to_be_rounded(source: StoredCheckpoint, codes: CodeFormat, *, weights: bool)
         if name.removesuffix(".weight") in linears:
             found[name] = Rounding(_closest(source, name, _suggested(source, name), codes), f"it is {stored_as}")
     return found | _together(source, found)
+
+
+def require_held(source: Checkpoint, codes: CodeFormat, to_round: Mapping[str, Rounding]) -> None:
+    """
+    Raises:
+        UnsupportedError: naming the first tensor of a scheme that a format has not.
+    """
+    for module, scheme in schemes(source).items():
+        reason = codes.codec(scheme) if f"{module}.weight" not in to_round else None
+        if isinstance(reason, Reason):
+            raise reason.error(f"{module}.weight", codes.name)
+
+
+def common_scale_dtype(
+    source: Checkpoint, codes: CodeFormat, to_round: Mapping[str, Rounding], *, look: bool
+) -> DType | None:  # fmt: skip
+    """The type of all scales: the format's or the model's; None where each weight's own has to stay.
+
+    Args:
+        look: whether to look at scales of other types, and not at headers alone.
+    """
+    if codes.scale_dtype is not None:
+        return codes.scale_dtype
+    model = DType(source.config.dtype)
+    carried = [name for module in schemes(source) if (name := f"{module}.weight") not in to_round]
+    others = [name for name in carried if source.info(name).dtype != model]
+    return model if all(look and _exact_in(source, name, model) for name in others) else None
+
+
+def _exact_in(source: Checkpoint, name: str, dtype: DType) -> bool:
+    value = source.load(name)
+    assert isinstance(value, QuantTensor)
+    return with_scales(value, dtype) is not None
+
+
+def with_scales(value: QuantTensor, dtype: DType) -> QuantTensor | None:
+    """The same weight with scales of another type; None where they would be others."""
+    scale = value.scale.to(dtype.torch)
+    return replace(value, scale=scale) if torch.equal(scale.double(), value.scale.double()) else None
 
 
 def _together(source: StoredCheckpoint, found: Mapping[str, Rounding]) -> dict[str, Rounding]:
