@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import signal
 import sys
@@ -230,6 +231,7 @@ def _questions(path: Path) -> Iterator[str]:
     from prompt_toolkit.key_binding import KeyBindings
     from prompt_toolkit.keys import Keys
 
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # it tells of tasks that a signal has ended
     words = WordCompleter(list(_COMMANDS), sentence=True)
     keys = KeyBindings()
     keys.add(Keys.Vt100MouseEvent, eager=True)(lambda event: None)  # nobody asked for any; a part of one fails

@@ -149,7 +149,7 @@ def rules() -> Mapping[str, tuple[Rule, ...]]:
         "Quantized weights": (*quantization.RULES, *zero_points.RULES),
         "Text": text.RULES,
         "GGUF": gguf.RULES,
-        "One runtime, with --for": readers.RULES,
-        "Numbers, with --deep": values.RULES,
-        "Against its source, with --against": against.RULES,
+        "One runtime, where it is named": readers.RULES,
+        "Numbers, where weights are read": values.RULES,
+        "Against its source, where it is given": against.RULES,
     }

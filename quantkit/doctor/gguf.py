@@ -17,7 +17,7 @@ from quantkit.json_values import shown
 from quantkit.text.chat_template import ChatTemplate
 
 _SPEC = "GGUF specification; llama.cpp's loader"
-_AGAIN = "make the file again, with llama.cpp's converter or quantkit convert --to gguf"
+_AGAIN = 'make the file again: llama.cpp has a converter, and so has quantkit (`to="gguf"`)'
 
 GGUF_KEYS = Rule(
     "gguf-keys", "error", "a metadata key is missing that llama.cpp needs, or makes no sense", _AGAIN, _SPEC

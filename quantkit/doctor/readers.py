@@ -37,18 +37,18 @@ _VLLM_BITS = {"packed": (2, 3, 4, 5, 6, 7, 8), "gptq": (4, 8), "awq": (4,)}
 
 OTHER_CONTAINER = Rule(
     "other-container", "error", "the runtime reads another kind of folder or file",
-    "quantkit convert --to gguf for llama.cpp, --to hf or its method for others", _SEEN,
+    'convert it: `to="gguf"` for llama.cpp, `to="hf"` or `to="mlx"` for others', _SEEN,
 )  # fmt: skip
 OTHER_METHOD = Rule(
     "other-method", "error", "the runtime does not know this method of quantization",
-    "quantkit convert --to a method that it reads", _SEEN,
+    "convert it to a method that the runtime reads (`to`)", _SEEN,
 )  # fmt: skip
 OTHER_SCHEME = Rule(
     "other-scheme", "error", "the runtime does not take these bits, or this module, quantized in this method",
-    "quantize again in another scheme, or quantkit convert --to another method", "vLLM 0.32, mlx-lm 0.32",
+    "quantize again in another scheme, or convert it to another method (`to`)", "vLLM 0.32, mlx-lm 0.32",
 )  # fmt: skip
 GPTQ_ZEROS = Rule(
-    "gptq-zeros", "error", "vLLM takes GPTQ without zero points only", "quantkit convert --to compressed-tensors",
+    "gptq-zeros", "error", "vLLM takes GPTQ without zero points only", 'convert it: `to="compressed-tensors"`',
     "vLLM 0.32's AutoGPTQConfig",
 )  # fmt: skip
 GPTQ_ORDER = Rule(
@@ -64,7 +64,7 @@ PACKED_ZEROS = Rule(
     "quantize symmetrically, or load it in vLLM", "formats.md: seen in transformers 5.23 with compressed-tensors 0.20",
 )  # fmt: skip
 COLUMN_GROUPS = Rule(
-    "column-groups", "error", "mlx-lm refuses folders that list the group of each column", "quantkit convert --to mlx",
+    "column-groups", "error", "mlx-lm refuses folders that list the group of each column", 'convert it: `to="mlx"`',
     "mlx-lm 0.32",
 )  # fmt: skip
 NO_CPU_KERNEL = Rule(
