@@ -49,7 +49,15 @@ def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("bits", "zero", "above", "only"),
-    [(4, 7, 1, None), (4, 0, 0, None), (4, 8, -1, None), (8, 127, 1, None), (4, 7, 0, "1.mlp.up"), (4, 8, 0, "0.mlp")],
+    [
+        (4, 7, 1, None),
+        (4, 0, 0, None),
+        (4, 8, -1, None),
+        (8, 127, 1, None),
+        (4, 7, 0, "1.mlp.up"),
+        (4, 8, 0, "0.mlp"),
+        (4, 9, 1, "1."),
+    ],
 )
 def test_any_zero_points_go_to_gptq_and_come_back(
     bits: int, zero: int, above: float, only: str | None, floats: Path, tmp_path: Path

@@ -199,7 +199,11 @@ class Version:
                 self._constants[name] = constant(other, packed)
         told = self._told_by_constants(raw, [name for name in there if self._modules[name].symmetric])
         if told is None:
-            told = _told_by_codes(raw, there)
+            try:
+                told = _told_by_codes(raw, there)
+            except CheckpointError:
+                if WRITER not in self._writers:
+                    raise
         if self._stated is None:
             found = told or self._told_by_constants(raw, list(there)) or 1
             if found != 1:
