@@ -46,8 +46,10 @@ def test_weights_are_those_of_the_layout(packing: str, to: str, scheme: str, tmp
     assert schemes(ours) == schemes(theirs)
     for module in schemes(ours):
         one, other = ours.load(f"{module}.weight"), theirs.load(f"{module}.weight")
-        assert isinstance(one, QuantTensor) and isinstance(other, QuantTensor)
-        assert torch.equal(one.codes, other.codes) and torch.equal(one.dequantize(), other.dequantize())
+        assert isinstance(one, QuantTensor)
+        assert isinstance(other, QuantTensor)
+        assert torch.equal(one.codes, other.codes)
+        assert torch.equal(one.dequantize(), other.dequantize())
     quantkit.convert(tmp_path / "theirs", tmp_path / "again")
     assert (tmp_path / "again" / "config.json").read_bytes() == (tmp_path / "ours" / "config.json").read_bytes()
 
