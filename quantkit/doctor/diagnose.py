@@ -93,7 +93,7 @@ class _Patient:
             yield from zero_points.check(view, deep=self.deep)
             if self.runtime is not None:
                 yield from readers.check(view, self.runtime)
-        if folder.kind in ("safetensors", "bin"):
+        if folder.kind in ("safetensors", "bin", "meta"):
             yield from text.check(folder, view.rows_of_embedding() if view is not None else None)
         elif folder.kind == "gguf":
             yield from gguf.check(folder)
@@ -106,7 +106,13 @@ class _Patient:
     def kind(self) -> str:
         """What it is, in a few words."""
         folder = self.folder
-        titles = {"safetensors": "Hugging Face", "bin": "Hugging Face", "meta": "Meta", "gguf": "GGUF"}
+        titles = {
+            "safetensors": "Hugging Face",
+            "bin": "Hugging Face",
+            "meta": "Meta",
+            "gguf": "GGUF",
+            "mistral": "Mistral's own layout",
+        }
         told = [titles.get(folder.kind, "a file of weights" if folder.kind else "no model")]
         if isinstance(kind := folder.config.get("model_type"), str):
             told.append(kind[:40])
@@ -136,6 +142,8 @@ class _Patient:
         told += [f"{path.name}: name it to have it looked at" for path in self.folder.others]
         if view is not None and not view.known and self.folder.config:
             told.append("which tensors the model needs: its family is not known here")
+        if self.folder.kind == "mistral":
+            told.append("params.json, tokenizer, and which tensors the model needs: the layout is not known here")
         return told
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from quantkit.doctor.findings import Finding, Rule
-from quantkit.doctor.folder import CONFIG, Folder, Problem, is_plain
+from quantkit.doctor.folder import CONFIG, Folder, Problem, may_hold_weights
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.detect import open_checkpoint
 from quantkit.json_values import shown
@@ -30,8 +31,12 @@ MISSING_FILE = Rule(
     "missing-file", "error", "a file that the index names, or a part of a set, is not there", _AGAIN,
     "Hugging Face's index",
 )  # fmt: skip
+NOT_A_FILE = Rule(
+    "not-a-file", "error", "where a file of the model should be lies a link that leads nowhere, a pipe or a folder",
+    _AGAIN, "caches of the hub that were cleared",
+)  # fmt: skip
 DAMAGED_INDEX = Rule(
-    "damaged-index", "error", "the index is no index, or names files outside the folder",
+    "damaged-index", "error", "the index is no index, or names what is no file of weights in the folder",
     "download the index again", "Hugging Face's index",
 )  # fmt: skip
 STALE_INDEX = Rule(
@@ -59,8 +64,8 @@ REFUSED = Rule(
 )  # fmt: skip
 
 RULES = (
-    NO_WEIGHTS, ADAPTER, PLACEHOLDER, EMPTY_FILE, TRUNCATED_FILE, DAMAGED_FILE, MISSING_FILE, DAMAGED_INDEX,
-    STALE_INDEX, TWICE, STRAY_FILE, NO_CONFIG, DAMAGED_JSON, REFUSED,
+    NO_WEIGHTS, ADAPTER, PLACEHOLDER, EMPTY_FILE, TRUNCATED_FILE, DAMAGED_FILE, MISSING_FILE, NOT_A_FILE,
+    DAMAGED_INDEX, STALE_INDEX, TWICE, STRAY_FILE, NO_CONFIG, DAMAGED_JSON, REFUSED,
 )  # fmt: skip
 
 
@@ -71,6 +76,8 @@ def check(folder: Folder) -> Iterator[Finding]:
     elif not folder.kind:
         kinds = "*.safetensors, pytorch_model*.bin, consolidated.*.pth or *.gguf"
         yield Finding(NO_WEIGHTS, folder.path.name, f"no {kinds}")
+    for name in folder.dead:
+        yield Finding(NOT_A_FILE, name, _lies_there(folder.root / name))
     for problem in folder.problems:
         yield _told(folder, problem)
     if folder.kind in ("safetensors", "bin") and CONFIG not in folder.names:
@@ -97,10 +104,12 @@ def check_opened(folder: Folder) -> Iterator[Finding]:
 def _told(folder: Folder, problem: Problem) -> Finding:
     """A file that could not be read."""
     error, name = problem.error, problem.path.name
-    if problem.path not in folder.listed:
+    if not folder.is_listed(problem.path):
         return Finding(DAMAGED_INDEX if name.endswith(".index.json") else DAMAGED_JSON, name, _facts(problem))
     text = error.problem
-    if "missing" in text and not problem.path.exists():
+    if problem.path.name in folder.names and not problem.path.is_file():
+        return Finding(NOT_A_FILE, name, _lies_there(problem.path))
+    if not problem.path.exists():
         known = folder.index is not None
         return Finding(MISSING_FILE, name, "the index names it" if known else "its set has more parts than are there")
     if "empty" in text:
@@ -108,6 +117,12 @@ def _told(folder: Folder, problem: Problem) -> Finding:
     if any(one in text for one in ("git-lfs", "HTML", "error message")):
         return Finding(PLACEHOLDER, name, _facts(problem))
     return Finding(TRUNCATED_FILE if "truncated" in text else DAMAGED_FILE, name, _facts(problem))
+
+
+def _lies_there(path: Path) -> str:
+    if path.is_symlink() and not path.exists():
+        return "a link that leads nowhere"
+    return "a folder" if path.is_dir() else "no regular file"
 
 
 def _facts(problem: Problem) -> str:
@@ -121,8 +136,8 @@ def _facts(problem: Problem) -> str:
 def _index(folder: Folder) -> Iterator[Finding]:
     assert folder.index is not None
     for name, file in folder.index.items():
-        if not isinstance(file, str) or not is_plain(file):
-            yield Finding(DAMAGED_INDEX, name, f"the index sends it outside the folder: {shown(file)}")
+        if not isinstance(file, str) or not may_hold_weights(file):
+            yield Finding(DAMAGED_INDEX, name, f"the index sends it to no file of weights here: {shown(file)}")
         elif file in folder.files and name not in folder.files[file].tensors:
             yield Finding(STALE_INDEX, name, f"the index has it in {file}, which lacks it")
     for file, opened in folder.files.items():
