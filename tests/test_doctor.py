@@ -197,6 +197,8 @@ def _long_header(folder: Path) -> None:
 
 
 _LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+_ONE_OF_ONE = "model-00001-of-00001.safetensors"
+_ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
 _GATE, _UP = (f"model.layers.1.mlp.{one}_proj" for one in ("gate", "up"))
 _EXPERTS = {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1}
 
@@ -251,11 +253,18 @@ CASES = [
     Case("not-a-file", damage=_linked("model.safetensors")),
     Case("stale-index", shards=3, damage=_moved_in_index),
     Case("tensor-twice", damage=_second_file),
+    Case("no-index", shards=3, damage=_removed(INDEX)),
+    Case("no-index", shards=3, damage=_removed(INDEX), asked={"runtime": "transformers"}),
+    Case("no-index", damage=lambda folder: (folder / "model.safetensors").rename(folder / _ONE_OF_ONE)),
     Case("stray-file", shards=3, damage=lambda folder: save_file({"x": torch.zeros(1)}, folder / "old.safetensors")),
     Case("no-config", damage=_removed("config.json")),
     Case("damaged-json", damage=_written("config.json", b'{"model_type": ')),
     # tensors
     Case("bad-config", change=_configured(num_attention_heads=0)),
+    Case("bad-config", change=_configured(model_type=5)),
+    Case("bad-config", change=_configured(rope_parameters=_ROPE, rope_theta=0)),
+    Case("not-read-here", "awq", change=_setting(version="gemv")),
+    Case("not-read-here", "mlx", change=lambda _, config: config["quantization"].update(mode="mxfp4")),
     Case("unknown-setting", change=_configured(hidden_act="relu2")),
     Case("two-forms", "packed", change=_two_forms),
     Case("missing-tensor", change=_without(f"{DOWN}.weight")),
@@ -281,6 +290,10 @@ CASES = [
     Case("not-in-config", "awq", change=_setting(modules_to_not_convert=["1.mlp.down_proj"])),
     Case("not-in-config", "fp8", change=lambda _, config: config.pop("quantization_config")),
     Case("other-kind", "packed", change=_setting(format="int-quantized")),
+    Case("bad-settings", "awq", change=_setting(quant_method=5)),
+    Case("other-kind", "awq", change=_setting(quant_method="bitsandbytes")),
+    Case("codes-type", "gptq", change=_changed(f"{DOWN}.qweight", lambda codes: codes.float())),
+    Case("codes-type", "packed", change=_changed(f"{DOWN}.weight_scale", lambda scale: scale.short())),
     Case("incomplete", "packed", change=_without(f"{DOWN}.weight_scale")),
     Case("incomplete", "packed", change=_without(f"{DOWN}.weight_packed")),
     Case("incomplete", "packed-asym", change=_without(f"{DOWN}.weight_zero_point")),
@@ -386,6 +399,7 @@ GGUF_CASES: list[tuple[str, Change, dict[str, Any]]] = [
     ("gguf-keys", lambda _, metadata: metadata.pop("tokenizer.ggml.merges"), {}),
     ("gguf-vocabulary", lambda _, metadata: metadata["tokenizer.ggml.tokens"].append("more"), {}),
     ("gguf-pre", lambda _, metadata: metadata.pop("tokenizer.ggml.pre"), {}),
+    ("gguf-tokenizer", lambda _, metadata: metadata.update({"tokenizer.ggml.model": "foo"}), {}),
     ("no-tokenizer", lambda _, metadata: metadata.pop("tokenizer.ggml.tokens"), {}),
     ("token-out-of-range", lambda _, metadata: metadata.update({"tokenizer.ggml.eos_token_id": VOCABULARY}), {}),
     ("no-chat-template", lambda _, metadata: metadata.update({"general.name": "Tiny Instruct"}), {}),
@@ -446,6 +460,27 @@ def test_how_far_a_folder_is_from_its_source(rule: str, of_source: Change, chang
     if rule == "out-of-line":
         assert [finding.where for finding in found.findings] == [DOWN]
         assert found.layers[0].module == DOWN
+
+
+def test_a_source_is_there_and_in_floats(tmp_path: Path, capfd: Capture) -> None:
+    folder = build.make(tmp_path / "model", "packed")
+    with pytest.raises(CheckpointError, match="does not exist"):
+        quantkit.diagnose(folder, against=tmp_path / "nothing")
+    with pytest.raises(RequestError, match="quantized itself"):
+        quantkit.diagnose(folder, against=folder)
+    assert run(capfd, "doctor", "")[0] == RequestError.exit_code
+
+
+def test_models_without_a_head_are_called_otherwise(tmp_path: Path) -> None:
+    tensors = {name.removeprefix("model."): one for name, one in build.floats().items() if name != "lm_head.weight"}
+    found = quantkit.diagnose(build.write(tmp_path / "model", tensors, build.config(architectures=["LlamaModel"])))
+    assert _names(found) == set()
+    assert any("LlamaModel is not known here" in one for one in found.left_out)
+
+
+def test_names_that_no_terminal_shows_are_spelled_out(tmp_path: Path) -> None:
+    folder = build.write(tmp_path / "model", build.floats(), build.config(model_type="a\ud800\x1b[31m"))
+    assert r"a\ud800\x1b[31m" in quantkit.diagnose(folder).lines()[0]
 
 
 def test_every_rule_has_a_case() -> None:

@@ -13,6 +13,7 @@ from quantkit.json_values import shown
 
 _AGAIN = "download or copy the file again"
 _FORMAT = "safetensors format"
+_ALONE = {"safetensors": "model.safetensors", "bin": "pytorch_model.bin"}
 
 NO_WEIGHTS = Rule(
     "no-weights", "error", "the folder holds no weights", "point at the folder that holds them", "Hugging Face folders"
@@ -51,6 +52,11 @@ STRAY_FILE = Rule(
     "stray-file", "warning", "weights lie beside those that the index lists: some readers load every file",
     "move the file away", "vllm#53537",
 )  # fmt: skip
+NO_INDEX = Rule(
+    "no-index", "warning", "weights lie in several files without an index, or under names that some do not look for",
+    "write them again with an index, or under the name that is looked for", "seen in transformers 5.23",
+    ("transformers",),
+)  # fmt: skip
 NO_CONFIG = Rule(
     "no-config", "error", "config.json is missing", "copy it from the model's source", "Hugging Face folders"
 )
@@ -65,7 +71,7 @@ REFUSED = Rule(
 
 RULES = (
     NO_WEIGHTS, ADAPTER, PLACEHOLDER, EMPTY_FILE, TRUNCATED_FILE, DAMAGED_FILE, MISSING_FILE, NOT_A_FILE,
-    DAMAGED_INDEX, STALE_INDEX, TWICE, STRAY_FILE, NO_CONFIG, DAMAGED_JSON, REFUSED,
+    DAMAGED_INDEX, STALE_INDEX, TWICE, STRAY_FILE, NO_INDEX, NO_CONFIG, DAMAGED_JSON, REFUSED,
 )  # fmt: skip
 
 
@@ -87,8 +93,24 @@ def check(folder: Folder) -> Iterator[Finding]:
     else:
         for name, (first, second) in folder.twice.items():
             yield Finding(TWICE, name, f"in {first} and in {second}")
+        if _is_unlisted(folder):
+            first = folder.listed[0].name
+            yield Finding(
+                NO_INDEX,
+                first,
+                f"and {len(folder.listed) - 1} more, and no index"
+                if folder.listed[1:]
+                else f"alone, expected {_ALONE[folder.kind]}",
+            )
     for path in folder.stray:
         yield Finding(STRAY_FILE, path.name, "is not in the index")
+
+
+def _is_unlisted(folder: Folder) -> bool:
+    """Whether whole files of weights are no single one with the name that is looked for, nor told by an index."""
+    if folder.kind not in _ALONE or not folder.complete or folder.problems or folder.dead or folder.twice:
+        return False
+    return [one.name for one in folder.listed] != [_ALONE[folder.kind]]
 
 
 def check_opened(folder: Folder) -> Iterator[Finding]:
