@@ -104,7 +104,7 @@ class _Patient:
     def check_read(self) -> Iterator[Finding]:
         """What quantkit's own reader minds where it reads such folders."""
         view = self.view
-        if view is not None and view.known and view.config is not None and view.config.runnable:
+        if view is not None and view.is_read:
             yield from weights.check_read(view, deep=self.deep)
 
     @property

@@ -59,6 +59,11 @@ class View:
         return name[:60] if isinstance(name, str) and _WITHOUT_HEAD.fullmatch(name) else None
 
     @property
+    def is_read(self) -> bool:
+        """Whether models of its family are read by quantkit's jobs."""
+        return self.known and self.config is not None and families()[self.config.architecture].runs
+
+    @property
     def stored(self) -> Mapping[str, StoredTensor]:
         """All tensors of the folder."""
         return self.folder.stored
