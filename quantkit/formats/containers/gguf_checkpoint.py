@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.architectures.disk import DiskTensor, Place
 from quantkit.architectures.gguf import ROPE_TENSORS, gguf_tensors, keeps_float32, stored_offset
-from quantkit.architectures.gguf_config import config_of
+from quantkit.architectures.gguf_config import MODEL_TYPE, config_of
+from quantkit.architectures.gguf_metadata import notes_of
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.checkpoint import require_tensors
@@ -82,6 +83,8 @@ class GgufCheckpoint:
             if not (tensor.name == _HEAD and self.config.tied_embeddings)
         }
         self._order = [parameter.name for parameter in parameters(self.config)]
+        if MODEL_TYPE not in metadata:  # quantkit has told it on writing
+            self.notes += [f"{self.path}: {note}" for note in notes_of(self.config)]
         for name in (_EMBEDDING, _HEAD):
             tensor = self._disk.get(name)
             if tensor is not None and self._exact_floats(tensor):
