@@ -33,6 +33,7 @@ from quantkit.text.tokenizer import load_tokenizer
 CT = "compressed-tensors"
 DOWN = "model.layers.1.mlp.down_proj"
 STOPPED = ("whole", "stopped")
+INT4 = QuantScheme(4, 32)
 UNCHECKED: Any = {"accept_quality_loss": True, "source_check": False}  # of random weights
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 
@@ -298,6 +299,12 @@ def test_what_is_read_as_floats_is_rounded_once(kind: str, folders: dict[str, Pa
         assert torch.equal(found, expected.to(found.dtype))
     model, _ = quantkit.load(source, dtype="fp32", device="cpu")
     assert torch.equal(model.get_parameter(name), expected)
+    if kind == "act-order":
+        codes = quantkit.convert(source, tmp_path / "codes", to=CT, requantize=True, source_check=False)
+        value, rounded = (open_checkpoint(codes.path).load(name), quantize_rtn(expected, INT4, torch.bfloat16))
+        assert isinstance(value, QuantTensor)
+        assert equal_as_numbers(value, rounded)
+        assert not equal_as_numbers(value, quantize_rtn(before, INT4, torch.bfloat16))
 
 
 def _read_as_floats(kind: str, codes: Path, folder: Path) -> torch.Tensor:

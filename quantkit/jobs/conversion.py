@@ -38,12 +38,14 @@ class Conversion:
         work: what is to be written.
         target: as what.
         rounded: what becomes of weights that it cannot hold exactly, by name.
+        precise: the source as these are read, in float32 where they are read as floats.
         notes: for the user.
     """
 
     work: Work
     target: Target
     rounded: Mapping[str, Rounding]
+    precise: Checkpoint
     notes: list[str]
 
 
@@ -65,7 +67,8 @@ def conversion(
     mp, dst = as_whole("mp", mp), as_path("dst", dst)
     asked = asked_target(to, dst, dequantize=dequantize, requantize=requantize)
     require_name(dst)
-    source = open_checkpoint(as_path("src", src), weights, tensors_only=tensors_only, floats_as=cast)
+    src = as_path("src", src)
+    source = precise = open_checkpoint(src, weights, tensors_only=tensors_only, floats_as=cast)
     target = asked or target_of(source, dequantize=dequantize)
     container = target.container
     if mp != 1 and not container.model_parallel:
@@ -81,6 +84,8 @@ def conversion(
     if target.codes is not None and not dequantize:
         to_round = to_be_rounded(source, target.codes, weights=look) if requantize else {}
         require_held(source, target.codes, to_round)
+        if to_round.keys() & read_as_floats(source).keys():
+            precise = open_checkpoint(src, weights, tensors_only=tensors_only, floats_as=DType.FLOAT32)
         scale_dtype = common_scale_dtype(source, target.codes, to_round, look=look)
         notes += _carrying_notes(source, dst, target, scale_dtype, to_round, requantize=requantize)
     specs = _specs(source, cast, None if dequantize else to_round, scale_dtype, target)
@@ -102,7 +107,7 @@ def conversion(
     }  # fmt: skip
     options |= {name: value for name, value in given.items() if value}
     work = Work("convert", source, encoder, side_files, options)
-    return Conversion(work, target, to_round, [*source.notes, *notes])
+    return Conversion(work, target, to_round, precise, [*source.notes, *notes])
 
 
 def _require_convertible(
@@ -202,11 +207,11 @@ def _specs(
             own = info.dtype if info.scheme is not None and name not in (to_round or {}) else model
             specs.append(TensorSpec(name, shape, scale_dtype or own, scheme))
             continue
-        dtype = cast
-        if cast is None or (not config.runnable and info.dtype not in FLOATS):
-            dequantized = info.scheme is not None or (to_round is None and _of_blocks(source, info))
-            dtype = model if dequantized or _widened(source, info, model) else info.dtype
-        specs.append(TensorSpec(name, shape, dtype))
+        if cast is not None and (config.runnable or info.dtype in FLOATS):
+            specs.append(TensorSpec(name, shape, cast))
+            continue
+        dequantized = info.scheme is not None or (to_round is None and _of_blocks(source, info))
+        specs.append(TensorSpec(name, shape, model if dequantized or _widened(source, info, model) else info.dtype))
     return specs
 
 

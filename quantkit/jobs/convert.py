@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from quantkit.arguments import require_flags
-from quantkit.formats.checkpoint import Checkpoint, schemes
+from quantkit.formats.checkpoint import schemes
 from quantkit.formats.container import StoredCheckpoint, weight_size
 from quantkit.formats.detect import WeightKind
-from quantkit.jobs.carried_codes import Rounding, rounded, with_scales
+from quantkit.jobs.carried_codes import rounded, with_scales
 from quantkit.jobs.conversion import Conversion, conversion, stored_name
 from quantkit.jobs.output import JobWriter, Work, model_summary, writing
 from quantkit.jobs.result import ConvertResult
@@ -99,7 +99,7 @@ def convert(
     with writing(work, Path(dst), resume=resume, source_check=source_check, progress=progress) as writer:
         writer.tell()
         for spec in writer.missing:
-            writer.put(spec.name, *_value(source, spec, planned.rounded, allow_nonfinite))
+            writer.put(spec.name, *_value(planned, spec, allow_nonfinite))
         result = writer.seal()
         size = weight_size(result)
         if not dequantize and planned.target.codes is not None:
@@ -116,13 +116,14 @@ def convert(
 
 
 def _value(
-    source: Checkpoint, spec: TensorSpec, to_round: Mapping[str, Rounding], allow_nonfinite: bool
+    planned: Conversion, spec: TensorSpec, allow_nonfinite: bool
 ) -> tuple[Tensor | QuantTensor, Mapping[str, object] | None]:
     """A tensor of the output, and what the manifest says of how it was found."""
+    source = planned.precise if spec.name in planned.rounded else planned.work.source
     value = source.load(stored_name(source, spec.name))
     if isinstance(value, QuantTensor) and spec.scheme is not None:
         checked_codes(value, spec.name, source.path, allow_nonfinite)
-    if spec.scheme is not None and spec.name in to_round:
+    if spec.scheme is not None and spec.name in planned.rounded:
         return rounded(value, spec.scheme, spec.dtype.torch, spec.name, source.path)
     if isinstance(value, Tensor):
         return checked_cast(value, spec.dtype.torch, spec.name, source.path, allow_nonfinite), None
