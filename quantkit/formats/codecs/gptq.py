@@ -40,8 +40,8 @@ class Gptq:
         """
         Raises:
             UnsupportedError: for other bits than 4 and 8, other layouts than GPTQ's own, and adapters.
-            CheckpointError: if the settings lack a key, a value is of the wrong type, a pattern is invalid or takes
-                too long, or a module is there in floats too.
+            CheckpointError: if the settings lack a key, a value is of the wrong type, or a pattern is invalid or takes
+                too long.
         """
         version = _stated_version(settings)
         every = _stated(settings, GptqLinear(0, None, settings.flag("sym", True)), ("bits", "group_size"))
@@ -120,7 +120,7 @@ def quantized_modules(modules: Iterable[str], stored: Collection[str], settings:
 
     Raises:
         UnsupportedError: if their inputs are rotated at run time.
-        CheckpointError: if one is there in floats too, or none is quantized.
+        CheckpointError: if none is quantized.
     """
     if settings.values.get("rotation"):
         raise UnsupportedError(
@@ -130,11 +130,6 @@ def quantized_modules(modules: Iterable[str], stored: Collection[str], settings:
     if not stored:
         return list(modules)
     found = [module for module in modules if any(f"{module}.{suffix}" in stored for suffix in SUFFIXES)]
-    if twice := next((module for module in found if f"{module}.weight" in stored), None):
-        raise CheckpointError(
-            f"'{twice}' is there in floats and quantized", path=settings.path, found=f"'{twice}.weight'",
-            expected=f"only '{twice}.{QWEIGHT}' and what goes with it",
-        )  # fmt: skip
     if not found and not any(name.endswith(f".{QWEIGHT}") for name in stored):
         raise CheckpointError(
             f"{settings.name} names {shown(settings.values.get('quant_method'))}, and no tensor is quantized",
