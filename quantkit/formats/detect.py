@@ -12,6 +12,7 @@ from quantkit.formats import manifest
 from quantkit.formats.container import Container, StoredCheckpoint
 from quantkit.formats.files.gguf_parts import gguf_models
 from quantkit.formats.files.located import located, require_there
+from quantkit.formats.files.source import SourceFile
 from quantkit.formats.output.destination import manifest_path
 from quantkit.formats.output.staging import require_finished
 from quantkit.formats.registry import CONTAINERS
@@ -151,6 +152,7 @@ def _choose(folder: Path, found: list[Found]) -> Found:
 
 
 def _not_a_folder(path: Path) -> Exception:
+    SourceFile(path)  # tells of what is no regular file
     return CheckpointError("is a file", path=path, expected="the folder that holds it with its config and tokenizer")
 
 

@@ -21,7 +21,7 @@ from quantkit.formats.files.gguf_parts import gguf_file
 from quantkit.formats.folder import OTHER_FILES, present
 from quantkit.tensors.dtypes import DType
 from quantkit.text.gguf_tokenizer_keys import tokenizer_metadata
-from quantkit.text.gguf_vocabulary import TOKENS
+from quantkit.text.gguf_vocabulary import ENDS, TOKENS
 from quantkit.text.text_folder import text_folder
 
 if TYPE_CHECKING:
@@ -86,6 +86,8 @@ class Gguf:
         texts, _ = _texts(output)
         name = told_name(output.name, config.architecture, texts[TOKENS])
         metadata = metadata_of(config) | {"general.type": "model", "general.name": name} | texts
+        if ends := dict.fromkeys([*config.eos_token_ids, *texts.get(ENDS, [])]):
+            metadata[ENDS] = list(ends)
         return GgufEncoder(output.planned, config, metadata, rope_tensors(config), output.shard_bytes, output.stem)
 
     def side_files(self, output: Output) -> dict[str, bytes | Path]:
