@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import click
 
@@ -16,14 +15,14 @@ from quantkit.doctor.findings import RUNTIMES, Runtime
 
 
 @click.command(cls=Command, epilog=exit_codes(0, BROKEN))
-@click.argument("path", type=options.PATH)
+@click.argument("path", type=click.Path())
 @click.option("--for", "runtime", type=click.Choice(RUNTIMES), help="Also what this runtime minds.")
 @click.option("--tp", type=int, default=1, show_default=True, help="Degree of tensor parallelism it shall run at.")
 @click.option("--deep", is_flag=True, help="Read the weights too, not headers alone.")
-@click.option("--against", type=options.PATH, metavar="SRC", help="Say how far each layer is from its float source.")
+@click.option("--against", type=click.Path(), metavar="SRC", help="Say how far each layer is from its float source.")
 @options.data
 def doctor(
-    path: Path, runtime: Runtime | None, tp: int, deep: bool, against: Path | None, data: str | None
+    path: str, runtime: Runtime | None, tp: int, deep: bool, against: str | None, data: str | None
 ) -> None:  # fmt: skip
     """Say what is wrong with a model, whoever made it.
 

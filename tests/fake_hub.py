@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -17,8 +17,13 @@ COMMIT = "1" * 40
 
 
 @contextmanager
-def hub(repositories: Mapping[str, Files]) -> Iterator[tuple[str, list[str]]]:
+def hub(
+    repositories: Mapping[str, Files], before: Callable[[str], object] = lambda path: None
+) -> Iterator[tuple[str, list[str]]]:
     """Serve datasets and models, each the files by their paths.
+
+    Args:
+        before: called with a file's path before it is sent.
 
     Returns:
         The hub's address, and a list that grows by the path of every file sent.
@@ -55,6 +60,7 @@ def hub(repositories: Mapping[str, Files]) -> Iterator[tuple[str, list[str]]]:
             if path not in files:
                 return self._missing()
             if self.command == "GET":
+                before(path)
                 sent.append(path)
             self._send(
                 200, files[path], {"X-Repo-Commit": COMMIT, "ETag": _etag(files[path]), "Accept-Ranges": "bytes"}

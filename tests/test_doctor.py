@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -144,6 +145,43 @@ def _second_file(folder: Path) -> None:
     (folder / "model-00001-of-00001.safetensors").write_bytes(content)
 
 
+def _added(number: int) -> dict[str, Any]:
+    return {**build.tokenizer()["added_tokens"][0], "id": number, "content": "<x>"}
+
+
+def _words(*words: str) -> dict[str, Any]:
+    """The model of a tokenizer.json."""
+    return {"type": "WordLevel", "vocab": {word: index for index, word in enumerate(words)}, "unk_token": words[0]}
+
+
+def _json_changed(name: str, *keys: str, value: Any) -> Callable[[Path], None]:
+    """Give a place deep in a file of JSON another value."""
+
+    def damage(folder: Path) -> None:
+        raw = json.loads((folder / name).read_text())
+        inner = raw
+        for key in keys[:-1]:
+            inner = inner[key]
+        inner[keys[-1]] = value
+        build.put(folder, name, raw)
+
+    return damage
+
+
+def _linked(name: str, to: str = "nowhere") -> Callable[[Path], object]:
+    """A link in the place of a file."""
+    return lambda folder: [(folder / name).unlink(), (folder / name).symlink_to(to)]
+
+
+def _piped(name: str) -> Callable[[Path], object]:
+    return lambda folder: [(folder / name).unlink(missing_ok=True), os.mkfifo(folder / name)]
+
+
+def _indexed(file: str) -> Callable[[Path], None]:
+    """One tensor that the index sends to a file."""
+    return _json_changed(INDEX, "weight_map", "extra", value=file)
+
+
 def _instruct(folder: Path) -> None:
     build.edit(folder, "config.json", _name_or_path="someone/Tiny-Instruct")
 
@@ -159,6 +197,8 @@ def _long_header(folder: Path) -> None:
 
 
 _LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+_ONE_OF_ONE = "model-00001-of-00001.safetensors"
+_ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
 _GATE, _UP = (f"model.layers.1.mlp.{one}_proj" for one in ("gate", "up"))
 _EXPERTS = {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1}
 
@@ -204,13 +244,27 @@ CASES = [
     Case("missing-file", shards=3, damage=_removed(FIRST, INDEX)),
     Case("damaged-index", shards=3, damage=_written(INDEX, b"{}")),
     Case("damaged-index", shards=3, damage=_outside),
+    Case("damaged-index", shards=3, damage=_indexed("foo.xyz")),
+    Case("damaged-index", shards=3, damage=_indexed("x" * 5000 + ".safetensors")),
+    Case("not-a-file", damage=_linked("config.json")),
+    Case("not-a-file", damage=_linked("config.json", "config.json")),
+    Case("not-a-file", damage=_piped("config.json")),
+    Case("not-a-file", damage=_linked("tokenizer.json")),
+    Case("not-a-file", damage=_linked("model.safetensors")),
     Case("stale-index", shards=3, damage=_moved_in_index),
     Case("tensor-twice", damage=_second_file),
+    Case("no-index", shards=3, damage=_removed(INDEX)),
+    Case("no-index", shards=3, damage=_removed(INDEX), asked={"runtime": "transformers"}),
+    Case("no-index", damage=lambda folder: (folder / "model.safetensors").rename(folder / _ONE_OF_ONE)),
     Case("stray-file", shards=3, damage=lambda folder: save_file({"x": torch.zeros(1)}, folder / "old.safetensors")),
     Case("no-config", damage=_removed("config.json")),
     Case("damaged-json", damage=_written("config.json", b'{"model_type": ')),
     # tensors
     Case("bad-config", change=_configured(num_attention_heads=0)),
+    Case("bad-config", change=_configured(model_type=5)),
+    Case("bad-config", change=_configured(rope_parameters=_ROPE, rope_theta=0)),
+    Case("not-read-here", "awq", change=_setting(version="gemv")),
+    Case("not-read-here", "mlx", change=lambda _, config: config["quantization"].update(mode="mxfp4")),
     Case("unknown-setting", change=_configured(hidden_act="relu2")),
     Case("two-forms", "packed", change=_two_forms),
     Case("missing-tensor", change=_without(f"{DOWN}.weight")),
@@ -236,6 +290,10 @@ CASES = [
     Case("not-in-config", "awq", change=_setting(modules_to_not_convert=["1.mlp.down_proj"])),
     Case("not-in-config", "fp8", change=lambda _, config: config.pop("quantization_config")),
     Case("other-kind", "packed", change=_setting(format="int-quantized")),
+    Case("bad-settings", "awq", change=_setting(quant_method=5)),
+    Case("other-kind", "awq", change=_setting(quant_method="bitsandbytes")),
+    Case("codes-type", "gptq", change=_changed(f"{DOWN}.qweight", lambda codes: codes.float())),
+    Case("codes-type", "packed", change=_changed(f"{DOWN}.weight_scale", lambda scale: scale.short())),
     Case("incomplete", "packed", change=_without(f"{DOWN}.weight_scale")),
     Case("incomplete", "packed", change=_without(f"{DOWN}.weight_packed")),
     Case("incomplete", "packed-asym", change=_without(f"{DOWN}.weight_zero_point")),
@@ -267,8 +325,14 @@ CASES = [
     Case("no-tokenizer", damage=_removed("tokenizer.json", "tokenizer_config.json")),
     Case("damaged-tokenizer", damage=_written("tokenizer.json", b'{"model": {}}')),
     Case("damaged-tokenizer", damage=_written("tokenizer_config.json", b"{")),
-    Case("tokenizer-too-large", damage=_edited("tokenizer.json", added_tokens=[{"id": VOCABULARY, "content": "<x>"}])),
-    Case("tokenizer-too-small", damage=_edited("tokenizer.json", model={"vocab": {"<s>": 1, "</s>": 2}})),
+    Case("damaged-tokenizer", damage=_edited("tokenizer.json", pre_tokenizer={"type": "Foo"})),
+    Case("damaged-tokenizer", damage=_edited("tokenizer.json", model={**_words("<unk>"), "type": "Foo"})),
+    Case("damaged-tokenizer", damage=_json_changed("tokenizer.json", "model", "vocab", "w3", value=-1)),
+    Case("damaged-tokenizer", damage=_edited("tokenizer.json", added_tokens=[{"id": 1e999, "content": "<x>"}])),
+    Case("damaged-tokenizer", damage=_written("tokenizer.model", _LFS)),
+    Case("unknown-token", damage=_edited("tokenizer_config.json", bos_token="nowhere")),
+    Case("tokenizer-too-large", damage=_edited("tokenizer.json", added_tokens=[_added(VOCABULARY)])),
+    Case("tokenizer-too-small", damage=_edited("tokenizer.json", model=_words("<s>", "</s>"))),
     Case("vocabulary", "mlx", change=_configured(vocab_size=VOCABULARY + 1)),
     Case("token-out-of-range", damage=_edited("generation_config.json", pad_token_id=VOCABULARY)),
     Case("end-tokens", damage=_edited("tokenizer_config.json", eos_token="w7")),
@@ -276,6 +340,7 @@ CASES = [
     Case("damaged-template", damage=_written("chat_template.jinja", b"{% for m in %}")),
     Case("no-generation-config", damage=lambda folder: [_instruct(folder), _removed("generation_config.json")(folder)]),
     Case("bad-generation-config", damage=_edited("generation_config.json", do_sample=True, top_p="high")),
+    Case("bad-generation-config", damage=_edited("generation_config.json", max_new_tokens=0)),
     # one runtime
     Case("other-container", asked={"runtime": "llama.cpp"}),
     Case("other-method", "mlx", asked={"runtime": "vllm"}),
@@ -334,6 +399,7 @@ GGUF_CASES: list[tuple[str, Change, dict[str, Any]]] = [
     ("gguf-keys", lambda _, metadata: metadata.pop("tokenizer.ggml.merges"), {}),
     ("gguf-vocabulary", lambda _, metadata: metadata["tokenizer.ggml.tokens"].append("more"), {}),
     ("gguf-pre", lambda _, metadata: metadata.pop("tokenizer.ggml.pre"), {}),
+    ("gguf-tokenizer", lambda _, metadata: metadata.update({"tokenizer.ggml.model": "foo"}), {}),
     ("no-tokenizer", lambda _, metadata: metadata.pop("tokenizer.ggml.tokens"), {}),
     ("token-out-of-range", lambda _, metadata: metadata.update({"tokenizer.ggml.eos_token_id": VOCABULARY}), {}),
     ("no-chat-template", lambda _, metadata: metadata.update({"general.name": "Tiny Instruct"}), {}),
@@ -394,6 +460,27 @@ def test_how_far_a_folder_is_from_its_source(rule: str, of_source: Change, chang
     if rule == "out-of-line":
         assert [finding.where for finding in found.findings] == [DOWN]
         assert found.layers[0].module == DOWN
+
+
+def test_a_source_is_there_and_in_floats(tmp_path: Path, capfd: Capture) -> None:
+    folder = build.make(tmp_path / "model", "packed")
+    with pytest.raises(CheckpointError, match="does not exist"):
+        quantkit.diagnose(folder, against=tmp_path / "nothing")
+    with pytest.raises(RequestError, match="quantized itself"):
+        quantkit.diagnose(folder, against=folder)
+    assert run(capfd, "doctor", "")[0] == RequestError.exit_code
+
+
+def test_models_without_a_head_are_called_otherwise(tmp_path: Path) -> None:
+    tensors = {name.removeprefix("model."): one for name, one in build.floats().items() if name != "lm_head.weight"}
+    found = quantkit.diagnose(build.write(tmp_path / "model", tensors, build.config(architectures=["LlamaModel"])))
+    assert _names(found) == set()
+    assert any("LlamaModel is not known here" in one for one in found.left_out)
+
+
+def test_names_that_no_terminal_shows_are_spelled_out(tmp_path: Path) -> None:
+    folder = build.write(tmp_path / "model", build.floats(), build.config(model_type="a\ud800\x1b[31m"))
+    assert r"a\ud800\x1b[31m" in quantkit.diagnose(folder).lines()[0]
 
 
 def test_every_rule_has_a_case() -> None:
@@ -462,8 +549,24 @@ def test_a_meta_folder_is_read_strictly(tmp_path: Path) -> None:
     folder = tmp_path / "meta"
     quantkit.convert(build.make(tmp_path / "model"), folder, to="meta", mp=2, source_check=False)
     assert _names(quantkit.diagnose(folder, deep=True)) == set()
+    (folder / "tokenizer.model").write_bytes(b"junk")
+    (folder / "tokenizer.json").unlink(missing_ok=True)
+    assert _names(quantkit.diagnose(folder)) == {"damaged-tokenizer"}
+    (folder / "tokenizer.model").unlink()
+    assert _names(quantkit.diagnose(folder)) == {"no-tokenizer"}
     build.edit(folder, "params.json", n_layers=2)
-    assert _names(quantkit.diagnose(folder)) == {"refused"}
+    assert _names(quantkit.diagnose(folder)) == {"no-tokenizer", "refused"}
+
+
+def test_mistrals_own_layout(tmp_path: Path) -> None:
+    folder = build.make(tmp_path / "model")
+    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
+    (folder / "config.json").rename(folder / "params.json")
+    (folder / "README.md").unlink(missing_ok=True)
+    os.mkfifo(folder / "README.md")
+    assert "Mistral's own layout" in quantkit.diagnose(folder, deep=True, runtime="vllm").lines()[0]
+    assert _names(quantkit.diagnose(folder, runtime="vllm")) == set()
+    assert _names(quantkit.diagnose(folder, runtime="transformers")) == {"other-container"}
 
 
 SOUND = {

@@ -33,6 +33,7 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.files.gguf_types import GgmlType, split_name
 from quantkit.formats.registry import GGUF, HF
 from quantkit.quality.transcoded import require_exact
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.tensor_slice import TensorSlice
 
@@ -131,6 +132,9 @@ def test_a_type_means_what_gguf_says(kind: GgmlType, tmp_path: Path, monkeypatch
         assert torch.equal(found.load(name, part).nan_to_num(7), part.of(expected).nan_to_num(7))  # type: ignore[union-attr]
         columns = found.load(name, TensorSlice(1, ((30, 111),)))
         assert torch.equal(columns.nan_to_num(7), expected[:, 30:111].nan_to_num(7))  # type: ignore[union-attr]
+        narrow = open_checkpoint(path, floats_as=DType.BFLOAT16)
+        assert narrow.info(name).dtype == "bfloat16"
+        assert torch.equal(narrow.load(name).nan_to_num(7), expected.bfloat16().nan_to_num(7))  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("kind", [Ggml.F32, Ggml.Q4_0, Ggml.Q4_1])

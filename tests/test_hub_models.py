@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from fake_hub import COMMIT, hub
 
+import quantkit
 from quantkit.data.files import DEMO_MODEL
-from quantkit.errors import RequestError
+from quantkit.errors import CheckpointError, RequestError
 from quantkit.formats.files.hub import HubModel, hub_model, needed_files, origin
 from quantkit.formats.manifest import file_sha256
 
@@ -68,6 +72,59 @@ def test_what_cannot_be_downloaded_is_told_in_one_line(home: Path) -> None:
         assert problems[name] in err
     assert (bare[0], bare[2].count("\n")) == (3, 1)
     assert "if it is a model of the Hugging Face hub: hf:some/model" in bare[2]
+    for name in ("https://huggingface.co/some/model", "HF:some/model"):
+        with pytest.raises(CheckpointError, match="the Hugging Face hub: hf:some/model"):
+            quantkit.inspect(name)
+
+
+def test_what_the_cache_holds_in_part_is_not_taken(home: Path) -> None:
+    """A download that broke off: all but one file are there."""
+    with hub({"some/model": FILES}) as (address, _):
+        assert _run(home, address, "inspect", "hf:some/model")[0] == 0
+    for record in home.glob("hub/models--some--model/quantkit/*.json"):
+        sizes = json.loads(record.read_text())
+        record.write_text(json.dumps({**sizes, "chat_template.jinja": 9}))
+    next(home.glob("hub/models--some--model/snapshots/*/tokenizer.model")).unlink()
+    for offline in (True, False):
+        code, _, err = _run(home, address, "inspect", "hf:some/model", offline=offline)
+        assert (code, err.count("\n")) == (2, 1)
+
+
+def test_a_model_in_a_folder_of_a_repository_is_one_file(home: Path) -> None:
+    parts = {f"Q4/m-0000{number}-of-00002.gguf": b"GGUF%d" % number for number in (1, 2)}
+    with hub({"some/model": parts}) as (address, sent):
+        _, _, err = _run(home, address, "inspect", "hf:some/model")
+    assert sorted(sent) == sorted(parts)
+    assert "Q4/m-00001-of-00002.gguf: has an invalid GGUF header" in err
+
+
+def test_ctrl_c_ends_a_download(home: Path) -> None:
+    """Two of the files never come."""
+    never = threading.Event()
+    with hub({"some/model": FILES}, before=lambda path: never.wait(60) if path.endswith(".pth") else None) as found:
+        address, sent = found
+        home.mkdir()
+        env = {**os.environ, "HF_HOME": str(home), "HF_ENDPOINT": address, "NO_PROXY": "127.0.0.1"}
+        command = [sys.executable, "-m", "quantkit.cli", "inspect", "hf:some/model"]
+        process = subprocess.Popen(command, env=env, cwd=home, stderr=subprocess.PIPE, text=True)
+        while "tokenizer.model" not in sent:  # the others are waited for then
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=50)
+        never.set()
+    assert (process.returncode, err) == (130, "quantkit: interrupted\n")
+
+
+def test_a_repository_with_names_that_are_no_files_is_refused() -> None:
+    for name in ("..\\evil.json", "../evil.json", "/evil.json", "a//b.json", "a\n.json"):
+        with pytest.raises(RequestError, match="a file whose name is none"):
+            needed_files({"config.json": 1, "model.safetensors": 1, name: 1}, MODEL)
+
+
+def test_a_destination_is_no_name_on_a_hub(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="the destination is a name on a hub"):
+        quantkit.convert(DEMO_MODEL, "hf:some/model")
 
 
 def test_a_file_that_is_cut_short_is_not_taken(home: Path) -> None:
@@ -101,8 +158,11 @@ def test_an_existing_path_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ("name", "expected"),
     [
         ("hf:a/b@refs/pr/1", HubModel("a/b", None, "refs/pr/1")),
-        ("hf:a/b/sub/c.gguf@v1", HubModel("a/b", "sub/c.gguf", "v1")),
-        *((f"hf:{text}", None) for text in ("", "a", "a/", "a/b@", "a/b/c", "../a", "a/b c", "a/b@x y")),
+        ("hf:a/b/sub/c.GGUF@v1", HubModel("a/b", "sub/c.GGUF", "v1")),
+        *(
+            (f"hf:{text}", None)
+            for text in ("", "a", "a/", "a/b@", "a/b/c", "../a", "a/b c", "a/b@x y", "a/b@v/c.gguf")
+        ),
     ],
 )
 def test_how_a_model_is_spelled(name: str, expected: HubModel | None) -> None:

@@ -14,8 +14,8 @@ from quantkit.architectures.topology import parameters
 from quantkit.doctor.findings import Finding, Rule
 from quantkit.doctor.folder import Folder
 from quantkit.doctor.report import LayerError
-from quantkit.errors import QuantkitError
-from quantkit.formats.checkpoint import schemes
+from quantkit.errors import QuantkitError, RequestError
+from quantkit.formats.checkpoint import read_as_floats, schemes
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_pair
 from quantkit.formats.files.tensor_file import StoredTensor
@@ -47,12 +47,19 @@ def check(folder: Folder, source: Path, progress: Progress) -> tuple[list[Findin
 
     Returns:
         What is wrong, and how far each linear is from the source, the farthest first.
+
+    Raises:
+        RequestError: if the source is quantized itself.
     """
     where = folder.path.name
     try:
         reference, patient = open_pair(source, folder.path)
     except QuantkitError as error:
         return [Finding(OTHER_MODEL, where, str(error))], []
+    if schemes(reference) or read_as_floats(reference):
+        raise RequestError(
+            "`against` is quantized itself", path=source, expected="the float model that this one was made of"
+        )
     configs = [replace(one.config, tied_embeddings=False) for one in (reference, patient)]
     if differences := configs[0].differences(configs[1]):
         return [Finding(OTHER_MODEL, where, one) for one in differences], []

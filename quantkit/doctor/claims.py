@@ -15,6 +15,8 @@ _FORMATS = {
     "mxfp4-pack-quantized": "fp4",
 }  # fmt: skip
 _SKIPPED = ("modules_to_not_convert", "ignored_layers", "modules_in_block_to_skip", "llm_int8_skip_modules")
+_UNNAMED = ("load_in_4bit", "load_in_8bit", "quant_algo", "producer", "quantization")
+"""Keys of those that do not say what they are called, and are known."""
 _FLOAT8_METHODS = ("fp8", "fbgemm_fp8")
 _HEADS = ("lm_head", "embed_out", "output")
 _MLX_KEYS = {"group_size", "bits", "mode", "quant_method", "linear_class", "quantize_activations"}
@@ -88,6 +90,9 @@ def read_claims(
             block = _block(settings.get("weight_block_size"))
             claim = Claim("float8", 8, symmetric=True, activations=True, block=block)
             return Claims({one: claim for one in modules if not skipped(one) and not _is_head(one)}, certain=True)
+        stated = settings.get("quant_method")
+        if not isinstance(stated, str) and not any(settings.get(key) for key in _UNNAMED):
+            return Claims(problems=(f"quant_method is {shown(stated)}",))
     except (CheckpointError, ValueError, TypeError, AttributeError, LookupError) as error:
         problem = error.problem if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         return Claims(problems=(f"{problem}"[:300],))

@@ -12,6 +12,7 @@ from quantkit.doctor.folder import Folder
 from quantkit.doctor.report import Diagnosis, LayerError
 from quantkit.doctor.view import View
 from quantkit.errors import RequestError
+from quantkit.formats.files.located import require_there
 from quantkit.json_values import shown
 from quantkit.progress import Progress, silent
 
@@ -42,8 +43,8 @@ def diagnose(
         What was found, the worst first; `broken` says whether something would break.
 
     Raises:
-        CheckpointError: if nothing is at the path.
-        RequestError: if a file holds no weights, or an argument makes no sense.
+        CheckpointError: if nothing is at a path.
+        RequestError: if the source is quantized itself, a file holds no weights, or an argument makes no sense.
 
     Example:
         >>> print(*quantkit.diagnose("model-awq", runtime="vllm", tp=2).lines(), sep="\\n")
@@ -55,6 +56,8 @@ def diagnose(
         raise RequestError("`tp` is out of range", found=shown(tp), expected=f"1 to {_MOST_DEGREE}")
     folder = Folder(as_path("path", path))
     source = None if against is None else as_path("against", against)
+    if source is not None:
+        require_there(source)
     patient = _Patient(folder, runtime, tp, deep)
     findings = list(patient.findings())
     layers: list[LayerError] = []
@@ -62,8 +65,8 @@ def diagnose(
         from quantkit.doctor import values
 
         findings += values.check(folder, patient.view, progress)
-    if patient.is_read_strictly and not any(finding.rule.severity == "error" for finding in findings):
-        findings += files.check_opened(folder)
+    if not any(finding.rule.severity == "error" for finding in findings):
+        findings += files.check_opened(folder) if patient.is_read_strictly else patient.check_read()
     if source is not None:
         from quantkit.doctor import against as compared
 
@@ -93,10 +96,16 @@ class _Patient:
             yield from zero_points.check(view, deep=self.deep)
             if self.runtime is not None:
                 yield from readers.check(view, self.runtime)
-        if folder.kind in ("safetensors", "bin"):
+        if folder.kind in ("safetensors", "bin", "meta"):
             yield from text.check(folder, view.rows_of_embedding() if view is not None else None)
         elif folder.kind == "gguf":
             yield from gguf.check(folder)
+
+    def check_read(self) -> Iterator[Finding]:
+        """What quantkit's own reader minds where it reads such folders."""
+        view = self.view
+        if view is not None and view.is_read:
+            yield from weights.check_read(view, deep=self.deep)
 
     @property
     def is_read_strictly(self) -> bool:
@@ -106,7 +115,13 @@ class _Patient:
     def kind(self) -> str:
         """What it is, in a few words."""
         folder = self.folder
-        titles = {"safetensors": "Hugging Face", "bin": "Hugging Face", "meta": "Meta", "gguf": "GGUF"}
+        titles = {
+            "safetensors": "Hugging Face",
+            "bin": "Hugging Face",
+            "meta": "Meta",
+            "gguf": "GGUF",
+            "mistral": "Mistral's own layout",
+        }
         told = [titles.get(folder.kind, "a file of weights" if folder.kind else "no model")]
         if isinstance(kind := folder.config.get("model_type"), str):
             told.append(kind[:40])
@@ -135,7 +150,10 @@ class _Patient:
             told.append("what one runtime minds (`runtime=NAME`)")
         told += [f"{path.name}: name it to have it looked at" for path in self.folder.others]
         if view is not None and not view.known and self.folder.config:
-            told.append("which tensors the model needs: its family is not known here")
+            what = f"{view.without_head} is" if view.without_head else "its family is"
+            told.append(f"which tensors the model needs: {what} not known here")
+        if self.folder.kind == "mistral":
+            told.append("params.json, tokenizer, and which tensors the model needs: the layout is not known here")
         return told
 
 

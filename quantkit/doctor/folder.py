@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,10 +25,18 @@ _READERS: dict[str, Callable[[Path], TensorFile]] = {
     ".safetensors": safetensors_io.open_file, ".bin": pth_io.open_file, ".pth": pth_io.open_file,
     ".pt": pth_io.open_file,
 }  # fmt: skip
+_SMALL = (
+    CONFIG, PARAMS, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab.json", "merges.txt", "tekken.json",
+    "quantize_config.json", "quant_config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json",
+)  # fmt: skip
+"""Files beside the weights that readers look for."""
+_LONGEST = 255  # bytes of a file's name
 _NAMED = {
     "safetensors": re.compile(r"model(-\d+-of-\d+)?\.safetensors"),
     "bin": re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin"),
     "meta": re.compile(r"consolidated\.\d+\.pth"),
+    "mistral": re.compile(r"consolidated(-\d+-of-\d+)?\.safetensors"),
 }
 _ALONE = re.compile(r"model.*\.(pth|pt)")  # gpt-fast's
 _PART = re.compile(r"-(\d+)-of-(\d+)\.")
@@ -49,12 +58,13 @@ class Folder:
     Attributes:
         path: as it was given.
         root: the folder with the files beside the weights.
-        kind: ``safetensors``, ``bin`` or ``meta``: of the weights that are looked at; ``file`` of one file alone;
-            ``gguf``; empty where there are none.
+        kind: ``safetensors``, ``bin``, ``meta`` or ``mistral``: of the weights that are looked at; ``file`` of one
+            file alone; ``gguf``; empty where there are none.
         config: of config.json; empty where there is none, or it is damaged.
         settings: of the quantization, wherever the folder has them; None of floats.
         index: which file holds which tensor, by the index; None where there is none that can be read.
         listed: the files of weights that belong to the model, whether or not they are there.
+        dead: small files that are there, and are links that lead nowhere, pipes or folders.
         stray: other files of the same kind that lie beside them.
         others: further models that lie there, and are not looked at.
         files: those that could be read.
@@ -85,7 +95,9 @@ class Folder:
         self.config = self._json(CONFIG) if found.is_dir() else {}
         self.settings = self._settings()
         self.names = sorted(one.name for one in self.root.iterdir()) if found.is_dir() else [found.name]
+        self.dead = [name for name in _SMALL if name in self.names and not (self.root / name).is_file()]
         self.kind, self.listed = self._weights(found)
+        self._belong = set(self.listed)
         for one in self.listed[:_MOST_FILES]:
             self._open(one)
 
@@ -101,8 +113,12 @@ class Folder:
     def complete(self) -> bool:
         """Whether every file of weights could be read."""
         return len(self.files) + len(self.headers) == len(self.listed) and not any(
-            one.path in self.listed for one in self.problems
+            self.is_listed(one.path) for one in self.problems
         )
+
+    def is_listed(self, path: Path) -> bool:
+        """Whether a file is one of those of weights that belong to the model."""
+        return path in self._belong
 
     @property
     def is_adapter(self) -> bool:
@@ -158,7 +174,8 @@ class Folder:
         for kind in ("safetensors", "bin"):
             if (index := index_path(self.root, kind)).is_file() and (listed := self._indexed(index)):
                 pattern = re.compile(rf".*\.{kind}")
-                self.stray = [one for one in self._matching(pattern) if one not in listed and _is_weights(one)]
+                known = set(listed)
+                self.stray = [one for one in self._matching(pattern) if one not in known and _is_weights(one)]
                 return kind, listed
             if named := self._matching(_NAMED[kind]):
                 return kind, self._with_missing_parts(named)
@@ -166,6 +183,8 @@ class Folder:
             return "meta", named
         if gguf := self._matching(re.compile(r".*\.gguf", re.IGNORECASE)):
             return "gguf", self._parts_of_gguf(gguf)
+        if named := self._matching(_NAMED["mistral"]):
+            return "mistral", self._with_missing_parts(named)
         others = [one for one in self._matching(re.compile(r".*\.safetensors")) if _is_weights(one)]
         if not others and (alone := self._matching(_ALONE)):
             self.others = alone[1:]
@@ -185,7 +204,7 @@ class Folder:
             self.problems.append(Problem(index, error))
             return []
         self.index = mapped
-        inside = {name for name in mapped.values() if isinstance(name, str) and is_plain(name)}
+        inside = {name for name in mapped.values() if isinstance(name, str) and may_hold_weights(name)}
         return [self.root / name for name in sorted(inside)]
 
     def _with_missing_parts(self, named: list[Path]) -> list[Path]:
@@ -230,9 +249,14 @@ class Folder:
             self.homes[name] = file
 
 
-def is_plain(name: str) -> bool:
-    """Whether a name is that of a file in the same folder."""
-    return Path(name).name == name and name not in ("", ".", "..") and "\\" not in name
+def may_hold_weights(name: str) -> bool:
+    """Whether a name is that of a file of weights in the same folder."""
+    try:
+        encoded = os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    plain = not any(one in name for one in "/\\\0") and len(encoded) <= _LONGEST
+    return plain and os.path.splitext(name)[1].lower() in _READERS
 
 
 def _is_weights(path: Path) -> bool:

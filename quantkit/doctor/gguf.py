@@ -34,8 +34,14 @@ GGUF_PRE = Rule(
     _AGAIN, "llama.cpp: tokenizer.ggml.pre",
 )  # fmt: skip
 
-RULES = (GGUF_KEYS, GGUF_VOCABULARY, GGUF_PRE)
+GGUF_TOKENIZER = Rule(
+    "gguf-tokenizer", "warning", "the tokenizer is of a kind that llama.cpp is not known to have", _AGAIN,
+    "llama.cpp: tokenizer.ggml.model", ("llama.cpp",),
+)  # fmt: skip
 
+RULES = (GGUF_KEYS, GGUF_VOCABULARY, GGUF_PRE, GGUF_TOKENIZER)
+
+_TOKENIZERS = ("llama", "gpt2", "bert", "t5", "rwkv", "plamo2", "gemma4", "hybriddna", "whitespace", "none", "no_vocab")
 _KEYS = ("block_count", "context_length", "embedding_length", "attention.head_count")
 _EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
@@ -137,6 +143,8 @@ def _text(
             yield Finding(GGUF_PRE, where, "tokenizer.ggml.pre is missing")
     elif not isinstance(metadata.get("tokenizer.ggml.model"), str):
         yield Finding(GGUF_KEYS, where, "tokenizer.ggml.model is missing")
+    elif metadata["tokenizer.ggml.model"] not in _TOKENIZERS:
+        yield Finding(GGUF_TOKENIZER, where, f"tokenizer.ggml.model is {shown(metadata['tokenizer.ggml.model'])}")
     for key in _IDS:
         value = metadata.get(f"tokenizer.ggml.{key}")
         if value is not None and (type(value) is not int or not 0 <= value < count):

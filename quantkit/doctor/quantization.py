@@ -9,6 +9,7 @@ from quantkit.architectures.topology import fused_modules, parameters
 from quantkit.doctor.findings import Finding, Rule
 from quantkit.doctor.modules import TOLD, Coded, expected_shapes, missing_leaves
 from quantkit.doctor.view import View
+from quantkit.tensors.dtypes import FLOATS, DType
 
 _AGAIN = "quantize again, or copy what is missing from the model's source"
 
@@ -36,6 +37,7 @@ OTHER_KIND = Rule(
     "other-kind", "error", "a weight lies as codes of another kind than the config says",
     "take config.json and weights from one model", "quantization_config of each method",
 )  # fmt: skip
+CODES_TYPE = Rule("codes-type", "error", "codes lie as floats, or scales as integers", _AGAIN, "formats of each method")
 INCOMPLETE = Rule(
     "incomplete", "error", "codes without scales, scales without codes, or without zero points", _AGAIN, "vllm#53537"
 )
@@ -76,14 +78,21 @@ QUANTIZED_EMBEDDING = Rule(
 )  # fmt: skip
 
 RULES = (
-    BAD_SETTINGS, TWO_SCHEMES, NOT_THERE, NOT_QUANTIZED, NOT_IN_CONFIG, OTHER_KIND, INCOMPLETE, CODES_SHAPE,
-    SCALE_SHAPE, UNEVEN_GROUPS, FUSED_SCHEMES, EXPERT_SCHEMES, TP_GROUPS, TP_HEADS, ACT_ORDER, QUANTIZED_EMBEDDING,
+    BAD_SETTINGS, TWO_SCHEMES, NOT_THERE, NOT_QUANTIZED, NOT_IN_CONFIG, OTHER_KIND, CODES_TYPE, INCOMPLETE,
+    CODES_SHAPE, SCALE_SHAPE, UNEVEN_GROUPS, FUSED_SCHEMES, EXPERT_SCHEMES, TP_GROUPS, TP_HEADS, ACT_ORDER,
+    QUANTIZED_EMBEDDING,
 )  # fmt: skip
 
 _BY_ROWS = ("gptq", "awq")
 _NUMBER = re.compile(r"\d+")
 _FLOATS = Coded("", "", {})
 _CODES = ("weight_packed", "qweight", "weight")
+_INTEGER_KINDS = ("packed", "gptq", "awq", "mlx", "int8")
+_INTEGERS = ("weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx", "qweight", "qzeros", "g_idx")
+_SCALES = ("weight_scale", "scales", "biases")
+_NO_SCALES = (DType.INT8, DType.INT16, DType.INT32, DType.INT64, DType.UINT32)  # bytes may be exponents
+_KINDS = {"bitsandbytes": ("nf4", "bnb-int8")}
+"""Of methods whose settings name no modules."""
 _EMBEDDINGS_READ = ("mlx",)  # methods whose own readers expect quantized embeddings
 
 
@@ -128,7 +137,10 @@ def _module(view: View, module: str) -> Iterator[Finding]:
     elif claim is None and view.claims.certain:
         said = "no quantization_config" if view.folder.settings is None else "not among those it quantizes"
         yield Finding(NOT_IN_CONFIG, module, f"{TOLD[coded.kind]}, and in the config {said}")
+    yield from _types(coded)
     if claim is None:
+        if coded.kind not in _KINDS.get(view.folder.method or "", (coded.kind,)):
+            yield Finding(OTHER_KIND, module, f"{TOLD[coded.kind]}, and by the config {view.folder.method}")
         return
     if claim.kind is not None and claim.kind != coded.kind:
         yield Finding(OTHER_KIND, module, f"{TOLD[coded.kind]}, and by the config {TOLD.get(claim.kind, claim.kind)}")
@@ -141,6 +153,18 @@ def _module(view: View, module: str) -> Iterator[Finding]:
             yield Finding(UNEVEN_GROUPS, module, f"rows of {shape[1]} in groups of {claim.group}")
             return
         yield from _held_shapes(coded, expected_shapes(coded, shape, claim.bits, claim.group, claim.block))
+
+
+def _types(coded: Coded) -> Iterator[Finding]:
+    """Tensors that hold numbers of another sort than those of their kind do."""
+    if coded.kind not in _INTEGER_KINDS:
+        return
+    for leaf, tensor in coded.leaves.items():
+        where = f"{coded.module}.{leaf}"
+        if leaf in _INTEGERS and tensor.dtype in FLOATS:
+            yield Finding(CODES_TYPE, where, f"found {tensor.dtype}, expected integers")
+        elif leaf in _SCALES and tensor.dtype in _NO_SCALES:
+            yield Finding(CODES_TYPE, where, f"found {tensor.dtype}, expected floats")
 
 
 def _is_meant(view: View, module: str) -> bool:

@@ -12,7 +12,7 @@ from quantkit.doctor.view import View
 
 _TITLES = {"vllm": "vLLM", "transformers": "transformers", "llama.cpp": "llama.cpp", "mlx": "mlx-lm"}
 _CONTAINERS: dict[Runtime, tuple[str, ...]] = {
-    "vllm": ("safetensors", "bin"), "transformers": ("safetensors", "bin", "gguf"), "llama.cpp": ("gguf",),
+    "vllm": ("safetensors", "bin", "mistral"), "transformers": ("safetensors", "bin", "gguf"), "llama.cpp": ("gguf",),
     "mlx": ("safetensors",),
 }  # fmt: skip
 _METHODS: dict[Runtime, frozenset[str]] = {
@@ -133,5 +133,8 @@ def _vllm(view: View, coded: Coded, claim: Claim) -> Iterator[Finding]:
 
 
 def _read(runtime: Runtime) -> str:
-    told = {"safetensors": "folders with safetensors", "bin": "with pytorch_model*.bin", "gguf": "*.gguf"}
+    told = {
+        "safetensors": "folders with safetensors", "bin": "with pytorch_model*.bin", "gguf": "*.gguf",
+        "mistral": "consolidated*.safetensors",
+    }  # fmt: skip
     return ", ".join(told[one] for one in _CONTAINERS[runtime])

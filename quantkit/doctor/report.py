@@ -82,7 +82,7 @@ class Diagnosis:
         lines += _wrapped(self._sum(), "", width)
         lines += _wrapped(f"looked at: {'; '.join(self.looked_at)}", "", width) if self.looked_at else []
         lines += _wrapped(f"not looked at: {'; '.join(self.left_out)}", "", width) if self.left_out else []
-        return lines
+        return [_printable(line) for line in lines]
 
     def _entry(self, group: Sequence[Finding], width: int) -> list[str]:
         """What one rule found: where the first is, and how many more there are."""
@@ -125,6 +125,11 @@ def _shortened(text: str, length: int) -> str:
         return text
     half = (length - 3) // 2
     return f"{text[:half]}...{text[len(text) - half :]}"
+
+
+def _printable(line: str) -> str:
+    """A line in which what no terminal shows, such as half a character, is spelled out."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in line)
 
 
 def _wrapped(text: str, indent: str, width: int) -> list[str]:

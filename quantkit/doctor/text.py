@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from quantkit.doctor.findings import RUNTIMES, Finding, Rule
-from quantkit.doctor.folder import Folder
+from quantkit.doctor.folder import CONFIG, Folder
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.json_values import read_json, shown
 from quantkit.runtime.generation_config import NAME as GENERATION
 from quantkit.runtime.generation_config import sampling_defaults
 from quantkit.text.chat_template import ChatTemplate, ChatTemplates
 from quantkit.text.special_tokens import special_tokens
-from quantkit.text.tiktoken_file import is_tiktoken
+from quantkit.text.tokenizer import load_tokenizer
 
 _SOURCE = "copy it from the model's source"
 _HF = "Hugging Face folders"
+_BESIDE = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "tekken.json")
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "spiece.model", "vocab.txt")
+_READ = ("tokenizer.json", "tokenizer.model")
+_LFS = b"version https://git-lfs"
 INSTRUCT = re.compile(r"(?i)(^|[-_./ ])(instruct|chat|it|sft|dpo|rlhf)([-_./ ]|$)")
 _LEAST_SHARE = 0.75  # of the embedding's rows that a tokenizer of the model has at least: tables are padded
 
@@ -44,6 +48,10 @@ TOKEN_OUT_OF_RANGE = Rule(
     "token-out-of-range", "error", "a special token's id is not in the vocabulary",
     "take config.json, generation_config.json and tokenizer from one model", _HF,
 )  # fmt: skip
+UNKNOWN_TOKEN = Rule(
+    "unknown-token", "warning", "the tokenizer's config names a beginning or an end that the tokenizer does not know",
+    "take tokenizer.json and tokenizer_config.json from one model", "transformers adds it beyond the embedding",
+)  # fmt: skip
 END_TOKENS = Rule(
     "end-tokens", "warning", "what the tokenizer ends a text with is no end token of the model: it may never stop",
     "add the id to eos_token_id in generation_config.json", "vLLM, transformers: eos_token_id",
@@ -64,7 +72,7 @@ BAD_GENERATION = Rule(
 
 RULES = (
     NO_TOKENIZER, DAMAGED_TOKENIZER, TOKENIZER_TOO_LARGE, TOKENIZER_TOO_SMALL, VOCABULARY, TOKEN_OUT_OF_RANGE,
-    END_TOKENS, NO_TEMPLATE, DAMAGED_TEMPLATE, NO_GENERATION, BAD_GENERATION,
+    UNKNOWN_TOKEN, END_TOKENS, NO_TEMPLATE, DAMAGED_TEMPLATE, NO_GENERATION, BAD_GENERATION,
 )  # fmt: skip
 
 
@@ -77,12 +85,15 @@ def check(folder: Folder, rows: int | None) -> Iterator[Finding]:
     if not any(name in folder.names for name in _FILES):
         yield Finding(NO_TOKENIZER, folder.path.name, "none of tokenizer.json, tokenizer.model, vocab.json")
     vocabulary: Mapping[str, int] | None = None
+    yield from _placeholders(folder)
+    count = None
     try:
         vocabulary = _vocabulary(folder)
-        count = _tokens(folder, vocabulary)
+        if any((folder.root / name).is_file() for name in _READ):
+            count = load_tokenizer(folder.root).vocab_size
     except (QuantkitError, OSError) as error:
-        yield Finding(DAMAGED_TOKENIZER, _place(error), str(getattr(error, "problem", error)))
-        count = None
+        if _place(error) != CONFIG:  # of which others tell
+            yield Finding(DAMAGED_TOKENIZER, _place(error), str(getattr(error, "problem", error)))
     yield from _sizes(folder, rows, count)
     yield from _generation(folder, rows)
     yield from _special(folder, rows, vocabulary)
@@ -93,10 +104,7 @@ def is_instruct(folder: Folder) -> bool:
     """Whether a model's names say that it was trained to answer."""
     names = [folder.config.get("_name_or_path"), folder.path.resolve().name]
     if "README.md" in folder.names:
-        try:
-            head = (folder.root / "README.md").read_bytes()[:4096].decode("utf-8", "replace")
-        except OSError:
-            head = ""
+        head = _begins(folder.root / "README.md").decode("utf-8", "replace")
         names += re.findall(r"(?m)^\s*-?\s*(?:base_model:?)?\s*([\w.-]+/[\w.-]+)\s*$", head)
         names += re.findall(r"(?m)^base_model:\s*(\S+)", head)
     return any(isinstance(name, str) and INSTRUCT.search(name.rpartition("/")[2]) for name in names)
@@ -115,30 +123,39 @@ def _vocabulary(folder: Folder) -> dict[str, int] | None:
         vocabulary = {str(one[0]): index for index, one in enumerate(vocabulary) if isinstance(one, list) and one}
     if not isinstance(vocabulary, dict) or not vocabulary:
         raise CheckpointError("has no vocabulary", path=path)
-    if not all(type(one) is int for one in vocabulary.values()):
+    if not all(type(one) is int and one >= 0 for one in vocabulary.values()):
         raise CheckpointError("has tokens without ids", path=path)
     added = found.get("added_tokens") or []
+    if not isinstance(added, list) or not all(isinstance(one, dict) for one in added):
+        raise CheckpointError("has added tokens that are none", path=path)
+    ids = {str(one.get("content")): one.get("id") for one in added}
+    if not all(type(one) is int and one >= 0 for one in ids.values()):
+        raise CheckpointError("has added tokens without ids", path=path)
+    return {**vocabulary, **ids}
+
+
+def _placeholders(folder: Folder) -> Iterator[Finding]:
+    """Files of which no more is looked at than whether they are there: the tokenizer may be read from another."""
+    for name in _BESIDE:
+        path = folder.root / name
+        if name not in folder.names or not path.is_file():
+            continue
+        head = _begins(path)
+        if head.startswith(_LFS):
+            yield Finding(DAMAGED_TOKENIZER, name, "is a git-lfs pointer, not the file")
+        elif not head:
+            yield Finding(DAMAGED_TOKENIZER, name, "0 bytes")
+
+
+def _begins(path: Path) -> bytes:
+    """The first bytes of a file; none where it cannot be read, or is none."""
     try:
-        return {**vocabulary, **{str(one["content"]): int(one["id"]) for one in added}}
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError("has added tokens without ids", path=path) from error
-
-
-def _tokens(folder: Folder, vocabulary: Mapping[str, int] | None) -> int | None:
-    """How many rows the tokens of a tokenizer need."""
-    if vocabulary is not None:
-        return max(vocabulary.values()) + 1
-    path = folder.root / "tokenizer.model"
-    if not path.is_file():
-        return None
-    if is_tiktoken(path):
-        from quantkit.text.tiktoken_file import llama3_specials, read_tiktoken
-
-        ranks = len(read_tiktoken(path))
-        return ranks + len(llama3_specials(ranks))
-    from quantkit.text.tokenizer import SentencePieceTokenizer
-
-    return SentencePieceTokenizer(path).vocab_size
+        if not path.is_file():
+            return b""
+        with path.open("rb") as file:
+            return file.read(4096)
+    except OSError:
+        return b""
 
 
 def _sizes(folder: Folder, rows: int | None, tokens: int | None) -> Iterator[Finding]:
@@ -155,11 +172,14 @@ def _sizes(folder: Folder, rows: int | None, tokens: int | None) -> Iterator[Fin
 
 def _generation(folder: Folder, rows: int | None) -> Iterator[Finding]:
     if GENERATION not in folder.names:
-        if is_instruct(folder) and folder.kind != "meta":
+        if folder.kind != "meta" and is_instruct(folder):
             yield Finding(NO_GENERATION, folder.path.name, "by its name it is an instruct model")
         return
     try:
         sampling_defaults(folder.root)
+        most = _lenient(folder, GENERATION).get("max_new_tokens")
+        if type(most) in (int, float) and most <= 0:
+            yield Finding(BAD_GENERATION, GENERATION, f"max_new_tokens is {shown(most)}, expected at least 1")
     except (QuantkitError, OSError) as error:
         yield Finding(BAD_GENERATION, GENERATION, str(getattr(error, "problem", error)))
 
@@ -179,13 +199,17 @@ def _special(folder: Folder, rows: int | None, vocabulary: Mapping[str, int] | N
                     yield Finding(TOKEN_OUT_OF_RANGE, file, f"{key} {shown(one)}, expected {expected}")
                 elif key == "eos_token_id":
                     ends.add(one)
-    if vocabulary is None or not ends:
+    if vocabulary is None:
         return
     try:
-        spelled = special_tokens(folder.root, vocabulary, ("eos_token",)).get("eos_token")
+        spellings = special_tokens(folder.root, vocabulary, ("bos_token", "eos_token"))
     except CheckpointError:
         return  # told of by others
-    if spelled is not None and spelled in vocabulary and vocabulary[spelled] not in ends:
+    for name, one in spellings.items():
+        if one is not None and one not in vocabulary and one not in _added_beside(folder):
+            yield Finding(UNKNOWN_TOKEN, "tokenizer_config.json", f"{name} {shown(one)}")
+    spelled = spellings.get("eos_token")
+    if ends and spelled is not None and spelled in vocabulary and vocabulary[spelled] not in ends:
         what = f"{shown(spelled)} is {vocabulary[spelled]}, the model's are {', '.join(map(str, sorted(ends)))}"
         yield Finding(END_TOKENS, "tokenizer_config.json", what)
 
@@ -200,8 +224,18 @@ def _templates(folder: Folder) -> Iterator[Finding]:
             return  # the tokenizer's rule tells of it
         yield Finding(DAMAGED_TEMPLATE, _place(error), str(getattr(error, "problem", error)))
         return
+    if folder.kind == "meta":
+        return  # whose conversations have no template
     if not templates and is_instruct(folder) and any(name in folder.names for name in _FILES):
         yield Finding(NO_TEMPLATE, folder.path.name, "by its name it is an instruct model")
+
+
+def _added_beside(folder: Folder) -> set[str]:
+    """Tokens that tokenizer_config.json or added_tokens.json add to those of tokenizer.json."""
+    decoder = _lenient(folder, "tokenizer_config.json").get("added_tokens_decoder")
+    listed = decoder.values() if isinstance(decoder, dict) else ()
+    spelled = (one.get("content") for one in listed if isinstance(one, dict))
+    return {one for one in spelled if isinstance(one, str)} | set(_lenient(folder, "added_tokens.json"))
 
 
 def _lenient(folder: Folder, name: str) -> dict[str, Any]:

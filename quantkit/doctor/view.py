@@ -17,6 +17,9 @@ from quantkit.formats.files.tensor_file import StoredTensor
 from quantkit.json_values import Settings
 
 _OTHER_EXPERTS = re.compile(r".*\.switch_mlp\..*")  # as MLX stacks them
+_WITHOUT_HEAD = re.compile(
+    r".*(?<!LMHead)Model|.*For(SequenceClassification|TokenClassification|QuestionAnswering|Reward)"
+)
 _EMBEDDINGS = ("embed_tokens", "wte", "tok_embeddings", "embed_in", "word_embeddings")
 
 
@@ -46,6 +49,19 @@ class View:
     def known(self) -> bool:
         """Whether all tensors that the model needs are known."""
         return bool(self.expected)
+
+    @property
+    def without_head(self) -> str | None:
+        """The class that the config names, where it is a model that predicts no tokens: its tensors are called
+        otherwise."""
+        stated = self.folder.config.get("architectures")
+        name = stated[0] if isinstance(stated, list) and stated else None
+        return name[:60] if isinstance(name, str) and _WITHOUT_HEAD.fullmatch(name) else None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether models of its family are read by quantkit's jobs."""
+        return self.known and self.config is not None and families()[self.config.architecture].runs
 
     @property
     def stored(self) -> Mapping[str, StoredTensor]:
@@ -103,7 +119,7 @@ class View:
             return None
 
     def _expected(self) -> dict[str, DiskTensor]:
-        if self.config is None or any(_OTHER_EXPERTS.fullmatch(name) for name in self.stored):
+        if self.config is None or self.without_head or any(_OTHER_EXPERTS.fullmatch(name) for name in self.stored):
             return {}
         shapes = {name: tensor.shape for name, tensor in self.stored.items()}
         try:

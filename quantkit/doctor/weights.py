@@ -9,10 +9,15 @@ from quantkit.architectures.disk import DiskTensor
 from quantkit.architectures.families.opaque import is_extra_layer
 from quantkit.architectures.names import is_derived_buffer
 from quantkit.doctor.findings import Finding, Rule
+from quantkit.doctor.folder import CONFIG
 from quantkit.doctor.modules import is_scale_of_activations, stored_shape
 from quantkit.doctor.view import View
-from quantkit.errors import UnsupportedError
+from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.formats.containers.hf_settings import SETTINGS, read_codecs
+from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.files.tensor_file import StoredTensor
+from quantkit.formats.registry import METHODS
+from quantkit.json_values import shown
 from quantkit.tensors.dtypes import FLOATS
 
 _CONFIG = "Hugging Face's config.json"
@@ -44,6 +49,10 @@ WRONG_SHAPE = Rule(
 WRONG_TYPE = Rule(
     "wrong-type", "error", "a tensor that has to be floats is not", "write the model again from its source", _CONFIG
 )
+NOT_READ_HERE = Rule(
+    "not-read-here", "note", "quantkit's own reader refuses it; others may take it", "see what it says",
+    "strict reading: `quantkit inspect`",
+)  # fmt: skip
 DROPPED_PREDICTION = Rule(
     "dropped-prediction", "warning", "the config counts layers that predict further tokens, and there are none",
     "copy their tensors from the source, or set the count to 0", "auto-round#1526",
@@ -55,7 +64,7 @@ DROPPED_TOWER = Rule(
 
 RULES = (
     BAD_CONFIG, UNKNOWN_SETTING, TWO_FORMS, MISSING_TENSOR, EXTRA_TENSOR, WRONG_SHAPE, WRONG_TYPE, DROPPED_PREDICTION,
-    DROPPED_TOWER,
+    DROPPED_TOWER, NOT_READ_HERE,
 )  # fmt: skip
 
 _PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers")
@@ -64,6 +73,12 @@ _TOWERS = {"vision_config": ("vis", "vit", "image", "patch"), "audio_config": ("
 
 def check(view: View) -> Iterator[Finding]:
     """What is wrong with the tensors of a folder."""
+    kind = view.folder.config.get("model_type")
+    if kind is not None and not isinstance(kind, str):
+        yield Finding(BAD_CONFIG, CONFIG, f"model_type is {shown(kind)}")
+    base = view.folder.config.get("rope_theta")  # which readers look at beside rope_parameters
+    if base is not None and view.problem is None and (type(base) not in (int, float) or base <= 0):
+        yield Finding(BAD_CONFIG, CONFIG, f"rope_theta is {shown(base)}")
     if view.problem is not None:
         yield _about_config(view)
     if view.known:
@@ -71,6 +86,24 @@ def check(view: View) -> Iterator[Finding]:
         yield from _extra(view)
         yield from _shapes(view)
     yield from _dropped(view)
+
+
+def check_read(view: View, *, deep: bool) -> Iterator[Finding]:
+    """What a strict reader has against a folder in which nothing else was found.
+
+    Args:
+        deep: whether zero points and offsets may be read, which tell some formats apart; else their settings alone
+            are held against what the reader knows.
+    """
+    folder = view.folder
+    try:
+        if deep or folder.settings is None:
+            open_checkpoint(folder.root)
+        else:
+            raw, modules = {SETTINGS: folder.settings}, dict.fromkeys([*view.linears, *view.coded])
+            read_codecs(raw, modules, folder.root / CONFIG, METHODS, view.stored)
+    except (CheckpointError, UnsupportedError) as error:
+        yield Finding(NOT_READ_HERE, folder.path.name, str(error))
 
 
 def _about_config(view: View) -> Finding:

@@ -50,8 +50,11 @@ class GgufCheckpoint:
 
     format = "gguf"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, floats_as: DType | None = None) -> None:
         """Open a file, with the other parts if it is one of several; headers only.
+
+        Args:
+            floats_as: see `Container.open`.
 
         Raises:
             CheckpointError: if a file is missing, damaged or contradicts itself.
@@ -74,6 +77,7 @@ class GgufCheckpoint:
         self.extra_config: Mapping[str, Any] = {"pad_token_id": _padding_token(metadata, config.vocab_size, self.path)}
         self._disk = {tensor.name: tensor for tensor in gguf_tensors(config)}
         self.config = config.with_dtype(self._dtype().value)
+        self._floats_as = floats_as or DType(self.config.dtype)
         self._check()
         self._places = {
             place.name: (tensor, place)
@@ -136,7 +140,7 @@ class GgufCheckpoint:
         if self._exact_floats(tensor):
             return TensorSpec(tensor.name, tensor.shape, DType.FLOAT32)
         stored_as = None if kind in SMALL_FLOATS else kind.value
-        return TensorSpec(tensor.name, tensor.shape, DType(self.config.dtype), None, stored_as)
+        return TensorSpec(tensor.name, tensor.shape, self._floats_as, None, stored_as)
 
     def _exact_floats(self, tensor: DiskTensor) -> bool:
         """Whether a tensor of integers is one that other formats have as floats, and float32 has all its numbers."""

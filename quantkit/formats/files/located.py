@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, RequestError
 from quantkit.formats.files.gguf_types import GGUF, first_parts
-from quantkit.formats.files.hub import HubModel, download, hub_model
+from quantkit.formats.files.hub import PREFIX, HubModel, download, hub_model
 
 _downloaded: dict[HubModel, Path] = {}
 
@@ -44,8 +45,9 @@ def require_there(path: str | Path) -> Path:
 
 def _spelled(path: str) -> str | None:
     """How a model on the hub would be named, where a path could be meant for one."""
+    name = re.sub(r"^(https?:/+huggingface\.co/|HF:)", "", path)
     try:
-        model = hub_model(f"hf:{path}")
-    except Exception:
+        model = hub_model(f"{PREFIX}{name}")
+    except RequestError:
         return None
     return None if model is None else f"if it is a model of the Hugging Face hub: {model}"

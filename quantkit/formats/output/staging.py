@@ -24,6 +24,7 @@ from quantkit.errors import (
     ResumeError,
 )
 from quantkit.formats.files.gguf_types import GGUF, split_stem
+from quantkit.formats.files.hub import PREFIX as HUB_PREFIX
 from quantkit.formats.output.destination import (
     destination_errors,
     is_there,
@@ -221,6 +222,8 @@ def require_name(dst: Path) -> None:
         raise RequestError(
             "the destination is no name for a new folder", found=repr(str(dst)), hint="name a folder that is not there"
         )
+    if str(dst).startswith(HUB_PREFIX):
+        raise RequestError("the destination is a name on a hub", found=dst, expected="a folder to make")
     if dst.name.endswith(_SUFFIX):
         raise RequestError(
             f"names that end in {_SUFFIX} are for unfinished outputs", found=dst, hint="choose another destination"
