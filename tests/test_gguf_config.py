@@ -159,7 +159,7 @@ _REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "bias": ("qwen3", {"head_dim": 16, "attention_bias": True}, "biases of qkv"),
     "scale": ("gemma2", {"head_dim": 16, "pad_token_id": 0}, "attention_scale"),
     "head": ("gemma", {"head_dim": 16, "pad_token_id": 0, "tie_word_embeddings": False}, "a head of its own"),
-    "shares": ("qwen3_moe", {**_EXPERTS, "head_dim": 16, "norm_topk_prob": False}, "experts.normalized"),
+    "shares": ("qwen3_moe", {**_EXPERTS, "head_dim": 16, "norm_topk_prob": False}, "shares of experts"),
     "dense": ("qwen3_moe", {**_EXPERTS, "head_dim": 16, "mlp_only_layers": [1]}, "layers without experts"),
     "positions": ("smollm3", {"no_rope_layers": [1, 0, 1]}, "rotary"),
     "wide": ("olmo2", {"head_dim": 32}, "as wide as the model"),
@@ -191,6 +191,7 @@ def test_a_window_that_llama_cpp_does_not_know_is_told() -> None:
 def test_the_published_files_of_a_family_are_read_without_our_own_keys() -> None:
     for case, kind in {"mistral-no-window": "llama", "mistral-window": "mistral", "mixtral": "mixtral"}.items():
         assert _read(_config(CASES[case][0], **CASES[case][1]), quantkit__model_type="x").architecture == kind
+    assert _read(_config("llama"), llama__expert_count=1, llama__expert_used_count=1).architecture == "mixtral"
     short = _read(_config("llama"), llama__attention__key_length=None, llama__attention__value_length=None)
     assert short.head_dim == 8
 

@@ -292,11 +292,13 @@ def _optional(keys: Settings, key: str) -> float | None:
 
 def _family(metadata: Mapping[str, Any], architecture: GgufArchitecture, raw: Mapping[str, Any]) -> str:
     """Which of an architecture's families it is: what the file itself says, if quantkit wrote it."""
+    if "num_experts" in raw and architecture.name == "llama":
+        return "mixtral"
     stated = metadata.get(MODEL_TYPE)
     if stated in architecture.families:
         return str(stated)
     if architecture.name == "llama":
-        return "mixtral" if "num_experts" in raw else "llama" if raw["sliding_window"] is None else "mistral"
+        return "llama" if raw["sliding_window"] is None else "mistral"
     if architecture.name == "olmo2":
         return "olmo2" if raw["sliding_window"] is None else "olmo3"
     return architecture.families[0]

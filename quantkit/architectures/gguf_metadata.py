@@ -125,6 +125,8 @@ def _require_computed(config: ModelConfig, architecture: GgufArchitecture) -> No
         refused.append("heads that are not as wide as the model together")
     if architecture.name == "olmoe" and config.num_kv_heads != config.num_heads:
         refused.append("fewer KV heads than heads")
+    if config.experts is not None and config.experts.normalized != architecture.normalized:
+        refused.append(f"shares of experts that {'do not ' if architecture.normalized else ''}add up to 1")
     if config.clip_qkv is not None:
         refused.append("clipped queries, keys and values")
     if architecture.name == "gemma2":  # whose loader takes its own caps for absent ones, and needs a window

@@ -38,7 +38,7 @@ class Exact:
 
     def to_json(self) -> dict[str, Any]:
         """The manifest's form."""
-        return asdict(self)
+        return {name: count for name, count in asdict(self).items() if count or name != "norms"}
 
     def line(self) -> str:
         """For people."""
