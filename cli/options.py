@@ -63,14 +63,26 @@ def memory(text: str) -> int:
     Raises:
         RequestError: for anything else.
     """
-    found = _AMOUNT.fullmatch(text.strip())
-    if found is None:
-        raise RequestError("no amount of memory", found=shown(text), expected="one such as 4GB, 512MB or 2GiB")
-    number, unit = float(found["number"]), (found["unit"] or "").upper()
-    if not unit and not found["bytes"]:
+    if _AMOUNT.fullmatch(text.strip()) and text.strip()[-1] in "0123456789.":
         note(f"amounts of memory have units now: {text.strip()}GB; without one it goes with the next release")
-        unit = "G"
-    return int(number * _UNITS[unit])
+        text += "G"
+    return _bytes(text, "amount of memory")
+
+
+def file_size(text: str) -> int:
+    """The type of options that are sizes of files, in the same spellings.
+
+    Raises:
+        RequestError: for anything else.
+    """
+    return _bytes(text, "size of a file")
+
+
+def _bytes(text: str, what: str) -> int:
+    found = _AMOUNT.fullmatch(text.strip())
+    if found is None or not (found["unit"] or found["bytes"]):
+        raise RequestError(f"no {what}", found=shown(text), expected="one such as 4GB, 512MB or 2GiB")
+    return int(float(found["number"]) * _UNITS[(found["unit"] or "").upper()])
 
 
 src = click.argument("src", type=PATH)
@@ -95,7 +107,7 @@ template = click.option(
     help="Chat template to write: llama2, llama3 or a file *.jinja; SRC's own by default.",
 )  # fmt: skip
 split_max_size = click.option(
-    "--split-max-size", type=memory, metavar="AMOUNT",
+    "--split-max-size", type=file_size, metavar="AMOUNT",
     help="Largest file of weights, such as 2GB; 2GiB by default, and one file in GGUF.",
 )  # fmt: skip
 data = click.option(

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+_sources: dict[Path, Path] = {}
+
+
+def name_as(made: Path, source: Path) -> None:
+    """Have errors that concern a folder made for the time being, or a file in it, name what it was made of."""
+    _sources[made] = source
+
 
 class QuantkitError(Exception):
     """Something the user can act on, told in one line.
@@ -37,7 +44,7 @@ class QuantkitError(Exception):
             problem, path, found, expected, hint: see the attributes; what is given is told in the line.
         """
         self.problem = problem
-        self.path = None if path is None else Path(path)
+        self.path = None if path is None else _named(Path(path))
         self.found = found
         self.expected = expected
         self.hint = hint
@@ -55,6 +62,11 @@ class QuantkitError(Exception):
         if self.hint:
             line += f"; {self.hint}"
         return " ".join(line.split())
+
+
+def _named(path: Path) -> Path:
+    made = next((one for one in (path, *path.parents) if one in _sources), None)
+    return path if made is None else _sources[made] / path.relative_to(made)
 
 
 class RequestError(QuantkitError):

@@ -189,6 +189,7 @@ BROKEN: dict[str, tuple[str, Edit]] = {
     "groups of other columns": ("groups in order", _is("weight_g_idx", torch.zeros(63).int())),
     "groups beyond the last": ("groups in no order", _is("weight_g_idx", torch.full((64,), 2).int())),
     "groups below the first": ("groups in no order", _is("weight_g_idx", torch.full((64,), -2).int())),
+    "floats beside codes": ("groups in order", _is("weight", torch.zeros(96, 64))),
     "groups of floats": ("groups in no order", _is("weight_g_idx", torch.zeros(64))),
 }
 

@@ -26,6 +26,7 @@ from quantkit.formats.folder import TOKENIZER_FILES, json_bytes, present
 from quantkit.formats.registry import CONTAINERS
 from quantkit.json_values import read_settings
 from quantkit.quality.verify import Verdict, verify
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
@@ -125,7 +126,9 @@ class Loud:
     def indexed(self, path: Path, kind: str) -> bool:
         return False
 
-    def open(self, path: Path, kind: str, *, tensors_only: bool = False) -> LoudCheckpoint:
+    def open(
+        self, path: Path, kind: str, *, tensors_only: bool = False, floats_as: DType | None = None
+    ) -> LoudCheckpoint:  # fmt: skip
         return LoudCheckpoint(path)
 
     def parameters(self, config: ModelConfig, quantized: Collection[str], method: object = None) -> list[Parameter]:

@@ -32,6 +32,8 @@ from quantkit.formats.containers.gguf_checkpoint import GgufCheckpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.files.gguf_types import GgmlType, split_name
 from quantkit.formats.registry import GGUF, HF
+from quantkit.quality.transcoded import require_exact
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.tensor_slice import TensorSlice
 
@@ -130,6 +132,9 @@ def test_a_type_means_what_gguf_says(kind: GgmlType, tmp_path: Path, monkeypatch
         assert torch.equal(found.load(name, part).nan_to_num(7), part.of(expected).nan_to_num(7))  # type: ignore[union-attr]
         columns = found.load(name, TensorSlice(1, ((30, 111),)))
         assert torch.equal(columns.nan_to_num(7), expected[:, 30:111].nan_to_num(7))  # type: ignore[union-attr]
+        narrow = open_checkpoint(path, floats_as=DType.BFLOAT16)
+        assert narrow.info(name).dtype == "bfloat16"
+        assert torch.equal(narrow.load(name).nan_to_num(7), expected.bfloat16().nan_to_num(7))  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("kind", [Ggml.F32, Ggml.Q4_0, Ggml.Q4_1])
@@ -296,6 +301,43 @@ def test_what_a_file_should_not_be_is_named(tmp_path: Path) -> None:
         _opened(written({}, types={"": Ggml.Q4_0}))
     with pytest.raises(RequestError, match="is for Hugging Face folders"):
         open_checkpoint(written({}), tensors_only=True)
+
+
+@pytest.mark.parametrize("stated", [7, None])
+def test_a_config_says_whether_there_is_a_padding_token(stated: int | None, tmp_path: Path) -> None:
+    source, tensors = _source(json.dumps(["phi3", {"vocab_size": _ROWS}]))
+    ids = {} if stated is None else {"tokenizer.ggml.padding_token_id": stated}
+    path = gguf_files.write(tmp_path / "a.gguf", metadata_of(source.config) | _ENDS | _TOKENIZER | ids, tensors)
+    quantkit.convert(path, tmp_path / "model", to="hf", source_check=False)
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["pad_token_id"] == stated
+    if stated is None:
+        assert oracle.load(tmp_path / "model").config.pad_token_id is None
+
+
+@pytest.mark.parametrize("weight", [0.0, 1e-7])
+def test_norms_that_adding_one_rounds_are_counted(weight: float, tmp_path: Path) -> None:
+    model = oracle.make("gemma", vocab_size=_ROWS, head_dim=16, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.fill_(2**-9)
+        model.model.norm.weight.fill_(weight)
+    (folder := tmp_path / "model").mkdir()
+    source = HF.open(oracle.save(model, folder), "safetensors")
+    tensors = gguf_files.tensors_of(model)
+    path = gguf_files.write(tmp_path / "a.gguf", metadata_of(source.config) | _ENDS, tensors)
+    found = require_exact(source, _opened(path))
+    assert found.norms == (1 if weight else 0)
+    assert ("1 norms rounded" in found.line()) == bool(weight)
+
+
+def test_windows_that_llama_cpp_does_not_know_are_told(tmp_path: Path) -> None:
+    source, tensors = _source(json.dumps(["mistral", {"vocab_size": _ROWS, "sliding_window": 7}]))
+    metadata = metadata_of(source.config) | _ENDS | _TOKENIZER
+    assert _opened(gguf_files.write(tmp_path / "a.gguf", metadata, tensors)).notes == []
+    del metadata["quantkit.model_type"]
+    (note,) = _opened(gguf_files.write(tmp_path / "b.gguf", metadata, tensors)).notes
+    assert "windows of 7 tokens" in note
 
 
 def test_what_is_read_as_floats_is_told(tmp_path: Path) -> None:

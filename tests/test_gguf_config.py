@@ -29,10 +29,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "phi3-partial", "phi3-longrope", "gemma", "olmo2", "olmo3",
     )},
     "gemma2": ("gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16, "pad_token_id": 0, "sliding_window": 7}),
-    "gemma2-whole": (
-        "gemma2",
-        {"head_dim": 16, "query_pre_attn_scalar": 16, "pad_token_id": 0, "layer_types": ["full_attention"] * 3},
-    ),
     "gemma3": ("gemma3_text", {"head_dim": 16, "query_pre_attn_scalar": 16, "pad_token_id": 0, "num_hidden_layers": 8}),
     "gemma3-linear": (
         "gemma3_text",
@@ -47,7 +43,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 4}),
     "qwen2-moe": ("qwen2_moe", {**_EXPERTS, "shared_expert_intermediate_size": 64}),
     "qwen3-moe": ("qwen3_moe", {**_EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
-    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 8.0, "num_key_value_heads": 8}),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 8}),
 }  # fmt: skip
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
@@ -154,6 +150,7 @@ def test_experts_and_fused_projections_are_one_tensor() -> None:
     assert tied[-1].parts == tied[0].parts
 
 
+_GEMMA2 = {"head_dim": 16, "query_pre_attn_scalar": 16, "pad_token_id": 0}
 _REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "family": ("glm", {"head_dim": 16, "pad_token_id": 0}, "is not written as GGUF"),
     "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic rope scaling"),
@@ -162,11 +159,17 @@ _REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "bias": ("qwen3", {"head_dim": 16, "attention_bias": True}, "biases of qkv"),
     "scale": ("gemma2", {"head_dim": 16, "pad_token_id": 0}, "attention_scale"),
     "head": ("gemma", {"head_dim": 16, "pad_token_id": 0, "tie_word_embeddings": False}, "a head of its own"),
-    "shares": ("qwen3_moe", {**_EXPERTS, "head_dim": 16, "norm_topk_prob": False}, "experts.normalized"),
+    "shares": ("qwen3_moe", {**_EXPERTS, "head_dim": 16, "norm_topk_prob": False}, "shares of experts"),
     "dense": ("qwen3_moe", {**_EXPERTS, "head_dim": 16, "mlp_only_layers": [1]}, "layers without experts"),
     "positions": ("smollm3", {"no_rope_layers": [1, 0, 1]}, "rotary"),
     "wide": ("olmo2", {"head_dim": 32}, "as wide as the model"),
     "grouped": ("olmoe", {"num_key_value_heads": 2}, "fewer KV heads than heads"),
+    "clipped": ("olmoe", {"num_key_value_heads": 8, "clip_qkv": 8.0}, "clipped queries"),
+    "cap": ("gemma2", {**_GEMMA2, "attn_logit_softcapping": None}, "logits without soft caps"),
+    "final-cap": ("gemma2", {**_GEMMA2, "final_logit_softcapping": None}, "logits without soft caps"),
+    "no-window": ("gemma2", {**_GEMMA2, "layer_types": ["full_attention"] * 3}, "none of which has a window"),
+    "smollm3-bias": ("smollm3", {"attention_bias": True}, "biases of qkv"),
+    "smollm3-mlp": ("smollm3", {"mlp_bias": True}, "biases of mlp"),
 }  # fmt: skip
 
 
@@ -179,7 +182,8 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(case: str) -> None:
 
 def test_a_window_that_llama_cpp_does_not_know_is_told() -> None:
     assert notes_of(_config("mistral", sliding_window=7)) == [
-        "llama.cpp lets all layers see everything; the model has windows of 7 tokens"
+        "llama.cpp lets all layers see everything; the model has windows of 7 tokens, so what it makes of texts longer "
+        "than that differs"
     ]
     assert notes_of(_config("olmo3")) == []
 
@@ -187,6 +191,7 @@ def test_a_window_that_llama_cpp_does_not_know_is_told() -> None:
 def test_the_published_files_of_a_family_are_read_without_our_own_keys() -> None:
     for case, kind in {"mistral-no-window": "llama", "mistral-window": "mistral", "mixtral": "mixtral"}.items():
         assert _read(_config(CASES[case][0], **CASES[case][1]), quantkit__model_type="x").architecture == kind
+    assert _read(_config("llama"), llama__expert_count=1, llama__expert_used_count=1).architecture == "mixtral"
     short = _read(_config("llama"), llama__attention__key_length=None, llama__attention__value_length=None)
     assert short.head_dim == 8
 
@@ -202,6 +207,8 @@ def test_the_published_files_of_a_family_are_read_without_our_own_keys() -> None
         ({"llama.block_count": 3.0}, CheckpointError, "wrong type"),
         ({"llama.attention.head_count": [8, 8, 4]}, UnsupportedError, "layers that differ"),
         ({"llama.attention.head_count": []}, UnsupportedError, "layers that differ"),
+        ({"llama.attention.head_count_kv": [2]}, UnsupportedError, "layers that differ"),
+        ({"llama.vocab_size": 5}, CheckpointError, "does not fit the embedding"),
         ({"llama.attention.head_count_kv": 3}, CheckpointError, "multiple of the KV heads"),
         ({"llama.attention.value_length": 4}, UnsupportedError, "of different sizes"),
         ({"llama.attention.causal": False}, UnsupportedError, "both directions"),
@@ -241,6 +248,25 @@ def test_what_says_nothing_is_no_setting() -> None:
 def test_granite_may_not_be_told_to_have_no_positions() -> None:
     with pytest.raises(UnsupportedError, match=r"rope\.scaling\.finetuned"):
         _read(_config("granite"), granite__rope__scaling__finetuned=False)
+
+
+def test_gemma2_has_the_caps_of_llama_cpp_where_a_file_has_none() -> None:
+    config = _config("gemma2", **_GEMMA2, attn_logit_softcapping=20.0)
+    found = _read(config, gemma2__attn_logit_softcapping=None, gemma2__final_logit_softcapping=None)
+    assert (found.attention_softcap, found.logit_softcap) == (50.0, 30.0)
+    with pytest.raises(CheckpointError, match="attn_logit_softcapping"):
+        _read(config, gemma2__attn_logit_softcapping=0.0)
+    with pytest.raises(UnsupportedError, match="no gemma2 model without windows"):
+        _read(config, gemma2__attention__sliding_window_pattern=1)
+
+
+def test_what_llama_cpp_does_not_look_at_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"olmoe\.attention\.clamp_kqv"):
+        _read(_config(*CASES["olmoe"][:1], **CASES["olmoe"][1]), olmoe__attention__clamp_kqv=8.0)
+    with pytest.raises(UnsupportedError, match=r"freq_base_swa 7"):
+        _read(_config("olmo3"), olmo2__rope__freq_base_swa=7.0)
+    with pytest.raises(CheckpointError, match="logit_scale"):
+        _read(_config("granite"), granite__logit_scale=None)
 
 
 @pytest.mark.parametrize("factors", [(1.0,), (1.0, 2.0, 3.0, float("nan")), (0.0,) * 4])

@@ -67,6 +67,16 @@ def test_a_folder_holds_one_file(demo_model: Path, tmp_path: Path) -> None:
         verify(tmp_path / "model")
 
 
+def test_a_manifest_that_is_not_beside_is_missed(made: Path, tmp_path: Path) -> None:
+    shutil.copy(made, tmp_path / "other.gguf")
+    with pytest.raises(CheckpointError, match=r"has no other\.gguf\.quantkit\.json beside it"):
+        verify(tmp_path / "other.gguf")
+    shutil.copy(made.parent / "demo.gguf.quantkit.json", tmp_path / "other.gguf.quantkit.json")
+    (tmp_path / "other.gguf").rename(tmp_path / "demo.gguf")
+    (tmp_path / "other.gguf.quantkit.json").rename(tmp_path / "demo.gguf.quantkit.json")
+    assert verify(tmp_path).same, "a folder that holds a file and its manifest"
+
+
 def test_parts_of_a_largest_size(made: Path, demo_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "demo.gguf"
     quantkit.convert(demo_model, file, split_max_size=600_000, source_check=False)

@@ -194,6 +194,46 @@ def test_ends_templates_and_settings_go_there_and_back(folders: dict[str, Path],
     assert json.loads((read / "tokenizer_config.json").read_text())["chat_template"][1]["name"] == "tool_use"
 
 
+def test_what_llama_cpp_ends_at_by_its_spelling_is_no_end_of_the_model(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:  # fmt: skip
+    folder = shutil.copytree(folders["llama-bpe"], tmp_path / "model")
+    tokenizer = load_tokenizer(folder)
+    other = next(number for number in range(tokenizer.vocab_size) if number not in tokenizer.eos_ids)
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": other}))
+    metadata, notes = tokenizer_metadata(folder, tokenizer.vocab_size)
+    read = json.loads(folder_files(metadata, folder)["generation_config.json"])
+    assert read["eos_token_id"] == [other]
+    assert notes == [f"{folder}: llama.cpp ends a text at {END} too, by the spelling"]
+    del metadata["quantkit.eos_token_ids"]
+    theirs = json.loads(folder_files(metadata, folder)["generation_config.json"])
+    assert set(theirs["eos_token_id"]) > {other}
+    with pytest.raises(CheckpointError, match="is not in the vocabulary"):
+        folder_files({**metadata, "quantkit.eos_token_ids": [99999]}, folder)
+
+
+@pytest.mark.parametrize(
+    ("stated", "read"),
+    [
+        ({"temp": 0.0, "top_k": 20, "penalty_repeat": 1.5}, {"do_sample": False, "repetition_penalty": 1.5}),
+        ({"top_k": -1, "top_p": 0.5}, {"do_sample": True, "top_k": 0, "top_p": 0.5}),
+        ({"top_p": 1.5}, None),
+        ({"min_p": -0.5}, None),
+        ({"penalty_repeat": 0.0}, None),
+    ],
+)
+def test_settings_of_generation_that_transformers_takes(
+    stated: dict[str, Any], read: dict[str, Any] | None, folders: dict[str, Path]
+) -> None:
+    metadata = _metadata(folders["smollm"]) | {f"general.sampling.{key}": value for key, value in stated.items()}
+    if read is None:
+        with pytest.raises(CheckpointError, match="out of range"):
+            folder_files(metadata, folders["smollm"])
+        return
+    made = json.loads(folder_files(metadata, folders["smollm"])["generation_config.json"])
+    assert {key: value for key, value in made.items() if "token" not in key} == read
+
+
 def test_a_gguf_file_is_taken_where_a_folder_is(folders: dict[str, Path], tmp_path: Path) -> None:
     metadata, _ = tokenizer_metadata(folders["smollm"], 300, {"default": "{{ messages[0].content }}"})
     path = tmp_path / "model.gguf"
@@ -205,7 +245,7 @@ def test_a_gguf_file_is_taken_where_a_folder_is(folders: dict[str, Path], tmp_pa
     again, _ = tokenizer_metadata(path, 300)
     assert again == metadata
     path.write_bytes(build_header({**metadata, "tokenizer.ggml.model": "none"}, []))
-    with pytest.raises(CheckpointError, match="has no tokenizer"):
+    with pytest.raises(CheckpointError, match=r"model\.gguf: has no tokenizer"):
         load_tokenizer(path)
 
 

@@ -231,6 +231,9 @@ def test_an_embedding_is_read_as_floats_whatever_its_codes_are(tied: bool, model
     assert _equal(source.load("model.embed_tokens.weight"), expected)
     part = TensorSlice(0, ((3, 9),))
     assert _equal(source.load("model.embed_tokens.weight", part), part.of(expected))
+    problem = r"embed_tokens\.weight' cannot be held exactly as mlx: it is none of the linears, .*found int8-g32"
+    with pytest.raises(UnsupportedError, match=problem):
+        quantkit.convert(folder, tmp_path / "out", to="mlx")
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])

@@ -12,7 +12,7 @@ from command import Capture, run
 
 import quantkit
 from quantkit.cli.main import quantkit as root
-from quantkit.cli.options import memory
+from quantkit.cli.options import file_size, memory
 from quantkit.cli.output import note
 from quantkit.errors import RequestError
 from quantkit.evals.bench import Job, bench
@@ -119,6 +119,13 @@ def test_float_types_are_spelled_as_one_likes(spelled: str | torch.dtype, demo_m
 def test_another_float_type_is_refused(spelled: object) -> None:
     with pytest.raises(RequestError, match="unknown float type"):
         float_type(spelled)  # type: ignore[arg-type]
+
+
+def test_a_size_of_a_file_needs_a_unit() -> None:
+    assert file_size("2GiB") == 2**31
+    for spelled in ("1", "2.", "GB", ""):
+        with pytest.raises(RequestError, match="no size of a file"):
+            file_size(spelled)
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ WRONG: dict[str, Change] = {
             ("group_size", -1), ("group_size", 0), ("group_size", 32.0), ("group_size", "32"), ("group_size", True),
             ("group_size", None), ("group_size", 10**30), ("num_bits", 4.0), ("num_bits", "4"), ("num_bits", None),
             ("num_bits", True), ("num_bits", [4]), ("symmetric", "true"), ("symmetric", 1), ("type", ["int"]),
-            ("strategy", 7), ("strategy", None),
+            ("strategy", 7),
         ]
     },
 }  # fmt: skip
@@ -152,6 +152,19 @@ def test_a_value_of_the_wrong_kind_names_its_file(case: str) -> None:
     WRONG[case](raw)
     with pytest.raises(CheckpointError, match=r"^x/config\.json: .*(quantization_config|pattern)"):
         _read(raw)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "changes"),
+    [("group", {}), ("channel", {"group_size": -1}), ("tensor", {"group_size": None})],
+)
+def test_a_strategy_that_is_not_said_is_told_by_the_group_size(strategy: str, changes: dict[str, Any]) -> None:
+    unsaid, said = (
+        read_codecs({SETTINGS: _config(one=(["Linear"], {**changes, "strategy": one}))}, MODULES, Path("x"), METHODS)[1]
+        for one in (None, strategy)
+    )
+    assert said
+    assert unsaid == said
 
 
 @pytest.mark.parametrize(

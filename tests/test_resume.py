@@ -65,7 +65,7 @@ def progress(phase, done, total, unit):
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "_CHECKPOINT_BYTES", 50_000)
-    monkeypatch.setattr("quantkit.jobs.convert.SHARD_BYTES", 300_000)
+    monkeypatch.setattr("quantkit.jobs.conversion.SHARD_BYTES", 300_000)
     monkeypatch.setattr("quantkit.jobs.quantize.SHARD_BYTES", 300_000)
 
 

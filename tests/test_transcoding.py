@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from dataclasses import replace
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 import quantkit
 from quantkit.architectures.topology import linear_columns
 from quantkit.data.files import DEMO_MODEL, EXCERPT
-from quantkit.errors import QuantkitError, RequestError, UnsupportedError
+from quantkit.errors import NonFiniteError, QuantkitError, RequestError, UnsupportedError
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.codecs.gptq_linear import GptqLinear
@@ -32,6 +33,7 @@ from quantkit.text.tokenizer import load_tokenizer
 CT = "compressed-tensors"
 DOWN = "model.layers.1.mlp.down_proj"
 STOPPED = ("whole", "stopped")
+INT4 = QuantScheme(4, 32)
 UNCHECKED: Any = {"accept_quality_loss": True, "source_check": False}  # of random weights
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 
@@ -150,6 +152,40 @@ REFUSED = [
 ]
 
 
+NONFINITE = {
+    "NaN": (math.nan, "holds 3 scales that are NaN or Inf .*found 3 of "),
+    "Inf": (-math.inf, "holds 3 scales that are NaN or Inf .*found 3 of "),
+    "overflow": (3e38, r"holds \d+ values that overflow float32: scales times codes .*of 32768"),
+}
+
+
+@pytest.mark.parametrize("what", NONFINITE)
+@pytest.mark.parametrize("scheme", ["int4-g64", "int8"])
+def test_scales_that_are_no_numbers_are_not_carried(
+    scheme: str, what: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    source, (wrong, problem) = tmp_path / "source", NONFINITE[what]
+    oracle.copy(folders[scheme], source)
+    (source / "quantkit.json").unlink()
+
+    def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name == f"{DOWN}.weight_scale":
+            tensor.view(-1)[[1, 5, 8]] = wrong
+        return tensor
+
+    _change(source, change)
+    ways: list[dict[str, Any]] = [{"to": to} for to in (CT, "gptq", "mlx", "gguf")]
+    for options in [*ways, {"to": "mlx", "requantize": True}]:
+        with pytest.raises(NonFiniteError, match=rf"tensor '{re.escape(DOWN)}\.weight' {problem}") as failed:
+            quantkit.convert(source, tmp_path / "out", source_check=False, **options)
+        assert failed.value.exit_code == 7
+        assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    if what != "overflow":
+        made = quantkit.convert(source, tmp_path / "out", to="gptq", source_check=False, allow_nonfinite=True)
+        assert made.exact is not None
+        assert made.exact.equal == made.exact.tensors == 14
+
+
 @pytest.mark.parametrize(("scheme", "to", "reason", "headers_tell"), REFUSED, ids=str)
 def test_what_cannot_be_held_exactly_is_refused_by_the_first_tensors_name(
     scheme: str, to: str, reason: str, headers_tell: bool, folders: dict[str, Path], tmp_path: Path, capfd: Capture
@@ -246,6 +282,60 @@ def test_a_result_that_is_not_its_source_is_a_failure_that_leaves_nothing(
         quantkit.convert(folders["int4-g64"], tmp_path / "out", to="gptq", source_check=False)
     assert failed.value.exit_code == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["act-order", "fp8", "bitsandbytes"])
+def test_what_is_read_as_floats_is_rounded_once(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    """Of a model in bfloat16 float32 has more than bfloat16's numbers, and float16 other ones."""
+    source, name = tmp_path / "source", f"{DOWN}.weight"
+    expected = _read_as_floats(kind, folders["int4-g64"], source)
+    before = open_checkpoint(source).load(name)
+    assert isinstance(before, torch.Tensor)
+    assert torch.equal(before, expected.bfloat16())
+    assert not torch.equal(before.float(), expected)
+    for dtype in ("fp32", "fp16"):
+        made = quantkit.convert(source, tmp_path / dtype, dequantize=True, dtype=dtype, source_check=False)  # type: ignore[arg-type]
+        found = load_file(made.path / "model.safetensors")[name]
+        assert torch.equal(found, expected.to(found.dtype))
+    model, _ = quantkit.load(source, dtype="fp32", device="cpu")
+    assert torch.equal(model.get_parameter(name), expected)
+    if kind == "act-order":
+        codes = quantkit.convert(source, tmp_path / "codes", to=CT, requantize=True, source_check=False)
+        value, rounded = (open_checkpoint(codes.path).load(name), quantize_rtn(expected, INT4, torch.bfloat16))
+        assert isinstance(value, QuantTensor)
+        assert equal_as_numbers(value, rounded)
+        assert not equal_as_numbers(value, quantize_rtn(before, INT4, torch.bfloat16))
+
+
+def _read_as_floats(kind: str, codes: Path, folder: Path) -> torch.Tensor:
+    """Make a folder whose `DOWN` has no codes here; what that means, in float32."""
+    generator = torch.Generator().manual_seed(5)
+    if kind == "act-order":
+        quantkit.convert(codes, folder, to="gptq", source_check=False)
+        tensors, order = load_file(folder / "model.safetensors"), torch.randperm(256, generator=generator) // 64
+        tensors[f"{DOWN}.g_idx"] = order.to(torch.int32)
+        value = open_checkpoint(codes).load(f"{DOWN}.weight")
+        assert isinstance(value, QuantTensor)
+        expected = (value.codes.float() - 8) * value.scale.float()[:, order]
+    else:
+        quantkit.convert(codes, folder, dequantize=True, source_check=False)
+        tensors = load_file(folder / "model.safetensors")
+        weight = tensors[f"{DOWN}.weight"].float()
+        if kind == "fp8":
+            settings: dict[str, Any] = {"quant_method": "fp8"}
+            scale = torch.rand(len(weight), 1, generator=generator) / 448
+            tensors[f"{DOWN}.weight"] = (weight / scale).to(torch.float8_e4m3fn)
+            tensors[f"{DOWN}.weight_scale"] = scale
+            expected = tensors[f"{DOWN}.weight"].float() * scale
+        else:
+            settings = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+            scale = torch.rand(len(weight), generator=generator)
+            tensors[f"{DOWN}.weight"] = torch.randint(-127, 128, weight.shape, generator=generator, dtype=torch.int8)
+            tensors[f"{DOWN}.SCB"] = scale
+            expected = tensors[f"{DOWN}.weight"].float() * scale.unsqueeze(1) * (1 / 127)
+        oracle.edit_json(folder / "config.json", quantization_config=settings)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return expected
 
 
 @pytest.mark.parametrize("scheme", ["int4-g64-asym", "int8"])

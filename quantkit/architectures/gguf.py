@@ -106,8 +106,7 @@ _FOUND = (
     ),
     GgufArchitecture("qwen3moe", ("qwen3_moe",), keys=_EXPERT_KEYS, normalized=True),
     GgufArchitecture(
-        "olmoe", ("olmoe",), keys=(*_EXPERT_KEYS[:2], "attention.clamp_kqv"), normalized=False, tied=False,
-        full_width=True,
+        "olmoe", ("olmoe",), keys=_EXPERT_KEYS[:2], normalized=False, tied=False, full_width=True
     ),
     GgufArchitecture("gemma", ("gemma",), tied=True),
     GgufArchitecture("gemma2", ("gemma2",), keys=_SOFTCAPS, windows=2, tied=True, wide_scale_layers=46),
@@ -122,7 +121,7 @@ _FOUND = (
     GgufArchitecture(
         "granite", ("granite",), keys=_SCALES, interleaved_rotary=True, biases=_ALL, rope_freqs=True, long_rope=True
     ),
-    GgufArchitecture("smollm3", ("smollm3",), interleaved_rotary=True, biases=_ALL),
+    GgufArchitecture("smollm3", ("smollm3",), interleaved_rotary=True),
 )  # fmt: skip
 ARCHITECTURES: Mapping[str, GgufArchitecture] = {found.name: found for found in _FOUND}
 """Those that are read and written, by their names in files."""

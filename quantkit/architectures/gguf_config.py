@@ -42,7 +42,9 @@ EPS, WINDOW, PATTERN = (
 )
 _NO_ROPE_INTERVAL = 4  # of llama.cpp, which knows no key for it
 GEMMA2_WINDOW = 4096
-"""Of llama.cpp, where the key is absent."""
+GEMMA2_SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+"""Of llama.cpp, where the keys are absent."""
+_LEAST_CAP = 1e-3
 _SOFTMAX = 1
 _MOST = 1e6  # of a multiplier
 
@@ -70,7 +72,8 @@ def config_of(
     """
     architecture = _architecture(metadata, path)
     keys = _own_keys(metadata, architecture, path)
-    heads, layers = _one(keys, "attention.head_count", MAX_HEADS), keys.whole("block_count", 1, MAX_LAYERS)
+    layers = keys.whole("block_count", 1, MAX_LAYERS)
+    heads = _one(keys, "attention.head_count", MAX_HEADS)
     hidden, context = keys.whole("embedding_length", 1, MAX_WIDTH), keys.whole("context_length", 1, MAX_CONTEXT)
     head_dim = keys.whole("attention.key_length", 1, MAX_HEADS) if keys.has("attention.key_length") else hidden // heads
     if keys.has("attention.value_length") and keys.whole("attention.value_length", 1, MAX_HEADS) != head_dim:
@@ -82,6 +85,11 @@ def config_of(
     embedding = shapes.get("token_embd.weight", ())
     if len(embedding) != 2:
         raise CheckpointError("tensor 'token_embd.weight' is missing or no matrix", path=str(path))
+    if keys.has("vocab_size") and keys.whole("vocab_size", 1, MAX_WIDTH) != embedding[0]:
+        raise CheckpointError(
+            f"{architecture.name}.vocab_size does not fit the embedding", path=str(path),
+            found=keys.values["vocab_size"], expected=embedding[0],
+        )  # fmt: skip
     raw: dict[str, Any] = {
         "vocab_size": embedding[0],
         "hidden_size": hidden,
@@ -168,7 +176,7 @@ def _one(keys: Settings, key: str, most: int, default: int | None = None) -> int
     value = keys.need(key)
     if not isinstance(value, list):
         return keys.whole(key, 1, most)
-    if len(set(map(str, value))) != 1:
+    if len(set(map(str, value))) != 1 or len(value) != keys.values["block_count"]:
         raise UnsupportedError(
             f"layers that differ in {keys.name}.{key} are not supported", path=keys.path, found=shown(value)
         )
@@ -194,6 +202,7 @@ def _windows(keys: Settings, architecture: GgufArchitecture, layers: int) -> tup
     if not keys.has(WINDOW) and architecture.name == "gemma2":
         window = GEMMA2_WINDOW
     if not window:
+        _require_window(keys, architecture)
         return None, [False] * layers
     stated = keys.values.get(PATTERN)
     if isinstance(stated, list):
@@ -205,7 +214,18 @@ def _windows(keys: Settings, architecture: GgufArchitecture, layers: int) -> tup
         windowed = [bool(one) for one in stated]
     else:
         windowed = by_period(keys.whole(PATTERN, 0, MAX_LAYERS) if keys.has(PATTERN) else architecture.windows, layers)
-    return (window, windowed) if any(windowed) else (None, windowed)
+    if not any(windowed):
+        _require_window(keys, architecture)
+        return None, windowed
+    return window, windowed
+
+
+def _require_window(keys: Settings, architecture: GgufArchitecture) -> None:
+    if architecture.name == "gemma2":
+        raise UnsupportedError(
+            "llama.cpp loads no gemma2 model without windows", path=keys.path,
+            found=f"{WINDOW} {shown(keys.values.get(WINDOW))}, {PATTERN} {shown(keys.values.get(PATTERN))}",
+        )  # fmt: skip
 
 
 def by_period(period: int | None, layers: int) -> list[bool]:
@@ -238,8 +258,12 @@ def _own(keys: Settings, architecture: GgufArchitecture) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if architecture.name.startswith("gemma"):
         found["hidden_activation"] = "gelu_pytorch_tanh"
-        found["attn_logit_softcapping"] = _optional(keys, "attn_logit_softcapping")
-        found["final_logit_softcapping"] = _optional(keys, "final_logit_softcapping")
+        found |= {key: _optional(keys, key) for key in GEMMA2_SOFTCAPS}
+    if architecture.name == "gemma2":  # in which a cap of 0 divides by it
+        found |= {
+            key: keys.number(key, _LEAST_CAP, _MOST) if keys.has(key) else usual
+            for key, usual in GEMMA2_SOFTCAPS.items()
+        }
     if architecture.wide_scale_layers == keys.values["block_count"]:
         found["query_pre_attn_scalar"] = hidden // heads
     elif architecture.wide_scale_layers is not None:
@@ -247,6 +271,7 @@ def _own(keys: Settings, architecture: GgufArchitecture) -> dict[str, Any]:
             keys.whole("attention.key_length", 1, MAX_HEADS) if keys.has("attention.key_length") else hidden // heads
         )
     if architecture.name == "granite":
+        keys.need("logit_scale")
         stated = {key: _optional(keys, key) for key in architecture.keys}
         head_dim = keys.values.get("attention.key_length", hidden // heads)
         found |= {
@@ -255,8 +280,6 @@ def _own(keys: Settings, architecture: GgufArchitecture) -> dict[str, Any]:
             "residual_multiplier": stated["residual_scale"],
             "logits_scaling": stated["logit_scale"],
         }
-    if architecture.name == "olmoe":
-        found["clip_qkv"] = _optional(keys, "attention.clamp_kqv")
     if architecture.name == "smollm3":
         found["no_rope_layer_interval"] = _NO_ROPE_INTERVAL
     return found
@@ -269,11 +292,13 @@ def _optional(keys: Settings, key: str) -> float | None:
 
 def _family(metadata: Mapping[str, Any], architecture: GgufArchitecture, raw: Mapping[str, Any]) -> str:
     """Which of an architecture's families it is: what the file itself says, if quantkit wrote it."""
+    if "num_experts" in raw and architecture.name == "llama":
+        return "mixtral"
     stated = metadata.get(MODEL_TYPE)
     if stated in architecture.families:
         return str(stated)
     if architecture.name == "llama":
-        return "mixtral" if "num_experts" in raw else "llama" if raw["sliding_window"] is None else "mistral"
+        return "llama" if raw["sliding_window"] is None else "mistral"
     if architecture.name == "olmo2":
         return "olmo2" if raw["sliding_window"] is None else "olmo3"
     return architecture.families[0]
@@ -284,6 +309,11 @@ def _ropes_by_layer(keys: Settings, raw: Mapping[str, Any]) -> dict[str, Any]:
     base = raw["rope_theta"] if raw["model_type"] == "olmo3" else DEFAULT_THETA
     if keys.has(WINDOWED_BASE):
         base = keys.number(WINDOWED_BASE, MIN_THETA, MAX_THETA)
+    if raw["model_type"] == "olmo3" and base != raw["rope_theta"]:
+        raise UnsupportedError(
+            f"llama.cpp does not compute another rotary base of layers with a window of {keys.name} models",
+            path=keys.path, found=f"{WINDOWED_BASE} {base:g}", expected=f"{raw['rope_theta']:g}",
+        )  # fmt: skip
     full = {"rope_theta": raw["rope_theta"], **(raw["rope_scaling"] or {"rope_type": "default"})}
     kinds = {FULL: full, SLIDING: {"rope_theta": base, "rope_type": "default"}}
     return {"rope_parameters": kinds, "rope_scaling": None, "rope_theta": None}

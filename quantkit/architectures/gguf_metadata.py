@@ -15,7 +15,6 @@ from quantkit.architectures.gguf import GgufArchitecture, gguf_architecture
 from quantkit.architectures.gguf_config import (
     EOS_IDS,
     EPS,
-    GEMMA2_WINDOW,
     MODEL_TYPE,
     PATTERN,
     WINDOW,
@@ -34,6 +33,7 @@ def metadata_of(config: ModelConfig) -> dict[str, Any]:
         UnsupportedError: if GGUF can't say all of it, or llama.cpp would not compute it so.
     """
     architecture = gguf_architecture(config)
+    _require_computed(config, architecture)
     own: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "context_length": config.max_context,
@@ -50,10 +50,9 @@ def metadata_of(config: ModelConfig) -> dict[str, Any]:
         **_written_features(config, architecture),
         **written_rope(config, architecture),
     }
-    _require_computed(config, architecture)
     found: dict[str, Any] = {"general.architecture": architecture.name, MODEL_TYPE: config.architecture}
     found |= {f"{architecture.name}.{key}": value for key, value in own.items()}
-    if len(config.eos_token_ids) > 1:
+    if config.eos_token_ids:
         found[EOS_IDS] = list(config.eos_token_ids)
     _require_read_back(config, found)
     return found
@@ -64,7 +63,10 @@ def notes_of(config: ModelConfig) -> list[str]:
     window = next((window for window in config.windows if window is not None), None)
     if window is None or gguf_architecture(config).windows is not None:
         return []
-    return [f"llama.cpp lets all layers see everything; the model has windows of {window} tokens"]
+    return [
+        f"llama.cpp lets all layers see everything; the model has windows of {window} tokens, so what it makes of texts"
+        " longer than that differs"
+    ]
 
 
 def _written_windows(config: ModelConfig, architecture: GgufArchitecture) -> dict[str, Any]:
@@ -73,7 +75,7 @@ def _written_windows(config: ModelConfig, architecture: GgufArchitecture) -> dic
         raise UnsupportedError("GGUF cannot say windows of several widths", found=shown(sorted(widths)))
     windowed, layers = [window is not None for window in config.windows], config.num_layers
     if not widths:
-        return {WINDOW: GEMMA2_WINDOW, PATTERN: 1} if architecture.name == "gemma2" else {}
+        return {}
     found: dict[str, Any] = {WINDOW: widths.pop()}
     if windowed == by_period(architecture.windows, layers):
         return found
@@ -102,7 +104,6 @@ def _written_features(config: ModelConfig, architecture: GgufArchitecture) -> di
         "embedding_scale": config.embedding_multiplier,
         "residual_scale": config.residual_multiplier,
         "logit_scale": 1 / config.logit_multiplier,
-        "attention.clamp_kqv": config.clip_qkv,
     }
     return {key: float(value) for key, value in stated.items() if key in architecture.keys and value is not None}
 
@@ -124,6 +125,15 @@ def _require_computed(config: ModelConfig, architecture: GgufArchitecture) -> No
         refused.append("heads that are not as wide as the model together")
     if architecture.name == "olmoe" and config.num_kv_heads != config.num_heads:
         refused.append("fewer KV heads than heads")
+    if config.experts is not None and config.experts.normalized != architecture.normalized:
+        refused.append(f"shares of experts that {'do not ' if architecture.normalized else ''}add up to 1")
+    if config.clip_qkv is not None:
+        refused.append("clipped queries, keys and values")
+    if architecture.name == "gemma2":  # whose loader takes its own caps for absent ones, and needs a window
+        if config.attention_softcap is None or config.logit_softcap is None:
+            refused.append("logits without soft caps")
+        if all(window is None for window in config.windows):
+            refused.append("layers none of which has a window")
     if refused:
         raise UnsupportedError(f"llama.cpp does not compute {refused[0]} of {architecture.name} models")
 

@@ -197,11 +197,15 @@ class Container(Protocol):
         """Whether an index says which files a set of weights is made of."""
         ...
 
-    def open(self, path: Path, kind: str, *, tensors_only: bool = False) -> StoredCheckpoint:
+    def open(
+        self, path: Path, kind: str, *, tensors_only: bool = False, floats_as: DType | None = None
+    ) -> StoredCheckpoint:  # fmt: skip
         """Open one of the sets of weights at a path; headers only.
 
         Args:
             tensors_only: whether to take any tensors for the model's, of whatever architecture.
+            floats_as: the type of weights in integers or small floats that are read as floats, which are computed in
+                float32 and rounded to it; None is the model's.
 
         Raises:
             RequestError: if that makes no sense for this kind of checkpoint.

@@ -12,9 +12,11 @@ from quantkit.formats import manifest
 from quantkit.formats.container import Container, StoredCheckpoint
 from quantkit.formats.files.gguf_parts import gguf_models
 from quantkit.formats.files.located import located, require_there
+from quantkit.formats.files.source import SourceFile
 from quantkit.formats.output.destination import manifest_path
 from quantkit.formats.output.staging import require_finished
 from quantkit.formats.registry import CONTAINERS
+from quantkit.tensors.dtypes import DType
 
 Found = tuple[str, Container]
 """A set of weights, by the name that ``--weights`` takes, and whose it is."""
@@ -26,7 +28,7 @@ WeightKind = Literal["meta", "safetensors", "bin", "gpt-fast", "gpt-fast-int8", 
 
 
 def open_checkpoint(
-    path: str | Path, weights: WeightKind | None = None, *, tensors_only: bool = False
+    path: str | Path, weights: WeightKind | None = None, *, tensors_only: bool = False, floats_as: DType | None = None
 ) -> StoredCheckpoint:  # fmt: skip
     """Open the checkpoint in a folder; headers only.
 
@@ -39,6 +41,7 @@ def open_checkpoint(
         weights: ``meta``, ``safetensors``, ``bin``, ``gpt-fast``, ``gpt-fast-int8`` or ``gguf`` to pick a set.
         tensors_only: whether to take the tensors as they are, of whatever architecture. A folder that quantkit made
             so is opened so without being asked, where it is none that is known.
+        floats_as: see `Container.open`.
 
     Returns:
         The checkpoint: its config, and its tensors by canonical names, read when they are asked for.
@@ -50,11 +53,11 @@ def open_checkpoint(
     path = located(as_path("path", path))
     require_finished(path, manifest.NAME)
     if tensors_only or not made_of_tensors(path):
-        return open_unfinished(path, weights, tensors_only=tensors_only)
+        return open_unfinished(path, weights, tensors_only=tensors_only, floats_as=floats_as)
     try:
-        return open_unfinished(path, weights)
+        return open_unfinished(path, weights, floats_as=floats_as)
     except (CheckpointError, UnsupportedError):
-        return open_unfinished(path, weights, tensors_only=True)
+        return open_unfinished(path, weights, tensors_only=True, floats_as=floats_as)
 
 
 def open_pair(a: str | Path, b: str | Path) -> tuple[StoredCheckpoint, StoredCheckpoint]:
@@ -78,7 +81,7 @@ def open_pair(a: str | Path, b: str | Path) -> tuple[StoredCheckpoint, StoredChe
 
 
 def open_unfinished(
-    path: str | Path, weights: str | None = None, *, tensors_only: bool = False
+    path: str | Path, weights: str | None = None, *, tensors_only: bool = False, floats_as: DType | None = None
 ) -> StoredCheckpoint:  # fmt: skip
     """`open_checkpoint`, also of a folder that has not got its name yet: for who is writing it."""
     folder = require_there(path)
@@ -96,7 +99,7 @@ def open_unfinished(
         listed = ", ".join(kind for kind, _ in found) or "none"
         raise CheckpointError(f"has no {weights} weights", path=folder, found=listed)
     try:
-        checkpoint = container.open(folder, kind, tensors_only=tensors_only)
+        checkpoint = container.open(folder, kind, tensors_only=tensors_only, floats_as=floats_as)
     except CheckpointError as error:
         if _DOWNLOAD not in (error.hint or "") or not manifest_path(folder).is_file():
             raise
@@ -149,6 +152,7 @@ def _choose(folder: Path, found: list[Found]) -> Found:
 
 
 def _not_a_folder(path: Path) -> Exception:
+    SourceFile(path)  # tells of what is no regular file
     return CheckpointError("is a file", path=path, expected="the folder that holds it with its config and tokenizer")
 
 

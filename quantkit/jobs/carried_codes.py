@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,10 +14,10 @@ from quantkit.architectures.disk import disk_tensors
 from quantkit.architectures.topology import kept_unless_named, linear_columns
 from quantkit.errors import NonFiniteError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, read_as_floats, schemes
-from quantkit.formats.codecs.codec import CodeFormat, Reason
+from quantkit.formats.codecs.codec import CodeFormat, Reason, exact_scale
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.tensors.dtypes import DType
-from quantkit.tensors.finite import all_finite
+from quantkit.tensors.finite import all_finite, checked_cast
 from quantkit.tensors.qtensor import ROUNDING, QuantTensor, quantize_rtn, relative_error
 from quantkit.tensors.scheme import QuantScheme
 
@@ -97,8 +98,8 @@ def _exact_in(source: Checkpoint, name: str, dtype: DType) -> bool:
 
 def with_scales(value: QuantTensor, dtype: DType) -> QuantTensor | None:
     """The same weight with scales of another type; None where they would be others."""
-    scale = value.scale.to(dtype.torch)
-    return replace(value, scale=scale) if torch.equal(scale.double(), value.scale.double()) else None
+    scale = exact_scale(value.scale, dtype)
+    return None if isinstance(scale, Reason) else replace(value, scale=scale)
 
 
 def _together(source: StoredCheckpoint, found: Mapping[str, Rounding]) -> dict[str, Rounding]:
@@ -115,17 +116,21 @@ def _together(source: StoredCheckpoint, found: Mapping[str, Rounding]) -> dict[s
 
 
 def rounded(
-    value: Tensor | QuantTensor, scheme: QuantScheme, scale_dtype: torch.dtype, name: str
+    value: Tensor | QuantTensor, scheme: QuantScheme, scale_dtype: torch.dtype, name: str, path: Path
 ) -> tuple[QuantTensor, Mapping[str, object]]:
     """A weight rounded again from the float32 numbers that it means, with what the manifest says of it.
 
+    Args:
+        path: what errors name.
+
     Raises:
-        NonFiniteError: if its scales overflow their type.
+        NonFiniteError: if it holds NaN or Inf, or its scales overflow their type.
     """
     floats = value.dequantize() if isinstance(value, QuantTensor) else value
+    checked_cast(floats, floats.dtype, name, path, False, "repair the source; such numbers cannot be rounded")
     found = quantize_rtn(floats, scheme, scale_dtype)
-    if not (all_finite(floats) and all_finite(found.scale)):
-        raise NonFiniteError(f"tensor '{name}' holds values too large for scales in {scale_dtype}, or that are NaN")
+    if not all_finite(found.scale):
+        raise NonFiniteError(f"tensor '{name}' holds values too large for scales in {scale_dtype}", path=path)
     return found, {"solver": ROUNDING, "relative_error": float(f"{relative_error(found, floats):.4g}")}
 
 

@@ -23,7 +23,7 @@ from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate_batch import completions
 from quantkit.runtime.request import Request, TokenIds, checked_length, checked_request, prompt_ids
 from quantkit.runtime.sampling_params import SamplingOptions
-from quantkit.tensors.dtypes import FloatName
+from quantkit.tensors.dtypes import FloatName, float_name
 from quantkit.text.chat import Chat, Llama2Chat, Llama3Chat, llama2_tag
 from quantkit.text.chat_template import Message
 from quantkit.text.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, original_tokenizer
@@ -112,7 +112,7 @@ class Llama:
             require_backend(as_text("backend", backend))
         if slots < 1:
             raise RequestError("max_batch_size must be at least 1", found=slots)
-        checkpoint = opened(path, None)
+        checkpoint = opened(path, None, float_name(dtype))
         context = checkpoint.config.reach
         if not 1 <= length <= context:
             raise RequestError("max_seq_len is out of range", found=length, expected=f"1 to {context}")

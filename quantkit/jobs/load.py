@@ -19,7 +19,7 @@ from quantkit.model.device import float_type
 from quantkit.model.load import load_model
 from quantkit.progress import Progress, heard
 from quantkit.runtime.generation_config import end_tokens
-from quantkit.tensors.dtypes import FloatName
+from quantkit.tensors.dtypes import DType, FloatName, float_name
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
 from quantkit.xla.require import require_packages
 
@@ -68,7 +68,7 @@ def load(
         require_backend(as_text("backend", backend))
     path, progress, float_dtype = as_path("path", path), heard(progress), float_type(dtype)
     require_instance("tp", tp, ProcessGroup, "a ProcessGroup")
-    checkpoint = opened(path, weights)
+    checkpoint = opened(path, weights, float_name(dtype))
     tokenizer, _ = checked_tokenizer(checkpoint)
     model = load_model(checkpoint, device=device, dtype=float_dtype, backend=backend, group=tp, progress=progress)
     return model, tokenizer or load_tokenizer(path)
@@ -103,19 +103,22 @@ def load_xla(
     require_packages()
     from quantkit.xla.engine import model_on_devices
 
-    checkpoint = opened(path, weights)
+    checkpoint = opened(path, weights, float_name(dtype))
     tokenizer, _ = checked_tokenizer(checkpoint)
     model = model_on_devices(checkpoint, devices=devices, dtype=float_dtype, multi_host=multi_host, progress=progress)
     return model, tokenizer or load_tokenizer(path)
 
 
-def opened(path: Path, weights: WeightKind | None) -> Checkpoint:
+def opened(path: Path, weights: WeightKind | None, floats_as: DType | None) -> Checkpoint:
     """A checkpoint whose config names all tokens that end a text.
+
+    Args:
+        floats_as: see `Container.open`.
 
     Raises:
         CheckpointError, UnsupportedError: as `open_checkpoint`; or for a damaged generation_config.json.
     """
-    checkpoint: Checkpoint = open_checkpoint(path, weights)
+    checkpoint: Checkpoint = open_checkpoint(path, weights, floats_as=floats_as)
     require_runnable(checkpoint)
     checkpoint.config = replace(checkpoint.config, eos_token_ids=end_tokens(path, checkpoint.config))
     return checkpoint

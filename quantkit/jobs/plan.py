@@ -38,7 +38,7 @@ from quantkit.formats.output.destination import output_files
 from quantkit.formats.output.sink import IN_FLIGHT_BYTES
 from quantkit.formats.output.staging import partial_folder, require_output_absent, require_room_to_build, require_space
 from quantkit.jobs.card import Labels, model_name
-from quantkit.jobs.convert import conversion
+from quantkit.jobs.conversion import conversion
 from quantkit.jobs.output import SHARD_BYTES
 from quantkit.jobs.prepare import planned_output, prepare, tensor_blocks, too_few_tokens
 from quantkit.jobs.settings import Method, gptq_settings

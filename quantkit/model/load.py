@@ -57,7 +57,8 @@ def load_model(
         GroupError, RequestError: as `require_shareable` does.
     """
     require_backend(backend)
-    checkpoint = open_checkpoint(source) if isinstance(source, (str, Path)) else source
+    floats_as = None if dtype is None else DType.of(dtype)
+    checkpoint = open_checkpoint(source, floats_as=floats_as) if isinstance(source, (str, Path)) else source
     device = usable_device(group.device if device is None else device)
     dtype = dtype or DType(checkpoint.config.dtype).torch
     require_shareable(checkpoint, group)

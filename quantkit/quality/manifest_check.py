@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from quantkit.errors import CheckpointError, QualityError
 from quantkit.formats import manifest
 from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.files.gguf_parts import gguf_file
 from quantkit.formats.output.destination import manifest_path
 from quantkit.formats.output.staging import require_finished
 from quantkit.formats.registry import read_names
@@ -134,11 +135,14 @@ def verify_model(model: str | Path, *, progress: Progress = silent) -> FolderRep
     model = Path(model)
     require_finished(model, manifest.NAME)
     path = manifest_path(model)
+    if not path.exists() and (file := gguf_file(model)) is not None and manifest_path(file).exists():
+        model, path = file, manifest_path(file)
     if not path.exists():
         open_checkpoint(model)  # which says what else may be wrong with it
+        beside = "" if model.is_dir() else " beside it, under which quantkit writes a file's manifest"
         raise CheckpointError(
-            f"has no {path.name}: quantkit did not make it", path=model,
-            hint="give the model that it is to be compared with",
+            f"has no {path.name}{beside or ': quantkit did not make it'}", path=model,
+            hint=f"{'bring it along, or ' if beside else ''}give the model that it is to be compared with",
         )  # fmt: skip
     made = manifest.read(model)
     if model.is_dir():

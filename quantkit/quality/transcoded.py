@@ -28,21 +28,24 @@ class Exact:
         tensors: quantized ones whose codes were carried.
         equal: how many of them are the same numbers as in the source.
         floats: how many tensors of floats have the source's type, and each of its bits.
+        norms: how many norms are not the source's, as GGUF has them with one added, which rounds small weights.
     """
 
     tensors: int
     equal: int
     floats: int
+    norms: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """The manifest's form."""
-        return asdict(self)
+        return {name: count for name, count in asdict(self).items() if count or name != "norms"}
 
     def line(self) -> str:
         """For people."""
+        lost = f", but {self.norms} norms rounded, to which GGUF adds 1" if self.norms else ""
         if not self.tensors:
-            return f"all {self.floats} tensors that were not cast equal bit for bit"
-        return f"all {self.equal} quantized tensors equal as numbers"
+            return f"all {self.floats} tensors that were not cast equal bit for bit{lost}"
+        return f"all {self.equal} quantized tensors equal as numbers{lost}"
 
 
 def require_exact(
@@ -50,7 +53,7 @@ def require_exact(
 ) -> Exact:
     """Hold what was written, as its own reader gives it, against its source.
 
-    Tensors that were cast to another float type are left out, and norms to which GGUF adds one.
+    Tensors that were cast to another float type are left out; norms to which GGUF adds one may differ, and are counted.
 
     Args:
         rounded: the tensors whose codes were not carried.
@@ -59,7 +62,7 @@ def require_exact(
         QuantkitError: if a tensor differs: quantkit, or the disk, has changed it.
     """
     names, own = result.names(), frozenset(source.names())
-    quantized = floats = 0
+    quantized = floats = norms = 0
     for index, name in enumerate(names):
         progress("exact", index, len(names), "tensors")
         before = source.info(name if name in own else "model.embed_tokens.weight")
@@ -68,7 +71,10 @@ def require_exact(
         if before.scheme is not None:
             quantized += 1
             equal = _same_codes(source, result, name)
-        elif before.dtype == result.info(name).dtype and not _offset(result, name):
+        elif _offset(result, name):
+            norms += not _same_when_rounded(source, result, name)
+            continue
+        elif before.dtype == result.info(name).dtype:
             floats += 1
             equal = _same_floats(source, result, before.name, name)
         else:
@@ -79,7 +85,7 @@ def require_exact(
                 hint="a bug in quantkit, or a disk that fails; nothing is kept",
             )  # fmt: skip
     progress("exact", len(names), len(names), "tensors")
-    return Exact(quantized, quantized, floats)
+    return Exact(quantized, quantized, floats, norms)
 
 
 def equal_as_numbers(a: QuantTensor, b: QuantTensor) -> bool:
@@ -117,6 +123,12 @@ def _same_floats(source: Checkpoint, result: Checkpoint, before: str, after: str
         if not (isinstance(first, Tensor) and isinstance(second, Tensor) and same_bits(first, second)):
             return False
     return True
+
+
+def _same_when_rounded(source: Checkpoint, result: Checkpoint, name: str) -> bool:
+    """Whether a tensor of floats is the source's, as far as that one's type has it."""
+    before, after = source.load(name), result.load(name)
+    return isinstance(before, Tensor) and isinstance(after, Tensor) and _equal(before, after.to(before.dtype))
 
 
 def _equal_rows(a: QuantTensor, b: QuantTensor, size: int) -> bool:

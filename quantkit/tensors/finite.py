@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import NonFiniteError
-from quantkit.tensors.qtensor import row_chunks
+from quantkit.tensors.qtensor import QuantTensor, row_chunks
 
 _HINT = "use the source's own dtype or repair it; `allow_nonfinite=True` writes it all the same"
+_OF_CODES = "repair the source; `allow_nonfinite=True` carries its scales all the same"
 
 
 def checked_cast(
@@ -33,6 +34,25 @@ def checked_cast(
         f"tensor '{name}' holds {what}", path=path, found=f"{after} of {result.numel()}",
         hint=hint,
     )  # fmt: skip
+
+
+def checked_codes(value: QuantTensor, name: str, path: Path, allow_nonfinite: bool) -> None:
+    """See that the weights that codes mean are numbers in float32.
+
+    Raises:
+        NonFiniteError: naming the tensor and the count.
+    """
+    if allow_nonfinite or all_finite(value.scale.float() * value.scheme.levels):
+        return
+    count, total, what = _count_nonfinite(value.scale), value.scale.numel(), "scales that are NaN or Inf"
+    if not count:
+        chunks = row_chunks(*value.shape)
+        count = sum(_count_nonfinite(value.rows(start, stop).dequantize()) for start, stop in chunks)
+        total, what = value.codes.numel(), "values that overflow float32: scales times codes"
+    if count:
+        raise NonFiniteError(
+            f"tensor '{name}' holds {count} {what}", path=path, found=f"{count} of {total}", hint=_OF_CODES
+        )
 
 
 def all_finite(tensor: Tensor) -> bool:

@@ -29,7 +29,11 @@ SAMPLING = {
 PIPELINE_PARTS = ("normalizer", "pre_tokenizer", "decoder")
 TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 _SPACE = "\u2581"
-_MOST = 1e9
+_LEAST, _MOST = 1e-6, 1e9
+_RANGES = {
+    "temperature": (-_MOST, _MOST), "top_k": (-_MOST, _MOST), "top_p": (0, 1), "min_p": (0, 1),
+    "repetition_penalty": (_LEAST, _MOST),
+}  # fmt: skip
 
 
 def folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
@@ -215,13 +219,17 @@ def _generation(
         f"{name}_id": ids[name] for name in ("bos_token", "pad_token") if name in ids
     } | {"eos_token_id": keys.read_ends(metadata, vocabulary, ids, path)}  # fmt: skip
     sampling = {
-        name: _short(settings.number(key, -_MOST, _MOST)) for name, key in SAMPLING.items() if settings.has(key)
+        name: _short(settings.number(key, *_RANGES[name])) for name, key in SAMPLING.items() if settings.has(key)
     }
+    if sampling.get("top_k", 1) <= 0:  # all tokens, which transformers says by 0
+        sampling["top_k"] = 0
     if "top_k" in sampling:
         sampling["top_k"] = int(sampling["top_k"])
-    if set(sampling) - {"repetition_penalty"}:
-        found["do_sample"] = True
-    return {**found, **sampling}
+    drawn = {name: value for name, value in sampling.items() if name != "repetition_penalty"}
+    if drawn and drawn.get("temperature", 1.0) <= 0:  # the likeliest token, which transformers draws without any
+        penalty = {name: value for name, value in sampling.items() if name not in drawn}
+        return {**found, "do_sample": False, **penalty}
+    return {**found, **({"do_sample": True} if drawn else {}), **sampling}
 
 
 def _short(value: float) -> float:

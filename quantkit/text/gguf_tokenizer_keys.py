@@ -52,7 +52,11 @@ def tokenizer_metadata(
     ids = _special_ids(folder, tokenizer, found)
     around = _around(tokenizer, ids, folder)
     metadata = {**_vocabulary_keys(vocabulary), **{keys.ID_KEYS[name]: number for name, number in ids.items()}}
-    metadata |= _end_keys(folder, tokenizer, ids, found.vocabulary)
+    stated = _stated_ends(folder)
+    ends = list(dict.fromkeys([*tokenizer.eos_ids, *stated]))
+    if ends:
+        metadata[keys.ENDS] = stated or ends
+    metadata |= _end_keys(folder, ends, ids, found.vocabulary)
     metadata |= {keys.ADD_BOS: around[0], keys.ADD_EOS: around[1]}
     metadata |= _template_keys(ChatTemplates(folder).sources if templates is None else templates)
     metadata |= _sampling_keys(folder)
@@ -62,6 +66,9 @@ def tokenizer_metadata(
     if own:
         metadata[keys.PIPELINE] = json.dumps(own, ensure_ascii=False)
     notes = [*found.notes, *_require_alike(tokenizer, found.vocabulary, metadata, folder)]
+    if others := sorted(keys.end_numbers(found.vocabulary.numbers()) - {*(stated or ends)}):
+        spellings = ", ".join(found.vocabulary.tokens[number] for number in others)
+        notes.append(f"llama.cpp ends a text at {spellings} too, by the spelling")
     return metadata, [f"{folder}: {note}" for note in notes]
 
 
@@ -129,12 +136,15 @@ def _around(tokenizer: Tokenizer, ids: dict[str, int], folder: Path) -> tuple[bo
     return bool(before), bool(after)
 
 
-def _end_keys(folder: Path, tokenizer: Tokenizer, ids: Mapping[str, int], vocabulary: Vocabulary) -> dict[str, int]:
+def _stated_ends(folder: Path) -> list[int]:
+    """The tokens that end a text by what the folder's settings say."""
+    paths = (folder / "config.json", folder / "generation_config.json")
+    stated = [Settings(read_settings(path), path).ids("eos_token_id") for path in paths if path.is_file()]
+    return list(dict.fromkeys(number for ids in stated for number in ids))
+
+
+def _end_keys(folder: Path, stated: list[int], ids: Mapping[str, int], vocabulary: Vocabulary) -> dict[str, int]:
     """Where texts end besides EOS. Most such tokens llama.cpp knows by their spelling, and it has keys for two."""
-    stated: list[int] = [*tokenizer.eos_ids]
-    for path in (folder / "generation_config.json", folder / "config.json"):
-        if path.is_file():
-            stated += Settings(read_settings(path), path).ids("eos_token_id")
     numbers = vocabulary.numbers()
     known = keys.end_numbers(numbers)
     others = [one for one in dict.fromkeys(stated) if one not in known and one != ids.get("eos_token")]

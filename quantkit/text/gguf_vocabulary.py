@@ -26,6 +26,9 @@ TEMPLATE, TEMPLATES = "tokenizer.chat_template", "tokenizer.chat_templates"
 PIPELINE = "quantkit.tokenizer_json"
 """A key of our own: JSON with parts of a tokenizer.json that GGUF has no keys for, and that llama.cpp does without."""
 
+ENDS = "quantkit.eos_token_ids"
+"""A key of our own: all tokens that end a text of the model, whatever llama.cpp ends one at by its spelling."""
+
 SPM, BPE = "llama", "gpt2"
 ID_KEYS = {
     "bos_token": "tokenizer.ggml.bos_token_id", "eos_token": "tokenizer.ggml.eos_token_id",
@@ -154,11 +157,17 @@ def read_ids(metadata: Mapping[str, Any], vocabulary: Vocabulary, path: Path) ->
 
 
 def read_ends(metadata: Mapping[str, Any], vocabulary: Vocabulary, ids: Mapping[str, int], path: Path) -> list[int]:
-    """The tokens that end a text in llama.cpp, the one that the file names as such first.
+    """The tokens that end a text: those that quantkit has listed, or else those that do in llama.cpp, the one that the
+    file names as such first.
 
     Raises:
         CheckpointError: for a number that is no token's.
     """
+    settings = Settings(metadata, path)
+    if listed := settings.ids(ENDS):
+        if max(listed) >= (rows := len(settings.texts(TOKENS))):
+            raise CheckpointError(f"{ENDS} is not in the vocabulary", path=path, found=max(listed), expected=rows - 1)
+        return list(dict.fromkeys(listed))
     stated = [ids.get("eos_token"), *(_id(metadata, key, vocabulary, path) for key in (EOT, EOM))]
     ends = [number for number in stated if number is not None]
     return list(dict.fromkeys([*ends, *sorted(end_numbers(vocabulary.numbers()))]))

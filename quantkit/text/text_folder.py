@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from quantkit.errors import name_as
 from quantkit.formats.files.gguf_parts import gguf_file, read_parts
 from quantkit.formats.files.located import located
 from quantkit.text.gguf_tokenizer import folder_files
@@ -32,6 +33,7 @@ def text_folder(path: str | Path) -> Path:
     if version not in _made or not _made[version].is_dir():
         files = folder_files(read_parts(file)[0].metadata, file)
         _made[version] = folder = Path(tempfile.mkdtemp(prefix="quantkit-"))
+        name_as(folder, file)
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         for name, content in files.items():
             (folder / name).write_bytes(content)

@@ -157,8 +157,7 @@ class Awq:
         """
         Raises:
             UnsupportedError: for other bits than 4, and other layouts than GEMM.
-            CheckpointError: if the settings lack a key, a value is of the wrong type, or a module is there in floats
-                too.
+            CheckpointError: if the settings lack a key, or a value is of the wrong type.
         """
         for key in ("version", "format", "checkpoint_format"):
             if settings.has(key) and settings.text(key).lower() != "gemm":

@@ -37,9 +37,9 @@ class Reason:
 
 
 def exact_scale(scale: Tensor, dtype: DType) -> Tensor | Reason:
-    """Scales in another float type, where that has every one of them."""
+    """Scales in another float type, where that has every one of them; NaN and Inf are in all."""
     found = scale.to(dtype.torch)
-    lost = ~(found.isfinite() & (found.float() == scale.float()))
+    lost = ~((found.float() == scale.float()) | (found.isnan() & scale.isnan()))
     if not lost.any():
         return found
     return Reason(

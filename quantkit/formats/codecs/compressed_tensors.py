@@ -225,19 +225,24 @@ def _groups(settings: Settings, deadline: Deadline) -> list[_Group]:
         if found in _OF_FLOATS and group.inside("weights").values.get("type") == "float":
             groups.append(_Group(name, targets, None))
             continue
-        weights = group.inside("weights")
-        one_scale = weights.values.get("strategy") == "tensor"
-        by_index = weights.values.get("actorder") == _BY_INDEX
-        if found == _PACK:
-            groups.append(_Group(name, targets, PackQuantized(_scheme(weights), one_scale, by_index)))
-        elif found in _OF_BYTES:
-            groups.append(_Group(name, targets, IntQuantized(_scheme(weights), one_scale, by_index)))
-        else:
+        if found != _PACK and found not in _OF_BYTES:
             raise UnsupportedError(
                 "this compressed-tensors format is not read", path=settings.path, found=found,
                 expected=", ".join((_PACK, *dict.fromkeys((*_OF_BYTES, *_OF_FLOATS)))),
             )  # fmt: skip
+        weights, form = group.inside("weights"), PackQuantized if found == _PACK else IntQuantized
+        scheme, by_index = _scheme(weights), weights.values.get("actorder") == _BY_INDEX
+        groups.append(_Group(name, targets, form(scheme, _strategy(weights) == "tensor", by_index)))
     return groups
+
+
+def _strategy(weights: Settings) -> str:
+    """What shares a scale; where nothing is said, compressed-tensors takes it from the group size."""
+    if weights.has("strategy"):
+        return weights.text("strategy")
+    if not weights.has("group_size"):
+        return "tensor"
+    return "channel" if weights.whole("group_size", -1, _MOST_COLUMNS) == -1 else "group"
 
 
 def _scheme(weights: Settings) -> QuantScheme:
@@ -245,7 +250,7 @@ def _scheme(weights: Settings) -> QuantScheme:
     order = weights.values.get("actorder")
     if order and order not in _ORDERS:
         raise UnsupportedError("this order of columns is not read", path=where, found=shown(order))
-    strategy, bits = weights.text("strategy"), weights.whole("num_bits", 1, 64)
+    strategy, bits = _strategy(weights), weights.whole("num_bits", 1, 64)
     kind = weights.text("type") if weights.has("type") else "int"
     if kind != "int" or bits not in (4, 8) or strategy not in _STRATEGIES or weights.values.get("dynamic"):
         raise UnsupportedError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quantkit.formats.codecs.codec import Reason
+from quantkit.formats.codecs.codec import Reason, exact_scale
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
 
@@ -73,13 +73,9 @@ class BlockType:
         if reason is not None:
             return reason
         rows, columns = value.shape
-        scale = value.scale.half()
-        lost = ~(scale.isfinite() & (scale.float() == value.scale.float()))
-        if lost.any():
-            return Reason(
-                "a scale is no number that float16 has", found=f"{value.scale[lost][0].item():.9g}",
-                expected="float16 scales",
-            )  # fmt: skip
+        scale = exact_scale(value.scale, DType.FLOAT16)
+        if isinstance(scale, Reason):
+            return scale
         blocks = columns // BLOCK
         scale = scale.repeat_interleave(blocks // scale.shape[1], -1).unsqueeze(-1)
         codes = value.codes.reshape(rows, blocks, BLOCK)

@@ -14,11 +14,12 @@ from typing import Any
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.codecs.codec import Codec
 from quantkit.formats.codecs.gptq_linear import SUFFIXES, GptqLinear
-from quantkit.formats.codecs.gptq_zeros import QWEIGHT, Version
+from quantkit.formats.codecs.gptq_zeros import QWEIGHT, WRITER, Stated, Version
 from quantkit.formats.codecs.targets import BY_PATTERN, Deadline, Targets
 from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import SCHEMES, QuantScheme
+from quantkit.version import __version__
 
 _FORMATS = {"gptq": 1, "gptq_v2": 2, "gptq_p": 2}  # of which the last differs in 3 bits and others only
 _READ_SIZES = {None, 16, 32, 64, 128, 256, 512, 1024}  # by gptqmodel
@@ -39,8 +40,8 @@ class Gptq:
         """
         Raises:
             UnsupportedError: for other bits than 4 and 8, other layouts than GPTQ's own, and adapters.
-            CheckpointError: if the settings lack a key, a value is of the wrong type, a pattern is invalid or takes
-                too long, or a module is there in floats too.
+            CheckpointError: if the settings lack a key, a value is of the wrong type, or a pattern is invalid or takes
+                too long.
         """
         version = _stated_version(settings)
         every = _stated(settings, GptqLinear(0, None, settings.flag("sym", True)), ("bits", "group_size"))
@@ -52,7 +53,8 @@ class Gptq:
                 codec = every
             if codec is not None and (stored or module != "lm_head" or settings.flag("lm_head", False)):
                 found[module] = codec
-        decided = Version(version, {module: (codec.bits, codec.group_size) for module, codec in found.items()})
+        stated = {module: Stated(codec.bits, codec.group_size, codec.symmetric) for module, codec in found.items()}
+        decided = Version(version, stated, _writers(settings))
         return {
             module: GptqLinear(codec.bits, codec.group_size, codec.symmetric, decided)
             for module, codec in found.items()
@@ -88,6 +90,7 @@ class Gptq:
             "checkpoint_format": "gptq" if common.symmetric else "gptq_v2",
             "pack_dtype": "int32",
             "lm_head": "lm_head" in schemes,
+            "meta": {"quantizer": [f"{WRITER}:{__version__}"]},
         }
         return settings | ({"dynamic": dynamic} if dynamic else {})
 
@@ -116,16 +119,17 @@ def quantized_modules(modules: Iterable[str], stored: Collection[str], settings:
     """The modules whose tensors say that they are quantized; all of them where there are no tensors.
 
     Raises:
-        CheckpointError: if one is there in floats too, or none is quantized.
+        UnsupportedError: if their inputs are rotated at run time.
+        CheckpointError: if none is quantized.
     """
+    if settings.values.get("rotation"):
+        raise UnsupportedError(
+            "models whose activations are rotated at run time are not read", path=settings.path,
+            found=f"rotation {shown(settings.values['rotation'])}", hint="quantize the float model without rotation",
+        )  # fmt: skip
     if not stored:
         return list(modules)
     found = [module for module in modules if any(f"{module}.{suffix}" in stored for suffix in SUFFIXES)]
-    if twice := next((module for module in found if f"{module}.weight" in stored), None):
-        raise CheckpointError(
-            f"'{twice}' is there in floats and quantized", path=settings.path, found=f"'{twice}.weight'",
-            expected=f"only '{twice}.{QWEIGHT}' and what goes with it",
-        )  # fmt: skip
     if not found and not any(name.endswith(f".{QWEIGHT}") for name in stored):
         raise CheckpointError(
             f"{settings.name} names {shown(settings.values.get('quant_method'))}, and no tensor is quantized",
@@ -134,8 +138,15 @@ def quantized_modules(modules: Iterable[str], stored: Collection[str], settings:
     return found
 
 
-def _stated_version(settings: Settings) -> int:
-    """The version of zero points that settings say.
+def _writers(settings: Settings) -> set[str]:
+    """The programs that have quantized a folder, as GPTQModel names them: each with its version."""
+    meta = settings.values.get("meta")
+    found = meta.get("quantizer") if isinstance(meta, dict) else None
+    return {one.split(":")[0].lower() for one in (found if isinstance(found, list) else [found]) if type(one) is str}
+
+
+def _stated_version(settings: Settings) -> int | None:
+    """The version of zero points that settings say; None if they do not.
 
     Raises:
         UnsupportedError: for another layout.
@@ -152,7 +163,7 @@ def _stated_version(settings: Settings) -> int:
         return _FORMATS[stated]
     if settings.flag("is_marlin_format", False):
         raise UnsupportedError("this layout of GPTQ is not read", path=settings.path, found="marlin", expected="gptq")
-    return 1
+    return None
 
 
 def _stated(settings: Settings, base: GptqLinear, required: Collection[str] = ()) -> GptqLinear:

@@ -23,9 +23,7 @@ from quantkit.formats.codecs.gptq_zeros import (
     SCALES,
     Packed,
     Version,
-    constant,
     require_whole,
-    told_by,
     zero_points,
 )
 from quantkit.formats.files.tensor_file import StoredTensor
@@ -68,17 +66,15 @@ class GptqLinear:
         packed = require_tensors(self, raw, expected)
         ordered = self._in_order(raw, packed)
         assert self.version is not None, "only what was written has none"
-        told = told_by(constant(raw, packed), self.bits)
-        if told is not None:
-            self.version.require(raw, told)
-        elif self.version.of(raw) == 1:
-            require_whole(raw, packed)
+        symmetric = self.version.symmetric(raw)
+        if not symmetric and self.version.of(raw) == 1 and require_whole(raw, packed):
+            self.version.tell_borrow(raw)
         unit = math.gcd(packed.group_size, packed.columns)
         if not ordered or (packed.groups > 1 and unit % 8):
             stored_as = f"GPTQ in groups of {unit}" if ordered else "GPTQ with act-order"
             return TensorSpec(expected.name, expected.shape, expected.dtype, None, stored_as)
         one = packed.groups == 1 and (self.group_size != packed.columns or unit % 8)
-        scheme = QuantScheme(self.bits, None if one else unit, told is not None)
+        scheme = QuantScheme(self.bits, None if one else unit, symmetric)
         return TensorSpec(expected.name, expected.shape, scales_dtype(raw), scheme)
 
     def stored(self, spec: TensorSpec) -> list[StoredTensor]:

@@ -19,8 +19,9 @@ from quantkit.formats.container import Output
 from quantkit.formats.containers.gguf_checkpoint import GgufCheckpoint
 from quantkit.formats.files.gguf_parts import gguf_file
 from quantkit.formats.folder import OTHER_FILES, present
+from quantkit.tensors.dtypes import DType
 from quantkit.text.gguf_tokenizer_keys import tokenizer_metadata
-from quantkit.text.gguf_vocabulary import TOKENS
+from quantkit.text.gguf_vocabulary import ENDS, TOKENS
 from quantkit.text.text_folder import text_folder
 
 if TYPE_CHECKING:
@@ -53,12 +54,14 @@ class Gguf:
     def indexed(self, path: Path, kind: str) -> bool:
         return False
 
-    def open(self, path: Path, kind: str, *, tensors_only: bool = False) -> GgufCheckpoint:
+    def open(
+        self, path: Path, kind: str, *, tensors_only: bool = False, floats_as: DType | None = None
+    ) -> GgufCheckpoint:  # fmt: skip
         if tensors_only:
             raise RequestError("`tensors_only=True` is for Hugging Face folders; of GGUF all is known", path=path)
         file = gguf_file(path)
         assert file is not None, path
-        return GgufCheckpoint(file)
+        return GgufCheckpoint(file, floats_as)
 
     def parameters(
         self, config: ModelConfig, quantized: Collection[str], method: QuantMethod | None = None
@@ -83,6 +86,8 @@ class Gguf:
         texts, _ = _texts(output)
         name = told_name(output.name, config.architecture, texts[TOKENS])
         metadata = metadata_of(config) | {"general.type": "model", "general.name": name} | texts
+        if ends := dict.fromkeys([*config.eos_token_ids, *texts.get(ENDS, [])]):
+            metadata[ENDS] = list(ends)
         return GgufEncoder(output.planned, config, metadata, rope_tensors(config), output.shard_bytes, output.stem)
 
     def side_files(self, output: Output) -> dict[str, bytes | Path]:

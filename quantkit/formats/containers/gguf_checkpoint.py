@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.architectures.disk import DiskTensor, Place
 from quantkit.architectures.gguf import ROPE_TENSORS, gguf_tensors, keeps_float32, stored_offset
-from quantkit.architectures.gguf_config import config_of
+from quantkit.architectures.gguf_config import MODEL_TYPE, config_of
+from quantkit.architectures.gguf_metadata import notes_of
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.checkpoint import require_tensors
 from quantkit.formats.codecs.ggml_blocks import BLOCK_TYPES
 from quantkit.formats.codecs.ggml_rows import EXACT, FLOATS, NOT_READ, SMALL_FLOATS, GgmlRows
 from quantkit.formats.containers.hf_parts import decode, read_floats
-from quantkit.formats.files.gguf_io import GgufHeader
 from quantkit.formats.files.gguf_parts import read_parts
 from quantkit.formats.files.gguf_types import GgmlType, GgufTensor
 from quantkit.formats.files.source import SourceFile
 from quantkit.formats.files.tensor_file import TensorFile, View, contiguous_strides, same_tensor
-from quantkit.json_values import shown
+from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
@@ -50,8 +50,11 @@ class GgufCheckpoint:
 
     format = "gguf"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, floats_as: DType | None = None) -> None:
         """Open a file, with the other parts if it is one of several; headers only.
+
+        Args:
+            floats_as: see `Container.open`.
 
         Raises:
             CheckpointError: if a file is missing, damaged or contradicts itself.
@@ -60,7 +63,6 @@ class GgufCheckpoint:
         self._headers = read_parts(path)
         self.path = self._headers[0].path
         self.notes: list[str] = []
-        self.extra_config: Mapping[str, Any] = {}
         self._stored = {name: tensor for header in self._headers for name, tensor in header.tensors.items()}
         self._home = {name: header for header in self._headers for name in header.tensors}
         metadata = self._headers[0].metadata
@@ -72,8 +74,10 @@ class GgufCheckpoint:
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         factors = {name: self._factors(name) for name in ROPE_TENSORS if name in self._stored}
         config = config_of(metadata, shapes, factors, self.path, tied=self._tied(), dtype=_DEFAULT.value)
+        self.extra_config: Mapping[str, Any] = {"pad_token_id": _padding_token(metadata, config.vocab_size, self.path)}
         self._disk = {tensor.name: tensor for tensor in gguf_tensors(config)}
         self.config = config.with_dtype(self._dtype().value)
+        self._floats_as = floats_as or DType(self.config.dtype)
         self._check()
         self._places = {
             place.name: (tensor, place)
@@ -82,6 +86,8 @@ class GgufCheckpoint:
             if not (tensor.name == _HEAD and self.config.tied_embeddings)
         }
         self._order = [parameter.name for parameter in parameters(self.config)]
+        if MODEL_TYPE not in metadata:  # quantkit has told it on writing
+            self.notes += [f"{self.path}: {note}" for note in notes_of(self.config)]
         for name in (_EMBEDDING, _HEAD):
             tensor = self._disk.get(name)
             if tensor is not None and self._exact_floats(tensor):
@@ -134,7 +140,7 @@ class GgufCheckpoint:
         if self._exact_floats(tensor):
             return TensorSpec(tensor.name, tensor.shape, DType.FLOAT32)
         stored_as = None if kind in SMALL_FLOATS else kind.value
-        return TensorSpec(tensor.name, tensor.shape, DType(self.config.dtype), None, stored_as)
+        return TensorSpec(tensor.name, tensor.shape, self._floats_as, None, stored_as)
 
     def _exact_floats(self, tensor: DiskTensor) -> bool:
         """Whether a tensor of integers is one that other formats have as floats, and float32 has all its numbers."""
@@ -206,8 +212,10 @@ class GgufCheckpoint:
         require_tensors(found, expected, self.path)
 
 
-def _file_of(header: GgufHeader) -> TensorFile:
-    return TensorFile(header.source, {name: view_of(tensor) for name, tensor in header.tensors.items()})
+def _padding_token(metadata: Mapping[str, Any], rows: int, path: Path) -> int | None:
+    """The number of the token that fills up batches; transformers has defaults of its own where a config says none."""
+    ids = Settings(metadata, path).ids("tokenizer.ggml.padding_token_id")
+    return ids[0] if ids and ids[0] < rows else None
 
 
 def read_place(

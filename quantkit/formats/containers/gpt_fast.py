@@ -68,7 +68,9 @@ class GptFast:
     def indexed(self, path: Path, kind: str) -> bool:
         return False
 
-    def open(self, path: Path, kind: str, *, tensors_only: bool = False) -> GptFastCheckpoint:
+    def open(
+        self, path: Path, kind: str, *, tensors_only: bool = False, floats_as: DType | None = None
+    ) -> GptFastCheckpoint:  # fmt: skip
         """
         Raises:
             UnsupportedError: for int4 files besides; their codes lie as one kind of GPU multiplies them.

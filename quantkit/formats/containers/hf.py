@@ -20,6 +20,7 @@ from quantkit.formats.container import Output
 from quantkit.formats.containers.hf_checkpoint import HFCheckpoint, index_path, weight_kinds
 from quantkit.formats.containers.hf_settings import SETTINGS, read_codecs, without_settings
 from quantkit.formats.folder import json_bytes, present, side_names, with_templates
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.export import export_json
 from quantkit.text.text_folder import text_folder
@@ -57,8 +58,10 @@ class HuggingFace:
     def indexed(self, path: Path, kind: str) -> bool:
         return index_path(path, kind).is_file()
 
-    def open(self, path: Path, kind: str, *, tensors_only: bool = False) -> HFCheckpoint:
-        return HFCheckpoint(path, kind, self.methods, tensors_only=tensors_only)
+    def open(
+        self, path: Path, kind: str, *, tensors_only: bool = False, floats_as: DType | None = None
+    ) -> HFCheckpoint:  # fmt: skip
+        return HFCheckpoint(path, kind, self.methods, tensors_only=tensors_only, floats_as=floats_as)
 
     def schemes(self, raw: Mapping[str, Any], config: ModelConfig, path: Path) -> dict[str, QuantScheme]:
         """The scheme of every module that a config.json quantizes, whether or not there are weights.

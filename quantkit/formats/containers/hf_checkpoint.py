@@ -51,13 +51,15 @@ class HFCheckpoint:
     format = "hf"
 
     def __init__(
-        self, path: Path, kind: str, methods: Mapping[str, QuantMethod], *, tensors_only: bool = False
+        self, path: Path, kind: str, methods: Mapping[str, QuantMethod], *, tensors_only: bool = False,
+        floats_as: DType | None = None,
     ) -> None:  # fmt: skip
         """Open a folder's ``safetensors`` or ``bin`` weights; headers only.
 
         Args:
             methods: of quantization that are read, by ``quant_method``.
             tensors_only: whether to take any tensors for the model's, of whatever architecture.
+            floats_as: see `Container.open`.
 
         Raises:
             CheckpointError: if files are missing, damaged or contradict each other.
@@ -65,6 +67,7 @@ class HFCheckpoint:
         """
         self.path = path
         self.notes: list[str] = []
+        self._asked_floats = floats_as
         self._config_path = path / "config.json"
         stated = read_settings(self._config_path)
         raw = settings_in(stated, None if tensors_only else path)
@@ -157,6 +160,11 @@ class HFCheckpoint:
         linears = (tensor for tensor, _ in self._places.values() if tensor.quantizable or tensor.name in self._codecs)
         return f"quantkit, {self._method.readers({one.module: self._disk_specs[one.name].scheme for one in linears})}"
 
+    @property
+    def _floats_as(self) -> DType:
+        """The type of what is read as floats, and is not stored so."""
+        return self._asked_floats or DType(self.config.dtype)
+
     def _raw(self, tensor: DiskTensor) -> RawModule:
         return RawModule(tensor.module, self._home, self.path, self.notes)
 
@@ -202,8 +210,7 @@ class HFCheckpoint:
         """Put floats in the place of weights in small floats with scales."""
         stated = raw.get(SETTINGS)
         settings = Settings(stated, self._config_path, SETTINGS) if isinstance(stated, dict) else None
-        dtype = DType(self.config.dtype)
-        self._stored, self._home, notes = dequantized(self._stored, self._files, settings, dtype)
+        self._stored, self._home, notes = dequantized(self._stored, self._files, settings, self._floats_as)
         self.notes += [f"{self.path}: {note}" for note in notes]
 
     def _require_unquantized(self, settings: Mapping[str, Any] | None) -> None:
@@ -284,8 +291,7 @@ class HFCheckpoint:
 
     def _join_coded(self, tensors: Mapping[str, DiskTensor]) -> dict[str, TensorSpec]:
         """Every tensor on disk, the several of a module with a codec as the one weight that they are."""
-        dtype = DType(self.config.dtype)
-        stored = dict(self._stored)
+        dtype, stored = self._floats_as, dict(self._stored)
         joined = {}
         for name, codec in self._codecs.items():
             raw = self._raw(tensors[name])
@@ -293,6 +299,11 @@ class HFCheckpoint:
             for expected in codec.parts(raw, spec):
                 raw.require(expected, spec.scheme or spec.stored_as)
                 stored.pop(expected.name, None)
+            if name in stored:
+                raise CheckpointError(
+                    f"'{raw.name}' is there in floats and quantized", path=self.path, found=f"'{name}'",
+                    expected="only its codes, and what goes with them",
+                )  # fmt: skip
             joined[name] = spec
         kinds = Counter(spec.stored_as for spec in joined.values() if spec.stored_as is not None)
         self.notes += [f"{self.path}: {count} weights in {kind} are read as {dtype}" for kind, count in kinds.items()]

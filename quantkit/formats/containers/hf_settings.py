@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.formats.codecs import auto_round
 from quantkit.formats.codecs.codec import Codec, QuantMethod
 from quantkit.formats.codecs.dequantized import METHODS as READ_AS_FLOATS
 from quantkit.formats.codecs.dequantized import method_in
@@ -44,6 +45,8 @@ def read_codecs(
     if not isinstance(raw[SETTINGS], dict):
         raise CheckpointError(f"{SETTINGS} is no object", path=path, found=shown(raw[SETTINGS]))
     settings = Settings(raw[SETTINGS], path, SETTINGS)
+    if method_in(settings) == auto_round.METHOD:
+        settings = auto_round.plain(settings)
     name = method_in(settings)
     if name in READ_AS_FLOATS:
         return None, {}
@@ -52,7 +55,8 @@ def read_codecs(
         raise UnsupportedError(
             "the source is quantized already in a scheme quantkit does not read", path=path,
             found=f"{name} {bits}".strip() if name else "an unnamed scheme",
-            expected=", ".join([*methods, *sorted(READ_AS_FLOATS)]), hint="start from the float model",
+            expected=", ".join([*methods, auto_round.METHOD, *sorted(READ_AS_FLOATS)]),
+            hint="start from the float model",
         )  # fmt: skip
     codecs = methods[name].read_settings(settings, modules, stored)
     form = methods.get(str(settings.values.get("format")))  # that has a name of its own, and holds them all

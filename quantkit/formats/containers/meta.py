@@ -16,6 +16,7 @@ from quantkit.formats.codecs.codec import CodeFormat, QuantMethod
 from quantkit.formats.container import Output
 from quantkit.formats.containers.meta_checkpoint import MetaCheckpoint, shard_paths
 from quantkit.formats.folder import OTHER_FILES, json_bytes, present, with_templates
+from quantkit.tensors.dtypes import DType
 from quantkit.text.compare import first_difference, vocabulary_texts
 from quantkit.text.text_folder import text_folder
 from quantkit.text.tokenizer import load_tokenizer, original_tokenizer
@@ -48,7 +49,9 @@ class Meta:
     def indexed(self, path: Path, kind: str) -> bool:
         return False
 
-    def open(self, path: Path, kind: str, *, tensors_only: bool = False) -> MetaCheckpoint:
+    def open(
+        self, path: Path, kind: str, *, tensors_only: bool = False, floats_as: DType | None = None
+    ) -> MetaCheckpoint:  # fmt: skip
         if tensors_only:
             raise RequestError("`tensors_only=True` is for Hugging Face folders; of Meta's all is known", path=path)
         return MetaCheckpoint(path)
