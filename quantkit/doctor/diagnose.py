@@ -139,7 +139,7 @@ class _Patient:
             f"{'weights' if self.deep else 'headers'} of {count} file{'s' if count != 1 else ''}, {tensors} tensors"
         ]
         beside = [name for name in _BESIDE if name in folder.names]
-        return told + beside
+        return told if folder.kind == "mistral" else told + beside
 
     def left_out(self, compared: bool) -> list[str]:
         """What was not, and what would have it looked at."""

@@ -82,7 +82,7 @@ def check(folder: Folder) -> Iterator[Finding]:
     elif not folder.kind:
         kinds = "*.safetensors, pytorch_model*.bin, consolidated.*.pth or *.gguf"
         yield Finding(NO_WEIGHTS, folder.path.name, f"no {kinds}")
-    for name in folder.dead:
+    for name in folder.dead if folder.kind != "gguf" else ():
         yield Finding(NOT_A_FILE, name, _lies_there(folder.root / name))
     for problem in folder.problems:
         yield _told(folder, problem)

@@ -90,7 +90,8 @@ def check(folder: Folder, rows: int | None) -> Iterator[Finding]:
     try:
         vocabulary = _vocabulary(folder)
         if any((folder.root / name).is_file() for name in _READ):
-            count = load_tokenizer(folder.root).vocab_size
+            stated = max((vocabulary or {}).values(), default=-1) + 1  # of which the library makes others
+            count = max(load_tokenizer(folder.root).vocab_size, stated)
     except (QuantkitError, OSError) as error:
         if _place(error) != CONFIG:  # of which others tell
             yield Finding(DAMAGED_TOKENIZER, _place(error), str(getattr(error, "problem", error)))
@@ -128,7 +129,7 @@ def _vocabulary(folder: Folder) -> dict[str, int] | None:
     added = found.get("added_tokens") or []
     if not isinstance(added, list) or not all(isinstance(one, dict) for one in added):
         raise CheckpointError("has added tokens that are none", path=path)
-    ids = {str(one.get("content")): one.get("id") for one in added}
+    ids: dict[str, Any] = {str(one.get("content")): one.get("id") for one in added}
     if not all(type(one) is int and one >= 0 for one in ids.values()):
         raise CheckpointError("has added tokens without ids", path=path)
     return {**vocabulary, **ids}
@@ -178,7 +179,7 @@ def _generation(folder: Folder, rows: int | None) -> Iterator[Finding]:
     try:
         sampling_defaults(folder.root)
         most = _lenient(folder, GENERATION).get("max_new_tokens")
-        if type(most) in (int, float) and most <= 0:
+        if isinstance(most, int | float) and not isinstance(most, bool) and most <= 0:
             yield Finding(BAD_GENERATION, GENERATION, f"max_new_tokens is {shown(most)}, expected at least 1")
     except (QuantkitError, OSError) as error:
         yield Finding(BAD_GENERATION, GENERATION, str(getattr(error, "problem", error)))
