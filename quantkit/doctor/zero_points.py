@@ -11,6 +11,8 @@ from quantkit.doctor.findings import Finding, Rule
 from quantkit.doctor.modules import Coded
 from quantkit.doctor.view import View
 from quantkit.errors import CheckpointError
+from quantkit.formats.codecs.gptq import writers
+from quantkit.formats.codecs.gptq_zeros import WRITER
 from quantkit.tensors.dtypes import DType
 
 ZERO_VERSION = Rule(
@@ -89,7 +91,9 @@ def _statistical(view: View, above: Mapping[str, float]) -> Iterator[Finding]:
         above: by how much the codes of each module lie above its zero points as they are stored.
     """
     expected = _stored_less(view)
-    if not above or abs(statistics.median(above.values()) - expected) <= _SURE:
+    if not above or writers(view.folder.settings or {}) & {WRITER}:  # whose zero points are the source's
+        return
+    if abs(statistics.median(above.values()) - expected) <= _SURE:
         return
     for module, distance in above.items():
         zeros = _ASYMMETRIC[view.coded[module].kind][1]

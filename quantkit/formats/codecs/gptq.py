@@ -54,7 +54,7 @@ class Gptq:
             if codec is not None and (stored or module != "lm_head" or settings.flag("lm_head", False)):
                 found[module] = codec
         stated = {module: Stated(codec.bits, codec.group_size, codec.symmetric) for module, codec in found.items()}
-        decided = Version(version, stated, _writers(settings))
+        decided = Version(version, stated, writers(settings.values))
         return {
             module: GptqLinear(codec.bits, codec.group_size, codec.symmetric, decided)
             for module, codec in found.items()
@@ -138,9 +138,9 @@ def quantized_modules(modules: Iterable[str], stored: Collection[str], settings:
     return found
 
 
-def _writers(settings: Settings) -> set[str]:
+def writers(settings: Mapping[str, Any]) -> set[str]:
     """The programs that have quantized a folder, as GPTQModel names them: each with its version."""
-    meta = settings.values.get("meta")
+    meta = settings.get("meta")
     found = meta.get("quantizer") if isinstance(meta, dict) else None
     return {one.split(":")[0].lower() for one in (found if isinstance(found, list) else [found]) if type(one) is str}
 
