@@ -178,7 +178,7 @@ def _generation(folder: Folder, rows: int | None) -> Iterator[Finding]:
     try:
         sampling_defaults(folder.root)
         most = _lenient(folder, GENERATION).get("max_new_tokens")
-        if type(most) in (int, float) and most <= 0:
+        if isinstance(most, int | float) and most <= 0:
             yield Finding(BAD_GENERATION, GENERATION, f"max_new_tokens is {shown(most)}, expected at least 1")
     except (QuantkitError, OSError) as error:
         yield Finding(BAD_GENERATION, GENERATION, str(getattr(error, "problem", error)))
