@@ -397,6 +397,7 @@ def test_sound_folders_have_nothing(form: str, shards: int, tmp_path: Path) -> N
 GGUF_CASES: list[tuple[str, Change, dict[str, Any]]] = [
     ("gguf-keys", lambda _, metadata: metadata.pop("llama.block_count"), {}),
     ("gguf-keys", lambda _, metadata: metadata.pop("tokenizer.ggml.merges"), {}),
+    ("gguf-keys", lambda _, metadata: metadata.update({"llama.attention.head_count_kv": [1]}), {}),
     ("gguf-vocabulary", lambda _, metadata: metadata["tokenizer.ggml.tokens"].append("more"), {}),
     ("gguf-pre", lambda _, metadata: metadata.pop("tokenizer.ggml.pre"), {}),
     ("gguf-tokenizer", lambda _, metadata: metadata.update({"tokenizer.ggml.model": "foo"}), {}),

@@ -44,6 +44,11 @@ RULES = (GGUF_KEYS, GGUF_VOCABULARY, GGUF_PRE, GGUF_TOKENIZER)
 _TOKENIZERS = ("llama", "gpt2", "bert", "t5", "rwkv", "plamo2", "gemma4", "hybriddna", "whitespace", "none", "no_vocab")
 _KEYS = ("block_count", "context_length", "embedding_length", "attention.head_count")
 _EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
+_GEMMA2 = {
+    "gemma2.attention.sliding_window_pattern": 1, "gemma2.attn_logit_softcapping": 0,
+    "gemma2.final_logit_softcapping": 0,
+}  # fmt: skip
+"""What makes llama.cpp stop, or divide by zero."""
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 _EVEN = frozenset(
     {"llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "granite", "smollm3", "qwen2moe",
@@ -82,6 +87,14 @@ def _keys(metadata: Mapping[str, Any], architecture: str, where: str) -> Iterato
             yield Finding(GGUF_KEYS, where, f"{architecture}.{key} {said}")
     if not any(f"{architecture}.{key}" in metadata for key in _EPSILONS):
         yield Finding(GGUF_KEYS, where, f"{architecture}.{_EPSILONS[0]} is missing")
+    blocks, heads = (metadata.get(f"{architecture}.{key}") for key in ("block_count", "attention.head_count_kv"))
+    if isinstance(heads, list) and len(heads) != blocks:
+        yield Finding(GGUF_KEYS, where, f"{architecture}.attention.head_count_kv is of {len(heads)} layers")
+    if architecture == "granite" and "granite.logit_scale" not in metadata:
+        yield Finding(GGUF_KEYS, where, "granite.logit_scale is missing")
+    for key, wrong in _GEMMA2.items() if architecture == "gemma2" else ():
+        if metadata.get(key) == wrong:
+            yield Finding(GGUF_KEYS, where, f"{key} is {wrong}")
 
 
 def _tensors(metadata: Mapping[str, Any], architecture: str, tensors: Mapping[str, GgufTensor]) -> Iterator[Finding]:

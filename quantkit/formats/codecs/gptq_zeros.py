@@ -323,7 +323,11 @@ def _offsets(raw: RawModule, packed: Packed) -> list[_Offset]:
         totals.index_add_(1, group[start:stop], codes.float())
         counts.index_add_(0, group[start:stop], torch.ones(stop - start))
     there = counts > 0
-    means, weights = totals[:, there] / counts[there], counts[there].expand(packed.rows, -1).flatten().double()
+    stored = stored_fields(raw, packed).t()[:, there]
+    inner = (stored > 0) & (stored < 2**packed.bits - 1)  # the weights of others may be of one sign
+    means, weights = totals[:, there] / counts[there], (counts[there] * inner).flatten().double()
+    if not inner.any():
+        return [(math.inf, math.inf)] * 2
     found = []
     for version in (1, 2):
         zeros = zero_points(raw.read(QZEROS), packed.bits, packed.rows, version).t().float()
