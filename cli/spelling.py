@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 _OTHERWISE = {"runtime": "for"}  # a word that Python keeps for itself
+_POSITIONAL = ("path", "src", "dst")
 _ARGUMENT = re.compile(r"`(?P<name>[a-z]\w*)(?:=(?P<value>[^`]*))?`")
 
 
@@ -13,13 +14,15 @@ def as_options(text: str) -> str:
 
     In such messages an argument stands between backquotes: `` `resume=True` `` becomes ``--resume``,
     `` `source_check=False` `` becomes ``--no-source-check``, `` `to="meta"` `` becomes ``--to meta``, and a bare name
-    is its option's.
+    is its option's, or that of the argument that has none.
     """
     return _ARGUMENT.sub(_option, text)
 
 
 def _option(found: re.Match[str]) -> str:
     name, value = found["name"], found["value"]
+    if name in _POSITIONAL:
+        return name.upper()
     name = _OTHERWISE.get(name, name).replace("_", "-")
     if value in (None, "True"):
         return f"--{name}"

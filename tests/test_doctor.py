@@ -469,7 +469,9 @@ def test_a_source_is_there_and_in_floats(tmp_path: Path, capfd: Capture) -> None
         quantkit.diagnose(folder, against=tmp_path / "nothing")
     with pytest.raises(RequestError, match="quantized itself"):
         quantkit.diagnose(folder, against=folder)
-    assert run(capfd, "doctor", "")[0] == RequestError.exit_code
+    code, _, err = run(capfd, "doctor", "")
+    assert code == RequestError.exit_code
+    assert "PATH is empty" in err
 
 
 def test_models_without_a_head_are_called_otherwise(tmp_path: Path) -> None:
