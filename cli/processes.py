@@ -12,7 +12,7 @@ import click
 
 from quantkit.cli.entry import ignore_signals, interrupted_code
 from quantkit.errors import QuantkitError
-from quantkit.formats.files.located import require_there
+from quantkit.files.located import require_there
 from quantkit.formats.output.staging import require_name
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import CheckpointError
+from quantkit.files.safetensors_io import build_header, open_file
+from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.formats.files.safetensors_io import build_header, open_file
-from quantkit.formats.files.tensor_file import StoredTensor
 from quantkit.formats.output.destination import destination_error
 from quantkit.model.layerwise import Batch, layerwise_hidden
 from quantkit.progress import Progress, silent

@@ -15,9 +15,9 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families import config_from_hf
 from quantkit.architectures.topology import Parameter, linear_columns, parameters
 from quantkit.errors import RequestError
+from quantkit.files.source import SourceFile
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.files.source import SourceFile
 from quantkit.formats.registry import HF
 from quantkit.json_values import read_settings
 from quantkit.tensors.dtypes import DType

@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from quantkit.formats.files.safetensors_io import build_header
-from quantkit.formats.files.tensor_file import StoredTensor
+from quantkit.files.safetensors_io import build_header
+from quantkit.files.tensor_file import StoredTensor
 from quantkit.tensors.dtypes import DType
 
 HIDDEN, MIDDLE, KV, VOCABULARY = 8192, 28672, 1024, 128256

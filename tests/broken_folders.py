@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quantkit.formats.files.gguf_io import build_header, padding
-from quantkit.formats.files.gguf_types import GgmlType, GgufTensor
+from quantkit.files.gguf_io import build_header, padding
+from quantkit.files.gguf_types import GgmlType, GgufTensor
 from quantkit.tensors.qtensor import pack_int32
 
 LAYERS, HIDDEN, MIDDLE, VOCABULARY, GROUP = 3, 64, 128, 96, 32

@@ -235,7 +235,7 @@ def test_no_network_is_said_at_once(offline: bool, tmp_path: Path) -> None:
 def test_a_hub_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    from quantkit.formats.files import hub
+    from quantkit.files import hub
 
     stop, answers = threading.Event(), []
 

@@ -18,13 +18,13 @@ from torch import Tensor
 import quantkit
 from quantkit.cli.commands import convert
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
+from quantkit.files import tensor_file
+from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule, Reason
 from quantkit.formats.container import Output
 from quantkit.formats.containers.hf_checkpoint import SETTINGS
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.files import tensor_file
-from quantkit.formats.files.tensor_file import StoredTensor
 from quantkit.formats.registry import CONTAINERS, HF, METHODS, targets
 from quantkit.json_values import Settings
 from quantkit.quality.verify import Verdict, verify

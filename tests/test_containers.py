@@ -16,12 +16,12 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families import config_from_hf, config_to_hf
 from quantkit.architectures.topology import Parameter, parameters
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
+from quantkit.files.safetensors_io import build_header, open_file
+from quantkit.files.source import SourceFile
+from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.codec import CodeFormat, QuantMethod
 from quantkit.formats.container import Chunk, Container, Output, tensor_bytes
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.files.safetensors_io import build_header, open_file
-from quantkit.formats.files.source import SourceFile
-from quantkit.formats.files.tensor_file import StoredTensor
 from quantkit.formats.folder import TOKENIZER_FILES, json_bytes, present
 from quantkit.formats.registry import CONTAINERS
 from quantkit.json_values import read_settings

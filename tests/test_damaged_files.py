@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, DestinationError, UnsupportedError
+from quantkit.files import pth_io, safetensors_io, source
+from quantkit.files.tensor_file import TensorFile
 from quantkit.formats import manifest
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.files import pth_io, safetensors_io, source
-from quantkit.formats.files.tensor_file import TensorFile
 from quantkit.jobs.convert import convert
 
 TENSORS = {"first": torch.arange(600.0).view(20, 30), "second": torch.arange(77).bfloat16()}

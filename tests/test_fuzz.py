@@ -20,9 +20,9 @@ from fuzzing import oracle
 from fuzzing.bases import CONFIG, Base
 from fuzzing.inputs import WHOLE_EVERY, Inputs
 from quantkit.architectures.gguf_metadata import metadata_of
+from quantkit.files.gguf_io import build_header
+from quantkit.files.gguf_types import GgmlType, GgufTensor
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.files.gguf_io import build_header
-from quantkit.formats.files.gguf_types import GgmlType, GgufTensor
 from quantkit.formats.registry import HF
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
 

@@ -25,12 +25,12 @@ import quantkit
 from quantkit.architectures.gguf_metadata import metadata_of
 from quantkit.architectures.topology import linear_columns
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
+from quantkit.files.gguf_types import GgmlType, split_name
 from quantkit.formats.checkpoint import read_as_floats, schemes
 from quantkit.formats.codecs import ggml_rows
 from quantkit.formats.codecs.ggml_rows import EXACT, NOT_READ
 from quantkit.formats.containers.gguf_checkpoint import GgufCheckpoint
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.files.gguf_types import GgmlType, split_name
 from quantkit.formats.registry import GGUF, HF
 from quantkit.quality.transcoded import require_exact
 from quantkit.tensors.dtypes import DType

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
-from quantkit.formats.files.gguf_io import GgufHeader, build_header, padding, read_header
-from quantkit.formats.files.gguf_types import GgmlType, GgufTensor, Split, Typed, ValueType, split_name, split_stem
+from quantkit.files.gguf_io import GgufHeader, build_header, padding, read_header
+from quantkit.files.gguf_types import GgmlType, GgufTensor, Split, Typed, ValueType, split_name, split_stem
 
 TENSORS = [
     GgufTensor("a.weight", GgmlType.Q4_0, (3, 64)), GgufTensor("b", GgmlType.F32, (5,)),

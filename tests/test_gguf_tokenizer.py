@@ -13,7 +13,7 @@ from vocabularies import TURNS, train, train_gemma, write_byte_level, write_gemm
 
 import quantkit
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
-from quantkit.formats.files.gguf_io import build_header
+from quantkit.files.gguf_io import build_header
 from quantkit.text.compare import first_difference
 from quantkit.text.export import export_json
 from quantkit.text.gguf_tokenizer import folder_files

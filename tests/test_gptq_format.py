@@ -16,10 +16,10 @@ from torch import Tensor
 
 import quantkit
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
+from quantkit.files.safetensors_io import open_file
 from quantkit.formats.checkpoint import read_as_floats, schemes
 from quantkit.formats.codecs.codec import RawModule, Reason
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.files.safetensors_io import open_file
 from quantkit.formats.registry import METHODS
 from quantkit.json_values import Settings
 from quantkit.tensors.dtypes import DType

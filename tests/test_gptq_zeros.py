@@ -15,10 +15,10 @@ from torch import Tensor
 
 import quantkit
 from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.files.safetensors_io import open_file
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.codecs.codec import RawModule
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.files.safetensors_io import open_file
 from quantkit.formats.registry import METHODS
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor

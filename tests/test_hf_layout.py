@@ -19,9 +19,9 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families import families
 from quantkit.architectures.names import BLOCK
 from quantkit.errors import CheckpointError
+from quantkit.files.source import SourceFile
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.containers.hf_checkpoint import HFCheckpoint
-from quantkit.formats.files.source import SourceFile
 from quantkit.json_values import Settings
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn

@@ -18,7 +18,7 @@ from fake_hub import COMMIT, hub
 import quantkit
 from quantkit.data.files import DEMO_MODEL
 from quantkit.errors import CheckpointError, RequestError
-from quantkit.formats.files.hub import HubModel, hub_model, needed_files, origin
+from quantkit.files.hub import HubModel, hub_model, needed_files, origin
 from quantkit.formats.manifest import file_sha256
 
 MODEL = HubModel("some/model")
@@ -139,7 +139,7 @@ def test_a_file_that_is_cut_short_is_not_taken(home: Path) -> None:
 
 def test_the_disk_is_looked_at_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from quantkit.errors import NoSpaceError
-    from quantkit.formats.files import hub as module
+    from quantkit.files import hub as module
 
     monkeypatch.setattr(module.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 100, 1))
     with pytest.raises(NoSpaceError, match="too little space on the disk of the hub's cache for hf:some/model"):

@@ -18,7 +18,7 @@ FOLDERS = {"quantkit": "quantkit", "kernels": "quantkit.kernels", "cli": "quantk
 ROOMS = (
     ("errors", "version", "progress", "memory", "json_values", "arguments"),
     ("data", "architectures", "tensors"),
-    ("formats.files", "solver"),
+    ("files", "solver"),
     ("text",),
     ("formats.checkpoint", "formats.codecs"),
     ("formats.container", "formats.folder"),
@@ -37,7 +37,7 @@ RANKS = {name: rank for rank, names in enumerate(ROOMS) for name in names}
 ONLY = {
     "quantkit.architectures": {"errors", "json_values", "architectures"},
     "quantkit.tensors": {"errors", "json_values", "arguments", "tensors"},
-    "quantkit.text": {"errors", "json_values", "arguments", "text", "formats.files"},
+    "quantkit.text": {"errors", "json_values", "arguments", "text", "files"},
     "quantkit.kernels": {"errors", "tensors", "kernels"},
     "quantkit.solver": {"errors", "tensors", "solver"},
     "quantkit.model.decoder": {"architectures", "distributed", "model"},
@@ -50,8 +50,8 @@ ONLY = {
 NO_TORCH = {
     "quantkit", "quantkit.errors", "quantkit.json_values", "quantkit.arguments", "quantkit.architectures",
     "quantkit.tensors.scheme", "quantkit.tensors.recipe", "quantkit.text.contained", "quantkit.text.tokenizer",
-    "quantkit.formats.manifest", "quantkit.tensors.spec", "quantkit.formats.files.source",
-    "quantkit.formats.files.pickles", "quantkit.formats.files.pth_io", "quantkit.formats.files.safetensors_io",
+    "quantkit.formats.manifest", "quantkit.tensors.spec", "quantkit.files.source",
+    "quantkit.files.pickles", "quantkit.files.pth_io", "quantkit.files.safetensors_io",
     "quantkit.formats.detect", "quantkit.formats.folder", "quantkit.formats.registry", "quantkit.jobs.inspect",
     "quantkit.calibration.effort", "quantkit.runtime.generation_config", "quantkit.text.chat",
 }  # fmt: skip

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantkit.errors import CheckpointError
-from quantkit.formats.files.safetensors_io import open_file
+from quantkit.files.safetensors_io import open_file
 from quantkit.tensors.dtypes import DType
 from quantkit.text.tokenizer import load_tokenizer
 

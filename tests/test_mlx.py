@@ -16,12 +16,12 @@ from torch import Tensor
 
 import quantkit
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
+from quantkit.files import tensor_file
+from quantkit.files.safetensors_io import open_file
 from quantkit.formats.checkpoint import read_as_floats, schemes
 from quantkit.formats.codecs.codec import RawModule, Reason
 from quantkit.formats.codecs.mlx import Affine, Mlx
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.files import tensor_file
-from quantkit.formats.files.safetensors_io import open_file
 from quantkit.quality.verify import Verdict, verify
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.formats.files import pth_io
-from quantkit.formats.files.pickles import Unpickler
+from quantkit.files import pth_io
+from quantkit.files.pickles import Unpickler
 
 PATH = Path("some.pth")
 

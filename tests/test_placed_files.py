@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, DestinationError, InterruptedRunError, RequestError, ResumeError
+from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats import manifest
 from quantkit.formats.container import Chunk, tensor_bytes
-from quantkit.formats.files.tensor_file import StoredTensor
 from quantkit.formats.output import placed_files
 from quantkit.formats.output.destination import manifest_path, placed_as
 from quantkit.formats.output.placed_files import PlacedFiles

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
+from quantkit.files import pth_io, safetensors_io
+from quantkit.files.pth_encoder import PthEncoder
+from quantkit.files.safetensors_io import build_header
+from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.container import tensor_bytes
-from quantkit.formats.files import pth_io, safetensors_io
-from quantkit.formats.files.pth_encoder import PthEncoder
-from quantkit.formats.files.safetensors_io import build_header
-from quantkit.formats.files.tensor_file import StoredTensor, TensorFile
 from quantkit.tensors.dtypes import DType
 
 Tensors = dict[str, Tensor]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quantkit.formats.files import pth_io, safetensors_io, source, tensor_file
-from quantkit.formats.files.tensor_file import TensorFile, same_tensor
+from quantkit.files import pth_io, safetensors_io, source, tensor_file
+from quantkit.files.tensor_file import TensorFile, same_tensor
 from quantkit.tensors.tensor_slice import TensorSlice
 
 WHOLE = torch.randn(64, 33)

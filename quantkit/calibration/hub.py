@@ -18,7 +18,7 @@ from pathlib import Path
 from quantkit.calibration.documents import TEXT, joined, require_text
 from quantkit.calibration.files import JSON_LINES, PARQUET
 from quantkit.errors import RequestError
-from quantkit.formats.files.hub import SECONDS, UnknownError, asked_in_time, short
+from quantkit.files.hub import SECONDS, UnknownError, asked_in_time, short
 
 _SPELLING = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?::([^:/]*))?(?::([\w.]+))?", re.ASCII)
 _SUFFIXES = (".txt", *JSON_LINES, PARQUET)

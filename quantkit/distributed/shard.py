@@ -15,9 +15,9 @@ from quantkit.architectures.topology import parameters
 from quantkit.distributed.group import ProcessGroup
 from quantkit.distributed.split import Split, split_model
 from quantkit.errors import CheckpointError
+from quantkit.files.source import SourceFile
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, schemes
-from quantkit.formats.files.source import SourceFile
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice

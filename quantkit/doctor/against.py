@@ -15,10 +15,10 @@ from quantkit.doctor.findings import Finding, Rule
 from quantkit.doctor.folder import Folder
 from quantkit.doctor.report import LayerError
 from quantkit.errors import QuantkitError, RequestError
+from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.checkpoint import read_as_floats, schemes
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_pair
-from quantkit.formats.files.tensor_file import StoredTensor
 from quantkit.progress import Progress
 from quantkit.quality.bounds import coarsest, same_bits, same_but_rounded, weight_bound
 from quantkit.tensors.qtensor import QuantTensor, float_rows, frobenius, row_chunks

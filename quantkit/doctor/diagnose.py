@@ -12,7 +12,7 @@ from quantkit.doctor.folder import Folder
 from quantkit.doctor.report import Diagnosis, LayerError
 from quantkit.doctor.view import View
 from quantkit.errors import RequestError
-from quantkit.formats.files.located import require_there
+from quantkit.files.located import require_there
 from quantkit.json_values import shown
 from quantkit.progress import Progress, silent
 

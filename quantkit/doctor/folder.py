@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
+from quantkit.files import pth_io, safetensors_io
+from quantkit.files.gguf_io import GgufHeader, read_header
+from quantkit.files.gguf_types import split_name, split_stem
+from quantkit.files.located import require_there
+from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.containers.hf_checkpoint import index_path
 from quantkit.formats.containers.hf_settings import SETTINGS, settings_in
-from quantkit.formats.files import pth_io, safetensors_io
-from quantkit.formats.files.gguf_io import GgufHeader, read_header
-from quantkit.formats.files.gguf_types import split_name, split_stem
-from quantkit.formats.files.located import require_there
-from quantkit.formats.files.tensor_file import StoredTensor, TensorFile
 from quantkit.json_values import read_json, read_settings
 
 CONFIG = "config.json"

@@ -12,7 +12,7 @@ from quantkit.doctor.findings import Finding, Rule
 from quantkit.doctor.folder import Folder
 from quantkit.doctor.weights import EXTRA_TENSOR, MISSING_TENSOR, WRONG_SHAPE
 from quantkit.errors import QuantkitError
-from quantkit.formats.files.gguf_types import GgufTensor
+from quantkit.files.gguf_types import GgufTensor
 from quantkit.json_values import shown
 from quantkit.text.chat_template import ChatTemplate
 

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.float8 import TYPES as FLOAT8
-from quantkit.formats.files.tensor_file import StoredTensor
 from quantkit.tensors.dtypes import DType
 
 Shape = tuple[int, ...]

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from quantkit.doctor.folder import Folder
 from quantkit.doctor.view import View
+from quantkit.files.gguf_io import GgufHeader
+from quantkit.files.gguf_types import GgufTensor
+from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs.float8 import TYPES as FLOAT8
-from quantkit.formats.files.gguf_io import GgufHeader
-from quantkit.formats.files.gguf_types import GgufTensor
-from quantkit.formats.files.tensor_file import StoredTensor, TensorFile
 from quantkit.tensors.dtypes import FLOATS, DType
 
 _OPAQUE = {one for one in DType if one.startswith(("bits", "q", "float4")) or one == DType.COMPLEX32}

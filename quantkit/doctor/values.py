@@ -16,7 +16,7 @@ from quantkit.doctor.folder import Folder
 from quantkit.doctor.stored_values import Part, parts
 from quantkit.doctor.view import View
 from quantkit.errors import CheckpointError
-from quantkit.formats.files.tensor_file import same_tensor
+from quantkit.files.tensor_file import same_tensor
 from quantkit.progress import Progress
 
 _AGAIN = "write or download the model again"

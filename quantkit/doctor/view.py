@@ -13,7 +13,7 @@ from quantkit.doctor.claims import Claims, read_claims
 from quantkit.doctor.folder import CONFIG, Folder
 from quantkit.doctor.modules import Coded, coded_modules
 from quantkit.errors import CheckpointError, QuantkitError
-from quantkit.formats.files.tensor_file import StoredTensor
+from quantkit.files.tensor_file import StoredTensor
 from quantkit.json_values import Settings
 
 _OTHER_EXPERTS = re.compile(r".*\.switch_mlp\..*")  # as MLX stacks them

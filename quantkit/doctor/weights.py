@@ -13,9 +13,9 @@ from quantkit.doctor.folder import CONFIG
 from quantkit.doctor.modules import is_scale_of_activations, stored_shape
 from quantkit.doctor.view import View
 from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.containers.hf_settings import SETTINGS, read_codecs
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.files.tensor_file import StoredTensor
 from quantkit.formats.registry import METHODS
 from quantkit.json_values import shown
 from quantkit.tensors.dtypes import FLOATS

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.files.source import SourceFile
 from quantkit.formats.codecs.float8 import TYPES as SMALL_FLOATS
-from quantkit.formats.files.source import SourceFile
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec

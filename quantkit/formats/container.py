@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import Parameter
+from quantkit.files.gguf_types import GGUF, STEM
+from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.checkpoint import Checkpoint, parameter_count
 from quantkit.formats.codecs.codec import CodeFormat, QuantMethod
-from quantkit.formats.files.gguf_types import GGUF, STEM
-from quantkit.formats.files.tensor_file import StoredTensor
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec

@@ -8,11 +8,11 @@ from typing import Literal
 
 from quantkit.arguments import as_path, as_text
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
+from quantkit.files.gguf_parts import gguf_models
+from quantkit.files.located import located, require_there
+from quantkit.files.source import SourceFile
 from quantkit.formats import manifest
 from quantkit.formats.container import Container, StoredCheckpoint
-from quantkit.formats.files.gguf_parts import gguf_models
-from quantkit.formats.files.located import located, require_there
-from quantkit.formats.files.source import SourceFile
 from quantkit.formats.output.destination import manifest_path
 from quantkit.formats.output.staging import require_finished
 from quantkit.formats.registry import CONTAINERS

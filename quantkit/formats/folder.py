@@ -9,8 +9,8 @@ from typing import Any
 
 from quantkit.arguments import as_text
 from quantkit.errors import CheckpointError, RequestError
+from quantkit.files.source import SourceFile
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.formats.files.source import SourceFile
 from quantkit.json_values import MOST_BYTES, read_json, shown
 from quantkit.text.chat import chat_format
 from quantkit.text.chat_template import (

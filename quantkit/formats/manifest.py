@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import CheckpointError
-from quantkit.formats.files.source import SourceFile
+from quantkit.files.source import SourceFile
 from quantkit.formats.output.destination import MANIFEST, manifest_path
 from quantkit.json_values import read_json
 from quantkit.progress import Progress, silent

@@ -21,10 +21,10 @@ from quantkit.architectures.disk import unread_experts
 from quantkit.arguments import as_text
 from quantkit.calibration.data import Calibration
 from quantkit.errors import RequestError
+from quantkit.files.gguf_types import GGUF
+from quantkit.files.hub import origin
 from quantkit.formats.checkpoint import Checkpoint, active_parameter_count, parameter_count
 from quantkit.formats.codecs.codec import QuantMethod
-from quantkit.formats.files.gguf_types import GGUF
-from quantkit.formats.files.hub import origin
 from quantkit.jobs.command import file_name, quantize_command
 from quantkit.jobs.result import growth_text
 from quantkit.jobs.scheme_map import SchemeMap

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, DestinationError
+from quantkit.files.hub import origin
+from quantkit.files.safetensors_io import require_readable
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, parameter_count
 from quantkit.formats.container import Encoder, StoredCheckpoint
 from quantkit.formats.detect import open_unfinished
-from quantkit.formats.files.hub import origin
-from quantkit.formats.files.safetensors_io import require_readable
 from quantkit.formats.folder import TOKENIZER_FILES, tokenizer_files
 from quantkit.formats.output.writer import CheckpointWriter
 from quantkit.progress import Progress, in_phase

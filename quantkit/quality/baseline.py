@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.files.source import SourceFile
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.formats.files.source import SourceFile
 from quantkit.quality.transcoded import equal_as_numbers, row_pieces
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import ROUNDING, QuantTensor, quantize_rtn

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from quantkit.errors import CheckpointError, QualityError
+from quantkit.files.gguf_parts import gguf_file
 from quantkit.formats import manifest
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.files.gguf_parts import gguf_file
 from quantkit.formats.output.destination import manifest_path
 from quantkit.formats.output.staging import require_finished
 from quantkit.formats.registry import read_names

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import CheckpointError
+from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, parameter_count, schemes
-from quantkit.formats.files.tensor_file import StoredTensor
 from quantkit.formats.output.destination import manifest_path
 from quantkit.json_values import shown
 from quantkit.quality.bounds import REPEATABLE

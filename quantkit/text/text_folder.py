@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 
 from quantkit.errors import name_as
-from quantkit.formats.files.gguf_parts import gguf_file, read_parts
-from quantkit.formats.files.located import located
+from quantkit.files.gguf_parts import gguf_file, read_parts
+from quantkit.files.located import located
 from quantkit.text.gguf_tokenizer import folder_files
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.codec import Codec, RawModule, Reason, exact_scale
 from quantkit.formats.codecs.gptq import quantized_modules
 from quantkit.formats.codecs.gptq_linear import SUFFIXES, scales_dtype
 from quantkit.formats.codecs.gptq_zeros import QWEIGHT, QZEROS, SCALES
-from quantkit.formats.files.tensor_file import StoredTensor
 from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import SCHEMES, QuantScheme

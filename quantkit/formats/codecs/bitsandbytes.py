@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NoReturn
 
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.formats.files.tensor_file import StoredTensor, TensorFile, View, contiguous_strides, sizes
+from quantkit.files.tensor_file import StoredTensor, TensorFile, View, contiguous_strides, sizes
 from quantkit.json_values import Settings, parsed, shown
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.tensor_slice import TensorSlice

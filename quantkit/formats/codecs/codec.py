@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.formats.files.tensor_file import Home, StoredTensor, TensorFile
+from quantkit.files.tensor_file import Home, StoredTensor, TensorFile
 from quantkit.json_values import Settings
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs.codec import Codec, Reason
 from quantkit.formats.codecs.compressed_weights import PACKED, PLAIN, SCALE, SHAPE, IntQuantized, PackQuantized
 from quantkit.formats.codecs.targets import NO_MATCH, Deadline, Targets
-from quantkit.formats.files.tensor_file import StoredTensor, TensorFile
 from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import SCHEMES, QuantScheme

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.codec import RawModule
-from quantkit.formats.files.tensor_file import StoredTensor
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import CheckpointError
+from quantkit.files.tensor_file import Home, StoredTensor, TensorFile
 from quantkit.formats.codecs import bitsandbytes, float8, mxfp4
 from quantkit.formats.codecs.bitsandbytes import EightBitWeight, FourBitWeight
 from quantkit.formats.codecs.float8 import Float8Weight
 from quantkit.formats.codecs.mxfp4 import Mxfp4Weight
-from quantkit.formats.files.tensor_file import Home, StoredTensor, TensorFile
 from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.tensor_slice import TensorSlice

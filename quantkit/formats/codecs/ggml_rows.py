@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from quantkit.files.gguf_types import GgmlType
+from quantkit.files.tensor_file import TensorFile, View
 from quantkit.formats.codecs.ggml_blocks import BLOCK_TYPES
-from quantkit.formats.files.gguf_types import GgmlType
-from quantkit.formats.files.tensor_file import TensorFile, View
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.codec import RawModule, Reason, exact_scale
 from quantkit.formats.codecs.gptq_zeros import (
     G_IDX,
@@ -26,7 +27,6 @@ from quantkit.formats.codecs.gptq_zeros import (
     require_whole,
     zero_points,
 )
-from quantkit.formats.files.tensor_file import StoredTensor
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec

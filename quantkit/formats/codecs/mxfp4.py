@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantkit.errors import UnsupportedError
-from quantkit.formats.files.tensor_file import StoredTensor, TensorFile
+from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.tensor_slice import TensorSlice
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.codec import Codec, RawModule, Reason
 from quantkit.formats.codecs.whole_steps import affine, told_scheme, zero_points
-from quantkit.formats.files.tensor_file import StoredTensor
 from quantkit.json_values import Settings, parsed, shown
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.scheme import QuantScheme

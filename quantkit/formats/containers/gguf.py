@@ -13,11 +13,11 @@ from quantkit.architectures.gguf_metadata import metadata_of, notes_of
 from quantkit.architectures.gguf_rope import rope_tensors
 from quantkit.architectures.topology import Parameter, parameters
 from quantkit.errors import RequestError, UnsupportedError
+from quantkit.files.gguf_parts import gguf_file
 from quantkit.formats.codecs.codec import CodeFormat, QuantMethod
 from quantkit.formats.codecs.ggml_blocks import GgmlBlocks
 from quantkit.formats.container import Output
 from quantkit.formats.containers.gguf_checkpoint import GgufCheckpoint
-from quantkit.formats.files.gguf_parts import gguf_file
 from quantkit.formats.folder import OTHER_FILES, present
 from quantkit.tensors.dtypes import DType
 from quantkit.text.gguf_tokenizer_keys import tokenizer_metadata

@@ -16,14 +16,14 @@ from quantkit.architectures.gguf_config import MODEL_TYPE, config_of
 from quantkit.architectures.gguf_metadata import notes_of
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.files.gguf_parts import read_parts
+from quantkit.files.gguf_types import GgmlType, GgufTensor
+from quantkit.files.source import SourceFile
+from quantkit.files.tensor_file import TensorFile, View, contiguous_strides, same_tensor
 from quantkit.formats.checkpoint import require_tensors
 from quantkit.formats.codecs.ggml_blocks import BLOCK_TYPES
 from quantkit.formats.codecs.ggml_rows import EXACT, FLOATS, NOT_READ, SMALL_FLOATS, GgmlRows
 from quantkit.formats.containers.hf_parts import decode, read_floats
-from quantkit.formats.files.gguf_parts import read_parts
-from quantkit.formats.files.gguf_types import GgmlType, GgufTensor
-from quantkit.formats.files.source import SourceFile
-from quantkit.formats.files.tensor_file import TensorFile, View, contiguous_strides, same_tensor
 from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.spec import TensorSpec

@@ -19,6 +19,10 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import DiskTensor
 from quantkit.architectures.gguf import gguf_tensors, keeps_float32, stored_offset
 from quantkit.errors import ResumeError
+from quantkit.files.gguf_io import ALIGNMENT, build_header, padding
+from quantkit.files.gguf_types import GGUF, GgmlType, GgufTensor, Split, split_name
+from quantkit.files.source import SourceFile
+from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs.codec import Reason
 from quantkit.formats.codecs.ggml_blocks import BLOCK_TYPES, block_type
 from quantkit.formats.codecs.ggml_rows import FLOATS
@@ -26,10 +30,6 @@ from quantkit.formats.container import Chunk, tensor_bytes
 from quantkit.formats.containers.gguf_checkpoint import read_place, view_of
 from quantkit.formats.containers.hf_encoder import joined_spec
 from quantkit.formats.containers.hf_parts import assembled
-from quantkit.formats.files.gguf_io import ALIGNMENT, build_header, padding
-from quantkit.formats.files.gguf_types import GGUF, GgmlType, GgufTensor, Split, split_name
-from quantkit.formats.files.source import SourceFile
-from quantkit.formats.files.tensor_file import StoredTensor, TensorFile
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec

@@ -20,14 +20,14 @@ from quantkit.architectures.families import config_from_hf, config_to_hf
 from quantkit.architectures.names import GPT_FAST, split_derived
 from quantkit.architectures.topology import Parameter, parameters
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
+from quantkit.files import pth_io
+from quantkit.files.source import SourceFile
+from quantkit.files.tensor_file import same_tensor
 from quantkit.formats.checkpoint import require_tensors
 from quantkit.formats.codecs.codec import CodeFormat, QuantMethod, RawModule
 from quantkit.formats.container import Output
 from quantkit.formats.containers.hf_parts import decode, read_floats, share
 from quantkit.formats.containers.hf_settings import NOT_CARRIED
-from quantkit.formats.files import pth_io
-from quantkit.formats.files.source import SourceFile
-from quantkit.formats.files.tensor_file import same_tensor
 from quantkit.json_values import read_settings
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.scheme import QuantScheme

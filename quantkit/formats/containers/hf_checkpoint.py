@@ -16,6 +16,9 @@ from quantkit.architectures.families.opaque import opaque_config
 from quantkit.architectures.names import is_derived_buffer, split_derived
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.files import pth_io, safetensors_io
+from quantkit.files.source import SourceFile
+from quantkit.files.tensor_file import Home, StoredTensor, TensorFile, same_tensor
 from quantkit.formats.checkpoint import require_tensors, require_unquantized, schemes
 from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule, ReadAsFloats
 from quantkit.formats.codecs.compressed_tensors import packed_shapes
@@ -23,9 +26,6 @@ from quantkit.formats.codecs.compressed_weights import PACKED, PLAIN, SCALE
 from quantkit.formats.codecs.dequantized import DequantizedTensor, by_small_floats, dequantized
 from quantkit.formats.containers.hf_parts import decode, read_dequantized, read_floats, share, zero_biases
 from quantkit.formats.containers.hf_settings import NOT_CARRIED, SETTINGS, read_codecs, settings_in, without_settings
-from quantkit.formats.files import pth_io, safetensors_io
-from quantkit.formats.files.source import SourceFile
-from quantkit.formats.files.tensor_file import Home, StoredTensor, TensorFile, same_tensor
 from quantkit.formats.folder import QUANTIZED_ELSEWHERE
 from quantkit.json_values import Settings, read_json, read_settings
 from quantkit.tensors.dtypes import FLOATS, DType

@@ -15,12 +15,12 @@ from torch import Tensor
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import DiskTensor, disk_tensors
 from quantkit.errors import UnsupportedError
+from quantkit.files.safetensors_io import build_header
+from quantkit.files.source import SourceFile
+from quantkit.files.tensor_file import StoredTensor, TensorFile, View, contiguous_strides
 from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule, Reason
 from quantkit.formats.container import Chunk, tensor_bytes
 from quantkit.formats.containers.hf_parts import assembled, decode, read_floats
-from quantkit.formats.files.safetensors_io import build_header
-from quantkit.formats.files.source import SourceFile
-from quantkit.formats.files.tensor_file import StoredTensor, TensorFile, View, contiguous_strides
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
 

@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quantkit.architectures.disk import DiskTensor, Place
+from quantkit.files.tensor_file import Home, TensorFile, View
 from quantkit.formats.codecs.codec import RawModule
 from quantkit.formats.codecs.dequantized import DequantizedTensor
-from quantkit.formats.files.tensor_file import Home, TensorFile, View
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 

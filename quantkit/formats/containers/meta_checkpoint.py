@@ -18,10 +18,10 @@ from quantkit.architectures.meta_params import assumed_rope_factor, config_from_
 from quantkit.architectures.names import META, split_derived
 from quantkit.architectures.topology import Parameter, parameters
 from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.files import pth_io
+from quantkit.files.source import SourceFile
+from quantkit.files.tensor_file import StoredTensor, TensorFile, same_tensor
 from quantkit.formats.checkpoint import raise_unexpected, require_complete
-from quantkit.formats.files import pth_io
-from quantkit.formats.files.source import SourceFile
-from quantkit.formats.files.tensor_file import StoredTensor, TensorFile, same_tensor
 from quantkit.json_values import Settings, read_settings
 from quantkit.tensors.dtypes import FLOATS
 from quantkit.tensors.spec import TensorSpec

@@ -12,10 +12,10 @@ from torch import Tensor
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import Parameter, parameters
 from quantkit.errors import RequestError
+from quantkit.files.pth_encoder import PthEncoder
+from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.container import Chunk, tensor_bytes
 from quantkit.formats.containers.meta_checkpoint import to_interleaved
-from quantkit.formats.files.pth_encoder import PthEncoder
-from quantkit.formats.files.tensor_file import StoredTensor
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from quantkit.errors import DestinationError, NoSpaceError
-from quantkit.formats.files.gguf_types import GGUF, STEM, split_stem
+from quantkit.files.gguf_types import GGUF, STEM, split_stem
 
 MANIFEST = "quantkit.json"
 _HERE = -100  # AT_FDCWD

@@ -23,8 +23,8 @@ from quantkit.errors import (
     RequestError,
     ResumeError,
 )
-from quantkit.formats.files.gguf_types import GGUF, split_stem
-from quantkit.formats.files.hub import PREFIX as HUB_PREFIX
+from quantkit.files.gguf_types import GGUF, split_stem
+from quantkit.files.hub import PREFIX as HUB_PREFIX
 from quantkit.formats.output.destination import (
     destination_errors,
     is_there,

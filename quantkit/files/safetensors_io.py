@@ -16,8 +16,8 @@ from typing import Any
 from safetensors import safe_open
 
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.formats.files.source import open_weights
-from quantkit.formats.files.tensor_file import StoredTensor, TensorFile, View, contiguous_strides, sizes, whole_number
+from quantkit.files.source import open_weights
+from quantkit.files.tensor_file import StoredTensor, TensorFile, View, contiguous_strides, sizes, whole_number
 from quantkit.tensors.dtypes import DType
 
 DTYPES = {

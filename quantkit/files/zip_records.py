@@ -11,8 +11,8 @@ import zlib
 from dataclasses import dataclass
 
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.formats.files.pickles import damaged
-from quantkit.formats.files.source import Checksum, SourceFile
+from quantkit.files.pickles import damaged
+from quantkit.files.source import Checksum, SourceFile
 
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _LOCAL_SIGNATURE = 0x04034B50

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 from quantkit.errors import CheckpointError, RequestError
-from quantkit.formats.files.gguf_types import GGUF, first_parts
-from quantkit.formats.files.hub import PREFIX, HubModel, download, hub_model
+from quantkit.files.gguf_types import GGUF, first_parts
+from quantkit.files.hub import PREFIX, HubModel, download, hub_model
 
 _downloaded: dict[HubModel, Path] = {}
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.formats.files.pickles import MAX_BYTES, Other, Reference, Unpickler, damaged
-from quantkit.formats.files.source import SourceFile, open_weights
-from quantkit.formats.files.tensor_file import TensorFile, View
-from quantkit.formats.files.zip_records import ZipRecords, has_directory
+from quantkit.files.pickles import MAX_BYTES, Other, Reference, Unpickler, damaged
+from quantkit.files.source import SourceFile, open_weights
+from quantkit.files.tensor_file import TensorFile, View
+from quantkit.files.zip_records import ZipRecords, has_directory
 
 _MAGIC, _VERSION = 0x1950A86A20F9469CFC6C, 1001  # of files before the zip
 _LOCAL = struct.Struct("<IHHHHHIIIHH")

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.formats.files.gguf_types import SPLIT_KEYS, GgmlType, GgufTensor, Split, Typed, ValueType
-from quantkit.formats.files.source import SourceFile, open_weights
+from quantkit.files.gguf_types import SPLIT_KEYS, GgmlType, GgufTensor, Split, Typed, ValueType
+from quantkit.files.source import SourceFile, open_weights
 from quantkit.json_values import shown
 
 MAGIC = b"GGUF"

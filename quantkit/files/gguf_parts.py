@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from quantkit.errors import CheckpointError
-from quantkit.formats.files.gguf_io import MAGIC, GgufHeader, read_header
-from quantkit.formats.files.gguf_types import GGUF, split_count, split_name, split_stem
+from quantkit.files.gguf_io import MAGIC, GgufHeader, read_header
+from quantkit.files.gguf_types import GGUF, split_count, split_name, split_stem
 
 _NO_MODELS = ("mmproj", "imatrix")  # what such files are called: a projector for pictures, statistics of activations
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from quantkit.errors import CheckpointError
-from quantkit.formats.files.source import SourceFile
+from quantkit.files.source import SourceFile
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.tensor_slice import TensorSlice
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from quantkit.errors import CheckpointError
-from quantkit.formats.files.tensor_file import extent, sizes, whole_number
+from quantkit.files.tensor_file import extent, sizes, whole_number
 from quantkit.tensors.dtypes import DType
 
 MAX_BYTES = 1 << 23

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from quantkit.formats.files.tensor_file import StoredTensor
+from quantkit.files.tensor_file import StoredTensor
 from quantkit.tensors.dtypes import DType
 
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
