@@ -483,7 +483,7 @@ def test_models_without_a_head_are_called_otherwise(tmp_path: Path) -> None:
 
 def test_names_that_no_terminal_shows_are_spelled_out(tmp_path: Path) -> None:
     folder = build.write(tmp_path / "model", build.floats(), build.config(model_type="a\ud800\x1b[31m"))
-    assert r"a\ud800\x1b[31m" in quantkit.diagnose(folder).lines()[0]
+    assert r"a\ud800\x1b[31m" in " ".join(quantkit.diagnose(folder).lines()[:2])  # the path may be long
 
 
 def test_every_rule_has_a_case() -> None:
@@ -541,7 +541,8 @@ def test_the_command_tells_and_ends_with_its_code(tmp_path: Path, capfd: Capture
     assert "not looked at: the weights themselves (--deep)" in out
     code, out, _ = run(capfd, "doctor", folder, "--for", "vllm", "--json", tmp_path / "found.json")
     assert code == 12
-    assert out.splitlines()[1].split() == ["error", "gptq-zeros", "model.layers.0.mlp.down_proj", "and", "20", "more"]
+    (told,) = [line for line in out.splitlines() if line.strip().startswith("error ")]
+    assert told.split() == ["error", "gptq-zeros", "model.layers.0.mlp.down_proj", "and", "20", "more"]
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["broken"]
     assert found["findings"][0]["remedy"] == ALL["gptq-zeros"].remedy
