@@ -49,9 +49,9 @@ import torch
 import quantkit
 from quantkit.data.files import EXCERPT
 from quantkit.formats.output import writer
-from quantkit.jobs import output, quantize, convert
+from quantkit.jobs import conversion, output, quantize
 writer._CHECKPOINT_BYTES = 50_000
-convert.SHARD_BYTES = quantize.SHARD_BYTES = 300_000
+conversion.SHARD_BYTES = quantize.SHARD_BYTES = 300_000
 torch.set_num_threads(1)  # sums of floats depend on it
 src, dst, limit = sys.argv[1], sys.argv[2], float(sys.argv[3])
 
@@ -311,9 +311,9 @@ SLOW = (
     "import sys, time\n"
     "from quantkit.cli.entry import main\n"
     "from quantkit.formats.output import sink, writer\n"
-    "from quantkit.jobs import convert\n"
+    "from quantkit.jobs import conversion\n"
     "writer._CHECKPOINT_BYTES = 50_000\n"
-    "convert.SHARD_BYTES = 300_000\n"
+    "conversion.SHARD_BYTES = 300_000\n"
     "append, steps = sink.Sink.append, iter([0.1] * 8)\n"
     "def slowly(self, name, data):\n"
     "    time.sleep(next(steps, 60))\n"  # it must not be done before the signal comes
