@@ -19,6 +19,7 @@ import quantkit
 from quantkit.architectures.topology import linear_columns
 from quantkit.errors import UnsupportedError
 from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.registry import target
 from quantkit.jobs.prepare import prepare
 from quantkit.tensors.qtensor import QuantTensor
 
@@ -136,7 +137,7 @@ QUANTIZED: Mapping[str, tuple[set[str], set[str]]] = {
 def test_modules_say_what_is_a_linear(kind: str, tmp_path: Path) -> None:
     _, source = _made(kind, tmp_path / "src")
     made = prepare(
-        source, tmp_path / "dst", "int8", keep=(), strict=False, weights=None, tensors_only=True, gptq=False
+        source, tmp_path / "dst", "int8", keep=(), strict=False, weights=None, tensors_only=True, gptq=False, target=target("compressed-tensors"),
     )  # fmt: skip
     schemes = made.scheme_map.schemes
     assert set(schemes) <= set(linear_columns(made.source.config))
