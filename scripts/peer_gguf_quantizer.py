@@ -18,7 +18,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from peer_gguf import TOKENS, Ours, Theirs, divergence, text
+from gguf_models import text
+from peer_gguf import TOKENS, Ours, Theirs, divergence
 
 KINDS = ("Q4_0", "Q8_0", "Q4_K_M", "Q6_K")
 KL = 1e-3

@@ -144,6 +144,23 @@ def test_where_codes_cannot_tell_the_settings_do_and_then_the_constant(
         assert value.zero is None or set(value.zero.flatten().tolist()) == {means}
 
 
+def test_groups_of_one_sign_tell_no_version(tmp_path: Path) -> None:
+    """Their zero point is 0, and their codes lie above it: together with others as if all were one step off."""
+    values = []
+    for _ in range(7):
+        value, positive = _around(torch.randn(32, 96), None, 4), _around(torch.randn(32, 96).abs(), 0, 4)
+        assert value.zero is not None
+        for mixed, own in ((value.codes[:, :32], positive.codes[:, :32]), (value.scale[:, 0], positive.scale[:, 0])):
+            mixed.copy_(own)
+        value.zero[:, 0] = 0
+        values.append(value)
+    modules = {f"m{number}": _gptq(value, version=2) for number, value in enumerate(values)}
+    found, notes = _read(tmp_path, modules, _settings(sym=False, checkpoint_format="gptq_v2"))
+    for value, expected in zip(found, values, strict=True):
+        assert torch.equal(value.dequantize(), expected.dequantize())
+    assert not notes
+
+
 def test_codes_of_two_versions_are_refused_and_odd_weights_outvoted(tmp_path: Path) -> None:
     values = [_around(torch.randn(32, 96), None, 4, above=3 * (number == 5)) for number in range(8)]
     modules = {f"m{number}": _gptq(value, version=2) for number, value in enumerate(values)}
