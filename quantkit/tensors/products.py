@@ -9,8 +9,8 @@ import platform
 import torch
 from torch import Tensor
 
-INSTRUCTIONS_SETTING = "QUANTKIT_CPU"
-"""Environment variable that chooses the instruction set: native, avx2 or portable."""
+BFLOAT16_SETTING = "QUANTKIT_BF16"
+"""Environment variable that forbids bfloat16 where it is 0."""
 
 _LEAST = 1 << 20  # multiplications; of fewer the call is what takes time
 _STRIPS = 8
@@ -43,12 +43,12 @@ def fill_lower_(total: Tensor) -> None:
         total[stop:, start:stop] = total[start:stop, stop:].t()
 
 
-@functools.cache
 def multiplies_bfloat16() -> bool:
-    """Whether this processor multiplies bfloat16, and so faster than float32; `QUANTKIT_CPU` and torch's
-    `ATEN_CPU_CAPABILITY` may forbid it."""
-    native = os.environ.get(INSTRUCTIONS_SETTING, "native") == "native"
-    if not native or not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
+    """Whether this processor multiplies bfloat16, which is faster than float32 then, and nothing forbids it: neither
+    `QUANTKIT_BF16` nor torch's `ATEN_CPU_CAPABILITY`."""
+    if os.environ.get(BFLOAT16_SETTING) == "0" or not torch.backends.mkldnn.is_available():
+        return False
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
     told = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
     return any(ask is not None and ask() for ask in told)
