@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,11 @@ class PositionDivergence:
     def name(self) -> str:
         """Its first and last position: ``128-255``."""
         return f"{self.start}-{self.stop - 1}"
+
+    def rounded(self) -> PositionDivergence:
+        """With as many digits as a manifest has."""
+        error = None if self.kl_error is None else float(f"{self.kl_error:.5g}")
+        return replace(self, kl=float(f"{self.kl:.5g}"), kl_error=error, top1_agreement=round(self.top1_agreement, 5))
 
     @property
     def estimate(self) -> Estimate:
