@@ -26,6 +26,10 @@ from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 @click.option(
     "--head", type=options.Scheme(), metavar="SCHEME", help="Of the output head too, which keeps its floats by default."
 )
+@click.option(
+    "--embedding", type=options.Scheme(), metavar="int8",
+    help="Of the embedding, a scale for each token; where the head is tied to it, of both.",
+)  # fmt: skip
 @click.option("--recipe", type=options.PATH, metavar="FILE", help="JSON with a default scheme and overrides.")
 @click.option("--plan", type=options.PATH, hidden=True, help="The old name of --recipe.")
 @click.option(

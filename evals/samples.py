@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quantkit.quality.figures import mean_estimate
+from quantkit.quality.positions import PositionDivergence
 from quantkit.text.tokenizer import Tokenizer
 
 LIKELIEST = 5
@@ -66,21 +67,11 @@ class TextSample:
 
 
 @dataclass(frozen=True)
-class PositionKL:
-    """Divergence at the positions of a window from `start` to before `stop`: mean KL, its standard error."""
-
-    start: int
-    stop: int
-    kl: float
-    kl_error: float | None
-
-
-@dataclass(frozen=True)
 class TextDetails:
     """What a page shows of a text beyond its figures: stretches of it, and by model divergence by position."""
 
     samples: list[TextSample]
-    positions: dict[str, list[PositionKL]]
+    positions: dict[str, list[PositionDivergence]]
 
 
 class Predictions:
@@ -114,16 +105,22 @@ def text_details(heard: dict[str, Predictions], windows: Tensor, tokenizer: Toke
     samples = [
         _sample(found, windows, some, tokenizer) for some in _stretches(kls, windows.flatten().tolist(), tokenizer)
     ]
-    return TextDetails(samples, {name: by_position(kl.view(windows.shape)) for name, kl in kls.items()})
+    agreed = {name: tensors[1][:, 0] == tensors[4][:, 0] for name, tensors in found.items()}
+    shape = windows.shape
+    return TextDetails(
+        samples, {name: by_position(kl.view(shape), agreed[name].view(shape)) for name, kl in kls.items()}
+    )
 
 
-def by_position(kl: Tensor) -> list[PositionKL]:
-    """Means over windows [W, T], at positions that double from one to the next."""
+def by_position(kl: Tensor, agreed: Tensor) -> list[PositionDivergence]:
+    """Means over windows [W, T] of KL and of whether both hold the same token likeliest, at positions that double."""
     found, start = [], 0
     while start < kl.shape[1]:
         stop = min(max(2 * start, _FIRST_POSITIONS), kl.shape[1])
-        mean = mean_estimate(kl[:, start:stop].flatten())
-        found.append(PositionKL(start, stop, mean.value, mean.error))
+        some = kl[:, start:stop].flatten()
+        mean = mean_estimate(some)
+        share = agreed[:, start:stop].double().mean().item()
+        found.append(PositionDivergence(start, stop, len(some), mean.value, mean.error, share))
         start = stop
     return found
 

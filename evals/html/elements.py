@@ -69,7 +69,7 @@ def figures(table: Table, label: str, marks: Sequence[str] = ()) -> Markup:
 def _figure(cell: str) -> Markup:
     """A figure whose error stands back."""
     if cell in ("", NONE):
-        return element("span", {"class": "none"}, "–")
+        return element("span", {"class": "none"}, NONE)
     value, plus_minus, error = cell.partition(" ± ")
     return joined(value, element("span", {"class": "error"}, f" ± {error}")) if plus_minus else joined(cell)
 

@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from quantkit.evals.html.axes import HEIGHT, Axis, drawn, frame, short, spread, text, wide
 from quantkit.evals.html.elements import Markup, element, joined
 from quantkit.evals.results import Evaluation
-from quantkit.quality.figures import Estimate
+from quantkit.quality.positions import FLOAT, PositionDivergence
 
 _MOST_TICKS = 8
-
-
-class Bucket(Protocol):
-    """Mean KL at positions from `start` to before `stop`, with its standard error."""
-
-    @property
-    def start(self) -> int: ...
-    @property
-    def stop(self) -> int: ...
-    @property
-    def kl(self) -> float: ...
-    @property
-    def kl_error(self) -> float | None: ...
 
 
 class Line(NamedTuple):
@@ -33,17 +20,21 @@ class Line(NamedTuple):
     model: int
     name: str
     dashed: bool
-    buckets: Sequence[Bucket]
+    buckets: Sequence[PositionDivergence]
 
 
-def lines(found: Evaluation, text_name: str) -> tuple[list[Line], bool]:
-    """What there is of a text: as it was asked for, with both caches; else that of its windows, and True."""
-    details = found.details.get(text_name)
-    measured = [] if details is None else [
-        Line(index, row.name, False, details.positions[row.name])
-        for index, row in enumerate(found.rows) if row.name in details.positions
-    ]  # fmt: skip
-    return measured, True
+def lines(found: Evaluation, text_name: str) -> list[Line]:
+    """Divergence by position as it was asked for, with both caches; else that of the windows of the ordinary figures."""
+    rows = list(enumerate(found.rows))
+    asked = [
+        Line(index, row.name, cache != FLOAT, buckets)
+        for index, row in rows
+        for cache, buckets in row.texts[text_name].positions.items()
+    ]
+    if asked or text_name not in found.details:
+        return asked
+    by_model = found.details[text_name].positions
+    return [Line(index, row.name, False, by_model[row.name]) for index, row in rows if row.name in by_model]
 
 
 def chart(drawn_lines: Sequence[Line], what: str) -> Markup | None:
@@ -61,7 +52,7 @@ def _dashed(drawn_lines: Sequence[Line]) -> bool:
 
 
 def _told(line: Line) -> str:
-    return ", ".join(f"{one.start} to {one.stop - 1}: {Estimate(one.kl, one.kl_error)}" for one in line.buckets)
+    return ", ".join(f"{one.name}: {one.estimate}" for one in line.buckets)
 
 
 def _drawing(drawn_lines: Sequence[Line], kls: Sequence[float], width: int) -> Iterator[Markup]:
@@ -89,7 +80,7 @@ def _drawing(drawn_lines: Sequence[Line], kls: Sequence[float], width: int) -> I
         style = f"stroke:{color}" + (";stroke-dasharray:5 4" if line.dashed else "")
         yield element("path", {"class": "line", "d": path, "style": style})
         for one, (at, up) in zip(kept, places, strict=True):
-            told = f"{line.name}, positions {one.start} to {one.stop - 1}: {Estimate(one.kl, one.kl_error)}"
+            told = f"{line.name}, positions {one.name}: {one.estimate}"
             dot = {"cx": round(at, 1), "cy": round(up, 1), "r": 3, "style": f"fill:{color}"}
             yield element("circle", dot, element("title", None, told))
         if not line.dashed:

@@ -177,6 +177,7 @@ def quantize(
     thorough: bool = False,
     activation_memory: int | None = None,
     device: str | torch.device | None = None,
+    embedding: str | QuantScheme | None = None,
     keep: str | Iterable[str] = (),
     strict: bool = False,
     accept_quality_loss: bool = False,
@@ -207,7 +208,7 @@ def quantize(
         activation_memory=activation_memory, device=device,
     )  # fmt: skip
     prepared = prepare(
-        src, dst, scheme, keep=keep, strict=strict, weights=weights, tensors_only=tensors_only,
+        src, dst, scheme, embedding=embedding, keep=keep, strict=strict, weights=weights, tensors_only=tensors_only,
         gptq=settings is not None, target=target,
     )  # fmt: skip
     source, assignment, tokenizer, notes = prepared.source, prepared.scheme_map, prepared.tokenizer, prepared.notes

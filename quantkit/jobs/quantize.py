@@ -45,6 +45,7 @@ def quantize(
     thorough: bool = False,
     activation_memory: int | None = None,
     device: str | torch.device | None = None,
+    embedding: str | QuantScheme | None = None,
     keep: str | Iterable[str] = (),
     strict: bool = False,
     accept_quality_loss: bool = False,
@@ -62,7 +63,7 @@ def quantize(
     """Write the model in `src`, quantized, to the new folder, or GGUF file, `dst`, if it passes the gate.
 
     All decoder linears are quantized; ``lm_head`` and the embedding keep their floats
-    unless the recipe names the head. Rows that the group size does not divide follow
+    unless the recipe names them. Rows that the group size does not divide follow
     `QuantScheme.fitted`, which the manifest records.
 
     A model known by its tensors only is not run: its linears are rounded, those that lose too much keep their floats,
@@ -85,6 +86,8 @@ def quantize(
         activation_memory: bytes of calibration activations held in memory, by default 4_000_000_000;
             more go to the disk of `dst`.
         device: where GPTQ computes, as torch spells it; a GPU by default if there is one.
+        embedding: the scheme of the embedding, ``int8``, one scale for each token; it is the head's too where both are
+            one. None keeps its floats, unless a recipe names ``model.embed_tokens``.
         keep: glob, or several, of modules that keep their floats, such as ``*.layers.0.*``.
         strict: refuse a layer whose shape does not fit its scheme.
         accept_quality_loss: keep a result that is too far from its source.
@@ -123,7 +126,7 @@ def quantize(
         activation_memory=activation_memory, device=device,
     )  # fmt: skip
     prepared = prepare(
-        src, dst, scheme, keep=keep, strict=strict, weights=weights, tensors_only=tensors_only,
+        src, dst, scheme, embedding=embedding, keep=keep, strict=strict, weights=weights, tensors_only=tensors_only,
         gptq=settings is not None, target=target,
     )  # fmt: skip
     source, scheme_map, tokenizer, notes = prepared.source, prepared.scheme_map, prepared.tokenizer, prepared.notes
@@ -207,6 +210,7 @@ def quantize(
     found = QuantizeResult(
         dst, scheme_map.counts(), *size, method, None if drawn is None else drawn.to_json(),
         gate, accept_quality_loss, time.monotonic() - began, [*source.notes, *notes, *writer.notes], manifest,
+        None if scheme_map.embedding is None else str(scheme_map.embedding),
     )  # fmt: skip
     group.tell_others(found)
     return found

@@ -270,7 +270,7 @@ class _Tally:
         difference = (p - q).abs().max().item()
         self._largest = difference if math.isnan(difference) else max(self._largest, difference)
         log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
-        kl = (log_p.exp() * (log_p - log_q)).sum(-1, dtype=torch.float64)
+        kl = token_kl(log_p, log_q)
         if self._listener is not None:
             self._listener(log_p, log_q, kl, targets)
         self._found.append((
@@ -291,6 +291,11 @@ class _Tally:
         first, second = first[scored], second[scored]
         reference, other, ratio = (mean_estimate(losses).exp() for losses in (first, second, second - first))
         return Quality(divergence, reference.value, other.value, reference.error, other.error, ratio.error)
+
+
+def token_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p || q) of each token, float64 [N], of log probabilities [N, V]."""
+    return (log_p.exp() * (log_p - log_q)).sum(-1, dtype=torch.float64)
 
 
 def _compare_logits(
