@@ -24,7 +24,7 @@ class Line(NamedTuple):
 
 
 def lines(found: Evaluation, text_name: str) -> list[Line]:
-    """Divergence by position as it was asked for, with both caches; else that of the windows of the ordinary figures."""
+    """Divergence by position as it was asked for, with both caches; else that of the windows of the other figures."""
     rows = list(enumerate(found.rows))
     asked = [
         Line(index, row.name, cache != FLOAT, buckets)
