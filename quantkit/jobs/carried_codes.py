@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from quantkit.architectures.disk import disk_tensors
+from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import kept_unless_named, linear_columns
 from quantkit.errors import NonFiniteError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, read_as_floats, schemes
-from quantkit.formats.codecs.codec import CodeFormat, Reason, exact_scale
+from quantkit.formats.codecs.codec import NO_EMBEDDING, CodeFormat, Reason, exact_scale
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.finite import all_finite, checked_cast
@@ -53,6 +54,8 @@ def to_be_rounded(source: StoredCheckpoint, codes: CodeFormat, *, weights: bool)
     found = {}
     for module, scheme in schemes(source).items():
         name = f"{module}.weight"
+        if widened(module, scheme, codes):
+            continue
         reason = _reason(source, name, scheme, codes, weights=weights)
         if reason is not None:
             found[name] = Rounding(_closest(source, name, scheme, codes), reason.problem)
@@ -63,13 +66,21 @@ def to_be_rounded(source: StoredCheckpoint, codes: CodeFormat, *, weights: bool)
     return found | _together(source, found)
 
 
+def widened(module: str, scheme: QuantScheme, codes: CodeFormat) -> bool:
+    """Whether a module is the embedding, and a format has codes of linears only: then it becomes float32, which has
+    each of its numbers."""
+    return module == EMBEDDING and codes.codec(scheme, embedding=True) == NO_EMBEDDING
+
+
 def require_held(source: Checkpoint, codes: CodeFormat, to_round: Mapping[str, Rounding]) -> None:
     """
     Raises:
         UnsupportedError: naming the first tensor of a scheme that a format has not.
     """
     for module, scheme in schemes(source).items():
-        reason = codes.codec(scheme) if f"{module}.weight" not in to_round else None
+        if widened(module, scheme, codes):
+            continue
+        reason = codes.codec(scheme, embedding=module == EMBEDDING) if f"{module}.weight" not in to_round else None
         if isinstance(reason, Reason):
             raise reason.error(f"{module}.weight", codes.name)
 
@@ -85,7 +96,8 @@ def common_scale_dtype(
     if codes.scale_dtype is not None:
         return codes.scale_dtype
     model = DType(source.config.dtype)
-    carried = [name for module in schemes(source) if (name := f"{module}.weight") not in to_round]
+    quantized = (module for module, scheme in schemes(source).items() if not widened(module, scheme, codes))
+    carried = [name for module in quantized if (name := f"{module}.weight") not in to_round]
     others = [name for name in carried if source.info(name).dtype != model]
     return model if all(look and _exact_in(source, name, model) for name in others) else None
 
@@ -138,7 +150,7 @@ def _reason(
     source: StoredCheckpoint, name: str, scheme: QuantScheme, codes: CodeFormat, *, weights: bool
 ) -> Reason | None:
     """Why a weight cannot be held exactly; None if it can."""
-    codec = codes.codec(scheme)
+    codec = codes.codec(scheme, embedding=name == f"{EMBEDDING}.weight")
     if isinstance(codec, Reason) or not weights:
         return codec if isinstance(codec, Reason) else None
     value = source.load(name)
