@@ -169,13 +169,11 @@ def _carrying_notes(
         )
     elif requantize:
         notes.append(f"{dst}: `requantize=True` was not needed: {target.name} holds every quantized tensor exactly")
-    if target.codes is not None and EMBEDDING in schemes(source):
-        scheme = schemes(source)[EMBEDDING]
-        if widened(EMBEDDING, scheme, target.codes):
-            notes.append(
-                f"{dst}: {target.name} has no place for the codes of an embedding: from {scheme} it becomes float32,"
-                " which is exact"
-            )
+    if target.codes is not None and EMBEDDING in schemes(source) and widened(source, EMBEDDING, target.codes):
+        notes.append(
+            f"{dst}: the embedding, {source.info(f'{EMBEDDING}.weight').scheme}, becomes float32, which is exact:"
+            f" readers of {target.name} have no codes of embeddings, or few do"
+        )
     as_floats = [name for name in read_as_floats(source) if name not in to_round]
     if as_floats:
         notes.append(
@@ -211,11 +209,7 @@ def _specs(
     for parameter in target.container.parameters(config, quantized, target.method):
         name, shape = parameter.name, parameter.shape
         info = source.info(stored_name(source, name))
-        if (
-            target.codes is not None
-            and (scheme := assigned.get(name))
-            and widened(parameter.module, scheme, target.codes)
-        ):
+        if to_round is not None and target.codes is not None and widened(source, parameter.module, target.codes):
             specs.append(TensorSpec(name, shape, DType.FLOAT32))
             continue
         if (scheme := assigned.get(name)) is not None:
