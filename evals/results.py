@@ -14,6 +14,7 @@ from quantkit.evals.timing import Speed
 from quantkit.json_values import finite, shown
 from quantkit.quality.figures import Estimate
 from quantkit.quality.measures import Divergence
+from quantkit.quality.positions import PositionDivergence
 
 _LEAST_TEXTS = 3
 """Whose spread tells how far a text may be from another."""
@@ -41,6 +42,8 @@ class TextMeasures:
         divergence: from the reference, over the same windows; None for the reference itself.
         token_perplexity_error: its standard error, the text's tokens taken as a sample of it.
         perplexity_ratio_error: likewise of token perplexity over the reference's; None for the reference itself.
+        positions: the divergence from the reference by position, with keys and values in a "float" cache and in an
+            "int8" one; the reference has a float cache both times. Empty where not asked, and for the reference.
     """
 
     tokens: int
@@ -49,6 +52,7 @@ class TextMeasures:
     divergence: Divergence | None
     token_perplexity_error: float | None = None
     perplexity_ratio_error: float | None = None
+    positions: dict[str, list[PositionDivergence]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -252,7 +252,7 @@ class _Tally:
         self._largest = difference if math.isnan(difference) else max(self._largest, difference)
         log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
         self._found.append((
-            (log_p.exp() * (log_p - log_q)).sum(-1, dtype=torch.float64),
+            token_kl(log_p, log_q),
             (p.argmax(-1) == q.argmax(-1)).double(),
             *(F.nll_loss(log, targets, reduction="none", ignore_index=NOT_SCORED).double() for log in (log_p, log_q)),
             targets != NOT_SCORED,
@@ -269,6 +269,11 @@ class _Tally:
         first, second = first[scored], second[scored]
         reference, other, ratio = (mean_estimate(losses).exp() for losses in (first, second, second - first))
         return Quality(divergence, reference.value, other.value, reference.error, other.error, ratio.error)
+
+
+def token_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p || q) of each token, float64 [N], of log probabilities [N, V]."""
+    return (log_p.exp() * (log_p - log_q)).sum(-1, dtype=torch.float64)
 
 
 def _compare_logits(
