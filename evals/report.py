@@ -48,6 +48,21 @@ def tables(found: Evaluation) -> list[Table]:
     return made
 
 
+def side_by_side(found: Evaluation) -> list[Table]:
+    """A table for each text with all that is known of the models there; then one of means over the texts."""
+    size, rest = _size_columns(), [*_task_columns(found), *_speed_columns(found)]
+    made = []
+    for text in found.texts:
+        divergence = [] if found.reference is None else _divergence_columns(found, text)
+        title = f"On {_counted(found, text)}"
+        made.append(_table(title, found.rows, [*size, *divergence, *_text_columns(text), *rest]))
+        rest = []
+    if means := _means(found):
+        made.append(Table(f"Mean of {len(found.texts)} texts", ("model", "KL, nats/token", "top-1, %", "ppl ratio"),
+                          [(name, kl, top1, ratio) for name, _, kl, _, _, top1, ratio in means]))  # fmt: skip
+    return made or [_table(None, found.rows, [*size, *rest])]
+
+
 def sheet(found: Evaluation) -> Table:
     """Everything in one table, a row per text and model: what a program reads best, shares as fractions."""
     texts: list[str | None] = [*found.texts] or [None]
@@ -102,13 +117,17 @@ def _divergence_table(found: Evaluation, reference: str) -> Table:
         f" percentile; tokens whose likeliest is the same; ratio of token ppl. {_ERRORS}"
         + (" That of a mean is from the spread between the texts." if len(found.texts) > 2 else "")
     )
-    means = [
+    return Table(title, made[0].head, [*(row for one in made for row in one.rows), *_means(found)])
+
+
+def _means(found: Evaluation) -> list[tuple[str, ...]]:
+    """Rows of the divergence table, of three texts or more."""
+    return [
         (row.name, f"mean of {len(found.texts)}", str(over.kl), NONE, NONE, str(over.top1_agreement.times(100)),
          str(over.perplexity_ratio))
         for row in found.rows
         if (over := found.over_texts(row)) is not None
     ]  # fmt: skip
-    return Table(title, made[0].head, [*(row for one in made for row in one.rows), *means])
 
 
 def _named_text(found: Evaluation, text: str) -> list[_Column]:
