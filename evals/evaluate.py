@@ -20,6 +20,7 @@ from quantkit.evals.cache import StateCache
 from quantkit.evals.harness import as_lm
 from quantkit.evals.models import Model, Stream, fixed_window, open_models, streams
 from quantkit.evals.names import short_names
+from quantkit.evals.positions import by_position, checked_positions
 from quantkit.evals.results import Evaluation, Row, TextFacts, TextMeasures
 from quantkit.evals.rolling import score_documents
 from quantkit.evals.samples import Predictions, TextDetails, text_details
@@ -43,6 +44,8 @@ def evaluate(
     task_data: str | Path | None = None,
     against: str | Path | None = None,
     window: int | None = None,
+    positions: int | None = None,
+    position_windows: int | None = None,
     cache_logits: str | Path | None = None,
     speed: bool = False,
     details: bool = False,
@@ -65,6 +68,9 @@ def evaluate(
         against: the reference's folder, or ``NAME=PATH``.
         window: tokens of a window; by default a model's context, at most 2048 for fixed and 8192 for rolling
             windows.
+        positions: also measure the divergence from the reference by position, in windows of so many tokens, with keys
+            and values in a float and in an int8 cache; a text, or context, that is shorter is measured to its end.
+        position_windows: how many of each text, at most; by default as many as hold 32768 tokens, and one at least.
         cache_logits: a folder that keeps what the reference's logits follow from.
         speed: also let each model generate.
         details: also keep stretches of the texts with the tokens that models expect there, for `to_html()`; they need
@@ -95,6 +101,7 @@ def evaluate(
     require_flags(speed=speed, details=details)
     require_instance("group", group, ProcessGroup, "a ProcessGroup")
     progress = heard(progress)
+    by_positions = checked_positions(positions, position_windows, against=against is not None)
     if data is not None and not tasks:
         raise RequestError("data of tasks go with tasks, and none are named")
     if kept is not None and against is None:
@@ -124,14 +131,16 @@ def evaluate(
                 found = _held_against(models, cut, hidden, list(listeners.values()), group, progress)
                 if listeners:
                     closer[text.name] = text_details(listeners, cut[0].windows, models[0].tokenizer)
-            for measured, model, stream, fixed in zip(measures, models, cut, found, strict=True):
+            buckets, more = by_position(models, text, by_positions, hidden, group, progress)
+            notes += more
+            for measured, model, stream, fixed, own in zip(measures, models, cut, found, buckets, strict=True):
                 documents = score_documents(
                     model.checkpoint, model.tokenizer, text, model.rolling_window, group=group,
                     progress=in_phase(progress, f"{model.name}: word perplexity"),
                 )  # fmt: skip
                 measured[text.name] = TextMeasures(
                     stream.tokens, documents, fixed.perplexity.value, fixed.divergence, fixed.perplexity.error,
-                    fixed.ratio_error,
+                    fixed.ratio_error, own,
                 )  # fmt: skip
         answers = [_ask(model, questions, where, group, progress) if tasks else ({}, []) for model in models]
     prompt = chosen[0].raw if chosen else excerpt()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from quantkit.evals.method import method
+from quantkit.evals.positions import position_columns, position_tables
 from quantkit.evals.results import Evaluation, Row
 from quantkit.evals.table import NONE, Table, render
 from quantkit.quality.figures import Estimate, significant
@@ -32,7 +33,7 @@ def markdown(found: Evaluation) -> str:
 
 
 def tables(found: Evaluation) -> list[Table]:
-    """A table for each text, a row per model, tasks and speed in the first; then one of divergence."""
+    """A table for each text, a row per model, tasks and speed in the first; then those of divergence."""
     size, rest = _size_columns(), [*_task_columns(found), *_speed_columns(found)]
     asked = [_TASK_ERRORS] if found.rows[0].tasks else []
     made = []
@@ -43,7 +44,7 @@ def tables(found: Evaluation) -> list[Table]:
     if not found.texts:
         made.append(_table(" ".join(asked) or None, found.rows, [*size, *rest]))
     elif found.reference is not None:
-        made.append(_divergence_table(found, found.reference))
+        made += [_divergence_table(found, found.reference), *position_tables(found)]
     return made
 
 
@@ -74,7 +75,8 @@ def _all_columns(found: Evaluation, text: str | None) -> list[_Column]:
     if text is None:
         return _keyed([model, *size, *rest])
     divergence = [] if found.reference is None else _divergence_columns(found, text, share=1)
-    return _keyed([model, ("text", lambda row: text), *size, *_text_columns(text), *divergence, *rest])
+    columns = [model, ("text", lambda row: text), *size, *_text_columns(text), *divergence, *rest]
+    return _keyed([*columns, *position_columns(found, text)])
 
 
 def _keyed(columns: Sequence[_Column]) -> list[_Column]:

@@ -29,7 +29,7 @@ def heat_maps(found: Evaluation) -> list[Markup]:
     listed = [row for row in found.rows if row.layer_errors]
     if not listed:
         return []
-    what = f"relative error of {_OF[found.layer_error]}, %, from"
+    what = f"error of {_OF[found.layer_error]}, %, from"
     if found.layer_error == "output_error" or len({row.method for row in listed}) == 1:
         scale = for_errors(error for row in listed for error in row.layer_errors.values())
         return [*(_of_model(row, scale) for row in listed), scale.legend(what, 100)]

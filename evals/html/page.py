@@ -136,8 +136,13 @@ def _sections(found: Evaluation) -> Iterator[Markup]:
         )
     if found.details:
         yield _section("Token by token", *_texts(found))
-    how = element("ul", {"class": "method"}, *(element("li", None, line.removeprefix("- ")) for line in method(found)))
-    yield _section("How it was measured", how)
+    yield _section("How it was measured", element("ul", {"class": "method"}, *map(_told, method(found))))
+
+
+def _told(line: str) -> Markup:
+    """A line of the method; what it is about stands out."""
+    topic, colon, rest = line.removeprefix("- ").partition(": ")
+    return element("li", None, *((element("b", None, topic), f": {rest}") if colon and len(topic) < 40 else (topic,)))
 
 
 def _charts(found: Evaluation) -> Iterator[Markup]:
