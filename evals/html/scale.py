@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quantkit.evals.html.elements import Markup, element
-from quantkit.quality.figures import significant
 
 STEPS = 8
-_WIDE = 20
+_WIDE = 20  # factors between the least and the largest
+_ALIKE = 2
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Scale:
             factor: to the unit of the label.
         """
         steps = [
-            element("span", {"class": f"k{index}"}, significant(factor * limit, 2 if limit < 100 else 3))
+            element("span", {"class": f"k{index}"}, f"{factor * limit:.3g}")
             for index, limit in enumerate(self.limits, 1)
         ]
         return element("p", {"class": "legend"}, element("span", {"class": "label"}, label), *steps)
@@ -48,12 +48,17 @@ def logarithmic(values: Iterable[float]) -> Scale:
 
 
 def for_errors(values: Iterable[float]) -> Scale:
-    """Equal steps from nothing to the largest value; half decades where values are far apart."""
+    """Equal steps over all values, which lie in the middle where they are alike; half decades where far apart."""
     found = [value for value in values if math.isfinite(value) and value > 0]
     if not found or max(found) > _WIDE * min(found):
         return logarithmic(found)
-    width = _round_up(max(found) / STEPS)
-    return Scale(tuple(width * index for index in range(STEPS)))
+    low, high = min(found), max(found)
+    if high < _ALIKE * low:
+        middle = math.sqrt(low * high)
+        low, high = middle / math.sqrt(_ALIKE), middle * math.sqrt(_ALIKE)
+    width = _round_up((high - low) / STEPS)
+    first = math.floor(low / width)
+    return Scale(tuple(width * (first + index) for index in range(STEPS)))
 
 
 def _round_half_decade(halves: int) -> float:
