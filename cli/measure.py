@@ -75,13 +75,14 @@ def evaluate(
             found = job(
                 models, texts=texts, tasks=names, task_data=task_data, against=against, window=window,
                 positions=positions, position_windows=position_windows, cache_logits=cache_logits, speed=speed,
-                device=device, group=group, progress=progress,
+                details=outputs.wants_page, device=device, group=group, progress=progress,
             )  # fmt: skip
         if group.first:
             outputs.say(render([sheet(found)] if table == "csv" else tables(found), table, width=columns()))
             for line in found.notes:
                 note(line)
-            outputs.write(found.to_json(), report=partial(markdown, found), picture=partial(picture, found))
+            report_of = found.to_html if outputs.wants_page else partial(markdown, found)
+            outputs.write(found.to_json(), report=report_of, picture=partial(picture, found))
 
 
 @click.command(cls=Command)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from quantkit.evals.html.elements import Markup, element, joined
 
-WIDTHS = {"wide": 720, "narrow": 328}
+WIDTHS = {"wide": 500, "narrow": 328}
 """In pixels, of the two drawings of each chart: one is shown where a window is wide, the other on phones."""
 HEIGHT = 300
 FAR_APART = 8

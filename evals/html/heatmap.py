@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from quantkit.architectures.names import CANONICAL
-from quantkit.evals.html.elements import Markup, element, scrolled
+from quantkit.evals.html.elements import Markup, element, joined, scrolled
 from quantkit.evals.html.scale import Scale, for_errors
 from quantkit.evals.results import Evaluation, Row
 from quantkit.quality.figures import significant
@@ -29,14 +29,14 @@ def heat_maps(found: Evaluation) -> list[Markup]:
     listed = [row for row in found.rows if row.layer_errors]
     if not listed:
         return []
-    what = f"relative error of {_OF[found.layer_error]}, %"
+    what = f"error of {_OF[found.layer_error]}, %, from"
     if found.layer_error == "output_error" or len({row.method for row in listed}) == 1:
         scale = for_errors(error for row in listed for error in row.layer_errors.values())
         return [*(_of_model(row, scale) for row in listed), scale.legend(what, 100)]
     made = []
     for row in listed:
         own = for_errors(row.layer_errors.values())
-        made += [_of_model(row, own), own.legend(what, 100)]
+        made.append(_of_model(row, own, own.legend(what, 100)))
     note = (
         "Each model has colours of its own: GPTQ moves weights further than rounding does and changes the outputs less,"
         " so that errors of weights do not compare between the two."
@@ -44,14 +44,15 @@ def heat_maps(found: Evaluation) -> list[Markup]:
     return [*made, element("p", {"class": "note"}, note)]
 
 
-def _of_model(row: Row, scale: Scale) -> Markup:
+def _of_model(row: Row, scale: Scale, *legend: str) -> Markup:
     """The map of one model, and what lies outside its layers."""
     cells, apart = _cells(row.layer_errors)
     worst, error = next(iter(row.layer_errors.items()))
-    said = f" worst: {_spoken(worst)}, {significant(100 * error, 2)} %"
-    parts = [element("h3", None, row.name, element("small", None, said))]
+    said = f"worst: {_spoken(worst)}: {significant(100 * error, 2)} %"
+    parts = [element("h3", None, row.name, element("small", {"class": "readout"}, said))]
     if cells:
         parts.append(scrolled(f"errors of {row.name} by layer", _map(cells, scale)))
+    parts += map(joined, legend)
     if apart:
         listed = [f"{name} {significant(100 * error, 2)} %" for name, error in apart.items()]
         parts.append(element("p", {"class": "note"}, f"Outside the layers: {', '.join(listed)}."))

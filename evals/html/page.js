@@ -13,7 +13,7 @@
 
   // A map's fields, for those who cannot rest a pointer on them.
   for (const map of document.querySelectorAll(".heat-map")) {
-    const readout = map.appendChild(made("p", "readout"));
+    const readout = map.querySelector(".readout");
     for (const kind of ["pointerover", "click"]) {
       map.addEventListener(kind, (event) => {
         const field = event.target.closest("td[title]");

@@ -13,6 +13,7 @@ from quantkit.evals.html.positions import chart, lines
 from quantkit.evals.html.scatter import scatter
 from quantkit.evals.html.tokens import coloured_text, script_data, shown_when_chosen, token_scale
 from quantkit.evals.method import method
+from quantkit.evals.positions import position_tables
 from quantkit.evals.report import side_by_side
 from quantkit.evals.results import Evaluation, Row
 from quantkit.quality.figures import Estimate, significant
@@ -45,7 +46,8 @@ def page(found: Evaluation) -> str:
         element("script", None, Markup(script)),
     ] if found.details else [element("script", None, Markup(script))]  # fmt: skip
     document = element("html", {"lang": "en"}, head, element("body", None, main, *scripts))
-    return f"<!doctype html>\n{document}\n"
+    whole = f"<!doctype html>\n{document}\n"
+    return whole.encode(errors="surrogateescape").decode(errors="replace")  # a folder's name may be no Unicode
 
 
 def headline(found: Evaluation) -> tuple[str, list[Markup]]:
@@ -69,8 +71,8 @@ def headline(found: Evaluation) -> tuple[str, list[Markup]]:
 
 def _said(found: Evaluation, row: Row) -> str:
     if found.reference is None:
-        costs = [row.texts[text].documents.word_perplexity for text in found.texts]
-        cost = f", word perplexity {_range([Estimate(one) for one in costs], 4)}" if costs else ""
+        costs = [Estimate(row.texts[text].documents.word_perplexity) for text in found.texts]
+        cost = f", word perplexity {_range(costs)}" if costs else ""
         return f"{row.name}: {row.megabytes:.2f} MB, {significant(row.bits_per_weight)} bits a weight{cost}"
     ratio = found.rows[0].megabytes / row.megabytes
     size = f"{significant(ratio, 2)} × smaller" if ratio >= 1 else f"{significant(1 / ratio, 2)} × larger"  # noqa: RUF001
@@ -91,11 +93,16 @@ def _agreed(found: Evaluation, row: Row) -> str:
     return f"{row.name} holds the same token likeliest at {_range([one.times(100) for one in shares])} % of places"
 
 
-def _range(estimates: list[Estimate], digits: int | None = None) -> str:
-    """One figure, or the least and the most."""
+def _range(estimates: list[Estimate]) -> str:
+    """One figure, or the least and the most: with the digits that the tables have, and without the errors."""
     ordered = sorted(estimates, key=lambda one: one.value)
-    spelled = [str(one) if digits is None else significant(one.value, digits) for one in (ordered[0], ordered[-1])]
-    return " to ".join(dict.fromkeys(spelled))
+    return " to ".join(dict.fromkeys(_without_error(str(one)) for one in (ordered[0], ordered[-1])))
+
+
+def _without_error(spelled: str) -> str:
+    """The figure of one that may be spelled ``0.0123 ± 0.0004`` or ``(1.23 ± 0.04)e-05``."""
+    value, found, error = spelled.partition(" ± ")
+    return value.lstrip("(") + error.partition(")")[2] if found else value
 
 
 def _mean_kl(found: Evaluation, row: Row) -> float:
@@ -120,28 +127,45 @@ def _sections(found: Evaluation) -> Iterator[Markup]:
     )
     errors = [element("p", {"class": "note"}, note)] if found.reference is not None and found.texts else []
     yield _section("Models", *tables, *errors)
-    if (points := scatter(found)) is not None:
-        what = "Size against word perplexity" if found.reference is None else "Size against divergence"
-        told = "Further down is better, further left is smaller."
-        yield _section(what, element("p", {"class": "note"}, told), element("figure", None, points))
-    if charts := list(_by_position(found)):
-        told = "How far the models are apart where a token has more text before it. Bars are one standard error."
-        yield _section("Divergence by position", element("p", {"class": "note"}, told), *charts)
+    if charts := list(_charts(found)):
+        numbers = [
+            element("details", None, element("summary", None, "By position, as a table"),
+                    element("p", {"class": "note"}, table.title or ""), figures(table, "divergence by position"))
+            for table in position_tables(found)
+        ]  # fmt: skip
+        yield element("section", None, element("div", {"class": "charts"}, *charts), *numbers)
     if maps := heat_maps(found):
-        told = "What quantization changed in each linear, as the models' own manifests tell. Point at a field for its value."
-        yield _section("Error by layer", element("p", {"class": "note"}, told), *maps)
+        told = (
+            "How far quantization changed each linear, as the models' own manifests tell; point at a field, or tap it."
+        )
+        yield _section(
+            "Error by layer", element("p", {"class": "note"}, told), element("div", {"class": "maps"}, *maps)
+        )
     if found.details:
         yield _section("Token by token", *_texts(found))
-    how = element("ul", {"class": "method"}, *(element("li", None, line.removeprefix("- ")) for line in method(found)))
-    yield _section("How it was measured", how)
+    yield _section("How it was measured", element("ul", {"class": "method"}, *map(_told, method(found))))
 
 
-def _by_position(found: Evaluation) -> Iterator[Markup]:
+def _told(line: str) -> Markup:
+    """A line of the method; what it is about stands out."""
+    topic, colon, rest = line.removeprefix("- ").partition(": ")
+    return element("li", None, *((element("b", None, topic), f": {rest}") if colon and len(topic) < 40 else (topic,)))
+
+
+def _charts(found: Evaluation) -> Iterator[Markup]:
+    if (points := scatter(found)) is not None:
+        what = "Size against word perplexity" if found.reference is None else "Size against divergence"
+        yield _figure(what, "Further left is smaller, further down is better.", points)
     for text in found.texts:
         what = f"KL from {found.reference} by position, on {text}"
         if (drawn := chart(lines(found, text), what)) is not None:
-            caption = [element("h3", None, f"On {text}")] if len(found.texts) > 1 else []
-            yield element("figure", None, *caption, drawn)
+            told = "Where a token has more text before it. Bars are one standard error."
+            yield _figure("Divergence by position" + (f", {text}" if len(found.texts) > 1 else ""), told, drawn)
+
+
+def _figure(title: str, told: str, drawn: Markup) -> Markup:
+    note = element("p", {"class": "note"}, told)
+    return element("figure", None, element("figcaption", None, element("h2", None, title), note), drawn)
 
 
 def _texts(found: Evaluation) -> Iterator[Markup]:
@@ -151,7 +175,7 @@ def _texts(found: Evaluation) -> Iterator[Markup]:
         " Point at one, tap it, or go through them with the arrow keys, to see what both expected."
     )
     yield element("p", {"class": "note"}, told)
-    yield scale.legend("KL, nats, from")
+    yield scale.legend("KL in nats, from")
     for number, text in enumerate(found.details):
         name = element("summary", None, element("h3", None, text))
         body = coloured_text(found, text, number, scale)

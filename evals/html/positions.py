@@ -56,7 +56,7 @@ def _told(line: Line) -> str:
 
 
 def _drawing(drawn_lines: Sequence[Line], kls: Sequence[float], width: int) -> Iterator[Markup]:
-    letters = 20 if width > 500 else 11
+    letters = 20 if width > 400 else 11
     names = [short(line.name, letters) for line in drawn_lines if not line.dashed]
     most = max(one.stop for line in drawn_lines for one in line.buckets)
     least = min(line.buckets[0].stop for line in drawn_lines)
@@ -64,7 +64,7 @@ def _drawing(drawn_lines: Sequence[Line], kls: Sequence[float], width: int) -> I
     y = Axis(low if log else 0.0, high, HEIGHT - 46, 28, log)
     x = Axis(least / math.sqrt(2), most, 52, width - 14 - max(map(wide, names), default=0), True)
     ticks = [2**power for power in range(least.bit_length() - 1, most.bit_length())]
-    ticks = ticks[:: -(-len(ticks) // (_MOST_TICKS if width > 500 else 5))]
+    ticks = ticks[:: -(-len(ticks) // (_MOST_TICKS if width > 400 else 5))]
     yield from frame(x, y, "position in the context, tokens", "KL, nats per token", ticks)
     taken: list[float] = []
     for line in sorted(drawn_lines, key=lambda one: (one.dashed, -one.buckets[-1].kl)):

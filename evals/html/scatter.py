@@ -58,12 +58,12 @@ def _drawing(found: Evaluation, points: list[_Point], what: str, width: int) -> 
     y = Axis(low, high, HEIGHT - 46, 28, log)
     x = Axis(0.0 if max(sizes) < 8 * min(sizes) else min(sizes) / 1.6, max(sizes) * 1.12, 52, width - 8,
              max(sizes) >= 8 * min(sizes))  # fmt: skip
-    yield from frame(x, y, "size, MB", what if width > 500 else what.replace(", nats per token", ", nats"))
+    yield from frame(x, y, "size, MB", what)
     taken: list[Box] = []
     if found.reference is not None:
         at = x.at(found.rows[0].megabytes)
         yield element("line", {"class": "reference", "x1": at, "x2": at, "y1": y.start, "y2": y.end})
-        name = short(found.reference, 22 if width > 500 else 14)
+        name = short(found.reference, 22 if width > 400 else 14)
         yield text(name, at - 6, y.end + 10, "name", "end")
         taken.append(Box(at - 6 - 7 * len(name), y.end, at + 2, y.end + 14))
     for point in points:
@@ -81,7 +81,7 @@ def _drawing(found: Evaluation, points: list[_Point], what: str, width: int) -> 
     for point in points:
         if point.model not in named:
             named.add(point.model)
-            name = short(found.rows[point.model].name, 26 if width > 500 else 16)
+            name = short(found.rows[point.model].name, 26 if width > 400 else 16)
             color = f"var(--m{point.model % 6})"
             yield label_near(name, x.at(point.megabytes), y.at(point.cost), within, taken, color)
 
