@@ -164,7 +164,7 @@ def _run(folder: Path, quick: bool, progress: Progress) -> DemoReport:
     convert(DEMO_MODEL, paths[0])
     for scheme, path in zip(tried, paths[1:], strict=True):
         step(f"quantize to {scheme}")
-        quantize(paths[0], path, scheme)
+        quantize(paths[0], path, scheme, method="rtn")
     verdicts = {}
     for path in paths:
         step(f"verify {path.name}")

@@ -95,7 +95,7 @@ def _expert(layer: int, expert: int, part: str) -> str:
 def test_gptq_is_closer_to_the_source_than_rounding(case: str, text: Path, tmp_path: Path) -> None:
     source = _saved(case, tmp_path / "source")
     made = _quantize(source, tmp_path / "gptq", text, "int4-g32")
-    quantkit.quantize(source, tmp_path / "rtn", "int4-g32", source_check=False, accept_quality_loss=True)
+    quantkit.quantize(source, tmp_path / "rtn", "int4-g32", method="rtn", source_check=False, accept_quality_loss=True)
     assert _kl(source, tmp_path / "gptq") < 0.8 * _kl(source, tmp_path / "rtn")
     assert quantkit.verify(source, tmp_path / "gptq").ok
     assert quantkit.verify(tmp_path / "gptq").ok

@@ -177,7 +177,7 @@ def test_a_command_line_that_cannot_be_parsed_exits_2(arguments: list[str], capf
 
 
 def test_the_head_is_quantized_where_asked_for(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
-    options = "--scheme", "int4-g32", "--head", "int8", "--accept-quality-loss"
+    options = "--scheme", "int4-g32", "--method", "rtn", "--head", "int8", "--accept-quality-loss"
     assert run(capfd, "quantize", demo_model, tmp_path / "out", *options)[0] == 0
     found = schemes(open_checkpoint(tmp_path / "out"))
     assert str(found.pop("lm_head")) == "int8"
@@ -319,7 +319,7 @@ def test_inspect_counts_tied_parameters_once(tied: bool, tmp_path: Path, capfd: 
 def test_inspect_counts_the_same_parameters_after_quantization(
     demo_model: Path, tmp_path: Path, capfd: Capture
 ) -> None:
-    run(capfd, "quantize", demo_model, tmp_path / "int4", "--scheme", "int4-g32")
+    run(capfd, "quantize", demo_model, tmp_path / "int4", "--scheme", "int4-g32", "--method", "rtn")
     before, after = (json.loads(run(capfd, "inspect", p, "--json", "-")[1]) for p in (demo_model, tmp_path / "int4"))
     assert after["parameters"] == before["parameters"]
     assert after["weight_bytes"] < before["weight_bytes"]
@@ -328,7 +328,7 @@ def test_inspect_counts_the_same_parameters_after_quantization(
 
 def test_the_result_goes_to_stdout_and_notes_to_stderr(tmp_path: Path, capfd: Capture) -> None:
     src, dst = oracle.save(oracle.make("llama"), tmp_path / "hf"), tmp_path / "out"
-    code, out, err = run(capfd, "quantize", src, dst, "--scheme", "int4-g128")
+    code, out, err = run(capfd, "quantize", src, dst, "--scheme", "int4-g128", "--method", "rtn")
     assert code == 0
     assert out.startswith(f"wrote {dst}: int4-g64 ")
     assert out.count("\n") == 1

@@ -79,7 +79,8 @@ def test_all_commands_that_find_something_out_write_json() -> None:
 
 
 def test_convert_and_quantize_write_what_they_made(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
-    for dst, *arguments in (["out", "convert"], ["int4", "quantize", "--scheme", "int4-g64-asym", "--head", "int8"]):
+    scheme = ["--scheme", "int4-g64-asym", "--head", "int8", "--method", "rtn"]
+    for dst, *arguments in (["out", "convert"], ["int4", "quantize", *scheme]):
         file = tmp_path / "made.json"
         command, *options = arguments
         code, out, err = run(capfd, command, demo_model, tmp_path / dst, *options, "--json", file)

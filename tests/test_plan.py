@@ -71,7 +71,7 @@ def test_memory_and_disk_are_within_a_fifth_of_what_happens(
         "convert": ["convert", demo_model, dst],
         "cast": ["convert", demo_model, dst, "--dtype", "fp32"],
         "shards": ["convert", demo_model, dst, "--to", "meta", "--mp", "2"],
-        "rtn": ["quantize", demo_model, dst, "--scheme", "int4-g64"],
+        "rtn": ["quantize", demo_model, dst, "--scheme", "int4-g64", "--method", "rtn"],
         "gptq": ["quantize", demo_model, dst, "--scheme", "int4-g64", "--calibration", text, *GPTQ],
         "experts": [
             "quantize", moe, dst, "--scheme", "int4-g64", "--calibration", text, *GPTQ, "--no-source-check",
@@ -134,10 +134,10 @@ def test_activations_beyond_the_budget_are_on_disk(demo_model: Path, text: Path,
 
 
 def test_layers_are_counted_by_what_becomes_of_them(demo_model: Path, tmp_path: Path) -> None:
-    forecast = quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", keep=["*.layers.0.*"])
+    forecast = quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", method="rtn", keep=["*.layers.0.*"])
     assert forecast.layers == {"int4-g64": 21, "float": 8}
     assert "21 x int4-g64" in forecast.lines()[0]
-    alone = quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", keep="*.layers.0.*")
+    alone = quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", method="rtn", keep="*.layers.0.*")
     assert alone.layers == forecast.layers
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import unread_experts
+from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import Parameter, input_groups, layer_kinds, parameters, sizes
 from quantkit.arguments import as_path, as_texts
 from quantkit.calibration.quantizers import TensorBlock
@@ -28,7 +29,7 @@ from quantkit.json_values import shown
 from quantkit.model.transformers_linears import with_linears
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import ROUNDING
-from quantkit.tensors.recipe import Recipe
+from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.text.tokenizer import Tokenizer
@@ -51,8 +52,8 @@ class Prepared:
 
 
 def prepare(
-    src: str | Path, dst: Path, scheme: str | QuantScheme | Recipe, *, keep: str | Iterable[str],
-    strict: bool, weights: WeightKind | None, tensors_only: bool, gptq: bool, target: Target,
+    src: str | Path, dst: Path, scheme: str | QuantScheme | Recipe, *, embedding: str | QuantScheme | None,
+    keep: str | Iterable[str], strict: bool, weights: WeightKind | None, tensors_only: bool, gptq: bool, target: Target,
 ) -> Prepared:  # fmt: skip
     """Open a source of floats and assign the schemes.
 
@@ -63,7 +64,7 @@ def prepare(
         QuantkitError: as `quantize` does.
     """
     require_name(dst)
-    kept, recipe = as_texts("keep", keep), _recipe(scheme)
+    kept, recipe = as_texts("keep", keep), _recipe(scheme, embedding)
     source = open_checkpoint(as_path("src", src), weights, tensors_only=tensors_only)
     require_new_names(source.path, dst)
     if gptq:
@@ -101,7 +102,24 @@ def prepare(
         notes.append(f"{dst}: transformers does not load zero points in this format (seen in 5.23); quantkit does")
     if native and (unread := unread_experts(source.config, scheme_map.schemes)):
         notes.append(f"{dst}: transformers does not load {unread} right (seen in 5.23); quantkit does")
+    if target.method is not None and scheme_map.embedding is not None:
+        notes += [f"{dst}: {line}" for line in _unread_embedding(source.config, target.name)]
     return Prepared(source, scheme_map, tokenizer, linears_by, notes)
+
+
+def _unread_embedding(config: ModelConfig, name: str) -> list[str]:
+    """Which readers of a target do not load a quantized embedding, as tried."""
+    if name in (NATIVE, "int-quantized") and config.tied_embeddings:
+        return [
+            "no other reader of compressed-tensors loads a quantized embedding that is the head too (seen in"
+            " transformers 5.23, vLLM 0.32); quantkit does, and so do llama.cpp and mlx-lm theirs (`to`)"
+        ]
+    if name == NATIVE:
+        return [
+            "transformers does not load a packed embedding (seen in 5.23), nor does vLLM 0.32 on CPUs; quantkit"
+            ' does, and transformers that of `to="int-quantized"`'
+        ]
+    return ["vLLM does not load an embedding in this form (seen in 0.32)"] if name == "int-quantized" else []
 
 
 def _require_held(schemes: Mapping[str, QuantScheme], target: Target, path: Path) -> None:
@@ -111,7 +129,13 @@ def _require_held(schemes: Mapping[str, QuantScheme], target: Target, path: Path
     """
     assert target.codes is not None
     for module, scheme in schemes.items():
-        reason = target.codes.codec(scheme)
+        embedding = module == EMBEDDING
+        reason = target.codes.codec(scheme, embedding=embedding)
+        if isinstance(reason, Reason) and embedding:
+            raise UnsupportedError(
+                f"{target.name} has no place for an {scheme} embedding: {reason.problem}", path=path,
+                found=f"{scheme} for '{module}'", expected=reason.expected, hint="leave `embedding` out",
+            )  # fmt: skip
         if isinstance(reason, Reason):
             raise UnsupportedError(
                 f"{target.name} does not hold {scheme}: {reason.problem}", path=path, found=f"{scheme} for '{module}'",
@@ -131,7 +155,7 @@ def tensor_blocks(source: Checkpoint, schemes: Mapping[str, QuantScheme], target
 
     def spec(parameter: Parameter) -> TensorSpec:
         name, shape = parameter.name, parameter.shape
-        if parameter.is_linear_weight and parameter.module in schemes:
+        if parameter.leaf == "weight" and parameter.module in schemes:
             return TensorSpec(name, shape, scale_dtype, schemes[parameter.module])
         return TensorSpec(name, shape, source.info(name).dtype)
 
@@ -157,12 +181,19 @@ def planned_output(
     )  # fmt: skip
 
 
-def _recipe(scheme: str | QuantScheme | Recipe) -> Recipe:
+def _recipe(scheme: str | QuantScheme | Recipe, embedding: str | QuantScheme | None) -> Recipe:
     """What was asked for, as a recipe.
+
+    Args:
+        embedding: the scheme of the embedding; None is what the recipe says.
 
     Raises:
         RequestError: if it is none of the three, or a name of no scheme.
     """
+    if embedding is not None:
+        recipe = _recipe(scheme, None)
+        found = embedding if isinstance(embedding, QuantScheme) else QuantScheme.parse(embedding)
+        return Recipe(recipe.default, (*recipe.overrides, Override(EMBEDDING, found)))
     if isinstance(scheme, Recipe):
         return scheme
     if isinstance(scheme, QuantScheme):

@@ -17,6 +17,8 @@ from quantkit.formats.output.staging import partial_folder
 from quantkit.formats.output.writer import Written
 from quantkit.jobs.card import NAME as CARD
 from quantkit.jobs.card import Labels, Made, model_card, model_name
+from quantkit.jobs.certificate import certified_text
+from quantkit.jobs.command import file_name
 from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, writing
 from quantkit.jobs.prepare import planned_output, prepare, starved_experts, tensor_blocks, too_few_tokens
 from quantkit.jobs.result import QuantizeResult
@@ -25,6 +27,7 @@ from quantkit.jobs.target import NATIVE, TargetName, quantized_target, shard_byt
 from quantkit.jobs.weights_only import within_bounds
 from quantkit.progress import Progress, heard, in_phase
 from quantkit.quality.gate import Gate, require_passed, run_gate
+from quantkit.quality.positions import PositionCertificate
 from quantkit.quality.weights_only import WeightsOnly, carried_tensors, weights_only
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
@@ -45,9 +48,12 @@ def quantize(
     thorough: bool = False,
     activation_memory: int | None = None,
     device: str | torch.device | None = None,
+    embedding: str | QuantScheme | None = None,
     keep: str | Iterable[str] = (),
     strict: bool = False,
     accept_quality_loss: bool = False,
+    certify_positions: int | None = None,
+    certify_text: str | Path | None = None,
     base_model: str | None = None,
     license: str | None = None,
     template: str | None = None,
@@ -62,7 +68,7 @@ def quantize(
     """Write the model in `src`, quantized, to the new folder, or GGUF file, `dst`, if it passes the gate.
 
     All decoder linears are quantized; ``lm_head`` and the embedding keep their floats
-    unless the recipe names the head. Rows that the group size does not divide follow
+    unless the recipe names them. Rows that the group size does not divide follow
     `QuantScheme.fitted`, which the manifest records.
 
     A model known by its tensors only is not run: its linears are rounded, those that lose too much keep their floats,
@@ -85,9 +91,15 @@ def quantize(
         activation_memory: bytes of calibration activations held in memory, by default 4_000_000_000;
             more go to the disk of `dst`.
         device: where GPTQ computes, as torch spells it; a GPU by default if there is one.
+        embedding: the scheme of the embedding, ``int8``, one scale for each token; it is the head's too where both are
+            one. None keeps its floats, unless a recipe names ``model.embed_tokens``.
         keep: glob, or several, of modules that keep their floats, such as ``*.layers.0.*``.
         strict: refuse a layer whose shape does not fit its scheme.
         accept_quality_loss: keep a result that is too far from its source.
+        certify_positions: also measure the divergence by position, in windows of so many tokens, with keys and values
+            in a float and in an int8 cache; with floats none may be beyond the gate's bound for the scheme.
+        certify_text: a file to do that on; by default the gate's texts, some 5,000 tokens in all. A text, or context,
+            that is shorter than the positions is measured to its end, and a note says so.
         base_model, license: for the model card: the source's name on a hub, ``owner/name``, and a licence as hubs
             spell it; by default what the source says of itself.
         tensors_only: take the tensors as they are, of whatever architecture; goes with rounding, and no logits are
@@ -123,7 +135,7 @@ def quantize(
         activation_memory=activation_memory, device=device,
     )  # fmt: skip
     prepared = prepare(
-        src, dst, scheme, keep=keep, strict=strict, weights=weights, tensors_only=tensors_only,
+        src, dst, scheme, embedding=embedding, keep=keep, strict=strict, weights=weights, tensors_only=tensors_only,
         gptq=settings is not None, target=target,
     )  # fmt: skip
     source, scheme_map, tokenizer, notes = prepared.source, prepared.scheme_map, prepared.tokenizer, prepared.notes
@@ -141,6 +153,7 @@ def quantize(
         options["to"] = target.name
     if split_max_size is not None:
         options["split_max_size"] = split_max_size
+    long = certified_text(certify_positions, certify_text, source, tokenizer)
     blocks = tensor_blocks(source, schemes, target)
     planned = planned_output(
         prepared, blocks, target, template, shard_bytes(split_max_size, target.container, SHARD_BYTES),
@@ -167,6 +180,7 @@ def quantize(
         return _told_by_first(group, quantizer, blocks, Written(encoder, partial_folder(dst)))
     work = Work("quantize", source, encoder, target.container.side_files(planned), options, computed_by, scratch)
     gate: Gate | WeightsOnly
+    certificate: PositionCertificate | None = None
     with writing(work, dst, resume=resume, source_check=source_check, progress=progress) as writer:
         there = Written(encoder, writer.path, writer.done)
         with quantizer.running(blocks, there):
@@ -189,24 +203,32 @@ def quantize(
             notes += _accepted(gate, dst)
         else:
             gate = weights_only(result, writer.records)
+        if long is not None:
+            certificate = long.certificate(source, result, schemes.values(), in_phase(progress, "certificate"))
+            if not accept_quality_loss:
+                certificate.require_within(dst)
+            notes += [*long.notes, *_accepted(certificate, dst)]
         details = {
             "model": model_summary(source, source.config.dtype), **options,
             "quality": gate.to_json(accepted=accept_quality_loss), "modules": scheme_map.describe(writer.records),
+            **({} if certificate is None else {"positions": certificate.to_json(accepted=accept_quality_loss)}),
             **({} if runnable else {"carried": carried_tensors(source, result)}),
         }  # fmt: skip
         others = {
             "template": options.get("template"), "weights": weights, "allow_nonfinite": allow_nonfinite,
             "accept_quality_loss": accept_quality_loss, "tensors_only": tensors_only, "to": options.get("to"),
-            "split_max_size": split_max_size,
+            "split_max_size": split_max_size, "certify_positions": certify_positions,
+            "certify_text": certify_text and (file_name(certify_text) or "TEXT"),
         }  # fmt: skip
         card = {}
         if target.method is not None:
             made = Made(scheme_map, target.method, *size, settings, drawn, others, labels)
-            card = {CARD: model_card(source, made, gate)}
+            card = {CARD: model_card(source, made, gate, certificate)}
         manifest = writer.commit(details, card)
     found = QuantizeResult(
         dst, scheme_map.counts(), *size, method, None if drawn is None else drawn.to_json(),
         gate, accept_quality_loss, time.monotonic() - began, [*source.notes, *notes, *writer.notes], manifest,
+        None if scheme_map.embedding is None else str(scheme_map.embedding), certificate,
     )  # fmt: skip
     group.tell_others(found)
     return found
@@ -223,7 +245,7 @@ def _told_by_first(
     return told
 
 
-def _accepted(gate: Gate, dst: Path) -> list[str]:
-    """A note on what the gate found too far from the source in a result that is kept."""
+def _accepted(gate: Gate | PositionCertificate, dst: Path) -> list[str]:
+    """A note on what the gate, or the certificate, found too far from the source in a result that is kept."""
     problem = gate.problem()
     return [] if problem is None else [f"{dst}: {problem[0]}: {problem[1]}, expected {problem[2]}; accepted"]
