@@ -38,6 +38,10 @@ class Calibration:
     dropped: Mapping[str, int] | None = None
     notes: tuple[str, ...] = ()
 
+    def fingerprint(self) -> str:
+        """The same for equal samples."""
+        return hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest()
+
     def to_json(self) -> dict[str, object]:
         samples, length = self.tokens.shape
         found: dict[str, object] = {

@@ -118,9 +118,7 @@ class PackagedText:
                 hint="give text of your own with `calibration`, or fewer `samples`",
             )  # fmt: skip
 
-    def draw(
-        self, *, samples: int, length: int, seed: int, near_uniform: NearUniform
-    ) -> Calibration:
+    def draw(self, *, samples: int, length: int, seed: int, near_uniform: NearUniform) -> Calibration:
         """Samples [N, T] of all kinds in proportion. Those that the source predicts nearly uniformly are dropped, and
         others drawn in their place where the text has any.
 

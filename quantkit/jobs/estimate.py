@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from quantkit.formats.container import Encoder
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.output.destination import output_files
 from quantkit.formats.output.sink import IN_FLIGHT_BYTES
-from quantkit.formats.output.staging import partial_folder, require_output_absent, require_room_to_build, require_space
+from quantkit.formats.output.staging import partial_folder, require_output_absent, require_room_to_build
 from quantkit.jobs.conversion import Conversion
 from quantkit.jobs.prepare import Prepared, too_few_tokens
 from quantkit.memory import resident_bytes, size_text
@@ -74,6 +74,13 @@ class Estimate:
     def to_json(self) -> dict[str, Any]:
         """All of it, as plain values."""
         return asdict(self)
+
+    def line(self) -> str:
+        """The figures in one line, for whoever is about to wait."""
+        taken = [f"memory {size_text(self.memory_bytes)}", f"disk {size_text(self.disk_bytes + self.scratch_bytes)}"]
+        if self.device_bytes:
+            taken.insert(1, f"GPU memory {size_text(self.device_bytes)}")
+        return f"this takes about {', '.join(taken)}, time {_duration(self.seconds)}"
 
     def lines(self) -> list[str]:
         """The report for people."""
@@ -152,15 +159,14 @@ def estimate_quantization(
     return Estimate(dict(kinds), phases[phase], phase, on_device, disk, scratch, seconds, checked, notes)
 
 
-def require_room(dst: Path, encoder: Encoder, estimate: Estimate, *, resume: bool) -> None:
+def require_buildable(dst: Path, encoder: Encoder, *, resume: bool) -> None:
     """
     Raises:
-        DestinationError, ResumeError: if an output cannot be built there, or what it takes of the disk is not free.
+        DestinationError, ResumeError: if an output cannot be built there.
     """
     partial = partial_folder(dst)
     require_output_absent(dst, output_files(dst, encoder.files()), partial)
     require_room_to_build(partial, resume=resume)
-    require_space(dst, estimate.disk_bytes + estimate.scratch_bytes)
 
 
 def _side_bytes(files: Mapping[str, bytes | Path]) -> int:

@@ -16,10 +16,12 @@ import torch
 
 from quantkit.arguments import as_path, as_text, as_whole, require_flags
 from quantkit.formats.checkpoint import Checkpoint, require_runnable
+from quantkit.formats.container import Encoder
 from quantkit.formats.detect import WeightKind, open_checkpoint
+from quantkit.formats.output.staging import require_space
 from quantkit.jobs.card import Labels, model_name
 from quantkit.jobs.conversion import conversion
-from quantkit.jobs.estimate import Estimate, estimate_conversion, estimate_quantization, require_room
+from quantkit.jobs.estimate import Estimate, estimate_conversion, estimate_quantization, require_buildable
 from quantkit.jobs.output import SHARD_BYTES
 from quantkit.jobs.prepare import planned_output, prepare, tensor_blocks
 from quantkit.jobs.settings import Method, MethodOptions
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from quantkit.xla.estimate import SliceEstimate
 
 __all__ = ["Estimate", "convert", "generate", "quantize"]
+
 
 def convert(
     src: str | Path,
@@ -67,7 +70,7 @@ def convert(
         tensors_only=tensors_only, look=False,
     )  # fmt: skip
     estimate = estimate_conversion(planned, source_check=source_check)
-    require_room(Path(dst), planned.work.encoder, estimate, resume=resume)
+    _require_room(Path(dst), planned.work.encoder, estimate, resume=resume)
     return estimate
 
 
@@ -86,6 +89,7 @@ def quantize(
     thorough: bool = False,
     activation_memory: int | None = None,
     device: str | torch.device | None = None,
+    embedding: str | QuantScheme | None = None,
     keep: str | Iterable[str] = (),
     strict: bool = False,
     accept_quality_loss: bool = False,
@@ -113,8 +117,8 @@ def quantize(
     Labels(base_model, license)
     options = MethodOptions(method, calibration, samples, length, seed, thorough, activation_memory, device)
     prepared = prepare(
-        src, dst, scheme, keep=keep, strict=strict, weights=weights, tensors_only=tensors_only, method=options,
-        target=target,
+        src, dst, scheme, embedding=embedding, keep=keep, strict=strict, weights=weights, tensors_only=tensors_only,
+        method=options, target=target,
     )  # fmt: skip
     source, container = prepared.source, target.container
     blocks = tensor_blocks(source, prepared.scheme_map.schemes, target)
@@ -122,7 +126,7 @@ def quantize(
     output = planned_output(prepared, blocks, target, template, most, model_name(source), dst)
     encoder = container.encoder(output)
     estimate = estimate_quantization(prepared, encoder, container.side_files(output), source_check=source_check)
-    require_room(dst, encoder, estimate, resume=resume)
+    _require_room(dst, encoder, estimate, resume=resume)
     if prepared.settings is not None:
         prepared.settings.require_text(prepared.tokenizer, source)
     return estimate
@@ -165,3 +169,6 @@ def generate(
     return estimate_slice(checkpoint, target, batch=batch, context=context, dtype=float_dtype)
 
 
+def _require_room(dst: Path, encoder: Encoder, estimate: Estimate, *, resume: bool) -> None:
+    require_buildable(dst, encoder, resume=resume)
+    require_space(dst, estimate.disk_bytes + estimate.scratch_bytes)

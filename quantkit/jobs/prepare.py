@@ -10,6 +10,7 @@ from pathlib import Path
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import unread_experts
+from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import Parameter, input_groups, layer_kinds, parameters, sizes
 from quantkit.arguments import as_path, as_texts
 from quantkit.calibration.quantizers import TensorBlock
@@ -29,7 +30,7 @@ from quantkit.json_values import shown
 from quantkit.model.transformers_linears import with_linears
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import ROUNDING
-from quantkit.tensors.recipe import Recipe
+from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.text.tokenizer import Tokenizer
@@ -58,8 +59,9 @@ class Prepared:
 
 
 def prepare(
-    src: str | Path, dst: Path, scheme: str | QuantScheme | Recipe, *, keep: str | Iterable[str],
-    strict: bool, weights: WeightKind | None, tensors_only: bool, method: MethodOptions, target: Target,
+    src: str | Path, dst: Path, scheme: str | QuantScheme | Recipe, *, embedding: str | QuantScheme | None,
+    keep: str | Iterable[str], strict: bool, weights: WeightKind | None, tensors_only: bool, method: MethodOptions,
+    target: Target,
 ) -> Prepared:  # fmt: skip
     """Open a source of floats, assign the schemes and settle the method.
 
@@ -71,7 +73,7 @@ def prepare(
         QuantkitError: as `quantize` does.
     """
     require_name(dst)
-    kept, recipe = as_texts("keep", keep), _recipe(scheme)
+    kept, recipe = as_texts("keep", keep), _recipe(scheme, embedding)
     source = open_checkpoint(as_path("src", src), weights, tensors_only=tensors_only)
     require_new_names(source.path, dst)
     if method.method == "gptq":
@@ -120,7 +122,13 @@ def _require_held(schemes: Mapping[str, QuantScheme], target: Target, path: Path
     """
     assert target.codes is not None
     for module, scheme in schemes.items():
-        reason = target.codes.codec(scheme)
+        embedding = module == EMBEDDING
+        reason = target.codes.codec(scheme, embedding=embedding)
+        if isinstance(reason, Reason) and embedding:
+            raise UnsupportedError(
+                f"{target.name} has no place for an {scheme} embedding: {reason.problem}", path=path,
+                found=f"{scheme} for '{module}'", expected=reason.expected, hint="leave `embedding` out",
+            )  # fmt: skip
         if isinstance(reason, Reason):
             raise UnsupportedError(
                 f"{target.name} does not hold {scheme}: {reason.problem}", path=path, found=f"{scheme} for '{module}'",
@@ -140,7 +148,7 @@ def tensor_blocks(source: Checkpoint, schemes: Mapping[str, QuantScheme], target
 
     def spec(parameter: Parameter) -> TensorSpec:
         name, shape = parameter.name, parameter.shape
-        if parameter.is_linear_weight and parameter.module in schemes:
+        if parameter.leaf == "weight" and parameter.module in schemes:
             return TensorSpec(name, shape, scale_dtype, schemes[parameter.module])
         return TensorSpec(name, shape, source.info(name).dtype)
 
@@ -166,12 +174,19 @@ def planned_output(
     )  # fmt: skip
 
 
-def _recipe(scheme: str | QuantScheme | Recipe) -> Recipe:
+def _recipe(scheme: str | QuantScheme | Recipe, embedding: str | QuantScheme | None) -> Recipe:
     """What was asked for, as a recipe.
+
+    Args:
+        embedding: the scheme of the embedding; None is what the recipe says.
 
     Raises:
         RequestError: if it is none of the three, or a name of no scheme.
     """
+    if embedding is not None:
+        recipe = _recipe(scheme, None)
+        found = embedding if isinstance(embedding, QuantScheme) else QuantScheme.parse(embedding)
+        return Recipe(recipe.default, (*recipe.overrides, Override(EMBEDDING, found)))
     if isinstance(scheme, Recipe):
         return scheme
     if isinstance(scheme, QuantScheme):

@@ -60,7 +60,7 @@ class QuantizeResult:
 
     Attributes:
         path: the new folder.
-        schemes: how many layers have each scheme, the most frequent first.
+        schemes: how many linear layers have each scheme, the most frequent first.
         weight_bytes: what the tensors occupy on disk.
         bits_per_weight: their average over all parameters, those that keep their floats included.
         method: ``rtn`` or ``gptq``.
@@ -70,6 +70,7 @@ class QuantizeResult:
         seconds: what it took; a resumed run counts its own time.
         notes: what one should know though it is no error.
         manifest: what ``quantkit.json`` holds.
+        embedding: its scheme; None where it keeps its floats.
     """
 
     path: Path
@@ -83,6 +84,7 @@ class QuantizeResult:
     seconds: float
     notes: list[str]
     manifest: dict[str, Any]
+    embedding: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as plain values; ``quality`` as the manifest has it."""
@@ -91,7 +93,12 @@ class QuantizeResult:
     def lines(self) -> list[str]:
         """The report for people: one line, with the divergence and the growth of perplexity over all texts of the
         gate together."""
-        facts = [_schemes(self.schemes), _size(self.weight_bytes, self.bits_per_weight), *_lost(self.quality)]
+        facts = [
+            _schemes(self.schemes),
+            *([f"embedding {self.embedding}"] if self.embedding else []),
+            _size(self.weight_bytes, self.bits_per_weight),
+            *_lost(self.quality),
+        ]
         return [f"wrote {self.path}: {', '.join([*facts, _time(self.seconds)])}"]
 
 

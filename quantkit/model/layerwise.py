@@ -90,7 +90,7 @@ def layerwise_hidden(
     checkpoint, config = tp.checkpoint, tp.checkpoint.config
     rotary = Rotary(config)
     packs = [_Pack(some, config, rotary, cache_dtype) for some in _grouped(batches)]
-    embedding = _tensor(checkpoint, "model.embed_tokens.weight")
+    embedding = checkpoint.load("model.embed_tokens.weight")
     states = [
         scaled_embeddings(tp.embed(pack.tokens, embedding).float(), config.embedding_multiplier) for pack in packs
     ]

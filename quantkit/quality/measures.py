@@ -222,9 +222,7 @@ def token_losses(
     losses: list[list[Tensor]] = [[] for _ in scored]
     for text, some in _losses(checkpoint, scored, group, progress):
         losses[text].append(some)
-    return [
-        torch.cat(of_text).view(len(windows), -1) for of_text, windows in zip(losses, texts, strict=True)
-    ]
+    return [torch.cat(of_text).view(len(windows), -1) for of_text, windows in zip(losses, texts, strict=True)]
 
 
 def token_perplexity(

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from quantkit.architectures.names import is_embedding
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs.codec import Codec, Reason
@@ -76,7 +77,7 @@ class CompressedTensors:
     def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
         return {}
 
-    def codec(self, scheme: QuantScheme) -> PackQuantized:
+    def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> PackQuantized:
         return PackQuantized(scheme)
 
     def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
@@ -108,7 +109,9 @@ class Int8Activations:
     def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
         return {}
 
-    def codec(self, scheme: QuantScheme) -> IntQuantized | Reason:
+    def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> IntQuantized | PackQuantized | Reason:
+        if embedding:
+            return PackQuantized(scheme)
         if scheme == _INT8:
             return IntQuantized(scheme)
         return Reason("its readers multiply int8 per row alone", found=scheme, expected=_INT8)
@@ -125,38 +128,50 @@ def _written(
     compressed-tensors warns of targets that come behind ``Linear``, older vLLM puts the class before the names
     that q, k and v have before it fuses them, and vLLM's output head is no ``Linear``. Experts that are all alike
     are named by a pattern: transformers looks for it, and vLLM gives them names of its own. Linears without a
-    scheme are listed under ``ignore``."""
+    scheme are listed under ``ignore``. An embedding is a group of its own, packed whatever the linears' form: vLLM
+    knows no other, and there are no activations to round."""
     modules = list(modules)
     experts = {module for module in modules if re.fullmatch(_EXPERTS, module)}
     alike = len({schemes.get(module) for module in experts}) == 1
     by_scheme: dict[QuantScheme, dict[str, None]] = {}
+    embedding = {module: scheme for module, scheme in schemes.items() if is_embedding(module)}
     for module, scheme in schemes.items():
+        if module in embedding:
+            continue
         target = f"re:{_EXPERTS}" if alike and module in experts else module
         by_scheme.setdefault(scheme, {})[target] = None
     of_class = every and len(by_scheme) == 1 and "lm_head" not in schemes
-    groups = {}
-    for index, (scheme, named) in enumerate(sorted(by_scheme.items(), key=lambda item: -len(item[1]))):
-        groups[f"group_{index}"] = {
-            "targets": ["Linear"] if of_class else list(named),
-            "weights": {
-                "num_bits": scheme.bits,
-                "type": "int",
-                "symmetric": scheme.symmetric,
-                "strategy": "channel" if scheme.group_size is None else "group",
-                "group_size": scheme.group_size,
-                "dynamic": False,
-            },
-            "input_activations": activations,
-            "output_activations": None,
-            "format": form,
-        }
+    ordered = sorted(by_scheme.items(), key=lambda item: -len(item[1]))
+    groups = [
+        _group(scheme, ["Linear"] if of_class else list(named), form, activations) for scheme, named in ordered
+    ]  # fmt: skip
+    groups += [_group(scheme, [module], _PACK, None) for module, scheme in embedding.items()]
     return {
         "quant_method": "compressed-tensors",
         "format": form,
         "quantization_status": "compressed",
-        "config_groups": groups,
+        "config_groups": {f"group_{index}": group for index, group in enumerate(groups)},
         "ignore": [module for module in modules if module not in schemes],
         "kv_cache_scheme": None,
+    }
+
+
+def _group(
+    scheme: QuantScheme, targets: list[str], form: str, activations: Mapping[str, Any] | None
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "targets": targets,
+        "weights": {
+            "num_bits": scheme.bits,
+            "type": "int",
+            "symmetric": scheme.symmetric,
+            "strategy": "channel" if scheme.group_size is None else "group",
+            "group_size": scheme.group_size,
+            "dynamic": False,
+        },
+        "input_activations": activations,
+        "output_activations": None,
+        "format": form,
     }
 
 

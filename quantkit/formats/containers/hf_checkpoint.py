@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit.architectures.disk import DiskTensor, disk_name, found_tensors, unread_experts
 from quantkit.architectures.families import config_from_hf, config_to_hf
 from quantkit.architectures.families.opaque import opaque_config
-from quantkit.architectures.names import is_derived_buffer, split_derived
+from quantkit.architectures.names import is_derived_buffer, is_embedding, split_derived
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files import pth_io, safetensors_io
@@ -96,6 +96,7 @@ class HFCheckpoint:
         for module, codec in codecs.items():
             tensor = tensors[modules[module]]
             kept = tensor.quantizable or tensor.stacked is not None or not self.config.runnable
+            kept |= is_embedding(module)
             self._codecs[tensor.name] = codec if kept else ReadAsFloats(codec)
         self._drop_tied_head()
         self._disk_specs = self._join_coded(tensors)
