@@ -30,9 +30,11 @@ from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.output.destination import output_files
 from quantkit.formats.output.sink import IN_FLIGHT_BYTES
 from quantkit.formats.output.staging import partial_folder, require_output_absent, require_room_to_build
+from quantkit.jobs.certificate import CertifiedText
 from quantkit.jobs.conversion import Conversion
 from quantkit.jobs.prepare import Prepared, too_few_tokens
 from quantkit.memory import resident_bytes, size_text
+from quantkit.model.layerwise import TOKENS_THROUGH_A_BLOCK
 from quantkit.quality.measures import TOKENS_THROUGH_THE_HEAD
 from quantkit.quality.windows import measured_tokens, window_length
 from quantkit.tensors.dtypes import DType
@@ -120,9 +122,13 @@ def estimate_conversion(planned: Conversion, *, source_check: bool) -> Estimate:
 
 
 def estimate_quantization(
-    prepared: Prepared, encoder: Encoder, side_files: Mapping[str, bytes | Path], *, source_check: bool
-) -> Estimate:
+    prepared: Prepared, encoder: Encoder, side_files: Mapping[str, bytes | Path], long: CertifiedText | None, *,
+    source_check: bool,
+) -> Estimate:  # fmt: skip
     """What a quantization takes.
+
+    Args:
+        long: the text that the result is certified on, if it is.
 
     Raises:
         RequestError: if samples are longer than the model's context.
@@ -137,6 +143,12 @@ def estimate_quantization(
         phases["the gate"] = _gate(source)
         flops = forward_flops(config, 3 * measured_tokens(source) + checked)
         seconds = _pass_seconds(config, 3 + bool(checked))
+    if long is not None:
+        notes += long.notes
+        one = min(long.windows.shape[1], TOKENS_THROUGH_A_BLOCK)
+        phases["the certificate"] = _forward(source, one, models=0) + long.states_bytes(config)
+        flops += forward_flops(config, long.tokens) + long.attention_flops(config)
+        seconds += _pass_seconds(config, 3 * len(long.windows))
     if settings is not None:
         effort, shape = settings.effort, (settings.samples, settings.sample_length(source))
         notes += too_few_tokens(shape, config)

@@ -20,6 +20,7 @@ from quantkit.formats.container import Encoder
 from quantkit.formats.detect import WeightKind, open_checkpoint
 from quantkit.formats.output.staging import require_space
 from quantkit.jobs.card import Labels, model_name
+from quantkit.jobs.certificate import certified_text
 from quantkit.jobs.conversion import conversion
 from quantkit.jobs.estimate import Estimate, estimate_conversion, estimate_quantization, require_buildable
 from quantkit.jobs.output import SHARD_BYTES
@@ -93,6 +94,8 @@ def quantize(
     keep: str | Iterable[str] = (),
     strict: bool = False,
     accept_quality_loss: bool = False,
+    certify_positions: int | None = None,
+    certify_text: str | Path | None = None,
     base_model: str | None = None,
     license: str | None = None,
     template: str | None = None,
@@ -124,8 +127,9 @@ def quantize(
     blocks = tensor_blocks(source, prepared.scheme_map.schemes, target)
     most = shard_bytes(split_max_size, container, SHARD_BYTES)
     output = planned_output(prepared, blocks, target, template, most, model_name(source), dst)
-    encoder = container.encoder(output)
-    estimate = estimate_quantization(prepared, encoder, container.side_files(output), source_check=source_check)
+    encoder, side_files = container.encoder(output), container.side_files(output)
+    long = certified_text(certify_positions, certify_text, source, prepared.tokenizer)
+    estimate = estimate_quantization(prepared, encoder, side_files, long, source_check=source_check)
     _require_room(dst, encoder, estimate, resume=resume)
     if prepared.settings is not None:
         prepared.settings.require_text(prepared.tokenizer, source)

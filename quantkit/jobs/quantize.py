@@ -17,6 +17,8 @@ from quantkit.formats.output.staging import partial_folder
 from quantkit.formats.output.writer import Written
 from quantkit.jobs.card import NAME as CARD
 from quantkit.jobs.card import Labels, Made, model_card, model_name
+from quantkit.jobs.certificate import certified_text
+from quantkit.jobs.command import file_name
 from quantkit.jobs.estimate import Estimate, estimate_quantization, require_buildable
 from quantkit.jobs.output import SHARD_BYTES, JobWriter, Work, model_summary, writing
 from quantkit.jobs.prepare import planned_output, prepare, starved_experts, tensor_blocks, too_few_tokens
@@ -24,8 +26,9 @@ from quantkit.jobs.result import QuantizeResult
 from quantkit.jobs.settings import Method, MethodOptions
 from quantkit.jobs.target import NATIVE, TargetName, quantized_target, shard_bytes
 from quantkit.jobs.weights_only import within_bounds
-from quantkit.progress import Progress, heard, in_phase
+from quantkit.progress import Progress, heard, in_phase, without_phase
 from quantkit.quality.gate import Gate, require_passed, run_gate
+from quantkit.quality.positions import PositionCertificate
 from quantkit.quality.weights_only import WeightsOnly, carried_tensors, weights_only
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
@@ -50,6 +53,8 @@ def quantize(
     keep: str | Iterable[str] = (),
     strict: bool = False,
     accept_quality_loss: bool = False,
+    certify_positions: int | None = None,
+    certify_text: str | Path | None = None,
     base_model: str | None = None,
     license: str | None = None,
     template: str | None = None,
@@ -93,6 +98,10 @@ def quantize(
         keep: glob, or several, of modules that keep their floats, such as ``*.layers.0.*``.
         strict: refuse a layer whose shape does not fit its scheme.
         accept_quality_loss: keep a result that is too far from its source.
+        certify_positions: also measure the divergence by position, in windows of so many tokens, with keys and values
+            in a float and in an int8 cache; with floats none may be beyond the gate's bound for the scheme.
+        certify_text: a file to do that on; by default the gate's texts, some 5,000 tokens in all. A text, or context,
+            that is shorter than the positions is measured to its end, and a note says so.
         base_model, license: for the model card: the source's name on a hub, ``owner/name``, and a licence as hubs
             spell it; by default what the source says of itself.
         tensors_only: take the tensors as they are, of whatever architecture; goes with rounding, and no logits are
@@ -144,6 +153,7 @@ def quantize(
         options["to"] = target.name
     if split_max_size is not None:
         options["split_max_size"] = split_max_size
+    long = certified_text(certify_positions, certify_text, source, prepared.tokenizer)
     blocks = tensor_blocks(source, schemes, target)
     planned = planned_output(
         prepared, blocks, target, template, shard_bytes(split_max_size, target.container, SHARD_BYTES),
@@ -155,7 +165,7 @@ def quantize(
     if group.first:
         require_buildable(dst, encoder, resume=resume)  # before anything takes long
         if on_estimate is not None:
-            on_estimate(estimate_quantization(prepared, encoder, side_files, source_check=source_check))
+            on_estimate(estimate_quantization(prepared, encoder, side_files, long, source_check=source_check))
     computed_by: dict[str, object] = {}
     scratch, drawn = 0, None
     quantizer: Quantizer = RtnQuantizer(source, allow_nonfinite=allow_nonfinite)
@@ -177,38 +187,46 @@ def quantize(
         return _told_by_first(group, quantizer, blocks, Written(encoder, partial_folder(dst)))
     work = Work("quantize", source, encoder, side_files, options, computed_by, scratch)
     gate: Gate | WeightsOnly
-    with writing(work, dst, resume=resume, source_check=source_check, progress=progress) as writer:
+    certificate: PositionCertificate | None = None
+    told = progress if settings is None else without_phase(progress, work.job)  # GPTQ tells of its linears
+    with writing(work, dst, resume=resume, source_check=source_check, progress=told) as writer:
         _write(blocks, quantizer, writer, Written(encoder, writer.path, writer.done), durable=settings is not None)
         result = writer.seal()
         size = weight_size(result)
         notes += starved_experts(writer.records, source.config)
         if runnable:
-            told = in_phase(progress, "gate")
-            gate = run_gate(source, result, writer.records, asked=schemes, progress=told)
+            gate = run_gate(source, result, writer.records, asked=schemes, progress=in_phase(progress, "gate"))
             if not accept_quality_loss:
                 require_passed(gate, source, result, dst)
             notes += _accepted(gate, dst)
         else:
             gate = weights_only(result, writer.records)
+        if long is not None:
+            certificate = long.certificate(source, result, schemes.values(), in_phase(progress, "certificate"))
+            if not accept_quality_loss:
+                certificate.require_within(dst)
+            notes += [*long.notes, *_accepted(certificate, dst)]
         details = {
             "model": model_summary(source, source.config.dtype), **options,
             "quality": gate.to_json(accepted=accept_quality_loss), "modules": scheme_map.describe(writer.records),
+            **({} if certificate is None else {"positions": certificate.to_json(accepted=accept_quality_loss)}),
             **({} if runnable else {"carried": carried_tensors(source, result)}),
         }  # fmt: skip
         others = {
             "template": options.get("template"), "weights": weights, "allow_nonfinite": allow_nonfinite,
             "accept_quality_loss": accept_quality_loss, "tensors_only": tensors_only, "to": options.get("to"),
-            "split_max_size": split_max_size,
+            "split_max_size": split_max_size, "certify_positions": certify_positions,
+            "certify_text": certify_text and (file_name(certify_text) or "TEXT"),
         }  # fmt: skip
         card = {}
         if target.method is not None:
             made = Made(scheme_map, target.method, *size, settings, drawn, others, labels)
-            card = {CARD: model_card(source, made, gate)}
+            card = {CARD: model_card(source, made, gate, certificate)}
         manifest = writer.commit(details, card)
     found = QuantizeResult(
         dst, scheme_map.counts(), *size, prepared.method, None if drawn is None else drawn.to_json(),
         gate, accept_quality_loss, time.monotonic() - began, [*source.notes, *notes, *writer.notes], manifest,
-        None if scheme_map.embedding is None else str(scheme_map.embedding),
+        None if scheme_map.embedding is None else str(scheme_map.embedding), certificate,
     )  # fmt: skip
     group.tell_others(found)
     return found
@@ -240,7 +258,7 @@ def _told_by_first(
     return told
 
 
-def _accepted(gate: Gate, dst: Path) -> list[str]:
-    """A note on what the gate found too far from the source in a result that is kept."""
+def _accepted(gate: Gate | PositionCertificate, dst: Path) -> list[str]:
+    """A note on what the gate, or the certificate, found too far from the source in a result that is kept."""
     problem = gate.problem()
     return [] if problem is None else [f"{dst}: {problem[0]}: {problem[1]}, expected {problem[2]}; accepted"]
