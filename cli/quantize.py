@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,6 +16,10 @@ from quantkit.cli.processes import require_models, together
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
 from quantkit.tensors.scheme import SPELLINGS, QuantScheme
+
+if TYPE_CHECKING:
+    from quantkit.jobs.estimate import Estimate
+    from quantkit.tensors.recipe import Recipe
 
 
 @click.command(cls=Command)
@@ -97,9 +101,8 @@ def quantize(data: str | None, **given: Any) -> None:
 
 
 def _has_int4(scheme: QuantScheme | Recipe) -> bool:
-    """Whether some layer may get int4, which GPTQ solves."""
-    recipe = scheme if not isinstance(scheme, QuantScheme) else None
-    asked = [scheme] if recipe is None else [recipe.default, *(one.scheme for one in recipe.overrides)]
+    """Whether some layer may get int4, which GPTQ solves unless another method is named."""
+    asked = [scheme] if isinstance(scheme, QuantScheme) else [scheme.default, *(one.scheme for one in scheme.overrides)]
     return any(one is not None and one.bits == 4 for one in asked)
 
 

@@ -4,6 +4,7 @@ and nothing that the model does not predict at all."""
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections import Counter
@@ -94,7 +95,7 @@ class PackagedText:
                 weight += 0 if found is None else len(_plain(own[index]).encode())
             if ids:
                 kinds.append(_Kind(name, weight, torch.tensor(ids)))
-        if len({token for kind in kinds for token in kind.tokens.unique().tolist()}) < _LEAST_DISTINCT:
+        if len({token for kind in kinds for token in kind.tokens.tolist()}) < _LEAST_DISTINCT:
             raise RequestError(
                 "the tokenizer makes next to nothing of the calibration text",
                 found=f"{sum(len(kind.tokens) for kind in kinds)} tokens", expected=f"{_LEAST_DISTINCT} different ones",
@@ -164,19 +165,24 @@ class PackagedText:
         is in a sample with others.
         """
         size = length - len(self.lead)
-        whole, parts, names, beginnings = [], [], [], []
+        whole: list[Tensor] = []
+        rests: list[Tensor] = []
+        names: list[str] = []
+        begun: list[str] = []  # the kind of each token of the rests
         for kind, count in zip(kinds, _apportioned(samples * size, [kind.weight for kind in kinds]), strict=True):
             full, rest = divmod(count, size)
+            sizes = [size] * full + [rest] * (rest > 0)
             offset = int(torch.randint(len(kind.tokens), (1,), generator=generator))
-            for index, wanted in enumerate([size] * full + [rest] * (rest > 0)):
-                start = offset + index * len(kind.tokens) // (full + (rest > 0))
-                piece = kind.tokens[torch.arange(start, start + wanted) % len(kind.tokens)]
-                (whole if wanted == size else parts).append(piece)
-                (names if wanted == size else beginnings).extend([kind.name] * (1 if wanted == size else wanted))
-        mixed = torch.cat(parts) if parts else torch.empty(0, dtype=torch.long)
-        windows = torch.cat([*(one.unsqueeze(0) for one in whole), mixed.view(-1, size)])
+            starts = [offset + index * len(kind.tokens) // len(sizes) for index in range(len(sizes))]
+            places = [torch.arange(start, start + one) for start, one in zip(starts, sizes, strict=True)]
+            pieces = [kind.tokens[place % len(kind.tokens)] for place in places]
+            whole += pieces[:full]
+            rests += pieces[full:]
+            names += [kind.name] * full
+            begun += [kind.name] * rest
+        windows = torch.cat([*whole, *rests]).view(samples, size)
         lead = torch.tensor(self.lead, dtype=torch.long).expand(samples, len(self.lead))
-        return torch.cat([lead, windows], dim=1), [*names, *beginnings[::size]]
+        return torch.cat([lead, windows], dim=1), [*names, *begun[::size]]
 
 
 def near_uniform_samples(source: Checkpoint, samples: Tensor, choices: int, progress: Progress = silent) -> list[bool]:
@@ -218,7 +224,5 @@ def _plain(document: Mapping[str, Any]) -> str:
 
 def _apportioned(total: int, weights: Sequence[int]) -> list[int]:
     """Whole parts of a total by weight."""
-    ends = [0]
-    for weight in weights:
-        ends.append(ends[-1] + weight)
-    return [total * end // ends[-1] - total * begin // ends[-1] for begin, end in zip(ends[:-1], ends[1:], strict=True)]
+    ends = list(itertools.accumulate(weights, initial=0))
+    return [total * end // ends[-1] - total * begin // ends[-1] for begin, end in itertools.pairwise(ends)]
