@@ -13,6 +13,7 @@ BFLOAT16_SETTING = "QUANTKIT_BF16"
 """Environment variable that forbids bfloat16 where it is 0."""
 
 _LEAST = 1 << 20  # multiplications; of fewer the call is what takes time
+_FEWEST_ROWS = 16  # with fewer, reading is what takes time
 _STRIPS = 8
 
 
@@ -54,6 +55,11 @@ def multiplies_bfloat16() -> bool:
     return any(ask is not None and ask() for ask in told)
 
 
+def passing_dtype(device: torch.device) -> torch.dtype:
+    """The dtype in which calibration samples are multiplied on their way through a model."""
+    return torch.bfloat16 if device.type == "cpu" and multiplies_bfloat16() else torch.float32
+
+
 def bfloat16_linear(x: Tensor, weight: Tensor) -> Tensor:
     """``x @ weight.T`` in float32, [..., I] to [..., O], with both factors and the result rounded to bfloat16.
 
@@ -77,4 +83,5 @@ def _dense(matrix: Tensor) -> Tensor:
 
 def _through_onednn(a: Tensor, b: Tensor) -> bool:
     of_float32 = a.dtype == b.dtype == torch.float32 and a.device.type == b.device.type == "cpu"
-    return of_float32 and a.shape[0] * b.numel() >= _LEAST and _has_onednn()
+    large = a.shape[0] >= _FEWEST_ROWS and a.shape[0] * b.numel() >= _LEAST
+    return of_float32 and large and _has_onednn()
