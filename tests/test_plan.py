@@ -104,7 +104,7 @@ def test_no_samples_are_drawn(demo_model: Path, tmp_path: Path, monkeypatch: pyt
 def test_time_counts_what_does_not_shrink_with_the_model(
     demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.jobs.plan._flop_rate", lambda: 1e30)
+    monkeypatch.setattr("quantkit.jobs.estimate._flop_rate", lambda: 1e30)
     dst = tmp_path / "out"
     seconds = [
         quantkit.plan.convert(demo_model, dst, source_check=False).seconds,
@@ -152,7 +152,7 @@ def test_it_takes_the_arguments_of_the_command(command: str) -> None:
     ("arguments", "code"),
     [
         (["quantize", "{src}", "{tmp}/out", "--scheme", "int5"], 2),
-        (["quantize", "{src}", "{tmp}/out", "--scheme", "int4-g64", "--method", "gptq"], 2),
+        (["quantize", "{src}", "{tmp}/out", "--scheme", "int4-g64", "--samples", "100000"], 2),
         (["quantize", "{src}", "{tmp}/out", "--scheme", "int4-g64", "--keep", "nothing"], 2),
         (["quantize", "{odd}", "{tmp}/out", "--scheme", "int4-g64", "--strict"], 2),
         (["quantize", "{tmp}", "{tmp}/out", "--scheme", "int8"], 3),
