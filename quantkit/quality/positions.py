@@ -60,11 +60,11 @@ class PositionDivergence:
         return Estimate(self.kl, self.kl_error)
 
 
-def position_edges(length: int) -> list[int]:
+def position_edges(length: int, shortest: int = SHORTEST) -> list[int]:
     """Where the buckets of a context begin and end: 0, 128, 256, 512, ..., the last cut at its length."""
     edges = [0]
     while edges[-1] < length:
-        edges.append(min(length, 2 * edges[-1] or SHORTEST))
+        edges.append(min(length, 2 * edges[-1] or shortest))
     return edges
 
 
