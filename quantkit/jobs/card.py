@@ -212,11 +212,15 @@ def _method(made: Made) -> str:
     if made.settings is None or made.drawn is None:
         return "each weight rounded to nearest; no calibration text"
     samples, length = made.drawn.tokens.shape
-    name = made.drawn.source or file_name(made.settings.text)
-    text = f"{f'`{name}`' if name else 'a text'} (sha256 {made.drawn.sha256[:12]})"
     way = ", the thorough way," if made.settings.thorough else ""
+    name = "quantkit's own text" if made.settings.text is None else "a text"
+    if made.settings.text is not None and (named := made.drawn.source or file_name(made.settings.text)):
+        name = f"`{named}`"
+    text = f"{name} (sha256 {made.drawn.sha256[:12]})"
     drawn = f"{samples} samples of {length} tokens of {text}, at random places (seed {made.drawn.seed})"
-    return f"GPTQ{way} calibrated on {drawn}"
+    dropped = sum((made.drawn.dropped or {}).values())
+    left = f"; {dropped} others, which the source hardly predicts, were dropped" if dropped else ""
+    return f"GPTQ{way} calibrated on {drawn}{left}"
 
 
 def _quality(gate: Gate, made: Made) -> list[str]:

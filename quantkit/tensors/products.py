@@ -23,16 +23,16 @@ def times(a: Tensor, b: Tensor) -> Tensor:
     """
     if not _through_onednn(a, b):
         return a @ b
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(_dense(a), _dense(b).t(), None, "none", [], "")
     return product
 
 
 def add_square_(total: Tensor, x: Tensor) -> None:
     """Add ``x.T @ x`` of [N, I] to the upper triangle of [I, I]; of what lies below, only parts are added."""
-    width = x.shape[1]
-    step = -(-width // _STRIPS)
-    for start in range(0, width, step):
-        total[start : start + step, start:].add_(times(x[:, start : start + step].t(), x[:, start:]))
+    rows = x.t().contiguous()
+    step = -(-len(rows) // _STRIPS)
+    for start in range(0, len(rows), step):
+        total[start : start + step, start:].add_(times(rows[start : start + step], rows[start:].t()))
 
 
 def fill_lower_(total: Tensor) -> None:
@@ -68,6 +68,11 @@ def _has_onednn() -> bool:
     """Whether torch has its operator for x86, whose MKL is slow elsewhere than on Intel."""
     x86 = platform.machine() in ("x86_64", "AMD64")
     return x86 and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def _dense(matrix: Tensor) -> Tensor:
+    """A matrix without gaps, for which alone oneDNN's linear is fast."""
+    return matrix if matrix.is_contiguous() or matrix.t().is_contiguous() else matrix.contiguous()
 
 
 def _through_onednn(a: Tensor, b: Tensor) -> bool:
