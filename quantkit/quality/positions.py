@@ -189,6 +189,6 @@ class PositionCertificate:
 def _bucket(value: Mapping[str, Any]) -> PositionDivergence:
     error = value["kl_error"]
     return PositionDivergence(
-        *(int(value[name]) for name in ("start", "stop", "tokens")), float(value["kl"]),
+        int(value["start"]), int(value["stop"]), int(value["tokens"]), float(value["kl"]),
         None if error is None else float(error), float(value["top1_agreement"]),
     )  # fmt: skip
