@@ -112,7 +112,7 @@ def script_data(found: Evaluation) -> str:
 def _stretches(samples: list[TextSample], model: str, scale: Scale) -> Iterator[Markup]:
     for index, sample in enumerate(samples):
         last = sample.start + len(sample.tokens) - 1
-        what = "From the beginning" if index == 0 else "Where the models diverge most"
+        what = "From the beginning" if index == 0 else "Where the models diverge most after that"
         yield element("h4", None, what, element("small", None, f" tokens {sample.start} to {last}"))
         tokens = [
             element("i", {"class": None if one is None else f"k{scale.step(one.kl)}"}, in_a_text(sample.pieces[token]))
@@ -129,7 +129,7 @@ def _worst(samples: list[TextSample], model: str, reference: str, text: str) -> 
         for place, (one, expected) in enumerate(zip(sample.models[model], sample.reference, strict=True))
         if one is not None and expected is not None
     ]
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for one, expected, sample, place in sorted(listed, key=lambda item: -item[0].kl)[:_WORST]:
         before = "".join(by_itself(sample.pieces[token]) for token in sample.tokens[max(0, place - _BEFORE) : place])
         rows.append((
