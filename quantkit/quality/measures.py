@@ -28,7 +28,7 @@ STATES_BYTES = 256 << 20
 NOT_SCORED = -100
 """Stands for a target where nothing is predicted; cross entropy leaves it out."""
 TOKENS_THROUGH_THE_HEAD = 64
-_LOGITS_BYTES = 32 << 20  # of one model, that are in memory together
+LOGITS_BYTES = 32 << 20  # of one model, that are in memory together
 
 
 @dataclass(frozen=True)
@@ -223,11 +223,24 @@ def perplexity_estimates(
     Raises:
         NonFiniteError: if the model's logits are NaN or Inf.
     """
+    losses = token_losses(checkpoint, texts, group=group, progress=progress)
+    return [mean_estimate(of_text.flatten()).exp() for of_text in losses]
+
+
+@torch.inference_mode()
+def token_losses(
+    checkpoint: Checkpoint, texts: Sequence[Tensor], *, group: ProcessGroup = SINGLE, progress: Progress = silent
+) -> list[Tensor]:
+    """Minus the log probability, in nats, of each token but the first of each text's windows [W, T]: [W, T - 1].
+
+    Raises:
+        NonFiniteError: if the model's logits are NaN or Inf.
+    """
     scored = [Windows.of(windows) for windows in texts]
     losses: list[list[Tensor]] = [[] for _ in scored]
     for text, some in _losses(checkpoint, scored, group, progress):
         losses[text].append(some)
-    return [mean_estimate(torch.cat(of_text)).exp() for of_text in losses]
+    return [torch.cat(of_text).view(len(windows), -1) for of_text, windows in zip(losses, texts, strict=True)]
 
 
 def token_perplexity(
@@ -352,7 +365,7 @@ def head_pieces(counts: Sequence[int], vocab_size: int) -> Iterator[list[tuple[i
     that their logits may be in memory together.
     """
     every = [(index, rows) for index, count in enumerate(counts) for rows in _pieces(count, TOKENS_THROUGH_THE_HEAD)]
-    for some in _pieces(len(every), max(1, _LOGITS_BYTES // (4 * TOKENS_THROUGH_THE_HEAD * vocab_size))):
+    for some in _pieces(len(every), max(1, LOGITS_BYTES // (4 * TOKENS_THROUGH_THE_HEAD * vocab_size))):
         yield every[some]
 
 
