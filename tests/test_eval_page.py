@@ -111,7 +111,7 @@ def test_the_figures_are_those_of_the_tables(found: Evaluation) -> None:
     kls = sorted(one.kl for text in found.texts if (one := found.rows[2].texts[text].divergence) is not None)
     ratio = found.rows[0].megabytes / found.rows[2].megabytes
     title = next(text for text in read.texts if "smaller" in text)
-    said = re.fullmatch(r"int4-g64 is (\S+) \S smaller; per token it diverges by (\S+) to (\S+) nats", title)
+    said = re.fullmatch(r"int4-g64 is (\S+)\s\S smaller; per token it diverges by (\S+) to (\S+) nats", title)
     assert said is not None
     assert [float(one) for one in said.groups()] == pytest.approx([ratio, *kls], rel=0.05)
     columns = [dict(zip(table.head, row, strict=True)) for table in side_by_side(found) for row in table.rows]
@@ -413,18 +413,18 @@ def test_pointing_at_a_token_shows_what_both_models_expected(
         assert one is not None
         return [by_itself(sample.pieces[token]) for token in one.guess.tokens]
 
-    browser.hover(".m0 .stretch i:nth-child(9)")
-    assert [name for name in expected(8, "int8") if name not in browser.value(said)] == []
+    browser.hover(".m1 .stretch i:nth-child(9)")
+    assert [name for name in expected(8, "int4-g64") if name not in browser.value(said)] == []
     assert browser.value(said).startswith(by_itself(sample.pieces[sample.tokens[8]]))
     assert "whole" in browser.value(said)
-    browser.click(".m0 .stretch i:nth-child(12)")
+    browser.click(".m1 .stretch i:nth-child(12)")
     browser.press("ArrowRight")
     assert browser.value(said).startswith(by_itself(sample.pieces[sample.tokens[12]]))
-    assert browser.value("document.activeElement.matches('.m0 .stretch i:nth-child(13)')")
-    browser.click("label[for=t0m1]")
-    browser.hover(".m1 .stretch i:nth-child(21)")
-    assert [name for name in expected(20, "int4-g64") if name not in browser.value(said)] == []
-    assert "int4-g64" in browser.value(said)
+    assert browser.value("document.activeElement.matches('.m1 .stretch i:nth-child(13)')")
+    browser.click("label[for=t0m0]")
+    browser.hover(".m0 .stretch i:nth-child(21)")
+    assert [name for name in expected(20, "int8") if name not in browser.value(said)] == []
+    assert "int8" in browser.value(said)
     browser.hover(".map td[title]")
     title = browser.value("document.querySelector('.map td[title]').title")
     assert browser.value("document.querySelector('.readout').textContent") == title

@@ -29,18 +29,19 @@ def token_scale(found: Evaluation) -> Scale:
     )
 
 
-def coloured_text(found: Evaluation, name: str, number: int, scale: Scale) -> Markup:
+def coloured_text(found: Evaluation, name: str, number: int, scale: Scale, chosen: str) -> Markup:
     """A text's stretches, of which one model's are shown at a time.
 
     Args:
         number: of the text on its page.
+        chosen: the model that is shown at first.
     """
     samples = found.details[name].samples
     models = list(samples[0].models)
     choice: list[Markup] = []
     for index, model in enumerate(models):
         key = f"t{number}m{index}"
-        checked = "" if index == 0 else None
+        checked = "" if model == chosen else None
         choice.append(
             element(
                 "input", {"type": "radio", "name": f"t{number}", "id": key, "class": f"m{index}", "checked": checked}
