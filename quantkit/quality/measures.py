@@ -28,7 +28,7 @@ STATES_BYTES = 256 << 20
 NOT_SCORED = -100
 """Stands for a target where nothing is predicted; cross entropy leaves it out."""
 TOKENS_THROUGH_THE_HEAD = 64
-_LOGITS_BYTES = 32 << 20  # of one model, that are in memory together
+LOGITS_BYTES = 32 << 20  # of one model, that are in memory together
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def compare_texts(
             "cannot be compared with the reference", path=odd[0].path,
             found=f"{odd[0].config.vocab_size} tokens", expected=f"a vocabulary of {size}",
         )  # fmt: skip
-    heard = listeners or [[None] * len(others)] * len(texts)
+    heard: Sequence[Sequence[Listener | None]] = listeners or [[None] * len(others)] * len(texts)
     tallies = [[_Tally(listener) for listener in of_text] for of_text in heard]
     width = max(checkpoint.config.hidden_size for checkpoint in (reference, *others))
     parts = _parts([Windows.of(windows) for windows in texts], width)
@@ -365,7 +365,7 @@ def head_pieces(counts: Sequence[int], vocab_size: int) -> Iterator[list[tuple[i
     that their logits may be in memory together.
     """
     every = [(index, rows) for index, count in enumerate(counts) for rows in _pieces(count, TOKENS_THROUGH_THE_HEAD)]
-    for some in _pieces(len(every), max(1, _LOGITS_BYTES // (4 * TOKENS_THROUGH_THE_HEAD * vocab_size))):
+    for some in _pieces(len(every), max(1, LOGITS_BYTES // (4 * TOKENS_THROUGH_THE_HEAD * vocab_size))):
         yield every[some]
 
 

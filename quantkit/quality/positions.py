@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +60,11 @@ class PositionDivergence:
         return Estimate(self.kl, self.kl_error)
 
 
-def position_edges(length: int) -> list[int]:
+def position_edges(length: int, shortest: int = SHORTEST) -> list[int]:
     """Where the buckets of a context begin and end: 0, 128, 256, 512, ..., the last cut at its length."""
     edges = [0]
     while edges[-1] < length:
-        edges.append(min(length, 2 * edges[-1] or SHORTEST))
+        edges.append(min(length, 2 * edges[-1] or shortest))
     return edges
 
 
@@ -83,12 +83,13 @@ def rise_text(buckets: Sequence[PositionDivergence]) -> str:
     """Whether divergence rises with the position, in words."""
     found = rise(buckets)
     if found is None:
-        return "not told: there is one bucket"
+        return "no later positions to hold it against"
+    told = f"{found} times that at {buckets[0].name}"
     if found.error is None:
-        return f"{found} times from {buckets[0].name} to {buckets[-1].name}"
-    far = abs(found.value - 1) > _CLEAR * found.error
-    verb = ("rises" if found.value > 1 else "falls") if far else "does not clearly change"
-    return f"{verb}: {found} times from {buckets[0].name} to {buckets[-1].name}"
+        return told
+    if abs(found.value - 1) <= _CLEAR * found.error:
+        return f"{told}: no clear change"
+    return f"{told}: it {'rises' if found.value > 1 else 'falls'}"
 
 
 def cut_short(text: str, length: int, asked: int, context: int) -> str:
@@ -130,7 +131,7 @@ class PositionCertificate:
             return None
         return (
             f"the result is too far from its source at positions {worst.name}",
-            f"a mean KL(source || result) of {significant(worst.kl)} nats a token on '{self.text}'",
+            f"a mean KL(source || result) of {significant(worst.kl, 5)} nats a token on '{self.text}'",
             f"at most {self.kl_bound:.3g}",
         )
 
@@ -143,7 +144,7 @@ class PositionCertificate:
         if (problem := self.problem()) is not None:
             raise QualityError(
                 problem[0], path=dst, found=problem[1], expected=problem[2],
-                hint=f"KL {rise_text(self.caches[FLOAT])}; choose a finer scheme, or keep it with"
+                hint=f"the last KL is {rise_text(self.caches[FLOAT])}; choose a finer scheme, or keep it with"
                 " `accept_quality_loss=True` (and `resume=True`)",
             )  # fmt: skip
 
@@ -153,7 +154,7 @@ class PositionCertificate:
         told = []
         for cache, buckets in self.caches.items():
             last = buckets[-1]
-            told.append(f"KL by position, {cache} cache: {last.estimate} at {last.name}; {rise_text(buckets)}")
+            told.append(f"KL by position, {cache} cache: {last.estimate} at {last.name}, {rise_text(buckets)}")
         return [f"{told[0]} ({tokens})", *told[1:]]
 
     def to_json(self, *, accepted: bool = False) -> dict[str, Any]:
@@ -186,8 +187,8 @@ class PositionCertificate:
 
 
 def _bucket(value: Mapping[str, Any]) -> PositionDivergence:
-    kinds = {"int": int, "float": float, "float | None": float}
-    return PositionDivergence(**{
-        field.name: None if value[field.name] is None else kinds[str(field.type)](value[field.name])
-        for field in fields(PositionDivergence)
-    })  # fmt: skip
+    error = value["kl_error"]
+    return PositionDivergence(
+        int(value["start"]), int(value["stop"]), int(value["tokens"]), float(value["kl"]),
+        None if error is None else float(error), float(value["top1_agreement"]),
+    )  # fmt: skip
