@@ -219,10 +219,12 @@ def test_a_recipe_is_read_and_its_old_option_works_with_a_note(
     recipe = tmp_path / "recipe.json"
     recipe.write_text('{"default": "int8", "overrides": [{"pattern": "*.down_proj", "scheme": "int4-g32"}]}')
     code, _, err = run(capfd, "quantize", demo_model, tmp_path / "new", "--method", "rtn", "--recipe", recipe)
-    assert (code, len(err.splitlines())) == (0, 1)
+    assert (code, err) == (0, "")
     code, _, err = run(capfd, "quantize", demo_model, tmp_path / "old", "--method", "rtn", "--plan", recipe)
-    assert (code, len(err.splitlines())) == (0, 2)
-    assert err.startswith("quantkit: note: --plan is called --recipe now; the old name goes with the next release\n")
+    assert (code, err) == (
+        0,
+        "quantkit: note: --plan is called --recipe now; the old name goes with the next release\n",
+    )
     manifests = [(tmp_path / name / "quantkit.json").read_bytes() for name in ("new", "old")]
     assert manifests[0] == manifests[1]
     made = json.loads(manifests[0])
@@ -329,8 +331,7 @@ def test_the_result_goes_to_stdout_and_notes_to_stderr(tmp_path: Path, capfd: Ca
     assert code == 0
     assert out.startswith(f"wrote {dst}: int4-g64 ")
     assert out.count("\n") == 1
-    taken, *lines = err.splitlines()
-    assert taken.startswith("quantkit: note: this takes about memory ")
+    lines = err.splitlines()
     assert all(line.startswith("quantkit: note: ") for line in lines)
     assert "has no tokenizer" in lines[0]
     assert [line.rpartition("; ")[2] for line in lines[1:]] == ["int4-g64 is used there", "int4-g32 is used there"]

@@ -18,6 +18,7 @@ from torch import Tensor
 import quantkit
 from quantkit.calibration import packaged
 from quantkit.calibration.packaged import PREFIX, PackagedText, near_uniform_pieces
+from quantkit.cli.main import main
 from quantkit.data.files import DEMO_MODEL, excerpt
 from quantkit.errors import RequestError
 from quantkit.formats.detect import open_checkpoint
@@ -260,8 +261,10 @@ def test_int4_is_calibrated_on_what_the_source_knows_and_goes_on_with_it(demo_mo
 @pytest.mark.usefixtures("languages")
 def test_the_command_tells_what_it_takes_before_it_begins(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
     options = ["--scheme", "int4-g64", "--samples", "6", "--length", "48", "--json", "-"]
-    code, out, err = run(capfd, "quantize", demo_model, tmp_path / "out", *options)
-    assert code == 0, err
+    with pytest.raises(SystemExit) as stop:
+        main([str(one) for one in ("quantize", demo_model, tmp_path / "out", *options)])
+    out, err = capfd.readouterr()
+    assert stop.value.code == 0, err
     lines = err.splitlines()
     assert lines[0].startswith("quantkit: note: this takes about memory ")
     assert all(word in lines[0] for word in ("disk", "time"))
