@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import input_groups, layer_kinds, linear_columns, sizes
 from quantkit.arguments import as_path, as_text, as_whole, require_flags
 from quantkit.calibration.effort import activation_bytes, batch_samples, inner_width
@@ -237,7 +238,8 @@ def quantize(
         flops += calibration_flops(config, shape, effort)
         seconds += calibration_seconds(config, shape, effort)
     _require_room(dst, encoder, disk + scratch, resume)
-    kinds = Counter(str(assigned[module]) if module in assigned else "float" for module in assignment.modules)
+    linears = (module for module in assignment.modules if module != EMBEDDING)
+    kinds = Counter(str(assigned[module]) if module in assigned else "float" for module in linears)
     phase = max(phases, key=lambda name: phases[name])
     seconds += flops / _flop_rate() + _writing_seconds(disk)
     return Estimate(dict(kinds), phases[phase], phase, on_device, disk, scratch, seconds, checked, notes)
