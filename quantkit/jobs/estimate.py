@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import input_groups, layer_kinds, linear_columns, sizes
 from quantkit.calibration.effort import activation_bytes, batch_samples, inner_width
 from quantkit.calibration.estimate import (
@@ -165,7 +166,7 @@ def estimate_quantization(
             phases["the choice of samples"] = _forward(source, tried, models=1)
             flops += forward_flops(config, tried)
             seconds += _pass_seconds(config, 1)
-    kinds = Counter(str(scheme or "float") for scheme in assigned.values())
+    kinds = Counter(str(scheme or "float") for module, scheme in assigned.items() if module != EMBEDDING)
     phase = max(phases, key=lambda name: phases[name])
     seconds += flops / _flop_rate() + _writing_seconds(disk)
     return Estimate(dict(kinds), phases[phase], phase, on_device, disk, scratch, seconds, checked, notes)
