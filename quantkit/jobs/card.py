@@ -19,6 +19,8 @@ import yaml
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import unread_experts
 from quantkit.arguments import as_text
+from quantkit.bit_allocation.allocation import Allocation
+from quantkit.bit_allocation.picture import NAME as PICTURE
 from quantkit.calibration.data import Calibration
 from quantkit.errors import RequestError
 from quantkit.files.gguf_types import GGUF
@@ -32,9 +34,11 @@ from quantkit.jobs.settings import GptqSettings
 from quantkit.json_values import read_json, shown
 from quantkit.memory import size_text
 from quantkit.quality.bounds import BOUNDS, coarser
+from quantkit.quality.figures import significant
 from quantkit.quality.gate import FLOOR, SLACK, Gate
 from quantkit.quality.weights_only import WeightsOnly
 from quantkit.quality.windows import RANDOM, WINDOW
+from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.version import __version__
 
@@ -83,6 +87,7 @@ class Made:
         settings, drawn: of GPTQ, and what it was calibrated on; None for rounding.
         options: more arguments of `quantize` that were given, for the command.
         labels: what the user says of the model.
+        allocation: how the schemes were chosen for a size; None where they were given.
     """
 
     scheme_map: SchemeMap
@@ -93,6 +98,7 @@ class Made:
     drawn: Calibration | None
     options: Mapping[str, object]
     labels: Labels
+    allocation: Allocation | None = None
 
 
 def model_card(source: Checkpoint, made: Made, gate: Gate | WeightsOnly) -> bytes:
@@ -112,6 +118,7 @@ def model_card(source: Checkpoint, made: Made, gate: Gate | WeightsOnly) -> byte
         f"# {name}, {' and '.join(schemes)}", "",
         f"{_linked(base) or name}, quantized by quantkit {__version__}.", "",
         *_facts(source, made), "",
+        *([] if made.allocation is None else _choice(made.allocation)),
         *(_quality(gate, made) if isinstance(gate, Gate) else ["## Quality", "", *_wrapped(f"{gate.line()}.")]), "",
         *_use(source.config, made.method, made.scheme_map, folder), "",
         *_command(made, name, folder, runnable=source.config.runnable),
@@ -181,6 +188,21 @@ def _facts(source: Checkpoint, made: Made) -> list[str]:
     rows["kept as floats"] = f"{'; '.join(kept)}{tied} ({source.config.dtype})"
     rows["method"] = _method(made)
     return ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items())]
+
+
+def _choice(found: Allocation) -> list[str]:
+    """How the schemes were chosen for a size."""
+    head, *rows = found.table()
+    told = (
+        f"They were chosen so that {found.target} lose least: {found.bits:.4g} bits a weight of the linear layers,"
+        f" {found.weight_bytes} bytes of weights. From the calibration samples a KL of {significant(found.kl)} was"
+        " estimated, of which the last column tells each layer's share."
+    )
+    return [
+        "## Schemes", "", *_wrapped(told), "",
+        *(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)), "",
+        f"![Schemes by layer]({PICTURE})", "",
+    ]  # fmt: skip
 
 
 def _many(count: int) -> str:
@@ -304,7 +326,13 @@ def _use_of_tensors(schemes: Mapping[str, QuantScheme], folder: str) -> list[str
 
 def _command(made: Made, name: str, folder: str, *, runnable: bool) -> list[str]:
     options = {**made.options, **asdict(made.labels)}
-    command, recipe = quantize_command(name, folder, made.scheme_map.recipe, made.settings, made.drawn, options)
+    asked = made.scheme_map.recipe
+    if made.allocation is not None:
+        asked = Recipe(asked.default, asked.overrides[len(made.allocation.recipe().overrides) :])
+    command, recipe = quantize_command(
+        name, folder, asked, made.settings, made.drawn, options,
+        None if made.allocation is None else made.allocation.target,
+    )  # fmt: skip
     lines = ["## How it was made", "", "```", command, "```"]
     if recipe is not None:
         lines += ["", "with this recipe:", "", "```json", recipe, "```"]

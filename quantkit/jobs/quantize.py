@@ -9,6 +9,9 @@ from pathlib import Path
 import torch
 
 from quantkit.arguments import as_path, require_flags, require_instance
+from quantkit.bit_allocation.allocation import size_target
+from quantkit.bit_allocation.picture import NAME as PICTURE
+from quantkit.bit_allocation.picture import picture
 from quantkit.calibration.quantizers import GptqQuantizer, Quantizer, RtnQuantizer, TensorBlock
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.container import weight_size
@@ -17,6 +20,8 @@ from quantkit.formats.output.staging import partial_folder
 from quantkit.formats.output.writer import Written
 from quantkit.jobs.card import NAME as CARD
 from quantkit.jobs.card import Labels, Made, model_card, model_name
+from quantkit.jobs.fit_to_size import OPTION as BIT_ALLOCATION
+from quantkit.jobs.fit_to_size import SizeFit, asked_recipe
 from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, writing
 from quantkit.jobs.prepare import planned_output, prepare, starved_experts, tensor_blocks, too_few_tokens
 from quantkit.jobs.result import QuantizeResult
@@ -33,8 +38,11 @@ from quantkit.tensors.scheme import QuantScheme
 def quantize(
     src: str | Path,
     dst: str | Path,
-    scheme: str | QuantScheme | Recipe,
+    scheme: str | QuantScheme | Recipe | None = None,
     *,
+    target_bits: float | None = None,
+    max_size: int | None = None,
+    head: str | QuantScheme | None = None,
     to: TargetName | None = None,
     split_max_size: int | None = None,
     method: Method = "rtn",
@@ -73,6 +81,11 @@ def quantize(
         src: a model of floats; one in FP8 or MXFP4 counts as such.
         dst: the folder to make, or a file ``*.gguf``; it must not exist.
         scheme: its name, ``int8`` or ``int4-g128`` and the like; a `QuantScheme`; or a `Recipe` with overrides.
+        target_bits: in place of a scheme: bits of each weight of the decoder linears on average, such as 4.5; codes,
+            scales and zero points count. The scheme of each layer is chosen with GPTQ's samples among int4 in groups
+            of 128, 64 and 32, int8 and floats, so that least is lost; linears that runtimes fuse share one.
+        max_size: the same for all files of weights together, in bytes.
+        head: the scheme of the output head, which keeps its floats by default; a recipe names ``lm_head`` instead.
         to: ``compressed-tensors`` (the default), ``int-quantized``, ``gptq``, ``awq``, ``mlx`` or ``gguf``; any of
             them with any `method`.
         split_max_size: as in `convert`.
@@ -104,7 +117,7 @@ def quantize(
         same.
 
     Raises:
-        RequestError: for a scheme, method or option that makes no sense.
+        RequestError: for a scheme, method or option that makes no sense, or a size that no choice of schemes has.
         CheckpointError, UnsupportedError: if `src` is damaged, or of a kind that cannot be quantized, or `to` does not
             hold the scheme.
         DestinationError, ResumeError: if `dst` is there, cannot be written, or is being written.
@@ -125,10 +138,22 @@ def quantize(
         method, calibration, samples=samples, length=length, seed=seed, thorough=thorough,
         activation_memory=activation_memory, device=device,
     )  # fmt: skip
+    size = size_target(target_bits, max_size, scheme)
     prepared = prepare(
-        src, dst, scheme, embedding=embedding, keep=keep, strict=strict, weights=weights, tensors_only=tensors_only,
+        src, dst, asked_recipe(scheme, size, head), embedding=embedding, keep=keep, strict=strict, weights=weights, tensors_only=tensors_only,
         gptq=settings is not None, target=target,
     )  # fmt: skip
+    name, most = (
+        model_name(prepared.source, labels.base_model),
+        shard_bytes(split_max_size, target.container, SHARD_BYTES),
+    )
+    drawn, allocation = None, None
+    if size is not None:
+        fit = SizeFit(prepared, size, target, template, most, name, dst)
+        fit.require_possible(settings)
+        assert settings is not None
+        drawn = settings.draw(prepared.tokenizer, prepared.source)
+        prepared, allocation = fit.chosen(drawn, settings, resume=resume, group=group, progress=progress)
     source, scheme_map, tokenizer, notes = prepared.source, prepared.scheme_map, prepared.tokenizer, prepared.notes
     runnable = source.config.runnable
     if not runnable:
@@ -144,18 +169,17 @@ def quantize(
         options["to"] = target.name
     if split_max_size is not None:
         options["split_max_size"] = split_max_size
+    if allocation is not None:
+        options[BIT_ALLOCATION] = allocation.to_json()
     blocks = tensor_blocks(source, schemes, target)
-    planned = planned_output(
-        prepared, blocks, target, template, shard_bytes(split_max_size, target.container, SHARD_BYTES),
-        model_name(source, labels.base_model), dst,
-    )  # fmt: skip
+    planned = planned_output(prepared, blocks, target, template, most, name, dst)
     encoder = target.container.encoder(planned)
     notes += target.container.notes(planned)
     computed_by: dict[str, object] = {}
-    scratch, drawn = 0, None
+    scratch = 0
     quantizer: Quantizer = RtnQuantizer(source, allow_nonfinite=allow_nonfinite)
     if settings is not None:
-        drawn = settings.draw(tokenizer, source)
+        drawn = drawn or settings.draw(tokenizer, source)
         notes += too_few_tokens(drawn.tokens.shape, source.config)
         options |= {"calibration": drawn.to_json(), "thorough": settings.thorough}
         computed_by = {"number of processes": group.size, "kind of device": settings.device.type}
@@ -182,7 +206,7 @@ def quantize(
                 if settings is not None:
                     writer.checkpoint()  # what takes long to solve is not solved again
         result = writer.seal()
-        size = weight_size(result)
+        written = weight_size(result)
         notes += starved_experts(writer.records, source.config)
         if runnable:
             told = in_phase(progress, "gate")
@@ -204,13 +228,15 @@ def quantize(
         }  # fmt: skip
         card = {}
         if target.method is not None:
-            made = Made(scheme_map, target.method, *size, settings, drawn, others, labels)
+            made = Made(scheme_map, target.method, *written, settings, drawn, others, labels, allocation)
             card = {CARD: model_card(source, made, gate)}
+            if allocation is not None:
+                card[PICTURE] = picture(allocation).encode()
         manifest = writer.commit(details, card)
     found = QuantizeResult(
-        dst, scheme_map.counts(), *size, method, None if drawn is None else drawn.to_json(),
+        dst, scheme_map.counts(), *written, method, None if drawn is None else drawn.to_json(),
         gate, accept_quality_loss, time.monotonic() - began, [*source.notes, *notes, *writer.notes], manifest,
-        None if scheme_map.embedding is None else str(scheme_map.embedding),
+        None if scheme_map.embedding is None else str(scheme_map.embedding), allocation,
     )  # fmt: skip
     group.tell_others(found)
     return found

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from quantkit.bit_allocation.allocation import Allocation
 from quantkit.memory import size_text
 from quantkit.quality.figures import Estimate, weighted_mean
 from quantkit.quality.gate import Gate
@@ -71,6 +72,7 @@ class QuantizeResult:
         notes: what one should know though it is no error.
         manifest: what ``quantkit.json`` holds.
         embedding: its scheme; None where it keeps its floats.
+        allocation: how the schemes were chosen for a size; None where they were given.
     """
 
     path: Path
@@ -85,10 +87,14 @@ class QuantizeResult:
     notes: list[str]
     manifest: dict[str, Any]
     embedding: str | None = None
+    allocation: Allocation | None = None
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as plain values; ``quality`` as the manifest has it."""
-        return {**asdict(self), "path": str(self.path), "quality": self.quality.to_json(accepted=self.accepted)}
+        plain = asdict(replace(self, allocation=None))
+        chosen = None if self.allocation is None else self.allocation.to_json()
+        quality = self.quality.to_json(accepted=self.accepted)
+        return {**plain, "path": str(self.path), "quality": quality, "allocation": chosen}
 
     def lines(self) -> list[str]:
         """The report for people: one line, with the divergence and the growth of perplexity over all texts of the
@@ -99,7 +105,8 @@ class QuantizeResult:
             _size(self.weight_bytes, self.bits_per_weight),
             *_lost(self.quality),
         ]
-        return [f"wrote {self.path}: {', '.join([*facts, _time(self.seconds)])}"]
+        chosen = [] if self.allocation is None else [*self.allocation.lines(), self.allocation.line()]
+        return [*chosen, f"wrote {self.path}: {', '.join([*facts, _time(self.seconds)])}"]
 
 
 def growth_text(ratio: Estimate) -> str:
