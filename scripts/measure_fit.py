@@ -67,10 +67,8 @@ def estimates(measured: Measurement) -> None:
     table = torch.tensor(found, dtype=torch.float64).t()
     ranks = table.argsort(1).argsort(1).double()
     for number in range(1, len(table)):
-        rank = torch.corrcoef(ranks[[0, number]])[0, 1].item()
-        print(
-            f"text {number}: rank correlation {rank:.3f}, estimated / measured {table[0].sum() / table[number].sum():.2f}"
-        )
+        rank, ratio = torch.corrcoef(ranks[[0, number]])[0, 1], table[0].sum() / table[number].sum()
+        print(f"text {number}: rank correlation {rank:.3f}, estimated / measured {ratio:.2f}")
 
 
 def main() -> None:

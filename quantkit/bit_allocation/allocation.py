@@ -178,8 +178,8 @@ class Allocation:
     def line(self) -> str:
         """All in short."""
         return (
-            f"{self.bits:.4g} bits a weight of the linears for {self.target}, {size_text(self.weight_bytes)}"
-            f" of weights, estimated KL {significant(self.kl)}"
+            f"chosen for {self.target}: {self.bits:.4g} bits a weight of the linear layers,"
+            f" {size_text(self.weight_bytes)} of weights, estimated KL {significant(self.kl)}"
         )
 
     def lines(self) -> list[str]:

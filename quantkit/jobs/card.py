@@ -112,10 +112,13 @@ def model_card(source: Checkpoint, made: Made, gate: Gate | WeightsOnly) -> byte
     base = made.labels.base_model or base_model(source)
     name = model_name(source, base)
     schemes = made.scheme_map.counts()
-    folder = f"{name}-{next(iter(schemes))}"
+    told, short = " and ".join(schemes), next(iter(schemes))
+    if made.allocation is not None:
+        told, short = f"{made.allocation.bits:.4g} bits a weight", f"{made.allocation.bits:.4g}bit"
+    folder = f"{name}-{short}"
     lines = [
         "---", yaml.safe_dump(_head(source, made, base), sort_keys=False, allow_unicode=True).strip(), "---", "",
-        f"# {name}, {' and '.join(schemes)}", "",
+        f"# {name}, {told}", "",
         f"{_linked(base) or name}, quantized by quantkit {__version__}.", "",
         *_facts(source, made), "",
         *([] if made.allocation is None else _choice(made.allocation)),
@@ -194,9 +197,9 @@ def _choice(found: Allocation) -> list[str]:
     """How the schemes were chosen for a size."""
     head, *rows = found.table()
     told = (
-        f"They were chosen so that {found.target} lose least: {found.bits:.4g} bits a weight of the linear layers,"
-        f" {found.weight_bytes} bytes of weights. From the calibration samples a KL of {significant(found.kl)} was"
-        " estimated, of which the last column tells each layer's share."
+        f"They were chosen to lose least within {found.target}. The linear layers have {found.bits:.4g} bits a weight,"
+        f" and the files of weights {found.weight_bytes} bytes. From the calibration samples a KL of"
+        f" {significant(found.kl)} was estimated; the last column tells each layer's share."
     )
     return [
         "## Schemes", "", *_wrapped(told), "",

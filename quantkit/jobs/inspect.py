@@ -40,6 +40,7 @@ class Inspection:
         tensors: number of tensors by float type or scheme.
         tokenizer: its kind, tokens and BOS; ``none`` where there is none.
         made_by: version and job of quantkit that wrote it; None where that is not told.
+        schemes_chosen: for which size, where quantkit chose them; None elsewhere.
         readers: who can load the folder.
         notes: what one should know though it is no error.
         runnable: whether it can be run here; of a model known by its tensors only sizes are what its config says, 0
@@ -69,6 +70,7 @@ class Inspection:
     readers: str
     notes: list[str]
     runnable: bool = True
+    schemes_chosen: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as plain values."""
@@ -91,6 +93,7 @@ class Inspection:
             *([f"  tokenizer: {self.tokenizer}"] if self.runnable else []),
             f"  loads in: {self.readers}",
             *([f"  made by: {self.made_by}"] if self.made_by else []),
+            *([f"  schemes: {self.schemes_chosen}"] if self.schemes_chosen else []),
             *(f"  note: {note}" for note in self.notes),
         ]
 
@@ -151,6 +154,7 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None, tensors_only
         readers=checkpoint.readers(),
         notes=[*checkpoint.notes, *notes],
         runnable=config.runnable,
+        schemes_chosen=_schemes_chosen(checkpoint.path),
     )
 
 
@@ -179,6 +183,18 @@ def _made_by(folder: Path) -> str | None:
     except CheckpointError:
         return None
     return f"quantkit {made.get('quantkit_version')} ({made.get('job')})"
+
+
+def _schemes_chosen(folder: Path) -> str | None:
+    try:
+        found = manifest.read(folder).get("bit_allocation")
+    except CheckpointError:
+        return None
+    if not isinstance(found, dict):
+        return None
+    bits, size, kl = (found.get(key) for key in ("target_bits", "max_size", "estimated_kl"))
+    asked = f"{bits:g} bits a weight" if isinstance(bits, float) else f"at most {size} bytes of weights"
+    return f"chosen for {asked}" + (f", estimated KL {kl:g}" if isinstance(kl, float) else "")
 
 
 def count_text(count: int) -> str:

@@ -140,13 +140,11 @@ def quantize(
     )  # fmt: skip
     size = size_target(target_bits, max_size, scheme)
     prepared = prepare(
-        src, dst, asked_recipe(scheme, size, head), embedding=embedding, keep=keep, strict=strict, weights=weights, tensors_only=tensors_only,
-        gptq=settings is not None, target=target,
+        src, dst, asked_recipe(scheme, size, head), embedding=embedding, keep=keep, strict=strict, weights=weights,
+        tensors_only=tensors_only, gptq=settings is not None, target=target,
     )  # fmt: skip
-    name, most = (
-        model_name(prepared.source, labels.base_model),
-        shard_bytes(split_max_size, target.container, SHARD_BYTES),
-    )
+    name = model_name(prepared.source, labels.base_model)
+    most = shard_bytes(split_max_size, target.container, SHARD_BYTES)
     drawn, allocation = None, None
     if size is not None:
         fit = SizeFit(prepared, size, target, template, most, name, dst)
