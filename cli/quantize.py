@@ -59,6 +59,14 @@ from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 )
 @options.device
 @click.option("--accept-quality-loss", is_flag=True, help="Keep a result that is too far from its source.")
+@click.option(
+    "--certify-positions", type=int, metavar="TOKENS",
+    help="Also measure KL by position, to so many tokens of a context, with a float and an int8 cache.",
+)  # fmt: skip
+@click.option(
+    "--certify-text", type=options.PATH, metavar="FILE",
+    help="The text for that, UTF-8; some 5,000 tokens that come with quantkit by default.",
+)  # fmt: skip
 @click.option("--keep", multiple=True, metavar="PATTERN", help="Layers to keep as floats, a glob; repeatable.")
 @click.option("--base-model", metavar="NAME", help="Of SRC on a hub, owner/name, for the model card.")
 @click.option(
@@ -73,7 +81,7 @@ def quantize(data: str | None, **given: Any) -> None:
     one that is too far from it exits with 8. Under torchrun all processes share the calibration; the first one does
     the rounding.
     """
-    reads = given["calibration"], given["recipe"], given["plan"]
+    reads = given["calibration"], given["recipe"], given["plan"], given["certify_text"]
     arguments = job_arguments(given)
     require_models(arguments["src"], makes=arguments["dst"])
 

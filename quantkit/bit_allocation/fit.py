@@ -69,11 +69,12 @@ class Fit:
         smallest, largest = (self._measured(self._uniform(last)) for last in (False, True))
         asked = self.target.bits if self.target.bits is not None else float(self.target.bytes or 0)
         if not smallest <= asked < largest:
-            tell: Callable[[float], str] = "{:.4g} bits".format if self.target.bits else lambda n: size_text(int(n))
-            exact = "" if self.target.bits else f" ({int(smallest)} bytes)"
+            tell = "{:.4g} bits a weight".format if self.target.bits is not None else _bytes_text
             raise RequestError(
-                f"the model has no choice of schemes of {self.target}", path=self.source.path, found=tell(asked),
-                expected=f"at least {tell(smallest)}{exact}, and less than the {tell(largest)} of its floats",
+                "no choice of schemes has this size", path=self.source.path, found=tell(asked),
+                expected=f"at least {tell(smallest)}, and less than the {tell(largest)} of its floats",
+                hint=None if asked >= largest or self.target.bits is not None
+                else "name schemes for the `head` and the `embedding`, which keep their floats",
             )  # fmt: skip
 
     @cached_property
@@ -216,3 +217,7 @@ class Fit:
                 f"{self.codes.name} does not go with a size to fit: {error.problem}", path=self.source.path,
                 found=error.found, hint="choose a scheme, or another format",
             ) from error  # fmt: skip
+
+
+def _bytes_text(count: float) -> str:
+    return f"{int(count)} bytes ({size_text(int(count))})"

@@ -27,6 +27,8 @@ from quantkit.files.gguf_types import GGUF
 from quantkit.files.hub import origin
 from quantkit.formats.checkpoint import Checkpoint, active_parameter_count, parameter_count
 from quantkit.formats.codecs.codec import QuantMethod
+from quantkit.formats.codecs.compressed_tensors import read_here_alone
+from quantkit.jobs.certificate import card_section
 from quantkit.jobs.command import file_name, quantize_command
 from quantkit.jobs.result import growth_text
 from quantkit.jobs.scheme_map import SchemeMap
@@ -36,6 +38,7 @@ from quantkit.memory import size_text
 from quantkit.quality.bounds import BOUNDS, coarser
 from quantkit.quality.figures import significant
 from quantkit.quality.gate import FLOOR, SLACK, Gate
+from quantkit.quality.positions import PositionCertificate
 from quantkit.quality.weights_only import WeightsOnly
 from quantkit.quality.windows import RANDOM, WINDOW
 from quantkit.tensors.recipe import Recipe
@@ -101,13 +104,16 @@ class Made:
     allocation: Allocation | None = None
 
 
-def model_card(source: Checkpoint, made: Made, gate: Gate | WeightsOnly) -> bytes:
+def model_card(
+    source: Checkpoint, made: Made, gate: Gate | WeightsOnly, certificate: PositionCertificate | None = None
+) -> bytes:
     """The card's bytes.
 
     Args:
         source: what was quantized.
         made: what became of it.
         gate: what the result lost; of a model that cannot be run, what became of its tensors.
+        certificate: what it lost by position, where that was asked for.
     """
     base = made.labels.base_model or base_model(source)
     name = model_name(source, base)
@@ -123,6 +129,7 @@ def model_card(source: Checkpoint, made: Made, gate: Gate | WeightsOnly) -> byte
         *_facts(source, made), "",
         *([] if made.allocation is None else _choice(made.allocation)),
         *(_quality(gate, made) if isinstance(gate, Gate) else ["## Quality", "", *_wrapped(f"{gate.line()}.")]), "",
+        *([] if certificate is None else [*card_section(certificate), ""]),
         *_use(source.config, made.method, made.scheme_map, folder), "",
         *_command(made, name, folder, runnable=source.config.runnable),
     ]  # fmt: skip
@@ -158,7 +165,9 @@ def _head(source: Checkpoint, made: Made, base: str | None) -> dict[str, Any]:
         carried = {"license": made.labels.license} | {k: v for k, v in carried.items() if not k.startswith("license")}
     schemes = made.scheme_map.schemes
     loads = all(scheme.symmetric for scheme in schemes.values()) and unread_experts(source.config, schemes) is None
+    loads = loads and made.scheme_map.embedding is None
     loads = loads if made.method.name == _NATIVE else "transformers" in made.method.readers(made.scheme_map.assigned)
+    loads = loads and not _read_here_alone(source.config, made.method, made.scheme_map)
     tag = {key: before[key] for key in ("pipeline_tag",) if key in before}
     if source.config.runnable:
         tag = {"pipeline_tag": "text-generation"}
@@ -180,15 +189,22 @@ def _facts(source: Checkpoint, made: Made) -> list[str]:
         met = _many(active_parameter_count(source))
         rows["experts"] = f"{experts.count} in a layer, {experts.per_token} for a token, which meets {met} weights"
     for index, (text, layer_count) in enumerate(chosen.counts().items()):
-        layers = [module for module, scheme in chosen.schemes.items() if str(scheme) == text]
+        layers = [module for module, scheme in chosen.linears.items() if str(scheme) == text]
         where = "" if index == 0 or not source.config.runnable else f": {_layers(layers, chosen.modules)}"
         rows[text] = f"{_told(chosen.schemes[layers[0]])}; {layer_count} linear layer{'s' * (layer_count > 1)}{where}"
-    always = "embedding and norms" if source.config.experts is None else "embedding, norms and routers"
-    kept = [always, *([_layers(floats, chosen.modules)] if (floats := chosen.kept()) else [])]
+    also_head = ", which is the output head too" if source.config.tied_embeddings else ""
+    always = ["norms"] if source.config.experts is None else ["norms", "routers"]
+    if chosen.embedding is None:
+        always.insert(0, "embedding")
+    else:
+        rows["embedding"] = f"{_told(chosen.embedding)}, rounded to nearest{also_head}"
+    kept = [
+        " and ".join(filter(None, (", ".join(always[:-1]), always[-1]))),
+        *([_layers(floats, chosen.modules)] if (floats := chosen.kept()) else []),
+    ]
     if not source.config.runnable:
         kept = ["all other tensors"]
-    tied = ", which is the output head too" if source.config.tied_embeddings else ""
-    rows["kept as floats"] = f"{'; '.join(kept)}{tied} ({source.config.dtype})"
+    rows["kept as floats"] = f"{'; '.join(kept)}{'' if chosen.embedding else also_head} ({source.config.dtype})"
     rows["method"] = _method(made)
     return ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items())]
 
@@ -277,20 +293,32 @@ def _use(config: ModelConfig, method: QuantMethod, scheme_map: SchemeMap, folder
     if not config.runnable:
         return _use_of_tensors(schemes, folder)
     if method.name == _NATIVE:
-        return _use_of_native(config, schemes, folder)
+        return _use_of_native(config, schemes, folder, embedding=scheme_map.embedding is not None)
     readers = f"quantkit {__version__} loads it; so should {method.readers(scheme_map.assigned)}."
+    if _read_here_alone(config, method, scheme_map):
+        readers = f"quantkit {__version__} loads it; no other reader was found that does."
     python = ["```python", "import quantkit", "", f'model, tokenizer = quantkit.load("{folder}")', "```"]
     return ["## Use", "", *_wrapped(readers), "", *python]
 
 
-def _use_of_native(config: ModelConfig, schemes: Mapping[str, QuantScheme], folder: str) -> list[str]:
+def _read_here_alone(config: ModelConfig, method: QuantMethod, scheme_map: SchemeMap) -> bool:
+    return read_here_alone(method, scheme_map.assigned, tied=config.tied_embeddings)
+
+
+def _use_of_native(
+    config: ModelConfig, schemes: Mapping[str, QuantScheme], folder: str, *, embedding: bool
+) -> list[str]:  # fmt: skip
     """How to load it, in what can; as tried."""
     unread = "packed zero points" if any(not one.symmetric for one in schemes.values()) else None
-    unread = unread or unread_experts(config, schemes)
+    unread = "a packed embedding" if embedding else unread or unread_experts(config, schemes)
     no_int8, dense = all(one.bits == 4 for one in schemes.values()), config.experts is None
     transformers = "yes" if unread is None else f"no: it does not load {unread}"
     vllm = "yes" if dense else "not tried with experts"
-    vllm = vllm if no_int8 else "no: it has no CPU kernel for 8-bit weights alone"
+    vllm = (
+        vllm
+        if no_int8
+        else f"no: it has no CPU kernel for {'packed embeddings' if embedding else '8-bit weights alone'}"
+    )
     lines = [
         "## Use", "", "| | tried |", "|---|---|",
         f"| quantkit {__version__} | yes |",

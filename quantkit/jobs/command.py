@@ -54,11 +54,11 @@ def file_name(path: str | Path) -> str | None:
 
 
 def _scheme_options(recipe: Recipe) -> dict[str, object]:
-    """A recipe as options: a scheme, one for the head, one for the embedding and layers to keep; or else a file."""
-    kept, named = list(recipe.overrides), {}
-    for option, module in (("head", CANONICAL["head"]), ("embedding", EMBEDDING)):
+    """A recipe as options: a scheme, one for the head and the embedding, and layers to keep; or else a file."""
+    kept, named = list(recipe.overrides), dict[str, object]()
+    for name, module in (("head", CANONICAL["head"]), ("embedding", EMBEDDING)):
         if kept and kept[0].pattern == module and kept[0].scheme is not None:
-            named[option] = kept.pop(0).scheme
+            named[name] = kept.pop(0).scheme
     if any(override.scheme is not None for override in kept):
         return {"recipe": _RECIPE}
     return {"scheme": recipe.default, **named, "keep": [override.pattern for override in kept]}

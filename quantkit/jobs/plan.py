@@ -38,6 +38,7 @@ from quantkit.formats.output.destination import output_files
 from quantkit.formats.output.sink import IN_FLIGHT_BYTES
 from quantkit.formats.output.staging import partial_folder, require_output_absent, require_room_to_build, require_space
 from quantkit.jobs.card import Labels, model_name
+from quantkit.jobs.certificate import certified_text
 from quantkit.jobs.conversion import conversion
 from quantkit.jobs.output import SHARD_BYTES
 from quantkit.jobs.prepare import planned_output, prepare, tensor_blocks, too_few_tokens
@@ -45,6 +46,7 @@ from quantkit.jobs.settings import Method, gptq_settings
 from quantkit.jobs.target import TargetName, quantized_target, shard_bytes
 from quantkit.memory import resident_bytes, size_text
 from quantkit.model.device import float_type
+from quantkit.model.layerwise import TOKENS_THROUGH_A_BLOCK
 from quantkit.quality.measures import TOKENS_THROUGH_THE_HEAD
 from quantkit.quality.windows import measured_tokens, window_length
 from quantkit.tensors.dtypes import DType, FloatName
@@ -181,6 +183,8 @@ def quantize(
     keep: str | Iterable[str] = (),
     strict: bool = False,
     accept_quality_loss: bool = False,
+    certify_positions: int | None = None,
+    certify_text: str | Path | None = None,
     base_model: str | None = None,
     license: str | None = None,
     template: str | None = None,
@@ -225,6 +229,12 @@ def quantize(
         phases["the gate"] = _gate(source)
         flops = forward_flops(config, 3 * measured_tokens(source) + checked)
         seconds = _pass_seconds(config, 3 + bool(checked))
+    if (long := certified_text(certify_positions, certify_text, source, tokenizer)) is not None:
+        notes += long.notes
+        one = min(long.windows.shape[1], TOKENS_THROUGH_A_BLOCK)
+        phases["the certificate"] = _forward(source, one, models=0) + long.states_bytes(config)
+        flops += forward_flops(config, long.tokens) + long.attention_flops(config)
+        seconds += _pass_seconds(config, 3 * len(long.windows))
     if settings is not None:
         effort, shape = settings.effort, settings.shape(tokenizer, source)
         notes += too_few_tokens(shape, config)

@@ -20,6 +20,8 @@ from quantkit.formats.output.staging import partial_folder
 from quantkit.formats.output.writer import Written
 from quantkit.jobs.card import NAME as CARD
 from quantkit.jobs.card import Labels, Made, model_card, model_name
+from quantkit.jobs.certificate import certified_text
+from quantkit.jobs.command import file_name
 from quantkit.jobs.fit_to_size import OPTION as BIT_ALLOCATION
 from quantkit.jobs.fit_to_size import SizeFit, asked_recipe
 from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, writing
@@ -30,6 +32,7 @@ from quantkit.jobs.target import NATIVE, TargetName, quantized_target, shard_byt
 from quantkit.jobs.weights_only import within_bounds
 from quantkit.progress import Progress, heard, in_phase
 from quantkit.quality.gate import Gate, require_passed, run_gate
+from quantkit.quality.positions import PositionCertificate
 from quantkit.quality.weights_only import WeightsOnly, carried_tensors, weights_only
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
@@ -57,6 +60,8 @@ def quantize(
     keep: str | Iterable[str] = (),
     strict: bool = False,
     accept_quality_loss: bool = False,
+    certify_positions: int | None = None,
+    certify_text: str | Path | None = None,
     base_model: str | None = None,
     license: str | None = None,
     template: str | None = None,
@@ -104,6 +109,10 @@ def quantize(
         keep: glob, or several, of modules that keep their floats, such as ``*.layers.0.*``.
         strict: refuse a layer whose shape does not fit its scheme.
         accept_quality_loss: keep a result that is too far from its source.
+        certify_positions: also measure the divergence by position, in windows of so many tokens, with keys and values
+            in a float and in an int8 cache; with floats none may be beyond the gate's bound for the scheme.
+        certify_text: a file to do that on; by default the gate's texts, some 5,000 tokens in all. A text, or context,
+            that is shorter than the positions is measured to its end, and a note says so.
         base_model, license: for the model card: the source's name on a hub, ``owner/name``, and a licence as hubs
             spell it; by default what the source says of itself.
         tensors_only: take the tensors as they are, of whatever architecture; goes with rounding, and no logits are
@@ -169,6 +178,7 @@ def quantize(
         options["split_max_size"] = split_max_size
     if allocation is not None:
         options[BIT_ALLOCATION] = allocation.to_json()
+    long = certified_text(certify_positions, certify_text, source, tokenizer)
     blocks = tensor_blocks(source, schemes, target)
     planned = planned_output(prepared, blocks, target, template, most, name, dst)
     encoder = target.container.encoder(planned)
@@ -192,6 +202,7 @@ def quantize(
         return _told_by_first(group, quantizer, blocks, Written(encoder, partial_folder(dst)))
     work = Work("quantize", source, encoder, target.container.side_files(planned), options, computed_by, scratch)
     gate: Gate | WeightsOnly
+    certificate: PositionCertificate | None = None
     with writing(work, dst, resume=resume, source_check=source_check, progress=progress) as writer:
         there = Written(encoder, writer.path, writer.done)
         with quantizer.running(blocks, there):
@@ -214,27 +225,34 @@ def quantize(
             notes += _accepted(gate, dst)
         else:
             gate = weights_only(result, writer.records)
+        if long is not None:
+            certificate = long.certificate(source, result, schemes.values(), in_phase(progress, "certificate"))
+            if not accept_quality_loss:
+                certificate.require_within(dst)
+            notes += [*long.notes, *_accepted(certificate, dst)]
         details = {
             "model": model_summary(source, source.config.dtype), **options,
             "quality": gate.to_json(accepted=accept_quality_loss), "modules": scheme_map.describe(writer.records),
+            **({} if certificate is None else {"positions": certificate.to_json(accepted=accept_quality_loss)}),
             **({} if runnable else {"carried": carried_tensors(source, result)}),
         }  # fmt: skip
         others = {
             "template": options.get("template"), "weights": weights, "allow_nonfinite": allow_nonfinite,
             "accept_quality_loss": accept_quality_loss, "tensors_only": tensors_only, "to": options.get("to"),
-            "split_max_size": split_max_size,
+            "split_max_size": split_max_size, "certify_positions": certify_positions,
+            "certify_text": certify_text and (file_name(certify_text) or "TEXT"),
         }  # fmt: skip
         card = {}
         if target.method is not None:
             made = Made(scheme_map, target.method, *written, settings, drawn, others, labels, allocation)
-            card = {CARD: model_card(source, made, gate)}
+            card = {CARD: model_card(source, made, gate, certificate)}
             if allocation is not None:
                 card[PICTURE] = picture(allocation).encode()
         manifest = writer.commit(details, card)
     found = QuantizeResult(
         dst, scheme_map.counts(), *written, method, None if drawn is None else drawn.to_json(),
         gate, accept_quality_loss, time.monotonic() - began, [*source.notes, *notes, *writer.notes], manifest,
-        None if scheme_map.embedding is None else str(scheme_map.embedding), allocation,
+        None if scheme_map.embedding is None else str(scheme_map.embedding), certificate, allocation,
     )  # fmt: skip
     group.tell_others(found)
     return found
@@ -251,7 +269,7 @@ def _told_by_first(
     return told
 
 
-def _accepted(gate: Gate, dst: Path) -> list[str]:
-    """A note on what the gate found too far from the source in a result that is kept."""
+def _accepted(gate: Gate | PositionCertificate, dst: Path) -> list[str]:
+    """A note on what the gate, or the certificate, found too far from the source in a result that is kept."""
     problem = gate.problem()
     return [] if problem is None else [f"{dst}: {problem[0]}: {problem[1]}, expected {problem[2]}; accepted"]

@@ -10,6 +10,7 @@ from quantkit.bit_allocation.allocation import Allocation
 from quantkit.memory import size_text
 from quantkit.quality.figures import Estimate, weighted_mean
 from quantkit.quality.gate import Gate
+from quantkit.quality.positions import PositionCertificate
 from quantkit.quality.transcoded import Exact
 from quantkit.quality.weights_only import WeightsOnly
 
@@ -72,6 +73,7 @@ class QuantizeResult:
         notes: what one should know though it is no error.
         manifest: what ``quantkit.json`` holds.
         embedding: its scheme; None where it keeps its floats.
+        positions: what was lost by position; None where no certificate was asked for.
         allocation: how the schemes were chosen for a size; None where they were given.
     """
 
@@ -87,18 +89,22 @@ class QuantizeResult:
     notes: list[str]
     manifest: dict[str, Any]
     embedding: str | None = None
+    positions: PositionCertificate | None = None
     allocation: Allocation | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, as plain values; ``quality`` as the manifest has it."""
-        plain = asdict(replace(self, allocation=None))
-        chosen = None if self.allocation is None else self.allocation.to_json()
-        quality = self.quality.to_json(accepted=self.accepted)
-        return {**plain, "path": str(self.path), "quality": quality, "allocation": chosen}
+        """All of it, as plain values; ``quality`` and ``positions`` as the manifest has them."""
+        own = {
+            "path": str(self.path),
+            "quality": self.quality.to_json(accepted=self.accepted),
+            "positions": None if self.positions is None else self.positions.to_json(accepted=self.accepted),
+            "allocation": None if self.allocation is None else self.allocation.to_json(),
+        }
+        return asdict(replace(self, allocation=None)) | own
 
     def lines(self) -> list[str]:
         """The report for people: one line, with the divergence and the growth of perplexity over all texts of the
-        gate together."""
+        gate together, and those of a certificate."""
         facts = [
             _schemes(self.schemes),
             *([f"embedding {self.embedding}"] if self.embedding else []),
@@ -106,7 +112,8 @@ class QuantizeResult:
             *_lost(self.quality),
         ]
         chosen = [] if self.allocation is None else [*self.allocation.lines(), self.allocation.line()]
-        return [*chosen, f"wrote {self.path}: {', '.join([*facts, _time(self.seconds)])}"]
+        by_position = [] if self.positions is None else self.positions.lines()
+        return [*chosen, f"wrote {self.path}: {', '.join([*facts, _time(self.seconds)])}", *by_position]
 
 
 def growth_text(ratio: Estimate) -> str:

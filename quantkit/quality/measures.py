@@ -99,6 +99,19 @@ class Hidden(Protocol):
     ) -> list[Tensor]: ...  # fmt: skip
 
 
+class Listener(Protocol):
+    """Told what two models predict of a text, a few of its tokens after the other, in their order."""
+
+    def __call__(self, log_p: Tensor, log_q: Tensor, kl: Tensor, targets: Tensor) -> None:
+        """
+        Args:
+            log_p, log_q: logarithms of the reference's and the other's probabilities [N, V].
+            kl: KL(reference || other) of each, in nats [N].
+            targets: what is predicted [N], or `NOT_SCORED`.
+        """
+        ...
+
+
 @torch.inference_mode()
 def compare_batches(
     reference: Checkpoint, other: Checkpoint, batches: Sequence[Batch], *, progress: Progress = silent
@@ -115,19 +128,22 @@ def compare_batches(
 
 def compare(
     reference: Checkpoint, others: Sequence[Checkpoint], windows: Tensor, *,
-    reference_hidden: Hidden = layerwise_hidden, group: ProcessGroup = SINGLE, progress: Progress = silent,
+    reference_hidden: Hidden = layerwise_hidden, listeners: Sequence[Listener] = (), group: ProcessGroup = SINGLE,
+    progress: Progress = silent,
 ) -> list[Quality]:  # fmt: skip
     """`compare_texts` on one text; what each of the others lost."""
     (found,) = compare_texts(
-        reference, others, [windows], reference_hidden=reference_hidden, group=group, progress=progress
-    )
+        reference, others, [windows], reference_hidden=reference_hidden, listeners=[listeners] if listeners else (),
+        group=group, progress=progress,
+    )  # fmt: skip
     return found
 
 
 @torch.inference_mode()
 def compare_texts(
     reference: Checkpoint, others: Sequence[Checkpoint], texts: Sequence[Tensor], *,
-    reference_hidden: Hidden = layerwise_hidden, group: ProcessGroup = SINGLE, progress: Progress = silent,
+    reference_hidden: Hidden = layerwise_hidden, listeners: Sequence[Sequence[Listener]] = (),
+    group: ProcessGroup = SINGLE, progress: Progress = silent,
 ) -> list[list[Quality]]:  # fmt: skip
     """Hold checkpoints against one reference on texts, each as windows [W, T] of token ids.
 
@@ -135,6 +151,7 @@ def compare_texts(
 
     Args:
         reference_hidden: gives the reference's hidden states; a place for a cache.
+        listeners: of each text, one of each of the others; or none at all.
         group: the processes that share each model.
 
     Returns:
@@ -150,7 +167,8 @@ def compare_texts(
             "cannot be compared with the reference", path=odd[0].path,
             found=f"{odd[0].config.vocab_size} tokens", expected=f"a vocabulary of {size}",
         )  # fmt: skip
-    tallies = [[_Tally() for _ in others] for _ in texts]
+    heard = listeners or [[None] * len(others)] * len(texts)
+    tallies = [[_Tally(listener) for listener in of_text] for of_text in heard]
     width = max(checkpoint.config.hidden_size for checkpoint in (reference, *others))
     parts = _parts([Windows.of(windows) for windows in texts], width)
     runs = len(parts) * (len(others) + 1)
@@ -242,7 +260,8 @@ def text_windows(ids: Sequence[int], bos_id: int | None, length: int) -> Tensor:
 class _Tally:
     """What two models' predictions amount to, gathered batch by batch: a few numbers of each token."""
 
-    def __init__(self) -> None:
+    def __init__(self, listener: Listener | None = None) -> None:
+        self._listener = listener
         self._largest = 0.0
         self._found: list[tuple[Tensor, ...]] = []
 
@@ -251,8 +270,11 @@ class _Tally:
         difference = (p - q).abs().max().item()
         self._largest = difference if math.isnan(difference) else max(self._largest, difference)
         log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
+        kl = token_kl(log_p, log_q)
+        if self._listener is not None:
+            self._listener(log_p, log_q, kl, targets)
         self._found.append((
-            token_kl(log_p, log_q),
+            kl,
             (p.argmax(-1) == q.argmax(-1)).double(),
             *(F.nll_loss(log, targets, reduction="none", ignore_index=NOT_SCORED).double() for log in (log_p, log_q)),
             targets != NOT_SCORED,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,11 @@ class PositionDivergence:
         """Its first and last position: ``128-255``."""
         return f"{self.start}-{self.stop - 1}"
 
+    def rounded(self) -> PositionDivergence:
+        """With as many digits as a manifest has."""
+        error = None if self.kl_error is None else float(f"{self.kl_error:.5g}")
+        return replace(self, kl=float(f"{self.kl:.5g}"), kl_error=error, top1_agreement=round(self.top1_agreement, 5))
+
     @property
     def estimate(self) -> Estimate:
         """The mean KL with its standard error."""
@@ -86,9 +91,14 @@ def rise_text(buckets: Sequence[PositionDivergence]) -> str:
     return f"{verb}: {found} times from {buckets[0].name} to {buckets[-1].name}"
 
 
-def cut_short(text: str, length: int, asked: int) -> str:
-    """The note on a text, or a context, with fewer positions than were asked for."""
-    return f"KL by position goes to {length} tokens, not {asked}: '{text}' or the model's context has no more"
+def cut_short(text: str, length: int, asked: int, context: int) -> str:
+    """The note on windows of a text that have fewer tokens than were asked for.
+
+    Args:
+        context: the most that the models can take.
+    """
+    ends = "the model's context" if length == context else f"the text '{text}'"
+    return f"KL by position goes to {length} tokens, not {asked}: {ends} has no more"
 
 
 @dataclass(frozen=True)
@@ -145,12 +155,6 @@ class PositionCertificate:
             last = buckets[-1]
             told.append(f"KL by position, {cache} cache: {last.estimate} at {last.name}; {rise_text(buckets)}")
         return [f"{told[0]} ({tokens})", *told[1:]]
-
-    def notes(self) -> list[str]:
-        """What a user should know, if anything."""
-        if self.length == self.asked:
-            return []
-        return [cut_short(self.text, self.length, self.asked)]
 
     def to_json(self, *, accepted: bool = False) -> dict[str, Any]:
         """The manifest's form.

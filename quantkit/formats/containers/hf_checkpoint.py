@@ -21,7 +21,7 @@ from quantkit.files.source import SourceFile
 from quantkit.files.tensor_file import Home, StoredTensor, TensorFile, same_tensor
 from quantkit.formats.checkpoint import require_tensors, require_unquantized, schemes
 from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule, ReadAsFloats
-from quantkit.formats.codecs.compressed_tensors import packed_shapes
+from quantkit.formats.codecs.compressed_tensors import packed_shapes, read_here_alone
 from quantkit.formats.codecs.compressed_weights import PACKED, PLAIN, SCALE
 from quantkit.formats.codecs.dequantized import DequantizedTensor, by_small_floats, dequantized
 from quantkit.formats.containers.hf_parts import decode, read_dequantized, read_floats, share, zero_biases
@@ -159,7 +159,10 @@ class HFCheckpoint:
         if unread_experts(self.config, schemes(self)):
             return "quantkit"
         linears = (tensor for tensor, _ in self._places.values() if tensor.quantizable or tensor.name in self._codecs)
-        return f"quantkit, {self._method.readers({one.module: self._disk_specs[one.name].scheme for one in linears})}"
+        found = {one.module: self._disk_specs[one.name].scheme for one in linears}
+        if read_here_alone(self._method, found, tied=self.config.tied_embeddings):
+            return "quantkit"
+        return f"quantkit, {self._method.readers(found)}"
 
     @property
     def _floats_as(self) -> DType:
