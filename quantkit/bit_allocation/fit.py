@@ -93,6 +93,14 @@ class Fit:
             found.append([one for at, one in enumerate(own) if sizes[at] < min(sizes[at + 1 :], default=math.inf)])
         return found
 
+    @property
+    def most_bytes(self) -> int:
+        """Of all files of weights, more or less, before the choice is made."""
+        if self.target.bytes is not None:
+            return self.target.bytes
+        floats = sum(self._unit_bytes(unit, None) for unit in self.units)
+        return self.total_bytes(self._schemes(self._uniform(last=True))) - floats + self._room_of_bits
+
     def chosen(
         self, samples: Tensor, *, device: torch.device, memory_bytes: int, group: ProcessGroup,
         progress: Progress = silent,
@@ -138,9 +146,13 @@ class Fit:
     def _room(self, items: Sequence[Sequence[Option]]) -> int:
         """Bytes for the weights of all units."""
         if self.target.bits is not None:
-            return math.floor(self.target.bits * self._counted / 8 + 1e-6) - self._settled_bytes
+            return self._room_of_bits
         floats = sum(own[-1].size for own in items)
         return (self.target.bytes or 0) - self.total_bytes(self._schemes(self._uniform(last=True))) + floats
+
+    @property
+    def _room_of_bits(self) -> int:
+        return math.floor((self.target.bits or 0) * self._counted / 8 + 1e-6) - self._settled_bytes
 
     def _uniform(self, last: bool) -> list[QuantScheme | None]:
         """The coarsest scheme for each unit, or floats for all."""

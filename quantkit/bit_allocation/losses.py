@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.topology import InputGroup, input_groups, layer_kinds, sizes
+from quantkit.architectures.topology import InputGroup, input_groups
+from quantkit.bit_allocation.cost import sample_counts
 from quantkit.bit_allocation.output_errors import RowErrors, row_errors, rows_tried
 from quantkit.bit_allocation.units import Unit
 from quantkit.calibration.effort import batch_samples
@@ -38,11 +39,7 @@ from quantkit.solver.gptq import SingularError
 from quantkit.tensors.finite import all_finite
 from quantkit.tensors.scheme import QuantScheme
 
-_GRADIENT_TOKENS = 8192
-_TOKENS_A_COLUMN = 2
-"""Tokens for the Hessian of the widest linear, for each of its inputs."""
-_STATE_BYTES = 2  # of a number that a block was given, kept as bfloat16
-_WEIGHTS_TRIED = 1 << 20
+_WEIGHTS_TRIED = 1 << 18  # of a unit
 _TOKENS_THROUGH_THE_HEAD = 64
 _HEAD_WEIGHTS = 1 << 24  # of the head that are float32 at a time
 
@@ -104,20 +101,6 @@ def estimate_losses(
         for unit in units
     ]
     return Losses(found, (tokens[0], tokens[1]))
-
-
-def sample_counts(config: ModelConfig, shape: Sequence[int], memory_bytes: int) -> tuple[int, int]:
-    """How many samples of a shape [N, T] serve for the Hessians, and how many of these for the gradients."""
-    count, length = shape
-    widths = sizes(config)
-    widest = max(
-        widths[linear.dims[1]] for layer in layer_kinds(config) for one in input_groups(config, layer)
-        for linear in one.linears
-    )  # fmt: skip
-    kept = memory_bytes // (config.num_layers * length * config.hidden_size * _STATE_BYTES)
-    for_gradients = min(count, max(1, min(kept, -(-_GRADIENT_TOKENS // length))))
-    for_hessians = min(count, -(-max(_GRADIENT_TOKENS, _TOKENS_A_COLUMN * widest) // length))
-    return max(for_hessians, for_gradients), for_gradients
 
 
 class _Passes:

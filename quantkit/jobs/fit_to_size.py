@@ -71,15 +71,6 @@ class SizeFit:
     name: str
     dst: Path
 
-    def fit(self) -> Fit:
-        """What chooses.
-
-        Raises:
-            RequestError, UnsupportedError: see `Fit`.
-        """
-        assert self.target.codes is not None
-        return Fit(self.prepared.source, self.size, self.target.codes, self._settled(), self.total_bytes)
-
     def total_bytes(self, schemes: Mapping[str, QuantScheme]) -> int:
         """Of all files of weights, given the scheme of each module that gets one."""
         blocks = tensor_blocks(self.prepared.source, schemes, self.target)
@@ -88,25 +79,27 @@ class SizeFit:
         )
         return self.target.container.encoder(planned).total_bytes()
 
-    def require_possible(self, settings: GptqSettings | None) -> None:
-        """
+    def required(self, settings: GptqSettings | None) -> Fit:
+        """What chooses.
+
         Raises:
             RequestError: if the method is another than GPTQ, or no choice has the size.
             UnsupportedError: if the format does not hold several schemes.
         """
         if settings is None:
             raise RequestError("a size to fit goes with GPTQ", found='`method="rtn"`', expected='`method="gptq"`')
-        self.fit()
+        assert self.target.codes is not None
+        return Fit(self.prepared.source, self.size, self.target.codes, self._settled(), self.total_bytes)
 
     def chosen(
-        self, drawn: Calibration, settings: GptqSettings, *, resume: bool, group: ProcessGroup, progress: Progress
-    ) -> tuple[Prepared, Allocation]:
+        self, fit: Fit, drawn: Calibration, settings: GptqSettings, *, resume: bool, group: ProcessGroup,
+        progress: Progress,
+    ) -> tuple[Prepared, Allocation]:  # fmt: skip
         """The source with the chosen schemes, and the choice: of a run that is resumed its own.
 
         Raises:
             QuantkitError: as `quantize` does.
         """
-        fit = self.fit()
         partial = partial_folder(self.dst)
         require_output_absent(self.dst, output_files(self.dst, ()), partial)
         require_room_to_build(partial, resume=resume)

@@ -21,6 +21,8 @@ import torch
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import input_groups, layer_kinds, linear_columns, sizes
 from quantkit.arguments import as_path, as_text, as_whole, require_flags
+from quantkit.bit_allocation.allocation import size_target
+from quantkit.bit_allocation.cost import choice_bytes, choice_flops
 from quantkit.calibration.effort import activation_bytes, batch_samples, inner_width
 from quantkit.calibration.estimate import (
     calibration_flops,
@@ -40,6 +42,7 @@ from quantkit.formats.output.staging import partial_folder, require_output_absen
 from quantkit.jobs.card import Labels, model_name
 from quantkit.jobs.certificate import certified_text
 from quantkit.jobs.conversion import conversion
+from quantkit.jobs.fit_to_size import SizeFit, asked_recipe
 from quantkit.jobs.output import SHARD_BYTES
 from quantkit.jobs.prepare import planned_output, prepare, tensor_blocks, too_few_tokens
 from quantkit.jobs.settings import Method, gptq_settings
@@ -167,8 +170,11 @@ def convert(
 def quantize(
     src: str | Path,
     dst: str | Path,
-    scheme: str | QuantScheme | Recipe,
+    scheme: str | QuantScheme | Recipe | None = None,
     *,
+    target_bits: float | None = None,
+    max_size: int | None = None,
+    head: str | QuantScheme | None = None,
     to: TargetName | None = None,
     split_max_size: int | None = None,
     method: Method = "rtn",
@@ -211,9 +217,10 @@ def quantize(
         method, calibration, samples=samples, length=length, seed=seed, thorough=thorough,
         activation_memory=activation_memory, device=device,
     )  # fmt: skip
+    size = size_target(target_bits, max_size, scheme)
     prepared = prepare(
-        src, dst, scheme, embedding=embedding, keep=keep, strict=strict, weights=weights, tensors_only=tensors_only,
-        gptq=settings is not None, target=target,
+        src, dst, asked_recipe(scheme, size, head), embedding=embedding, keep=keep, strict=strict, weights=weights,
+        tensors_only=tensors_only, gptq=settings is not None, target=target,
     )  # fmt: skip
     source, assignment, tokenizer, notes = prepared.source, prepared.scheme_map, prepared.tokenizer, prepared.notes
     assigned, config = assignment.schemes, source.config
@@ -246,8 +253,21 @@ def quantize(
         phases["calibration"] = resident_bytes() + _LIBRARIES + held + codes + work_bytes
         flops += calibration_flops(config, shape, effort)
         seconds += calibration_seconds(config, shape, effort)
-    _require_room(dst, encoder, disk + scratch, resume)
     kinds = Counter(str(assigned[module]) if module in assigned else "float" for module in assignment.modules)
+    if size is not None:
+        sized = SizeFit(prepared, size, target, template, most, output.name, dst)
+        fit = sized.required(settings)
+        assert settings is not None
+        disk += fit.most_bytes - encoder.total_bytes()
+        needed = choice_bytes(config, shape, settings.memory_bytes)
+        phases["the choice of schemes"] = resident_bytes() + _LIBRARIES + needed
+        flops += choice_flops(config, shape, settings.memory_bytes)
+        chosen = {module for unit in fit.units for module in unit.modules}
+        kinds = Counter(
+            f"chosen for {size}" if module in chosen else str(scheme or "float")
+            for module, scheme in assignment.assigned.items()
+        )
+    _require_room(dst, encoder, disk + scratch, resume)
     phase = max(phases, key=lambda name: phases[name])
     seconds += flops / _flop_rate() + _writing_seconds(disk)
     return Estimate(dict(kinds), phases[phase], phase, on_device, disk, scratch, seconds, checked, notes)

@@ -156,11 +156,11 @@ def quantize(
     most = shard_bytes(split_max_size, target.container, SHARD_BYTES)
     drawn, allocation = None, None
     if size is not None:
-        fit = SizeFit(prepared, size, target, template, most, name, dst)
-        fit.require_possible(settings)
+        sized = SizeFit(prepared, size, target, template, most, name, dst)
+        fit = sized.required(settings)
         assert settings is not None
         drawn = settings.draw(prepared.tokenizer, prepared.source)
-        prepared, allocation = fit.chosen(drawn, settings, resume=resume, group=group, progress=progress)
+        prepared, allocation = sized.chosen(fit, drawn, settings, resume=resume, group=group, progress=progress)
     source, scheme_map, tokenizer, notes = prepared.source, prepared.scheme_map, prepared.tokenizer, prepared.notes
     runnable = source.config.runnable
     if not runnable:
