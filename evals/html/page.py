@@ -13,6 +13,7 @@ from quantkit.evals.html.positions import chart, lines
 from quantkit.evals.html.scatter import scatter
 from quantkit.evals.html.tokens import coloured_text, script_data, shown_when_chosen, token_scale
 from quantkit.evals.method import method
+from quantkit.evals.positions import position_tables
 from quantkit.evals.report import side_by_side
 from quantkit.evals.results import Evaluation, Row
 from quantkit.quality.figures import Estimate, significant
@@ -45,7 +46,8 @@ def page(found: Evaluation) -> str:
         element("script", None, Markup(script)),
     ] if found.details else [element("script", None, Markup(script))]  # fmt: skip
     document = element("html", {"lang": "en"}, head, element("body", None, main, *scripts))
-    return f"<!doctype html>\n{document}\n"
+    whole = f"<!doctype html>\n{document}\n"
+    return whole.encode(errors="surrogateescape").decode(errors="replace")  # a folder's name may be no Unicode
 
 
 def headline(found: Evaluation) -> tuple[str, list[Markup]]:
@@ -126,7 +128,12 @@ def _sections(found: Evaluation) -> Iterator[Markup]:
     errors = [element("p", {"class": "note"}, note)] if found.reference is not None and found.texts else []
     yield _section("Models", *tables, *errors)
     if charts := list(_charts(found)):
-        yield element("section", {"class": "charts"}, *charts)
+        numbers = [
+            element("details", None, element("summary", None, "By position, as a table"),
+                    element("p", {"class": "note"}, table.title or ""), figures(table, "divergence by position"))
+            for table in position_tables(found)
+        ]  # fmt: skip
+        yield element("section", None, element("div", {"class": "charts"}, *charts), *numbers)
     if maps := heat_maps(found):
         told = (
             "How far quantization changed each linear, as the models' own manifests tell; point at a field, or tap it."

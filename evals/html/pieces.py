@@ -16,24 +16,33 @@ def in_a_text(piece: bytes | str) -> Markup:
     text = _text(piece)
     if text is None:
         return _sign(_spelled(piece))
-    if text.strip(" ") and not isinstance(piece, str):
-        return _seen(text, spaces=False)
-    return _seen(text, spaces=True) if isinstance(piece, bytes) else _sign(text)
+    spaces = not text.strip(" ")
+    parts: list[str] = []
+    for sign in text:
+        if sign == "\n":
+            parts += [_sign(_SIGNS[sign]), Markup("\n")]
+        elif _is_unseen(sign, text) and (sign != " " or spaces):
+            parts.append(_sign(_shown(sign)))
+        else:
+            parts.append(sign)
+    return joined(*parts)
 
 
 def by_itself(piece: bytes | str) -> str:
     """A token in a list, as plain text: all white space is seen."""
     text = _text(piece)
-    if text is None or isinstance(piece, str):
+    if text is None:
         return f"⟨{_spelled(piece)}⟩"
-    return "".join(_shown(sign) if _unseen(sign, text) else sign for sign in text)
+    alone = unicodedata.category(text[0]).startswith("M")  # it would stand on what is before it
+    return "".join(
+        _shown(sign) if _is_unseen(sign, text) or (alone and place == 0) else sign for place, sign in enumerate(text)
+    )
 
 
 def _text(piece: bytes | str) -> str | None:
-    if isinstance(piece, str):
-        return piece
+    """What a token spells; None of half characters, and of those that have only a name."""
     try:
-        return piece.decode()
+        return None if isinstance(piece, str) else piece.decode()
     except UnicodeDecodeError:
         return None
 
@@ -42,19 +51,7 @@ def _spelled(piece: bytes | str) -> str:
     return piece.hex(" ").upper() if isinstance(piece, bytes) else piece
 
 
-def _seen(text: str, *, spaces: bool) -> Markup:
-    parts: list[str] = []
-    for sign in text:
-        if sign == "\n":
-            parts += [_sign("↵"), Markup("\n")]
-        elif (sign != " " or spaces) and _unseen(sign, text):
-            parts.append(_sign(_shown(sign)))
-        else:
-            parts.append(sign)
-    return joined(*parts)
-
-
-def _unseen(sign: str, text: str) -> bool:
+def _is_unseen(sign: str, text: str) -> bool:
     if sign in _JOINERS:
         return len(text) == 1
     return unicodedata.category(sign) in _UNSEEN

@@ -11,6 +11,7 @@ from quantkit.evals.html.elements import Markup, element
 STEPS = 8
 _WIDE = 20  # factors between the least and the largest
 _ALIKE = 2
+_OF_A_DECADE = (1, 2, 5)
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,18 @@ class Scale:
 
 
 def logarithmic(values: Iterable[float]) -> Scale:
-    """Steps of half a decade, at 1 and 3, down from the largest value."""
-    most = max((value for value in values if math.isfinite(value)), default=1.0)
-    top = math.floor(2 * math.log10(most) - 0.01) if most > 0 else 0
-    return Scale(tuple(_round_half_decade(top - STEPS + 1 + index) for index in range(STEPS)))
+    """Steps at 1, 2 and 5 of a decade, down from the largest value."""
+    most = max((value for value in values if math.isfinite(value)), default=0.0)
+    top = 0
+    if most > 0:
+        decade = math.floor(math.log10(most))
+        top = 3 * decade + sum(most > factor * 10.0**decade for factor in _OF_A_DECADE) - 1
+    thirds = range(top - STEPS + 1, top + 1)
+    return Scale(tuple(_OF_A_DECADE[third % 3] * 10.0 ** (third // 3) for third in thirds))
 
 
 def for_errors(values: Iterable[float]) -> Scale:
-    """Equal steps over all values, which lie in the middle where they are alike; half decades where far apart."""
+    """Equal steps over all values, which lie in the middle where they are alike; logarithmic where far apart."""
     found = [value for value in values if math.isfinite(value) and value > 0]
     if not found or max(found) > _WIDE * min(found):
         return logarithmic(found)
@@ -59,10 +64,6 @@ def for_errors(values: Iterable[float]) -> Scale:
     width = _round_up((high - low) / STEPS)
     first = math.floor(low / width)
     return Scale(tuple(width * (first + index) for index in range(STEPS)))
-
-
-def _round_half_decade(halves: int) -> float:
-    return (3 if halves % 2 else 1) * 10.0 ** (halves // 2)
 
 
 def _round_up(value: float) -> float:

@@ -10,7 +10,7 @@ from quantkit.evals.html.pieces import by_itself, in_a_text
 from quantkit.evals.html.scale import Scale, logarithmic
 from quantkit.evals.results import Evaluation
 from quantkit.evals.samples import Guess, TextSample, TokenDivergence
-from quantkit.evals.table import NONE, Table
+from quantkit.evals.table import Table
 from quantkit.quality.figures import significant
 
 _WORST = 10
@@ -71,16 +71,20 @@ def script_data(found: Evaluation) -> str:
     A guess is a flat list: a token and its probability in thousandths, five times, then that of the token that stands
     there; a model's begins with its KL.
     """
-    pieces: dict[str, int] = {}
+    numbers: dict[int, int] = {}
+    pieces: list[str] = []
 
-    def number(piece: bytes | str) -> int:
-        return pieces.setdefault(by_itself(piece), len(pieces))
+    def number(sample: TextSample, token: int) -> int:
+        if token not in numbers:
+            numbers[token] = len(pieces)
+            pieces.append(by_itself(sample.pieces[token]))
+        return numbers[token]
 
     def guess(sample: TextSample, one: Guess | None) -> list[int]:
         if one is None:
             return []
         pairs = zip(one.tokens, one.probabilities, strict=True)
-        flat = [value for token, share in pairs for value in (number(sample.pieces[token]), round(1000 * share))]
+        flat = [value for token, share in pairs for value in (number(sample, token), round(1000 * share))]
         return [*flat, round(1000 * one.right)]
 
     def divergence(sample: TextSample, one: TokenDivergence | None) -> list[str | int]:
@@ -89,7 +93,7 @@ def script_data(found: Evaluation) -> str:
     texts = [
         [
             {
-                "tokens": [number(sample.pieces[token]) for token in sample.tokens],
+                "tokens": [number(sample, token) for token in sample.tokens],
                 "reference": [guess(sample, one) for one in sample.reference],
                 "models": [[divergence(sample, one) for one in of_model] for of_model in sample.models.values()],
             }
@@ -98,7 +102,7 @@ def script_data(found: Evaluation) -> str:
         for details in found.details.values()
     ]
     models = [row.name for row in found.rows[1:]]
-    value = {"reference": found.reference, "models": models, "pieces": list(pieces), "texts": texts}
+    value = {"reference": found.reference, "models": models, "pieces": pieces, "texts": texts}
     plain = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     for sign in "<>&\u2028\u2029":  # which end a script, or a line of one
         plain = plain.replace(sign, f"\\u{ord(sign):04x}")
@@ -120,35 +124,30 @@ def _stretches(samples: list[TextSample], model: str, scale: Scale) -> Iterator[
 def _worst(samples: list[TextSample], model: str, reference: str, text: str) -> Markup:
     """The tokens that diverge most, as a table: for print, and for those who cannot point at one."""
     listed = [
-        (one, sample, place)
+        (one, expected, sample, place)
         for sample in samples
-        for place, one in enumerate(sample.models[model])
-        if one is not None
-    ]  # fmt: skip
+        for place, (one, expected) in enumerate(zip(sample.models[model], sample.reference, strict=True))
+        if one is not None and expected is not None
+    ]
     rows = []
-    for one, sample, place in sorted(listed, key=lambda item: -item[0].kl)[:_WORST]:
-        expected = sample.reference[place]
-        if expected is None:
-            continue
+    for one, expected, sample, place in sorted(listed, key=lambda item: -item[0].kl)[:_WORST]:
         before = "".join(by_itself(sample.pieces[token]) for token in sample.tokens[max(0, place - _BEFORE) : place])
         rows.append((
             by_itself(sample.pieces[sample.tokens[place]]), f"…{before}".replace("·", " "), significant(one.kl, 2),
-            _likeliest(sample, expected), _likeliest(sample, one.guess), percent(expected.right),
-            percent(one.guess.right),
+            _likeliest(sample, expected), _likeliest(sample, one.guess), _percent(expected.right),
+            _percent(one.guess.right),
         ))  # fmt: skip
-    head = ("token", "after", "KL, nats", f"{reference} expects", f"{model} expects", f"it has in {reference}",
-            f"in {model}")  # fmt: skip
+    head = ("token", "after", "KL, nats", f"likeliest in {reference}", f"likeliest in {model}",
+            f"P(token), {reference}", f"P(token), {model}")  # fmt: skip
     table = figures(Table(None, head, rows), f"tokens of {text} at which {model} diverges most")
     return element("details", {"class": "worst"}, element("summary", None, f"The {len(rows)} that diverge most"), table)
 
 
 def _likeliest(sample: TextSample, guess: Guess) -> str:
-    if not guess.tokens:
-        return NONE
-    return f"{by_itself(sample.pieces[guess.tokens[0]])} {percent(guess.probabilities[0])}"
+    return f"{by_itself(sample.pieces[guess.tokens[0]])} {_percent(guess.probabilities[0])}"
 
 
-def percent(share: float) -> str:
+def _percent(share: float) -> str:
     """A probability as the script shows it too."""
     thousandths = round(1000 * share)
     return f"{thousandths / 10:.1f} %" if thousandths else "< 0.1 %"

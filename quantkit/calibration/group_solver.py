@@ -14,6 +14,7 @@ from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.distributed.group import ProcessGroup
 from quantkit.quality.bounds import REPEATABLE, coarsest, weight_bound
 from quantkit.solver.gptq import Damped, GptqReport, SingularError, compensated, solve
+from quantkit.tensors.products import times
 from quantkit.tensors.qtensor import ROUNDING, QuantTensor, quantize_rtn, relative_error, row_chunks
 from quantkit.tensors.scheme import QuantScheme
 
@@ -91,7 +92,7 @@ class GroupSolver:
         parts = {scheme: (rows[self.group.share(len(rows))], len(rows)) for scheme, rows in weights.items()}
         hessian, paired, drift = statistics.release()
         diagonal = paired.diagonal().clone()
-        factor = torch.linalg.cholesky(Damped.of_(paired, self.damping).matrix)
+        followed = Damped.of_(paired, self.damping)
         if hessian is None:
             hessian = paired
             hessian.diagonal().copy_(diagonal)
@@ -101,9 +102,9 @@ class GroupSolver:
             targets[scheme] = torch.empty_like(part)
             own_drift = drift[self.group.share(total)] if outputs else drift
             for start, stop in row_chunks(*part.shape):
-                pull = own_drift[start:stop] if outputs else part[start:stop] @ own_drift
-                targets[scheme][start:stop] = compensated(part[start:stop], factor, pull)
-        del factor, drift
+                pull = own_drift[start:stop] if outputs else times(part[start:stop], own_drift)
+                targets[scheme][start:stop] = compensated(part[start:stop], followed, pull)
+        del followed, drift
         damped = Damped.of_(hessian)
         found = {}
         for scheme, (part, total) in parts.items():

@@ -19,6 +19,7 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.jobs.command import file_name
 from quantkit.progress import Progress
 from quantkit.quality.bounds import BOUNDS, coarser
+from quantkit.quality.measures import LOGITS_BYTES
 from quantkit.quality.position_divergence import divergence_by_position, position_windows
 from quantkit.quality.positions import CACHES, TOKENS, PositionCertificate, cut_short, rise_text
 from quantkit.tensors.scheme import QuantScheme
@@ -64,12 +65,14 @@ class CertifiedText:
         count, length = self.windows.shape
         return PositionCertificate(self.name, self.sha256, self.asked, length, count, bound, found)
 
-    def states_bytes(self, config: ModelConfig) -> int:
-        """What the hidden states take of the source and of the result with either cache, and what attention makes of
-        one of them."""
+    def memory_bytes(self, config: ModelConfig) -> int:
+        """What the hidden states take of the source and of the result with either cache, what attention makes of one
+        of them, and the logits that are compared."""
         wide = config.num_heads * config.head_dim
         states = (1 + len(CACHES)) * config.hidden_size + _STATES_OF_ATTENTION * max(wide, config.hidden_size)
-        return 4 * self.windows.shape[1] * states
+        length = self.windows.shape[1]
+        logits = (1 + len(CACHES)) * min(LOGITS_BYTES, 4 * length * config.vocab_size)
+        return 4 * length * states + logits
 
     def attention_flops(self, config: ModelConfig) -> int:
         """Of all passes, what grows with the square of the length."""
@@ -148,12 +151,12 @@ def card_section(found: PositionCertificate) -> list[str]:
         " keys and values in floats, and in 8 bits as quantkit's int8 cache keeps them; the source's are floats both"
         f" times. With floats it may be {found.kl_bound:g} at most."
     )
-    changes = "; ".join(f"{cache} cache: {rise_text(buckets)}" for cache, buckets in found.caches.items())
+    changes = "; ".join(f"with the {cache} cache, {rise_text(buckets)}" for cache, buckets in found.caches.items())
     problem = found.problem()
     return [
         "## Long contexts", "",
         *textwrap.wrap(told, _WIDTH), "",
         *(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows)), "",
-        *textwrap.wrap(f"KL by position, {changes}.", _WIDTH),
+        *textwrap.wrap(f"The last KL is, {changes}.", _WIDTH),
         *([] if problem is None else ["", f"**Not within its bound: {problem[0]}; {problem[1]}.**"]),
     ]  # fmt: skip

@@ -239,7 +239,7 @@ def quantize(
     if (long := certified_text(certify_positions, certify_text, source, tokenizer)) is not None:
         notes += long.notes
         one = min(long.windows.shape[1], TOKENS_THROUGH_A_BLOCK)
-        phases["the certificate"] = _forward(source, one, models=0) + long.states_bytes(config)
+        phases["the certificate"] = _forward(source, one, models=0) + long.memory_bytes(config)
         flops += forward_flops(config, long.tokens) + long.attention_flops(config)
         seconds += _pass_seconds(config, 3 * len(long.windows))
     if settings is not None:

@@ -28,7 +28,7 @@ STATES_BYTES = 256 << 20
 NOT_SCORED = -100
 """Stands for a target where nothing is predicted; cross entropy leaves it out."""
 TOKENS_THROUGH_THE_HEAD = 64
-_LOGITS_BYTES = 32 << 20  # of one model, that are in memory together
+LOGITS_BYTES = 32 << 20  # of one model, that are in memory together
 
 
 @dataclass(frozen=True)
@@ -352,7 +352,7 @@ def head_pieces(counts: Sequence[int], vocab_size: int) -> Iterator[list[tuple[i
     that their logits may be in memory together.
     """
     every = [(index, rows) for index, count in enumerate(counts) for rows in _pieces(count, TOKENS_THROUGH_THE_HEAD)]
-    for some in _pieces(len(every), max(1, _LOGITS_BYTES // (4 * TOKENS_THROUGH_THE_HEAD * vocab_size))):
+    for some in _pieces(len(every), max(1, LOGITS_BYTES // (4 * TOKENS_THROUGH_THE_HEAD * vocab_size))):
         yield every[some]
 
 

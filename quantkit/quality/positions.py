@@ -83,12 +83,13 @@ def rise_text(buckets: Sequence[PositionDivergence]) -> str:
     """Whether divergence rises with the position, in words."""
     found = rise(buckets)
     if found is None:
-        return "not told: there is one bucket"
+        return "no later positions to hold it against"
+    told = f"{found} times that at {buckets[0].name}"
     if found.error is None:
-        return f"{found} times from {buckets[0].name} to {buckets[-1].name}"
-    far = abs(found.value - 1) > _CLEAR * found.error
-    verb = ("rises" if found.value > 1 else "falls") if far else "does not clearly change"
-    return f"{verb}: {found} times from {buckets[0].name} to {buckets[-1].name}"
+        return told
+    if abs(found.value - 1) <= _CLEAR * found.error:
+        return f"{told}: no clear change"
+    return f"{told}: it {'rises' if found.value > 1 else 'falls'}"
 
 
 def cut_short(text: str, length: int, asked: int, context: int) -> str:
@@ -130,7 +131,7 @@ class PositionCertificate:
             return None
         return (
             f"the result is too far from its source at positions {worst.name}",
-            f"a mean KL(source || result) of {significant(worst.kl)} nats a token on '{self.text}'",
+            f"a mean KL(source || result) of {significant(worst.kl, 5)} nats a token on '{self.text}'",
             f"at most {self.kl_bound:.3g}",
         )
 
@@ -143,7 +144,7 @@ class PositionCertificate:
         if (problem := self.problem()) is not None:
             raise QualityError(
                 problem[0], path=dst, found=problem[1], expected=problem[2],
-                hint=f"KL {rise_text(self.caches[FLOAT])}; choose a finer scheme, or keep it with"
+                hint=f"the last KL is {rise_text(self.caches[FLOAT])}; choose a finer scheme, or keep it with"
                 " `accept_quality_loss=True` (and `resume=True`)",
             )  # fmt: skip
 
@@ -153,7 +154,7 @@ class PositionCertificate:
         told = []
         for cache, buckets in self.caches.items():
             last = buckets[-1]
-            told.append(f"KL by position, {cache} cache: {last.estimate} at {last.name}; {rise_text(buckets)}")
+            told.append(f"KL by position, {cache} cache: {last.estimate} at {last.name}, {rise_text(buckets)}")
         return [f"{told[0]} ({tokens})", *told[1:]]
 
     def to_json(self, *, accepted: bool = False) -> dict[str, Any]:
