@@ -37,6 +37,7 @@ from quantkit.model.rope import Rotary
 from quantkit.progress import Progress, silent
 from quantkit.solver.gptq import SingularError
 from quantkit.tensors.finite import all_finite
+from quantkit.tensors.products import add_square_, fill_lower_
 from quantkit.tensors.scheme import QuantScheme
 
 _WEIGHTS_TRIED = 1 << 18  # of a unit
@@ -191,7 +192,8 @@ def _hessians(block: Block, groups: Sequence[InputGroup], sums: dict[str, tuple[
         def listen(module: nn.Module, given: tuple[Tensor, ...]) -> None:
             x = given[0].flatten(0, -2)
             total, count = sums.get(site) or (torch.zeros(x.shape[1], x.shape[1], device=x.device), 0)
-            sums[site] = total.addmm_(x.t(), x), count + len(x)
+            add_square_(total, x)
+            sums[site] = total, count + len(x)
 
         return listen
 
@@ -253,6 +255,7 @@ def _block_errors(
         rows = torch.tensor([float(count)], device=total.device)
         group.sum_(total)
         group.sum_(rows)
+        fill_lower_(total)
         total.div_(rows.clamp_(min=1))
         wanted = list(dict.fromkeys(s for name in weights for s in schemes[unit_of[name]]))
         try:

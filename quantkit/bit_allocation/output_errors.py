@@ -1,8 +1,8 @@
 """How far each row of a linear would be off in each scheme, foretold from the inputs' Hessian without solving it.
 
 GPTQ rounds inputs one after the other and lets those to come make up for each error, so of an error in input i only
-what the later inputs cannot say counts: its square times ``d_i = 1 / U_ii ** 2``, where U is the upper Cholesky factor
-of the inverse Hessian (2210.17323). The errors are those of the weights rounded to the scales that GPTQ would search.
+what the later inputs cannot say counts: its square times the square of the input's diagonal element in the Cholesky
+factor that `solve` goes by. The errors are those of the weights rounded to the scales that GPTQ would search.
 Of large units some rows are tried, and stand for all by the energy of their weights.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.solver.gptq import Damped, inverse_factor
+from quantkit.solver.gptq import Damped
 from quantkit.solver.grid import search_scales
 from quantkit.tensors.qtensor import row_chunks
 from quantkit.tensors.scheme import QuantScheme
@@ -49,9 +49,8 @@ class RowErrors:
 
 def conditional_variances(hessian: Damped) -> Tensor:
     """What of each input the inputs that GPTQ rounds after it do not tell, [I] float32."""
-    order = torch.argsort(hessian.diagonal, descending=True, stable=True)
     found = torch.empty_like(hessian.diagonal)
-    found[order] = inverse_factor(hessian.matrix, order).diagonal().square().reciprocal()
+    found[hessian.order.flip(0)] = hessian.factor.diagonal().square()
     return found
 
 
