@@ -107,14 +107,18 @@ def estimate_losses(
 class _Passes:
     """The samples on their way forward and back, in batches."""
 
-    def __init__(self, source: Checkpoint, samples: Tensor, kept: int, device: torch.device) -> None:
+    def __init__(
+        self, source: Checkpoint, samples: Tensor, kept: int, device: torch.device,
+        states: torch.dtype = torch.bfloat16,
+    ) -> None:  # fmt: skip
         """
         Args:
             samples: tokens [N, T]; there may be none.
             kept: how many of them go back.
+            states: dtype in which is kept what the blocks were given.
         """
         config, length = source.config, samples.shape[1]
-        self._source, self._device = source, device
+        self._source, self._device, self._dtype = source, device, states
         step = batch_samples(config, length)
         batches = [*samples[:kept].split(step), *samples[kept:].split(step)] if len(samples) else []
         batches = [batch for batch in batches if len(batch)]
@@ -137,7 +141,7 @@ class _Passes:
         with _hessians(block, input_groups(self._source.config, layer), sums):
             for index, states in enumerate(self._states):
                 if index < self._returning:
-                    self._given[index].append(states.to(torch.bfloat16))
+                    self._given[index].append(states.to(self._dtype))
                 self._states[index] = block(states.to(self._device), self._step).cpu()
         return sums, block
 
