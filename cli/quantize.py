@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,6 +16,10 @@ from quantkit.cli.processes import require_models, together
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
 from quantkit.tensors.scheme import SPELLINGS, QuantScheme
+
+if TYPE_CHECKING:
+    from quantkit.jobs.estimate import Estimate
+    from quantkit.tensors.recipe import Recipe
 
 
 @click.command(cls=Command)
@@ -41,11 +45,13 @@ from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 @click.option("--recipe", type=options.PATH, metavar="FILE", help="JSON with a default scheme and overrides.")
 @click.option("--plan", type=options.PATH, hidden=True, help="The old name of --recipe.")
 @click.option(
-    "--method", type=click.Choice(["rtn", "gptq"]), default="rtn", show_default=True, help="Rounding or GPTQ."
+    "--method",
+    type=click.Choice(["rtn", "gptq"]),
+    help="Rounding or GPTQ; by default GPTQ for int4, rounding for int8.",
 )
 @click.option(
     "--calibration", shell_complete=options.complete_files,
-    help="Text for GPTQ: a file, or a hub dataset owner/name:config:split.",
+    help="Text for GPTQ instead of the packaged one: a file, or a hub dataset owner/name:config:split.",
 )  # fmt: skip
 @click.option("--samples", type=int, help=f"Calibration samples; {SAMPLES} by default.")
 @click.option("--length", type=int, help=f"Tokens in each; the model's context by default, {MAX_LENGTH} at most.")
@@ -89,7 +95,7 @@ def quantize(data: str | None, **given: Any) -> None:
     from quantkit.formats.detect import open_checkpoint
     from quantkit.jobs.quantize import quantize as job
 
-    shared = arguments["method"] == "gptq"
+    shared = arguments["method"] != "rtn" and (arguments["method"] == "gptq" or _has_int4(arguments["scheme"]))
     device = None if shared and arguments["device"] != "cpu" else "cpu"
     with together({**arguments, "src": None}, device) as group:
         outputs = Outputs(data, reads=reads, makes=arguments["dst"])
@@ -97,9 +103,22 @@ def quantize(data: str | None, **given: Any) -> None:
             require_same_checkpoint(open_checkpoint(arguments["src"], arguments["weights"]), group)
         if shared or group.first:
             with ProgressDisplay(show=group.first) as progress:
-                made = job(**arguments, group=group, progress=progress)
+                made = job(**arguments, group=group, on_estimate=_tell, progress=progress)
     if group.first:
         finish(made, outputs)
+
+
+def _has_int4(scheme: QuantScheme | Recipe | None) -> bool:
+    """Whether some layer may get int4, which GPTQ solves unless another method is named; schemes that are chosen for
+    a size may be int4."""
+    if scheme is None:
+        return True
+    asked = [scheme] if isinstance(scheme, QuantScheme) else [scheme.default, *(one.scheme for one in scheme.overrides)]
+    return any(one is not None and one.bits == 4 for one in asked)
+
+
+def _tell(estimate: Estimate) -> None:
+    note(estimate.line())
 
 
 def job_arguments(given: dict[str, Any]) -> dict[str, Any]:

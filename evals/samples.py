@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.quality.figures import mean_estimate
+from quantkit.quality.position_divergence import position_buckets
 from quantkit.quality.positions import PositionDivergence
 from quantkit.text.tokenizer import Tokenizer
 
@@ -107,22 +107,10 @@ def text_details(heard: dict[str, Predictions], windows: Tensor, tokenizer: Toke
     ]
     agreed = {name: tensors[1][:, 0] == tensors[4][:, 0] for name, tensors in found.items()}
     shape = windows.shape
-    return TextDetails(
-        samples, {name: by_position(kl.view(shape), agreed[name].view(shape)) for name, kl in kls.items()}
-    )
-
-
-def by_position(kl: Tensor, agreed: Tensor) -> list[PositionDivergence]:
-    """Means over windows [W, T] of KL and of whether both hold the same token likeliest, at positions that double."""
-    found, start = [], 0
-    while start < kl.shape[1]:
-        stop = min(max(2 * start, _FIRST_POSITIONS), kl.shape[1])
-        some = kl[:, start:stop].flatten()
-        mean = mean_estimate(some)
-        share = agreed[:, start:stop].double().mean().item()
-        found.append(PositionDivergence(start, stop, len(some), mean.value, mean.error, share))
-        start = stop
-    return found
+    buckets = {
+        name: position_buckets(kl.view(shape), agreed[name].view(shape), _FIRST_POSITIONS) for name, kl in kls.items()
+    }
+    return TextDetails(samples, buckets)
 
 
 def _stretches(kls: dict[str, Tensor], ids: Sequence[int], tokenizer: Tokenizer) -> list[range]:
@@ -148,8 +136,8 @@ def _sample(found: dict[str, tuple[Tensor, ...]], windows: Tensor, places: range
     rows = [place - 1 if place % length else None for place in places]
 
     def guess(tensors: Sequence[Tensor], row: int) -> Guess:
-        tokens, probabilities, right = (tensor[row].tolist() for tensor in tensors)
-        return Guess(tuple(tokens), tuple(probabilities), right)
+        tokens, probabilities, right = (tensor[row] for tensor in tensors)
+        return Guess(tuple(tokens.tolist()), tuple(probabilities.tolist()), right.item())
 
     first = next(iter(found.values()))
     reference = tuple(None if row is None else guess(first[1:4], row) for row in rows)
@@ -161,8 +149,9 @@ def _sample(found: dict[str, tuple[Tensor, ...]], windows: Tensor, places: range
         for name, tensors in found.items()
     }
     tokens = tuple(ids[places.start : places.stop].tolist())
-    guesses = [*reference, *(one and one.guess for some in models.values() for one in some)]
-    named = [*tokens, *(token for one in guesses if one is not None for token in one.tokens)]
+    guesses = [one.guess for some in models.values() for one in some if one is not None]
+    guesses += [one for one in reference if one is not None]
+    named = [*tokens, *(token for one in guesses for token in one.tokens)]
     return TextSample(places.start, tokens, _pieces(tokenizer, named), reference, models)
 
 

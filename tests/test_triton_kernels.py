@@ -8,15 +8,22 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.reinplace import reinplace_inplaceable_ops_core
 
+from quantkit.data.files import DEMO_MODEL
+from quantkit.formats.detect import open_checkpoint
 from quantkit.kernels import triton_tiles
 from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.kernels.triton_tiles import (
@@ -25,15 +32,20 @@ from quantkit.kernels.triton_tiles import (
     Card,
     TileConfig,
     default_config,
+    gemm_config,
+    gemv_config,
+    max_split,
     save_configs,
     tile_config_for,
 )
+from quantkit.model.cache import KVCache
 from quantkit.tensors.qtensor import quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
 
 ROOT = Path(__file__).resolve().parent.parent
 CUDA = torch.device("cuda", 0)
 LARGE, SMALL = Card("large", 132, 232448), Card("small", 84, 1 << 16)
+PATHS = {"gemv", "skinny", "gemm", "matmul"}
 TARGETS = {"cuda": (90, 32, "bf16"), "hip": ("gfx942", 64, "fp16")}
 
 pytest.importorskip("triton")
@@ -61,7 +73,7 @@ def _compiled(kernel: Any, constants: dict[str, Any], target: str, cached: str |
     pointers = {"x": dtype, "words": "i32", "scale": "fp16", "zero": "u8", "bias": dtype, "out": dtype}
     pointers |= {"queries": dtype, "keys": cached or dtype, "values": cached or dtype}
     pointers |= {"positions": "i64", "slots": "i64", "sinks": dtype, "places": "i32", "experts": "i32"}
-    pointers |= dict.fromkeys(("mixed", "largest", "total"), "fp32")
+    pointers |= dict.fromkeys(("mixed", "largest", "total", "parts"), "fp32") | {"arrived": "i32"}
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
     names = kernel.arg_names
     types = {
@@ -76,20 +88,46 @@ def _compiled(kernel: Any, constants: dict[str, Any], target: str, cached: str |
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize("path", ["gemv", "gemm"])
 def test_kernels_compile_for_cards_that_are_not_here(
-    bits: int, tokens: int, target: str, monkeypatch: pytest.MonkeyPatch
+    bits: int, path: str, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     from quantkit.kernels import triton_int4, triton_int8
 
-    config = default_config(bits, tokens, 4096, 4096, False, SMALL)
+    make, tokens = (gemv_config, 1) if path == "gemv" else (gemm_config, 32)
+    config = make(bits, tokens, 4096, 4096, SMALL)
     grouped = {"GROUP": 64, "SYMMETRIC": False} if bits == 4 else {}
     kernel = getattr(triton_int4 if bits == 4 else triton_int8, f"int{bits}_{config.path}")
     stages = _compiled(kernel, {"BIAS": True, **grouped, **config.constants()}, target)
     assert stages["cubin" if target == "cuda" else "hsaco"]
     if target == "cuda":
         assert "ld.global.v4" in stages["ptx"] if config.path == "gemv" else "wgmma" in stages["ptx"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("stages", [1, 3])
+def test_kernels_for_few_tokens_compile_for_cards_that_are_not_here(
+    bits: int, stages: int, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    from quantkit.kernels import triton_skinny
+
+    config = replace(default_config(bits, 8, 4096, 4096, False, LARGE), stages=stages)
+    assert config.path == "skinny"
+    assert config.split > 1
+    grouped = {"GROUP": 64, "SYMMETRIC": False} if bits == 4 else {}
+    flags = {"BIAS": True, "JOINED": True, "WHOLE": True, **grouped}
+    kernel = triton_skinny.int4_skinny if bits == 4 else triton_skinny.int8_skinny
+    stages_of_it = _compiled(kernel, {**flags, **config.constants()}, target)
+    assert stages_of_it["cubin" if target == "cuda" else "hsaco"]
+    if target == "cuda":
+        ptx = stages_of_it["ptx"]
+        assert "mma.sync" in ptx
+        assert "ld.global.v4" in ptx if stages == 1 else "cp.async" in ptx
+        assert ptx.count("shfl") <= 1  # which tells warps apart: each thread multiplies the words that it has loaded
+        assert "st.local" not in ptx
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -140,10 +178,10 @@ class _Driver:
         return GPUTarget("cuda", 90, 32)
 
 
-def _kernels_seen(
+def _graph_of(
     function: Callable[..., Tensor], operands: tuple[Tensor, ...], monkeypatch: pytest.MonkeyPatch
-) -> list[torch.fx.Node]:
-    """The kernels in what a compiler makes of ``function(*operands) + 1`` for a card that need not be there."""
+) -> torch.fx.Graph:
+    """What a compiler makes of ``function(*operands) + 1`` for a card that need not be there."""
     import triton
 
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
@@ -152,18 +190,27 @@ def _kernels_seen(
 
     def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         graphs.append(graph)
-        (result,) = next(node for node in graph.graph.nodes if node.op == "output").args[0]
-        return lambda *arguments: [torch.empty(result.meta["val"].shape)]
+        given = next(node for node in graph.graph.nodes if node.op == "output").args[0]
+        values = [node.meta["val"] for node in given]
+        return lambda *arguments: [torch.zeros(value.shape, dtype=value.dtype) for value in values]
 
     torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda *given: function(*given) + 1, backend=aot_autograd(fw_compiler=keep), fullgraph=True
-    )
+    backend = aot_autograd(fw_compiler=keep, keep_inference_input_mutations=True, decompositions=select_decomp_table())
     with torch.no_grad():
-        compiled(*operands)
-    nodes = list(graphs[0].graph.nodes)
-    assert not [node for node in nodes if "quantkit" in str(node.target)]
-    return [node for node in nodes if "triton_kernel_wrapper" in str(node.target)]
+        torch.compile(lambda *given: function(*given) + 1, backend=backend, fullgraph=True)(*operands)
+    assert not [node for node in graphs[0].graph.nodes if "quantkit" in str(node.target)]
+    return graphs[0].graph
+
+
+def _kernels_in(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    return [node for node in graph.nodes if "triton_kernel_wrapper" in str(node.target)]
+
+
+def _kernels_seen(
+    function: Callable[..., Tensor], operands: tuple[Tensor, ...], monkeypatch: pytest.MonkeyPatch
+) -> list[torch.fx.Node]:
+    """The kernels in what a compiler makes of ``function(*operands) + 1`` for a card that need not be there."""
+    return _kernels_in(_graph_of(function, operands, monkeypatch))
 
 
 @pytest.mark.parametrize("tokens", [1, 16])
@@ -176,6 +223,24 @@ def test_a_compiler_sees_the_kernels_and_that_they_only_write_the_product(
     x = torch.randn(tokens, 96, dtype=torch.bfloat16)
     (kernel,) = _kernels_seen(lambda x: backend.linear(x, prepared, scheme, 40, None), (x,), monkeypatch)
     assert kernel.kwargs["tensors_to_clone"] == ["out"]
+
+
+@pytest.mark.parametrize("text", ["int8", "int4-g32-asym"])
+def test_a_compiler_sees_that_programs_that_share_rows_write_parts_and_counters(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_tiles, "INTERPRETER", LARGE)
+    triton_tiles.card_of.cache_clear()
+    scheme, backend = QuantScheme.parse(text), TritonBackend()
+    prepared = backend.prepare(quantize_rtn(torch.randn(40, 1024), scheme, torch.float16))
+    x = torch.randn(2, 1024, dtype=torch.bfloat16)
+    try:
+        (kernel,) = _kernels_seen(lambda x: backend.linear(x, prepared, scheme, 40, None), (x,), monkeypatch)
+    finally:
+        triton_tiles.card_of.cache_clear()
+    assert sorted(kernel.kwargs["tensors_to_clone"]) == ["arrived", "out", "parts"]
+    reinplace_inplaceable_ops_core(kernel.graph)
+    assert kernel.kwargs["tensors_to_clone"] == []
 
 
 @pytest.mark.parametrize("text", ["int8", "int4-g32-asym"])
@@ -203,6 +268,27 @@ def test_a_compiler_sees_that_attention_leaves_the_cache_alone(
     assert join.kwargs["tensors_to_clone"] == ["out"]
 
 
+@pytest.mark.parametrize("cached", [torch.bfloat16, torch.int8], ids=str)
+def test_a_compiler_stores_into_the_cache_without_copying_it(
+    cached: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attention = TritonBackend().operations().cached_attention
+    assert attention is not None
+    config = replace(open_checkpoint(DEMO_MODEL).config, num_kv_heads=2, head_dim=64)
+    cache = KVCache(config, 1, 300, cached, "cpu")
+
+    def step(queries: Tensor, new: Tensor, positions: Tensor) -> Tensor:
+        return attention(queries, *cache.update(0, positions, new, new), positions, None, None)
+
+    new = torch.randn(1, 2, 1, 64, dtype=torch.bfloat16)
+    graph = _graph_of(step, (torch.cat([new, new], 1), new, torch.tensor([7])), monkeypatch)
+    reinplace_inplaceable_ops_core(graph)
+    targets = [str(node.target) for node in graph.nodes]
+    assert targets.count("aten.index_put_.default") == 2
+    assert not {"aten.index_put.default", "aten.copy_.default"} & set(targets)
+    assert [kernel.kwargs["tensors_to_clone"] for kernel in _kernels_in(graph)] == [[], []]
+
+
 def test_the_default_gives_tile_configs_that_fit() -> None:
     shapes = itertools.product((4, 8), TOKENS, (1, 4096, 128256), (1, 4096, 14336), (False, True), (LARGE, SMALL))
     for bits, tokens, rows, columns, wide, card in shapes:
@@ -210,18 +296,28 @@ def test_the_default_gives_tile_configs_that_fit() -> None:
         sizes = (config.block_m, config.block_n, config.units, config.split, config.warps)
         assert all(size & (size - 1) == 0 and size > 0 for size in sizes)
         assert config.units * (config.split - 1) < columns / 128  # no program is without columns
-        assert config.path != "gemm" or not wide
-        if config.path == "gemv":
+        assert config.split <= max_split(bits, tokens, columns)
+        assert config.path not in ("gemm", "skinny") or not wide
+        if config.path in ("gemv", "skinny"):
             assert config.block_m >= tokens
         if config.path == "gemm":
             ahead = config.stages * config.units * (128 * config.block_m * 2 + config.block_n * 16 * bits)
             assert ahead <= card.shared_memory or config.stages == 2
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_parts_of_split_rows_move_a_quarter_of_the_weight_at_most(bits: int) -> None:
+    for tokens, columns in itertools.product((1, 16, 128), (1024, 4096, 14336)):
+        split = max_split(bits, tokens, columns)
+        assert split == 1 or split * tokens * 4 * 2 <= columns * bits / 8 / 4 < (split + 1) * tokens * 4 * 2
+    assert max_split(4, 128, 4096) == 1
+
+
 def test_the_default_converts_to_floats_for_many_tokens_only() -> None:
-    paths = [default_config(4, tokens, 4096, 4096, False, LARGE).path for tokens in TOKENS]
-    assert paths == sorted(paths, key=["gemv", "gemm", "matmul"].index)
-    assert set(paths) == {"gemv", "gemm", "matmul"}
+    for wide, expected in ((False, ["skinny", "gemm", "matmul"]), (True, ["gemv", "matmul"])):
+        paths = [default_config(4, tokens, 4096, 4096, wide, LARGE).path for tokens in TOKENS]
+        assert paths == sorted(paths, key=expected.index)
+        assert set(paths) == set(expected)
 
 
 def test_measured_configs_serve_their_card_and_shapes_near_theirs(
@@ -245,13 +341,76 @@ def test_measured_configs_serve_their_card_and_shapes_near_theirs(
     assert served == {(rows, tokens, torch.bfloat16, "large") for rows in (4096, 6144) for tokens in (9, 16)}
 
 
+def test_candidates_are_those_that_fit() -> None:
+    from quantkit.kernels import triton_tune
+
+    for bits, tokens, rows, columns in itertools.product((4, 8), TOKENS, (256, 22016), (256, 4096)):
+        found = list(triton_tune.candidates(bits, tokens, rows, columns))
+        assert len(set(found)) == len(found) > 0
+        for config in found:
+            assert config.split <= max_split(bits, tokens, columns)
+            assert config.path == "matmul" or config.split * config.units <= columns / 128
+            assert config.path not in ("gemv", "skinny") or config.block_m >= tokens
+        paths = {config.path for config in found}
+        assert ("skinny" in paths) == (tokens <= 16)
+        assert ("matmul" in paths) == (tokens >= 128)
+
+
+def test_a_graph_is_timed_for_a_millisecond_while_the_card_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quantkit.kernels import triton_tune
+
+    clock, log, graphs = [0.0], [], []
+
+    class Graph:
+        calls = 0
+
+        def replay(self) -> None:
+            clock[0] += self.calls * 1e-5
+            log.append("replay")
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None: ...
+
+        def record(self) -> None:
+            self.at = clock[0]
+            log.append("event")
+
+        def synchronize(self) -> None: ...
+
+        def elapsed_time(self, other: Event) -> float:
+            return 1e3 * (other.at - self.at)
+
+    @contextmanager
+    def captured(graph: Graph) -> Iterator[None]:
+        before = counted[0]
+        yield
+        graph.calls = counted[0] - before
+        graphs.append(graph)
+
+    def call() -> None:
+        counted[0] += 1
+
+    counted = [0]
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name, stub in {
+        "Stream": lambda: stream, "current_stream": lambda: stream, "stream": lambda which: nullcontext(),
+        "CUDAGraph": Graph, "graph": captured, "Event": Event,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, stub)
+    assert triton_tune.seconds_each([call] * 4, repeats=3) == pytest.approx(1e-5)
+    assert graphs[-1].calls >= 100  # of ten microseconds
+    assert all(log[at - 1] == "replay" for at, what in enumerate(log) if what == "event")
+
+
 def test_every_config_in_the_package_is_one() -> None:
     for schemes in json.loads(SHIPPED_FILE.read_text()).values():
         for scheme, shapes in schemes.items():
             assert scheme in ("int8", "int4-g32", "int4-g64", "int4-g128")
             for configs in shapes.values():
                 assert {int(tokens) for tokens in configs} <= set(TOKENS)
-                assert all(TileConfig(**fields).path in ("gemv", "gemm", "matmul") for fields in configs.values())
+                assert all(
+                    TileConfig(**fields).path in ("gemv", "skinny", "gemm", "matmul") for fields in configs.values()
+                )
 
 
 def _unsupported_reason(dtype: torch.dtype = torch.bfloat16, device: torch.device = CUDA) -> str | None:

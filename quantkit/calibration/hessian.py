@@ -31,11 +31,12 @@ class HessianAccumulator:
             self.hessian = torch.zeros_like(self.paired)
         add_square_(self.hessian, inputs.flatten(0, -2))
 
-    def add_pair(self, inputs: Tensor, difference: Tensor) -> None:
-        """Take up inputs [..., I] and how far the unquantized model is from them, [..., R]."""
+    def add_pair(self, inputs: Tensor, difference: Tensor | None) -> None:
+        """Take up inputs [..., I] and how far the unquantized model is from them, [..., R]; None is not at all."""
         x = inputs.flatten(0, -2)
         add_square_(self.paired, x)
-        self.drift.add_(times(difference.flatten(0, -2).t(), x))
+        if difference is not None:
+            self.drift.add_(times(difference.flatten(0, -2).t(), x))
 
     def release(self) -> tuple[Tensor | None, Tensor, Tensor]:
         """Hessian, paired and drift, which are the caller's from here on."""

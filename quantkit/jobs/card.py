@@ -164,13 +164,12 @@ def _head(source: Checkpoint, made: Made, base: str | None) -> dict[str, Any]:
     if made.labels.license is not None and made.labels.license != carried.get("license"):
         carried = {"license": made.labels.license} | {k: v for k, v in carried.items() if not k.startswith("license")}
     schemes = made.scheme_map.schemes
-    loads = all(scheme.symmetric for scheme in schemes.values()) and unread_experts(source.config, schemes) is None
-    loads = loads and made.scheme_map.embedding is None
+    loads = all(one.symmetric for one in schemes.values()) and made.scheme_map.embedding is None
+    loads = loads and unread_experts(source.config, schemes) is None
     loads = loads if made.method.name == _NATIVE else "transformers" in made.method.readers(made.scheme_map.assigned)
-    loads = loads and not _read_here_alone(source.config, made.method, made.scheme_map)
+    loads = loads and not read_here_alone(made.method, made.scheme_map.assigned, tied=source.config.tied_embeddings)
     tag = {key: before[key] for key in ("pipeline_tag",) if key in before}
-    if source.config.runnable:
-        tag = {"pipeline_tag": "text-generation"}
+    tag = {"pipeline_tag": "text-generation"} if source.config.runnable else tag
     return {
         **carried,
         **({"base_model": base, "base_model_relation": "quantized"} if base else {}),
@@ -193,17 +192,14 @@ def _facts(source: Checkpoint, made: Made) -> list[str]:
         where = "" if index == 0 or not source.config.runnable else f": {_layers(layers, chosen.modules)}"
         rows[text] = f"{_told(chosen.schemes[layers[0]])}; {layer_count} linear layer{'s' * (layer_count > 1)}{where}"
     also_head = ", which is the output head too" if source.config.tied_embeddings else ""
-    always = ["norms"] if source.config.experts is None else ["norms", "routers"]
+    always = "norms" if source.config.experts is None else "norms, routers"
     if chosen.embedding is None:
-        always.insert(0, "embedding")
+        always = f"embedding, {always}"
     else:
         rows["embedding"] = f"{_told(chosen.embedding)}, rounded to nearest{also_head}"
-    kept = [
-        " and ".join(filter(None, (", ".join(always[:-1]), always[-1]))),
-        *([_layers(floats, chosen.modules)] if (floats := chosen.kept()) else []),
-    ]
-    if not source.config.runnable:
-        kept = ["all other tensors"]
+    always = " and ".join(always.rsplit(", ", 1))
+    kept = [always, *([_layers(floats, chosen.modules)] if (floats := chosen.kept()) else [])]
+    kept = kept if source.config.runnable else ["all other tensors"]
     rows["kept as floats"] = f"{'; '.join(kept)}{'' if chosen.embedding else also_head} ({source.config.dtype})"
     rows["method"] = _method(made)
     return ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items())]
@@ -237,11 +233,15 @@ def _method(made: Made) -> str:
     if made.settings is None or made.drawn is None:
         return "each weight rounded to nearest; no calibration text"
     samples, length = made.drawn.tokens.shape
-    name = made.drawn.source or file_name(made.settings.text)
-    text = f"{f'`{name}`' if name else 'a text'} (sha256 {made.drawn.sha256[:12]})"
     way = ", the thorough way," if made.settings.thorough else ""
+    name = "quantkit's own text" if made.settings.text is None else "a text"
+    if made.settings.text is not None and (named := made.drawn.source or file_name(made.settings.text)):
+        name = f"`{named}`"
+    text = f"{name} (sha256 {made.drawn.sha256[:12]})"
     drawn = f"{samples} samples of {length} tokens of {text}, at random places (seed {made.drawn.seed})"
-    return f"GPTQ{way} calibrated on {drawn}"
+    dropped = sum((made.drawn.dropped or {}).values())
+    left = f"; {dropped} others, which the source hardly predicts, were dropped" if dropped else ""
+    return f"GPTQ{way} calibrated on {drawn}{left}"
 
 
 def _quality(gate: Gate, made: Made) -> list[str]:
@@ -295,14 +295,10 @@ def _use(config: ModelConfig, method: QuantMethod, scheme_map: SchemeMap, folder
     if method.name == _NATIVE:
         return _use_of_native(config, schemes, folder, embedding=scheme_map.embedding is not None)
     readers = f"quantkit {__version__} loads it; so should {method.readers(scheme_map.assigned)}."
-    if _read_here_alone(config, method, scheme_map):
+    if read_here_alone(method, scheme_map.assigned, tied=config.tied_embeddings):
         readers = f"quantkit {__version__} loads it; no other reader was found that does."
     python = ["```python", "import quantkit", "", f'model, tokenizer = quantkit.load("{folder}")', "```"]
     return ["## Use", "", *_wrapped(readers), "", *python]
-
-
-def _read_here_alone(config: ModelConfig, method: QuantMethod, scheme_map: SchemeMap) -> bool:
-    return read_here_alone(method, scheme_map.assigned, tied=config.tied_embeddings)
 
 
 def _use_of_native(

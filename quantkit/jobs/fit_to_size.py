@@ -13,14 +13,11 @@ from quantkit.bit_allocation.units import units
 from quantkit.calibration.data import Calibration
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import RequestError
-from quantkit.formats.output.destination import output_files
-from quantkit.formats.output.staging import (
-    interrupted_fingerprint,
-    partial_folder,
-    require_output_absent,
-    require_room_to_build,
-)
+from quantkit.formats.container import Output
+from quantkit.formats.output.staging import interrupted_fingerprint
 from quantkit.formats.registry import Target
+from quantkit.jobs.certificate import CertifiedText
+from quantkit.jobs.estimate import Estimate, estimate_quantization, require_buildable
 from quantkit.jobs.output import option_key
 from quantkit.jobs.prepare import Prepared, planned_output, reassigned, tensor_blocks
 from quantkit.jobs.settings import GptqSettings
@@ -73,36 +70,53 @@ class SizeFit:
 
     def total_bytes(self, schemes: Mapping[str, QuantScheme]) -> int:
         """Of all files of weights, given the scheme of each module that gets one."""
-        blocks = tensor_blocks(self.prepared.source, schemes, self.target)
-        planned = planned_output(
-            self.prepared, blocks, self.target, self.template, self.shard_bytes, self.name, self.dst
-        )
-        return self.target.container.encoder(planned).total_bytes()
+        return self.target.container.encoder(self._output(schemes)).total_bytes()
 
-    def required(self, settings: GptqSettings | None) -> Fit:
+    def require_buildable(self, *, resume: bool) -> None:
+        """
+        Raises:
+            DestinationError, ResumeError: if the output cannot be built.
+        """
+        stands_in = self.target.container.encoder(self._output(self.prepared.scheme_map.schemes))
+        require_buildable(self.dst, stands_in, resume=resume)
+
+    def estimate(self, fit: Fit, long: CertifiedText | None, *, source_check: bool) -> Estimate:
+        """What all of it takes, before the choice is made."""
+        output = self._output(self.prepared.scheme_map.schemes)
+        encoder, side_files = self.target.container.encoder(output), self.target.container.side_files(output)
+        return estimate_quantization(self.prepared, encoder, side_files, long, source_check=source_check, fit=fit)
+
+    def require_gptq(self) -> GptqSettings:
+        """The settings of GPTQ.
+
+        Raises:
+            RequestError: if the method is another.
+        """
+        if self.prepared.settings is None:
+            raise RequestError("a size to fit goes with GPTQ", found='`method="rtn"`', expected='`method="gptq"`')
+        return self.prepared.settings
+
+    def fit(self) -> Fit:
         """What chooses.
 
         Raises:
             RequestError: if the method is another than GPTQ, or no choice has the size.
             UnsupportedError: if the format does not hold several schemes.
         """
-        if settings is None:
-            raise RequestError("a size to fit goes with GPTQ", found='`method="rtn"`', expected='`method="gptq"`')
-        assert self.target.codes is not None
-        return Fit(self.prepared.source, self.size, self.target.codes, self._settled(), self.total_bytes)
+        codes = self.target.codes
+        assert codes is not None
+        self.require_gptq()
+        return Fit(self.prepared.source, self.size, codes, self._settled(), self.total_bytes)
 
     def chosen(
-        self, fit: Fit, drawn: Calibration, settings: GptqSettings, *, resume: bool, group: ProcessGroup,
-        progress: Progress,
-    ) -> tuple[Prepared, Allocation]:  # fmt: skip
+        self, fit: Fit, drawn: Calibration, *, resume: bool, group: ProcessGroup, progress: Progress
+    ) -> tuple[Prepared, Allocation]:
         """The source with the chosen schemes, and the choice: of a run that is resumed its own.
 
         Raises:
             QuantkitError: as `quantize` does.
         """
-        partial = partial_folder(self.dst)
-        require_output_absent(self.dst, output_files(self.dst, ()), partial)
-        require_room_to_build(partial, resume=resume)
+        settings = self.require_gptq()
         allocation = group.agree(self._of_interrupted(drawn) if resume else None)
         if allocation is None:
             allocation = fit.chosen(
@@ -111,6 +125,10 @@ class SizeFit:
             )  # fmt: skip
         recipe = allocation.recipe(self.prepared.scheme_map.recipe.overrides)
         return reassigned(self.prepared, recipe, self.dst, self.target), allocation
+
+    def _output(self, schemes: Mapping[str, QuantScheme]) -> Output:
+        blocks = tensor_blocks(self.prepared.source, schemes, self.target)
+        return planned_output(self.prepared, blocks, self.target, self.template, self.shard_bytes, self.name, self.dst)
 
     def _of_interrupted(self, drawn: Calibration) -> Allocation | None:
         """What an interrupted run for the same size and samples chose; whether all else is the same is looked at

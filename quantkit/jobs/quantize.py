@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,18 +22,20 @@ from quantkit.jobs.card import NAME as CARD
 from quantkit.jobs.card import Labels, Made, model_card, model_name
 from quantkit.jobs.certificate import certified_text
 from quantkit.jobs.command import file_name
+from quantkit.jobs.estimate import Estimate, estimate_quantization, require_buildable
 from quantkit.jobs.fit_to_size import OPTION as BIT_ALLOCATION
 from quantkit.jobs.fit_to_size import SizeFit, asked_recipe
-from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, writing
+from quantkit.jobs.output import SHARD_BYTES, JobWriter, Work, model_summary, writing
 from quantkit.jobs.prepare import planned_output, prepare, starved_experts, tensor_blocks, too_few_tokens
 from quantkit.jobs.result import QuantizeResult
-from quantkit.jobs.settings import Method, gptq_settings
+from quantkit.jobs.settings import Method, MethodOptions
 from quantkit.jobs.target import NATIVE, TargetName, quantized_target, shard_bytes
 from quantkit.jobs.weights_only import within_bounds
-from quantkit.progress import Progress, heard, in_phase
+from quantkit.progress import Progress, heard, in_phase, without_phase
 from quantkit.quality.gate import Gate, require_passed, run_gate
 from quantkit.quality.positions import PositionCertificate
 from quantkit.quality.weights_only import WeightsOnly, carried_tensors, weights_only
+from quantkit.tensors.products import passing_dtype
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
 
@@ -48,7 +50,7 @@ def quantize(
     head: str | QuantScheme | None = None,
     to: TargetName | None = None,
     split_max_size: int | None = None,
-    method: Method = "rtn",
+    method: Method | None = None,
     calibration: str | Path | None = None,
     samples: int | None = None,
     length: int | None = None,
@@ -71,6 +73,7 @@ def quantize(
     source_check: bool = True,
     tensors_only: bool = False,
     group: ProcessGroup = SINGLE,
+    on_estimate: Callable[[Estimate], None] | None = None,
     progress: Progress | None = None,
 ) -> QuantizeResult:
     """Write the model in `src`, quantized, to the new folder, or GGUF file, `dst`, if it passes the gate.
@@ -94,9 +97,9 @@ def quantize(
         to: ``compressed-tensors`` (the default), ``int-quantized``, ``gptq``, ``awq``, ``mlx`` or ``gguf``; any of
             them with any `method`.
         split_max_size: as in `convert`.
-        method: ``rtn`` (round to nearest) or ``gptq``, which needs calibration text.
-        calibration: a file, or a hub dataset as ``owner/name:config:split``; this and the options
-            down to `device` go with gptq only.
+        method: ``rtn`` (round to nearest) or ``gptq``; None is gptq if any layer gets int4, else rtn.
+        calibration: a file, or a hub dataset as ``owner/name:config:split``; None is the text that ships with the
+            package. This and the options down to `device` go with gptq only.
         samples, length, seed: how many samples of how many tokens are drawn from it, and
             the seed of their places; by default 128 of the model's context, 2048 at most, and 0.
         thorough: follow the float model on all samples rather than on some of them; slower
@@ -119,6 +122,7 @@ def quantize(
             compared.
         group: the processes that share the calibration; each calls this alike, the first one writes, and the
             others wait for it.
+        on_estimate: called with what it will take, once that is known and before anything takes long.
         template, weights, resume, allow_nonfinite, source_check, progress: as in `convert`.
 
     Returns:
@@ -134,7 +138,7 @@ def quantize(
             After any of them `dst` is not there.
 
     Example:
-        >>> made = quantkit.quantize("model", "model-int4", "int4-g128", method="gptq", calibration="text.txt")
+        >>> made = quantkit.quantize("model", "model-int4", "int4-g128")
         >>> print(made.bits_per_weight, made.quality.texts[0].kl)
     """
     began = time.monotonic()
@@ -143,32 +147,33 @@ def quantize(
     require_instance("group", group, ProcessGroup, "a ProcessGroup")
     progress, dst, labels = heard(progress), as_path("dst", dst), Labels(base_model, license)
     target = quantized_target(to, dst)
-    settings = gptq_settings(
-        method, calibration, samples=samples, length=length, seed=seed, thorough=thorough,
-        activation_memory=activation_memory, device=device,
-    )  # fmt: skip
+    asked = MethodOptions(method, calibration, samples, length, seed, thorough, activation_memory, device)
     size = size_target(target_bits, max_size, scheme)
     prepared = prepare(
         src, dst, asked_recipe(scheme, size, head), embedding=embedding, keep=keep, strict=strict, weights=weights,
-        tensors_only=tensors_only, gptq=settings is not None, target=target,
+        tensors_only=tensors_only, method=asked, target=target,
     )  # fmt: skip
     name = model_name(prepared.source, labels.base_model)
     most = shard_bytes(split_max_size, target.container, SHARD_BYTES)
+    long = certified_text(certify_positions, certify_text, prepared.source, prepared.tokenizer)
     drawn, allocation = None, None
     if size is not None:
         sized = SizeFit(prepared, size, target, template, most, name, dst)
-        fit = sized.required(settings)
-        assert settings is not None
-        drawn = settings.draw(prepared.tokenizer, prepared.source)
-        prepared, allocation = sized.chosen(fit, drawn, settings, resume=resume, group=group, progress=progress)
-    source, scheme_map, tokenizer, notes = prepared.source, prepared.scheme_map, prepared.tokenizer, prepared.notes
+        fit = sized.fit()
+        if group.first:
+            sized.require_buildable(resume=resume)
+            if on_estimate is not None:
+                on_estimate(sized.estimate(fit, long, source_check=source_check))
+        drawn = sized.require_gptq().draw(prepared.tokenizer, prepared.source, group=group, progress=progress)
+        prepared, allocation = sized.chosen(fit, drawn, resume=resume, group=group, progress=progress)
+    source, scheme_map, settings, notes = prepared.source, prepared.scheme_map, prepared.settings, prepared.notes
     runnable = source.config.runnable
     if not runnable:
         scheme_map, more = within_bounds(source, scheme_map, allow_nonfinite=allow_nonfinite, progress=progress)
         notes += more
     schemes = scheme_map.schemes
     options: dict[str, object] = {
-        "recipe": scheme_map.recipe.to_json(), "method": method, "allow_nonfinite": allow_nonfinite,
+        "recipe": scheme_map.recipe.to_json(), "method": prepared.method, "allow_nonfinite": allow_nonfinite,
     }  # fmt: skip
     if not runnable:
         options |= {"tensors_only": True, "linears_by": prepared.linears_by}
@@ -178,19 +183,28 @@ def quantize(
         options["split_max_size"] = split_max_size
     if allocation is not None:
         options[BIT_ALLOCATION] = allocation.to_json()
-    long = certified_text(certify_positions, certify_text, source, tokenizer)
     blocks = tensor_blocks(source, schemes, target)
     planned = planned_output(prepared, blocks, target, template, most, name, dst)
     encoder = target.container.encoder(planned)
     notes += target.container.notes(planned)
+    side_files = target.container.side_files(planned)
+    if group.first:
+        require_buildable(dst, encoder, resume=resume)  # before anything takes long
+        if on_estimate is not None and allocation is None:
+            on_estimate(estimate_quantization(prepared, encoder, side_files, long, source_check=source_check))
     computed_by: dict[str, object] = {}
     scratch = 0
     quantizer: Quantizer = RtnQuantizer(source, allow_nonfinite=allow_nonfinite)
     if settings is not None:
-        drawn = drawn or settings.draw(tokenizer, source)
-        notes += too_few_tokens(drawn.tokens.shape, source.config)
+        drawn = drawn or settings.draw(prepared.tokenizer, source, group=group, progress=progress)
+        notes += [*drawn.notes, *too_few_tokens(drawn.tokens.shape, source.config)]
         options |= {"calibration": drawn.to_json(), "thorough": settings.thorough}
-        computed_by = {"number of processes": group.size, "kind of device": settings.device.type}
+        computed_by = {
+            "number of processes": group.size, "kind of device": settings.device.type,
+            "samples multiplied in": str(passing_dtype(settings.device)),
+        }  # fmt: skip
+        if settings.text is None:
+            computed_by["calibration samples"] = drawn.fingerprint()  # the source's own figures have chosen them
         scratch = settings.scratch_bytes(source, drawn)
         quantizer = GptqQuantizer(
             source, drawn, schemes, device=settings.device, memory_bytes=settings.memory_bytes,
@@ -200,26 +214,17 @@ def quantize(
         options["template"] = Path(template).name
     if not group.first:
         return _told_by_first(group, quantizer, blocks, Written(encoder, partial_folder(dst)))
-    work = Work("quantize", source, encoder, target.container.side_files(planned), options, computed_by, scratch)
+    work = Work("quantize", source, encoder, side_files, options, computed_by, scratch)
     gate: Gate | WeightsOnly
     certificate: PositionCertificate | None = None
-    with writing(work, dst, resume=resume, source_check=source_check, progress=progress) as writer:
-        there = Written(encoder, writer.path, writer.done)
-        with quantizer.running(blocks, there):
-            for block in blocks:
-                if not there.names.issuperset(spec.name for spec in block.tensors):
-                    writer.tell()
-                for name, tensor, record in quantizer.solve(block):
-                    writer.put(name, tensor, record)
-                    del tensor  # before the next one is made
-                if settings is not None:
-                    writer.checkpoint()  # what takes long to solve is not solved again
+    told = progress if settings is None else without_phase(progress, work.job)  # GPTQ tells of its linears
+    with writing(work, dst, resume=resume, source_check=source_check, progress=told) as writer:
+        _write(blocks, quantizer, writer, Written(encoder, writer.path, writer.done), durable=settings is not None)
         result = writer.seal()
         written = weight_size(result)
         notes += starved_experts(writer.records, source.config)
         if runnable:
-            told = in_phase(progress, "gate")
-            gate = run_gate(source, result, writer.records, asked=schemes, progress=told)
+            gate = run_gate(source, result, writer.records, asked=schemes, progress=in_phase(progress, "gate"))
             if not accept_quality_loss:
                 require_passed(gate, source, result, dst)
             notes += _accepted(gate, dst)
@@ -250,12 +255,27 @@ def quantize(
                 card[PICTURE] = picture(allocation).encode()
         manifest = writer.commit(details, card)
     found = QuantizeResult(
-        dst, scheme_map.counts(), *written, method, None if drawn is None else drawn.to_json(),
+        dst, scheme_map.counts(), *written, prepared.method, None if drawn is None else drawn.to_json(),
         gate, accept_quality_loss, time.monotonic() - began, [*source.notes, *notes, *writer.notes], manifest,
         None if scheme_map.embedding is None else str(scheme_map.embedding), certificate, allocation,
     )  # fmt: skip
     group.tell_others(found)
     return found
+
+
+def _write(
+    blocks: Sequence[TensorBlock], quantizer: Quantizer, writer: JobWriter, there: Written, *, durable: bool
+) -> None:
+    """Solve and write what is not there yet, with `durable` so that each block outlives the run."""
+    with quantizer.running(blocks, there):
+        for block in blocks:
+            if not there.names.issuperset(spec.name for spec in block.tensors):
+                writer.tell()
+            for name, tensor, record in quantizer.solve(block):
+                writer.put(name, tensor, record)
+                del tensor  # before the next one is made
+            if durable:
+                writer.checkpoint()  # what takes long to solve is not solved again
 
 
 def _told_by_first(

@@ -167,7 +167,7 @@ def compare_texts(
             "cannot be compared with the reference", path=odd[0].path,
             found=f"{odd[0].config.vocab_size} tokens", expected=f"a vocabulary of {size}",
         )  # fmt: skip
-    heard = listeners or [[None] * len(others)] * len(texts)
+    heard: Sequence[Sequence[Listener | None]] = listeners or [[None] * len(others)] * len(texts)
     tallies = [[_Tally(listener) for listener in of_text] for of_text in heard]
     width = max(checkpoint.config.hidden_size for checkpoint in (reference, *others))
     parts = _parts([Windows.of(windows) for windows in texts], width)
@@ -223,11 +223,24 @@ def perplexity_estimates(
     Raises:
         NonFiniteError: if the model's logits are NaN or Inf.
     """
+    losses = token_losses(checkpoint, texts, group=group, progress=progress)
+    return [mean_estimate(of_text.flatten()).exp() for of_text in losses]
+
+
+@torch.inference_mode()
+def token_losses(
+    checkpoint: Checkpoint, texts: Sequence[Tensor], *, group: ProcessGroup = SINGLE, progress: Progress = silent
+) -> list[Tensor]:
+    """Minus the log probability, in nats, of each token but the first of each text's windows [W, T]: [W, T - 1].
+
+    Raises:
+        NonFiniteError: if the model's logits are NaN or Inf.
+    """
     scored = [Windows.of(windows) for windows in texts]
     losses: list[list[Tensor]] = [[] for _ in scored]
     for text, some in _losses(checkpoint, scored, group, progress):
         losses[text].append(some)
-    return [mean_estimate(torch.cat(of_text)).exp() for of_text in losses]
+    return [torch.cat(of_text).view(len(windows), -1) for of_text, windows in zip(losses, texts, strict=True)]
 
 
 def token_perplexity(
