@@ -57,7 +57,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         _OUTPUT: ("resume", "data"),
     },
     "quantize": {
-        _SCHEMES: ("scheme", "head", "embedding", "recipe", "keep", "strict"),
+        _SCHEMES: ("scheme", "target_bits", "max_size", "head", "embedding", "recipe", "keep", "strict"),
         "Method": ("method",),
         _CALIBRATION: ("calibration", "samples", "length", "seed", "thorough", "activation_memory", "device"),
         _CHECKS: ("source_check", "allow_nonfinite", "accept_quality_loss", "certify_positions", "certify_text"),

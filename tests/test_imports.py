@@ -27,6 +27,7 @@ ROOMS = (
     ("kernels", "distributed"),
     ("model",),
     ("quality", "runtime", "calibration"),
+    ("bit_allocation",),
     ("xla",),
     ("jobs", "doctor"),
     ("evals",),
