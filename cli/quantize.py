@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,6 +16,10 @@ from quantkit.cli.processes import require_models, together
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
 from quantkit.tensors.scheme import SPELLINGS, QuantScheme
+
+if TYPE_CHECKING:
+    from quantkit.jobs.estimate import Estimate
+    from quantkit.tensors.recipe import Recipe
 
 
 @click.command(cls=Command)
@@ -33,11 +37,13 @@ from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 @click.option("--recipe", type=options.PATH, metavar="FILE", help="JSON with a default scheme and overrides.")
 @click.option("--plan", type=options.PATH, hidden=True, help="The old name of --recipe.")
 @click.option(
-    "--method", type=click.Choice(["rtn", "gptq"]), default="rtn", show_default=True, help="Rounding or GPTQ."
+    "--method",
+    type=click.Choice(["rtn", "gptq"]),
+    help="Rounding or GPTQ; by default GPTQ for int4, rounding for int8.",
 )
 @click.option(
     "--calibration", shell_complete=options.complete_files,
-    help="Text for GPTQ: a file, or a hub dataset owner/name:config:split.",
+    help="Text for GPTQ instead of the packaged one: a file, or a hub dataset owner/name:config:split.",
 )  # fmt: skip
 @click.option("--samples", type=int, help=f"Calibration samples; {SAMPLES} by default.")
 @click.option("--length", type=int, help=f"Tokens in each; the model's context by default, {MAX_LENGTH} at most.")
@@ -51,6 +57,14 @@ from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 )
 @options.device
 @click.option("--accept-quality-loss", is_flag=True, help="Keep a result that is too far from its source.")
+@click.option(
+    "--certify-positions", type=int, metavar="TOKENS",
+    help="Also measure KL by position, to so many tokens of a context, with a float and an int8 cache.",
+)  # fmt: skip
+@click.option(
+    "--certify-text", type=options.PATH, metavar="FILE",
+    help="The text for that, UTF-8; some 5,000 tokens that come with quantkit by default.",
+)  # fmt: skip
 @click.option("--keep", multiple=True, metavar="PATTERN", help="Layers to keep as floats, a glob; repeatable.")
 @click.option("--base-model", metavar="NAME", help="Of SRC on a hub, owner/name, for the model card.")
 @click.option(
@@ -65,7 +79,7 @@ def quantize(data: str | None, **given: Any) -> None:
     one that is too far from it exits with 8. Under torchrun all processes share the calibration; the first one does
     the rounding.
     """
-    reads = given["calibration"], given["recipe"], given["plan"]
+    reads = given["calibration"], given["recipe"], given["plan"], given["certify_text"]
     arguments = job_arguments(given)
     require_models(arguments["src"], makes=arguments["dst"])
 
@@ -73,7 +87,7 @@ def quantize(data: str | None, **given: Any) -> None:
     from quantkit.formats.detect import open_checkpoint
     from quantkit.jobs.quantize import quantize as job
 
-    shared = arguments["method"] == "gptq"
+    shared = arguments["method"] != "rtn" and (arguments["method"] == "gptq" or _has_int4(arguments["scheme"]))
     device = None if shared and arguments["device"] != "cpu" else "cpu"
     with together({**arguments, "src": None}, device) as group:
         outputs = Outputs(data, reads=reads, makes=arguments["dst"])
@@ -81,9 +95,19 @@ def quantize(data: str | None, **given: Any) -> None:
             require_same_checkpoint(open_checkpoint(arguments["src"], arguments["weights"]), group)
         if shared or group.first:
             with ProgressDisplay(show=group.first) as progress:
-                made = job(**arguments, group=group, progress=progress)
+                made = job(**arguments, group=group, on_estimate=_tell, progress=progress)
     if group.first:
         finish(made, outputs)
+
+
+def _has_int4(scheme: QuantScheme | Recipe) -> bool:
+    """Whether some layer may get int4, which GPTQ solves unless another method is named."""
+    asked = [scheme] if isinstance(scheme, QuantScheme) else [scheme.default, *(one.scheme for one in scheme.overrides)]
+    return any(one is not None and one.bits == 4 for one in asked)
+
+
+def _tell(estimate: Estimate) -> None:
+    note(estimate.line())
 
 
 def job_arguments(given: dict[str, Any]) -> dict[str, Any]:

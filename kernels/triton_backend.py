@@ -60,11 +60,12 @@ class TritonBackend:
 
     def prepare(self, weight: QuantTensor) -> dict[str, Tensor]:
         from quantkit.kernels import triton_int4, triton_int8  # noqa: F401  (registers the operators)
+        from quantkit.kernels.triton_skinny import counters
         from quantkit.kernels.triton_words import pack
 
         words, scale = pack(weight.codes, weight.scheme.bits), _padded(weight.scale, weight)
         zero = {} if weight.zero is None else {"zero": _padded(weight.zero, weight)}
-        prepared = {"words": words, "scale": scale, **zero}
+        prepared = {"words": words, "scale": scale, **zero, "arrived": counters(len(words), words.device)}
         if os.environ.get(TUNE_SETTING) == "1" and words.is_cuda and words.numel() >= _TUNE_WORDS:
             _tune_shape(prepared, weight)
         return prepared
@@ -86,13 +87,13 @@ class TritonBackend:
     def linear(
         self, x: Tensor, prepared: dict[str, Tensor], scheme: QuantScheme, rows: int, bias: Tensor | None
     ) -> Tensor:
-        words, scale = prepared["words"], prepared["scale"]
-        flat = x.reshape(-1, x.shape[-1])
-        if scheme.group_size is None:
-            product = torch.ops.quantkit_triton.int8_linear(flat, words, scale, bias)
+        words, scale, arrived = prepared["words"], prepared["scale"], prepared["arrived"]
+        flat, group = x.reshape(-1, x.shape[-1]), scheme.group_size
+        if group is None:
+            product = torch.ops.quantkit_triton.int8_linear(flat, words, scale, bias, arrived)
         else:
             zero = prepared.get("zero")
-            product = torch.ops.quantkit_triton.int4_linear(flat, words, scale, zero, bias, scheme.group_size)
+            product = torch.ops.quantkit_triton.int4_linear(flat, words, scale, zero, bias, group, arrived)
         return product.view(*x.shape[:-1], rows)  # type: ignore[no-any-return]
 
 

@@ -17,7 +17,7 @@ from torch.library import wrap_triton
 
 from quantkit.kernels.triton_int4 import int4_gemm_tile, int4_gemv_tile
 from quantkit.kernels.triton_int8 import int8_gemm_tile, int8_gemv_tile
-from quantkit.kernels.triton_tiles import INTERPRETER, TOKENS, Card, TileConfig, card_of, default_config
+from quantkit.kernels.triton_tiles import INTERPRETER, TOKENS, Card, TileConfig, card_of, gemm_config, gemv_config
 from quantkit.kernels.triton_words import MAGIC, operator
 
 _MAX_TOKENS = 512  # of an expert, beyond which tiles grow no more
@@ -118,13 +118,13 @@ def blocks_of(chosen: Tensor, count: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 def config_for(bits: int, places: int, count: int, rows: int, columns: int, wide: bool, card: Card) -> TileConfig:
-    """The tiles for so many places of `count` experts with weights [rows, columns]; `wide` as for `default_config`."""
+    """The tiles for so many places of `count` experts with weights [rows, columns]; `wide`: see `default_config`."""
     if places <= count:  # most experts that are chosen are chosen once
-        config = default_config(bits, 1, rows, columns, wide, card)
+        config = gemv_config(bits, 1, rows, columns, card)
     else:
         each = min(max(bits, places // count), _MAX_TOKENS)
         tokens = next(size for size in TOKENS if each <= size)
-        config = default_config(bits, tokens, rows, columns, False, card)
+        config = gemm_config(bits, tokens, rows, columns, card)
         config = replace(config, stages=2 if wide else config.stages)  # activations take twice the shared memory
     return replace(config, split=1, block_n=512 if card is INTERPRETER else config.block_n)
 

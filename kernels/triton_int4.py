@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
+from quantkit.kernels.triton_skinny import skinny_product
 from quantkit.kernels.triton_tiles import TileConfig, card_of, tile_config_for
 from quantkit.kernels.triton_words import (
     MAGIC,
@@ -154,10 +155,11 @@ def int4_floats(
             tl.store(out + safe.to(tl.int64) * k + column, weight.to(out.dtype.element_ty), mask=mask)
 
 
-@operator("int4_linear")
+@operator("int4_linear", mutates=("arrived",))
 def int4_linear(
-    x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group: int
-) -> Tensor:
+    x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group: int,
+    arrived: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """``x @ weight.T + bias``, [M, I] to [M, O], in the tiles for the shape.
 
     Args:
@@ -165,23 +167,30 @@ def int4_linear(
         scale: [O, G], G for as many columns as there are words for.
         zero: uint8 [O, G], or None for 8 everywhere.
         group: columns that share a scale: 32, 64 or 128.
+        arrived: for `skinny_product`.
     """
     config = tile_config_for(f"int4-g{group}", len(x), len(scale), x.shape[1], x.dtype, card_of(x.device))
-    return int4_product(x, words, scale, zero, bias, group, config)
+    return int4_product(x, words, scale, zero, bias, group, config, arrived)
 
 
 @int4_linear.register_fake
-def _(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group: int) -> Tensor:
+def _(
+    x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group: int,
+    arrived: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     return x.new_empty(x.shape[0], len(scale))
 
 
 def int4_product(
-    x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group: int, config: TileConfig
-) -> Tensor:
+    x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group: int, config: TileConfig,
+    arrived: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """As `int4_linear`, in the tiles of this config."""
     (m, k), n, units = x.shape, len(scale), words.shape[1] // 16
     if m == 0:
         return x.new_empty(0, n)
+    if config.path == "skinny":
+        return skinny_product(x, words, scale, zero, bias, group, arrived, config)
     symmetric = zero is None
     weight = words, scale, scale if zero is None else zero
     blocks = triton.cdiv(n, config.block_n)

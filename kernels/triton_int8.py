@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
+from quantkit.kernels.triton_skinny import skinny_product
 from quantkit.kernels.triton_tiles import TileConfig, card_of, tile_config_for
 from quantkit.kernels.triton_words import (
     MAGIC,
@@ -118,28 +119,33 @@ def int8_floats(
         tl.store(out + safe.to(tl.int64)[:, None] * k + column, weight.to(out.dtype.element_ty), mask=mask)
 
 
-@operator("int8_linear")
-def int8_linear(x: Tensor, words: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+@operator("int8_linear", mutates=("arrived",))
+def int8_linear(x: Tensor, words: Tensor, scale: Tensor, bias: Tensor | None, arrived: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``, [M, I] to [M, O], in the tiles for the shape.
 
     Args:
         words: int32 [O, W], from `pack`.
         scale: [O, 1].
+        arrived: for `skinny_product`.
     """
     config = tile_config_for("int8", len(x), len(scale), x.shape[1], x.dtype, card_of(x.device))
-    return int8_product(x, words, scale, bias, config)
+    return int8_product(x, words, scale, bias, config, arrived)
 
 
 @int8_linear.register_fake
-def _(x: Tensor, words: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+def _(x: Tensor, words: Tensor, scale: Tensor, bias: Tensor | None, arrived: Tensor | None = None) -> Tensor:
     return x.new_empty(x.shape[0], len(scale))
 
 
-def int8_product(x: Tensor, words: Tensor, scale: Tensor, bias: Tensor | None, config: TileConfig) -> Tensor:
+def int8_product(
+    x: Tensor, words: Tensor, scale: Tensor, bias: Tensor | None, config: TileConfig, arrived: Tensor | None = None
+) -> Tensor:
     """As `int8_linear`, in the tiles of this config."""
     (m, k), n, units = x.shape, len(scale), words.shape[1] // 32
     if m == 0:
         return x.new_empty(0, n)
+    if config.path == "skinny":
+        return skinny_product(x, words, scale, None, bias, None, arrived, config)
     if config.path == "matmul":
 
         def fill(floats: Tensor, part: slice) -> None:

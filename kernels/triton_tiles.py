@@ -27,6 +27,9 @@ UNIT = 128
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 """Numbers of tokens that configs are measured for; a config serves all up to its number, the last one all beyond."""
 
+SKINNY_ROWS = 16
+"""Of a program of the path ``skinny``, at least: as many as tensor cores take at a time."""
+
 SHIPPED_FILE = Path(str(files("quantkit.kernels") / "triton_configs.json"))
 """Configs that ship with the package."""
 
@@ -35,6 +38,8 @@ CACHED_FILE = "triton_configs.json"
 
 _NEAR = 1.0  # doublings of rows and columns together within which a measured shape stands for another
 _WAVES = 2  # programs for each processor, at least
+_SKINNY_WAVES = 16  # of one warp each: what they load at a time, 1 KB of words, has to fill the memory's latency
+_SKINNY_TOKENS = 16  # up to which tensor cores are fed without converting weights
 _LARGE = 512  # tokens beyond which the weight is converted to floats first
 
 
@@ -43,8 +48,9 @@ class TileConfig:
     """How one product is computed.
 
     Attributes:
-        path: ``gemv``, each product by itself; ``gemm``, tensor cores, weights converted to floats in registers;
-            ``matmul``, the weight converted to floats in memory and multiplied by torch.
+        path: ``gemv``, each product by itself; ``skinny``, tensor cores for few tokens, codes as they are; ``gemm``,
+            tensor cores, weights converted to floats in registers; ``matmul``, the weight converted to floats in
+            memory and multiplied by torch.
         block_m, block_n: tokens and rows of a program's tile.
         units: units of columns that a program loads at a time.
         split: programs that share a row's columns.
@@ -60,7 +66,7 @@ class TileConfig:
     stages: int = 3
 
     def constants(self) -> dict[str, int]:
-        """What the kernels of the first two paths are compiled for."""
+        """What the kernels of the first three paths are compiled for."""
         return {
             "BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "UNITS": self.units,
             "num_warps": self.warps, "num_stages": self.stages,
@@ -157,29 +163,57 @@ def default_config(bits: int, tokens: int, rows: int, columns: int, wide: bool, 
     Args:
         wide: activations are float32, for which there are no tensor cores.
     """
-    units = math.ceil(columns / UNIT)
+    if tokens <= _SKINNY_TOKENS and not wide:
+        return skinny_config(bits, tokens, rows, columns, card)
     if tokens <= bits // 2:  # what the multipliers do while the weights come
-        block_n = {1: 8, 2: 4, 4: 4}[tokens]  # as many as the registers hold
-        tile = _power_below(min(units, 128 // bits))  # 16 bytes for each of 128 threads
-        return _split(TileConfig("gemv", tokens, block_n, tile), tokens, rows, units, card)
+        return gemv_config(bits, tokens, rows, columns, card)
     if wide or tokens > _LARGE:
-        return TileConfig("matmul", 1, 16, _power_below(min(units, 4)))
+        return TileConfig("matmul", 1, 16, _power_below(min(math.ceil(columns / UNIT), 4)))
+    return gemm_config(bits, tokens, rows, columns, card)
+
+
+def skinny_config(bits: int, tokens: int, rows: int, columns: int, card: Card) -> TileConfig:
+    """The default config of ``skinny`` for up to 16 tokens; of its instructions a weight takes fewer in 32 rows."""
+    block_n = 2 * SKINNY_ROWS if rows >= 4 * _SKINNY_WAVES * card.processors * SKINNY_ROWS else SKINNY_ROWS
+    config = TileConfig("skinny", 8 if tokens <= 8 else 16, block_n, 1, warps=1)
+    return _split(config, bits, tokens, rows, columns, card, _SKINNY_WAVES)
+
+
+def gemv_config(bits: int, tokens: int, rows: int, columns: int, card: Card) -> TileConfig:
+    """The default config of ``gemv`` for up to 4 tokens."""
+    block_n = {1: 8, 2: 4, 4: 4}[tokens]  # as many as the registers hold
+    tile = _power_below(min(math.ceil(columns / UNIT), 128 // bits))  # 16 bytes for each of 128 threads
+    return _split(TileConfig("gemv", tokens, block_n, tile), bits, tokens, rows, columns, card)
+
+
+def gemm_config(bits: int, tokens: int, rows: int, columns: int, card: Card) -> TileConfig:
+    """The default config of ``gemm``."""
     block_m = min(max(tokens, 16), 128)
     block_n = 128 if tokens >= 128 else 64
-    tile = 2 if block_m <= 32 and units > 1 else 1
+    tile = 2 if block_m <= 32 and columns > UNIT else 1
     stage = tile * (UNIT * block_m * 2 + block_n * 16 * bits)  # bytes of activations and words
     stages = max(2, min(4, (card.shared_memory - (16 << 10)) // stage))
     warps = 8 if tokens >= 128 else 4
-    return _split(TileConfig("gemm", block_m, block_n, tile, warps=warps, stages=stages), tokens, rows, units, card)
+    return _split(
+        TileConfig("gemm", block_m, block_n, tile, warps=warps, stages=stages), bits, tokens, rows, columns, card
+    )
 
 
-def _split(config: TileConfig, tokens: int, rows: int, units: int, card: Card) -> TileConfig:
+def max_split(bits: int, tokens: int, columns: int) -> int:
+    """How often rows may be split, at most: their parts, 4 bytes a number written and read, are not to move more than a
+    quarter of what the weight does."""
+    return max(1, columns * bits // 32 // (8 * tokens))
+
+
+def _split(
+    config: TileConfig, bits: int, tokens: int, rows: int, columns: int, card: Card, waves: int = _WAVES
+) -> TileConfig:
     """The config with rows split until every processor has work, or nothing is left to split."""
     programs = math.ceil(rows / config.block_n) * math.ceil(tokens / config.block_m)
-    wanted = _WAVES * card.processors / programs
-    max_split = math.ceil(units / config.units)
-    split = min(_power_below(max(1, math.ceil(wanted))), _power_below(max_split), 16)
-    return replace(config, split=split)
+    wanted = max(1, math.ceil(waves * card.processors / programs))
+    units = math.ceil(columns / UNIT)
+    limits = wanted, math.ceil(units / config.units), max_split(bits, tokens, columns), 16
+    return replace(config, split=min(_power_below(limit) for limit in limits))
 
 
 def _power_below(number: int) -> int:

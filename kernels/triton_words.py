@@ -1,8 +1,9 @@
 """The layout that the Triton kernels share: codes in words of 32 bits, in units of 128 columns.
 
 A unit is ``UNIT`` columns of a row. Its words each hold one code of every *plane*, and a plane is a run
-of columns: code p of word i is column ``p * run + i`` of the unit, where run is the number of words in it.
-So a mask takes a plane out of a tile of words, and the activations that belong to it lie side by side.
+of columns: the code of plane p in word i is column ``p * run + i`` of the unit, where run is the number of words in it.
+So a mask takes a plane out of a tile of words, and the activations that belong to it lie side by side. Two planes of
+a group lie 16 bits apart (`word_bit`), so a mask may take out both, as a pair of small numbers.
 
 A code becomes a float without a conversion: its bits, left where they are in the word, are put under the
 exponent of 2**23. That is ``2**23 + code * 2**position``, exactly; the kernels subtract the offset and divide the
@@ -11,6 +12,7 @@ power of two out of the scale or the activations.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -33,13 +35,25 @@ WIDEN = tl.constexpr(INTERPRETED)
 """Its interpreter takes the bits of bfloat16 for integers in `tl.dot`."""
 
 _PACK_CODES = 1 << 25  # packed at a time
-_FLOATS = 64 << 20  # bytes of a weight that are converted to floats in memory at a time
+_FLOATS = 512 << 20  # bytes of a weight that are converted to floats in memory at a time
 _ROWS = 128  # that are converted at a time, at least
 
 
-def operator(name: str) -> Any:
-    """Register an operator whose kernels torch.compile can see; while Triton interprets, one that it cannot."""
-    return (custom_op if INTERPRETED else triton_op)(f"quantkit_triton::{name}", mutates_args=())
+def operator(name: str, mutates: tuple[str, ...] = ()) -> Any:
+    """Register an operator whose kernels torch.compile can see; while Triton interprets, one that it cannot.
+
+    Kernels are launched on the card of the first tensor that the operator is given, whichever is the current one.
+    """
+
+    def register(function: Callable[..., Tensor]) -> Any:
+        @functools.wraps(function)
+        def on_its_card(x: Tensor, /, *arguments: Any, **options: Any) -> Tensor:
+            with torch.cuda.device_of(x):
+                return function(x, *arguments, **options)
+
+        return (custom_op if INTERPRETED else triton_op)(f"quantkit_triton::{name}", on_its_card, mutates_args=mutates)
+
+    return register
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -52,7 +66,7 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
     units = F.pad(codes, (0, -codes.shape[1] % UNIT)).view(codes.shape[0], -1, planes, UNIT // planes)
     words = torch.zeros_like(units[:, :, 0], dtype=torch.int32)
     for plane in range(planes):
-        words |= units[:, :, plane].to(torch.int32) << plane * bits
+        words |= units[:, :, plane].to(torch.int32) << word_bit(plane, bits)
     return words.flatten(1)
 
 
@@ -61,7 +75,8 @@ def unpack(words: Tensor, bits: int) -> Tensor:
     planes = 32 // bits
     units = words.view(words.shape[0], -1, 1, UNIT // planes)
     shifts = torch.arange(planes, device=words.device, dtype=torch.int32).view(-1, 1) * bits
-    return ((units >> shifts) & (2**bits - 1)).to(torch.uint8).flatten(1)
+    codes: Tensor = ((units >> shifts) & (2**bits - 1)).to(torch.uint8)
+    return codes.flatten(1)
 
 
 def linear_by_parts(x: Tensor, rows: int, bias: Tensor | None, fill: Callable[[Tensor, slice], None]) -> Tensor:
@@ -96,17 +111,25 @@ def sum_splits(out: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 @triton.constexpr_function
+def word_bit(plane, bits):
+    """Where a plane's codes begin in a word."""
+    return plane // 2 * 4 + plane % 2 * 16 if bits == 4 else plane * 8
+
+
+@triton.constexpr_function
 def bit_position(plane, bits):
     """The bit at which `biased_codes` takes a plane's codes, in the word or in the shifted word."""
-    return plane * bits if (plane + 1) * bits <= 23 else plane * bits - (12 if bits == 4 else 16)
+    at = word_bit(plane, bits)
+    return at if at + bits <= 23 else at - (12 if bits == 4 else 16)
 
 
 @triton.jit
 def biased_codes(words, magic, PLANE: tl.constexpr, BITS: tl.constexpr):
     """``2**23 + code * 2**position`` in float32 of one plane of words."""
     at: tl.constexpr = bit_position(PLANE, BITS)
-    if at != PLANE * BITS:
-        words = words >> (PLANE * BITS - at)
+    shift: tl.constexpr = word_bit(PLANE, BITS) - at
+    if shift != 0:
+        words = words >> shift
     return ((words & ((2**BITS - 1) << at)) | magic).to(tl.float32, bitcast=True)
 
 

@@ -87,13 +87,13 @@ def test_no_samples_are_drawn(demo_model: Path, tmp_path: Path, monkeypatch: pyt
     path = tmp_path / "long.txt"
     path.write_text(excerpt() * 20)
     calls: list[int] = []
-    tokenized = data._tokenized
+    tokenized = data.tokenized
 
     def counted(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
         calls.append(len(text))
         return tokenized(text, tokenizer)
 
-    monkeypatch.setattr(data, "_tokenized", counted)
+    monkeypatch.setattr(data, "tokenized", counted)
     found = quantkit.plan.quantize(
         demo_model, tmp_path / "out", "int8", method="gptq", calibration=path, samples=10**5, length=64
     )

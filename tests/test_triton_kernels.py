@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ from quantkit.kernels.triton_tiles import (
     Card,
     TileConfig,
     default_config,
+    gemm_config,
+    gemv_config,
+    max_split,
     save_configs,
     tile_config_for,
 )
@@ -34,6 +38,7 @@ from quantkit.tensors.scheme import QuantScheme
 ROOT = Path(__file__).resolve().parent.parent
 CUDA = torch.device("cuda", 0)
 LARGE, SMALL = Card("large", 132, 232448), Card("small", 84, 1 << 16)
+PATHS = {"gemv", "skinny", "gemm", "matmul"}
 TARGETS = {"cuda": (90, 32, "bf16"), "hip": ("gfx942", 64, "fp16")}
 
 pytest.importorskip("triton")
@@ -61,7 +66,7 @@ def _compiled(kernel: Any, constants: dict[str, Any], target: str, cached: str |
     pointers = {"x": dtype, "words": "i32", "scale": "fp16", "zero": "u8", "bias": dtype, "out": dtype}
     pointers |= {"queries": dtype, "keys": cached or dtype, "values": cached or dtype}
     pointers |= {"positions": "i64", "slots": "i64", "sinks": dtype, "places": "i32", "experts": "i32"}
-    pointers |= dict.fromkeys(("mixed", "largest", "total"), "fp32")
+    pointers |= dict.fromkeys(("mixed", "largest", "total", "parts"), "fp32") | {"arrived": "i32"}
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
     names = kernel.arg_names
     types = {
@@ -76,20 +81,46 @@ def _compiled(kernel: Any, constants: dict[str, Any], target: str, cached: str |
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize("path", ["gemv", "gemm"])
 def test_kernels_compile_for_cards_that_are_not_here(
-    bits: int, tokens: int, target: str, monkeypatch: pytest.MonkeyPatch
+    bits: int, path: str, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     from quantkit.kernels import triton_int4, triton_int8
 
-    config = default_config(bits, tokens, 4096, 4096, False, SMALL)
+    make, tokens = (gemv_config, 1) if path == "gemv" else (gemm_config, 32)
+    config = make(bits, tokens, 4096, 4096, SMALL)
     grouped = {"GROUP": 64, "SYMMETRIC": False} if bits == 4 else {}
     kernel = getattr(triton_int4 if bits == 4 else triton_int8, f"int{bits}_{config.path}")
     stages = _compiled(kernel, {"BIAS": True, **grouped, **config.constants()}, target)
     assert stages["cubin" if target == "cuda" else "hsaco"]
     if target == "cuda":
         assert "ld.global.v4" in stages["ptx"] if config.path == "gemv" else "wgmma" in stages["ptx"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("stages", [1, 3])
+def test_kernels_for_few_tokens_compile_for_cards_that_are_not_here(
+    bits: int, stages: int, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    from quantkit.kernels import triton_skinny
+
+    config = replace(default_config(bits, 8, 4096, 4096, False, LARGE), stages=stages)
+    assert config.path == "skinny"
+    assert config.split > 1
+    grouped = {"GROUP": 64, "SYMMETRIC": False} if bits == 4 else {}
+    flags = {"BIAS": True, "JOINED": True, "WHOLE": True, **grouped}
+    kernel = triton_skinny.int4_skinny if bits == 4 else triton_skinny.int8_skinny
+    stages_of_it = _compiled(kernel, {**flags, **config.constants()}, target)
+    assert stages_of_it["cubin" if target == "cuda" else "hsaco"]
+    if target == "cuda":
+        ptx = stages_of_it["ptx"]
+        assert "mma.sync" in ptx
+        assert "ld.global.v4" in ptx if stages == 1 else "cp.async" in ptx
+        assert ptx.count("shfl") <= 1  # which tells warps apart: each thread multiplies the words that it has loaded
+        assert "st.local" not in ptx
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -179,6 +210,22 @@ def test_a_compiler_sees_the_kernels_and_that_they_only_write_the_product(
 
 
 @pytest.mark.parametrize("text", ["int8", "int4-g32-asym"])
+def test_a_compiler_sees_that_programs_that_share_rows_write_parts_and_counters(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_tiles, "INTERPRETER", LARGE)
+    triton_tiles.card_of.cache_clear()
+    scheme, backend = QuantScheme.parse(text), TritonBackend()
+    prepared = backend.prepare(quantize_rtn(torch.randn(40, 1024), scheme, torch.float16))
+    x = torch.randn(2, 1024, dtype=torch.bfloat16)
+    try:
+        (kernel,) = _kernels_seen(lambda x: backend.linear(x, prepared, scheme, 40, None), (x,), monkeypatch)
+    finally:
+        triton_tiles.card_of.cache_clear()
+    assert sorted(kernel.kwargs["tensors_to_clone"]) == ["arrived", "out", "parts"]
+
+
+@pytest.mark.parametrize("text", ["int8", "int4-g32-asym"])
 def test_a_compiler_sees_a_kernel_for_each_part_of_a_large_weight(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from quantkit.kernels import triton_words
 
@@ -210,18 +257,28 @@ def test_the_default_gives_tile_configs_that_fit() -> None:
         sizes = (config.block_m, config.block_n, config.units, config.split, config.warps)
         assert all(size & (size - 1) == 0 and size > 0 for size in sizes)
         assert config.units * (config.split - 1) < columns / 128  # no program is without columns
-        assert config.path != "gemm" or not wide
-        if config.path == "gemv":
+        assert config.split <= max_split(bits, tokens, columns)
+        assert config.path not in ("gemm", "skinny") or not wide
+        if config.path in ("gemv", "skinny"):
             assert config.block_m >= tokens
         if config.path == "gemm":
             ahead = config.stages * config.units * (128 * config.block_m * 2 + config.block_n * 16 * bits)
             assert ahead <= card.shared_memory or config.stages == 2
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_parts_of_split_rows_move_a_quarter_of_the_weight_at_most(bits: int) -> None:
+    for tokens, columns in itertools.product((1, 16, 128), (1024, 4096, 14336)):
+        split = max_split(bits, tokens, columns)
+        assert split == 1 or split * tokens * 4 * 2 <= columns * bits / 8 / 4 < (split + 1) * tokens * 4 * 2
+    assert max_split(4, 128, 4096) == 1
+
+
 def test_the_default_converts_to_floats_for_many_tokens_only() -> None:
-    paths = [default_config(4, tokens, 4096, 4096, False, LARGE).path for tokens in TOKENS]
-    assert paths == sorted(paths, key=["gemv", "gemm", "matmul"].index)
-    assert set(paths) == {"gemv", "gemm", "matmul"}
+    for wide, expected in ((False, ["skinny", "gemm", "matmul"]), (True, ["gemv", "matmul"])):
+        paths = [default_config(4, tokens, 4096, 4096, wide, LARGE).path for tokens in TOKENS]
+        assert paths == sorted(paths, key=expected.index)
+        assert set(paths) == set(expected)
 
 
 def test_measured_configs_serve_their_card_and_shapes_near_theirs(
@@ -251,7 +308,9 @@ def test_every_config_in_the_package_is_one() -> None:
             assert scheme in ("int8", "int4-g32", "int4-g64", "int4-g128")
             for configs in shapes.values():
                 assert {int(tokens) for tokens in configs} <= set(TOKENS)
-                assert all(TileConfig(**fields).path in ("gemv", "gemm", "matmul") for fields in configs.values())
+                assert all(
+                    TileConfig(**fields).path in ("gemv", "skinny", "gemm", "matmul") for fields in configs.values()
+                )
 
 
 def _unsupported_reason(dtype: torch.dtype = torch.bfloat16, device: torch.device = CUDA) -> str | None:

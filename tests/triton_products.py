@@ -21,7 +21,7 @@ from triton_quick import quicken
 import quantkit
 from quantkit.data.files import DEMO_MODEL
 from quantkit.errors import UnsupportedError
-from quantkit.kernels import triton_int4, triton_int8, triton_tune, triton_words
+from quantkit.kernels import triton_int4, triton_int8, triton_skinny, triton_tune, triton_words
 from quantkit.kernels.check import self_test
 from quantkit.kernels.dispatch import select_backend
 from quantkit.kernels.triton_backend import TritonBackend
@@ -46,6 +46,14 @@ CONFIGS = (
 )
 """Numbers of tokens, and tile configs that leave tiles half empty for them."""
 
+SKINNY = (
+    (1, 19, 4, 1, TileConfig("skinny", 8, 16, 1, split=3, warps=1)),
+    (3, 1, 5, 0, TileConfig("skinny", 8, 16, 2, split=2, warps=1)),
+    (5, 40, 6, 0, TileConfig("skinny", 8, 32, 2, split=2, warps=1)),
+    (16, 35, 1, 1, TileConfig("skinny", 16, 32, 1, warps=1)),
+)
+"""Numbers of tokens, of rows, of whole units of columns and of groups beyond them, and tile configs."""
+
 pytestmark = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -58,18 +66,20 @@ def _random(text: str, rows: int, columns: int, scale_dtype: torch.dtype = torch
     return QuantTensor(codes, (torch.rand(shape) + 0.01).to(scale_dtype), zero, scheme)
 
 
-def _product(x: Tensor, weight: QuantTensor, bias: Tensor | None, config: TileConfig) -> Tensor:
+def _product(x: Tensor, weight: QuantTensor, bias: Tensor | None, config: TileConfig, joined: bool = True) -> Tensor:
     prepared = TritonBackend().prepare(weight.to(DEVICE))
-    words, scale = prepared["words"], prepared["scale"]
+    words, scale, arrived = prepared["words"], prepared["scale"], prepared["arrived"] if joined else None
     bias = None if bias is None else bias.to(DEVICE)
     if weight.scheme.bits == 8:
-        return int8_product(x.to(DEVICE), words, scale, bias, config).cpu()
+        return int8_product(x.to(DEVICE), words, scale, bias, config, arrived).cpu()
     group = weight.scheme.group_size
     assert group is not None
-    return int4_product(x.to(DEVICE), words, scale, prepared.get("zero"), bias, group, config).cpu()
+    return int4_product(x.to(DEVICE), words, scale, prepared.get("zero"), bias, group, config, arrived).cpu()
 
 
-def _require_right(found: Tensor, x: Tensor, weight: QuantTensor, bias: Tensor | None) -> None:
+def _require_right(
+    found: Tensor, x: Tensor, weight: QuantTensor, bias: Tensor | None, rounding_of_weights: float = 0.5
+) -> None:
     """Each product within the rounding of weights, of the result, and of float32 sums in any order."""
     wide = weight.dequantize().double()
     expected = x.double() @ wide.t()
@@ -77,7 +87,9 @@ def _require_right(found: Tensor, x: Tensor, weight: QuantTensor, bias: Tensor |
     if bias is not None:
         expected += bias.double()
     rounding = torch.finfo(x.dtype).eps
-    bound = (rounding / 2 + torch.finfo(torch.float32).eps * x.shape[1]) * terms + rounding * expected.abs()
+    bound = (
+        rounding * rounding_of_weights + torch.finfo(torch.float32).eps * x.shape[1]
+    ) * terms + rounding * expected.abs()
     assert found.dtype == x.dtype
     assert found.shape == expected.shape
     assert ((found.double() - expected).abs() <= bound + 1e-30).all()
@@ -99,11 +111,36 @@ def test_every_path_is_right_for_awkward_shapes(text: str, dtype: torch.dtype) -
         _require_right(_product(x, weight, bias, config), x, weight, bias)
 
 
+@pytest.mark.parametrize(
+    ("text", "dtype"), [(text, DTYPES[1 + number % 2]) for number, text in enumerate((*SCHEMES, "int8"))], ids=str
+)
+def test_few_tokens_meet_codes_that_nothing_rounds(text: str, dtype: torch.dtype) -> None:
+    group = any_scheme(text).group_size
+    for tokens, rows, units, beyond, config in SKINNY:
+        weight = _random(text, rows, 128 * units + beyond * (group or 47))
+        x = torch.randn(tokens, weight.shape[1]).to(dtype)
+        bias = None if tokens == 3 else torch.randn(rows).to(dtype)
+        found = _product(x, weight, bias, config, joined=tokens != 5)
+        _require_right(found, x, weight, bias, rounding_of_weights=0)
+
+
+def test_programs_that_share_rows_leave_their_counters_as_they_were() -> None:
+    prepared = TritonBackend().prepare(_random("int4-g64", 40, 640).to(DEVICE))
+    x = torch.randn(2, 640).to(DEVICE, torch.bfloat16)
+    config = TileConfig("skinny", 8, 16, 1, split=4, warps=1)
+    products = [
+        int4_product(x, prepared["words"], prepared["scale"], None, None, 64, config, prepared["arrived"])
+        for _ in range(2)
+    ]
+    assert torch.equal(*products)
+    assert prepared["arrived"].tolist() == [0, 0, 0]
+
+
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     text=st.sampled_from(SCHEMES), dtype=st.sampled_from(DTYPES), scale_dtype=st.sampled_from(DTYPES),
     tokens=st.integers(1, 40), rows=st.integers(1, 70), groups=st.integers(1, 6), ragged=st.integers(0, 127),
-    path=st.sampled_from(["gemv", "gemm", "matmul"]), units=st.sampled_from([1, 2, 4]),
+    path=st.sampled_from(["gemv", "skinny", "gemm", "matmul"]), units=st.sampled_from([1, 2, 4]),
     split=st.sampled_from([1, 2, 4]), seed=st.integers(0, 2**20),
 )  # fmt: skip
 def test_drawn_shapes_are_right(
@@ -113,8 +150,10 @@ def test_drawn_shapes_are_right(
     torch.manual_seed(seed)
     group = any_scheme(text).group_size
     weight = _random(text, rows, groups * 32 + ragged if group is None else groups * group, scale_dtype)
-    tokens = min(tokens, 8) if path == "gemv" else tokens
-    config = TileConfig(path, 8 if path == "gemv" else 16, 64, units, 1 if path == "matmul" else split)
+    few = path == "gemv" or path == "skinny"
+    tokens = min(tokens, 8) if few else tokens
+    path = "gemv" if path == "skinny" and dtype == torch.float32 else path
+    config = TileConfig(path, 8 if few else 16, 64, units, 1 if path == "matmul" else split)
     x, bias = torch.randn(tokens, weight.shape[1]).to(dtype), torch.randn(rows).to(dtype)
     _require_right(_product(x, weight, bias, config), x, weight, bias)
 
@@ -153,17 +192,17 @@ def test_split_rows_give_the_same_each_time_and_what_whole_ones_give(path: str, 
     torch.testing.assert_close(found, _product(x, weight, None, whole), rtol=1e-5, atol=1e-3)
 
 
-@pytest.mark.parametrize("path", ["gemv", "gemm"])
+@pytest.mark.parametrize("path", ["gemv", "skinny", "gemm"])
 @pytest.mark.parametrize("text", ["int8", "int4-g32"])
 def test_what_is_not_finite_stays_with_its_token(path: str, text: str) -> None:
-    weight, x = _random(text, 20, 160), torch.randn(3, 160)
+    weight, x = _random(text, 20, 160), torch.randn(3, 160, dtype=torch.float16)
     x[1, 40] = torch.nan
-    found = _product(x, weight, None, TileConfig(path, 4 if path == "gemv" else 16, 32, 1))
+    found = _product(x, weight, None, TileConfig(path, {"gemv": 4, "skinny": 8, "gemm": 16}[path], 32, 1))
     assert found[1].isnan().all()
     assert found[[0, 2]].isfinite().all()
 
 
-@pytest.mark.parametrize("path", ["gemv", "gemm"])
+@pytest.mark.parametrize("path", ["gemv", "skinny", "gemm"])
 def test_sums_are_kept_in_float32(path: str) -> None:
     weight = QuantTensor(
         torch.full((1, 4096), 255, dtype=torch.uint8), torch.ones(1, 1), None, QuantScheme.parse("int8")
@@ -171,7 +210,7 @@ def test_sums_are_kept_in_float32(path: str) -> None:
     x = torch.full((1, 4096), 0.125, dtype=torch.bfloat16)
     x[0, ::2] = -0.125
     x[0, 0] = 0.25
-    found = _product(x, weight, None, TileConfig(path, 1 if path == "gemv" else 16, 16, 4))
+    found = _product(x, weight, None, TileConfig(path, {"gemv": 1, "skinny": 8, "gemm": 16}[path], 16, 4))
     assert found.item() == torch.tensor(0.375 * 127).bfloat16().item()
 
 
@@ -197,11 +236,11 @@ def test_the_operators_pass_torchs_own_checks() -> None:
         prepared = TritonBackend().prepare(weight)
         x, bias = torch.randn(2, 96, device=DEVICE), torch.randn(20, device=DEVICE)
         if text == "int8":
-            torch.library.opcheck(ops.int8_linear.default, (x, prepared["words"], prepared["scale"], bias))
+            operands = x, prepared["words"], prepared["scale"], bias, prepared["arrived"]
+            torch.library.opcheck(ops.int8_linear.default, operands)
         else:
-            torch.library.opcheck(
-                ops.int4_linear.default, (x, prepared["words"], prepared["scale"], prepared["zero"], None, 32)
-            )
+            operands = x, prepared["words"], prepared["scale"], prepared["zero"], None, 32, prepared["arrived"]
+            torch.library.opcheck(ops.int4_linear.default, operands)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -225,25 +264,31 @@ def test_a_model_says_what_the_reference_says(text: str, tmp_path_factory: pytes
     assert len(said[0]) == 2
 
 
-@pytest.mark.parametrize("path", ["gemv", "gemm", "floats"])
+@pytest.mark.parametrize(
+    ("path", "dtype"),
+    [("gemv", torch.float32), ("skinny", torch.bfloat16), ("gemm", torch.bfloat16), ("floats", torch.bfloat16)],
+    ids=str,
+)
 @pytest.mark.parametrize(("text", "module"), [("int8", triton_int8), ("int4-g32", triton_int4)])
 def test_a_kernel_that_multiplies_wrongly_is_found_out_at_load(
-    text: str, module: ModuleType, path: str, monkeypatch: pytest.MonkeyPatch
+    text: str, module: ModuleType, path: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    module = triton_skinny if path == "skinny" else module
     wrong, wrap = getattr(module, f"{text[:4]}_{path}"), module.wrap_triton
+    turned = {MAGIC: MAGIC ^ 1 << 22, 0x43004300: 0x43804300}
 
     class Misled:
         """The kernel, with a bit of its arguments turned."""
 
         def __getitem__(self, grid: Any) -> Any:
             return lambda *operands, **constants: wrap(wrong)[grid](
-                *(one ^ 1 << 22 if one is MAGIC else one for one in operands), **constants
+                *(turned.get(one, one) if isinstance(one, int) else one for one in operands), **constants
             )
 
     monkeypatch.setattr(module, "wrap_triton", lambda kernel: Misled() if kernel is wrong else wrap(kernel))
     self_test.cache_clear()
     with pytest.raises(UnsupportedError, match=r"triton: its products of \d+ tokens are wrong on this machine$"):
-        select_backend(any_scheme(text), DEVICE, torch.bfloat16, torch.bfloat16, "triton")
+        select_backend(any_scheme(text), DEVICE, dtype, torch.bfloat16, "triton")
     self_test.cache_clear()
 
 

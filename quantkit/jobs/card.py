@@ -26,6 +26,7 @@ from quantkit.files.hub import origin
 from quantkit.formats.checkpoint import Checkpoint, active_parameter_count, parameter_count
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.codecs.compressed_tensors import read_here_alone
+from quantkit.jobs.certificate import card_section
 from quantkit.jobs.command import file_name, quantize_command
 from quantkit.jobs.result import growth_text
 from quantkit.jobs.scheme_map import SchemeMap
@@ -34,6 +35,7 @@ from quantkit.json_values import read_json, shown
 from quantkit.memory import size_text
 from quantkit.quality.bounds import BOUNDS, coarser
 from quantkit.quality.gate import FLOOR, SLACK, Gate
+from quantkit.quality.positions import PositionCertificate
 from quantkit.quality.weights_only import WeightsOnly
 from quantkit.quality.windows import RANDOM, WINDOW
 from quantkit.tensors.scheme import QuantScheme
@@ -96,13 +98,16 @@ class Made:
     labels: Labels
 
 
-def model_card(source: Checkpoint, made: Made, gate: Gate | WeightsOnly) -> bytes:
+def model_card(
+    source: Checkpoint, made: Made, gate: Gate | WeightsOnly, certificate: PositionCertificate | None = None
+) -> bytes:
     """The card's bytes.
 
     Args:
         source: what was quantized.
         made: what became of it.
         gate: what the result lost; of a model that cannot be run, what became of its tensors.
+        certificate: what it lost by position, where that was asked for.
     """
     base = made.labels.base_model or base_model(source)
     name = model_name(source, base)
@@ -114,6 +119,7 @@ def model_card(source: Checkpoint, made: Made, gate: Gate | WeightsOnly) -> byte
         f"{_linked(base) or name}, quantized by quantkit {__version__}.", "",
         *_facts(source, made), "",
         *(_quality(gate, made) if isinstance(gate, Gate) else ["## Quality", "", *_wrapped(f"{gate.line()}.")]), "",
+        *([] if certificate is None else [*card_section(certificate), ""]),
         *_use(source.config, made.method, made.scheme_map, folder), "",
         *_command(made, name, folder, runnable=source.config.runnable),
     ]  # fmt: skip
@@ -202,11 +208,15 @@ def _method(made: Made) -> str:
     if made.settings is None or made.drawn is None:
         return "each weight rounded to nearest; no calibration text"
     samples, length = made.drawn.tokens.shape
-    name = made.drawn.source or file_name(made.settings.text)
-    text = f"{f'`{name}`' if name else 'a text'} (sha256 {made.drawn.sha256[:12]})"
     way = ", the thorough way," if made.settings.thorough else ""
+    name = "quantkit's own text" if made.settings.text is None else "a text"
+    if made.settings.text is not None and (named := made.drawn.source or file_name(made.settings.text)):
+        name = f"`{named}`"
+    text = f"{name} (sha256 {made.drawn.sha256[:12]})"
     drawn = f"{samples} samples of {length} tokens of {text}, at random places (seed {made.drawn.seed})"
-    return f"GPTQ{way} calibrated on {drawn}"
+    dropped = sum((made.drawn.dropped or {}).values())
+    left = f"; {dropped} others, which the source hardly predicts, were dropped" if dropped else ""
+    return f"GPTQ{way} calibrated on {drawn}{left}"
 
 
 def _quality(gate: Gate, made: Made) -> list[str]:

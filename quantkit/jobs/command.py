@@ -63,9 +63,10 @@ def _scheme_options(recipe: Recipe) -> dict[str, object]:
 def _gptq_options(settings: GptqSettings | None, drawn: Calibration | None) -> dict[str, object]:
     if settings is None or drawn is None:
         return {}
+    text = None if settings.text is None else drawn.source or file_name(settings.text) or "TEXT"
     return {
         "method": "gptq",
-        "calibration": drawn.source or file_name(settings.text) or "TEXT",
+        "calibration": text,
         "samples": None if settings.samples == SAMPLES else settings.samples,
         "length": settings.length,
         "seed": None if settings.seed == SEED else settings.seed,

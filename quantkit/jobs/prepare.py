@@ -23,6 +23,7 @@ from quantkit.formats.folder import carried_templates, checked_tokenizer, left_b
 from quantkit.formats.output.staging import require_name, require_new_names
 from quantkit.formats.registry import Target
 from quantkit.jobs.scheme_map import SchemeMap
+from quantkit.jobs.settings import GptqSettings, Method, MethodOptions
 from quantkit.jobs.target import NATIVE
 from quantkit.jobs.weights_only import kept_parts
 from quantkit.json_values import shown
@@ -41,6 +42,7 @@ class Prepared:
 
     Attributes:
         linears_by: what tells the linear layers of a model known by its tensors only; None of others.
+        settings: of GPTQ; None for rounding.
         notes: for the user.
     """
 
@@ -48,16 +50,23 @@ class Prepared:
     scheme_map: SchemeMap
     tokenizer: Tokenizer | None
     linears_by: str | None
+    settings: GptqSettings | None
     notes: list[str]
+
+    @property
+    def method(self) -> Method:
+        return "rtn" if self.settings is None else "gptq"
 
 
 def prepare(
     src: str | Path, dst: Path, scheme: str | QuantScheme | Recipe, *, embedding: str | QuantScheme | None,
-    keep: str | Iterable[str], strict: bool, weights: WeightKind | None, tensors_only: bool, gptq: bool, target: Target,
+    keep: str | Iterable[str], strict: bool, weights: WeightKind | None, tensors_only: bool, method: MethodOptions,
+    target: Target,
 ) -> Prepared:  # fmt: skip
-    """Open a source of floats and assign the schemes.
+    """Open a source of floats, assign the schemes and settle the method.
 
     Args:
+        method: what is said of it.
         target: as what the result is written.
 
     Raises:
@@ -67,7 +76,7 @@ def prepare(
     kept, recipe = as_texts("keep", keep), _recipe(scheme, embedding)
     source = open_checkpoint(as_path("src", src), weights, tensors_only=tensors_only)
     require_new_names(source.path, dst)
-    if gptq:
+    if method.method == "gptq":
         require_calibratable(source)
     tokenizer, notes = checked_tokenizer(source)
     if already := schemes(source):
@@ -104,7 +113,8 @@ def prepare(
         notes.append(f"{dst}: transformers does not load {unread} right (seen in 5.23); quantkit does")
     if target.method is not None and scheme_map.embedding is not None:
         notes += [f"{dst}: {line}" for line in _unread_embedding(source.config, target.name)]
-    return Prepared(source, scheme_map, tokenizer, linears_by, notes)
+    settings = method.settings(scheme_map.schemes.values(), source, tokenizer)
+    return Prepared(source, scheme_map, tokenizer, linears_by, settings, notes)
 
 
 def _unread_embedding(config: ModelConfig, name: str) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 from quantkit.memory import size_text
 from quantkit.quality.figures import Estimate, weighted_mean
 from quantkit.quality.gate import Gate
+from quantkit.quality.positions import PositionCertificate
 from quantkit.quality.transcoded import Exact
 from quantkit.quality.weights_only import WeightsOnly
 
@@ -71,6 +72,7 @@ class QuantizeResult:
         notes: what one should know though it is no error.
         manifest: what ``quantkit.json`` holds.
         embedding: its scheme; None where it keeps its floats.
+        positions: what was lost by position; None where no certificate was asked for.
     """
 
     path: Path
@@ -85,21 +87,25 @@ class QuantizeResult:
     notes: list[str]
     manifest: dict[str, Any]
     embedding: str | None = None
+    positions: PositionCertificate | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, as plain values; ``quality`` as the manifest has it."""
-        return {**asdict(self), "path": str(self.path), "quality": self.quality.to_json(accepted=self.accepted)}
+        """All of it, as plain values; ``quality`` and ``positions`` as the manifest has them."""
+        quality = self.quality.to_json(accepted=self.accepted)
+        positions = None if self.positions is None else self.positions.to_json(accepted=self.accepted)
+        return {**asdict(self), "path": str(self.path), "quality": quality, "positions": positions}
 
     def lines(self) -> list[str]:
         """The report for people: one line, with the divergence and the growth of perplexity over all texts of the
-        gate together."""
+        gate together, and those of a certificate."""
         facts = [
             _schemes(self.schemes),
             *([f"embedding {self.embedding}"] if self.embedding else []),
             _size(self.weight_bytes, self.bits_per_weight),
             *_lost(self.quality),
         ]
-        return [f"wrote {self.path}: {', '.join([*facts, _time(self.seconds)])}"]
+        by_position = [] if self.positions is None else self.positions.lines()
+        return [f"wrote {self.path}: {', '.join([*facts, _time(self.seconds)])}", *by_position]
 
 
 def growth_text(ratio: Estimate) -> str:

@@ -6,7 +6,7 @@ B batch, T new positions, S positions of the cache, H heads, K KV heads, Dh head
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -17,7 +17,7 @@ from quantkit.model.cache import KVCache, cached_floats, stored_floats
 
 _LONG = 2048
 """Positions beyond which masks and scores, which grow with their square, are made for a piece of them at a time."""
-_SCORES_BYTES = 64 << 20  # of a piece
+_SCORES_BYTES = 16 << 20  # of a piece; what is larger is taken from the system each time anew
 
 
 @dataclass(frozen=True)
@@ -169,19 +169,23 @@ def _mixed(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, s
 def _mixed_in_pieces(
     queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None, scores: Scores
 ) -> Tensor:
-    """Mixed values [B, T, H * Dh] of tokens at rising positions, [T] or [B, T]: of some queries at a time, with the
-    keys and values that any of them sees."""
-    batch, heads, count, _ = queries.shape
+    """Mixed values [B, T, H * Dh] of tokens at rising positions, [T] or [B, T]: of some queries of the heads that share
+    keys at a time, with what any of them sees."""
+    batch, kv_heads, count, _ = keys.shape
+    heads = queries.shape[1] // kv_heads
     seen = count if window is None else min(count, window + _LONG)
     size = min(_LONG, max(1, _SCORES_BYTES // (4 * batch * heads * seen)))
-    mixed = []
+    mixed = torch.empty(batch, count, kv_heads, heads * queries.shape[-1], dtype=values.dtype, device=values.device)
     for start in range(0, count, size):
         stop = min(start + size, count)
         first = 0 if window is None else max(0, start - window + 1)  # positions rise by one at least
         mask = _causal_mask(positions[..., start:stop], positions[..., first:stop], window)
-        parts = queries[:, :, start:stop], keys[:, :, first:stop], values[:, :, first:stop]
-        mixed.append(_mixed(*parts, mask, scores))
-    return torch.cat(mixed, dim=1)
+        for head in range(kv_heads):
+            own, shared = slice(head * heads, (head + 1) * heads), slice(head, head + 1)
+            parts = queries[:, own, start:stop], keys[:, shared, first:stop], values[:, shared, first:stop]
+            sinks = None if scores.sinks is None else scores.sinks[own]
+            mixed[:, start:stop, head] = _mixed(*parts, mask, replace(scores, sinks=sinks))
+    return mixed.flatten(2)
 
 
 def _eager_on_cpu(positions: Tensor) -> bool:

@@ -15,7 +15,7 @@ from quantkit.model.layerwise import Batch, head_logits, layerwise_hidden
 from quantkit.progress import Progress, silent
 from quantkit.quality.figures import mean_estimate
 from quantkit.quality.measures import Hidden, head_pieces, text_windows, token_kl
-from quantkit.quality.positions import CACHES, FLOAT, INT8, TOKENS, PositionDivergence, position_edges
+from quantkit.quality.positions import CACHES, FLOAT, INT8, SHORTEST, TOKENS, PositionDivergence, position_edges
 from quantkit.tensors.finite import finite_logits
 
 _DTYPES = {FLOAT: None, INT8: torch.int8}
@@ -80,7 +80,9 @@ def divergence_by_position(
             compared = _compared(reference, other, first[0], [one[0] for one in states], group)
             for cache, one in zip(CACHES, compared, strict=True):
                 of_model[cache].append(one)
-    return [{cache: _buckets(torch.stack(of_cache)) for cache, of_cache in one.items()} for one in found]
+    return [
+        {cache: position_buckets(*torch.stack(of_cache).unbind(-1)) for cache, of_cache in one.items()} for one in found
+    ]
 
 
 def _compared(
@@ -100,12 +102,16 @@ def _compared(
     return [torch.cat(of_run) for of_run in found]
 
 
-def _buckets(found: Tensor) -> list[PositionDivergence]:
-    """The buckets of KL and agreement [W, T, 2]; a bucket's tokens are taken window after window."""
+def position_buckets(kl: Tensor, agreed: Tensor, shortest: int = SHORTEST) -> list[PositionDivergence]:
+    """Means over windows [W, T] of KL and of whether both hold the same token likeliest; a bucket's tokens are taken
+    window after window.
+
+    Args:
+        shortest: positions of the first bucket.
+    """
     buckets = []
-    for start, stop in pairwise(position_edges(found.shape[1])):
-        kl, agreed = found[:, start:stop].flatten(0, 1).unbind(1)
-        mean = mean_estimate(kl)
+    for start, stop in pairwise(position_edges(kl.shape[1], shortest)):
+        mean, share = mean_estimate(kl[:, start:stop].flatten()), agreed[:, start:stop].double().mean().item()
         value = max(mean.value, 0.0)  # sums are rounded
-        buckets.append(PositionDivergence(start, stop, len(kl), value, mean.error, agreed.mean().item()))
+        buckets.append(PositionDivergence(start, stop, (stop - start) * len(kl), value, mean.error, share))
     return buckets

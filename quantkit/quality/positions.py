@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +49,22 @@ class PositionDivergence:
         """Its first and last position: ``128-255``."""
         return f"{self.start}-{self.stop - 1}"
 
+    def rounded(self) -> PositionDivergence:
+        """With as many digits as a manifest has."""
+        error = None if self.kl_error is None else float(f"{self.kl_error:.5g}")
+        return replace(self, kl=float(f"{self.kl:.5g}"), kl_error=error, top1_agreement=round(self.top1_agreement, 5))
+
     @property
     def estimate(self) -> Estimate:
         """The mean KL with its standard error."""
         return Estimate(self.kl, self.kl_error)
 
 
-def position_edges(length: int) -> list[int]:
+def position_edges(length: int, shortest: int = SHORTEST) -> list[int]:
     """Where the buckets of a context begin and end: 0, 128, 256, 512, ..., the last cut at its length."""
     edges = [0]
     while edges[-1] < length:
-        edges.append(min(length, 2 * edges[-1] or SHORTEST))
+        edges.append(min(length, 2 * edges[-1] or shortest))
     return edges
 
 
@@ -78,17 +83,23 @@ def rise_text(buckets: Sequence[PositionDivergence]) -> str:
     """Whether divergence rises with the position, in words."""
     found = rise(buckets)
     if found is None:
-        return "not told: there is one bucket"
+        return "no later positions to hold it against"
+    told = f"{found} times that at {buckets[0].name}"
     if found.error is None:
-        return f"{found} times from {buckets[0].name} to {buckets[-1].name}"
-    far = abs(found.value - 1) > _CLEAR * found.error
-    verb = ("rises" if found.value > 1 else "falls") if far else "does not clearly change"
-    return f"{verb}: {found} times from {buckets[0].name} to {buckets[-1].name}"
+        return told
+    if abs(found.value - 1) <= _CLEAR * found.error:
+        return f"{told}: no clear change"
+    return f"{told}: it {'rises' if found.value > 1 else 'falls'}"
 
 
-def cut_short(text: str, length: int, asked: int) -> str:
-    """The note on a text, or a context, with fewer positions than were asked for."""
-    return f"KL by position goes to {length} tokens, not {asked}: '{text}' or the model's context has no more"
+def cut_short(text: str, length: int, asked: int, context: int) -> str:
+    """The note on windows of a text that have fewer tokens than were asked for.
+
+    Args:
+        context: the most that the models can take.
+    """
+    ends = "the model's context" if length == context else f"the text '{text}'"
+    return f"KL by position goes to {length} tokens, not {asked}: {ends} has no more"
 
 
 @dataclass(frozen=True)
@@ -120,7 +131,7 @@ class PositionCertificate:
             return None
         return (
             f"the result is too far from its source at positions {worst.name}",
-            f"a mean KL(source || result) of {significant(worst.kl)} nats a token on '{self.text}'",
+            f"a mean KL(source || result) of {significant(worst.kl, 5)} nats a token on '{self.text}'",
             f"at most {self.kl_bound:.3g}",
         )
 
@@ -133,7 +144,7 @@ class PositionCertificate:
         if (problem := self.problem()) is not None:
             raise QualityError(
                 problem[0], path=dst, found=problem[1], expected=problem[2],
-                hint=f"KL {rise_text(self.caches[FLOAT])}; choose a finer scheme, or keep it with"
+                hint=f"the last KL is {rise_text(self.caches[FLOAT])}; choose a finer scheme, or keep it with"
                 " `accept_quality_loss=True` (and `resume=True`)",
             )  # fmt: skip
 
@@ -143,14 +154,8 @@ class PositionCertificate:
         told = []
         for cache, buckets in self.caches.items():
             last = buckets[-1]
-            told.append(f"KL by position, {cache} cache: {last.estimate} at {last.name}; {rise_text(buckets)}")
+            told.append(f"KL by position, {cache} cache: {last.estimate} at {last.name}, {rise_text(buckets)}")
         return [f"{told[0]} ({tokens})", *told[1:]]
-
-    def notes(self) -> list[str]:
-        """What a user should know, if anything."""
-        if self.length == self.asked:
-            return []
-        return [cut_short(self.text, self.length, self.asked)]
 
     def to_json(self, *, accepted: bool = False) -> dict[str, Any]:
         """The manifest's form.

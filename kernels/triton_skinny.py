@@ -1,0 +1,207 @@
+"""Products of up to 16 tokens on tensor cores, which read each weight once and convert none: bfloat16 and float16 only.
+
+A word holds pairs of codes, one in its lower half and one in its upper: put under an exponent, a pair is two small
+floats that tensor cores take as they are. For 4 bits these are ``base + code``; what that adds to the products,
+``(base + zero)`` times the sum of a group's activations, comes from a product with ones, and the group's scale is
+applied to the sum. For 8 bits a subtraction gives ``code - 128``, exactly.
+
+A program is one warp, for 16 or 32 rows, so that many of them keep loads in flight; several share a row. Each writes
+its sums, and the one that arrives last adds them up in order: one launch, and the same bits each time.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import wrap_triton
+
+from quantkit.kernels.triton_tiles import SKINNY_ROWS, UNIT, TileConfig
+from quantkit.kernels.triton_words import WIDEN, dot_add, sum_splits, unit_range
+
+_BASES = {torch.bfloat16: 0x4300, torch.float16: 0x6400}
+"""The bits of 128 and of 1024, whose last place is 1."""
+
+_VERSION = tuple(int(number) for number in re.findall(r"\d+", triton.__version__)[:2])
+SIDE_BY_SIDE = tl.constexpr(2 if _VERSION < (3, 8) else 1)
+"""Pairs along K that lie side by side in a thread's registers, as Triton lays out a joined operand of `tl.dot`."""
+
+
+def counters(rows: int, device: torch.device) -> Tensor:
+    """How many programs of each block of rows have arrived: int32 zeros, as each launch finds and leaves them."""
+    return torch.zeros(triton.cdiv(rows, SKINNY_ROWS), dtype=torch.int32, device=device)
+
+
+@triton.jit
+def halves(pairs, DTYPE: tl.constexpr):
+    """The lower and upper 16 bits of words as floats of DTYPE."""
+    return pairs.to(tl.int16).to(DTYPE, bitcast=True), (pairs >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def less(number, other):
+    """``number - other`` in their dtype."""
+    if WIDEN:
+        return (number.to(tl.float32) - other.to(tl.float32)).to(number.dtype)
+    return number - other
+
+
+@triton.jit
+def operand(low, high, ROWS: tl.constexpr):
+    """Pairs [ROWS, 16] as [ROWS, 32], in an order in which each thread multiplies what it has loaded, 16 bytes of
+    words, and nothing moves; weights and activations are brought into the same order."""
+    tile = tl.reshape(tl.join(low, high), (ROWS, 4, 4 // SIDE_BY_SIDE, 2 * SIDE_BY_SIDE))
+    return tl.reshape(tl.permute(tile, (0, 2, 1, 3)), (ROWS, 32))
+
+
+@triton.jit
+def load_pairs(x, column, k, APART: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Activations [32, M] of 16 columns, and of those APART from them, for pointers to tokens [M, 1]."""
+    column = tl.max_contiguous(column[None, :], (1, 4))  # as many as words in a load: the layouts agree, nothing moves
+    if WHOLE:
+        low, high = tl.load(x + column), tl.load(x + column + APART)
+    else:
+        low = tl.load(x + column, mask=column < k, other=0)
+        high = tl.load(x + column + APART, mask=column + APART < k, other=0)
+    return tl.trans(operand(low, high, BLOCK_M))
+
+
+@triton.jit
+def present(unit, units, WHOLE: tl.constexpr):
+    """A unit, or the last one in place of what lies beyond it, whose activations are loaded as zeros."""
+    return unit if WHOLE else tl.minimum(unit, units - 1)
+
+
+@triton.jit
+def store_product(product, bias, out, parts, arrived, m, n, row, token, BIAS: tl.constexpr, JOINED: tl.constexpr):
+    """Store products [N, M]; of several programs that share rows the parts, which the last one adds up if JOINED."""
+    safe = tl.where(row < n, row, 0)
+    at = token[None, :].to(tl.int64) * n + row[:, None]
+    mask = (token < m)[None, :] & (row < n)[:, None]
+    if JOINED:
+        splits = tl.num_programs(1)
+        size = m.to(tl.int64) * n
+        tl.store(parts + tl.program_id(1) * size + at, product, mask=mask)
+        tl.debug_barrier()  # all threads have stored before one of them says so
+        before = tl.atomic_add(arrived + tl.program_id(0), 1, sem="acq_rel")
+        if before == splits - 1:
+            total = tl.zeros(product.shape, tl.float32)
+            for split in tl.range(0, splits):
+                total += tl.load(parts + split * size + at, mask=mask, other=0, cache_modifier=".cg")
+            if BIAS:
+                total += tl.load(bias + safe)[:, None].to(tl.float32)
+            tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
+            tl.store(arrived + tl.program_id(0), 0)
+    else:
+        if BIAS:
+            product += tl.load(bias + safe)[:, None].to(tl.float32)
+        at += tl.program_id(1) * m.to(tl.int64) * n
+        tl.store(out + at, product.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def int4_skinny(
+    x, words, scale, zero, bias, out, parts, arrived, m, n, k, units, base,
+    GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, BIAS: tl.constexpr, JOINED: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    """Weights of 4 bits in groups; `base` is the bits of the float under a code, twice."""
+    PARTS: tl.constexpr = 128 // GROUP
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    OFFSET: tl.constexpr = 128.0 if x.dtype.element_ty == tl.bfloat16 else 1024.0
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    safe = tl.where(row < n, row, 0)[:, None]
+    token = tl.arange(0, BLOCK_M)
+    x += (tl.where(token < m, token, 0) * k)[:, None]
+    run = tl.arange(0, 16)
+    ones = tl.full((BLOCK_N, 32), 1.0, DTYPE)
+    product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    first, last = unit_range(units, UNITS, 1)
+    for start in tl.range(first, last, UNITS):
+        for ahead in tl.static_range(UNITS):
+            unit = start + ahead
+            here = present(unit, units, WHOLE)
+            tile = tl.load(words + safe * (units * 16) + here * 16 + run[None, :])
+            for part in tl.static_range(PARTS):
+                biased = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+                total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+                for pair in tl.static_range(part * 4 // PARTS, (part + 1) * 4 // PARTS):
+                    low, high = halves(((tile >> 4 * pair) & 0x000F000F) | base, DTYPE)
+                    tokens = load_pairs(x, unit * 128 + pair * 32 + run, k, 16, WHOLE, BLOCK_M)
+                    biased = dot_add(operand(low, high, BLOCK_N), tokens, biased)
+                    total = dot_add(ones, tokens, total)
+                group = safe * (units * PARTS) + here * PARTS + part
+                step = tl.load(scale + group).to(tl.float32)
+                centre = 8.0 if SYMMETRIC else tl.load(zero + group).to(tl.float32)
+                product += step * (biased - (OFFSET + centre) * total)
+    store_product(product, bias, out, parts, arrived, m, n, row, token, BIAS, JOINED)
+
+
+@triton.jit
+def int8_skinny(
+    x, words, scale, bias, out, parts, arrived, m, n, k, units, base,
+    BIAS: tl.constexpr, JOINED: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    """Weights of 8 bits with one scale a row; `base` is the bits of the float under a code, twice."""
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    SHORT: tl.constexpr = x.dtype.element_ty == tl.bfloat16
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    safe = tl.where(row < n, row, 0)[:, None]
+    token = tl.arange(0, BLOCK_M)
+    x += (tl.where(token < m, token, 0) * k)[:, None]
+    run = tl.arange(0, 16)
+    product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    first, last = unit_range(units, UNITS, 1)
+    for start in tl.range(first, last, UNITS):
+        for half in tl.static_range(2 * UNITS):
+            unit = start + half // 2
+            tile = tl.load(
+                words + safe * (units * 32) + present(unit, units, WHOLE) * 32 + half % 2 * 16 + run[None, :]
+            )
+            for pair in tl.static_range(2):
+                codes = tile >> 8 * pair
+                if SHORT:  # 7 bits for a code: the last one chooses what is subtracted
+                    low, high = halves((codes & 0x007F007F) | base, DTYPE)
+                    low_base, high_base = halves((~codes & 0x00800080) | base, DTYPE)
+                else:
+                    low, high = halves((codes & 0x00FF00FF) | base, DTYPE)
+                    low_base = tl.full((BLOCK_N, 16), 1152.0, DTYPE)
+                    high_base = low_base
+                weight = operand(less(low, low_base), less(high, high_base), BLOCK_N)
+                column = unit * 128 + pair * 32 + half % 2 * 16 + run
+                tokens = load_pairs(x, column, k, 64, WHOLE, BLOCK_M)
+                product = dot_add(weight, tokens, product)
+    product *= tl.load(scale + safe).to(tl.float32)
+    store_product(product, bias, out, parts, arrived, m, n, row, token, BIAS, JOINED)
+
+
+def skinny_product(
+    x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group: int | None,
+    arrived: Tensor | None, config: TileConfig,
+) -> Tensor:  # fmt: skip
+    """``x @ weight.T + bias`` for up to `block_m` tokens of bfloat16 or float16; arguments as for the operators.
+
+    Args:
+        arrived: from `counters`, where the programs that share rows add up their parts themselves; None leaves that to
+            torch, which may fuse it with what follows.
+    """
+    (m, k), n = x.shape, len(scale)
+    units = words.shape[1] // (32 if group is None else 16)
+    joined, alone = arrived is not None and config.split > 1, config.split == 1
+    parts = None if alone else x.new_empty(config.split, m, n, dtype=torch.float32)
+    out = x.new_empty(m, n) if joined or alone or parts is None else parts
+    fused = bias is not None and (joined or alone)
+    weight = (words, scale) if group is None else (words, scale, scale if zero is None else zero)
+    of_groups = () if group is None else (group, zero is None)
+    base = _BASES[x.dtype] * 0x10001
+    grid = triton.cdiv(n, config.block_n), config.split
+    wrap_triton(int8_skinny if group is None else int4_skinny)[grid](
+        x.contiguous(), *weight, bias if fused else scale, out, out if parts is None else parts,
+        words if arrived is None else arrived, m, n, k, units, base, *of_groups, fused, joined,
+        k % (UNIT * config.units) == 0, **config.constants(),
+    )  # fmt: skip
+    return sum_splits(out, bias, x.dtype)
