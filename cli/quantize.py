@@ -34,6 +34,14 @@ if TYPE_CHECKING:
     "--embedding", type=options.Scheme(), metavar="int8",
     help="Of the embedding, a scale for each token; where the head is tied to it, of both.",
 )  # fmt: skip
+@click.option(
+    "--target-bits", type=float, metavar="BITS",
+    help="Instead of a scheme: choose each layer's for so many bits a weight of the linear layers, such as 4.5.",
+)  # fmt: skip
+@click.option(
+    "--max-size", type=options.file_size, metavar="SIZE",
+    help="The same for the files of weights together, such as 5GB.",
+)  # fmt: skip
 @click.option("--recipe", type=options.PATH, metavar="FILE", help="JSON with a default scheme and overrides.")
 @click.option("--plan", type=options.PATH, hidden=True, help="The old name of --recipe.")
 @click.option(
@@ -100,8 +108,11 @@ def quantize(data: str | None, **given: Any) -> None:
         finish(made, outputs)
 
 
-def _has_int4(scheme: QuantScheme | Recipe) -> bool:
-    """Whether some layer may get int4, which GPTQ solves unless another method is named."""
+def _has_int4(scheme: QuantScheme | Recipe | None) -> bool:
+    """Whether some layer may get int4, which GPTQ solves unless another method is named; schemes that are chosen for
+    a size may be int4."""
+    if scheme is None:
+        return True
     asked = [scheme] if isinstance(scheme, QuantScheme) else [scheme.default, *(one.scheme for one in scheme.overrides)]
     return any(one is not None and one.bits == 4 for one in asked)
 
@@ -116,7 +127,7 @@ def job_arguments(given: dict[str, Any]) -> dict[str, Any]:
     Raises:
         RequestError: unless either a scheme or a recipe is given, or if a head goes with a recipe.
     """
-    from quantkit.tensors.recipe import Override, Recipe
+    from quantkit.tensors.recipe import Recipe
 
     scheme, path, head, old = (given.pop(name) for name in ("scheme", "recipe", "head", "plan"))
     if old is not None:
@@ -124,12 +135,15 @@ def job_arguments(given: dict[str, Any]) -> dict[str, Any]:
         if path is not None:
             raise RequestError("--plan is the old name of --recipe; give one of them")
         path = old
-    if scheme is None and path is None:
-        raise RequestError(f"give a scheme: --scheme {SPELLINGS} (or --recipe FILE)")
-    if scheme is not None and path is not None:
-        raise RequestError("--scheme and --recipe exclude each other", hint="a recipe's default is its scheme")
-    if head is not None:
-        if scheme is None:
-            raise RequestError("--head goes with --scheme", hint="a recipe names lm_head among its overrides")
-        return {**given, "scheme": Recipe(QuantScheme.parse(scheme), (Override("lm_head", QuantScheme.parse(head)),))}
-    return {**given, "scheme": QuantScheme.parse(scheme) if path is None else Recipe.from_json(path)}
+    sized = [f"--{name.replace('_', '-')}" for name in ("target_bits", "max_size") if given[name] is not None]
+    if scheme is None and path is None and not sized:
+        raise RequestError(f"give a scheme: --scheme {SPELLINGS}; or --target-bits, --max-size or --recipe FILE")
+    chosen = [*(["--scheme"] if scheme is not None else []), *(["--recipe"] if path is not None else []), *sized]
+    if len(chosen) > 1:
+        hint = "a size chooses the schemes" if sized else "a recipe's default is its scheme"
+        raise RequestError(f"{' and '.join(chosen)} exclude each other", hint=hint)
+    if path is not None:
+        if head is not None:
+            raise RequestError("--head does not go with --recipe", hint="a recipe names lm_head among its overrides")
+        return {**given, "scheme": Recipe.from_json(path)}
+    return {**given, "scheme": None if scheme is None else QuantScheme.parse(scheme), "head": head}

@@ -61,7 +61,6 @@ def _contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"method": "gptq"}, "the method gptq needs calibration text: `calibration=FILE`, or a hub dataset such as "),
         ({"calibration": "text.txt"}, '`calibration` goes with `method="gptq"`'),
         ({"samples": "4"}, '`samples` goes with `method="gptq"`'),
         ({"method": "awq"}, "unknown method (found awq, expected rtn or gptq)"),
@@ -171,7 +170,7 @@ def test_two_runs_and_a_resumed_one_give_equal_bytes(
     assert first == again
 
     def interrupt(phase: str, done: int, total: int, unit: str) -> None:
-        if (phase, done) == ("quantize", 2):  # at the end of block 1
+        if (phase, done) == ("quantize", 14):  # at the end of block 1
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

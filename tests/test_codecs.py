@@ -58,7 +58,7 @@ class Steps:
     def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
         return {}
 
-    def codec(self, scheme: QuantScheme) -> Codec | Reason:
+    def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Codec | Reason:
         return self if scheme == INT8 else Reason("it holds nothing else", found=scheme, expected=INT8)
 
     def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
@@ -111,7 +111,7 @@ class Backwards:
     def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
         return {}
 
-    def codec(self, scheme: QuantScheme) -> Reason:
+    def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Reason:
         return Reason("it is only read")
 
     def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:

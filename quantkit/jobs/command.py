@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from quantkit.architectures.names import CANONICAL, EMBEDDING
+from quantkit.bit_allocation.allocation import SizeTarget
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.effort import SAMPLES, SEED
 from quantkit.jobs.settings import GptqSettings
@@ -20,7 +21,7 @@ _RECIPE = "recipe.json"
 
 def quantize_command(
     src: str, dst: str, recipe: Recipe, settings: GptqSettings | None, drawn: Calibration | None,
-    options: Mapping[str, object],
+    options: Mapping[str, object], size: SizeTarget | None = None,
 ) -> tuple[str, str | None]:  # fmt: skip
     """A command line, and the content of the recipe that it names, if it needs one.
 
@@ -28,8 +29,11 @@ def quantize_command(
         src, dst: names for the folders.
         settings, drawn: of GPTQ, and what was drawn of its text; None for rounding.
         options: more arguments that were given, by name; None and False are as by default.
+        size: that the schemes were chosen for; the recipe then says what was asked for besides.
     """
     chosen = _scheme_options(recipe)
+    if size is not None:
+        chosen |= {"scheme": None, "target-bits": size.bits, "max-size": size.bytes and f"{size.bytes}B"}
     given = {**chosen, **_gptq_options(settings, drawn), **options}
     words = ["quantkit", "quantize", src, dst]
     for name, value in given.items():

@@ -13,7 +13,10 @@ from typing import Any
 import torch
 
 from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import input_groups, layer_kinds, linear_columns, sizes
+from quantkit.bit_allocation.cost import choice_bytes, choice_flops
+from quantkit.bit_allocation.fit import Fit
 from quantkit.calibration.effort import activation_bytes, batch_samples, inner_width
 from quantkit.calibration.estimate import (
     calibration_seconds,
@@ -125,11 +128,12 @@ def estimate_conversion(planned: Conversion, *, source_check: bool) -> Estimate:
 
 def estimate_quantization(
     prepared: Prepared, encoder: Encoder, side_files: Mapping[str, bytes | Path], long: CertifiedText | None, *,
-    source_check: bool,
+    source_check: bool, fit: Fit | None = None,
 ) -> Estimate:  # fmt: skip
     """What a quantization takes.
 
     Args:
+        fit: chooses the schemes, for which those of the encoder stand.
         long: the text that the result is certified on, if it is.
 
     Raises:
@@ -160,6 +164,10 @@ def estimate_quantization(
         if settings.device.type == "cuda":
             on_device, work_bytes = work_bytes, 0
         phases["calibration"] = resident_bytes() + _LIBRARIES + held + codes + work_bytes
+        if fit is not None:
+            needed = choice_bytes(config, shape, settings.memory_bytes)
+            phases["the choice of schemes"] = resident_bytes() + _LIBRARIES + needed
+            flops += choice_flops(config, shape, settings.memory_bytes)
         flops += solving_flops(config, shape, effort)
         seconds += passing_flops(config, shape, effort) / _flop_rate(passing_dtype(settings.device))
         seconds += calibration_seconds(config, shape, effort)
@@ -168,7 +176,12 @@ def estimate_quantization(
             phases["the choice of samples"] = _forward(source, tried, models=1)
             flops += forward_flops(config, tried)
             seconds += _pass_seconds(config, 1)
-    kinds = Counter(str(scheme or "float") for scheme in assigned.values())
+    kinds = Counter(str(scheme or "float") for module, scheme in assigned.items() if module != EMBEDDING)
+    if fit is not None:
+        disk += fit.most_bytes - encoder.total_bytes()
+        chosen = {module for unit in fit.units for module in unit.modules}
+        others = (str(assigned[module] or "float") for module in assigned if module not in {EMBEDDING, *chosen})
+        kinds = Counter({f"chosen for {fit.target}": len(chosen)}) + Counter(others)
     phase = max(phases, key=lambda name: phases[name])
     seconds += flops / _flop_rate() + _writing_seconds(disk)
     return Estimate(dict(kinds), phases[phase], phase, on_device, disk, scratch, seconds, checked, notes)

@@ -41,6 +41,7 @@ class Inspection:
         tensors: number of tensors by float type or scheme.
         tokenizer: its kind, tokens and BOS; ``none`` where there is none.
         made_by: version and job of quantkit that wrote it; None where that is not told.
+        schemes_chosen: for which size, where quantkit chose them; None elsewhere.
         readers: who can load the folder.
         notes: what one should know though it is no error.
         runnable: whether it can be run here; of a model known by its tensors only sizes are what its config says, 0
@@ -71,6 +72,7 @@ class Inspection:
     readers: str
     notes: list[str]
     runnable: bool = True
+    schemes_chosen: str | None = None
     positions: PositionCertificate | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -94,6 +96,7 @@ class Inspection:
             *([f"  tokenizer: {self.tokenizer}"] if self.runnable else []),
             f"  loads in: {self.readers}",
             *([f"  made by: {self.made_by}"] if self.made_by else []),
+            *([f"  schemes: {self.schemes_chosen}"] if self.schemes_chosen else []),
             *(f"  {line}" for line in ([] if self.positions is None else self.positions.lines())),
             *(f"  note: {note}" for note in self.notes),
         ]
@@ -155,6 +158,7 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None, tensors_only
         readers=checkpoint.readers(),
         notes=[*checkpoint.notes, *notes],
         runnable=config.runnable,
+        schemes_chosen=_schemes_chosen(made),
         positions=None if made.get("positions") is None else PositionCertificate.from_json(made["positions"], path),
     )
 
@@ -184,6 +188,15 @@ def _manifest(folder: Path) -> dict[str, Any]:
         return manifest.read(folder)
     except CheckpointError:
         return {}
+
+
+def _schemes_chosen(made: dict[str, Any]) -> str | None:
+    found = made.get("bit_allocation")
+    if not isinstance(found, dict):
+        return None
+    bits, size, kl = (found.get(key) for key in ("target_bits", "max_size", "estimated_kl"))
+    asked = f"{bits:g} bits a weight" if isinstance(bits, float) else f"at most {size} bytes of weights"
+    return f"chosen for {asked}" + (f", estimated KL {kl:g}" if isinstance(kl, float) else "")
 
 
 def count_text(count: int) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from quantkit.arguments import as_path, as_text, as_whole, require_flags
+from quantkit.bit_allocation.allocation import size_target
 from quantkit.formats.checkpoint import Checkpoint, require_runnable
 from quantkit.formats.container import Encoder
 from quantkit.formats.detect import WeightKind, open_checkpoint
@@ -23,6 +24,7 @@ from quantkit.jobs.card import Labels, model_name
 from quantkit.jobs.certificate import certified_text
 from quantkit.jobs.conversion import conversion
 from quantkit.jobs.estimate import Estimate, estimate_conversion, estimate_quantization, require_buildable
+from quantkit.jobs.fit_to_size import SizeFit, asked_recipe
 from quantkit.jobs.output import SHARD_BYTES
 from quantkit.jobs.prepare import planned_output, prepare, tensor_blocks
 from quantkit.jobs.settings import Method, MethodOptions
@@ -78,8 +80,11 @@ def convert(
 def quantize(
     src: str | Path,
     dst: str | Path,
-    scheme: str | QuantScheme | Recipe,
+    scheme: str | QuantScheme | Recipe | None = None,
     *,
+    target_bits: float | None = None,
+    max_size: int | None = None,
+    head: str | QuantScheme | None = None,
     to: TargetName | None = None,
     split_max_size: int | None = None,
     method: Method | None = None,
@@ -118,10 +123,11 @@ def quantize(
     dst = as_path("dst", dst)
     target = quantized_target(to, dst)
     Labels(base_model, license)
+    size = size_target(target_bits, max_size, scheme)
     options = MethodOptions(method, calibration, samples, length, seed, thorough, activation_memory, device)
     prepared = prepare(
-        src, dst, scheme, embedding=embedding, keep=keep, strict=strict, weights=weights, tensors_only=tensors_only,
-        method=options, target=target,
+        src, dst, asked_recipe(scheme, size, head), embedding=embedding, keep=keep, strict=strict, weights=weights,
+        tensors_only=tensors_only, method=options, target=target,
     )  # fmt: skip
     source, container = prepared.source, target.container
     blocks = tensor_blocks(source, prepared.scheme_map.schemes, target)
@@ -129,7 +135,10 @@ def quantize(
     output = planned_output(prepared, blocks, target, template, most, model_name(source), dst)
     encoder, side_files = container.encoder(output), container.side_files(output)
     long = certified_text(certify_positions, certify_text, source, prepared.tokenizer)
-    estimate = estimate_quantization(prepared, encoder, side_files, long, source_check=source_check)
+    fit = None
+    if size is not None:
+        fit = SizeFit(prepared, size, target, template, most, output.name, dst).fit()
+    estimate = estimate_quantization(prepared, encoder, side_files, long, source_check=source_check, fit=fit)
     _require_room(dst, encoder, estimate, resume=resume)
     if prepared.settings is not None:
         prepared.settings.require_text(prepared.tokenizer, source)

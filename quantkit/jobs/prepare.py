@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantkit.architectures.config import ModelConfig
@@ -59,7 +59,7 @@ class Prepared:
 
 
 def prepare(
-    src: str | Path, dst: Path, scheme: str | QuantScheme | Recipe, *, embedding: str | QuantScheme | None,
+    src: str | Path, dst: Path, scheme: str | QuantScheme | Recipe | None, *, embedding: str | QuantScheme | None,
     keep: str | Iterable[str], strict: bool, weights: WeightKind | None, tensors_only: bool, method: MethodOptions,
     target: Target,
 ) -> Prepared:  # fmt: skip
@@ -97,14 +97,39 @@ def prepare(
         notes += [*more, *left_behind(source)]
         if left := kept_parts(source.config, source.extra_config):
             notes.append(f"{source.path}: kept as they are: {'; '.join(left)}")
-    scheme_map = SchemeMap.of(recipe.keeping(kept), source.config)
+    scheme_map, more = _assigned(source, recipe.keeping(kept), dst, target, strict=strict)
+    settings = method.settings(scheme_map.schemes.values(), source, tokenizer)
+    return Prepared(source, scheme_map, tokenizer, linears_by, settings, [*notes, *more])
+
+
+def reassigned(prepared: Prepared, recipe: Recipe, dst: Path, target: Target) -> Prepared:
+    """The same source with other schemes.
+
+    Raises:
+        RequestError, UnsupportedError: as `quantize` does.
+    """
+    _, before = _assigned(prepared.source, prepared.scheme_map.recipe, dst, target)
+    scheme_map, more = _assigned(prepared.source, recipe, dst, target)
+    others = [note for note in prepared.notes if note not in before]
+    return replace(prepared, scheme_map=scheme_map, notes=[*others, *more])
+
+
+def _assigned(
+    source: StoredCheckpoint, recipe: Recipe, dst: Path, target: Target, *, strict: bool = False
+) -> tuple[SchemeMap, list[str]]:
+    """A recipe applied to a source, and notes on it.
+
+    Raises:
+        RequestError, UnsupportedError: as `quantize` does.
+    """
+    scheme_map = SchemeMap.of(recipe, source.config)
     misfits = scheme_map.misfit_lines()
     if misfits and strict:
         raise RequestError(
             f"schemes do not fit: {'; '.join(misfits)}, unless `strict=True` is asked for", path=source.path,
             hint="choose a smaller group size, or leave `strict=True` out",
         )  # fmt: skip
-    notes += [f"{source.path}: {line}" for line in misfits]
+    notes = [f"{source.path}: {line}" for line in misfits]
     _require_held(scheme_map.schemes, target, source.path)
     native = target.name == NATIVE
     if native and not all(scheme.symmetric for scheme in scheme_map.schemes.values()):
@@ -113,8 +138,7 @@ def prepare(
         notes.append(f"{dst}: transformers does not load {unread} right (seen in 5.23); quantkit does")
     if target.method is not None and scheme_map.embedding is not None:
         notes += [f"{dst}: {line}" for line in _unread_embedding(source.config, target.name)]
-    settings = method.settings(scheme_map.schemes.values(), source, tokenizer)
-    return Prepared(source, scheme_map, tokenizer, linears_by, settings, notes)
+    return scheme_map, notes
 
 
 def _unread_embedding(config: ModelConfig, name: str) -> list[str]:
@@ -191,7 +215,7 @@ def planned_output(
     )  # fmt: skip
 
 
-def _recipe(scheme: str | QuantScheme | Recipe, embedding: str | QuantScheme | None) -> Recipe:
+def _recipe(scheme: str | QuantScheme | Recipe | None, embedding: str | QuantScheme | None) -> Recipe:
     """What was asked for, as a recipe.
 
     Args:
@@ -214,7 +238,9 @@ def _recipe(scheme: str | QuantScheme | Recipe, embedding: str | QuantScheme | N
             hint="quantkit.Recipe.from_json(path) reads one",
         )  # fmt: skip
     if not isinstance(scheme, str):  # callers without types
-        raise RequestError(f"give a scheme: {SPELLINGS}, or a Recipe", found=shown(scheme))
+        raise RequestError(
+            f"give a scheme: {SPELLINGS}, or a Recipe; or a size: `target_bits` or `max_size`", found=shown(scheme)
+        )
     return Recipe(QuantScheme.parse(scheme))
 
 

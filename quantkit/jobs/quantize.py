@@ -9,6 +9,9 @@ from pathlib import Path
 import torch
 
 from quantkit.arguments import as_path, require_flags, require_instance
+from quantkit.bit_allocation.allocation import size_target
+from quantkit.bit_allocation.picture import NAME as PICTURE
+from quantkit.bit_allocation.picture import picture
 from quantkit.calibration.quantizers import GptqQuantizer, Quantizer, RtnQuantizer, TensorBlock
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.container import weight_size
@@ -20,6 +23,8 @@ from quantkit.jobs.card import Labels, Made, model_card, model_name
 from quantkit.jobs.certificate import certified_text
 from quantkit.jobs.command import file_name
 from quantkit.jobs.estimate import Estimate, estimate_quantization, require_buildable
+from quantkit.jobs.fit_to_size import OPTION as BIT_ALLOCATION
+from quantkit.jobs.fit_to_size import SizeFit, asked_recipe
 from quantkit.jobs.output import SHARD_BYTES, JobWriter, Work, model_summary, writing
 from quantkit.jobs.prepare import planned_output, prepare, starved_experts, tensor_blocks, too_few_tokens
 from quantkit.jobs.result import QuantizeResult
@@ -38,8 +43,11 @@ from quantkit.tensors.scheme import QuantScheme
 def quantize(
     src: str | Path,
     dst: str | Path,
-    scheme: str | QuantScheme | Recipe,
+    scheme: str | QuantScheme | Recipe | None = None,
     *,
+    target_bits: float | None = None,
+    max_size: int | None = None,
+    head: str | QuantScheme | None = None,
     to: TargetName | None = None,
     split_max_size: int | None = None,
     method: Method | None = None,
@@ -81,6 +89,11 @@ def quantize(
         src: a model of floats; one in FP8 or MXFP4 counts as such.
         dst: the folder to make, or a file ``*.gguf``; it must not exist.
         scheme: its name, ``int8`` or ``int4-g128`` and the like; a `QuantScheme`; or a `Recipe` with overrides.
+        target_bits: in place of a scheme: bits of each weight of the decoder linears on average, such as 4.5; codes,
+            scales and zero points count. The scheme of each layer is chosen with GPTQ's samples among int4 in groups
+            of 128, 64 and 32, int8 and floats, so that least is lost; linears that runtimes fuse share one.
+        max_size: the same for all files of weights together, in bytes.
+        head: the scheme of the output head, which keeps its floats by default; a recipe names ``lm_head`` instead.
         to: ``compressed-tensors`` (the default), ``int-quantized``, ``gptq``, ``awq``, ``mlx`` or ``gguf``; any of
             them with any `method`.
         split_max_size: as in `convert`.
@@ -117,7 +130,7 @@ def quantize(
         same.
 
     Raises:
-        RequestError: for a scheme, method or option that makes no sense.
+        RequestError: for a scheme, method or option that makes no sense, or a size that no choice of schemes has.
         CheckpointError, UnsupportedError: if `src` is damaged, or of a kind that cannot be quantized, or `to` does not
             hold the scheme.
         DestinationError, ResumeError: if `dst` is there, cannot be written, or is being written.
@@ -135,10 +148,24 @@ def quantize(
     progress, dst, labels = heard(progress), as_path("dst", dst), Labels(base_model, license)
     target = quantized_target(to, dst)
     asked = MethodOptions(method, calibration, samples, length, seed, thorough, activation_memory, device)
+    size = size_target(target_bits, max_size, scheme)
     prepared = prepare(
-        src, dst, scheme, embedding=embedding, keep=keep, strict=strict, weights=weights, tensors_only=tensors_only,
-        method=asked, target=target,
+        src, dst, asked_recipe(scheme, size, head), embedding=embedding, keep=keep, strict=strict, weights=weights,
+        tensors_only=tensors_only, method=asked, target=target,
     )  # fmt: skip
+    name = model_name(prepared.source, labels.base_model)
+    most = shard_bytes(split_max_size, target.container, SHARD_BYTES)
+    long = certified_text(certify_positions, certify_text, prepared.source, prepared.tokenizer)
+    drawn, allocation = None, None
+    if size is not None:
+        sized = SizeFit(prepared, size, target, template, most, name, dst)
+        fit = sized.fit()
+        if group.first:
+            sized.require_buildable(resume=resume)
+            if on_estimate is not None:
+                on_estimate(sized.estimate(fit, long, source_check=source_check))
+        drawn = sized.require_gptq().draw(prepared.tokenizer, prepared.source, group=group, progress=progress)
+        prepared, allocation = sized.chosen(fit, drawn, resume=resume, group=group, progress=progress)
     source, scheme_map, settings, notes = prepared.source, prepared.scheme_map, prepared.settings, prepared.notes
     runnable = source.config.runnable
     if not runnable:
@@ -154,24 +181,22 @@ def quantize(
         options["to"] = target.name
     if split_max_size is not None:
         options["split_max_size"] = split_max_size
-    long = certified_text(certify_positions, certify_text, source, prepared.tokenizer)
+    if allocation is not None:
+        options[BIT_ALLOCATION] = allocation.to_json()
     blocks = tensor_blocks(source, schemes, target)
-    planned = planned_output(
-        prepared, blocks, target, template, shard_bytes(split_max_size, target.container, SHARD_BYTES),
-        model_name(source, labels.base_model), dst,
-    )  # fmt: skip
+    planned = planned_output(prepared, blocks, target, template, most, name, dst)
     encoder = target.container.encoder(planned)
     notes += target.container.notes(planned)
     side_files = target.container.side_files(planned)
     if group.first:
         require_buildable(dst, encoder, resume=resume)  # before anything takes long
-        if on_estimate is not None:
+        if on_estimate is not None and allocation is None:
             on_estimate(estimate_quantization(prepared, encoder, side_files, long, source_check=source_check))
     computed_by: dict[str, object] = {}
-    scratch, drawn = 0, None
+    scratch = 0
     quantizer: Quantizer = RtnQuantizer(source, allow_nonfinite=allow_nonfinite)
     if settings is not None:
-        drawn = settings.draw(prepared.tokenizer, source, group=group, progress=progress)
+        drawn = drawn or settings.draw(prepared.tokenizer, source, group=group, progress=progress)
         notes += [*drawn.notes, *too_few_tokens(drawn.tokens.shape, source.config)]
         options |= {"calibration": drawn.to_json(), "thorough": settings.thorough}
         computed_by = {
@@ -196,7 +221,7 @@ def quantize(
     with writing(work, dst, resume=resume, source_check=source_check, progress=told) as writer:
         _write(blocks, quantizer, writer, Written(encoder, writer.path, writer.done), durable=settings is not None)
         result = writer.seal()
-        size = weight_size(result)
+        written = weight_size(result)
         notes += starved_experts(writer.records, source.config)
         if runnable:
             gate = run_gate(source, result, writer.records, asked=schemes, progress=in_phase(progress, "gate"))
@@ -224,13 +249,15 @@ def quantize(
         }  # fmt: skip
         card = {}
         if target.method is not None:
-            made = Made(scheme_map, target.method, *size, settings, drawn, others, labels)
+            made = Made(scheme_map, target.method, *written, settings, drawn, others, labels, allocation)
             card = {CARD: model_card(source, made, gate, certificate)}
+            if allocation is not None:
+                card[PICTURE] = picture(allocation).encode()
         manifest = writer.commit(details, card)
     found = QuantizeResult(
-        dst, scheme_map.counts(), *size, prepared.method, None if drawn is None else drawn.to_json(),
+        dst, scheme_map.counts(), *written, prepared.method, None if drawn is None else drawn.to_json(),
         gate, accept_quality_loss, time.monotonic() - began, [*source.notes, *notes, *writer.notes], manifest,
-        None if scheme_map.embedding is None else str(scheme_map.embedding), certificate,
+        None if scheme_map.embedding is None else str(scheme_map.embedding), certificate, allocation,
     )  # fmt: skip
     group.tell_others(found)
     return found

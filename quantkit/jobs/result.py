@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from quantkit.bit_allocation.allocation import Allocation
 from quantkit.memory import size_text
 from quantkit.quality.figures import Estimate, weighted_mean
 from quantkit.quality.gate import Gate
@@ -73,6 +74,7 @@ class QuantizeResult:
         manifest: what ``quantkit.json`` holds.
         embedding: its scheme; None where it keeps its floats.
         positions: what was lost by position; None where no certificate was asked for.
+        allocation: how the schemes were chosen for a size; None where they were given.
     """
 
     path: Path
@@ -88,12 +90,17 @@ class QuantizeResult:
     manifest: dict[str, Any]
     embedding: str | None = None
     positions: PositionCertificate | None = None
+    allocation: Allocation | None = None
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as plain values; ``quality`` and ``positions`` as the manifest has them."""
-        quality = self.quality.to_json(accepted=self.accepted)
-        positions = None if self.positions is None else self.positions.to_json(accepted=self.accepted)
-        return {**asdict(self), "path": str(self.path), "quality": quality, "positions": positions}
+        own = {
+            "path": str(self.path),
+            "quality": self.quality.to_json(accepted=self.accepted),
+            "positions": None if self.positions is None else self.positions.to_json(accepted=self.accepted),
+            "allocation": None if self.allocation is None else self.allocation.to_json(),
+        }
+        return asdict(replace(self, allocation=None)) | own
 
     def lines(self) -> list[str]:
         """The report for people: one line, with the divergence and the growth of perplexity over all texts of the
@@ -104,8 +111,9 @@ class QuantizeResult:
             _size(self.weight_bytes, self.bits_per_weight),
             *_lost(self.quality),
         ]
+        chosen = [] if self.allocation is None else [*self.allocation.lines(), self.allocation.line()]
         by_position = [] if self.positions is None else self.positions.lines()
-        return [f"wrote {self.path}: {', '.join([*facts, _time(self.seconds)])}", *by_position]
+        return [*chosen, f"wrote {self.path}: {', '.join([*facts, _time(self.seconds)])}", *by_position]
 
 
 def growth_text(ratio: Estimate) -> str:
