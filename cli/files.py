@@ -15,6 +15,7 @@ from quantkit.json_values import finite
 STDOUT = "-"
 _MODELS_OWN = (".safetensors", ".bin", ".pth", ".gguf", ".index.json")
 _MARKDOWN = ("", ".md", ".markdown", ".txt")
+_PAGES = (".html", ".htm")
 _PICTURES = {"": "png", ".png": "png", ".pdf": "pdf", ".svg": "svg"}
 
 
@@ -32,7 +33,7 @@ class Outputs:
         """
         Args:
             data: a file for JSON; ``-`` is standard output, and what else is printed then goes to stderr.
-            report: a file for Markdown.
+            report: a file for Markdown, or for a page of HTML, as its suffix says.
             plot: a file for a picture, whose suffix decides its kind.
             reads: files that the command reads.
             makes: the folder that the command makes.
@@ -47,8 +48,8 @@ class Outputs:
         self._report, self._plot = report, plot
         if self._data is not None and self._data.is_dir():
             raise DestinationError("is a folder; --json takes the path of a file, or - for stdout", path=data)
-        if report is not None and report.suffix.lower() not in _MARKDOWN:
-            raise RequestError("reports are written in Markdown", path=report, found=report.suffix, expected=".md")
+        if report is not None and report.suffix.lower() not in _MARKDOWN + _PAGES:
+            raise RequestError("no such report", path=report, found=report.suffix, expected=".md or .html")
         if plot is not None and plot.suffix.lower() not in _PICTURES:
             raise RequestError("no such picture", path=plot, found=plot.suffix, expected=".png, .pdf or .svg")
         files = [path for path in (self._data, report, plot) if path is not None]
@@ -71,6 +72,11 @@ class Outputs:
         return self._json_on_stdout or self._data is not None
 
     @property
+    def wants_page(self) -> bool:
+        """Whether the report is to be a page of HTML."""
+        return self._report is not None and self._report.suffix.lower() in _PAGES
+
+    @property
     def stdout_is_taken(self) -> bool:
         """Whether standard output is for JSON alone."""
         return self._json_on_stdout
@@ -82,7 +88,7 @@ class Outputs:
 
         Args:
             value: for JSON; what is not finite becomes null.
-            report: gives the Markdown.
+            report: gives the report, as a page where `wants_page` says so.
             picture: draws, given the kind of file.
 
         Raises:

@@ -17,6 +17,7 @@ from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
 from quantkit.evals.names import named, short_names
 from quantkit.json_values import shown
+from quantkit.quality.positions import TOKENS
 
 if TYPE_CHECKING:
     from quantkit.evals.table import Style
@@ -32,6 +33,14 @@ if TYPE_CHECKING:
     help="The model that the others are held against.",
 )  # fmt: skip
 @click.option("--window", type=int, help="Tokens in a window; see docs/evals.md for the defaults.")
+@click.option(
+    "--positions", type=int, metavar="TOKENS",
+    help="Divergence by position too, up to so many tokens of a context, with a float and an int8 cache.",
+)  # fmt: skip
+@click.option(
+    "--position-windows", type=int, metavar="N",
+    help=f"Windows of --positions tokens in each text; as many as hold {TOKENS} tokens by default.",
+)  # fmt: skip
 @click.option("--cache-logits", type=options.PATH, help="Folder that keeps what the reference's logits follow from.")
 @click.option("--speed", is_flag=True, help="Measure decoding as well.")
 @options.device
@@ -41,8 +50,8 @@ if TYPE_CHECKING:
 @options.plot("KL or perplexity by bits per weight, and the worst layers")
 def evaluate(
     models: tuple[str, ...], texts: tuple[Path, ...], tasks: str, task_data: Path | None, against: str | None,
-    window: int | None, cache_logits: Path | None, speed: bool, device: str | None, table: Style,
-    report: Path | None, data: str | None, plot: Path | None,
+    window: int | None, positions: int | None, position_windows: int | None, cache_logits: Path | None, speed: bool,
+    device: str | None, table: Style, report: Path | None, data: str | None, plot: Path | None,
 ) -> None:  # fmt: skip
     """Measure models: perplexity, divergence, tasks, speed.
 
@@ -59,18 +68,21 @@ def evaluate(
     from quantkit.evals.report import markdown, sheet, tables
     from quantkit.evals.table import render
 
-    with together({"tasks": tasks, "window": window, "speed": speed, "device": device}, "cpu") as group:
+    asked = {"tasks": tasks, "window": window, "speed": speed, "device": device}
+    with together({**asked, "positions": [positions, position_windows]}, "cpu") as group:
         outputs = Outputs(data, report=report, plot=plot, reads=texts)
         with ProgressDisplay(show=group.first) as progress:
             found = job(
                 models, texts=texts, tasks=names, task_data=task_data, against=against, window=window,
-                cache_logits=cache_logits, speed=speed, device=device, group=group, progress=progress,
+                positions=positions, position_windows=position_windows, cache_logits=cache_logits, speed=speed,
+                details=outputs.wants_page, device=device, group=group, progress=progress,
             )  # fmt: skip
         if group.first:
             outputs.say(render([sheet(found)] if table == "csv" else tables(found), table, width=columns()))
             for line in found.notes:
                 note(line)
-            outputs.write(found.to_json(), report=partial(markdown, found), picture=partial(picture, found))
+            report_of = found.to_html if outputs.wants_page else partial(markdown, found)
+            outputs.write(found.to_json(), report=report_of, picture=partial(picture, found))
 
 
 @click.command(cls=Command)

@@ -114,7 +114,7 @@ data = click.option(
     "--json", "data", metavar="PATH", shell_complete=complete_files,
     help="Write everything found as JSON; - is stdout.",
 )  # fmt: skip
-report = click.option("--report", type=PATH, help="Write the report, in Markdown.")
+report = click.option("--report", type=PATH, help="Write the report: Markdown, or a page as .html.")
 table = click.option(
     "--table", type=click.Choice(["terminal", "markdown", "latex", "csv"]), default="terminal", show_default=True,
     help="How tables are printed.",

@@ -69,7 +69,8 @@ def _convert(data: str | None, **given: Any) -> None:
 
 
 def _quantize(data: str | None, **given: Any) -> None:
-    outputs = Outputs(data, reads=(given["calibration"], given["recipe"], given["plan"]), makes=given["dst"])
+    reads = given["calibration"], given["recipe"], given["plan"], given["certify_text"]
+    outputs = Outputs(data, reads=reads, makes=given["dst"])
     arguments = job_arguments(given)
     require_models(arguments["src"], makes=arguments["dst"])
 

@@ -20,8 +20,10 @@ from quantkit.evals.cache import StateCache
 from quantkit.evals.harness import as_lm
 from quantkit.evals.models import Model, Stream, fixed_window, open_models, streams
 from quantkit.evals.names import short_names
+from quantkit.evals.positions import by_position, checked_positions
 from quantkit.evals.results import Evaluation, Row, TextFacts, TextMeasures
 from quantkit.evals.rolling import score_documents
+from quantkit.evals.samples import Predictions, TextDetails, text_details
 from quantkit.evals.tasks import TaskScore, open_tasks, require_tasks, run_tasks
 from quantkit.evals.texts import Text, prefix_token, read_text, token_ids
 from quantkit.evals.timing import Speed, decoding_speed
@@ -31,7 +33,7 @@ from quantkit.model.device import usable_device
 from quantkit.model.layerwise import layerwise_hidden
 from quantkit.progress import Progress, heard, in_phase
 from quantkit.quality.figures import Estimate
-from quantkit.quality.measures import Divergence, Hidden, compare, perplexity_estimates
+from quantkit.quality.measures import Divergence, Hidden, Listener, compare, perplexity_estimates
 
 
 def evaluate(
@@ -42,8 +44,11 @@ def evaluate(
     task_data: str | Path | None = None,
     against: str | Path | None = None,
     window: int | None = None,
+    positions: int | None = None,
+    position_windows: int | None = None,
     cache_logits: str | Path | None = None,
     speed: bool = False,
+    details: bool = False,
     device: str | torch.device | None = None,
     group: ProcessGroup = SINGLE,
     progress: Progress | None = None,
@@ -63,8 +68,13 @@ def evaluate(
         against: the reference's folder, or ``NAME=PATH``.
         window: tokens of a window; by default a model's context, at most 2048 for fixed and 8192 for rolling
             windows.
+        positions: also measure the divergence from the reference by position, in windows of so many tokens, with keys
+            and values in a float and in an int8 cache; a text, or context, that is shorter is measured to its end.
+        position_windows: how many of each text, at most; by default as many as hold 32768 tokens, and one at least.
         cache_logits: a folder that keeps what the reference's logits follow from.
         speed: also let each model generate.
+        details: also keep stretches of the texts with the tokens that models expect there, for `to_html()`; they need
+            a reference.
         device: where tasks are answered and speed is measured, as torch spells it; None is a GPU if there is one,
             or the CPU for a group.
         group: the processes that share the models; all call this alike and get the same.
@@ -88,9 +98,10 @@ def evaluate(
     data = None if task_data is None else as_path("task_data", task_data)
     kept = None if cache_logits is None else as_path("cache_logits", cache_logits)
     window = None if window is None else as_whole("window", window)
-    require_flags(speed=speed)
+    require_flags(speed=speed, details=details)
     require_instance("group", group, ProcessGroup, "a ProcessGroup")
     progress = heard(progress)
+    by_positions = checked_positions(positions, position_windows, against=against is not None)
     if data is not None and not tasks:
         raise RequestError("data of tasks go with tasks, and none are named")
     if kept is not None and against is None:
@@ -110,20 +121,26 @@ def evaluate(
         open_tasks(tasks, data, progress=progress) if tasks else contextlib.nullcontext([])
     )
     measures: list[dict[str, TextMeasures]] = [{} for _ in models]
+    closer: dict[str, TextDetails] = {}
     with loaded as questions:
         for text, cut in zip(chosen, read, strict=True):
             if against is None:
                 found = _alone(models, cut, group, progress)
             else:
-                found = _held_against(models, cut, hidden, group, progress)
-            for measured, model, stream, fixed in zip(measures, models, cut, found, strict=True):
+                listeners = {model.name: Predictions() for model in models[1:]} if details else {}
+                found = _held_against(models, cut, hidden, list(listeners.values()), group, progress)
+                if listeners:
+                    closer[text.name] = text_details(listeners, cut[0].windows, models[0].tokenizer)
+            buckets, more = by_position(models, text, by_positions, hidden, group, progress)
+            notes += more
+            for measured, model, stream, fixed, own in zip(measures, models, cut, found, buckets, strict=True):
                 documents = score_documents(
                     model.checkpoint, model.tokenizer, text, model.rolling_window, group=group,
                     progress=in_phase(progress, f"{model.name}: word perplexity"),
                 )  # fmt: skip
                 measured[text.name] = TextMeasures(
                     stream.tokens, documents, fixed.perplexity.value, fixed.divergence, fixed.perplexity.error,
-                    fixed.ratio_error,
+                    fixed.ratio_error, own,
                 )  # fmt: skip
         answers = [_ask(model, questions, where, group, progress) if tasks else ({}, []) for model in models]
     prompt = chosen[0].raw if chosen else excerpt()
@@ -142,6 +159,7 @@ def evaluate(
         device=where.type,
         versions={name: importlib.metadata.version(name) for name in packages},
         notes=notes,
+        details=closer,
     )
 
 
@@ -196,8 +214,9 @@ def _alone(models: Sequence[Model], read: Sequence[Stream], group: ProcessGroup,
 
 
 def _held_against(
-    models: Sequence[Model], read: Sequence[Stream], hidden: Hidden, group: ProcessGroup, progress: Progress
-) -> list[_Fixed]:
+    models: Sequence[Model], read: Sequence[Stream], hidden: Hidden, listeners: Sequence[Listener],
+    group: ProcessGroup, progress: Progress,
+) -> list[_Fixed]:  # fmt: skip
     """Each model's token perplexity and, of all but the first, the divergence from the first."""
     reference, *others = (model.checkpoint for model in models)
     found = compare(
@@ -205,6 +224,7 @@ def _held_against(
         others,
         read[0].windows,
         reference_hidden=hidden,
+        listeners=listeners,
         group=group,
         progress=in_phase(progress, f"divergence from {models[0].name}"),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quantkit.evals.positions import position_method
 from quantkit.evals.results import Evaluation, Row
 from quantkit.evals.timing import NEW_TOKENS, PROMPT_TOKENS, RUNS
 
@@ -28,6 +29,7 @@ def method(found: Evaluation) -> list[str]:
             " Figures without an error are those of this very text: four digits, or all before the point; quantiles"
             " two."
         )
+    lines += position_method(found)
     lines += [
         f"{name}: sha256 {text.sha256}, read {text.kind}; documents {text.documents}, words {text.words}, bytes"
         f" {text.bytes}, tokens {_each({row.name: str(row.texts[name].tokens) for row in found.rows})}."

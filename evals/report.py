@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from quantkit.evals.method import method
+from quantkit.evals.positions import position_columns, position_tables
 from quantkit.evals.results import Evaluation, Row
 from quantkit.evals.table import NONE, Table, render
 from quantkit.quality.figures import Estimate, significant
@@ -32,7 +33,7 @@ def markdown(found: Evaluation) -> str:
 
 
 def tables(found: Evaluation) -> list[Table]:
-    """A table for each text, a row per model, tasks and speed in the first; then one of divergence."""
+    """A table for each text, a row per model, tasks and speed in the first; then those of divergence."""
     size, rest = _size_columns(), [*_task_columns(found), *_speed_columns(found)]
     asked = [_TASK_ERRORS] if found.rows[0].tasks else []
     made = []
@@ -43,8 +44,23 @@ def tables(found: Evaluation) -> list[Table]:
     if not found.texts:
         made.append(_table(" ".join(asked) or None, found.rows, [*size, *rest]))
     elif found.reference is not None:
-        made.append(_divergence_table(found, found.reference))
+        made += [_divergence_table(found, found.reference), *position_tables(found)]
     return made
+
+
+def side_by_side(found: Evaluation) -> list[Table]:
+    """A table for each text with all that is known of the models there; then one of means over the texts."""
+    size, rest = _size_columns(), [*_task_columns(found), *_speed_columns(found)]
+    made = []
+    for text in found.texts:
+        divergence = [] if found.reference is None else _divergence_columns(found, text)
+        title = f"On {_counted(found, text)}"
+        made.append(_table(title, found.rows, [*size, *divergence, *_text_columns(text), *rest]))
+        rest = []
+    if means := _means(found):
+        made.append(Table(f"Mean of {len(found.texts)} texts", ("model", "KL, nats/token", "top-1, %", "ppl ratio"),
+                          [(name, kl, top1, ratio) for name, _, kl, _, _, top1, ratio in means]))  # fmt: skip
+    return made or [_table(None, found.rows, [*size, *rest])]
 
 
 def sheet(found: Evaluation) -> Table:
@@ -59,7 +75,8 @@ def _all_columns(found: Evaluation, text: str | None) -> list[_Column]:
     if text is None:
         return _keyed([model, *size, *rest])
     divergence = [] if found.reference is None else _divergence_columns(found, text, share=1)
-    return _keyed([model, ("text", lambda row: text), *size, *_text_columns(text), *divergence, *rest])
+    columns = [model, ("text", lambda row: text), *size, *_text_columns(text), *divergence, *rest]
+    return _keyed([*columns, *position_columns(found, text)])
 
 
 def _keyed(columns: Sequence[_Column]) -> list[_Column]:
@@ -100,13 +117,17 @@ def _divergence_table(found: Evaluation, reference: str) -> Table:
         f" percentile; tokens whose likeliest is the same; ratio of token ppl. {_ERRORS}"
         + (" That of a mean is from the spread between the texts." if len(found.texts) > 2 else "")
     )
-    means = [
+    return Table(title, made[0].head, [*(row for one in made for row in one.rows), *_means(found)])
+
+
+def _means(found: Evaluation) -> list[tuple[str, ...]]:
+    """Rows of the divergence table, of three texts or more."""
+    return [
         (row.name, f"mean of {len(found.texts)}", str(over.kl), NONE, NONE, str(over.top1_agreement.times(100)),
          str(over.perplexity_ratio))
         for row in found.rows
         if (over := found.over_texts(row)) is not None
     ]  # fmt: skip
-    return Table(title, made[0].head, [*(row for one in made for row in one.rows), *means])
 
 
 def _named_text(found: Evaluation, text: str) -> list[_Column]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from quantkit.errors import RequestError
 from quantkit.evals.rolling import DocumentScore
+from quantkit.evals.samples import TextDetails
 from quantkit.evals.tasks import TaskScore
 from quantkit.evals.timing import Speed
 from quantkit.json_values import finite, shown
 from quantkit.quality.figures import Estimate
 from quantkit.quality.measures import Divergence
+from quantkit.quality.positions import PositionDivergence
 
 _LEAST_TEXTS = 3
 """Whose spread tells how far a text may be from another."""
@@ -41,6 +43,8 @@ class TextMeasures:
         divergence: from the reference, over the same windows; None for the reference itself.
         token_perplexity_error: its standard error, the text's tokens taken as a sample of it.
         perplexity_ratio_error: likewise of token perplexity over the reference's; None for the reference itself.
+        positions: the divergence from the reference by position, with keys and values in a "float" cache and in an
+            "int8" one; the reference has a float cache both times. Empty where not asked, and for the reference.
     """
 
     tokens: int
@@ -49,6 +53,7 @@ class TextMeasures:
     divergence: Divergence | None
     token_perplexity_error: float | None = None
     perplexity_ratio_error: float | None = None
+    positions: dict[str, list[PositionDivergence]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,7 @@ class Evaluation:
         device: where tasks were answered and speed was measured.
         versions: of the packages that took part.
         notes: what one should know about the figures.
+        details: of each text what only a page shows; empty where it was not asked for, and never in JSON.
     """
 
     rows: list[Row]
@@ -117,6 +123,7 @@ class Evaluation:
     device: str
     versions: dict[str, str]
     notes: list[str]
+    details: dict[str, TextDetails] = field(default_factory=dict)
 
     def perplexity_ratio(self, row: Row, text: str) -> float | None:
         """Token perplexity over the reference's; None where there is no reference.
@@ -140,6 +147,15 @@ class Evaluation:
 
         return render(tables(self), "terminal")
 
+    def to_html(self) -> str:
+        """A page that needs nothing else: tables, charts, and texts with their tokens coloured by divergence.
+
+        The texts are there only where `evaluate` was asked for `details`, and given a reference.
+        """
+        from quantkit.evals.html.page import page  # which knows this type
+
+        return page(self)
+
     def over_texts(self, row: Row) -> OverTexts | None:
         """Means over the texts; None of fewer than three, or of the reference."""
         found = [apart for text in self.texts if (apart := row.texts[text].divergence) is not None]
@@ -154,7 +170,8 @@ class Evaluation:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; what is infinite is None. The last model's ``layer_errors`` stand at the top as well."""
-        value = {**asdict(self), "layer_errors": self.rows[-1].layer_errors}
+        value = {**asdict(replace(self, details={})), "layer_errors": self.rows[-1].layer_errors}
+        del value["details"]
         for row, plain in zip(self.rows, value["rows"], strict=True):
             over = self.over_texts(row)
             plain["over_texts"] = None if over is None else asdict(over)

@@ -65,7 +65,7 @@ def _terminal(table: Table, width: int) -> list[str]:
     narrow = [columns[0], *map(_narrow, columns[1:])]
     if _total(columns) > width >= _total(narrow):
         columns = narrow
-    to_right = _to_right(table)
+    to_right = columns_to_right(table)
     for index, some in enumerate(_side_by_side([_wide(column) for column in columns], width)):
         lines += [""] if index else []
         widths = [_wide(columns[place]) for place in some]
@@ -109,7 +109,7 @@ def _wide(column: Sequence[str]) -> int:
 
 def _markdown(table: Table) -> list[str]:
     columns = [[cell.replace("|", r"\|") for cell in column] for column in _columns(table)]
-    widths, to_right = [max(3, _wide(column)) for column in columns], _to_right(table)
+    widths, to_right = [max(3, _wide(column)) for column in columns], columns_to_right(table)
     lines = [
         "| " + " | ".join(_padded(*one) for one in zip(row, widths, to_right, strict=True)) + " |"
         for row in zip(*columns, strict=True)
@@ -122,7 +122,7 @@ def _markdown(table: Table) -> list[str]:
 def _latex(table: Table) -> list[str]:
     head, *rows = (" & ".join(map(_latex_cell, row)) + r" \\" for row in zip(*_columns(table), strict=True))
     body = [
-        rf"\begin{{tabular}}{{{''.join('r' if right else 'l' for right in _to_right(table))}}}",
+        rf"\begin{{tabular}}{{{''.join('r' if right else 'l' for right in columns_to_right(table))}}}",
         r"\toprule", head, r"\midrule", *rows, r"\bottomrule",
         r"\end{tabular}",
     ]  # fmt: skip
@@ -182,7 +182,7 @@ def _columns(table: Table) -> list[list[str]]:
     return [[" ".join(cell.split()) for cell in column] for column in zip(table.head, *table.rows, strict=True)]
 
 
-def _to_right(table: Table) -> list[bool]:
+def columns_to_right(table: Table) -> list[bool]:
     """Which columns stand to the right: those of numbers, but never the first."""
     columns = list(zip(*table.rows, strict=True)) or [()] * len(table.head)
     numbers = [all(cell in ("", NONE) or _NUMBER.match(cell) for cell in column) for column in columns]

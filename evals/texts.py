@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import tempfile
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from quantkit.errors import CheckpointError, RequestError
+from quantkit.errors import CheckpointError
+from quantkit.files.text_file import text_of
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.text.export import export_json
@@ -66,16 +66,8 @@ def read_text(path: Path) -> Text:
     Raises:
         RequestError: if it cannot be read, is not UTF-8, or holds nothing but white space.
     """
-    try:
-        raw = path.read_bytes()
-        text = raw.decode("utf-8")
-    except OSError as error:
-        raise RequestError(f"the text cannot be read: {error.strerror}", path=path) from error
-    except UnicodeDecodeError as error:
-        raise RequestError("is not a text", path=path, found=f"byte {error.start}", expected="UTF-8") from error
-    if not text.strip():
-        raise RequestError("the text is empty", path=path)
-    return Text(path.stem, hashlib.sha256(raw).hexdigest(), text)
+    text, digest = text_of(path)
+    return Text(path.stem, digest, text)
 
 
 def articles(raw: str) -> list[str]:

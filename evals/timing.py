@@ -199,7 +199,7 @@ class Decoding:
 def weight_bytes(model: Decoder) -> int:
     """Of what is read for each token: all weights but the embedding, unless it is the head as well, and of a mixture's
     experts as many as take a token."""
-    left_out = _bytes(model.model.embed_tokens) if model.lm_head is not None else 0
+    left_out = 0 if model.config.tied_embeddings else _bytes(model.model.embed_tokens)
     if model.config.experts is not None:
         unused = 1 - model.config.experts.per_token / model.config.experts.count
         left_out += round(sum(unused * _bytes(part.experts) for part in model.modules() if isinstance(part, Experts)))

@@ -134,6 +134,10 @@ class Backend(Protocol):
         """The tensors its `linear` needs, by name."""
         ...
 
+    def rows(self, prepared: dict[str, Tensor], scheme: QuantScheme, columns: int, index: Tensor) -> Tensor:
+        """Rows of the weight by their numbers [N], [N, I] in float32: what an embedding gives that is the head too."""
+        ...
+
     def operations(self) -> Operations | None:
         """What else it offers; None if nothing."""
         ...

@@ -79,6 +79,10 @@ def _linear_shape(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> 
     return x.new_empty(*x.shape[:-1], rows)
 
 
+def _rows_shape(packed: Tensor, index: Tensor, columns: int) -> Tensor:
+    return packed.new_empty(*index.shape, columns, dtype=torch.float32)
+
+
 def _cached_attention_shape(
     queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int, scale: float,
     softcap: float | None = None, sinks: Tensor | None = None,
@@ -108,6 +112,7 @@ def _as_first(first: Tensor, *operands: Any) -> Tensor:
 
 _SHAPES: dict[str, Callable[..., Any]] = {
     "linear": _linear_shape,
+    "rows": _rows_shape,
     "cached_attention": _cached_attention_shape,
     "float_linear": _float_linear_shape,
     "block": _in_place,

@@ -70,6 +70,10 @@ class CpuBackend:
         codes, scale = weight.codes.contiguous(), weight.scale.contiguous()
         return {"packed": self._operators.pack(codes, scale, weight.zero, weight.scheme.bits, self._exact)}
 
+    def rows(self, prepared: dict[str, Tensor], scheme: QuantScheme, columns: int, index: Tensor) -> Tensor:
+        found: Tensor = self._operators.rows(prepared["packed"], index.contiguous(), columns)
+        return found
+
     def linear(
         self, x: Tensor, prepared: dict[str, Tensor], scheme: QuantScheme, rows: int, bias: Tensor | None
     ) -> Tensor:

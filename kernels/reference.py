@@ -32,6 +32,9 @@ class ReferenceBackend:
     def operations(self) -> Operations | None:
         return None
 
+    def rows(self, prepared: dict[str, Tensor], scheme: QuantScheme, columns: int, index: Tensor) -> Tensor:
+        return QuantTensor(prepared["codes"], prepared["scale"], prepared.get("zero"), scheme).take(index).dequantize()
+
     def linear(
         self, x: Tensor, prepared: dict[str, Tensor], scheme: QuantScheme, rows: int, bias: Tensor | None
     ) -> Tensor:

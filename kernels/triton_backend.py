@@ -70,6 +70,13 @@ class TritonBackend:
             _tune_shape(prepared, weight)
         return prepared
 
+    def rows(self, prepared: dict[str, Tensor], scheme: QuantScheme, columns: int, index: Tensor) -> Tensor:
+        from quantkit.kernels.triton_words import unpack
+
+        codes, groups = unpack(prepared["words"][index], scheme.bits)[:, :columns], scheme.groups(columns)
+        zero = prepared["zero"][index, :groups] if "zero" in prepared else None
+        return QuantTensor(codes.contiguous(), prepared["scale"][index, :groups], zero, scheme).dequantize()
+
     def operations(self) -> Operations:
         from quantkit.kernels import triton_attention, triton_experts  # noqa: F401  (registers the operators)
 

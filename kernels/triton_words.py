@@ -70,6 +70,16 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
     return words.flatten(1)
 
 
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """Codes, uint8 [O, N] of whole units, of words [O, N * bits / 32]."""
+    planes = 32 // bits
+    units = words.view(words.shape[0], -1, 1, UNIT // planes)
+    bit = [word_bit(plane, bits) for plane in range(planes)]
+    shifts = torch.tensor(bit, device=words.device, dtype=torch.int32).view(-1, 1)
+    codes: Tensor = ((units >> shifts) & (2**bits - 1)).to(torch.uint8)
+    return codes.flatten(1)
+
+
 def linear_by_parts(x: Tensor, rows: int, bias: Tensor | None, fill: Callable[[Tensor, slice], None]) -> Tensor:
     """``x @ weight.T + bias`` through torch's matmul, [M, rows], never with the whole of a large weight as floats.
 

@@ -62,6 +62,16 @@ def heard(progress: Progress | None) -> Progress:
     return report
 
 
+def without_phase(progress: Progress, name: str) -> Progress:
+    """Tell `progress` of everything but one phase, which somebody else tells it of more finely."""
+
+    def report(phase: str, done: int, total: int, unit: str, /) -> None:
+        if phase != name:
+            progress(phase, done, total, unit)
+
+    return report
+
+
 def in_phase(progress: Progress, name: str) -> Progress:
     """Tell `progress` of everything as of one phase, as a job does that calls others as parts of its own."""
 

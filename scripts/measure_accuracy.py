@@ -53,7 +53,7 @@ class Runs:
     def rtn(self, scheme: str, seed: int) -> tuple[Path, str]:
         started = time.monotonic()
         dst = self._dst("rtn", scheme, seed)
-        quantkit.quantize(self.source, dst, scheme, accept_quality_loss=True)
+        quantkit.quantize(self.source, dst, scheme, method="rtn", accept_quality_loss=True)
         return dst, f"{time.monotonic() - started:.1f}"
 
     def gptq(self, scheme: str, seed: int, *, thorough: bool = False) -> tuple[Path, str]:

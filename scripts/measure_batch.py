@@ -52,7 +52,7 @@ def make(models: Path, scheme: str, head: str | None) -> Path:
         parse = quantkit.QuantScheme.parse
         overrides = () if head is None else (quantkit.Override("lm_head", parse(head)),)
         recipe = quantkit.Recipe(parse(scheme), overrides)
-        quantkit.quantize(source, made, recipe, accept_quality_loss=True, source_check=False)
+        quantkit.quantize(source, made, recipe, method="rtn", accept_quality_loss=True, source_check=False)
     return made
 
 

@@ -57,7 +57,7 @@ def main() -> None:
         ratios.append(converted / copied)
         print(f"| {pair + 1} | {copied:.1f} s | {converted:.1f} s | {ratios[-1]:.2f} |", flush=True)
     seconds, peaks["quantize"] = timed(
-        [*quantkit, "quantize", str(options.source), fresh(out), "--scheme", "int4-g128", unchecked,
+        [*quantkit, "quantize", str(options.source), fresh(out), "--scheme", "int4-g128", "--method", "rtn", unchecked,
          "--accept-quality-loss"]
     )  # fmt: skip
     checking, peaks["the check"] = timed([*quantkit, "convert", str(options.source), fresh(out)], code=_REFUSED)

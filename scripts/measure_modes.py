@@ -53,7 +53,7 @@ def main() -> None:
         tokenizer = load_tokenizer(options.model)
         for scheme in options.schemes.split(","):
             quantized = Path(folder) / scheme
-            quantkit.quantize(options.model, quantized, scheme, accept_quality_loss=True)
+            quantkit.quantize(options.model, quantized, scheme, method="rtn", accept_quality_loss=True)
             for text in options.texts:
                 windows = text_windows(tokenizer.encode(text.read_text()), tokenizer.bos_id, WINDOW)[:WINDOWS]
                 expected = log_probabilities(quantized, windows, "reference")

@@ -112,7 +112,9 @@ def check(python: Path, out: Path, folders: Sequence[Path]) -> bool:
                 quantkit.convert(folder, file, dtype="fp32", source_check=False)
             else:
                 source = out / f"{folder.name}-{kind}"
-                quantkit.quantize(folder, source, SCHEMES[kind], source_check=False, accept_quality_loss=True)
+                quantkit.quantize(
+                    folder, source, SCHEMES[kind], method="rtn", source_check=False, accept_quality_loss=True
+                )
                 quantkit.convert(source, file, source_check=False)
             good &= compare(python, folder.name, kind, source, file)
     return good

@@ -51,7 +51,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (kind, changes) in KINDS.items():
         oracle.save(oracle.make(kind, **changes, max_position_embeddings=CONTEXT), base / name)
         for scheme in ("int8", "int4-g32"):
-            quantkit.quantize(base / name, base / f"{name}-{scheme}", scheme, accept_quality_loss=True)
+            quantkit.quantize(base / name, base / f"{name}-{scheme}", scheme, method="rtn", accept_quality_loss=True)
     return base
 
 
@@ -114,7 +114,7 @@ def test_each_sequence_has_the_bits_of_itself_alone_in_two_processes(tmp_path: P
     oracle.save(model, tmp_path / "model")
     folders = [tmp_path / scheme for scheme in ("int8", "int4-g32")]
     for folder in folders:
-        quantkit.quantize(tmp_path / "model", folder, folder.name, accept_quality_loss=True)
+        quantkit.quantize(tmp_path / "model", folder, folder.name, method="rtn", accept_quality_loss=True)
     first, second = forked.group(2, _SHARED, *folders)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert first.stdout == second.stdout
@@ -186,7 +186,7 @@ def test_past_the_original_context_each_sequence_is_as_with_transformers(
     )  # fmt: skip
     folder = oracle.save(theirs, tmp_path / "model")
     if scheme is not None:
-        quantkit.quantize(folder, tmp_path / scheme, scheme, accept_quality_loss=True)
+        quantkit.quantize(folder, tmp_path / scheme, scheme, method="rtn", accept_quality_loss=True)
         folder = tmp_path / scheme
         _take_weights(theirs, folder)
     model = load_model(folder, dtype=torch.float32)

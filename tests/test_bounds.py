@@ -34,7 +34,7 @@ def rough(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
             if "proj" in name:
                 parameter.mul_(1.7)
     source = oracle.save(model, folder / "source")
-    quantkit.quantize(source, folder / "int4", "int4-g128", accept_quality_loss=True)
+    quantkit.quantize(source, folder / "int4", "int4-g128", method="rtn", accept_quality_loss=True)
     return source, folder / "int4"
 
 
@@ -50,7 +50,7 @@ def test_a_pair_that_just_passes_the_gate_is_within_its_bound(
     kl = _kl(result)
     assert kl > 0.11  # beyond what `verify` once allowed int4
     monkeypatch.setitem(BOUNDS, "int4", replace(BOUNDS["int4"], kl=1.0001 * kl, perplexity_ratio=10.0))
-    quantkit.quantize(source, tmp_path / "out", "int4-g128")
+    quantkit.quantize(source, tmp_path / "out", "int4-g128", method="rtn")
     for pair in ((source, tmp_path / "out"), (tmp_path / "out", source)):
         report = verify(*pair)
         assert report.verdict is Verdict.WITHIN_BOUND
@@ -61,12 +61,12 @@ def test_a_pair_that_just_passes_the_gate_is_within_its_bound(
 def test_what_the_gate_stops_is_different(
     figure: str, demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quantkit.quantize(demo_model, tmp_path / "out", "int4-g64")
+    quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", method="rtn")
     assert verify(demo_model, tmp_path / "out").verdict is Verdict.WITHIN_BOUND
     tight = {"kl": 1e-4, "perplexity_ratio": 0.99}[figure]
     monkeypatch.setitem(BOUNDS, "int4", replace(BOUNDS["int4"], **{figure: tight}))
     with pytest.raises(QualityError):
-        quantkit.quantize(demo_model, tmp_path / "other", "int4-g64")
+        quantkit.quantize(demo_model, tmp_path / "other", "int4-g64", method="rtn")
     report = verify(demo_model, tmp_path / "out")
     assert report.verdict is Verdict.DIFFERENT
     assert "beyond the bound" in "\n".join(report.lines())
@@ -95,7 +95,7 @@ def test_a_weight_may_lose_three_times_what_rounding_loses(scheme: str) -> None:
 
 
 def test_swapped_scales_are_a_difference(demo_model: Path, tmp_path: Path) -> None:
-    quantkit.quantize(demo_model, tmp_path / "q", "int4-g32")
+    quantkit.quantize(demo_model, tmp_path / "q", "int4-g32", method="rtn")
     other = oracle.copy(tmp_path / "q", tmp_path / "swapped")
     tensors = load_file(other / "model.safetensors")
     for layer in range(4):

@@ -41,7 +41,7 @@ def test_the_card_carries_licence_and_figures(floats: Path, tmp_path: Path) -> N
     source = oracle.copy(floats, tmp_path / "m")
     (source / "README.md").write_text("---\nlicense: llama2\nlanguage: [en]\ntags: [mine]\n---\n# M\n")
     oracle.edit_json(source / "config.json", _name_or_path="owner/model")
-    made = quantkit.quantize(source, tmp_path / "out", "int4-g64")
+    made = quantkit.quantize(source, tmp_path / "out", "int4-g64", method="rtn")
     facts, body = _card(tmp_path / "out")
     assert facts == {
         "license": "llama2", "language": ["en"], "base_model": "owner/model", "base_model_relation": "quantized",
@@ -146,7 +146,7 @@ def test_the_command_on_the_card_makes_the_same_again(
     oracle.copy(floats, tmp_path / "mini")
     if "calibration" in given:
         given = {**given, "calibration": tmp_path / "my-text.txt"}
-    quantkit.quantize(tmp_path / "mini", tmp_path / "out", **given)
+    quantkit.quantize(tmp_path / "mini", tmp_path / "out", **{"method": "rtn", **given})
     _, body = _card(tmp_path / "out")
     assert str(tmp_path) not in body
     monkeypatch.chdir(tmp_path)
@@ -169,7 +169,7 @@ def test_layers_are_told_in_few_words(floats: Path, tmp_path: Path) -> None:
         Override("*.1.self_attn.o_proj", None),
     )  # fmt: skip
     recipe = Recipe(QuantScheme.parse("int4-g64"), overrides)
-    quantkit.quantize(floats, tmp_path / "out", recipe)
+    quantkit.quantize(floats, tmp_path / "out", recipe, method="rtn")
     _, body = _card(tmp_path / "out")
     assert body.startswith("\n# floats, int4-g64 and int8\n")
     assert "`mlp.gate_proj`, `mlp.up_proj`, `mlp.down_proj` of layers 0, 1 and 2 |" in body
@@ -178,7 +178,7 @@ def test_layers_are_told_in_few_words(floats: Path, tmp_path: Path) -> None:
 
 
 def test_zero_points_are_not_said_to_load_in_transformers(floats: Path, tmp_path: Path) -> None:
-    quantkit.quantize(floats, tmp_path / "out", "int4-g64-asym")
+    quantkit.quantize(floats, tmp_path / "out", "int4-g64-asym", method="rtn")
     facts, body = _card(tmp_path / "out")
     assert "library_name" not in facts
     assert "| no: it does not load packed zero points |" in body
@@ -188,9 +188,9 @@ def test_zero_points_are_not_said_to_load_in_transformers(floats: Path, tmp_path
 
 def test_what_is_only_for_the_card_does_not_keep_a_run_from_going_on(floats: Path, tmp_path: Path) -> None:
     dst = tmp_path / "out"
-    interrupted(lambda *a, **b: quantkit.quantize(*a, "int4-g64", license="mit", **b), floats, dst)
+    interrupted(lambda *a, **b: quantkit.quantize(*a, "int4-g64", method="rtn", license="mit", **b), floats, dst)
     assert partial_folder(dst).exists()
-    quantkit.quantize(floats, dst, "int4-g64", license="apache-2.0", base_model="a/b", resume=True)
+    quantkit.quantize(floats, dst, "int4-g64", method="rtn", license="apache-2.0", base_model="a/b", resume=True)
     assert _card(dst)[0]["license"] == "apache-2.0"
 
 

@@ -58,7 +58,7 @@ class Steps:
     def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
         return {}
 
-    def codec(self, scheme: QuantScheme) -> Codec | Reason:
+    def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Codec | Reason:
         return self if scheme == INT8 else Reason("it holds nothing else", found=scheme, expected=INT8)
 
     def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
@@ -111,7 +111,7 @@ class Backwards:
     def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
         return {}
 
-    def codec(self, scheme: QuantScheme) -> Reason:
+    def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Reason:
         return Reason("it is only read")
 
     def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
@@ -299,7 +299,7 @@ def test_what_a_codec_cannot_hold_is_refused_by_the_tensors_name(int8: Path, tmp
 
 
 def test_a_scheme_that_a_codec_does_not_know_is_refused_before_any_work(demo_model: Path, tmp_path: Path) -> None:
-    quantkit.quantize(demo_model, tmp_path / "int4", "int4-g32")
+    quantkit.quantize(demo_model, tmp_path / "int4", "int4-g32", method="rtn")
     with pytest.raises(UnsupportedError, match=r"q_proj\.weight' cannot be held exactly as steps: .*found int4-g32"):
         quantkit.convert(tmp_path / "int4", tmp_path / "out", to="steps")
     assert [path.name for path in tmp_path.iterdir()] == ["int4"]

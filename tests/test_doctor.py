@@ -590,7 +590,7 @@ def test_families_as_transformers_and_quantkit_write_them_have_nothing(case: str
     assert _names(quantkit.diagnose(folder, deep=True, runtime="transformers")) == set()
     if (scheme := SOUND[case]) is not None:
         made = tmp_path / "quantized"
-        quantkit.quantize(folder, made, scheme, source_check=False, accept_quality_loss=True)
+        quantkit.quantize(folder, made, scheme, method="rtn", source_check=False, accept_quality_loss=True)
         found = quantkit.diagnose(made, deep=True, against=folder)
         assert {finding.rule.name for finding in found.findings if finding.rule.severity != "note"} == set()
         assert found.layers

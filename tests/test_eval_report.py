@@ -42,7 +42,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> dict[
     target = tmp_path_factory.mktemp("models")
     quantkit.convert(demo_model, target / "bf16")
     for scheme in ("int8", "int4-g64"):
-        quantkit.quantize(target / "bf16", target / scheme, scheme)
+        quantkit.quantize(target / "bf16", target / scheme, scheme, method="rtn")
     lines = excerpt().splitlines(keepends=True)
     (target / "first.txt").write_text("".join(lines[:20]))
     (target / "wiki.txt").write_text(f" = A title = \n \n {lines[25].strip()} <unk> @-@ like .\n")

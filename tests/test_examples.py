@@ -28,7 +28,7 @@ def _run(name: str, *arguments: str | Path) -> str:
 @pytest.fixture(scope="module")
 def int4(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("examples") / "int4"
-    quantkit.quantize(demo_model, folder, "int4-g64")
+    quantkit.quantize(demo_model, folder, "int4-g64", method="rtn")
     return folder
 
 

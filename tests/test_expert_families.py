@@ -73,7 +73,7 @@ def _as_floats(quantized: Path, source: Path, folder: Path) -> Path:
 @pytest.mark.parametrize("case", FAMILIES)
 def test_rounded_models_are_those_of_transformers(case: str, scheme: str, tmp_path: Path) -> None:
     source = _saved(case, tmp_path / "source")
-    quantkit.quantize(source, tmp_path / "made", scheme, accept_quality_loss=scheme != "int8")
+    quantkit.quantize(source, tmp_path / "made", scheme, method="rtn", accept_quality_loss=scheme != "int8")
     found = _logits(tmp_path / "made", "reference")
     assert (found - _theirs(_as_floats(tmp_path / "made", source, tmp_path))).abs().max() < 1e-4
     assert (found - _logits(tmp_path / "made")).abs().max() < 0.05  # kernels round activations
@@ -103,7 +103,7 @@ def test_who_loads_several_schemes_is_told(mix: str, tmp_path: Path) -> None:
     options = {"keep": (), "strict": False, "weights": None, "tensors_only": False, "gptq": False}
     options["target"] = target("compressed-tensors")
     notes = prepare(source, tmp_path / "made", recipe, **options).notes
-    quantkit.quantize(source, tmp_path / "made", recipe, accept_quality_loss=True)
+    quantkit.quantize(source, tmp_path / "made", recipe, method="rtn", accept_quality_loss=True)
     loads = "transformers" in open_checkpoint(tmp_path / "made").readers()
     assert loads == (mix in {"attention", "attention kept", "shared kept"})
     assert loads != any("transformers does not load experts of" in note for note in notes)
@@ -116,9 +116,8 @@ def test_who_loads_several_schemes_is_told(mix: str, tmp_path: Path) -> None:
 )
 def test_routers_and_shared_gates_stay_floats(case: str, count: int, tmp_path: Path) -> None:
     source = open_checkpoint(_saved(case, tmp_path / "source"))
-    quantkit.quantize(
-        source.path, tmp_path / "made", Recipe(INT4, (Override("model.layers.*", INT8),)), accept_quality_loss=True
-    )
+    recipe = Recipe(INT4, (Override("model.layers.*", INT8),))
+    quantkit.quantize(source.path, tmp_path / "made", recipe, method="rtn", accept_quality_loss=True)
     made = open_checkpoint(tmp_path / "made")
     routers = [name for name in made.names() if name.endswith(("mlp.gate.weight", "shared_expert_gate.weight"))]
     assert len(routers) == count
@@ -239,7 +238,7 @@ def test_absent_keys_have_the_defaults_of_transformers(tmp_path: Path) -> None:
 
 def test_experts_are_told(tmp_path: Path) -> None:
     source = _saved("qwen3-moe-dense-layer", tmp_path / "source")
-    quantkit.quantize(source, tmp_path / "int4", "int4-g32", accept_quality_loss=True)
+    quantkit.quantize(source, tmp_path / "int4", "int4-g32", method="rtn", accept_quality_loss=True)
     hidden, attention, expert = 64, 2 * 64 * 128 + 2 * 64 * 32 + 2 * 16, 3 * 64 * 64
     rest = 96 * hidden + hidden + 3 * (attention + 2 * hidden) + 3 * 64 * 96 + 2 * 6 * hidden
     found = quantkit.inspect(tmp_path / "int4")
@@ -255,7 +254,7 @@ def test_experts_are_told(tmp_path: Path) -> None:
     recipe = Recipe(
         INT4, (Override("*down_proj", INT8), Override("model.layers.2.*", INT4), Override("*.0.*.experts.1.up*", INT8))
     )
-    quantkit.quantize(source, tmp_path / "mixed", recipe, accept_quality_loss=True)
+    quantkit.quantize(source, tmp_path / "mixed", recipe, method="rtn", accept_quality_loss=True)
     card = (tmp_path / "mixed" / "README.md").read_text()
     assert (
         "8 linear layers: `mlp.experts.*.down_proj`, `mlp.experts.1.up_proj` of layer 0; `mlp.down_proj` of layer 1 |"

@@ -20,7 +20,7 @@ from quantkit.quality.verify import Verdict
 _SIZES = {"vocab_size": 400, "max_position_embeddings": 128}
 _GPTQ: dict[str, Any] = {"method": "gptq", "calibration": EXCERPT, "samples": 16, "length": 64}
 _WAYS: dict[str, tuple[str, dict[str, Any]]] = {
-    "int8": ("int8", {}), "int4": ("int4-g32", {}), "int4-gptq": ("int4-g32", _GPTQ)
+    "int8": ("int8", {}), "int4": ("int4-g32", {"method": "rtn"}), "int4-gptq": ("int4-g32", _GPTQ)
 }  # fmt: skip
 
 

@@ -55,7 +55,7 @@ SERVED = [case for case in CASES if case != "gpt-oss-limits"]
 def test_blocks_in_one_call_give_the_modules_logits(case: str, scheme: str, tmp_path: Path) -> None:
     kind, changes = CASES[case]
     folder = oracle.save(oracle.make(kind, **changes), tmp_path / "model")
-    quantkit.quantize(folder, tmp_path / "quantized", scheme, accept_quality_loss=True)
+    quantkit.quantize(folder, tmp_path / "quantized", scheme, method="rtn", accept_quality_loss=True)
     model = load_model(tmp_path / "quantized", dtype=torch.float32, backend="cpu-exact")
     steps = [5, 1, 1, 20, 1, 1, 3, 1, 1, 1, 1, 1, 1, 1, 1]
     if model.config.rope_switch is not None:  # keys that were stored before it are not those of one pass
@@ -94,7 +94,7 @@ def test_sequences_that_come_and_go_are_each_as_if_alone(
     """One row a token: those of a sequence one after the other, in slots that are not in order."""
     kind, changes = CASES[case]
     folder = oracle.save(oracle.make(kind, **changes), tmp_path / "model")
-    quantkit.quantize(folder, tmp_path / "quantized", "int4-g32", accept_quality_loss=True)
+    quantkit.quantize(folder, tmp_path / "quantized", "int4-g32", method="rtn", accept_quality_loss=True)
     model = load_model(tmp_path / "quantized", dtype=torch.float32, backend=backend)
     texts, slots = oracle.random_tokens(30, batch=3), [4, 0, 2]
     shared, found = KVCache(model.config, 5, 31, cached, "cpu"), dict[int, list[Tensor]]()
@@ -178,7 +178,7 @@ def test_layers_that_are_not_quantized_alike_stay_apart(tmp_path: Path) -> None:
         QuantScheme.parse("int8"),
         (Override("*.1.self_attn.k_proj", QuantScheme.parse("int4-g32")), Override("*.2.mlp.up_proj", None)),
     )
-    quantkit.quantize(folder, tmp_path / "quantized", plan, accept_quality_loss=True)
+    quantkit.quantize(folder, tmp_path / "quantized", plan, method="rtn", accept_quality_loss=True)
     model = load_model(tmp_path / "quantized", dtype=torch.float32)
     names = {name for name, module in model.named_modules() if isinstance(module, QuantLinear)}
     assert "model.layers.0.self_attn.qkv_proj" in names
@@ -232,7 +232,7 @@ class _Wrong:
 
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32", "int4-g128"])
 def test_the_exact_mode_writes_the_references_text(scheme: str, demo_model: Path, tmp_path: Path) -> None:
-    quantkit.quantize(demo_model, tmp_path / "quantized", scheme, accept_quality_loss=True)
+    quantkit.quantize(demo_model, tmp_path / "quantized", scheme, method="rtn", accept_quality_loss=True)
     texts = []
     for backend in ("cpu-exact", "reference"):
         model, tokenizer = quantkit.load(tmp_path / "quantized", dtype=torch.float32, backend=backend)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 import quantkit
 from quantkit.architectures.gguf_metadata import metadata_of
+from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import linear_columns
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.files.gguf_types import GgmlType, split_name
@@ -102,13 +103,13 @@ def test_codes_are_those_of_the_file(case: str, kind: Ggml, tmp_path: Path) -> N
     source, path = _made(tmp_path, family, {"": kind}, **changes)
     found = _opened(path)
     quantized = {name for name in found.names() if found.info(name).scheme is not None}
-    assert {name.removesuffix(".weight") for name in quantized} == set(linear_columns(source.config))
+    assert {name.removesuffix(".weight") for name in quantized} == {EMBEDDING, *linear_columns(source.config)}
     assert read_as_floats(found) == {}
     for name in source.names():
         value, before = found.load(name), _floats(source.load(name))
         assert isinstance(value, QuantTensor) == (name in quantized)
         step = before.abs().max() / (7 if kind is Ggml.Q4_0 else 127)
-        assert (_floats(value) - before).abs().max() <= step * (name in quantized or "embed" in name)
+        assert (_floats(value) - before).abs().max() <= step * (name in quantized)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in GgmlType if kind not in NOT_READ and kind not in ggml_rows.FLOATS])
@@ -177,11 +178,11 @@ def test_the_float_type_is_that_of_the_matrices(kind: Ggml, expected: str, tmp_p
 
 
 def test_an_embedding_in_integers_is_read_exactly(tmp_path: Path) -> None:
-    types = {"": Ggml.Q4_0, "token_embd.weight": Ggml.Q8_0, "output.weight": Ggml.Q5_0}
+    types = {"": Ggml.Q4_0, "token_embd.weight": Ggml.Q5_0, "output.weight": Ggml.Q5_0}
     _, path = _made(tmp_path, "llama", types)
     found = _opened(path)
     assert [note.partition(": ")[2] for note in found.notes] == [
-        "token_embd.weight is Q8_0, read as float32, which is exact",
+        "token_embd.weight is Q5_0, read as float32, which is exact",
         "output.weight is Q5_0, read as float32, which is exact",
     ]
     reader = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}

@@ -813,7 +813,7 @@ def test_lora_tensors_under_a_models_name_are_called_an_adapter(hf: Path, capfd:
 def test_a_folder_quantized_by_us_is_not_quantized_or_cast_again(
     by: tuple[str, ...], remedy: str, hf: Path, tmp_path: Path, capfd: Capture
 ) -> None:
-    first, _ = accepted(capfd, hf, "--scheme", "int4-g32", by="quantize")
+    first, _ = accepted(capfd, hf, "--scheme", "int4-g32", "--method", "rtn", by="quantize")
     src = first.rename(tmp_path / "int4")
     refused(capfd, 4, src, src, "quantized", "found int4-g32", remedy, by=by)
 
@@ -879,7 +879,7 @@ def test_values_that_are_not_finite_are_written_when_told_so(hf: Path, capfd: Ca
 def test_scales_that_overflow_are_refused(scheme: str, hf: Path, capfd: Capture) -> None:
     rewrite(hf, lambda state: state[QUERY][0].fill_(1e9))
     oracle.edit_json(hf / "config.json", dtype="float16")
-    refused(capfd, 7, hf, f"'{QUERY}'", by=("quantize", "--scheme", scheme))
+    refused(capfd, 7, hf, f"'{QUERY}'", by=("quantize", "--scheme", scheme, "--method", "rtn"))
 
 
 # Ties, buffers and views
@@ -1131,7 +1131,7 @@ def ragged(tmp_path: Path) -> Path:
 
 
 def test_the_policy_for_rows_that_do_not_divide_is_recorded(ragged: Path, capfd: Capture) -> None:
-    dst, notes = accepted(capfd, ragged, "--scheme", "int4-g64", by="quantize")
+    dst, notes = accepted(capfd, ragged, "--scheme", "int4-g64", "--method", "rtn", by="quantize")
     assert "int4-g64 does not divide the rows of 3 layers, model.layers.0.mlp.down_proj first; int8 " in notes
     tensors = json.loads((dst / "quantkit.json").read_text())["modules"]
     for layer in range(3):
@@ -1144,7 +1144,7 @@ def test_the_policy_for_rows_that_do_not_divide_is_recorded(ragged: Path, capfd:
 
 
 def test_the_largest_smaller_group_that_divides_is_taken(hf: Path, capfd: Capture) -> None:
-    dst, _ = accepted(capfd, hf, "--scheme", "int4-g128-asym", by="quantize")
+    dst, _ = accepted(capfd, hf, "--scheme", "int4-g128-asym", "--method", "rtn", by="quantize")
     tensors = json.loads((dst / "quantkit.json").read_text())["modules"]
     assert tensors["model.layers.1.self_attn.q_proj"]["scheme"] == "int4-g64-asym"
     assert tensors["model.layers.1.mlp.down_proj"]["scheme"] == "int4-g32-asym"
@@ -1152,12 +1152,13 @@ def test_the_largest_smaller_group_that_divides_is_taken(hf: Path, capfd: Captur
 
 
 def test_strict_fails_where_rows_do_not_divide(ragged: Path, capfd: Capture) -> None:
-    by = ("quantize", "--scheme", "int4-g64", "--strict")
+    by = ("quantize", "--scheme", "int4-g64", "--method", "rtn", "--strict")
     refused(capfd, 2, ragged, ragged, "does not divide", "model.layers.0.mlp.down_proj", "--strict", by=by)
 
 
 def test_strict_passes_where_all_rows_divide(ragged: Path, capfd: Capture) -> None:
-    _, notes = accepted(capfd, ragged, "--scheme", "int4-g64", "--keep", "*.down_proj", "--strict", by="quantize")
+    options = "--scheme", "int4-g64", "--method", "rtn", "--keep", "*.down_proj", "--strict"
+    _, notes = accepted(capfd, ragged, *options, by="quantize")
     assert "does not divide" not in notes
 
 

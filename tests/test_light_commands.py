@@ -51,8 +51,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = oracle.save(floats, made / "source")
     quantkit.convert(DEMO_MODEL, made / "tokenizer", source_check=False)
     quantkit.convert(source, made / "shards", to="meta", mp=2)
-    quantkit.quantize(source, made / "quantized", "int4-g32", accept_quality_loss=True)
-    quantkit.quantize(source, made / "zeros", "int4-g32-asym", accept_quality_loss=True)
+    quantkit.quantize(source, made / "quantized", "int4-g32", method="rtn", accept_quality_loss=True)
+    quantkit.quantize(source, made / "zeros", "int4-g32-asym", method="rtn", accept_quality_loss=True)
     for name, model, zipped in (("bin", floats, True), ("legacy", floats, False), ("tied", tied, True)):
         (made / name).mkdir()
         model.config.save_pretrained(made / name)

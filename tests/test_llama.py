@@ -35,7 +35,9 @@ def folders(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)]
     (source / "tokenizer.model").write_bytes(b"".join(lines))
     quantkit.convert(source, base / "llama3", to="meta", mp=2, source_check=False)
-    quantkit.quantize(base / "llama3", base / "llama3 int4", "int4-g32", accept_quality_loss=True, source_check=False)
+    quantkit.quantize(
+        base / "llama3", base / "llama3 int4", "int4-g32", method="rtn", accept_quality_loss=True, source_check=False
+    )
     quantkit.quantize(demo_model, base / "llama2 int8", "int8")
     assert len(list((base / "llama3").glob("*.pth"))) == len(list(demo_model.glob("*.pth"))) == 2
     return {"llama2": demo_model, **{name: base / name for name in CASES[1:]}}

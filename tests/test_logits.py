@@ -49,7 +49,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         head, _, scheme = name.rpartition("-int")
         own = None if head in ("float", "tied") else QuantScheme.parse(head)
         plan = Recipe(QuantScheme.parse(f"int{scheme}"), () if own is None else (Override("lm_head", own),))
-        quantkit.quantize(base / str(head == "tied"), base / name, plan, accept_quality_loss=True)
+        quantkit.quantize(base / str(head == "tied"), base / name, plan, method="rtn", accept_quality_loss=True)
     return {folder.name: folder for folder in base.iterdir()}
 
 

@@ -79,7 +79,8 @@ def test_all_commands_that_find_something_out_write_json() -> None:
 
 
 def test_convert_and_quantize_write_what_they_made(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
-    for dst, *arguments in (["out", "convert"], ["int4", "quantize", "--scheme", "int4-g64-asym", "--head", "int8"]):
+    scheme = ["--scheme", "int4-g64-asym", "--head", "int8", "--method", "rtn"]
+    for dst, *arguments in (["out", "convert"], ["int4", "quantize", *scheme]):
         file = tmp_path / "made.json"
         command, *options = arguments
         code, out, err = run(capfd, command, demo_model, tmp_path / dst, *options, "--json", file)
@@ -215,7 +216,7 @@ def test_a_folder_and_one_file_twice_are_refused(tmp_path: Path) -> None:
         Outputs(str(tmp_path / "out.md"), report=tmp_path / "out.md")
 
 
-@pytest.mark.parametrize(("option", "name"), [("report", "out.html"), ("report", "out.pdf"), ("plot", "out.jpg")])
+@pytest.mark.parametrize(("option", "name"), [("report", "out.tex"), ("report", "out.pdf"), ("plot", "out.jpg")])
 def test_a_suffix_of_another_kind_of_file_is_refused(option: str, name: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=rf"found \{Path(name).suffix}, expected \.(md|png)"):
         Outputs(None, **{option: tmp_path / name})  # type: ignore[arg-type]

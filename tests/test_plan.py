@@ -71,7 +71,7 @@ def test_memory_and_disk_are_within_a_fifth_of_what_happens(
         "convert": ["convert", demo_model, dst],
         "cast": ["convert", demo_model, dst, "--dtype", "fp32"],
         "shards": ["convert", demo_model, dst, "--to", "meta", "--mp", "2"],
-        "rtn": ["quantize", demo_model, dst, "--scheme", "int4-g64"],
+        "rtn": ["quantize", demo_model, dst, "--scheme", "int4-g64", "--method", "rtn"],
         "gptq": ["quantize", demo_model, dst, "--scheme", "int4-g64", "--calibration", text, *GPTQ],
         "experts": [
             "quantize", moe, dst, "--scheme", "int4-g64", "--calibration", text, *GPTQ, "--no-source-check",
@@ -87,13 +87,13 @@ def test_no_samples_are_drawn(demo_model: Path, tmp_path: Path, monkeypatch: pyt
     path = tmp_path / "long.txt"
     path.write_text(excerpt() * 20)
     calls: list[int] = []
-    tokenized = data._tokenized
+    tokenized = data.tokenized
 
     def counted(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
         calls.append(len(text))
         return tokenized(text, tokenizer)
 
-    monkeypatch.setattr(data, "_tokenized", counted)
+    monkeypatch.setattr(data, "tokenized", counted)
     found = quantkit.plan.quantize(
         demo_model, tmp_path / "out", "int8", method="gptq", calibration=path, samples=10**5, length=64
     )
@@ -104,7 +104,7 @@ def test_no_samples_are_drawn(demo_model: Path, tmp_path: Path, monkeypatch: pyt
 def test_time_counts_what_does_not_shrink_with_the_model(
     demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.jobs.plan._flop_rate", lambda: 1e30)
+    monkeypatch.setattr("quantkit.jobs.estimate._flop_rate", lambda *_: 1e30)
     dst = tmp_path / "out"
     seconds = [
         quantkit.plan.convert(demo_model, dst, source_check=False).seconds,
@@ -134,10 +134,10 @@ def test_activations_beyond_the_budget_are_on_disk(demo_model: Path, text: Path,
 
 
 def test_layers_are_counted_by_what_becomes_of_them(demo_model: Path, tmp_path: Path) -> None:
-    forecast = quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", keep=["*.layers.0.*"])
+    forecast = quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", method="rtn", keep=["*.layers.0.*"])
     assert forecast.layers == {"int4-g64": 21, "float": 8}
     assert "21 x int4-g64" in forecast.lines()[0]
-    alone = quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", keep="*.layers.0.*")
+    alone = quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", method="rtn", keep="*.layers.0.*")
     assert alone.layers == forecast.layers
 
 
@@ -152,7 +152,7 @@ def test_it_takes_the_arguments_of_the_command(command: str) -> None:
     ("arguments", "code"),
     [
         (["quantize", "{src}", "{tmp}/out", "--scheme", "int5"], 2),
-        (["quantize", "{src}", "{tmp}/out", "--scheme", "int4-g64", "--method", "gptq"], 2),
+        (["quantize", "{src}", "{tmp}/out", "--scheme", "int4-g64", "--samples", "100000"], 2),
         (["quantize", "{src}", "{tmp}/out", "--scheme", "int4-g64", "--keep", "nothing"], 2),
         (["quantize", "{odd}", "{tmp}/out", "--scheme", "int4-g64", "--strict"], 2),
         (["quantize", "{tmp}", "{tmp}/out", "--scheme", "int8"], 3),

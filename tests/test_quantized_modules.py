@@ -185,7 +185,7 @@ def test_what_changes_the_arithmetic_besides_is_not_supported(key: str) -> None:
 
 def test_the_command_tells_of_a_contradiction_in_one_line(tmp_path: Path, capfd: Capture) -> None:
     source = oracle.save(oracle.make("llama"), tmp_path / "hf")
-    quantkit.quantize(source, tmp_path / "int4", "int4-g32", accept_quality_loss=True)
+    quantkit.quantize(source, tmp_path / "int4", "int4-g32", method="rtn", accept_quality_loss=True)
     groups = _config(one=(["Linear"], {}), two=(["Linear"], {"num_bits": 8}))
     oracle.edit_json(tmp_path / "int4" / "config.json", quantization_config=groups)
     code, out, err = run(capfd, "inspect", tmp_path / "int4")

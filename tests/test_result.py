@@ -25,7 +25,7 @@ def test_convert_says_what_it_wrote(demo_model: Path, tmp_path: Path) -> None:
 
 
 def test_quantize_says_what_it_wrote_and_how_good_it_is(demo_model: Path, tmp_path: Path) -> None:
-    made = quantkit.quantize(demo_model, tmp_path / "out", scheme="int4-g64", keep=["*.layers.0.mlp.*"])
+    made = quantkit.quantize(demo_model, tmp_path / "out", scheme="int4-g64", method="rtn", keep=["*.layers.0.mlp.*"])
     found = quantkit.inspect(tmp_path / "out")
     assert (made.weight_bytes, made.bits_per_weight) == (found.weight_bytes, found.bits_per_weight)
     assert (made.schemes, made.method, made.calibration) == ({"int4-g64": 25}, "rtn", None)
@@ -36,7 +36,7 @@ def test_quantize_says_what_it_wrote_and_how_good_it_is(demo_model: Path, tmp_pa
 
 
 def test_the_line_holds_the_mean_of_all_texts(demo_model: Path, tmp_path: Path) -> None:
-    made = quantkit.quantize(demo_model, tmp_path / "out", "int4-g64")
+    made = quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", method="rtn")
     short, long = (
         replace(made.quality.texts[0], tokens=tokens, kl=kl, source_perplexity=10.0, perplexity=perplexity)
         for tokens, kl, perplexity in ((100, 0.01, 10.0), (300, 0.03, 10.4))

@@ -57,7 +57,7 @@ def test_each_replacement_is_told_with_its_layers(scheme: str, sizes: dict[str, 
 
 def test_the_notes_of_quantize_name_every_replacement(tmp_path: Path, capfd: Capture) -> None:
     source = oracle.save(oracle.make("llama", intermediate_size=72), tmp_path / "hf")
-    arguments = ("quantize", source, tmp_path / "out", "--scheme", "int4-g128")
+    arguments = ("quantize", source, tmp_path / "out", "--scheme", "int4-g128", "--method", "rtn")
     code, _, err = run(capfd, *arguments, "--accept-quality-loss")
     assert code == 0, err
     assert "int4-g64 is used there\n" in err

@@ -29,7 +29,7 @@ def folders(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     base = tmp_path_factory.mktemp("models")
     quantkit.convert(demo_model, base / "fp32", dtype="fp32")
     for scheme in ("int8", "int4-g32"):
-        quantkit.quantize(demo_model, base / scheme, scheme, accept_quality_loss=True)
+        quantkit.quantize(demo_model, base / scheme, scheme, method="rtn", accept_quality_loss=True)
     random = oracle.make("llama", vocab_size=2048, num_hidden_layers=1, max_position_embeddings=512)
     oracle.save(random, base / "random")
     return {name: base / name for name in ("fp32", "int8", "int4-g32", "random")}

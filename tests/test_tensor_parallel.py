@@ -65,12 +65,12 @@ def folders(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     quantkit.convert(demo_model, base / "fp32", dtype="fp32")
     quantkit.convert(demo_model, base / "bf16")
     for scheme in ("int8", "int4-g128"):
-        quantkit.quantize(demo_model, base / scheme, scheme, accept_quality_loss=True)
+        quantkit.quantize(demo_model, base / scheme, scheme, method="rtn", accept_quality_loss=True)
     quantkit.quantize(demo_model, base / "bf16-int8", "int8", accept_quality_loss=True)
     oracle.save(oracle.make("llama", **ODD), base / "odd")
     oracle.save(oracle.make("llama", **EVEN), base / "small")
     for scheme in ("int8", "int4-g32-asym"):
-        quantkit.quantize(base / "small", base / f"small-{scheme}", scheme, accept_quality_loss=True)
+        quantkit.quantize(base / "small", base / f"small-{scheme}", scheme, method="rtn", accept_quality_loss=True)
     return {name: base / name for name in CASES}
 
 

@@ -57,7 +57,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         folder = found[name] = oracle.save(oracle.make(kind, **{**settings, **case.changes}), base / name)
         if case.scheme is not None:
             found[name] = base / f"{name}-rounded"
-            quantkit.quantize(folder, found[name], case.scheme, accept_quality_loss=True)
+            quantkit.quantize(folder, found[name], case.scheme, method="rtn", accept_quality_loss=True)
     return found
 
 

@@ -47,7 +47,7 @@ MODULES = [f"model.layers.1.{name}" for name in ("self_attn.q_proj", "self_attn.
 def test_of_a_hugging_face_folder(scheme: str | None, tmp_path: Path) -> None:
     folder = oracle.save(oracle.make("llama", num_key_value_heads=8), tmp_path / "model")
     if scheme is not None:
-        quantkit.quantize(folder, tmp_path / "quantized", scheme, accept_quality_loss=True)
+        quantkit.quantize(folder, tmp_path / "quantized", scheme, method="rtn", accept_quality_loss=True)
         folder = tmp_path / "quantized"
     _require_parts(open_checkpoint(folder), [*MODULES, "model.layers.1.self_attn.k_proj"])
 
@@ -67,7 +67,7 @@ def test_of_meta_shards(mp: int, kv_heads: int, tmp_path: Path) -> None:
 
 def test_only_the_part_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = oracle.save(oracle.make("llama"), tmp_path / "model")
-    quantkit.quantize(folder, tmp_path / "int4", "int4-g32", accept_quality_loss=True)
+    quantkit.quantize(folder, tmp_path / "int4", "int4-g32", method="rtn", accept_quality_loss=True)
     decoded = []
     unpack = qtensor.unpack_int32
 

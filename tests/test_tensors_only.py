@@ -90,7 +90,7 @@ def test_linears_are_rounded_and_everything_else_is_carried_bit_for_bit(tmp_path
     (source / "preprocessor_config.json").write_text("{}")
     (source / "vocab.txt").write_text("a\nb\n")
     (source / "modeling_custom.py").write_text("raise SystemExit")
-    made = quantkit.quantize(source, tmp_path / "dst", "int4-g32", tensors_only=True)
+    made = quantkit.quantize(source, tmp_path / "dst", "int4-g32", method="rtn", tensors_only=True)
     quantized = {
         "net.layers.0.attn.q_proj", "net.layers.0.mlp.experts.3.w1", "net.layers.1.odd näme/with spaces.w2",
     }  # fmt: skip
@@ -175,15 +175,15 @@ def test_what_rounding_changes_too_much_keeps_its_floats(tmp_path: Path) -> None
     flat[:, 1:] = 0.06  # below half a step of int4, and together as large as the outlier: rounded away
     tensors["net.layers.0.attn.q_proj.weight"] = flat
     source = _folder(tmp_path / "flat", tensors)
-    made = quantkit.quantize(source, tmp_path / "kept", "int4-g64", tensors_only=True)
+    made = quantkit.quantize(source, tmp_path / "kept", "int4-g64", method="rtn", tensors_only=True)
     record = made.manifest["modules"]["net.layers.0.attn.q_proj"]
     assert record["scheme"] is None
     assert "more than 0.25" in record["reason"]
     assert any("'net.layers.0.attn.q_proj' keeps its floats" in note for note in made.notes)
     _require_carried(made.path, tensors, {"net.layers.0.mlp.experts.3.w1", "net.layers.1.odd näme/with spaces.w2"})
-    only = {"a.q_proj.weight": flat}
+    only = _folder(tmp_path / "only", {"a.q_proj.weight": flat})
     with pytest.raises(QualityError, match="rounding changes every linear layer too much"):
-        quantkit.quantize(_folder(tmp_path / "only", only), tmp_path / "none", "int4-g64", tensors_only=True)
+        quantkit.quantize(only, tmp_path / "none", "int4-g64", method="rtn", tensors_only=True)
 
 
 def test_recipes_name_modules_and_heads(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_recipes_name_modules_and_heads(tmp_path: Path) -> None:
     source = _folder(tmp_path / "src", tensors)
     int8, int4 = quantkit.QuantScheme.parse("int8"), quantkit.QuantScheme.parse("int4-g32")
     recipe = quantkit.Recipe(int4, (quantkit.Override("lm_head", int8), quantkit.Override("*.experts.*", None)))
-    made = quantkit.quantize(source, tmp_path / "dst", recipe, tensors_only=True)
+    made = quantkit.quantize(source, tmp_path / "dst", recipe, method="rtn", tensors_only=True)
     assert made.schemes == {"int4-g32": 2, "int8": 1}
     _require_carried(
         made.path, tensors, {"lm_head", "net.layers.0.attn.q_proj", "net.layers.1.odd näme/with spaces.w2"}
@@ -402,7 +402,7 @@ def test_a_summary_that_is_not_the_tensors_is_found(what: str, tmp_path: Path) -
 def test_the_card_of_zero_points_names_no_reader_that_does_not_load_them(tmp_path: Path) -> None:
     source = _folder(tmp_path / "src", _some())
     for scheme in ("int4-g32", "int4-g32-asym"):
-        made = quantkit.quantize(source, tmp_path / scheme, scheme, tensors_only=True).path
+        made = quantkit.quantize(source, tmp_path / scheme, scheme, method="rtn", tensors_only=True).path
         card = " ".join((made / "README.md").read_text().split())
         assert "Loading was not tried" in card
         assert ("transformers" in card.partition("## Use")[2]) == (scheme == "int4-g32")

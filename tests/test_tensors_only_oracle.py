@@ -103,7 +103,7 @@ def _dequantized(folder: Path, to: Path) -> Path:
 @pytest.mark.parametrize("kind", CLASSES)
 def test_transformers_loads_the_result_and_gives_our_logits(kind: str, tmp_path: Path) -> None:
     model, source = _made(kind, tmp_path / "src")
-    made = quantkit.quantize(source, tmp_path / "dst", "int4-g32", tensors_only=True)
+    made = quantkit.quantize(source, tmp_path / "dst", "int4-g32", method="rtn", tensors_only=True)
     assert made.manifest["linears_by"] == f"the modules of transformers' {type(model).__name__}"
     options = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
     loaded = _loaded(model, made.path, **(options if kind in DEQUANTIZED else {}))
@@ -152,7 +152,7 @@ def test_a_head_and_a_vision_part_are_quantized_where_a_recipe_names_them(tmp_pa
     model, source = _made("llava", tmp_path / "src")
     int8 = quantkit.QuantScheme.parse("int8")
     recipe = quantkit.Recipe(int8, (quantkit.Override("*lm_head", int8), quantkit.Override("*vision_tower*", int8)))
-    made = quantkit.quantize(source, tmp_path / "dst", recipe, tensors_only=True)
+    made = quantkit.quantize(source, tmp_path / "dst", recipe, method="rtn", tensors_only=True)
     found = made.manifest["modules"]
     assert found["language_model.lm_head"]["scheme"] == "int8"
     assert sum(one["scheme"] is not None for name, one in found.items() if "vision" in name) == 12

@@ -380,7 +380,7 @@ def test_what_contradicts_itself_is_refused(
 
 @pytest.mark.parametrize("to", ["gptq", "awq"])
 def test_models_are_quantized_into_any_format(to: str, floats: Path, folders: dict[str, Path], tmp_path: Path) -> None:
-    made = quantkit.quantize(floats, tmp_path / "out", "int4-g64", to=to, **UNCHECKED)
+    made = quantkit.quantize(floats, tmp_path / "out", "int4-g64", method="rtn", to=to, **UNCHECKED)
     result = open_checkpoint(tmp_path / "out")
     assert result.method == to
     assert set(map(str, schemes(result).values())) == {"int4-g64"}
@@ -395,15 +395,15 @@ def test_an_interrupted_solver_reads_back_what_it_has_written(
     to: str, scheme: str, floats: Path, tmp_path: Path
 ) -> None:
     asked: Any = {"to": to, "method": "gptq", "calibration": EXCERPT, "samples": 8, "length": 64, **UNCHECKED}
-    quantkit.quantize(floats, tmp_path / "whole", scheme, **asked)
+    quantkit.quantize(floats, tmp_path / "whole", scheme, method="rtn", **asked)
 
     def stop(phase: str, done: int, total: int, unit: str) -> None:
         if phase == "quantize" and done:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        quantkit.quantize(floats, tmp_path / "stopped", scheme, progress=stop, **asked)
-    quantkit.quantize(floats, tmp_path / "stopped", scheme, resume=True, **asked)
+        quantkit.quantize(floats, tmp_path / "stopped", scheme, method="rtn", progress=stop, **asked)
+    quantkit.quantize(floats, tmp_path / "stopped", scheme, method="rtn", resume=True, **asked)
     whole, stopped = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in STOPPED)
     assert whole == stopped
 

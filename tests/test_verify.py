@@ -42,7 +42,7 @@ def test_a_conversion_is_the_same_model(source: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32", "int4-g32-asym"])
 def test_a_quantized_model_is_within_its_bound(scheme: str, source: Path, tmp_path: Path) -> None:
-    quantkit.quantize(source, tmp_path / "q", scheme)
+    quantkit.quantize(source, tmp_path / "q", scheme, method="rtn")
     report = verify(source, tmp_path / "q")
     assert report.verdict is Verdict.WITHIN_BOUND
     assert len(report.differing) == 21
@@ -235,7 +235,7 @@ def test_a_manifest_whose_files_have_no_hashes_is_refused(demo_model: Path, tmp_
 
 def test_inspect_counts_what_is_there(source: Path, tmp_path: Path) -> None:
     model = oracle.load(source)
-    quantkit.quantize(source, tmp_path / "q", "int4-g32", keep=["model.layers.0.*"])
+    quantkit.quantize(source, tmp_path / "q", "int4-g32", method="rtn", keep=["model.layers.0.*"])
     before, after = quantkit.inspect(source), quantkit.inspect(tmp_path / "q")
     assert before.parameters == after.parameters == sum(p.numel() for p in model.parameters())
     assert before.bits_per_weight == 32
@@ -246,8 +246,8 @@ def test_inspect_counts_what_is_there(source: Path, tmp_path: Path) -> None:
 
 
 def test_inspect_says_who_can_load_it(source: Path, tmp_path: Path) -> None:
-    quantkit.quantize(source, tmp_path / "sym", "int4-g32")
-    quantkit.quantize(source, tmp_path / "asym", "int4-g32-asym")
+    quantkit.quantize(source, tmp_path / "sym", "int4-g32", method="rtn")
+    quantkit.quantize(source, tmp_path / "asym", "int4-g32-asym", method="rtn")
     assert "transformers" in quantkit.inspect(source).readers
     assert "transformers with compressed-tensors" in quantkit.inspect(tmp_path / "sym").readers
     assert "transformers refuses" in quantkit.inspect(tmp_path / "asym").readers

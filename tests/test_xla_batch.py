@@ -19,7 +19,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     home = tmp_path_factory.mktemp("xla")
     small = {"num_hidden_layers": 2, "vocab_size": 99, "eos_token_id": None}
     source = oracle.save(oracle.make("llama", num_key_value_heads=4, **small), home / "float32")
-    quantkit.quantize(source, home / "int4-g32", any_scheme("int4-g32"), accept_quality_loss=True)
+    quantkit.quantize(source, home / "int4-g32", any_scheme("int4-g32"), method="rtn", accept_quality_loss=True)
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     oracle.save(oracle.make("qwen3", **window, **small), home / "qwen3")
     return found_by("xla_batch_cases.py", {"qwen3": 4, "int4-g32": 8, "float32": 8}, home)

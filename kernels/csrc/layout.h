@@ -86,6 +86,35 @@ inline void pack_band(const Layout& at, int64_t band, const uint8_t* codes, cons
   }
 }
 
+// The codes of a row in the order of its columns, and where the scales and zero points of its groups stand, for each
+// group: `take(first column, columns, codes, scale, zero)`, the last null where there are none.
+template <typename Take>
+void unpack_row(const Layout& at, int64_t row, const uint8_t* packed, uint8_t* codes, Take take) {
+  const uint8_t* from = packed + row / kRows * at.band_bytes();
+  const uint8_t* head = from;
+  const int64_t r = row % kRows;
+  for (int64_t g = 0; g < at.groups(); ++g, from += at.group_bytes()) {
+    const int64_t offset = g % at.groups_per_line() * kRows;
+    if (offset == 0) {
+      head = from;
+      from += at.head_bytes();
+    }
+    const int64_t first = g * at.blocks_per_group() * kColumns;
+    const int64_t count = std::min(at.columns - first, at.blocks_per_group() * kColumns);
+    for (int64_t i = 0; i < count; ++i) {
+      const uint8_t* block = from + i / kColumns * at.block_bytes();
+      const int64_t c = i % kColumns;
+      if (at.bits == 8) {
+        codes[i] = block[c / 4 * 64 + r * 4 + c % 4];
+      } else {
+        const uint8_t both = block[c / 8 * 64 + r * 4 + c % 4];
+        codes[i] = c % 8 < 4 ? both & 0xF : both >> 4;
+      }
+    }
+    take(first, count, codes, head + (offset + r) * at.scale_width(), at.zeros ? head + kLine + offset + r : nullptr);
+  }
+}
+
 // Where in the line of a head the scales of group g begin. A head that stands before the group's codes
 // becomes `head`, and `codes` goes past it.
 inline int64_t enter_group(int64_t g, int64_t groups_per_line, int64_t head_bytes, const uint8_t*& codes,

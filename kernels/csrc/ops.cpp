@@ -76,6 +76,28 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const Optional&
   return y;
 }
 
+// Rows of a packed weight as floats, by their numbers: [N, I] for index [N].
+at::Tensor rows(const at::Tensor& packed, const at::Tensor& index, int64_t columns) {
+  const Linear by = packed_linear(packed, std::nullopt, at::kFloat);
+  TORCH_CHECK(by.at.columns == columns, "expected ", by.at.columns, " columns, found ", columns);
+  TORCH_CHECK(index.dim() == 1 && index.scalar_type() == at::kLong && index.is_contiguous(), "index: int64 [N]");
+  const int64_t* wanted = index.data_ptr<int64_t>();
+  for (int64_t i = 0; i < index.numel(); ++i)
+    TORCH_CHECK_INDEX(wanted[i] >= 0 && wanted[i] < by.at.rows, "row ", wanted[i], " of ", by.at.rows);
+  at::Tensor y = at::empty({index.numel(), columns}, packed.options().dtype(at::kFloat));
+  float* out = y.data_ptr<float>();
+  std::vector<uint8_t> codes(columns);
+  for (int64_t i = 0; i < index.numel(); ++i, out += columns) {
+    unpack_row(by.at, wanted[i], by.bands, codes.data(),
+               [&](int64_t first, int64_t count, const uint8_t* own, const uint8_t* scale, const uint8_t* zero) {
+                 const float step = load_scale(scale, by.at.scales, 0);
+                 const float low = zero ? *zero : by.at.fixed_zero();
+                 for (int64_t c = 0; c < count; ++c) out[first + c] = (own[c] - low) * step;
+               });
+  }
+  return y;
+}
+
 at::Tensor cached_attention(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
                             const at::Tensor& positions, const Optional& slots, int64_t window, double scale,
                             std::optional<double> softcap, const Optional& sinks) {
@@ -190,6 +212,7 @@ std::string instructions() { return kInstructions; }
 TORCH_LIBRARY(QUANTKIT_LIBRARY, library) {
   library.def("pack(Tensor codes, Tensor scale, Tensor? zero, int bits, bool exact) -> Tensor");
   library.def("linear(Tensor x, Tensor packed, Tensor? bias, int rows) -> Tensor");
+  library.def("rows(Tensor packed, Tensor index, int columns) -> Tensor");
   library.def(
       "cached_attention(Tensor queries, Tensor keys, Tensor values, Tensor positions, Tensor? slots, int window, "
       "float scale, float? softcap=None, Tensor? sinks=None) -> Tensor");
@@ -210,6 +233,7 @@ TORCH_LIBRARY(QUANTKIT_LIBRARY, library) {
 TORCH_LIBRARY_IMPL(QUANTKIT_LIBRARY, CPU, library) {
   library.impl("pack", &pack);
   library.impl("linear", &linear);
+  library.impl("rows", &rows);
   library.impl("cached_attention", &cached_attention);
   library.impl("block", &block);
   library.impl("stack", &stack);

@@ -71,6 +71,9 @@ META = {
 GPT_FAST = META | dict.fromkeys(("attention.q", "attention.k", "attention.v"), "layers.{layer}.attention.wqkv")
 """Meta's, but for queries, keys and values, whose rows lie one below the other in one linear."""
 
+EMBEDDING = CANONICAL["embedding"]
+_EMBEDDINGS = ("embed_tokens", "wte", "tok_embeddings", "embed_in", "word_embeddings")
+
 _DERIVED_BUFFERS = re.compile(
     r"(.*\.)?(rope\.freqs|freqs_cis|rotary_emb\.(inv_freq|cos_cached|sin_cached)|attention\.inner_attention\.rope\.freqs)"
 )
@@ -80,6 +83,11 @@ def meta_weight(role: str, layer: int | None = None) -> str | None:
     """Meta's name for the weight of a role, or None where its format has no such tensor."""
     module = META.get(role)
     return None if module is None else module.format(layer=layer) + ".weight"
+
+
+def is_embedding(module: str) -> bool:
+    """Whether a module, by its name in any family, is the embedding of tokens."""
+    return module.rpartition(".")[2] in _EMBEDDINGS
 
 
 def is_derived_buffer(name: str) -> bool:

@@ -15,7 +15,27 @@ from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.decoder import Block
 from quantkit.model.load import BLOCK_PREFIX, float_parameter, meta_init
+from quantkit.tensors.products import bfloat16_linear, passing_dtype
 from quantkit.tensors.qtensor import QuantTensor
+
+
+class StreamLinear(nn.Linear):
+    """A linear that samples pass through in bfloat16, while the solver has its float32 weight."""
+
+    _rounded: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._rounded is None:
+            self._rounded = self.weight.bfloat16()
+        out = bfloat16_linear(x, self._rounded)
+        return out if self.bias is None else out.add_(self.bias)
+
+    def settle(self) -> None:
+        """Let go of the float32 weight: from here on samples only pass through."""
+        if self._rounded is None:
+            self._rounded = self.weight.bfloat16()
+        self.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+
 
 Finished = Callable[[str], Tensor | QuantTensor]
 """Gives a block's weights by tensor name where an earlier run has already found them."""
@@ -60,6 +80,7 @@ class BlockPair:
     def fill(self, group: InputGroup) -> None:
         """Load the floats of a group."""
         for module in group.modules:
+            _set(self.floats, module, self._linear(linear_of(self.floats, module)))
             for leaf, _ in list(self.floats.get_submodule(module).named_parameters()):
                 name = f"{module}.{leaf}"
                 _set_parameter(self.floats, name, self._parameter(name))
@@ -117,13 +138,19 @@ class BlockPair:
             linear = linear_of(self.floats, module)
             if module in solved:
                 bias = linear.bias
-                linear = nn.Linear(1, 1, device="meta")
+                linear = self._linear(linear)
                 weight = solved[module][0].to(self.device).dequantize()
                 linear.weight = nn.Parameter(weight, requires_grad=False)
                 linear.bias = bias
+                settle(linear)
             _set(self.quantized, module, linear)
         prefix = BLOCK_PREFIX.format(self.layer)
         return {f"{prefix}{module}.weight": result for module, result in solved.items()}
+
+    def _linear(self, like: nn.Linear) -> nn.Linear:
+        """A linear of the same shape, without weights yet."""
+        kind = StreamLinear if passing_dtype(self.device) == torch.bfloat16 else nn.Linear
+        return kind(like.in_features, like.out_features, like.bias is not None, device="meta")
 
     def _parameter(self, name: str) -> nn.Parameter:
         full = BLOCK_PREFIX.format(self.layer) + name
@@ -135,6 +162,12 @@ def linear_of(block: Block, module: str) -> nn.Linear:
     linear = block.get_submodule(module)
     assert isinstance(linear, nn.Linear)
     return linear
+
+
+def settle(linear: nn.Module) -> None:
+    """Keep of a linear only what samples need to pass through it."""
+    if isinstance(linear, StreamLinear):
+        linear.settle()
 
 
 def forget(groups: Iterable[InputGroup], *blocks: Block) -> None:

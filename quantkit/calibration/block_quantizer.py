@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quantkit.architectures.topology import InputGroup
 from quantkit.calibration.activation_store import ActivationStore
-from quantkit.calibration.block_pair import BlockPair, Finished, forget
+from quantkit.calibration.block_pair import BlockPair, Finished, forget, settle
 from quantkit.calibration.effort import Effort
 from quantkit.calibration.expert_quantizer import Told, quantize_experts
 from quantkit.calibration.group_solver import GroupSolver, Result
@@ -61,7 +61,7 @@ class BlockQuantizer:
         Args:
             finished: gives the block's weights by tensor name if an earlier run has
                 already found them; they are then passed through.
-            told: is told of each expert that is begun: how many are done, of how many.
+            told: is told, of each group of linears, how many are done with.
 
         Raises:
             NonFiniteError: if a weight or the inputs of a linear hold NaN or Inf.
@@ -73,12 +73,12 @@ class BlockQuantizer:
             if branch == "mlp" and self._source.config.layers[self._layer].experts:
                 results |= quantize_experts(pair, groups, self._streams, self._group, finished, told)
             else:
-                results |= self._branch(branch, pair, groups, finished)
+                results |= self._branch(branch, pair, groups, finished, told)
         self._layer += 1
         return results
 
     def _branch(
-        self, branch: str, pair: BlockPair, groups: Sequence[InputGroup], finished: Finished | None
+        self, branch: str, pair: BlockPair, groups: Sequence[InputGroup], finished: Finished | None, told: Told | None
     ) -> dict[str, Result]:
         """The results of a branch that ends with one linear."""
         floats, quantized = pair.floats, pair.quantized
@@ -102,6 +102,10 @@ class BlockQuantizer:
             del statistics
             give_back()
             results |= pair.install(group, solved)
+            for module in group.modules:
+                settle(floats.get_submodule(module))
+            if told is not None:
+                told(len(group.modules))
         self._streams.finish_later(branch, quantized)
         forget([last], floats)
         return results

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,18 +27,31 @@ _LETTERS_PER_TOKEN = 8
 class Calibration:
     """Samples [N, T] of token ids, int64, and what the manifest says of them.
 
-    ``sha256`` is that of the file or, where ``source`` names a dataset on a hub, of the text read.
+    ``sha256`` is that of the file or, where ``source`` names a dataset on a hub, of the text read. ``dropped`` counts
+    by kind the samples of the packaged text that the source predicts nearly uniformly; ``notes`` are for the user.
     """
 
     tokens: Tensor
     sha256: str
     seed: int
     source: str | None = None
+    dropped: Mapping[str, int] | None = None
+    notes: tuple[str, ...] = ()
+
+    def fingerprint(self) -> str:
+        """The same for equal samples."""
+        return hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest()
 
     def to_json(self) -> dict[str, object]:
         samples, length = self.tokens.shape
-        of_hub = {} if self.source is None else {"source": self.source}
-        return {"sha256": self.sha256, "samples": samples, "length": length, "seed": self.seed, **of_hub}
+        found: dict[str, object] = {
+            "sha256": self.sha256, "samples": samples, "length": length, "seed": self.seed,
+        }  # fmt: skip
+        if self.source is not None:
+            found["source"] = self.source
+        if self.dropped is not None:
+            found |= {"dropped": sum(self.dropped.values()), "dropped_kinds": dict(self.dropped)}
+        return found
 
 
 def load_calibration(source: str | Path, tokenizer: Tokenizer, *, samples: int, length: int, seed: int) -> Calibration:
@@ -77,9 +91,18 @@ def require_calibration(source: str | Path, tokenizer: Tokenizer, *, samples: in
     """
     text, _, _ = _read(source, samples, length, seed)
     beginning = text[: max(_TOKENIZED_WHOLE, _LETTERS_PER_TOKEN * length)]
-    lead, ids = _tokenized(beginning, tokenizer)
+    lead, ids = tokenized(beginning, tokenizer)
     if len(lead) + len(ids) < length:
         _whole(text, tokenizer, length, source)
+
+
+def require_samples(samples: int, length: int) -> None:
+    """
+    Raises:
+        RequestError: if there are none, or they predict nothing.
+    """
+    if samples < 1 or length < 2:
+        raise RequestError("calibration needs at least 1 sample of 2 tokens", found=f"{samples} of {length}")
 
 
 def _read(source: str | Path, samples: int, length: int, seed: int) -> tuple[str, str, str | None]:
@@ -89,8 +112,7 @@ def _read(source: str | Path, samples: int, length: int, seed: int) -> tuple[str
         RequestError: as `load_calibration` does, but for a text of too few tokens.
     """
     as_seed("seed", seed)
-    if samples < 1 or length < 2:
-        raise RequestError("calibration needs at least 1 sample of 2 tokens", found=f"{samples} of {length}")
+    require_samples(samples, length)
     limit = max(_BYTES_PER_TOKEN * samples * length, _LEAST_BYTES)
     dataset = hub_id(source)
     if dataset is None:
@@ -124,12 +146,12 @@ def _from_whole(
 
 
 def _whole(text: str, tokenizer: Tokenizer, length: int, source: str | Path) -> tuple[list[int], list[int]]:
-    """As `_tokenized`.
+    """As `tokenized`.
 
     Raises:
         RequestError: if the text holds less than one sample.
     """
-    lead, ids = _tokenized(text, tokenizer)
+    lead, ids = tokenized(text, tokenizer)
     size = length - len(lead)
     if len(ids) < size:
         raise RequestError(
@@ -148,14 +170,14 @@ def _from_pieces(
     for start in torch.randint(len(text) - width + 1, (samples,), generator=generator).tolist():
         piece = text[start : start + width]
         word = next((i for i, letter in enumerate(piece) if letter.isspace()), 0)
-        lead, ids = _tokenized(piece[word:].lstrip(), tokenizer)
+        lead, ids = tokenized(piece[word:].lstrip(), tokenizer)
         if len(lead) + len(ids) <= length:  # the last word may be cut
             return None
         rows.append([*lead, *ids][:length])
     return torch.tensor(rows)
 
 
-def _tokenized(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+def tokenized(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """BOS, where the tokenizer leads a text by it, and the tokens after it."""
     ids = tokenizer.encode(text)
     leads = tokenizer.bos_id is not None and ids[:1] == [tokenizer.bos_id]

@@ -27,8 +27,8 @@ from quantkit.model.feed_forward import MLP
 from quantkit.model.linear import no_tap
 from quantkit.tensors.qtensor import ROUNDING
 
-Told = Callable[[int, int], None]
-"""Is told of each expert that is begun: how many are done, of how many."""
+Told = Callable[[int], None]
+"""Is told how many more linears are done with."""
 
 
 def quantize_experts(
@@ -51,10 +51,10 @@ def quantize_experts(
     work = _ExpertWork(pair, states, processes, counts.tolist())
     owners = [list(own) for _, own in itertools.groupby(groups, key=_owner)]
     results: dict[str, Result] = {}
-    for done, own in enumerate(owners):
-        if told is not None:
-            told(done, len(owners))
+    for own in owners:
         results |= work.expert(own, finished)
+        if told is not None:
+            told(sum(len(group.modules) for group in own))
     states.leave()
     return results
 

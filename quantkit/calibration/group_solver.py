@@ -14,6 +14,7 @@ from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.distributed.group import ProcessGroup
 from quantkit.quality.bounds import REPEATABLE, coarsest, weight_bound
 from quantkit.solver.gptq import Damped, GptqReport, SingularError, compensated, solve
+from quantkit.tensors.products import times
 from quantkit.tensors.qtensor import ROUNDING, QuantTensor, quantize_rtn, relative_error, row_chunks
 from quantkit.tensors.scheme import QuantScheme
 
@@ -90,24 +91,25 @@ class GroupSolver:
         """GPTQ on all rows [O, I] of each scheme."""
         parts = {scheme: (rows[self.group.share(len(rows))], len(rows)) for scheme, rows in weights.items()}
         hessian, paired, drift = statistics.release()
-        diagonal = paired.diagonal().clone()
-        factor = torch.linalg.cholesky(Damped.of_(paired, self.damping).matrix)
-        if hessian is None:
-            hessian = paired
-            hessian.diagonal().copy_(diagonal)
+        targets: dict[QuantScheme, Tensor] = {}
+        if drift.any():
+            diagonal = paired.diagonal().clone()
+            followed = Damped.of_(paired, self.damping)
+            for scheme, (part, total) in parts.items():
+                targets[scheme] = torch.empty_like(part)
+                own_drift = drift[self.group.share(total)] if outputs else drift
+                for start, stop in row_chunks(*part.shape):
+                    pull = own_drift[start:stop] if outputs else times(part[start:stop], own_drift)
+                    targets[scheme][start:stop] = compensated(part[start:stop], followed, pull)
+            del followed
+            paired.diagonal().copy_(diagonal)
+        del drift
+        hessian = paired if hessian is None else hessian
         del paired
-        targets = {}
-        for scheme, (part, total) in parts.items():
-            targets[scheme] = torch.empty_like(part)
-            own_drift = drift[self.group.share(total)] if outputs else drift
-            for start, stop in row_chunks(*part.shape):
-                pull = own_drift[start:stop] if outputs else part[start:stop] @ own_drift
-                targets[scheme][start:stop] = compensated(part[start:stop], factor, pull)
-        del factor, drift
         damped = Damped.of_(hessian)
         found = {}
         for scheme, (part, total) in parts.items():
-            solved = solve(part, damped, scheme, self.scale_dtype, target=targets.pop(scheme))
+            solved = solve(part, damped, scheme, self.scale_dtype, target=targets.pop(scheme, None))
             found[scheme] = self._joined(*solved, total)
         return found
 

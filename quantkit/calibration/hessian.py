@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from quantkit.distributed.group import ProcessGroup
-
-_STRIPS = 4
+from quantkit.tensors.products import add_square_, fill_lower_, times
 
 
 class HessianAccumulator:
@@ -30,13 +29,14 @@ class HessianAccumulator:
         """Take up inputs [..., I]."""
         if self.hessian is None:
             self.hessian = torch.zeros_like(self.paired)
-        _add_square(self.hessian, inputs.flatten(0, -2))
+        add_square_(self.hessian, inputs.flatten(0, -2))
 
-    def add_pair(self, inputs: Tensor, difference: Tensor) -> None:
-        """Take up inputs [..., I] and how far the unquantized model is from them, [..., R]."""
+    def add_pair(self, inputs: Tensor, difference: Tensor | None) -> None:
+        """Take up inputs [..., I] and how far the unquantized model is from them, [..., R]; None is not at all."""
         x = inputs.flatten(0, -2)
-        _add_square(self.paired, x)
-        self.drift.addmm_(difference.flatten(0, -2).t(), x)
+        add_square_(self.paired, x)
+        if difference is not None:
+            self.drift.add_(times(difference.flatten(0, -2).t(), x))
 
     def release(self) -> tuple[Tensor | None, Tensor, Tensor]:
         """Hessian, paired and drift, which are the caller's from here on."""
@@ -57,19 +57,4 @@ class HessianAccumulator:
     @staticmethod
     def _gather(sums: Tensor, group: ProcessGroup) -> None:
         group.sum_(sums)
-        _fill_lower(sums)
-
-
-def _add_square(total: Tensor, x: Tensor) -> None:
-    """Add ``x.T @ x``, only the upper triangle in strips, since it is symmetric."""
-    width = x.shape[1]
-    step = -(-width // _STRIPS)
-    for start in range(0, width, step):
-        total[start : start + step, start:].addmm_(x[:, start : start + step].t(), x[:, start:])
-
-
-def _fill_lower(total: Tensor) -> None:
-    step = -(-total.shape[0] // _STRIPS)
-    for start in range(0, total.shape[0], step):
-        stop = start + step
-        total[stop:, start:stop] = total[start:stop, stop:].t()
+        fill_lower_(sums)

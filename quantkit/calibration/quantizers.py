@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from quantkit.architectures.topology import input_groups
 from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.block_quantizer import BlockQuantizer
 from quantkit.calibration.data import Calibration
@@ -103,7 +104,7 @@ class GptqQuantizer:
             memory_bytes: activations held in memory; more go to disk.
             effort: how much to do about drift.
             group: this process among those that share the work.
-            progress: told of every finished block that the samples pass through, and of every expert.
+            progress: told of all linears that are passed through, or solved.
         """
         self._source = source
         self._calibration = calibration
@@ -114,7 +115,11 @@ class GptqQuantizer:
         self._allow_nonfinite = allow_nonfinite
         self._group = group
         self._progress = progress
-        self._layers = source.config.num_layers
+        self._done = 0
+        self._linears = [
+            sum(len(group.modules) for group in input_groups(source.config, layer))
+            for layer in range(source.config.num_layers)
+        ]  # fmt: skip
         self._finished = 0
         self._written: Written | None = None
         self._unsolved = 0
@@ -154,20 +159,21 @@ class GptqQuantizer:
             return {}
         assert self._blocks is not None
         assert self._written is not None
-        if block.layer < self._finished:
-            self._progress("calibrate", block.layer, self._finished, "layers")
+        self._tell(block.layer, 0)
         finished = self._written.load if _finished(block, self._written) else None
         try:
-            return self._blocks.next_block(finished, partial(self._tell_expert, block.layer))
+            return self._blocks.next_block(finished, partial(self._tell, block.layer))
         except NonFiniteError:
             for spec in block.tensors:  # the first that is not finite has made the others so
                 _require_finite(self._source, spec.name)
             raise
 
-    def _tell_expert(self, layer: int, done: int, count: int) -> None:
-        """Within a layer with many experts, which takes long, tell of each."""
-        phase, layers = ("quantize", self._layers) if layer >= self._finished else ("calibrate", self._finished)
-        self._progress(phase, layer * count + done, layers * count, "experts")
+    def _tell(self, layer: int, more: int) -> None:
+        """Tell how many linears the samples have come through: of the blocks that an earlier run has solved, or else
+        of all."""
+        phase, layers = ("quantize", len(self._linears)) if layer >= self._finished else ("calibrate", self._finished)
+        self._done += more
+        self._progress(phase, self._done, sum(self._linears[:layers]), "linears")
 
 
 def _finished(block: TensorBlock, written: Written) -> bool:

@@ -55,6 +55,7 @@ class Streams:
         angles = Rotary(config).to(device)(positions)
         self._step = Step(angles, causal_attention(positions, config.windows))
         self._unfinished: tuple[str, Block] | None = None
+        self._apart = False  # before the first linear that is quantized both streams are one
 
     def gather(self, group: InputGroup, quantized: Block, floats: Block, found: HessianAccumulator) -> None:
         """Add up the inputs of linears within a branch."""
@@ -63,7 +64,7 @@ class Streams:
             inputs = self._inputs(group, quantized, x)
             if self._follows(index):
                 y = self._take(FLOAT, index)
-                found.add_pair(inputs, self._inputs(group, floats, y) - inputs)
+                found.add_pair(inputs, self._inputs(group, floats, y) - inputs if self._apart else None)
                 self._put(FLOAT, index, y)
             else:
                 found.add(inputs)
@@ -91,6 +92,7 @@ class Streams:
             self._put(INNER, index, inner)
             self._put(QUANTIZED, index, x)
         self._unfinished = None
+        self._apart = True
 
     def finish_later(self, branch: str, quantized: Block) -> None:
         """Have the next pass finish a branch whose last linear has now been quantized."""
@@ -108,6 +110,7 @@ class Streams:
             if self._follows(index):
                 experts.enter(FLOAT, index, self._take(FLOAT, index))
         self._unfinished = None
+        self._apart = True
         return experts
 
     def _follows(self, index: int) -> bool:

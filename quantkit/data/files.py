@@ -7,6 +7,7 @@ from pathlib import Path
 _HERE = Path(__file__).parent
 DEMO_MODEL = _HERE / "mini-en"
 EXCERPT = _HERE / "excerpt.txt"
+CALIBRATION = _HERE / "calibration.jsonl"
 
 
 def excerpt() -> str:

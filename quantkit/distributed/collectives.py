@@ -6,8 +6,9 @@ names from one torch to the next.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quantkit.distributed.group import ProcessGroup
@@ -29,11 +30,18 @@ def all_gather(x: Tensor, group: ProcessGroup, width: int) -> Tensor:
     return joined[..., :width]
 
 
-def vocab_parallel_embedding(tokens: Tensor, rows: Tensor, first_row: int, group: ProcessGroup) -> Tensor:
-    """Embeddings [..., D] of tokens [...], of which this process has the rows from `first_row` on."""
+def vocab_parallel_embedding(
+    tokens: Tensor, look_up: Callable[[Tensor], Tensor], rows: int, first_row: int, group: ProcessGroup
+) -> Tensor:
+    """Embeddings [..., D] of tokens [...].
+
+    Args:
+        look_up: gives those of the rows that this process has, by their numbers here.
+        rows, first_row: how many these are, and which is the first.
+    """
     own = tokens - first_row
-    elsewhere = (own < 0) | (own >= rows.shape[0])
-    found = F.embedding(own.masked_fill(elsewhere, 0), rows)
+    elsewhere = (own < 0) | (own >= rows)
+    found = look_up(own.masked_fill(elsewhere, 0))
     return all_reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0), group)
 
 
@@ -64,13 +72,21 @@ class ColumnParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """An embedding of which each process has some rows, `weight` [R, D] from `first_row` on."""
+    """An embedding of which each process has some rows, those of `own` [R, D], from `first_row` on."""
 
-    def __init__(self, weight: Tensor, first_row: int, group: ProcessGroup) -> None:
+    def __init__(self, own: nn.Module, rows: int, first_row: int, group: ProcessGroup) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.own = own
+        self.rows = rows
         self.first_row = first_row
         self.group = group
 
+    @property
+    def weight(self) -> Tensor:
+        """Its rows, where they are floats; a tied head multiplies by them."""
+        found = self.own.weight
+        assert isinstance(found, Tensor)
+        return found
+
     def forward(self, tokens: Tensor) -> Tensor:
-        return vocab_parallel_embedding(tokens, self.weight, self.first_row, self.group)
+        return vocab_parallel_embedding(tokens, self.own, self.rows, self.first_row, self.group)

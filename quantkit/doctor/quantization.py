@@ -74,7 +74,8 @@ ACT_ORDER = Rule(
 )  # fmt: skip
 QUANTIZED_EMBEDDING = Rule(
     "quantized-embedding", "warning", "the embedding, or a head that is tied to it, is quantized: few readers know it",
-    "keep the embedding in floats", "vllm#45535, compressed-tensors#718, transformers#31474", ("transformers",),
+    'convert it (`to="gguf"`, `to="mlx"`), or keep the embedding in floats',
+    "vllm#45535, compressed-tensors#718, transformers#31474", ("transformers",),
 )  # fmt: skip
 
 RULES = (
@@ -94,6 +95,7 @@ _NO_SCALES = (DType.INT8, DType.INT16, DType.INT32, DType.INT64, DType.UINT32)  
 _KINDS = {"bitsandbytes": ("nf4", "bnb-int8")}
 """Of methods whose settings name no modules."""
 _EMBEDDINGS_READ = ("mlx",)  # methods whose own readers expect quantized embeddings
+_PLAIN_EMBEDDINGS = ("compressed-tensors", "int8")  # method and kind that transformers loads, but for tied heads
 
 
 def check(view: View, tp: int) -> Iterator[Finding]:
@@ -132,7 +134,7 @@ def _module(view: View, module: str) -> Iterator[Finding]:
         yield Finding(INCOMPLETE, module, f"lacks {', '.join(lacking)}{there}")
     if not coded.kind:
         return
-    if view.is_embedding(module) and view.folder.method not in _EMBEDDINGS_READ:
+    if view.is_embedding(module) and not _embedding_is_read(view, coded):
         yield Finding(QUANTIZED_EMBEDDING, module, TOLD[coded.kind])
     elif claim is None and view.claims.certain:
         said = "no quantization_config" if view.folder.settings is None else "not among those it quantizes"
@@ -153,6 +155,14 @@ def _module(view: View, module: str) -> Iterator[Finding]:
             yield Finding(UNEVEN_GROUPS, module, f"rows of {shape[1]} in groups of {claim.group}")
             return
         yield from _held_shapes(coded, expected_shapes(coded, shape, claim.bits, claim.group, claim.block))
+
+
+def _embedding_is_read(view: View, coded: Coded) -> bool:
+    """Whether transformers, or its method's own reader, loads an embedding of codes: of compressed-tensors' forms the
+    plain one, where the head is not tied to it (tried with 5.23)."""
+    method = view.folder.method
+    tied = view.config is None or view.config.tied_embeddings
+    return method in _EMBEDDINGS_READ or (not tied and (method, coded.kind) == _PLAIN_EMBEDDINGS)
 
 
 def _types(coded: Coded) -> Iterator[Finding]:

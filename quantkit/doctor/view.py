@@ -9,6 +9,7 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import DiskTensor, found_tensors
 from quantkit.architectures.families import families
 from quantkit.architectures.families.opaque import named_roles, opaque_config
+from quantkit.architectures.names import is_embedding
 from quantkit.doctor.claims import Claims, read_claims
 from quantkit.doctor.folder import CONFIG, Folder
 from quantkit.doctor.modules import Coded, coded_modules
@@ -20,7 +21,6 @@ _OTHER_EXPERTS = re.compile(r".*\.switch_mlp\..*")  # as MLX stacks them
 _WITHOUT_HEAD = re.compile(
     r".*(?<!LMHead)Model|.*For(SequenceClassification|TokenClassification|QuestionAnswering|Reward)"
 )
-_EMBEDDINGS = ("embed_tokens", "wte", "tok_embeddings", "embed_in", "word_embeddings")
 
 
 class View:
@@ -74,7 +74,7 @@ class View:
 
     def is_embedding(self, module: str) -> bool:
         """Whether a module is the embedding of tokens."""
-        return module.rpartition(".")[2] in _EMBEDDINGS
+        return is_embedding(module)
 
     def rows_of_embedding(self) -> int | None:
         """How many tokens the embedding has rows for, by the tensors."""

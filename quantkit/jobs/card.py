@@ -19,12 +19,16 @@ import yaml
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import unread_experts
 from quantkit.arguments import as_text
+from quantkit.bit_allocation.allocation import Allocation
+from quantkit.bit_allocation.picture import NAME as PICTURE
 from quantkit.calibration.data import Calibration
 from quantkit.errors import RequestError
 from quantkit.files.gguf_types import GGUF
 from quantkit.files.hub import origin
 from quantkit.formats.checkpoint import Checkpoint, active_parameter_count, parameter_count
 from quantkit.formats.codecs.codec import QuantMethod
+from quantkit.formats.codecs.compressed_tensors import read_here_alone
+from quantkit.jobs.certificate import card_section
 from quantkit.jobs.command import file_name, quantize_command
 from quantkit.jobs.result import growth_text
 from quantkit.jobs.scheme_map import SchemeMap
@@ -32,9 +36,12 @@ from quantkit.jobs.settings import GptqSettings
 from quantkit.json_values import read_json, shown
 from quantkit.memory import size_text
 from quantkit.quality.bounds import BOUNDS, coarser
+from quantkit.quality.figures import significant
 from quantkit.quality.gate import FLOOR, SLACK, Gate
+from quantkit.quality.positions import PositionCertificate
 from quantkit.quality.weights_only import WeightsOnly
 from quantkit.quality.windows import RANDOM, WINDOW
+from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.version import __version__
 
@@ -83,6 +90,7 @@ class Made:
         settings, drawn: of GPTQ, and what it was calibrated on; None for rounding.
         options: more arguments of `quantize` that were given, for the command.
         labels: what the user says of the model.
+        allocation: how the schemes were chosen for a size; None where they were given.
     """
 
     scheme_map: SchemeMap
@@ -93,26 +101,35 @@ class Made:
     drawn: Calibration | None
     options: Mapping[str, object]
     labels: Labels
+    allocation: Allocation | None = None
 
 
-def model_card(source: Checkpoint, made: Made, gate: Gate | WeightsOnly) -> bytes:
+def model_card(
+    source: Checkpoint, made: Made, gate: Gate | WeightsOnly, certificate: PositionCertificate | None = None
+) -> bytes:
     """The card's bytes.
 
     Args:
         source: what was quantized.
         made: what became of it.
         gate: what the result lost; of a model that cannot be run, what became of its tensors.
+        certificate: what it lost by position, where that was asked for.
     """
     base = made.labels.base_model or base_model(source)
     name = model_name(source, base)
     schemes = made.scheme_map.counts()
-    folder = f"{name}-{next(iter(schemes))}"
+    told, short = " and ".join(schemes), next(iter(schemes))
+    if made.allocation is not None:
+        told, short = f"{made.allocation.bits:.4g} bits a weight", f"{made.allocation.bits:.4g}bit"
+    folder = f"{name}-{short}"
     lines = [
         "---", yaml.safe_dump(_head(source, made, base), sort_keys=False, allow_unicode=True).strip(), "---", "",
-        f"# {name}, {' and '.join(schemes)}", "",
+        f"# {name}, {told}", "",
         f"{_linked(base) or name}, quantized by quantkit {__version__}.", "",
         *_facts(source, made), "",
+        *([] if made.allocation is None else _choice(made.allocation)),
         *(_quality(gate, made) if isinstance(gate, Gate) else ["## Quality", "", *_wrapped(f"{gate.line()}.")]), "",
+        *([] if certificate is None else [*card_section(certificate), ""]),
         *_use(source.config, made.method, made.scheme_map, folder), "",
         *_command(made, name, folder, runnable=source.config.runnable),
     ]  # fmt: skip
@@ -147,11 +164,12 @@ def _head(source: Checkpoint, made: Made, base: str | None) -> dict[str, Any]:
     if made.labels.license is not None and made.labels.license != carried.get("license"):
         carried = {"license": made.labels.license} | {k: v for k, v in carried.items() if not k.startswith("license")}
     schemes = made.scheme_map.schemes
-    loads = all(scheme.symmetric for scheme in schemes.values()) and unread_experts(source.config, schemes) is None
+    loads = all(one.symmetric for one in schemes.values()) and made.scheme_map.embedding is None
+    loads = loads and unread_experts(source.config, schemes) is None
     loads = loads if made.method.name == _NATIVE else "transformers" in made.method.readers(made.scheme_map.assigned)
+    loads = loads and not read_here_alone(made.method, made.scheme_map.assigned, tied=source.config.tied_embeddings)
     tag = {key: before[key] for key in ("pipeline_tag",) if key in before}
-    if source.config.runnable:
-        tag = {"pipeline_tag": "text-generation"}
+    tag = {"pipeline_tag": "text-generation"} if source.config.runnable else tag
     return {
         **carried,
         **({"base_model": base, "base_model_relation": "quantized"} if base else {}),
@@ -170,17 +188,36 @@ def _facts(source: Checkpoint, made: Made) -> list[str]:
         met = _many(active_parameter_count(source))
         rows["experts"] = f"{experts.count} in a layer, {experts.per_token} for a token, which meets {met} weights"
     for index, (text, layer_count) in enumerate(chosen.counts().items()):
-        layers = [module for module, scheme in chosen.schemes.items() if str(scheme) == text]
+        layers = [module for module, scheme in chosen.linears.items() if str(scheme) == text]
         where = "" if index == 0 or not source.config.runnable else f": {_layers(layers, chosen.modules)}"
         rows[text] = f"{_told(chosen.schemes[layers[0]])}; {layer_count} linear layer{'s' * (layer_count > 1)}{where}"
-    always = "embedding and norms" if source.config.experts is None else "embedding, norms and routers"
+    also_head = ", which is the output head too" if source.config.tied_embeddings else ""
+    always = "norms" if source.config.experts is None else "norms, routers"
+    if chosen.embedding is None:
+        always = f"embedding, {always}"
+    else:
+        rows["embedding"] = f"{_told(chosen.embedding)}, rounded to nearest{also_head}"
+    always = " and ".join(always.rsplit(", ", 1))
     kept = [always, *([_layers(floats, chosen.modules)] if (floats := chosen.kept()) else [])]
-    if not source.config.runnable:
-        kept = ["all other tensors"]
-    tied = ", which is the output head too" if source.config.tied_embeddings else ""
-    rows["kept as floats"] = f"{'; '.join(kept)}{tied} ({source.config.dtype})"
+    kept = kept if source.config.runnable else ["all other tensors"]
+    rows["kept as floats"] = f"{'; '.join(kept)}{'' if chosen.embedding else also_head} ({source.config.dtype})"
     rows["method"] = _method(made)
     return ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items())]
+
+
+def _choice(found: Allocation) -> list[str]:
+    """How the schemes were chosen for a size."""
+    head, *rows = found.table()
+    told = (
+        f"They were chosen to lose least within {found.target}. The linear layers have {found.bits:.4g} bits a weight,"
+        f" and the files of weights {found.weight_bytes} bytes. From the calibration samples a KL of"
+        f" {significant(found.kl)} was estimated; the last column tells each layer's share."
+    )
+    return [
+        "## Schemes", "", *_wrapped(told), "",
+        *(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)), "",
+        f"![Schemes by layer]({PICTURE})", "",
+    ]  # fmt: skip
 
 
 def _many(count: int) -> str:
@@ -196,11 +233,15 @@ def _method(made: Made) -> str:
     if made.settings is None or made.drawn is None:
         return "each weight rounded to nearest; no calibration text"
     samples, length = made.drawn.tokens.shape
-    name = made.drawn.source or file_name(made.settings.text)
-    text = f"{f'`{name}`' if name else 'a text'} (sha256 {made.drawn.sha256[:12]})"
     way = ", the thorough way," if made.settings.thorough else ""
+    name = "quantkit's own text" if made.settings.text is None else "a text"
+    if made.settings.text is not None and (named := made.drawn.source or file_name(made.settings.text)):
+        name = f"`{named}`"
+    text = f"{name} (sha256 {made.drawn.sha256[:12]})"
     drawn = f"{samples} samples of {length} tokens of {text}, at random places (seed {made.drawn.seed})"
-    return f"GPTQ{way} calibrated on {drawn}"
+    dropped = sum((made.drawn.dropped or {}).values())
+    left = f"; {dropped} others, which the source hardly predicts, were dropped" if dropped else ""
+    return f"GPTQ{way} calibrated on {drawn}{left}"
 
 
 def _quality(gate: Gate, made: Made) -> list[str]:
@@ -252,20 +293,28 @@ def _use(config: ModelConfig, method: QuantMethod, scheme_map: SchemeMap, folder
     if not config.runnable:
         return _use_of_tensors(schemes, folder)
     if method.name == _NATIVE:
-        return _use_of_native(config, schemes, folder)
+        return _use_of_native(config, schemes, folder, embedding=scheme_map.embedding is not None)
     readers = f"quantkit {__version__} loads it; so should {method.readers(scheme_map.assigned)}."
+    if read_here_alone(method, scheme_map.assigned, tied=config.tied_embeddings):
+        readers = f"quantkit {__version__} loads it; no other reader was found that does."
     python = ["```python", "import quantkit", "", f'model, tokenizer = quantkit.load("{folder}")', "```"]
     return ["## Use", "", *_wrapped(readers), "", *python]
 
 
-def _use_of_native(config: ModelConfig, schemes: Mapping[str, QuantScheme], folder: str) -> list[str]:
+def _use_of_native(
+    config: ModelConfig, schemes: Mapping[str, QuantScheme], folder: str, *, embedding: bool
+) -> list[str]:  # fmt: skip
     """How to load it, in what can; as tried."""
     unread = "packed zero points" if any(not one.symmetric for one in schemes.values()) else None
-    unread = unread or unread_experts(config, schemes)
+    unread = "a packed embedding" if embedding else unread or unread_experts(config, schemes)
     no_int8, dense = all(one.bits == 4 for one in schemes.values()), config.experts is None
     transformers = "yes" if unread is None else f"no: it does not load {unread}"
     vllm = "yes" if dense else "not tried with experts"
-    vllm = vllm if no_int8 else "no: it has no CPU kernel for 8-bit weights alone"
+    vllm = (
+        vllm
+        if no_int8
+        else f"no: it has no CPU kernel for {'packed embeddings' if embedding else '8-bit weights alone'}"
+    )
     lines = [
         "## Use", "", "| | tried |", "|---|---|",
         f"| quantkit {__version__} | yes |",
@@ -304,7 +353,13 @@ def _use_of_tensors(schemes: Mapping[str, QuantScheme], folder: str) -> list[str
 
 def _command(made: Made, name: str, folder: str, *, runnable: bool) -> list[str]:
     options = {**made.options, **asdict(made.labels)}
-    command, recipe = quantize_command(name, folder, made.scheme_map.recipe, made.settings, made.drawn, options)
+    asked = made.scheme_map.recipe
+    if made.allocation is not None:
+        asked = Recipe(asked.default, asked.overrides[len(made.allocation.recipe().overrides) :])
+    command, recipe = quantize_command(
+        name, folder, asked, made.settings, made.drawn, options,
+        None if made.allocation is None else made.allocation.target,
+    )  # fmt: skip
     lines = ["## How it was made", "", "```", command, "```"]
     if recipe is not None:
         lines += ["", "with this recipe:", "", "```json", recipe, "```"]

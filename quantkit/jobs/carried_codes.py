@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from quantkit.architectures.disk import disk_tensors
+from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import kept_unless_named, linear_columns
 from quantkit.errors import NonFiniteError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, read_as_floats, schemes
-from quantkit.formats.codecs.codec import CodeFormat, Reason, exact_scale
+from quantkit.formats.codecs.codec import NO_EMBEDDING, CodeFormat, Reason, exact_scale
+from quantkit.formats.codecs.compressed_tensors import CompressedTensors, Int8Activations
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.finite import all_finite, checked_cast
@@ -23,6 +25,8 @@ from quantkit.tensors.scheme import QuantScheme
 
 _MOST_BITS_OF_INT4 = 5.2
 """Bits a weight, scales included, up to which integers whose codes are not carried are rounded to int4."""
+
+_FEW_READ_EMBEDDINGS = (CompressedTensors.name, Int8Activations.name)
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ def to_be_rounded(source: StoredCheckpoint, codes: CodeFormat, *, weights: bool)
     found = {}
     for module, scheme in schemes(source).items():
         name = f"{module}.weight"
+        if widened(source, module, codes):
+            continue
         reason = _reason(source, name, scheme, codes, weights=weights)
         if reason is not None:
             found[name] = Rounding(_closest(source, name, scheme, codes), reason.problem)
@@ -63,13 +69,26 @@ def to_be_rounded(source: StoredCheckpoint, codes: CodeFormat, *, weights: bool)
     return found | _together(source, found)
 
 
+def widened(source: Checkpoint, module: str, codes: CodeFormat) -> bool:
+    """Whether a module is the embedding, in codes, and becomes float32, which has each of its numbers: where a format
+    has codes of linears only, and where llama.cpp's, which all its readers know, would go to one that few read it in.
+    """
+    scheme = source.info(f"{module}.weight").scheme if module == EMBEDDING else None
+    if scheme is None:
+        return False
+    few = source.format == "gguf" and codes.name in _FEW_READ_EMBEDDINGS
+    return few or codes.codec(scheme, embedding=True) == NO_EMBEDDING
+
+
 def require_held(source: Checkpoint, codes: CodeFormat, to_round: Mapping[str, Rounding]) -> None:
     """
     Raises:
         UnsupportedError: naming the first tensor of a scheme that a format has not.
     """
     for module, scheme in schemes(source).items():
-        reason = codes.codec(scheme) if f"{module}.weight" not in to_round else None
+        if widened(source, module, codes):
+            continue
+        reason = codes.codec(scheme, embedding=module == EMBEDDING) if f"{module}.weight" not in to_round else None
         if isinstance(reason, Reason):
             raise reason.error(f"{module}.weight", codes.name)
 
@@ -85,7 +104,8 @@ def common_scale_dtype(
     if codes.scale_dtype is not None:
         return codes.scale_dtype
     model = DType(source.config.dtype)
-    carried = [name for module in schemes(source) if (name := f"{module}.weight") not in to_round]
+    quantized = (module for module, scheme in schemes(source).items() if not widened(source, module, codes))
+    carried = [name for module in quantized if (name := f"{module}.weight") not in to_round]
     others = [name for name in carried if source.info(name).dtype != model]
     return model if all(look and _exact_in(source, name, model) for name in others) else None
 
@@ -138,7 +158,7 @@ def _reason(
     source: StoredCheckpoint, name: str, scheme: QuantScheme, codes: CodeFormat, *, weights: bool
 ) -> Reason | None:
     """Why a weight cannot be held exactly; None if it can."""
-    codec = codes.codec(scheme)
+    codec = codes.codec(scheme, embedding=name == f"{EMBEDDING}.weight")
     if isinstance(codec, Reason) or not weights:
         return codec if isinstance(codec, Reason) else None
     value = source.load(name)

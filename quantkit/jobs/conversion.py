@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import linear_columns
 from quantkit.arguments import as_path, as_whole, require_flags
 from quantkit.errors import RequestError, UnsupportedError
@@ -20,7 +21,7 @@ from quantkit.formats.folder import carried_templates, checked_tokenizer, left_b
 from quantkit.formats.output.staging import require_name, require_new_names
 from quantkit.formats.registry import CONTAINERS, GGUF, Target
 from quantkit.jobs.card import model_name
-from quantkit.jobs.carried_codes import Rounding, common_scale_dtype, require_held, to_be_rounded
+from quantkit.jobs.carried_codes import Rounding, common_scale_dtype, require_held, to_be_rounded, widened
 from quantkit.jobs.output import SHARD_BYTES, Work
 from quantkit.jobs.target import asked_target, shard_bytes, target_of
 from quantkit.tensors.dtypes import FLOATS, SHORT_NAMES, DType, FloatName, float_name
@@ -168,6 +169,11 @@ def _carrying_notes(
         )
     elif requantize:
         notes.append(f"{dst}: `requantize=True` was not needed: {target.name} holds every quantized tensor exactly")
+    if target.codes is not None and EMBEDDING in schemes(source) and widened(source, EMBEDDING, target.codes):
+        notes.append(
+            f"{dst}: the embedding, {source.info(f'{EMBEDDING}.weight').scheme}, becomes float32, which is exact:"
+            f" readers of {target.name} have no codes of embeddings, or few do"
+        )
     as_floats = [name for name in read_as_floats(source) if name not in to_round]
     if as_floats:
         notes.append(
@@ -203,6 +209,9 @@ def _specs(
     for parameter in target.container.parameters(config, quantized, target.method):
         name, shape = parameter.name, parameter.shape
         info = source.info(stored_name(source, name))
+        if to_round is not None and target.codes is not None and widened(source, parameter.module, target.codes):
+            specs.append(TensorSpec(name, shape, DType.FLOAT32))
+            continue
         if (scheme := assigned.get(name)) is not None:
             own = info.dtype if info.scheme is not None and name not in (to_round or {}) else model
             specs.append(TensorSpec(name, shape, scale_dtype or own, scheme))

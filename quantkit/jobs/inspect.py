@@ -16,6 +16,7 @@ from quantkit.formats.checkpoint import active_parameter_count, parameter_count
 from quantkit.formats.container import weight_size
 from quantkit.formats.detect import WeightKind, made_of_tensors, open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
+from quantkit.quality.positions import PositionCertificate
 from quantkit.tensors.spec import TensorSpec
 from quantkit.text.tokenizer import Tokenizer
 
@@ -40,10 +41,12 @@ class Inspection:
         tensors: number of tensors by float type or scheme.
         tokenizer: its kind, tokens and BOS; ``none`` where there is none.
         made_by: version and job of quantkit that wrote it; None where that is not told.
+        schemes_chosen: for which size, where quantkit chose them; None elsewhere.
         readers: who can load the folder.
         notes: what one should know though it is no error.
         runnable: whether it can be run here; of a model known by its tensors only sizes are what its config says, 0
             where it does not.
+        positions: what it lost by position, where it was made with a certificate for long contexts.
     """
 
     path: str
@@ -69,6 +72,8 @@ class Inspection:
     readers: str
     notes: list[str]
     runnable: bool = True
+    schemes_chosen: str | None = None
+    positions: PositionCertificate | None = None
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as plain values."""
@@ -91,6 +96,8 @@ class Inspection:
             *([f"  tokenizer: {self.tokenizer}"] if self.runnable else []),
             f"  loads in: {self.readers}",
             *([f"  made by: {self.made_by}"] if self.made_by else []),
+            *([f"  schemes: {self.schemes_chosen}"] if self.schemes_chosen else []),
+            *(f"  {line}" for line in ([] if self.positions is None else self.positions.lines())),
             *(f"  note: {note}" for note in self.notes),
         ]
 
@@ -126,7 +133,7 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None, tensors_only
     tokenizer, notes = checked_tokenizer(checkpoint)
     specs = [checkpoint.info(name) for name in checkpoint.names()]
     size, bits_per_weight = weight_size(checkpoint)
-    kinds = Counter(map(_kind, specs))
+    kinds, made = Counter(map(_kind, specs)), _manifest(checkpoint.path)
     return Inspection(
         path=str(path),
         format=checkpoint.layout,
@@ -147,10 +154,12 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None, tensors_only
         bits_per_weight=bits_per_weight,
         tensors=dict(kinds.most_common()),
         tokenizer="none" if tokenizer is None else _describe(tokenizer),
-        made_by=_made_by(checkpoint.path),
+        made_by=f"quantkit {made.get('quantkit_version')} ({made.get('job')})" if made else None,
         readers=checkpoint.readers(),
         notes=[*checkpoint.notes, *notes],
         runnable=config.runnable,
+        schemes_chosen=_schemes_chosen(made),
+        positions=None if made.get("positions") is None else PositionCertificate.from_json(made["positions"], path),
     )
 
 
@@ -173,12 +182,21 @@ def _describe(tokenizer: Tokenizer) -> str:
     return f"{tokenizer.kind}, {tokenizer.vocab_size} tokens, BOS {tokenizer.bos_id}"
 
 
-def _made_by(folder: Path) -> str | None:
+def _manifest(folder: Path) -> dict[str, Any]:
+    """What the manifest tells; nothing where there is none to read."""
     try:
-        made = manifest.read(folder)
+        return manifest.read(folder)
     except CheckpointError:
+        return {}
+
+
+def _schemes_chosen(made: dict[str, Any]) -> str | None:
+    found = made.get("bit_allocation")
+    if not isinstance(found, dict):
         return None
-    return f"quantkit {made.get('quantkit_version')} ({made.get('job')})"
+    bits, size, kl = (found.get(key) for key in ("target_bits", "max_size", "estimated_kl"))
+    asked = f"{bits:g} bits a weight" if isinstance(bits, float) else f"at most {size} bytes of weights"
+    return f"chosen for {asked}" + (f", estimated KL {kl:g}" if isinstance(kl, float) else "")
 
 
 def count_text(count: int) -> str:

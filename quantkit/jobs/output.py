@@ -64,10 +64,15 @@ class Work:
             "job": self.job,
             "quantkit": __version__,
             "source": manifest.identity(self.source.files()),
-            **{f"option {key}": value for key, value in self.options.items()},
+            **{option_key(key): value for key, value in self.options.items()},
             **{f"file {name}": sha256(written[name]).hexdigest() for name in TOKENIZER_FILES if name in written},
             **self.computed_by,
         }
+
+
+def option_key(name: str) -> str:
+    """Under which a fingerprint has an option."""
+    return f"option {name}"
 
 
 @contextmanager

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import unread_experts
+from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import Parameter, input_groups, layer_kinds, parameters, sizes
 from quantkit.arguments import as_path, as_texts
 from quantkit.calibration.quantizers import TensorBlock
@@ -22,13 +23,14 @@ from quantkit.formats.folder import carried_templates, checked_tokenizer, left_b
 from quantkit.formats.output.staging import require_name, require_new_names
 from quantkit.formats.registry import Target
 from quantkit.jobs.scheme_map import SchemeMap
+from quantkit.jobs.settings import GptqSettings, Method, MethodOptions
 from quantkit.jobs.target import NATIVE
 from quantkit.jobs.weights_only import kept_parts
 from quantkit.json_values import shown
 from quantkit.model.transformers_linears import with_linears
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import ROUNDING
-from quantkit.tensors.recipe import Recipe
+from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.text.tokenizer import Tokenizer
@@ -40,6 +42,7 @@ class Prepared:
 
     Attributes:
         linears_by: what tells the linear layers of a model known by its tensors only; None of others.
+        settings: of GPTQ; None for rounding.
         notes: for the user.
     """
 
@@ -47,26 +50,33 @@ class Prepared:
     scheme_map: SchemeMap
     tokenizer: Tokenizer | None
     linears_by: str | None
+    settings: GptqSettings | None
     notes: list[str]
+
+    @property
+    def method(self) -> Method:
+        return "rtn" if self.settings is None else "gptq"
 
 
 def prepare(
-    src: str | Path, dst: Path, scheme: str | QuantScheme | Recipe, *, keep: str | Iterable[str],
-    strict: bool, weights: WeightKind | None, tensors_only: bool, gptq: bool, target: Target,
+    src: str | Path, dst: Path, scheme: str | QuantScheme | Recipe | None, *, embedding: str | QuantScheme | None,
+    keep: str | Iterable[str], strict: bool, weights: WeightKind | None, tensors_only: bool, method: MethodOptions,
+    target: Target,
 ) -> Prepared:  # fmt: skip
-    """Open a source of floats and assign the schemes.
+    """Open a source of floats, assign the schemes and settle the method.
 
     Args:
+        method: what is said of it.
         target: as what the result is written.
 
     Raises:
         QuantkitError: as `quantize` does.
     """
     require_name(dst)
-    kept, recipe = as_texts("keep", keep), _recipe(scheme)
+    kept, recipe = as_texts("keep", keep), _recipe(scheme, embedding)
     source = open_checkpoint(as_path("src", src), weights, tensors_only=tensors_only)
     require_new_names(source.path, dst)
-    if gptq:
+    if method.method == "gptq":
         require_calibratable(source)
     tokenizer, notes = checked_tokenizer(source)
     if already := schemes(source):
@@ -87,21 +97,63 @@ def prepare(
         notes += [*more, *left_behind(source)]
         if left := kept_parts(source.config, source.extra_config):
             notes.append(f"{source.path}: kept as they are: {'; '.join(left)}")
-    scheme_map = SchemeMap.of(recipe.keeping(kept), source.config)
+    scheme_map, more = _assigned(source, recipe.keeping(kept), dst, target, strict=strict)
+    settings = method.settings(scheme_map.schemes.values(), source, tokenizer)
+    return Prepared(source, scheme_map, tokenizer, linears_by, settings, [*notes, *more])
+
+
+def reassigned(prepared: Prepared, recipe: Recipe, dst: Path, target: Target) -> Prepared:
+    """The same source with other schemes.
+
+    Raises:
+        RequestError, UnsupportedError: as `quantize` does.
+    """
+    _, before = _assigned(prepared.source, prepared.scheme_map.recipe, dst, target)
+    scheme_map, more = _assigned(prepared.source, recipe, dst, target)
+    others = [note for note in prepared.notes if note not in before]
+    return replace(prepared, scheme_map=scheme_map, notes=[*others, *more])
+
+
+def _assigned(
+    source: StoredCheckpoint, recipe: Recipe, dst: Path, target: Target, *, strict: bool = False
+) -> tuple[SchemeMap, list[str]]:
+    """A recipe applied to a source, and notes on it.
+
+    Raises:
+        RequestError, UnsupportedError: as `quantize` does.
+    """
+    scheme_map = SchemeMap.of(recipe, source.config)
     misfits = scheme_map.misfit_lines()
     if misfits and strict:
         raise RequestError(
             f"schemes do not fit: {'; '.join(misfits)}, unless `strict=True` is asked for", path=source.path,
             hint="choose a smaller group size, or leave `strict=True` out",
         )  # fmt: skip
-    notes += [f"{source.path}: {line}" for line in misfits]
+    notes = [f"{source.path}: {line}" for line in misfits]
     _require_held(scheme_map.schemes, target, source.path)
     native = target.name == NATIVE
     if native and not all(scheme.symmetric for scheme in scheme_map.schemes.values()):
         notes.append(f"{dst}: transformers does not load zero points in this format (seen in 5.23); quantkit does")
     if native and (unread := unread_experts(source.config, scheme_map.schemes)):
         notes.append(f"{dst}: transformers does not load {unread} right (seen in 5.23); quantkit does")
-    return Prepared(source, scheme_map, tokenizer, linears_by, notes)
+    if target.method is not None and scheme_map.embedding is not None:
+        notes += [f"{dst}: {line}" for line in _unread_embedding(source.config, target.name)]
+    return scheme_map, notes
+
+
+def _unread_embedding(config: ModelConfig, name: str) -> list[str]:
+    """Which readers of a target do not load a quantized embedding, as tried."""
+    if name in (NATIVE, "int-quantized") and config.tied_embeddings:
+        return [
+            "no other reader of compressed-tensors loads a quantized embedding that is the head too (seen in"
+            " transformers 5.23, vLLM 0.32); quantkit does, and so do llama.cpp and mlx-lm theirs (`to`)"
+        ]
+    if name == NATIVE:
+        return [
+            "transformers does not load a packed embedding (seen in 5.23), nor does vLLM 0.32 on CPUs; quantkit"
+            ' does, and transformers that of `to="int-quantized"`'
+        ]
+    return ["vLLM does not load an embedding in this form (seen in 0.32)"] if name == "int-quantized" else []
 
 
 def _require_held(schemes: Mapping[str, QuantScheme], target: Target, path: Path) -> None:
@@ -111,7 +163,13 @@ def _require_held(schemes: Mapping[str, QuantScheme], target: Target, path: Path
     """
     assert target.codes is not None
     for module, scheme in schemes.items():
-        reason = target.codes.codec(scheme)
+        embedding = module == EMBEDDING
+        reason = target.codes.codec(scheme, embedding=embedding)
+        if isinstance(reason, Reason) and embedding:
+            raise UnsupportedError(
+                f"{target.name} has no place for an {scheme} embedding: {reason.problem}", path=path,
+                found=f"{scheme} for '{module}'", expected=reason.expected, hint="leave `embedding` out",
+            )  # fmt: skip
         if isinstance(reason, Reason):
             raise UnsupportedError(
                 f"{target.name} does not hold {scheme}: {reason.problem}", path=path, found=f"{scheme} for '{module}'",
@@ -131,7 +189,7 @@ def tensor_blocks(source: Checkpoint, schemes: Mapping[str, QuantScheme], target
 
     def spec(parameter: Parameter) -> TensorSpec:
         name, shape = parameter.name, parameter.shape
-        if parameter.is_linear_weight and parameter.module in schemes:
+        if parameter.leaf == "weight" and parameter.module in schemes:
             return TensorSpec(name, shape, scale_dtype, schemes[parameter.module])
         return TensorSpec(name, shape, source.info(name).dtype)
 
@@ -157,12 +215,19 @@ def planned_output(
     )  # fmt: skip
 
 
-def _recipe(scheme: str | QuantScheme | Recipe) -> Recipe:
+def _recipe(scheme: str | QuantScheme | Recipe | None, embedding: str | QuantScheme | None) -> Recipe:
     """What was asked for, as a recipe.
+
+    Args:
+        embedding: the scheme of the embedding; None is what the recipe says.
 
     Raises:
         RequestError: if it is none of the three, or a name of no scheme.
     """
+    if embedding is not None:
+        recipe = _recipe(scheme, None)
+        found = embedding if isinstance(embedding, QuantScheme) else QuantScheme.parse(embedding)
+        return Recipe(recipe.default, (*recipe.overrides, Override(EMBEDDING, found)))
     if isinstance(scheme, Recipe):
         return scheme
     if isinstance(scheme, QuantScheme):
@@ -173,7 +238,9 @@ def _recipe(scheme: str | QuantScheme | Recipe) -> Recipe:
             hint="quantkit.Recipe.from_json(path) reads one",
         )  # fmt: skip
     if not isinstance(scheme, str):  # callers without types
-        raise RequestError(f"give a scheme: {SPELLINGS}, or a Recipe", found=shown(scheme))
+        raise RequestError(
+            f"give a scheme: {SPELLINGS}, or a Recipe; or a size: `target_bits` or `max_size`", found=shown(scheme)
+        )
     return Recipe(QuantScheme.parse(scheme))
 
 

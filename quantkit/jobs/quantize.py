@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
 
 from quantkit.arguments import as_path, require_flags, require_instance
+from quantkit.bit_allocation.allocation import size_target
+from quantkit.bit_allocation.picture import NAME as PICTURE
+from quantkit.bit_allocation.picture import picture
 from quantkit.calibration.quantizers import GptqQuantizer, Quantizer, RtnQuantizer, TensorBlock
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.container import weight_size
@@ -17,15 +20,22 @@ from quantkit.formats.output.staging import partial_folder
 from quantkit.formats.output.writer import Written
 from quantkit.jobs.card import NAME as CARD
 from quantkit.jobs.card import Labels, Made, model_card, model_name
-from quantkit.jobs.output import SHARD_BYTES, Work, model_summary, writing
+from quantkit.jobs.certificate import certified_text
+from quantkit.jobs.command import file_name
+from quantkit.jobs.estimate import Estimate, estimate_quantization, require_buildable
+from quantkit.jobs.fit_to_size import OPTION as BIT_ALLOCATION
+from quantkit.jobs.fit_to_size import SizeFit, asked_recipe
+from quantkit.jobs.output import SHARD_BYTES, JobWriter, Work, model_summary, writing
 from quantkit.jobs.prepare import planned_output, prepare, starved_experts, tensor_blocks, too_few_tokens
 from quantkit.jobs.result import QuantizeResult
-from quantkit.jobs.settings import Method, gptq_settings
+from quantkit.jobs.settings import Method, MethodOptions
 from quantkit.jobs.target import NATIVE, TargetName, quantized_target, shard_bytes
 from quantkit.jobs.weights_only import within_bounds
-from quantkit.progress import Progress, heard, in_phase
+from quantkit.progress import Progress, heard, in_phase, without_phase
 from quantkit.quality.gate import Gate, require_passed, run_gate
+from quantkit.quality.positions import PositionCertificate
 from quantkit.quality.weights_only import WeightsOnly, carried_tensors, weights_only
+from quantkit.tensors.products import passing_dtype
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
 
@@ -33,11 +43,14 @@ from quantkit.tensors.scheme import QuantScheme
 def quantize(
     src: str | Path,
     dst: str | Path,
-    scheme: str | QuantScheme | Recipe,
+    scheme: str | QuantScheme | Recipe | None = None,
     *,
+    target_bits: float | None = None,
+    max_size: int | None = None,
+    head: str | QuantScheme | None = None,
     to: TargetName | None = None,
     split_max_size: int | None = None,
-    method: Method = "rtn",
+    method: Method | None = None,
     calibration: str | Path | None = None,
     samples: int | None = None,
     length: int | None = None,
@@ -45,9 +58,12 @@ def quantize(
     thorough: bool = False,
     activation_memory: int | None = None,
     device: str | torch.device | None = None,
+    embedding: str | QuantScheme | None = None,
     keep: str | Iterable[str] = (),
     strict: bool = False,
     accept_quality_loss: bool = False,
+    certify_positions: int | None = None,
+    certify_text: str | Path | None = None,
     base_model: str | None = None,
     license: str | None = None,
     template: str | None = None,
@@ -57,12 +73,13 @@ def quantize(
     source_check: bool = True,
     tensors_only: bool = False,
     group: ProcessGroup = SINGLE,
+    on_estimate: Callable[[Estimate], None] | None = None,
     progress: Progress | None = None,
 ) -> QuantizeResult:
     """Write the model in `src`, quantized, to the new folder, or GGUF file, `dst`, if it passes the gate.
 
     All decoder linears are quantized; ``lm_head`` and the embedding keep their floats
-    unless the recipe names the head. Rows that the group size does not divide follow
+    unless the recipe names them. Rows that the group size does not divide follow
     `QuantScheme.fitted`, which the manifest records.
 
     A model known by its tensors only is not run: its linears are rounded, those that lose too much keep their floats,
@@ -72,12 +89,17 @@ def quantize(
         src: a model of floats; one in FP8 or MXFP4 counts as such.
         dst: the folder to make, or a file ``*.gguf``; it must not exist.
         scheme: its name, ``int8`` or ``int4-g128`` and the like; a `QuantScheme`; or a `Recipe` with overrides.
+        target_bits: in place of a scheme: bits of each weight of the decoder linears on average, such as 4.5; codes,
+            scales and zero points count. The scheme of each layer is chosen with GPTQ's samples among int4 in groups
+            of 128, 64 and 32, int8 and floats, so that least is lost; linears that runtimes fuse share one.
+        max_size: the same for all files of weights together, in bytes.
+        head: the scheme of the output head, which keeps its floats by default; a recipe names ``lm_head`` instead.
         to: ``compressed-tensors`` (the default), ``int-quantized``, ``gptq``, ``awq``, ``mlx`` or ``gguf``; any of
             them with any `method`.
         split_max_size: as in `convert`.
-        method: ``rtn`` (round to nearest) or ``gptq``, which needs calibration text.
-        calibration: a file, or a hub dataset as ``owner/name:config:split``; this and the options
-            down to `device` go with gptq only.
+        method: ``rtn`` (round to nearest) or ``gptq``; None is gptq if any layer gets int4, else rtn.
+        calibration: a file, or a hub dataset as ``owner/name:config:split``; None is the text that ships with the
+            package. This and the options down to `device` go with gptq only.
         samples, length, seed: how many samples of how many tokens are drawn from it, and
             the seed of their places; by default 128 of the model's context, 2048 at most, and 0.
         thorough: follow the float model on all samples rather than on some of them; slower
@@ -85,15 +107,22 @@ def quantize(
         activation_memory: bytes of calibration activations held in memory, by default 4_000_000_000;
             more go to the disk of `dst`.
         device: where GPTQ computes, as torch spells it; a GPU by default if there is one.
+        embedding: the scheme of the embedding, ``int8``, one scale for each token; it is the head's too where both are
+            one. None keeps its floats, unless a recipe names ``model.embed_tokens``.
         keep: glob, or several, of modules that keep their floats, such as ``*.layers.0.*``.
         strict: refuse a layer whose shape does not fit its scheme.
         accept_quality_loss: keep a result that is too far from its source.
+        certify_positions: also measure the divergence by position, in windows of so many tokens, with keys and values
+            in a float and in an int8 cache; with floats none may be beyond the gate's bound for the scheme.
+        certify_text: a file to do that on; by default the gate's texts, some 5,000 tokens in all. A text, or context,
+            that is shorter than the positions is measured to its end, and a note says so.
         base_model, license: for the model card: the source's name on a hub, ``owner/name``, and a licence as hubs
             spell it; by default what the source says of itself.
         tensors_only: take the tensors as they are, of whatever architecture; goes with rounding, and no logits are
             compared.
         group: the processes that share the calibration; each calls this alike, the first one writes, and the
             others wait for it.
+        on_estimate: called with what it will take, once that is known and before anything takes long.
         template, weights, resume, allow_nonfinite, source_check, progress: as in `convert`.
 
     Returns:
@@ -101,7 +130,7 @@ def quantize(
         same.
 
     Raises:
-        RequestError: for a scheme, method or option that makes no sense.
+        RequestError: for a scheme, method or option that makes no sense, or a size that no choice of schemes has.
         CheckpointError, UnsupportedError: if `src` is damaged, or of a kind that cannot be quantized, or `to` does not
             hold the scheme.
         DestinationError, ResumeError: if `dst` is there, cannot be written, or is being written.
@@ -109,7 +138,7 @@ def quantize(
             After any of them `dst` is not there.
 
     Example:
-        >>> made = quantkit.quantize("model", "model-int4", "int4-g128", method="gptq", calibration="text.txt")
+        >>> made = quantkit.quantize("model", "model-int4", "int4-g128")
         >>> print(made.bits_per_weight, made.quality.texts[0].kl)
     """
     began = time.monotonic()
@@ -118,22 +147,33 @@ def quantize(
     require_instance("group", group, ProcessGroup, "a ProcessGroup")
     progress, dst, labels = heard(progress), as_path("dst", dst), Labels(base_model, license)
     target = quantized_target(to, dst)
-    settings = gptq_settings(
-        method, calibration, samples=samples, length=length, seed=seed, thorough=thorough,
-        activation_memory=activation_memory, device=device,
-    )  # fmt: skip
+    asked = MethodOptions(method, calibration, samples, length, seed, thorough, activation_memory, device)
+    size = size_target(target_bits, max_size, scheme)
     prepared = prepare(
-        src, dst, scheme, keep=keep, strict=strict, weights=weights, tensors_only=tensors_only,
-        gptq=settings is not None, target=target,
+        src, dst, asked_recipe(scheme, size, head), embedding=embedding, keep=keep, strict=strict, weights=weights,
+        tensors_only=tensors_only, method=asked, target=target,
     )  # fmt: skip
-    source, scheme_map, tokenizer, notes = prepared.source, prepared.scheme_map, prepared.tokenizer, prepared.notes
+    name = model_name(prepared.source, labels.base_model)
+    most = shard_bytes(split_max_size, target.container, SHARD_BYTES)
+    long = certified_text(certify_positions, certify_text, prepared.source, prepared.tokenizer)
+    drawn, allocation = None, None
+    if size is not None:
+        sized = SizeFit(prepared, size, target, template, most, name, dst)
+        fit = sized.fit()
+        if group.first:
+            sized.require_buildable(resume=resume)
+            if on_estimate is not None:
+                on_estimate(sized.estimate(fit, long, source_check=source_check))
+        drawn = sized.require_gptq().draw(prepared.tokenizer, prepared.source, group=group, progress=progress)
+        prepared, allocation = sized.chosen(fit, drawn, resume=resume, group=group, progress=progress)
+    source, scheme_map, settings, notes = prepared.source, prepared.scheme_map, prepared.settings, prepared.notes
     runnable = source.config.runnable
     if not runnable:
         scheme_map, more = within_bounds(source, scheme_map, allow_nonfinite=allow_nonfinite, progress=progress)
         notes += more
     schemes = scheme_map.schemes
     options: dict[str, object] = {
-        "recipe": scheme_map.recipe.to_json(), "method": method, "allow_nonfinite": allow_nonfinite,
+        "recipe": scheme_map.recipe.to_json(), "method": prepared.method, "allow_nonfinite": allow_nonfinite,
     }  # fmt: skip
     if not runnable:
         options |= {"tensors_only": True, "linears_by": prepared.linears_by}
@@ -141,21 +181,30 @@ def quantize(
         options["to"] = target.name
     if split_max_size is not None:
         options["split_max_size"] = split_max_size
+    if allocation is not None:
+        options[BIT_ALLOCATION] = allocation.to_json()
     blocks = tensor_blocks(source, schemes, target)
-    planned = planned_output(
-        prepared, blocks, target, template, shard_bytes(split_max_size, target.container, SHARD_BYTES),
-        model_name(source, labels.base_model), dst,
-    )  # fmt: skip
+    planned = planned_output(prepared, blocks, target, template, most, name, dst)
     encoder = target.container.encoder(planned)
     notes += target.container.notes(planned)
+    side_files = target.container.side_files(planned)
+    if group.first:
+        require_buildable(dst, encoder, resume=resume)  # before anything takes long
+        if on_estimate is not None and allocation is None:
+            on_estimate(estimate_quantization(prepared, encoder, side_files, long, source_check=source_check))
     computed_by: dict[str, object] = {}
-    scratch, drawn = 0, None
+    scratch = 0
     quantizer: Quantizer = RtnQuantizer(source, allow_nonfinite=allow_nonfinite)
     if settings is not None:
-        drawn = settings.draw(tokenizer, source)
-        notes += too_few_tokens(drawn.tokens.shape, source.config)
+        drawn = drawn or settings.draw(prepared.tokenizer, source, group=group, progress=progress)
+        notes += [*drawn.notes, *too_few_tokens(drawn.tokens.shape, source.config)]
         options |= {"calibration": drawn.to_json(), "thorough": settings.thorough}
-        computed_by = {"number of processes": group.size, "kind of device": settings.device.type}
+        computed_by = {
+            "number of processes": group.size, "kind of device": settings.device.type,
+            "samples multiplied in": str(passing_dtype(settings.device)),
+        }  # fmt: skip
+        if settings.text is None:
+            computed_by["calibration samples"] = drawn.fingerprint()  # the source's own figures have chosen them
         scratch = settings.scratch_bytes(source, drawn)
         quantizer = GptqQuantizer(
             source, drawn, schemes, device=settings.device, memory_bytes=settings.memory_bytes,
@@ -165,51 +214,68 @@ def quantize(
         options["template"] = Path(template).name
     if not group.first:
         return _told_by_first(group, quantizer, blocks, Written(encoder, partial_folder(dst)))
-    work = Work("quantize", source, encoder, target.container.side_files(planned), options, computed_by, scratch)
+    work = Work("quantize", source, encoder, side_files, options, computed_by, scratch)
     gate: Gate | WeightsOnly
-    with writing(work, dst, resume=resume, source_check=source_check, progress=progress) as writer:
-        there = Written(encoder, writer.path, writer.done)
-        with quantizer.running(blocks, there):
-            for block in blocks:
-                if not there.names.issuperset(spec.name for spec in block.tensors):
-                    writer.tell()
-                for name, tensor, record in quantizer.solve(block):
-                    writer.put(name, tensor, record)
-                    del tensor  # before the next one is made
-                if settings is not None:
-                    writer.checkpoint()  # what takes long to solve is not solved again
+    certificate: PositionCertificate | None = None
+    told = progress if settings is None else without_phase(progress, work.job)  # GPTQ tells of its linears
+    with writing(work, dst, resume=resume, source_check=source_check, progress=told) as writer:
+        _write(blocks, quantizer, writer, Written(encoder, writer.path, writer.done), durable=settings is not None)
         result = writer.seal()
-        size = weight_size(result)
+        written = weight_size(result)
         notes += starved_experts(writer.records, source.config)
         if runnable:
-            told = in_phase(progress, "gate")
-            gate = run_gate(source, result, writer.records, asked=schemes, progress=told)
+            gate = run_gate(source, result, writer.records, asked=schemes, progress=in_phase(progress, "gate"))
             if not accept_quality_loss:
                 require_passed(gate, source, result, dst)
             notes += _accepted(gate, dst)
         else:
             gate = weights_only(result, writer.records)
+        if long is not None:
+            certificate = long.certificate(source, result, schemes.values(), in_phase(progress, "certificate"))
+            if not accept_quality_loss:
+                certificate.require_within(dst)
+            notes += [*long.notes, *_accepted(certificate, dst)]
         details = {
             "model": model_summary(source, source.config.dtype), **options,
             "quality": gate.to_json(accepted=accept_quality_loss), "modules": scheme_map.describe(writer.records),
+            **({} if certificate is None else {"positions": certificate.to_json(accepted=accept_quality_loss)}),
             **({} if runnable else {"carried": carried_tensors(source, result)}),
         }  # fmt: skip
         others = {
             "template": options.get("template"), "weights": weights, "allow_nonfinite": allow_nonfinite,
             "accept_quality_loss": accept_quality_loss, "tensors_only": tensors_only, "to": options.get("to"),
-            "split_max_size": split_max_size,
+            "split_max_size": split_max_size, "certify_positions": certify_positions,
+            "certify_text": certify_text and (file_name(certify_text) or "TEXT"),
         }  # fmt: skip
         card = {}
         if target.method is not None:
-            made = Made(scheme_map, target.method, *size, settings, drawn, others, labels)
-            card = {CARD: model_card(source, made, gate)}
+            made = Made(scheme_map, target.method, *written, settings, drawn, others, labels, allocation)
+            card = {CARD: model_card(source, made, gate, certificate)}
+            if allocation is not None:
+                card[PICTURE] = picture(allocation).encode()
         manifest = writer.commit(details, card)
     found = QuantizeResult(
-        dst, scheme_map.counts(), *size, method, None if drawn is None else drawn.to_json(),
+        dst, scheme_map.counts(), *written, prepared.method, None if drawn is None else drawn.to_json(),
         gate, accept_quality_loss, time.monotonic() - began, [*source.notes, *notes, *writer.notes], manifest,
+        None if scheme_map.embedding is None else str(scheme_map.embedding), certificate, allocation,
     )  # fmt: skip
     group.tell_others(found)
     return found
+
+
+def _write(
+    blocks: Sequence[TensorBlock], quantizer: Quantizer, writer: JobWriter, there: Written, *, durable: bool
+) -> None:
+    """Solve and write what is not there yet, with `durable` so that each block outlives the run."""
+    with quantizer.running(blocks, there):
+        for block in blocks:
+            if not there.names.issuperset(spec.name for spec in block.tensors):
+                writer.tell()
+            for name, tensor, record in quantizer.solve(block):
+                writer.put(name, tensor, record)
+                del tensor  # before the next one is made
+            if durable:
+                writer.checkpoint()  # what takes long to solve is not solved again
 
 
 def _told_by_first(
@@ -223,7 +289,7 @@ def _told_by_first(
     return told
 
 
-def _accepted(gate: Gate, dst: Path) -> list[str]:
-    """A note on what the gate found too far from the source in a result that is kept."""
+def _accepted(gate: Gate | PositionCertificate, dst: Path) -> list[str]:
+    """A note on what the gate, or the certificate, found too far from the source in a result that is kept."""
     problem = gate.problem()
     return [] if problem is None else [f"{dst}: {problem[0]}: {problem[1]}, expected {problem[2]}; accepted"]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from quantkit.bit_allocation.allocation import Allocation
 from quantkit.memory import size_text
 from quantkit.quality.figures import Estimate, weighted_mean
 from quantkit.quality.gate import Gate
+from quantkit.quality.positions import PositionCertificate
 from quantkit.quality.transcoded import Exact
 from quantkit.quality.weights_only import WeightsOnly
 
@@ -60,7 +62,7 @@ class QuantizeResult:
 
     Attributes:
         path: the new folder.
-        schemes: how many layers have each scheme, the most frequent first.
+        schemes: how many linear layers have each scheme, the most frequent first.
         weight_bytes: what the tensors occupy on disk.
         bits_per_weight: their average over all parameters, those that keep their floats included.
         method: ``rtn`` or ``gptq``.
@@ -70,6 +72,9 @@ class QuantizeResult:
         seconds: what it took; a resumed run counts its own time.
         notes: what one should know though it is no error.
         manifest: what ``quantkit.json`` holds.
+        embedding: its scheme; None where it keeps its floats.
+        positions: what was lost by position; None where no certificate was asked for.
+        allocation: how the schemes were chosen for a size; None where they were given.
     """
 
     path: Path
@@ -83,16 +88,32 @@ class QuantizeResult:
     seconds: float
     notes: list[str]
     manifest: dict[str, Any]
+    embedding: str | None = None
+    positions: PositionCertificate | None = None
+    allocation: Allocation | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, as plain values; ``quality`` as the manifest has it."""
-        return {**asdict(self), "path": str(self.path), "quality": self.quality.to_json(accepted=self.accepted)}
+        """All of it, as plain values; ``quality`` and ``positions`` as the manifest has them."""
+        own = {
+            "path": str(self.path),
+            "quality": self.quality.to_json(accepted=self.accepted),
+            "positions": None if self.positions is None else self.positions.to_json(accepted=self.accepted),
+            "allocation": None if self.allocation is None else self.allocation.to_json(),
+        }
+        return asdict(replace(self, allocation=None)) | own
 
     def lines(self) -> list[str]:
         """The report for people: one line, with the divergence and the growth of perplexity over all texts of the
-        gate together."""
-        facts = [_schemes(self.schemes), _size(self.weight_bytes, self.bits_per_weight), *_lost(self.quality)]
-        return [f"wrote {self.path}: {', '.join([*facts, _time(self.seconds)])}"]
+        gate together, and those of a certificate."""
+        facts = [
+            _schemes(self.schemes),
+            *([f"embedding {self.embedding}"] if self.embedding else []),
+            _size(self.weight_bytes, self.bits_per_weight),
+            *_lost(self.quality),
+        ]
+        chosen = [] if self.allocation is None else [*self.allocation.lines(), self.allocation.line()]
+        by_position = [] if self.positions is None else self.positions.lines()
+        return [*chosen, f"wrote {self.path}: {', '.join([*facts, _time(self.seconds)])}", *by_position]
 
 
 def growth_text(ratio: Estimate) -> str:

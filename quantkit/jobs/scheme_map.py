@@ -8,10 +8,14 @@ from dataclasses import dataclass, field, replace
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import disk_tensors
+from quantkit.architectures.names import CANONICAL, EMBEDDING
 from quantkit.architectures.topology import kept_unless_named, linear_columns, parameters
 from quantkit.errors import QualityError, RequestError
+from quantkit.json_values import shown
 from quantkit.tensors.recipe import Recipe
-from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.scheme import EMBEDDING_SCHEME, QuantScheme
+
+_HEAD = CANONICAL["head"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,7 @@ class SchemeMap:
 
     Attributes:
         recipe: the recipe.
-        modules: every linear module, in layer order.
+        modules: every linear module, in layer order; before them the embedding, if it gets a scheme.
         schemes: the scheme of each that gets one.
         misfits: what was asked for, for those whose rows it does not divide.
         too_far: why those keep their floats that rounding would change too much.
@@ -45,19 +49,15 @@ class SchemeMap:
             RequestError: if nothing would be quantized, a pattern matches nothing, an override wants what cannot
                 be, or linears that are one module on disk would have several schemes.
         """
-        for override in recipe.overrides:
-            if override.scheme is None:
-                continue
-            if override.matches("model.embed_tokens"):
-                raise RequestError("the embedding cannot be quantized in this format", found=repr(override.pattern))
-            if config.tied_embeddings and override.matches("lm_head"):
-                raise RequestError("lm_head is tied to the embedding and keeps its floats", found=override.pattern)
         columns, kept = linear_columns(config), kept_unless_named(config)
         if not columns:
             raise RequestError("nothing would be quantized: no tensor is known for the weight of a linear layer")
+        embedding = _embedding_scheme(recipe, config)
+        if embedding is not None:
+            columns, kept = {EMBEDDING: config.hidden_size, **columns}, kept | {EMBEDDING}
         on_disk = _names_on_disk(config, columns)
-        schemes = recipe.assign(columns, on_disk, _routers(config), kept)
-        if not schemes:
+        schemes = _of_stored(recipe, config).assign(columns, on_disk, _routers(config), kept)
+        if not schemes.keys() - {EMBEDDING}:
             raise RequestError("the recipe keeps every layer; nothing would be quantized")
         _require_alike(schemes, config)
         asked = {module: recipe.requested(module, on_disk.get(module), kept) for module in schemes}
@@ -83,9 +83,19 @@ class SchemeMap:
         misfits = {module: scheme for module, scheme in self.misfits.items() if module not in too_far}
         return replace(self, schemes=schemes, misfits=misfits, too_far=dict(too_far))
 
+    @property
+    def embedding(self) -> QuantScheme | None:
+        """The embedding's scheme; None if it keeps its floats."""
+        return self.schemes.get(EMBEDDING)
+
+    @property
+    def linears(self) -> dict[str, QuantScheme]:
+        """The scheme of each linear module that gets one."""
+        return {module: scheme for module, scheme in self.schemes.items() if module != EMBEDDING}
+
     def counts(self) -> dict[str, int]:
-        """How many layers have each scheme, the most frequent first."""
-        return dict(Counter(map(str, self.schemes.values())).most_common())
+        """How many linear layers have each scheme, the most frequent first."""
+        return dict(Counter(map(str, self.linears.values())).most_common())
 
     def kept(self) -> list[str]:
         """The linear modules that keep their floats."""
@@ -112,6 +122,43 @@ class SchemeMap:
         if module in self.misfits:
             facts["reason"] = f"{self.misfits[module]} does not divide the row"
         return facts
+
+
+def _embedding_scheme(recipe: Recipe, config: ModelConfig) -> QuantScheme | None:
+    """The scheme of the embedding; None if it keeps its floats.
+
+    Raises:
+        RequestError: if it can't have the one that is asked for, or a head that is tied to it is to have another.
+    """
+    named = next((one for one in reversed(recipe.overrides) if one.matches(EMBEDDING)), None)
+    found = None if named is None else named.scheme
+    if named is not None and found is not None and not config.runnable:
+        raise RequestError(
+            "the embedding of a model known by its tensors only keeps its floats", found=shown(named.pattern)
+        )
+    if named is not None and found is not None and found != EMBEDDING_SCHEME:
+        raise RequestError(
+            "the embedding cannot be quantized so", found=f"{found} for {shown(named.pattern)}",
+            expected=f"{EMBEDDING_SCHEME}, one scale for each token",
+        )  # fmt: skip
+    head = next((one for one in reversed(recipe.overrides) if one.matches(_HEAD)), None)
+    if config.tied_embeddings and head is not None and head.scheme is not None and head.scheme != found:
+        raise RequestError(
+            "lm_head is tied to the embedding" + (", and both are one" if found else " and keeps its floats"),
+            found=f"{head.scheme} for {shown(head.pattern)}", expected=str(found) if found else None,
+            hint=f'`embedding="{EMBEDDING_SCHEME}"` quantizes both',
+        )  # fmt: skip
+    return found
+
+
+def _of_stored(recipe: Recipe, config: ModelConfig) -> Recipe:
+    """A recipe without overrides that name a tied head alone, which is the embedding."""
+    if not config.tied_embeddings:
+        return recipe
+    others = (*linear_columns(config), EMBEDDING)
+    of_head = [one for one in recipe.overrides if one.scheme is not None and one.matches(_HEAD)]
+    alone = [one for one in of_head if not any(map(one.matches, others))]
+    return Recipe(recipe.default, tuple(one for one in recipe.overrides if one not in alone))
 
 
 def _names_on_disk(config: ModelConfig, modules: Collection[str]) -> dict[str, str]:

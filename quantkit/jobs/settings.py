@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -21,14 +22,21 @@ from quantkit.calibration.effort import (
     Effort,
     activation_bytes,
 )
-from quantkit.errors import RequestError
+from quantkit.calibration.packaged import PackagedText, near_uniform_pieces
+from quantkit.distributed.group import SINGLE, ProcessGroup
+from quantkit.errors import CheckpointError, RequestError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.json_values import shown
 from quantkit.model.device import usable_device
+from quantkit.progress import Progress, in_phase, silent
+from quantkit.tensors.scheme import QuantScheme
+from quantkit.text.chat import Chat, chat_format
+from quantkit.text.chat_template import ChatTemplates
 from quantkit.text.tokenizer import Tokenizer
 
 Method = Literal["rtn", "gptq"]
 METHODS = get_args(Method)
+_SOLVED_BITS = 4  # by GPTQ, unless another method is said; more are rounded
 
 
 @dataclass(frozen=True)
@@ -36,14 +44,14 @@ class GptqSettings:
     """How GPTQ is calibrated.
 
     Attributes:
-        text, samples, length, seed: as for `load_calibration`; without a length it is the model's context,
-            `MAX_LENGTH` at most.
+        text, samples, length, seed: as for `load_calibration`; None is the packaged text, and without a length it is
+            the model's context, `MAX_LENGTH` at most.
         thorough: follow the float model on all samples.
         memory_bytes: activations held in memory.
         device: where it computes.
     """
 
-    text: str | Path
+    text: str | Path | None
     samples: int
     length: int | None
     seed: int
@@ -60,29 +68,49 @@ class GptqSettings:
         """What of the activations goes to disk."""
         return activation_bytes(source.config, drawn.tokens.shape, self.effort, self.memory_bytes)[1]
 
-    def draw(self, tokenizer: Tokenizer | None, source: Checkpoint) -> Calibration:
-        """The calibration samples for a model.
+    def draw(
+        self, tokenizer: Tokenizer | None, source: Checkpoint, *, group: ProcessGroup = SINGLE,
+        progress: Progress = silent,
+    ) -> Calibration:  # fmt: skip
+        """The calibration samples for a model; of the packaged text those that the source predicts.
+
+        Args:
+            group: the processes that share the samples; the first decides which.
 
         Raises:
-            RequestError: if the source has no tokenizer, or as `load_calibration` does.
+            RequestError: if the source has no tokenizer, or as `load_calibration` and `PackagedText` do.
         """
-        tokenizer, length = self._cut(tokenizer, source)
-        return load_calibration(self.text, tokenizer, samples=self.samples, length=length, seed=self.seed)
+        tokenizer = _required(tokenizer, source)
+        length = self.sample_length(source)
+        if self.text is not None:
+            return load_calibration(self.text, tokenizer, samples=self.samples, length=length, seed=self.seed)
+        choices, told = min(tokenizer.vocab_size, source.config.vocab_size), in_phase(progress, "calibration samples")
 
-    def shape(self, tokenizer: Tokenizer | None, source: Checkpoint) -> tuple[int, int]:
-        """Of the samples [N, T] that `draw` gives, which are not drawn.
+        def near_uniform(pieces: Sequence[torch.Tensor]) -> list[bool]:
+            return group.agree(near_uniform_pieces(source, pieces, choices, told) if group.first else [])
+
+        text = self._packaged(tokenizer, source)
+        return text.draw(samples=self.samples, length=length, seed=self.seed, near_uniform=near_uniform)
+
+    def require_text(self, tokenizer: Tokenizer | None, source: Checkpoint) -> None:
+        """Check what `draw` does, without drawing samples.
 
         Raises:
             RequestError: as `draw` does.
         """
-        tokenizer, length = self._cut(tokenizer, source)
-        require_calibration(self.text, tokenizer, samples=self.samples, length=length, seed=self.seed)
-        return self.samples, length
+        tokenizer = _required(tokenizer, source)
+        length = self.sample_length(source)
+        if self.text is None:
+            self._packaged(tokenizer, source).require(self.samples, length)
+        else:
+            require_calibration(self.text, tokenizer, samples=self.samples, length=length, seed=self.seed)
 
-    def _cut(self, tokenizer: Tokenizer | None, source: Checkpoint) -> tuple[Tokenizer, int]:
-        """What the text is cut with, and into how many tokens each."""
-        if tokenizer is None:
-            raise RequestError("calibration needs a tokenizer, and the source has none", path=source.path)
+    def sample_length(self, source: Checkpoint) -> int:
+        """Tokens in each sample.
+
+        Raises:
+            RequestError: if the model's context is shorter.
+        """
         context = source.config.max_context
         length = min(context, MAX_LENGTH) if self.length is None else self.length
         if length > context:
@@ -90,46 +118,116 @@ class GptqSettings:
                 "samples are longer than the model's context", found=f"{length} tokens", expected=f"at most {context}",
                 hint="give a smaller `length`",
             )  # fmt: skip
-        return tokenizer, length
+        return length
+
+    def _packaged(self, tokenizer: Tokenizer, source: Checkpoint) -> PackagedText:
+        chat, notes = _chat(source, tokenizer)
+        wanted = self.samples * self.sample_length(source)
+        text = PackagedText.of(tokenizer, chat, seed=self.seed, wanted=wanted)
+        return replace(text, notes=(*notes, *text.notes))
 
 
-def gptq_settings(
-    method: str, calibration: str | Path | None, *, samples: int | None, length: int | None, seed: int | None,
-    thorough: bool, activation_memory: int | None, device: str | torch.device | None,
-) -> GptqSettings | None:  # fmt: skip
-    """The settings of the method gptq; None for one that has none.
+@dataclass(frozen=True)
+class MethodOptions:
+    """What a user says of the method; None and False are what was not said.
 
-    Args:
-        method, calibration, samples, length, seed, thorough, activation_memory, device: as for
-            `quantize`; None and False are what was not said.
-
-    Raises:
-        RequestError: if the method is unknown, has not what it needs or is given what it has
-            no use for; for a budget that is no number of bytes, or a device that cannot be used.
+    Attributes:
+        method, calibration, samples, length, seed, thorough, activation_memory, device: as for `quantize`.
     """
-    if as_text("method", method) not in METHODS:
-        raise RequestError("unknown method", found=method, expected=" or ".join(METHODS))
-    if method != "gptq":
+
+    method: Method | None
+    calibration: str | Path | None
+    samples: int | None
+    length: int | None
+    seed: int | None
+    thorough: bool
+    activation_memory: int | None
+    device: str | torch.device | None
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            RequestError: if the method is unknown or is given what it has no use for; for a budget that is no number
+                of bytes, or a device that cannot be used.
+        """
+        if self.method is not None and as_text("method", self.method) not in METHODS:
+            raise RequestError("unknown method", found=self.method, expected=" or ".join(METHODS))
+        if self.method == "rtn":
+            self._require_unused()
+        if self.calibration is not None:
+            as_path("calibration", self.calibration)  # a text, kept as it is, may also name a dataset
+        for name in ("samples", "length", "seed"):
+            if (value := getattr(self, name)) is not None:
+                as_whole(name, value)
+        memory = self.activation_memory
+        if memory is not None and (
+            not isinstance(memory, (int, float)) or isinstance(memory, bool) or not 0 <= memory < math.inf
+        ):
+            raise RequestError(
+                "`activation_memory` is no number of bytes", found=shown(memory), expected="such as 4_000_000_000"
+            )
+        if self.device is not None:
+            usable_device(self.device)
+
+    def settings(
+        self, schemes: Collection[QuantScheme], source: Checkpoint, tokenizer: Tokenizer | None
+    ) -> GptqSettings | None:
+        """The settings of GPTQ, which is what int4 is made by unless another method was said; None for rounding.
+
+        Args:
+            schemes: that the layers get.
+
+        Raises:
+            RequestError: if GPTQ is not asked for by name, and the source cannot be calibrated; if options of GPTQ go
+                with a model that is rounded.
+        """
+        if self.method == "rtn" or (self.method is None and all(scheme.bits > _SOLVED_BITS for scheme in schemes)):
+            self._require_unused()
+            return None
+        if self.method is None and (not source.config.calibratable or tokenizer is None):
+            lack = "it is known by its tensors only" if not source.config.calibratable else "it has no tokenizer"
+            raise RequestError(
+                f"int4 is solved by GPTQ, and the source cannot be calibrated: {lack}", path=source.path,
+                hint='round it with `method="rtn"`',
+            )  # fmt: skip
+        return GptqSettings(
+            self.calibration, SAMPLES if self.samples is None else self.samples, self.length,
+            SEED if self.seed is None else self.seed, self.thorough,
+            ACTIVATION_MEMORY if self.activation_memory is None else int(self.activation_memory),
+            usable_device(self.device),
+        )  # fmt: skip
+
+    def _require_unused(self) -> None:
+        """
+        Raises:
+            RequestError: for an option that rounding has no use for.
+        """
         options = {
-            "calibration": calibration, "samples": samples, "length": length, "seed": seed,
-            "thorough": thorough or None, "activation_memory": activation_memory, "device": device,
+            "calibration": self.calibration, "samples": self.samples, "length": self.length, "seed": self.seed,
+            "thorough": self.thorough or None, "activation_memory": self.activation_memory, "device": self.device,
         }  # fmt: skip
         if unused := [name for name, value in options.items() if value is not None]:
             raise RequestError(f'`{unused[0]}` goes with `method="gptq"`')
-        return None
-    if calibration is None:
+
+
+def _required(tokenizer: Tokenizer | None, source: Checkpoint) -> Tokenizer:
+    """
+    Raises:
+        RequestError: if there is none.
+    """
+    if tokenizer is None:
         raise RequestError(
-            "the method gptq needs calibration text: `calibration=FILE`, or a hub dataset"
-            " such as Salesforce/wikitext:wikitext-2-raw-v1:train"
-        )
-    as_path("calibration", calibration)  # a text, kept as it is, may also name a dataset
-    memory = ACTIVATION_MEMORY if activation_memory is None else activation_memory
-    if not isinstance(memory, (int, float)) or isinstance(memory, bool) or not 0 <= memory < math.inf:
-        raise RequestError(
-            "`activation_memory` is no number of bytes", found=shown(memory), expected="such as 4_000_000_000"
-        )
-    return GptqSettings(
-        calibration, as_whole("samples", SAMPLES if samples is None else samples),
-        None if length is None else as_whole("length", length), as_whole("seed", SEED if seed is None else seed),
-        thorough, int(memory), usable_device(device),
-    )  # fmt: skip
+            "calibration needs a tokenizer, and the source has none", path=source.path,
+            hint='round it with `method="rtn"`',
+        )  # fmt: skip
+    return tokenizer
+
+
+def _chat(source: Checkpoint, tokenizer: Tokenizer) -> tuple[Chat | None, list[str]]:
+    """How a source is told dialogues, and a note where its own way cannot be taken; None of a base model."""
+    try:
+        if not ChatTemplates(source.path):
+            return None, []
+        return chat_format(source.path, tokenizer), []
+    except (RequestError, CheckpointError) as error:
+        return None, [f"{source.path}: dialogues of the calibration text are plain text: {error.problem}"]

@@ -6,14 +6,18 @@ B batch, T new positions, S positions of the cache, H heads, K KV heads, Dh head
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit.model.cache import KVCache, cached_floats
+from quantkit.model.cache import KVCache, cached_floats, stored_floats
+
+_LONG = 2048
+"""Positions beyond which masks and scores, which grow with their square, are made for a piece of them at a time."""
+_SCORES_BYTES = 16 << 20  # of a piece; what is larger is taken from the system each time anew
 
 
 @dataclass(frozen=True)
@@ -60,12 +64,23 @@ class CachedAttention(Protocol):
         ...
 
 
-def causal_attention(positions: Tensor, windows: Sequence[int | None]) -> Attend:
-    """Each of the tokens at rising positions, [T] or [B, T], sees itself and those of its sequence before it."""
-    masks = {window: _window_mask(positions, window) for window in set(windows)}
+def causal_attention(
+    positions: Tensor, windows: Sequence[int | None], cache_dtype: torch.dtype | None = None
+) -> Attend:
+    """Each of the tokens at rising positions, [T] or [B, T], sees itself and those of its sequence before it.
+
+    Args:
+        cache_dtype: keys and values are seen as a cache of this type stores them; None is as they are.
+    """
+    long = positions.shape[-1] > _LONG and _eager_on_cpu(positions)
+    masks = {} if long else {window: _window_mask(positions, window) for window in set(windows)}
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
-        mask = masks[windows[layer]]
+        if cache_dtype is not None:
+            keys, values = stored_floats(keys, cache_dtype), stored_floats(values, cache_dtype)
+        if long and not (windows[layer] is None and scores.plain):
+            return _mixed_in_pieces(queries, keys, values, positions, windows[layer], scores)
+        mask = masks.get(windows[layer])
         if mask is None and not scores.plain:
             mask = _causal_mask(positions, positions, None)
         return _mixed(queries, keys, values, mask, scores)
@@ -104,7 +119,7 @@ def masked_attention(
     scores: Scores = PLAIN,
 ) -> Tensor:  # fmt: skip
     """The `CachedAttention` of torch, under a mask: over the whole cache, or on a CPU over what is seen."""
-    if type(positions) is Tensor and positions.device.type == "cpu" and not torch.compiler.is_compiling():
+    if _eager_on_cpu(positions):
         seen = int(positions.max()) + 1
         keys, values = keys[:, :, :seen], values[:, :, :seen]
     if slots is not None:
@@ -149,6 +164,32 @@ def _mixed(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, s
         shares = torch.cat((products, sinks), dim=-1).softmax(-1)[..., :-1]
     given: Tensor = shares.to(values.dtype) @ values.unsqueeze(2)
     return given.flatten(1, 2).transpose(1, 2).flatten(2)
+
+
+def _mixed_in_pieces(
+    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None, scores: Scores
+) -> Tensor:
+    """Mixed values [B, T, H * Dh] of tokens at rising positions, [T] or [B, T]: of some queries of the heads that share
+    keys at a time, with what any of them sees."""
+    batch, kv_heads, count, _ = keys.shape
+    heads = queries.shape[1] // kv_heads
+    seen = count if window is None else min(count, window + _LONG)
+    size = min(_LONG, max(1, _SCORES_BYTES // (4 * batch * heads * seen)))
+    mixed = torch.empty(batch, count, kv_heads, heads * queries.shape[-1], dtype=values.dtype, device=values.device)
+    for start in range(0, count, size):
+        stop = min(start + size, count)
+        first = 0 if window is None else max(0, start - window + 1)  # positions rise by one at least
+        mask = _causal_mask(positions[..., start:stop], positions[..., first:stop], window)
+        for head in range(kv_heads):
+            own, shared = slice(head * heads, (head + 1) * heads), slice(head, head + 1)
+            parts = queries[:, own, start:stop], keys[:, shared, first:stop], values[:, shared, first:stop]
+            sinks = None if scores.sinks is None else scores.sinks[own]
+            mixed[:, start:stop, head] = _mixed(*parts, mask, replace(scores, sinks=sinks))
+    return mixed.flatten(2)
+
+
+def _eager_on_cpu(positions: Tensor) -> bool:
+    return type(positions) is Tensor and positions.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _window_mask(positions: Tensor, window: int | None) -> Tensor | None:

@@ -37,7 +37,7 @@ class KVCache:
             slots: whose, [B]; None is all slots in order.
         """
         for stored, new in ((self.keys[layer], keys), (self.values[layer], values)):
-            rows = _int8_rows(new) if stored.dtype == torch.int8 else new.to(stored.dtype)
+            rows = _stored(new, stored.dtype)
             if slots is None and positions.dim() == 1:
                 stored.index_copy_(2, positions, rows)
             else:
@@ -55,12 +55,21 @@ def _width(config: ModelConfig, dtype: torch.dtype) -> int:
     return config.head_dim + (_SCALE_BYTES if dtype == torch.int8 else 0)
 
 
+def stored_floats(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows [..., head_dim] as a cache of a type gives them back."""
+    return cached_floats(_stored(rows, dtype), rows.dtype)
+
+
 def cached_floats(stored: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows of a cache as floats: [..., head_dim]."""
     if stored.dtype != torch.int8:
         return stored.to(dtype)
     scales = stored[..., -_SCALE_BYTES:].contiguous().view(torch.float32)
     return (stored[..., :-_SCALE_BYTES].float() * scales).to(dtype)
+
+
+def _stored(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    return _int8_rows(rows) if dtype == torch.int8 else rows.to(dtype)
 
 
 def _int8_rows(rows: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.model = Backbone(config)
-        self.lm_head: nn.Module | None = None
+        self.lm_head: nn.Module | None = None  # the embedding's weight, or where its codes are the head's, that head
         if not config.tied_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rotary = Rotary(config)
@@ -102,7 +102,7 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.model.embed_tokens.weight.device
+        return self.model.norm.weight.device
 
     @property
     def dtype(self) -> torch.dtype:

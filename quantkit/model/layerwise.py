@@ -44,11 +44,13 @@ class Batch:
 class _Pack:
     """Batches one after the other: tokens [1, N], of which each sees those of its own sequence only."""
 
-    def __init__(self, batches: Sequence[Batch], config: ModelConfig, rotary: Rotary) -> None:
+    def __init__(
+        self, batches: Sequence[Batch], config: ModelConfig, rotary: Rotary, cache_dtype: torch.dtype | None
+    ) -> None:
         self.tokens = torch.cat([batch.tokens.flatten() for batch in batches]).unsqueeze(0)
         self.lengths = [batch.tokens.numel() for batch in batches]
         self._shapes = [batch.tokens.shape for batch in batches]
-        self._attends = [causal_attention(batch.positions, config.windows) for batch in batches]
+        self._attends = [causal_attention(batch.positions, config.windows, cache_dtype) for batch in batches]
         positions = [batch.positions.repeat(shape[0]) for batch, shape in zip(batches, self._shapes, strict=True)]
         lengths = [own.amax() + 1 for own in positions]
         reach = [length.expand(len(own)) for length, own in zip(lengths, positions, strict=True)]
@@ -72,11 +74,13 @@ class _Pack:
 
 @torch.inference_mode()
 def layerwise_hidden(
-    checkpoint: Checkpoint, batches: Sequence[Batch], *, group: ProcessGroup = SINGLE, progress: Progress = silent
-) -> list[Tensor]:
+    checkpoint: Checkpoint, batches: Sequence[Batch], *, cache_dtype: torch.dtype | None = None,
+    group: ProcessGroup = SINGLE, progress: Progress = silent,
+) -> list[Tensor]:  # fmt: skip
     """Hidden states [B, T, D] after the final norm of every batch, in float32 on the CPU.
 
     Args:
+        cache_dtype: keys and values are those that a cache of this type gives back; None is as they are.
         group: the processes that share the model; each calls this alike and gets the same.
 
     Raises:
@@ -85,8 +89,8 @@ def layerwise_hidden(
     tp = TensorParallel(checkpoint, group)
     checkpoint, config = tp.checkpoint, tp.checkpoint.config
     rotary = Rotary(config)
-    packs = [_Pack(some, config, rotary) for some in _grouped(batches)]
-    embedding = _tensor(checkpoint, "model.embed_tokens.weight")
+    packs = [_Pack(some, config, rotary, cache_dtype) for some in _grouped(batches)]
+    embedding = checkpoint.load("model.embed_tokens.weight")
     states = [
         scaled_embeddings(tp.embed(pack.tokens, embedding).float(), config.embedding_multiplier) for pack in packs
     ]
@@ -96,13 +100,27 @@ def layerwise_hidden(
         for index, pack in enumerate(packs):
             block = offloaded_block(checkpoint, layer, pack.lengths)
             tp.connect(block, BLOCK_PREFIX.format(layer))
-            states[index] = block(states[index], pack.step)
+            states[index] = _through(block, states[index], pack.step)
     norm = rms_norm(config)
     norm.weight = nn.Parameter(_tensor(checkpoint, "model.norm.weight").float(), requires_grad=False)
     progress("layers", config.num_layers, config.num_layers, "layers")
     for index, state in enumerate(states):
         states[index] = norm(state)
     return [own for pack, state in zip(packs, states, strict=True) for own in pack.split(state)]
+
+
+def _through(block: Block, states: Tensor, step: Step) -> Tensor:
+    """Hidden states [1, N, D] after a block; where there are more than the usual, the feed-forward, whose inner width
+    is several times D, takes some of them at a time."""
+    if states.shape[1] <= TOKENS_THROUGH_A_BLOCK:
+        through: Tensor = block(states, step)
+        return through
+    attention, feed_forward = block.BRANCHES
+    states = block.finish(attention, states, block.inner(attention, states, step), step)
+    pieces = torch.split(states, TOKENS_THROUGH_A_BLOCK, dim=1)
+    return torch.cat(
+        [block.finish(feed_forward, one, block.inner(feed_forward, one, step), step) for one in pieces], dim=1
+    )
 
 
 @torch.inference_mode()
@@ -136,7 +154,7 @@ class OffloadedLinear(nn.Module):
     """``x @ weight.T + bias`` in float32, the weight read at every call, some rows at a time.
 
     The tokens of several sequences, one after the other, are multiplied sequence by sequence: a matrix product's bits
-    depend on its size. Those that are sent to an expert, [N, I], are multiplied together.
+    depend on its size. Those that are sent to an expert, [N, I], are multiplied together, and so is a piece of them.
     """
 
     def __init__(self, checkpoint: Checkpoint, name: str, bias: bool, lengths: Sequence[int]) -> None:
@@ -149,7 +167,8 @@ class OffloadedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[1, N, I] or [N, I] float32 to as many rows of O."""
         weight = self._checkpoint.load(self._name + ".weight")
-        parts = torch.split(x, self._lengths, dim=1) if x.dim() == 3 else [x]
+        whole = x.dim() == 3 and x.shape[1] == sum(self._lengths)
+        parts = torch.split(x, self._lengths, dim=1) if whole else [x]
         out = torch.cat(float32_linears(parts, weight), dim=-2)
         if self._bias:
             bias = self._checkpoint.load(self._name + ".bias")

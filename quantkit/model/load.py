@@ -19,6 +19,7 @@ from quantkit.kernels.dispatch import require_backend
 from quantkit.memory import give_back
 from quantkit.model.decoder import Decoder
 from quantkit.model.device import usable_device
+from quantkit.model.embedding import QuantEmbedding
 from quantkit.model.expert_bank import stack_experts
 from quantkit.model.fused_projections import Projection, fusible, projection
 from quantkit.model.install_kernels import install_kernels
@@ -99,18 +100,33 @@ def fill(
         if owner in done:
             continue
         info = checkpoint.info(name)
+        parent, _, leaf = name.removeprefix(prefix).rpartition(".")
         if info.scheme is None:
-            parent, _, leaf = name.removeprefix(prefix).rpartition(".")
             setattr(module.get_submodule(parent), leaf, float_parameter(checkpoint, name, device, dtype))
         else:
             value = checkpoint.load(name)
             assert isinstance(value, QuantTensor)
+            if isinstance(module.get_submodule(parent), nn.Embedding):
+                _embed(module, parent, value, device, dtype, backend)
+                del value
+                give_back()
+                continue
             found = projection(checkpoint, owner, value, groups)
             linear = QuantLinear(found.weight, found.bias, device, dtype, backend)
             _replace(module, prefix, found, linear)
             done.update(found.sources)
             del value, found
             give_back()
+
+
+def _embed(
+    model: nn.Module, name: str, weight: QuantTensor, device: torch.device, dtype: torch.dtype, backend: str | None
+) -> None:  # fmt: skip
+    """Put a quantized embedding in its place; and in the head's, where that is tied to it."""
+    head = None
+    if isinstance(model, Decoder) and model.lm_head is None:
+        head = model.lm_head = QuantLinear(weight, None, device, dtype, backend)
+    model.set_submodule(name, QuantEmbedding(weight, device, dtype, head))
 
 
 def _replace(module: nn.Module, prefix: str, found: Projection, linear: QuantLinear) -> None:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quantkit.architectures.topology import summed_modules
@@ -29,8 +28,10 @@ from quantkit.distributed.shard import CheckpointShard
 from quantkit.distributed.split import Split, split_model
 from quantkit.formats.checkpoint import Checkpoint, require_runnable, schemes
 from quantkit.model.decoder import Attention, Decoder
+from quantkit.model.embedding import embedding_rows
 from quantkit.model.feed_forward import Experts
 from quantkit.model.norm import RMSNorm
+from quantkit.tensors.qtensor import QuantTensor
 
 
 class TensorParallel:
@@ -61,11 +62,12 @@ class TensorParallel:
             self._vocab_start = self._split.vocab_start
             self.checkpoint = CheckpointShard(checkpoint, self._split)
 
-    def embed(self, tokens: Tensor, rows: Tensor) -> Tensor:
-        """Embeddings [..., D] of tokens [...], from the rows that this process has of them."""
+    def embed(self, tokens: Tensor, rows: Tensor | QuantTensor) -> Tensor:
+        """Embeddings [..., D] of tokens [...], from the rows that this process has of them; of codes in float32."""
+        look_up = partial(embedding_rows, weight=rows)
         if self._group.size == 1:
-            return F.embedding(tokens, rows)
-        return vocab_parallel_embedding(tokens, rows, self._vocab_start, self._group)
+            return look_up(tokens)
+        return vocab_parallel_embedding(tokens, look_up, rows.shape[0], self._vocab_start, self._group)
 
     def gather_logits(self, logits: Tensor) -> Tensor:
         """Logits [..., V] from those of the rows that this process has of the head."""
@@ -99,10 +101,11 @@ class TensorParallel:
 
     def connect_vocabulary(self, model: Decoder) -> None:
         """Let the embedding and the head of a model, whatever multiplies by it, work with those of the others."""
-        if self._group.size == 1:
+        if self._split is None:
             return
         own = model.ops.float_linear
-        embedding = VocabParallelEmbedding(model.model.embed_tokens.weight, self._vocab_start, self._group)
+        embedding: nn.Module = model.model.embed_tokens
+        embedding = VocabParallelEmbedding(embedding, self._split.vocab_rows, self._vocab_start, self._group)
         model.model.set_submodule("embed_tokens", embedding)
         if model.lm_head is not None and not isinstance(model.lm_head, nn.Linear):
             model.lm_head = ColumnParallelLinear(model.lm_head, self._group, self._vocab_size)

@@ -95,6 +95,24 @@ def weight_bound(quantized: QuantTensor, weight: Tensor | QuantTensor, coarsest:
     return max(_LEAST_ERROR, TIMES_ROUNDING * error)
 
 
+def worst_row(quantized: QuantTensor, weight: Tensor) -> tuple[float, float]:
+    """Of a quantized weight [O, I] the row that is farthest beyond what rounding it in its scheme explains: its error
+    relative to its norm, and what that may be. NaN where a row holds one."""
+    worst, found = -1.0, (0.0, _LEAST_ERROR)
+    for start, stop in row_chunks(*quantized.shape):
+        rows, reference = quantized.rows(start, stop), weight[start:stop].float()
+        rounded = quantize_rtn(reference, rows.scheme, rows.scale.dtype).dequantize()
+        norms = torch.linalg.vector_norm(reference, dim=1).clamp(min=torch.finfo(torch.float32).tiny)
+        error, least = (
+            torch.linalg.vector_norm(one - reference, dim=1) / norms for one in (rows.dequantize(), rounded)
+        )
+        bound = (TIMES_ROUNDING * least).clamp(min=_LEAST_ERROR)
+        excess, row = torch.max(error / bound, 0)  # NaN is the largest
+        if not excess.item() <= worst:
+            worst, found = excess.item(), (error[row].item(), bound[row].item())
+    return found
+
+
 def _dividing(scheme: QuantScheme, columns: int) -> QuantScheme:
     """A scheme with as few bits whose groups divide a row: losses elsewhere do not depend on the row's length."""
     if scheme.group_size is None or columns % scheme.group_size == 0:

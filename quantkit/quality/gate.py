@@ -10,11 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
+from quantkit.architectures.names import EMBEDDING
 from quantkit.errors import CheckpointError, QualityError
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.progress import Progress, silent
 from quantkit.quality.baseline import is_baseline, rtn_baseline
-from quantkit.quality.bounds import BOUNDS, coarser, coarsest, weight_bound
+from quantkit.quality.bounds import BOUNDS, coarser, coarsest, weight_bound, worst_row
 from quantkit.quality.figures import Estimate
 from quantkit.quality.measures import Quality, compare_texts
 from quantkit.quality.windows import WINDOW, measured_windows
@@ -241,12 +242,18 @@ def _distorted(
     source: Checkpoint, result: Checkpoint, records: Mapping[str, Mapping[str, Any]],
     assigned: Mapping[str, QuantScheme], progress: Progress,
 ) -> dict[str, tuple[float, float]]:  # fmt: skip
-    """The layers whose recorded errors are beyond what `weight_bound` allows, with error and bound."""
+    """The layers whose recorded errors are beyond what `weight_bound` allows, with error and bound; of an embedding any
+    row, as texts have few of the tokens."""
     found = {}
     worst = coarsest(assigned.values())
     for index, module in enumerate(assigned):
         progress("weights", index, len(assigned), "layers")
         record = records.get(module + ".weight") or {}
+        if module == EMBEDDING:
+            error, bound = worst_row(*_pair(source, result, module))
+            if not error <= bound:
+                found[module] = (_rounded(error), _rounded(bound))
+            continue
         if record.get("solver") in (ROUNDING, CARRIED):
             continue  # its error is that of rounding, or it has none
         error = float(record.get("relative_error", math.nan))

@@ -19,6 +19,7 @@ from quantkit.progress import Progress, in_phase, silent
 from quantkit.quality.bounds import REPEATABLE
 from quantkit.quality.gate import Gate, TextResult
 from quantkit.quality.measures import token_perplexities
+from quantkit.quality.positions import PositionCertificate
 from quantkit.quality.transcoded import Exact
 from quantkit.quality.weights_only import WeightsOnly, require_as_recorded
 from quantkit.quality.windows import measured_windows
@@ -213,7 +214,7 @@ def recheck(model: Path, made: Mapping[str, Any], *, progress: Progress = silent
     Raises:
         CheckpointError: if the manifest does not tell of a gate.
         QualityError: if a perplexity is another than the manifest's, or the model did not
-            pass its gate when it was made.
+            pass its gate, or a certificate for long contexts, when it was made.
     """
     quality: Any = made.get("quality")
     recorded = Gate.from_json(quality, manifest_path(model))
@@ -233,11 +234,25 @@ def recheck(model: Path, made: Mapping[str, Any], *, progress: Progress = silent
                 f"perplexity on '{one.text}' is not what the manifest says", path=model, found=f"{found:.4g}",
                 expected=f"{one.perplexity:.4g}", hint="make it again",
             )  # fmt: skip
-    what, measured, allowed = recorded.problem() or ("", None, None)
-    if what or quality.get("passed") is not True:
-        raise QualityError(
-            "did not pass its gate when it was made" + (f": {what}" if what else ""), path=model,
-            found=measured, expected=allowed,
-            hint="it was kept with `accept_quality_loss=True`" if quality.get("accepted") else "make it again",
-        )  # fmt: skip
+    _require_passed(recorded, "gate", quality, model)
+    if (positions := made.get("positions")) is not None:
+        certificate = PositionCertificate.from_json(positions, manifest_path(model))
+        _require_passed(certificate, "certificate for long contexts", positions, model)
     return [TextCheck(one, perplexities.get(one.text)) for one in recorded.texts]
+
+
+def _require_passed(recorded: Gate | PositionCertificate, name: str, value: Any, model: Path) -> None:
+    """
+    Args:
+        value: the manifest's form of it.
+
+    Raises:
+        QualityError: if the model did not pass when it was made.
+    """
+    what, measured, allowed = recorded.problem() or ("", None, None)
+    if what or value.get("passed") is not True:
+        raise QualityError(
+            f"did not pass its {name} when it was made" + (f": {what}" if what else ""), path=model,
+            found=measured, expected=allowed,
+            hint="it was kept with `accept_quality_loss=True`" if value.get("accepted") else "make it again",
+        )  # fmt: skip

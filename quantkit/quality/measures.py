@@ -28,7 +28,7 @@ STATES_BYTES = 256 << 20
 NOT_SCORED = -100
 """Stands for a target where nothing is predicted; cross entropy leaves it out."""
 TOKENS_THROUGH_THE_HEAD = 64
-_LOGITS_BYTES = 32 << 20  # of one model, that are in memory together
+LOGITS_BYTES = 32 << 20  # of one model, that are in memory together
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,19 @@ class Hidden(Protocol):
     ) -> list[Tensor]: ...  # fmt: skip
 
 
+class Listener(Protocol):
+    """Told what two models predict of a text, a few of its tokens after the other, in their order."""
+
+    def __call__(self, log_p: Tensor, log_q: Tensor, kl: Tensor, targets: Tensor) -> None:
+        """
+        Args:
+            log_p, log_q: logarithms of the reference's and the other's probabilities [N, V].
+            kl: KL(reference || other) of each, in nats [N].
+            targets: what is predicted [N], or `NOT_SCORED`.
+        """
+        ...
+
+
 @torch.inference_mode()
 def compare_batches(
     reference: Checkpoint, other: Checkpoint, batches: Sequence[Batch], *, progress: Progress = silent
@@ -115,19 +128,22 @@ def compare_batches(
 
 def compare(
     reference: Checkpoint, others: Sequence[Checkpoint], windows: Tensor, *,
-    reference_hidden: Hidden = layerwise_hidden, group: ProcessGroup = SINGLE, progress: Progress = silent,
+    reference_hidden: Hidden = layerwise_hidden, listeners: Sequence[Listener] = (), group: ProcessGroup = SINGLE,
+    progress: Progress = silent,
 ) -> list[Quality]:  # fmt: skip
     """`compare_texts` on one text; what each of the others lost."""
     (found,) = compare_texts(
-        reference, others, [windows], reference_hidden=reference_hidden, group=group, progress=progress
-    )
+        reference, others, [windows], reference_hidden=reference_hidden, listeners=[listeners] if listeners else (),
+        group=group, progress=progress,
+    )  # fmt: skip
     return found
 
 
 @torch.inference_mode()
 def compare_texts(
     reference: Checkpoint, others: Sequence[Checkpoint], texts: Sequence[Tensor], *,
-    reference_hidden: Hidden = layerwise_hidden, group: ProcessGroup = SINGLE, progress: Progress = silent,
+    reference_hidden: Hidden = layerwise_hidden, listeners: Sequence[Sequence[Listener]] = (),
+    group: ProcessGroup = SINGLE, progress: Progress = silent,
 ) -> list[list[Quality]]:  # fmt: skip
     """Hold checkpoints against one reference on texts, each as windows [W, T] of token ids.
 
@@ -135,6 +151,7 @@ def compare_texts(
 
     Args:
         reference_hidden: gives the reference's hidden states; a place for a cache.
+        listeners: of each text, one of each of the others; or none at all.
         group: the processes that share each model.
 
     Returns:
@@ -150,7 +167,8 @@ def compare_texts(
             "cannot be compared with the reference", path=odd[0].path,
             found=f"{odd[0].config.vocab_size} tokens", expected=f"a vocabulary of {size}",
         )  # fmt: skip
-    tallies = [[_Tally() for _ in others] for _ in texts]
+    heard: Sequence[Sequence[Listener | None]] = listeners or [[None] * len(others)] * len(texts)
+    tallies = [[_Tally(listener) for listener in of_text] for of_text in heard]
     width = max(checkpoint.config.hidden_size for checkpoint in (reference, *others))
     parts = _parts([Windows.of(windows) for windows in texts], width)
     runs = len(parts) * (len(others) + 1)
@@ -205,11 +223,24 @@ def perplexity_estimates(
     Raises:
         NonFiniteError: if the model's logits are NaN or Inf.
     """
+    losses = token_losses(checkpoint, texts, group=group, progress=progress)
+    return [mean_estimate(of_text.flatten()).exp() for of_text in losses]
+
+
+@torch.inference_mode()
+def token_losses(
+    checkpoint: Checkpoint, texts: Sequence[Tensor], *, group: ProcessGroup = SINGLE, progress: Progress = silent
+) -> list[Tensor]:
+    """Minus the log probability, in nats, of each token but the first of each text's windows [W, T]: [W, T - 1].
+
+    Raises:
+        NonFiniteError: if the model's logits are NaN or Inf.
+    """
     scored = [Windows.of(windows) for windows in texts]
     losses: list[list[Tensor]] = [[] for _ in scored]
     for text, some in _losses(checkpoint, scored, group, progress):
         losses[text].append(some)
-    return [mean_estimate(torch.cat(of_text)).exp() for of_text in losses]
+    return [torch.cat(of_text).view(len(windows), -1) for of_text, windows in zip(losses, texts, strict=True)]
 
 
 def token_perplexity(
@@ -242,7 +273,8 @@ def text_windows(ids: Sequence[int], bos_id: int | None, length: int) -> Tensor:
 class _Tally:
     """What two models' predictions amount to, gathered batch by batch: a few numbers of each token."""
 
-    def __init__(self) -> None:
+    def __init__(self, listener: Listener | None = None) -> None:
+        self._listener = listener
         self._largest = 0.0
         self._found: list[tuple[Tensor, ...]] = []
 
@@ -251,8 +283,11 @@ class _Tally:
         difference = (p - q).abs().max().item()
         self._largest = difference if math.isnan(difference) else max(self._largest, difference)
         log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
+        kl = token_kl(log_p, log_q)
+        if self._listener is not None:
+            self._listener(log_p, log_q, kl, targets)
         self._found.append((
-            (log_p.exp() * (log_p - log_q)).sum(-1, dtype=torch.float64),
+            kl,
             (p.argmax(-1) == q.argmax(-1)).double(),
             *(F.nll_loss(log, targets, reduction="none", ignore_index=NOT_SCORED).double() for log in (log_p, log_q)),
             targets != NOT_SCORED,
@@ -269,6 +304,11 @@ class _Tally:
         first, second = first[scored], second[scored]
         reference, other, ratio = (mean_estimate(losses).exp() for losses in (first, second, second - first))
         return Quality(divergence, reference.value, other.value, reference.error, other.error, ratio.error)
+
+
+def token_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p || q) of each token, float64 [N], of log probabilities [N, V]."""
+    return (log_p.exp() * (log_p - log_q)).sum(-1, dtype=torch.float64)
 
 
 def _compare_logits(
@@ -325,7 +365,7 @@ def head_pieces(counts: Sequence[int], vocab_size: int) -> Iterator[list[tuple[i
     that their logits may be in memory together.
     """
     every = [(index, rows) for index, count in enumerate(counts) for rows in _pieces(count, TOKENS_THROUGH_THE_HEAD)]
-    for some in _pieces(len(every), max(1, _LOGITS_BYTES // (4 * TOKENS_THROUGH_THE_HEAD * vocab_size))):
+    for some in _pieces(len(every), max(1, LOGITS_BYTES // (4 * TOKENS_THROUGH_THE_HEAD * vocab_size))):
         yield every[some]
 
 

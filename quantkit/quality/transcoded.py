@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.architectures.names import EMBEDDING
 from quantkit.errors import QuantkitError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.progress import Progress, silent
@@ -70,7 +71,7 @@ def require_exact(
             continue
         if before.scheme is not None:
             quantized += 1
-            equal = _same_codes(source, result, name)
+            equal = _same_codes(source, result, before.name, name)
         elif _offset(result, name):
             norms += not _same_when_rounded(source, result, name)
             continue
@@ -112,8 +113,13 @@ def _offset(result: Checkpoint, name: str) -> bool:
     return result.format == "gguf" and result.config.norm_offset != 0 and "norm" in name
 
 
-def _same_codes(source: Checkpoint, result: Checkpoint, name: str) -> bool:
-    before, after = source.load(name), result.load(name)
+def _same_codes(source: Checkpoint, result: Checkpoint, before_name: str, name: str) -> bool:
+    before, after = source.load(before_name), result.load(name)
+    if isinstance(before, QuantTensor) and isinstance(after, Tensor) and name == f"{EMBEDDING}.weight":
+        chunks = row_chunks(*before.shape)  # a format that has codes of linears only
+        return before.shape == after.shape and all(
+            _equal(before.rows(*part).dequantize(), after[slice(*part)]) for part in chunks
+        )
     return isinstance(before, QuantTensor) and isinstance(after, QuantTensor) and equal_as_numbers(before, after)
 
 

@@ -3,7 +3,8 @@
 Sources: GPTQ (2210.17323) with activation order over static groups; the asymmetric
 calibration target of GPTAQ (2504.02692), which makes up for the error of earlier
 layers; coordinate descent as in QuantEase (2309.01885). The result needs no column
-order on disk.
+order on disk. Rounding goes by the Cholesky factor of the Hessian itself, its inputs in reverse order, rather than by
+that of its inverse: the codes are the same (2507.18553).
 
 Inside, matrices are transposed, [I, O]: the work goes input by input, over all outputs
 at once.
@@ -18,13 +19,15 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import NonFiniteError
+from quantkit.solver.factor import cholesky, lower_transposed_times, solve_lower, solve_lower_transposed
 from quantkit.solver.grid import search_scales
+from quantkit.tensors.products import times
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
 DAMPING = 0.01
 _MOST_DAMPING = 1.0
-_BLOCK = 32
+_BLOCK = 64
 _REFIT_BYTES = 1 << 26
 WEIGHTS_AT_ONCE = 1 << 21
 
@@ -95,12 +98,16 @@ class Damped:
         diagonal: [I] its diagonal before; the mean where an input was always zero.
         damping: share of the mean of `diagonal` that was added.
         dead: number of inputs that were always zero.
+        order: [I] the inputs, the largest first, as they are rounded.
+        factor: of `matrix`, see `reverse_factor`.
     """
 
     matrix: Tensor
     diagonal: Tensor
     damping: float
     dead: int
+    order: Tensor
+    factor: Tensor
 
     @classmethod
     def of_(cls, hessian: Tensor, least: float = DAMPING) -> Damped:
@@ -116,27 +123,32 @@ class Damped:
         dead = diagonal == 0
         diagonal[dead] = diagonal.mean() if diagonal.any() else 1.0
         mean = diagonal.mean()
+        order = torch.argsort(diagonal, descending=True, stable=True)
         damping = least
         while True:
             hessian.diagonal().copy_(diagonal + damping * mean)
-            if not torch.linalg.cholesky_ex(hessian).info:
-                return cls(hessian, diagonal, damping, int(dead.sum()))
+            factor = reverse_factor(hessian, order)
+            if factor is not None:
+                return cls(hessian, diagonal, damping, int(dead.sum()), order, factor)
             if damping >= _MOST_DAMPING:
                 raise SingularError(f"the Hessian stays singular with {damping:g} of its mean diagonal added")
             damping = min(10 * damping, _MOST_DAMPING)
 
 
-def compensated(weight: Tensor, factor: Tensor, pull: Tensor) -> Tensor:
+def compensated(weight: Tensor, hessian: Damped, pull: Tensor) -> Tensor:
     """The weights [O, I] that on the inputs the layer will see come closest to what it should give.
 
     Args:
         weight: [O, I] float32.
-        factor: [I, I] lower Cholesky factor of the damped ``X.T @ X`` over inputs X that the
-            layer will see.
+        hessian: ``X.T @ X`` over inputs X that the layer will see.
         pull: [O, I] float32, ``weight @ (X_float - X).T @ X`` over the same, where X_float
             are the inputs of the unquantized model.
     """
-    return weight + torch.cholesky_solve(pull.t(), factor).t()
+    inputs = hessian.order.flip(0)
+    solved = solve_lower_transposed(hessian.factor, solve_lower(hessian.factor, pull.t()[inputs]))
+    moved = torch.empty_like(weight)
+    moved[:, inputs] = solved.t()
+    return moved.add_(weight)
 
 
 def gptq(
@@ -174,32 +186,29 @@ def solve(
     """
     if not torch.isfinite(weight).all():
         raise NonFiniteError("the weight holds NaN or Inf")
-    order = torch.argsort(hessian.diagonal, descending=True, stable=True)
-    factor = inverse_factor(hessian.matrix, order)
     rows, columns = weight.shape
     step = max(1, WEIGHTS_AT_ONCE // columns)
     parts = []
     for start in range(0, max(rows, 1), step):
         part = weight[start : start + step].float()
         wanted = part if target is None else target[start : start + step].float()
-        parts.append(_solve_rows(part, wanted, hessian, factor, order, scheme, scale_dtype))
+        parts.append(_solve_rows(part, wanted, hessian, scheme, scale_dtype))
     codes, scales, zeros, errors, energies = zip(*parts, strict=True)
     quantized = QuantTensor(torch.cat(codes), torch.cat(scales), None if scheme.symmetric else torch.cat(zeros), scheme)
     return quantized, GptqReport(hessian.damping, hessian.dead, torch.cat(errors), torch.cat(energies))
 
 
 def _solve_rows(
-    weight: Tensor, target: Tensor, hessian: Damped, factor: Tensor, order: Tensor, scheme: QuantScheme,
-    scale_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
+    weight: Tensor, target: Tensor, hessian: Damped, scheme: QuantScheme, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
     """Some rows [O, I] of a layer: codes, scale, zero point, and the row's error and energy."""
     wanted = target.t().contiguous()
     scale, zero = search_scales(wanted, hessian.diagonal, scheme, scale_dtype)
-    codes = solve_codes(wanted, factor, Grid.of(scale, zero, scheme, len(wanted)), order)
-    pull = hessian.matrix @ wanted
+    codes = solve_codes(wanted, hessian.factor, Grid.of(scale, zero, scheme, len(wanted)), hessian.order)
+    pull = times(hessian.matrix, wanted)
     scale = refit_scales(pull, codes, hessian.matrix, scale)
     grid = Grid.of(scale, zero, scheme, len(wanted))
-    codes = descend(pull, codes, hessian.matrix, grid, order)
+    codes = descend(pull, codes, hessian.matrix, grid, hessian.order)
     offset = scheme.levels // 2 if zero is None else zero.float().repeat_interleave(grid.size, dim=0)
     unsigned = (codes + offset).to(torch.uint8).t().contiguous()
     scale, zero = scale.t().contiguous(), None if zero is None else zero.t().contiguous()
@@ -212,26 +221,29 @@ def solve_codes(target: Tensor, factor: Tensor, grid: Grid, order: Tensor, *, bl
 
     Args:
         target: [I, O] float32.
-        factor: [I, I] float32, see `inverse_factor`.
+        factor: [I, I] float32, see `reverse_factor`.
         order: [I] the order of the inputs.
         block: inputs per lazy update; changes nothing but speed.
 
     Returns:
         Codes less their zero points, float32 [I, O], in the inputs' own order.
     """
-    rest = target[order]
-    codes = torch.empty_like(rest)
+    wanted = target[order.flip(0)]  # the first to round is the last, as in the factor
+    errors, codes = torch.empty_like(wanted), torch.empty_like(wanted)
     sequence = order.tolist()
-    for start in range(0, len(sequence), block):
-        stop = min(start + block, len(sequence))
-        here, corner = rest[start:stop], factor[start:stop, start:stop]
-        errors = torch.empty_like(here)
-        for i, column in enumerate(sequence[start:stop]):
+    for stop in range(len(sequence), 0, -block):
+        start = max(0, stop - block)
+        corner = factor[start:stop, start:stop] / factor.diagonal()[start:stop]
+        here = wanted[start:stop].clone()
+        if stop < len(sequence):
+            made_up = times(factor[stop:, start:stop].t(), errors[stop:])
+            here.add_(made_up.div_(factor.diagonal()[start:stop].unsqueeze(1)))
+        for i in reversed(range(stop - start)):
+            column = sequence[len(sequence) - 1 - (start + i)]
             scale = grid.scale[column // grid.size]
             code = grid.round_(torch.div(here[i], scale, out=codes[column]), column)
-            torch.addcmul(here[i], code, scale, value=-1, out=errors[i]).div_(corner[i, i])
-            here[i + 1 :].addr_(corner[i, i + 1 :], errors[i], alpha=-1)
-        rest[stop:].addmm_(factor[start:stop, stop:].t(), errors, alpha=-1)
+            torch.addcmul(wanted[start + i], code, scale, value=-1, out=errors[start + i])
+            here[:i].addr_(corner[i, :i], errors[start + i])
     return codes
 
 
@@ -256,7 +268,7 @@ def refit_scales(pull: Tensor, codes: Tensor, hessian: Tensor, scale: Tensor) ->
         normal = torch.empty(groups, groups, count, device=codes.device)
         for group in range(groups):
             first, last = group * size, (group + 1) * size
-            products = (hessian[first:, first:last] @ part[first:last]).mul_(part[first:])
+            products = times(hessian[first:, first:last], part[first:last]).mul_(part[first:])
             sums = products.view(groups - group, size, count).sum(1)
             normal[group:, group] = sums
             normal[group, group:] = sums
@@ -280,35 +292,35 @@ def descend(pull: Tensor, codes: Tensor, hessian: Tensor, grid: Grid, order: Ten
         grid, order, block: as for `solve_codes`.
     """
     codes = codes.clone()
-    gradient = torch.addmm(pull, hessian, grid.values(codes), alpha=-1)
+    values = grid.values(codes)
     sequence = order.tolist()
     for start in range(0, len(sequence), block):
         columns = order[start : start + block]
-        corner = hessian[columns][:, columns]
+        rows = hessian[columns]
+        corner = rows[:, columns]
         inverse = corner.diagonal().reciprocal().tolist()
-        here = gradient[columns]
-        moves = torch.empty_like(here)
+        here = pull[columns].sub_(times(rows, values))
         for i, column in enumerate(sequence[start : start + block]):
             scale, code = grid.scale[column // grid.size], codes[column]
             best = grid.round_(torch.add(code, here[i] / scale, alpha=inverse[i]), column)
-            torch.sub(best, code, out=moves[i]).mul_(scale)
+            move = torch.sub(best, code).mul_(scale)
+            torch.mul(best, scale, out=values[column])
             code.copy_(best)
-            here[i + 1 :].addr_(corner[i + 1 :, i], moves[i], alpha=-1)
-        gradient.addmm_(hessian[:, columns], moves, alpha=-1)
+            here[i + 1 :].addr_(corner[i + 1 :, i], move, alpha=-1)
     return codes
 
 
-def inverse_factor(hessian: Tensor, order: Tensor) -> Tensor:
-    """Upper Cholesky factor of the inverse of the reordered Hessian."""
-    work = hessian[order.unsqueeze(1), order].t()  # all of it in place: wide layers have large Hessians
-    torch.linalg.cholesky(work, out=work)
-    torch.cholesky_inverse(work, out=work)
-    factor: Tensor = torch.linalg.cholesky(work, upper=True, out=work)
-    return factor
+def reverse_factor(hessian: Tensor, order: Tensor) -> Tensor | None:
+    """The lower triangular L with ``H = L @ L.T``, where H is the Hessian with its inputs in reverse order; None if it
+    is not positive definite."""
+    inputs = order.flip(0)
+    return cholesky(hessian[inputs.unsqueeze(1), inputs])
 
 
 def _row_energy(matrix: Tensor, hessian: Damped) -> Tensor:
     """Diagonal of ``matrix @ H @ matrix.T`` for the Hessian H before it was damped, [O] float64."""
-    whole = (matrix @ hessian.matrix).mul_(matrix).sum(1, dtype=torch.float64)
+    whole = (
+        lower_transposed_times(hessian.factor, matrix.t()[hessian.order.flip(0)]).square_().sum(0, dtype=torch.float64)
+    )
     added = hessian.matrix.diagonal() - hessian.diagonal
     return (whole - (matrix.square() @ added).double()).clamp_(min=0)

@@ -63,6 +63,11 @@ class QuantTensor:
         zero = None if self.zero is None else self.zero[start:stop]
         return QuantTensor(self.codes[start:stop], self.scale[start:stop], zero, self.scheme)
 
+    def take(self, index: Tensor) -> QuantTensor:
+        """Output rows by their numbers [N], in that order."""
+        zero = None if self.zero is None else self.zero[index]
+        return QuantTensor(self.codes[index], self.scale[index], zero, self.scheme)
+
     def columns(self, start: int, stop: int) -> QuantTensor:
         """Some inputs; where a cut goes through a group, in smaller groups whose scales repeat.
 

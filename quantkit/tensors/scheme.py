@@ -125,3 +125,5 @@ class QuantScheme:
 _IN_GROUPS = [QuantScheme(4, size, symmetric) for symmetric in (True, False) for size in (32, 64, 128)]
 SCHEMES = {str(scheme): scheme for scheme in (QuantScheme(8, None), *_IN_GROUPS)}
 """The schemes that a user may ask for, by name: those that the gate lets through and that kernels serve."""
+EMBEDDING_SCHEME = SCHEMES["int8"]
+"""What embeddings are quantized to: a scale for each token, as each has one row."""

@@ -10,10 +10,12 @@ import jax
 import torch
 from torch import Tensor, nn
 
+from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import HEAD, Linear, parameters
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder, DecoderOps
 from quantkit.model.load import meta_init
+from quantkit.tensors.scheme import QuantScheme
 from quantkit.xla import products
 from quantkit.xla.bridge import apply, attend_by
 from quantkit.xla.split import DeviceSplit
@@ -57,6 +59,47 @@ class ShardedEmbedding(nn.Module):
         return rows
 
 
+class ShardedQuantEmbedding(nn.Module):
+    """The same of codes; rows are rounded once, to the activations' dtype."""
+
+    def __init__(self, weight: Sequence[str], like: nn.Module) -> None:
+        """
+        Args:
+            weight: names of its arrays, in order: codes, scale and perhaps zero.
+            like: has a weight of the activations' dtype.
+        """
+        super().__init__()
+        self._weight = tuple(weight)
+        self._like = [like]  # no child of this one: its array has one name
+        for name in weight:
+            self.register_buffer(name, torch.empty(0, device="meta"))
+
+    @property
+    def arrays(self) -> list[Tensor]:
+        return [getattr(self, name) for name in self._weight]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[B, T] to [B, T, D]."""
+        rows: Tensor = apply(products.vocab_parallel_codes, tokens, *self.arrays)
+        weight = self._like[0].weight
+        assert isinstance(weight, Tensor)
+        return rows.to(weight.dtype)
+
+
+class ShardedTiedHead(nn.Module):
+    """The head that is tied to an embedding of codes."""
+
+    def __init__(self, embedding: ShardedQuantEmbedding, finish: Finish) -> None:
+        super().__init__()
+        self._embedding = [embedding]  # no child of this one: its arrays have one name each
+        self._finish = finish
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] to [..., V]."""
+        out: Tensor = apply(partial(_linear, self._finish), x, None, *self._embedding[0].arrays)
+        return out
+
+
 class ShardedCache(KVCache):
     """A device's shard of the cache; the positions of a sequence are consecutive, and inside it."""
 
@@ -80,18 +123,30 @@ def sharded_decoder(split: DeviceSplit) -> Decoder:
     linears = {parameter.module: parameter.linear for parameter in parameters(split.config) if parameter.linear}
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
-            scheme = split.schemes.get(name)
-            weight = ["weight"] if scheme is None else ["codes", "scale"] if scheme.symmetric else [*_QUANTIZED]
+            weight = _arrays(split.schemes.get(name))
             parent, _, child = name.rpartition(".")
             finish = _finish(linears[name], split.config.vocab_size)
             setattr(model.get_submodule(parent), child, ShardedLinear(weight, module.bias is not None, finish))
-    model.model.embed_tokens = ShardedEmbedding()  # type: ignore[assignment]
+    if (scheme := split.schemes.get(EMBEDDING)) is None:
+        model.model.set_submodule("embed_tokens", ShardedEmbedding())
+    else:
+        embedding = ShardedQuantEmbedding(_arrays(scheme), model.model.norm)
+        model.model.set_submodule("embed_tokens", embedding)
+        if model.lm_head is None:
+            model.lm_head = ShardedTiedHead(embedding, _finish(HEAD, split.config.vocab_size))
     head = partial(_linear, _finish(HEAD, split.config.vocab_size))
     model.ops = DecoderOps(float_linear=lambda x, weight: apply(head, x, None, weight))  # for a tied head
     return model.eval()
 
 
 _QUANTIZED = ("codes", "scale", "zero")
+
+
+def _arrays(scheme: QuantScheme | None) -> Sequence[str]:
+    """What the arrays of a weight are called."""
+    if scheme is None:
+        return ["weight"]
+    return _QUANTIZED[:2] if scheme.symmetric else _QUANTIZED
 
 
 def _finish(linear: Linear, vocabulary: int) -> Finish:

@@ -56,6 +56,27 @@ def vocab_parallel_embedding(tokens: jax.Array, weight: jax.Array) -> jax.Array:
     return lax.psum(jnp.where(here[..., None], rows, 0), AXIS)
 
 
+def vocab_parallel_codes(
+    tokens: jax.Array, codes: jax.Array, scale: jax.Array, zero: jax.Array | None = None
+) -> jax.Array:  # fmt: skip
+    """`vocab_parallel_embedding` of rows that lie as codes: [B, T] to [B, T, D] in float32.
+
+    Args:
+        codes: [G, V / N, D / G] int4 or int8.
+        scale: [G, V / N].
+        zero: [G, V / N], or None for zeros.
+    """
+    own = tokens - lax.axis_index(AXIS) * codes.shape[1]
+    here = (own >= 0) & (own < codes.shape[1])
+
+    def taken(array: jax.Array) -> jax.Array:
+        return jnp.moveaxis(jnp.take(array, jnp.where(here, own, 0), axis=1), 0, 2).astype(jnp.float32)
+
+    found = taken(codes) if zero is None else taken(codes) - taken(zero)[..., None]  # [B, T, G, D / G]
+    rows = (found * taken(scale)[..., None]).reshape(*tokens.shape, -1)
+    return lax.psum(jnp.where(here[..., None], rows, 0), AXIS)
+
+
 def all_reduce(product: jax.Array) -> jax.Array:
     """What the devices have computed of the same outputs, added up."""
     return lax.psum(product, AXIS)

@@ -115,12 +115,12 @@ def write_bases(folder: Path) -> None:
     torch.save(_views(), legacy / "pytorch_model.bin", _use_new_zipfile_serialization=False)
 
     for name, scheme in (("int8", "int8"), ("int4", "int4-g32-asym")):
-        quantkit.quantize(sharded, _home(folder, name), scheme, accept_quality_loss=True)
+        quantkit.quantize(sharded, _home(folder, name), scheme, method="rtn", accept_quality_loss=True)
     quantkit.convert(bin_single, _home(folder, "converted"))
     quantkit.convert(sharded, _home(folder, "meta-own"), to="meta", mp=2)
     shutil.copytree(DEMO_MODEL, _home(folder, "demo-meta"), copy_function=shutil.copyfile)
     quantkit.convert(DEMO_MODEL, _home(folder, "demo-hf"))
-    quantkit.quantize(DEMO_MODEL, _home(folder, "demo-int4"), "int4-g32")
+    quantkit.quantize(DEMO_MODEL, _home(folder, "demo-int4"), "int4-g32", method="rtn")
     pieces = _new(folder, "hf-sentencepiece")
     _config(pieces, vocab_size=2048)
     save_file(_weights(2048), pieces / "model.safetensors")
@@ -133,7 +133,7 @@ def write_bases(folder: Path) -> None:
     quantkit.convert(hf, _home(folder, "gguf-split"), to="gguf", source_check=False, split_max_size=30_000)
     _with_types(folder / "gguf" / "src" / "model.gguf", _new(folder, "gguf-types") / "model.gguf")
     quantkit.convert(DEMO_MODEL, _home(folder, "demo-gguf"), to="gguf")
-    quantkit.quantize(DEMO_MODEL, _home(folder, "demo-gguf-int4"), "int4-g32", to="gguf")
+    quantkit.quantize(DEMO_MODEL, _home(folder, "demo-gguf-int4"), "int4-g32", method="rtn", to="gguf")
 
 
 def _home(folder: Path, name: str) -> Path:
@@ -287,7 +287,7 @@ def _interrupted(folder: Path, name: str) -> None:
     writer._CHECKPOINT_BYTES = 5_000  # the journal of so small a model would have one line
     try:
         if name == "resume-quantize":
-            quantkit.quantize(src, dst, "int4-g32", progress=stop)
+            quantkit.quantize(src, dst, "int4-g32", method="rtn", progress=stop)
         else:
             to, mp = name.removeprefix("resume-"), 1 if name == "resume-hf" else 2
             quantkit.convert(src, dst, to=to, mp=mp, progress=stop)

@@ -32,7 +32,7 @@ _JOBS = {
     "convert-hf": ["convert", "src", "dst"],
     "convert-meta": ["convert", "src", "dst", "--to", "meta", "--mp", "2"],
     "quantize-int8": ["quantize", "src", "dst", "--scheme", "int8"],
-    "quantize-int4-g32": ["quantize", "src", "dst", "--scheme", "int4-g32"],
+    "quantize-int4-g32": ["quantize", "src", "dst", "--scheme", "int4-g32", "--method", "rtn"],
     "verify": ["verify", "src"],
 }
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor
-from quantkit.formats.codecs.codec import Codec, RawModule, Reason, exact_scale
+from quantkit.formats.codecs.codec import NO_EMBEDDING, Codec, RawModule, Reason, exact_scale
 from quantkit.formats.codecs.gptq import quantized_modules
 from quantkit.formats.codecs.gptq_linear import SUFFIXES, scales_dtype
 from quantkit.formats.codecs.gptq_zeros import QWEIGHT, QZEROS, SCALES
@@ -215,7 +215,9 @@ class Awq:
     def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
         return {}
 
-    def codec(self, scheme: QuantScheme) -> AwqLinear | Reason:
+    def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> AwqLinear | Reason:
+        if embedding:
+            return NO_EMBEDDING
         if scheme.bits != _BITS:
             return Reason("it holds codes of other bits", found=scheme, expected="4 bits")
         return AwqLinear(scheme)

@@ -36,6 +36,9 @@ class Reason:
         )  # fmt: skip
 
 
+NO_EMBEDDING = Reason("it has codes of linears only, and this is the embedding", expected="an embedding of floats")
+
+
 def exact_scale(scale: Tensor, dtype: DType) -> Tensor | Reason:
     """Scales in another float type, where that has every one of them; NaN and Inf are in all."""
     found = scale.to(dtype.torch)
@@ -166,7 +169,7 @@ class Codec(Protocol):
 
 class ReadAsFloats:
     """What another codec holds, as the floats that its codes mean: of a tensor that has no codes in a model, such as
-    an embedding."""
+    a router."""
 
     scheme = None
 
@@ -228,8 +231,8 @@ class CodeFormat(Protocol):
         """That all scales have in it; None if they may have the model's."""
         ...
 
-    def codec(self, scheme: QuantScheme) -> HoldsCodes | Reason:
-        """What it holds a scheme's weights with."""
+    def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> HoldsCodes | Reason:
+        """What it holds a scheme's weights with: those of linears, or the rows of an embedding."""
         ...
 
 
@@ -277,8 +280,8 @@ class QuantMethod(CodeFormat, Protocol):
         """Files beside config.json that say the settings over again."""
         ...
 
-    def codec(self, scheme: QuantScheme) -> Codec | Reason:
-        """What it holds a scheme's weights with."""
+    def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Codec | Reason:
+        """What it holds a scheme's weights with: those of linears, or the rows of an embedding."""
         ...
 
     def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:

@@ -11,9 +11,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from quantkit.architectures.names import is_embedding
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor, TensorFile
-from quantkit.formats.codecs.codec import Codec, Reason
+from quantkit.formats.codecs.codec import Codec, QuantMethod, Reason
 from quantkit.formats.codecs.compressed_weights import PACKED, PLAIN, SCALE, SHAPE, IntQuantized, PackQuantized
 from quantkit.formats.codecs.targets import NO_MATCH, Deadline, Targets
 from quantkit.json_values import Settings, shown
@@ -76,11 +77,13 @@ class CompressedTensors:
     def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
         return {}
 
-    def codec(self, scheme: QuantScheme) -> PackQuantized:
+    def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> PackQuantized:
         return PackQuantized(scheme)
 
     def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
         found = [scheme for scheme in schemes.values() if scheme is not None]
+        if has_embedding(schemes):
+            return "vLLM on GPUs by its source; transformers 5.23 reads no packed embedding"
         vllm = ", vLLM" if all(scheme.bits == 4 for scheme in found) else ""
         if all(scheme.symmetric for scheme in found):
             return f"transformers with compressed-tensors{vllm}"
@@ -108,13 +111,24 @@ class Int8Activations:
     def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
         return {}
 
-    def codec(self, scheme: QuantScheme) -> IntQuantized | Reason:
+    def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> IntQuantized | Reason:
         if scheme == _INT8:
             return IntQuantized(scheme)
         return Reason("its readers multiply int8 per row alone", found=scheme, expected=_INT8)
 
     def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
-        return "transformers with compressed-tensors, vLLM"
+        return "transformers with compressed-tensors" + ("" if has_embedding(schemes) else ", vLLM")
+
+
+def has_embedding(schemes: Mapping[str, QuantScheme | None]) -> bool:
+    """Whether an embedding is among the modules that have a scheme."""
+    return any(scheme is not None and is_embedding(module) for module, scheme in schemes.items())
+
+
+def read_here_alone(method: QuantMethod, schemes: Mapping[str, QuantScheme | None], *, tied: bool) -> bool:
+    """Whether no other reader of compressed-tensors loads a folder, as tried: its embedding has codes, and the head is
+    tied to it."""
+    return tied and method.keys == CompressedTensors.keys and has_embedding(schemes)
 
 
 def _written(
@@ -125,38 +139,49 @@ def _written(
     compressed-tensors warns of targets that come behind ``Linear``, older vLLM puts the class before the names
     that q, k and v have before it fuses them, and vLLM's output head is no ``Linear``. Experts that are all alike
     are named by a pattern: transformers looks for it, and vLLM gives them names of its own. Linears without a
-    scheme are listed under ``ignore``."""
+    scheme are listed under ``ignore``. An embedding is a group of its own, without activations to round."""
     modules = list(modules)
     experts = {module for module in modules if re.fullmatch(_EXPERTS, module)}
     alike = len({schemes.get(module) for module in experts}) == 1
     by_scheme: dict[QuantScheme, dict[str, None]] = {}
+    embedding = {module: scheme for module, scheme in schemes.items() if is_embedding(module)}
     for module, scheme in schemes.items():
+        if module in embedding:
+            continue
         target = f"re:{_EXPERTS}" if alike and module in experts else module
         by_scheme.setdefault(scheme, {})[target] = None
     of_class = every and len(by_scheme) == 1 and "lm_head" not in schemes
-    groups = {}
-    for index, (scheme, named) in enumerate(sorted(by_scheme.items(), key=lambda item: -len(item[1]))):
-        groups[f"group_{index}"] = {
-            "targets": ["Linear"] if of_class else list(named),
-            "weights": {
-                "num_bits": scheme.bits,
-                "type": "int",
-                "symmetric": scheme.symmetric,
-                "strategy": "channel" if scheme.group_size is None else "group",
-                "group_size": scheme.group_size,
-                "dynamic": False,
-            },
-            "input_activations": activations,
-            "output_activations": None,
-            "format": form,
-        }
+    ordered = sorted(by_scheme.items(), key=lambda item: -len(item[1]))
+    groups = [
+        _group(scheme, ["Linear"] if of_class else list(named), form, activations) for scheme, named in ordered
+    ]  # fmt: skip
+    groups += [_group(scheme, [module], form, None) for module, scheme in embedding.items()]
     return {
         "quant_method": "compressed-tensors",
         "format": form,
         "quantization_status": "compressed",
-        "config_groups": groups,
+        "config_groups": {f"group_{index}": group for index, group in enumerate(groups)},
         "ignore": [module for module in modules if module not in schemes],
         "kv_cache_scheme": None,
+    }
+
+
+def _group(
+    scheme: QuantScheme, targets: list[str], form: str, activations: Mapping[str, Any] | None
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "targets": targets,
+        "weights": {
+            "num_bits": scheme.bits,
+            "type": "int",
+            "symmetric": scheme.symmetric,
+            "strategy": "channel" if scheme.group_size is None else "group",
+            "group_size": scheme.group_size,
+            "dynamic": False,
+        },
+        "input_activations": activations,
+        "output_activations": None,
+        "format": form,
     }
 
 

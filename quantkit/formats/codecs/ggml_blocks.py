@@ -115,6 +115,6 @@ class GgmlBlocks:
     schemes: tuple[QuantScheme, ...] = (Q4_0.scheme, Q8_0.scheme)
     scale_dtype: DType | None = DType.FLOAT16
 
-    def codec(self, scheme: QuantScheme) -> BlockType | Reason:
+    def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> BlockType | Reason:
         kind = block_type(scheme)
         return kind.unsupported(scheme) or kind

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.formats.codecs.codec import Codec
+from quantkit.formats.codecs.codec import NO_EMBEDDING, Codec, Reason
 from quantkit.formats.codecs.gptq_linear import SUFFIXES, GptqLinear
 from quantkit.formats.codecs.gptq_zeros import QWEIGHT, WRITER, Stated, Version
 from quantkit.formats.codecs.targets import BY_PATTERN, Deadline, Targets
@@ -97,7 +97,9 @@ class Gptq:
     def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
         return {"quantize_config.json": json.dumps(settings, indent=2).encode() + b"\n"}
 
-    def codec(self, scheme: QuantScheme) -> GptqLinear:
+    def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> GptqLinear | Reason:
+        if embedding:
+            return NO_EMBEDDING
         return GptqLinear(scheme.bits, scheme.group_size, scheme.symmetric)
 
     def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:

@@ -252,7 +252,7 @@ class Mlx:
     def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
         return {}
 
-    def codec(self, scheme: QuantScheme) -> Codec | Reason:
+    def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Codec | Reason:
         if scheme.group_size is not None and isinstance(none := _written_group_size(scheme, 0), Reason):
             return none
         return Affine(scheme)

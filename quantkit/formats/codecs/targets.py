@@ -10,6 +10,7 @@ from typing import Any
 
 import regex  # type: ignore[import-untyped]
 
+from quantkit.architectures.names import is_embedding
 from quantkit.errors import CheckpointError
 from quantkit.json_values import shown
 
@@ -49,7 +50,8 @@ class Deadline:
 
 
 class Targets:
-    """A list of targets; ``re:`` leads a pattern, ``Linear`` is the class of all modules."""
+    """A list of targets; ``re:`` leads a pattern, ``Embedding`` is the class of embeddings, ``Linear`` that of all
+    other modules."""
 
     def __init__(self, targets: Sequence[str], deadline: Deadline) -> None:
         """
@@ -75,7 +77,7 @@ class Targets:
                     return BY_PATTERN
             except TimeoutError:
                 self._deadline.missed()
-        return BY_CLASS if "Linear" in self._names else NO_MATCH
+        return BY_CLASS if ("Embedding" if is_embedding(module) else "Linear") in self._names else NO_MATCH
 
 
 def _compiled(pattern: str, deadline: Deadline) -> Any:

@@ -262,7 +262,7 @@ class TorchAo:
     def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
         return {}
 
-    def codec(self, scheme: QuantScheme) -> Codec | Reason:
+    def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Codec | Reason:
         return Reason("it is only read")
 
     def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:

@@ -44,8 +44,8 @@ class GgufCheckpoint:
     """A model in GGUF, read lazily.
 
     Its float type is that of most of its matrices that are floats; where none is, bfloat16. Norms, biases and routers
-    are float32, as they lie. An embedding or a head in integers, which other formats have as floats, is read in float32
-    where that is exact; all other weights in integers that are no codes here as floats of the model's type.
+    are float32, as they lie. An embedding or a head in integers that are no codes here is read in float32 where that is
+    exact; all other such weights as floats of the model's type.
     """
 
     format = "gguf"
@@ -135,7 +135,7 @@ class GgufCheckpoint:
         kind = self._stored[tensor.name].type
         if kind in FLOATS:
             return TensorSpec(tensor.name, tensor.shape, FLOATS[kind])
-        if kind in BLOCK_TYPES and (tensor.quantizable or tensor.stacked is not None):
+        if kind in BLOCK_TYPES and (tensor.quantizable or tensor.stacked is not None or tensor.name == _EMBEDDING):
             return TensorSpec(tensor.name, tensor.shape, DType.FLOAT16, BLOCK_TYPES[kind].scheme)
         if self._exact_floats(tensor):
             return TensorSpec(tensor.name, tensor.shape, DType.FLOAT32)
@@ -143,9 +143,9 @@ class GgufCheckpoint:
         return TensorSpec(tensor.name, tensor.shape, self._floats_as, None, stored_as)
 
     def _exact_floats(self, tensor: DiskTensor) -> bool:
-        """Whether a tensor of integers is one that other formats have as floats, and float32 has all its numbers."""
+        """Whether a tensor of integers is the embedding or the head, no codes, and float32 has all its numbers."""
         kind = self._stored[tensor.name].type
-        return tensor.name in (_EMBEDDING, _HEAD) and kind in EXACT and not (tensor.linear and kind in BLOCK_TYPES)
+        return tensor.name in (_EMBEDDING, _HEAD) and kind in EXACT and kind not in BLOCK_TYPES
 
     def _file(self, name: str) -> TensorFile:
         return self._files[id(self._home[name])]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit.architectures.disk import DiskTensor, disk_name, found_tensors, unread_experts
 from quantkit.architectures.families import config_from_hf, config_to_hf
 from quantkit.architectures.families.opaque import opaque_config
-from quantkit.architectures.names import is_derived_buffer, split_derived
+from quantkit.architectures.names import is_derived_buffer, is_embedding, split_derived
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files import pth_io, safetensors_io
@@ -21,7 +21,7 @@ from quantkit.files.source import SourceFile
 from quantkit.files.tensor_file import Home, StoredTensor, TensorFile, same_tensor
 from quantkit.formats.checkpoint import require_tensors, require_unquantized, schemes
 from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule, ReadAsFloats
-from quantkit.formats.codecs.compressed_tensors import packed_shapes
+from quantkit.formats.codecs.compressed_tensors import packed_shapes, read_here_alone
 from quantkit.formats.codecs.compressed_weights import PACKED, PLAIN, SCALE
 from quantkit.formats.codecs.dequantized import DequantizedTensor, by_small_floats, dequantized
 from quantkit.formats.containers.hf_parts import decode, read_dequantized, read_floats, share, zero_biases
@@ -96,6 +96,7 @@ class HFCheckpoint:
         for module, codec in codecs.items():
             tensor = tensors[modules[module]]
             kept = tensor.quantizable or tensor.stacked is not None or not self.config.runnable
+            kept |= is_embedding(module)
             self._codecs[tensor.name] = codec if kept else ReadAsFloats(codec)
         self._drop_tied_head()
         self._disk_specs = self._join_coded(tensors)
@@ -158,7 +159,10 @@ class HFCheckpoint:
         if unread_experts(self.config, schemes(self)):
             return "quantkit"
         linears = (tensor for tensor, _ in self._places.values() if tensor.quantizable or tensor.name in self._codecs)
-        return f"quantkit, {self._method.readers({one.module: self._disk_specs[one.name].scheme for one in linears})}"
+        found = {one.module: self._disk_specs[one.name].scheme for one in linears}
+        if read_here_alone(self._method, found, tied=self.config.tied_embeddings):
+            return "quantkit"
+        return f"quantkit, {self._method.readers(found)}"
 
     @property
     def _floats_as(self) -> DType:

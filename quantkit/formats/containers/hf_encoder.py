@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import DiskTensor, disk_tensors
+from quantkit.architectures.names import is_embedding
 from quantkit.errors import UnsupportedError
 from quantkit.files.safetensors_io import build_header
 from quantkit.files.source import SourceFile
@@ -216,7 +217,7 @@ def _codec(spec: TensorSpec, method: QuantMethod) -> Codec | None:
     """What holds a tensor; None for floats."""
     if spec.scheme is None:
         return None
-    codec = method.codec(spec.scheme)
+    codec = method.codec(spec.scheme, embedding=is_embedding(spec.name.removesuffix(".weight")))
     if isinstance(codec, Reason):
         raise codec.error(spec.name, method.name)
     return codec

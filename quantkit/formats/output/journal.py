@@ -94,6 +94,18 @@ class Journal:
         return end
 
 
+def first_entry(folder: Path) -> dict[str, Any]:
+    """What the first line of a folder's journal says, for whoever must know it before the journal is opened; nothing
+    where there is none, or not as it was written."""
+    try:
+        with (folder / NAME).open("rb") as file:
+            entry = json.loads(file.readline(_LONGEST_LINE))
+        check = entry.pop("check")
+        return entry if check == _sealed("", json.dumps(entry)) else {}
+    except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError):
+        return {}
+
+
 def require_idle(folder: OwnFolder) -> None:
     """Refuse a folder whose journal a job holds.
 

@@ -33,7 +33,7 @@ from quantkit.formats.output.destination import (
     sync_folder,
 )
 from quantkit.formats.output.journal import NAME as JOURNAL
-from quantkit.formats.output.journal import WRITER, Journal, being_written, require_idle
+from quantkit.formats.output.journal import WRITER, Journal, being_written, first_entry, require_idle
 from quantkit.formats.output.own_folder import OwnFolder, in_the_way, not_ours
 from quantkit.formats.output.placed_files import ENTRY, PlacedFiles
 from quantkit.memory import size_text
@@ -285,6 +285,12 @@ def require_room_to_build(partial: Path, *, resume: bool) -> None:
         raise InterruptedRunError(
             "an interrupted run is there", path=partial, hint="add `resume=True` to go on with it, or remove it"
         )
+
+
+def interrupted_fingerprint(dst: Path) -> dict[str, Any]:
+    """The inputs and options of an interrupted run for an output; empty if there is none."""
+    found = first_entry(partial_folder(dst)).get("fingerprint")
+    return found if isinstance(found, dict) else {}
 
 
 def require_finished(model: Path, manifest: str) -> None:

@@ -1,0 +1,168 @@
+"""Stretches of a text, with what two models expect at each of their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.quality.position_divergence import position_buckets
+from quantkit.quality.positions import PositionDivergence
+from quantkit.text.tokenizer import Tokenizer
+
+LIKELIEST = 5
+"""Tokens that are kept of what a model expects."""
+SAMPLE_TOKENS = 192
+"""Of one stretch."""
+_FIRST_POSITIONS = 16
+_BACK_TO_A_WORD = 16  # tokens that a stretch may begin earlier
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What a model expects at one place of a text.
+
+    Attributes:
+        tokens, probabilities: the likeliest, from the first.
+        right: the probability of the token that stands there.
+    """
+
+    tokens: tuple[int, ...]
+    probabilities: tuple[float, ...]
+    right: float
+
+
+@dataclass(frozen=True)
+class TokenDivergence:
+    """How far a model is from the reference where it predicts one token.
+
+    Attributes:
+        kl: KL(reference || model), in nats.
+        guess: what the model expects.
+    """
+
+    kl: float
+    guess: Guess
+
+
+@dataclass(frozen=True)
+class TextSample:
+    """A stretch of a text as models read it.
+
+    Attributes:
+        start: the place of its first token in the text.
+        tokens: their ids.
+        pieces: what each token that is named here adds to a text, in bytes; special tokens by their names.
+        reference: what the reference expects in the place of each token; None where nothing comes before it.
+        models: by name, how each model differs from that.
+    """
+
+    start: int
+    tokens: tuple[int, ...]
+    pieces: dict[int, bytes | str]
+    reference: tuple[Guess | None, ...]
+    models: dict[str, tuple[TokenDivergence | None, ...]]
+
+
+@dataclass(frozen=True)
+class TextDetails:
+    """What a page shows of a text beyond its figures: stretches of it, and by model divergence by position."""
+
+    samples: list[TextSample]
+    positions: dict[str, list[PositionDivergence]]
+
+
+class Predictions:
+    """A `Listener` that keeps the likeliest tokens of every position, some hundred bytes of each."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[Tensor, ...]] = []
+
+    def __call__(self, log_p: Tensor, log_q: Tensor, kl: Tensor, targets: Tensor) -> None:
+        right = targets.clamp(min=0).unsqueeze(-1)
+        parts = [kl]
+        for log in (log_p, log_q):
+            likeliest = log.topk(min(LIKELIEST, log.shape[-1]))
+            parts += [likeliest.indices.int(), likeliest.values.exp(), log.gather(-1, right).squeeze(-1).exp()]
+        self._found.append(tuple(parts))
+
+    def gathered(self) -> tuple[Tensor, ...]:
+        """KL [N]; of the reference, then of the model: tokens [N, K], probabilities [N, K], the right one's [N]."""
+        return tuple(torch.cat(parts) for parts in zip(*self._found, strict=True))
+
+
+def text_details(heard: dict[str, Predictions], windows: Tensor, tokenizer: Tokenizer) -> TextDetails:
+    """What was heard of the models on one text.
+
+    Args:
+        heard: by model.
+        windows: token ids [W, T], one after the other in the text.
+    """
+    found = {name: one.gathered() for name, one in heard.items()}
+    kls = {name: tensors[0].clamp(min=0) for name, tensors in found.items()}
+    samples = [
+        _sample(found, windows, some, tokenizer) for some in _stretches(kls, windows.flatten().tolist(), tokenizer)
+    ]
+    agreed = {name: tensors[1][:, 0] == tensors[4][:, 0] for name, tensors in found.items()}
+    shape = windows.shape
+    buckets = {
+        name: position_buckets(kl.view(shape), agreed[name].view(shape), _FIRST_POSITIONS) for name, kl in kls.items()
+    }
+    return TextDetails(samples, buckets)
+
+
+def _stretches(kls: dict[str, Tensor], ids: Sequence[int], tokenizer: Tokenizer) -> list[range]:
+    """The beginning of a text, and behind it where models diverge most, each counted alike; a short text is whole."""
+    count = len(ids)
+    if count <= 2 * SAMPLE_TOKENS:
+        return [range(count)]
+    total = sum((kl / max(kl.mean().item(), 1e-30) for kl in kls.values()), torch.zeros(count, dtype=torch.float64))
+    before = torch.cat([torch.zeros(1, dtype=torch.float64), total.cumsum(0)])
+    sums = before[SAMPLE_TOKENS:] - before[:-SAMPLE_TOKENS]
+    worst = SAMPLE_TOKENS + int(sums[SAMPLE_TOKENS:].argmax())
+    for start in range(worst, max(worst - _BACK_TO_A_WORD, SAMPLE_TOKENS) - 1, -1):
+        begins = _pieces(tokenizer, [ids[start]])[ids[start]]
+        if isinstance(begins, bytes) and begins[:1].isspace():
+            worst = start
+            break
+    return [range(SAMPLE_TOKENS), range(worst, worst + SAMPLE_TOKENS)]
+
+
+def _sample(found: dict[str, tuple[Tensor, ...]], windows: Tensor, places: range, tokenizer: Tokenizer) -> TextSample:
+    """One stretch; what stands in a place is predicted one before it, but for the first of a window."""
+    length, ids = windows.shape[1], windows.flatten()
+    rows = [place - 1 if place % length else None for place in places]
+
+    def guess(tensors: Sequence[Tensor], row: int) -> Guess:
+        tokens, probabilities, right = (tensor[row] for tensor in tensors)
+        return Guess(tuple(tokens.tolist()), tuple(probabilities.tolist()), right.item())
+
+    first = next(iter(found.values()))
+    reference = tuple(None if row is None else guess(first[1:4], row) for row in rows)
+    models = {
+        name: tuple(
+            None if row is None else TokenDivergence(max(tensors[0][row].item(), 0.0), guess(tensors[4:7], row))
+            for row in rows
+        )
+        for name, tensors in found.items()
+    }
+    tokens = tuple(ids[places.start : places.stop].tolist())
+    guesses = [one.guess for some in models.values() for one in some if one is not None]
+    guesses += [one for one in reference if one is not None]
+    named = [*tokens, *(token for one in guesses for token in one.tokens)]
+    return TextSample(places.start, tokens, _pieces(tokenizer, named), reference, models)
+
+
+def _pieces(tokenizer: Tokenizer, tokens: Iterable[int]) -> dict[int, bytes | str]:
+    """What tokens add to a text; the names of those that add nothing."""
+    names = {number: name for name, number in (tokenizer.special_tokens or {}).items()}
+    names |= dict.fromkeys(tokenizer.eos_ids, "EOS") | ({} if tokenizer.bos_id is None else {tokenizer.bos_id: "BOS"})
+
+    def added(token: int) -> bytes:
+        if tokenizer.token_bytes is None:
+            return tokenizer.decode([token]).encode()
+        return tokenizer.token_bytes.of(token) or b""
+
+    return {token: names.get(token) or added(token) or f"token {token}" for token in sorted(set(tokens))}

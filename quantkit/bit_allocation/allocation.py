@@ -1,0 +1,195 @@
+"""What was chosen for a size: the scheme of each unit, what each would have lost, and the recipe that it makes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quantkit.arguments import as_number, as_whole
+from quantkit.bit_allocation.units import Unit
+from quantkit.errors import RequestError
+from quantkit.memory import size_text
+from quantkit.quality.figures import significant
+from quantkit.tensors.recipe import Override, Recipe
+from quantkit.tensors.scheme import QuantScheme
+
+FLOAT = "float"
+"""What tables call the choice to keep floats."""
+
+
+@dataclass(frozen=True)
+class SizeTarget:
+    """The size that was asked for: one of the two.
+
+    Attributes:
+        bits: of each weight of the linears, on average; codes, scales and zero points count.
+        bytes: of all files of weights together.
+    """
+
+    bits: float | None = None
+    bytes: int | None = None
+
+    def to_json(self) -> dict[str, float | int]:
+        return {"target_bits": self.bits} if self.bits is not None else {"max_size": self.bytes or 0}
+
+    def __str__(self) -> str:
+        return f"{self.bits:g} bits a weight" if self.bits is not None else size_text(self.bytes or 0)
+
+
+def size_target(target_bits: float | None, max_size: int | None, scheme: object) -> SizeTarget | None:
+    """The size asked for; None where a scheme is given instead.
+
+    Raises:
+        RequestError: unless one of the three is given, or if a size is no number above 0.
+    """
+    given = {"scheme": scheme, "target_bits": target_bits, "max_size": max_size}
+    named = [f"`{name}`" for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise RequestError(f"{' and '.join(named)} exclude each other", hint="a size chooses the schemes")
+    if target_bits is not None:
+        bits = as_number("target_bits", target_bits)
+        if not 0 < bits < math.inf:
+            raise RequestError("`target_bits` is no number of bits", found=bits, expected="such as 4.5")
+        return SizeTarget(bits=bits)
+    if max_size is not None:
+        size = as_whole("max_size", max_size)
+        if size <= 0:
+            raise RequestError("`max_size` must be positive", found=size)
+        return SizeTarget(bytes=size)
+    return None
+
+
+@dataclass(frozen=True)
+class UnitChoice:
+    """What became of a unit.
+
+    Attributes:
+        layer, name: its own.
+        patterns: globs that match its modules.
+        weights: how many it has.
+        scheme: None keeps its floats.
+        losses: the KL that each scheme would cost, by name.
+    """
+
+    layer: int
+    name: str
+    patterns: tuple[str, ...]
+    weights: int
+    scheme: str
+    losses: Mapping[str, float]
+
+    @property
+    def loss(self) -> float:
+        return self.losses.get(self.scheme, 0.0)
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "layer": self.layer, "linears": self.name, "modules": list(self.patterns), "weights": self.weights,
+            "scheme": self.scheme, "estimated_kl": dict(self.losses),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The schemes that lose least for a size.
+
+    Attributes:
+        target: what was asked for.
+        bits: of a weight of the linears, as counted for `SizeTarget.bits`.
+        weight_bytes: of all files of weights together.
+        units: in the order of the layers.
+    """
+
+    target: SizeTarget
+    bits: float
+    weight_bytes: int
+    units: Sequence[UnitChoice]
+
+    @classmethod
+    def of(
+        cls, target: SizeTarget, units: Sequence[Unit], losses: Sequence[Mapping[QuantScheme, float]],
+        chosen: Sequence[QuantScheme | None],
+    ) -> Allocation:  # fmt: skip
+        """Without its sizes, which follow from its recipe."""
+        found = [
+            UnitChoice(
+                unit.layer, unit.name, tuple(unit.patterns), unit.weights, FLOAT if one is None else str(one),
+                {str(scheme): float(f"{loss:.4g}") for scheme, loss in own.items()},
+            )
+            for unit, own, one in zip(units, losses, chosen, strict=True)
+        ]  # fmt: skip
+        return cls(target, 0.0, 0, found)
+
+    def sized(self, bits: float, weight_bytes: int) -> Allocation:
+        return replace(self, bits=round(bits, 6), weight_bytes=weight_bytes)
+
+    @property
+    def kl(self) -> float:
+        """The KL per token that all units together are estimated to cost."""
+        return sum(unit.loss for unit in self.units)
+
+    def recipe(self, others: Iterable[Override] = ()) -> Recipe:
+        """What gives every unit its scheme.
+
+        Args:
+            others: what was asked for besides, which goes before.
+        """
+        counts = Counter(unit.scheme for unit in self.units if unit.scheme != FLOAT)
+        default = counts.most_common(1)[0][0]
+        named = [unit for unit in self.units if unit.scheme != default]
+        overrides = (
+            Override(pattern, None if unit.scheme == FLOAT else QuantScheme.parse(unit.scheme))
+            for unit in named for pattern in unit.patterns
+        )  # fmt: skip
+        return Recipe(QuantScheme.parse(default), (*overrides, *others))
+
+    def to_json(self) -> dict[str, Any]:
+        """What the manifest tells."""
+        return {
+            **self.target.to_json(), "bits_per_weight": self.bits, "weight_bytes": self.weight_bytes,
+            "estimated_kl": float(f"{self.kl:.4g}"), "units": [unit.to_json() for unit in self.units],
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Allocation:
+        """What `to_json` gave."""
+        target = SizeTarget(found.get("target_bits"), found.get("max_size"))
+        units = [
+            UnitChoice(
+                one["layer"], one["linears"], tuple(one["modules"]), one["weights"], one["scheme"], one["estimated_kl"]
+            )
+            for one in found["units"]
+        ]
+        return cls(target, found["bits_per_weight"], found["weight_bytes"], units)
+
+    def table(self) -> list[list[str]]:
+        """A head and a row for each layer: what its units got, and in the last column what that is to cost."""
+        names = list(dict.fromkeys(unit.name for unit in self.units))
+        rows = [["layer", *names, "KL x 1e-4"]]
+        for layer in dict.fromkeys(unit.layer for unit in self.units):
+            own = {unit.name: unit for unit in self.units if unit.layer == layer}
+            schemes = [own[name].scheme if name in own else "" for name in names]
+            rows.append([str(layer), *schemes, significant(1e4 * sum(unit.loss for unit in own.values()))])
+        return rows
+
+    def line(self) -> str:
+        """All in short."""
+        return (
+            f"chosen for {self.target}: {self.bits:.4g} bits a weight of the linear layers,"
+            f" {size_text(self.weight_bytes)} of weights, estimated KL {significant(self.kl)}"
+        )
+
+    def lines(self) -> list[str]:
+        """The table for people."""
+        rows = self.table()
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        return [
+            "  ".join(
+                [cell.rjust(width) if at in (0, len(row) - 1) else cell.ljust(width)
+                 for at, (cell, width) in enumerate(zip(row, widths, strict=True))]
+            ).rstrip()
+            for row in rows
+        ]  # fmt: skip

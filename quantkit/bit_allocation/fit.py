@@ -1,0 +1,235 @@
+"""From calibration samples to the schemes that lose least for a size.
+
+What the format can hold is looked at first, and a size that no choice has is refused before any work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from quantkit.architectures.names import EMBEDDING
+from quantkit.bit_allocation.allocation import Allocation, SizeTarget
+from quantkit.bit_allocation.knapsack import Option, choose
+from quantkit.bit_allocation.losses import estimate_losses
+from quantkit.bit_allocation.units import Unit, units
+from quantkit.distributed.group import ProcessGroup
+from quantkit.errors import RequestError, UnsupportedError
+from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.codecs.codec import CodeFormat, QuantMethod, Reason
+from quantkit.formats.codecs.compressed_weights import SHAPE
+from quantkit.formats.codecs.ggml_blocks import BlockType
+from quantkit.formats.codecs.gptq_linear import G_IDX
+from quantkit.memory import size_text
+from quantkit.progress import Progress, silent
+from quantkit.tensors.dtypes import DType
+from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.spec import TensorSpec
+
+CANDIDATES = tuple(map(QuantScheme.parse, ("int4-g128", "int4-g64", "int4-g32", "int8")))
+"""Among these and floats the scheme of each unit is chosen."""
+_ROUNDS = 16
+
+Sizer = Callable[[Mapping[str, QuantScheme]], int]
+"""Bytes of all files of weights, given the scheme of each module that gets one."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A model that is to have a size.
+
+    Attributes:
+        source: the float model.
+        target: the size.
+        codes: what quantized weights are written in.
+        settled: what was said of modules whose scheme is not chosen: those named, and None for those kept.
+        total_bytes: tells the size of the files.
+    """
+
+    source: Checkpoint
+    target: SizeTarget
+    codes: CodeFormat
+    settled: Mapping[str, QuantScheme | None]
+    total_bytes: Sizer
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            RequestError: if no choice has the size; the smallest and the largest are named.
+            UnsupportedError: if the format does not hold several schemes.
+        """
+        if not self.units:
+            raise RequestError("no layer is left to choose a scheme for", path=self.source.path)
+        self._require_mixed()
+        smallest, largest = (self._measured(self._uniform(last)) for last in (False, True))
+        asked = self.target.bits if self.target.bits is not None else float(self.target.bytes or 0)
+        if not smallest <= asked < largest:
+            tell = "{:.4g} bits a weight".format if self.target.bits is not None else _bytes_text
+            raise RequestError(
+                "no choice of schemes has this size", path=self.source.path, found=tell(asked),
+                expected=f"at least {tell(smallest)}, and less than the {tell(largest)} of its floats",
+                hint=None if asked >= largest or self.target.bits is not None
+                else "name schemes for the `head` and the `embedding`, which keep their floats",
+            )  # fmt: skip
+
+    @cached_property
+    def units(self) -> list[Unit]:
+        return units(self.source.config, self.settled)
+
+    @cached_property
+    def options(self) -> list[list[QuantScheme]]:
+        """The schemes that each unit may get: those that the format holds, without the rows being too short, and
+        without one that takes as much as a finer one."""
+        found = []
+        for unit in self.units:
+            own = [one for one in CANDIDATES if not isinstance(self.codes.codec(one), Reason)]
+            own = [one for one in own if all(one.fitted(columns) == one for columns in unit.columns)]
+            sizes = [self._unit_bytes(unit, one) for one in own]
+            found.append([one for at, one in enumerate(own) if sizes[at] < min(sizes[at + 1 :], default=math.inf)])
+        return found
+
+    @property
+    def most_bytes(self) -> int:
+        """Of all files of weights, more or less, before the choice is made."""
+        if self.target.bytes is not None:
+            return self.target.bytes
+        floats = sum(self._unit_bytes(unit, None) for unit in self.units)
+        return self.total_bytes(self._schemes(self._uniform(last=True))) - floats + self._room_of_bits
+
+    def chosen(
+        self, samples: Tensor, *, device: torch.device, memory_bytes: int, group: ProcessGroup,
+        progress: Progress = silent,
+    ) -> Allocation:  # fmt: skip
+        """The choice; the same in all processes.
+
+        Args:
+            samples, device, memory_bytes, group: see `estimate_losses`.
+
+        Raises:
+            NonFiniteError: see `estimate_losses`.
+        """
+        schemes = dict(zip(self.units, self.options, strict=True))
+        losses = estimate_losses(
+            self.source, samples, self.units, schemes, device=device, memory_bytes=memory_bytes,
+            scale_dtype=self._scale_dtype.torch, group=group, progress=progress,
+        )  # fmt: skip
+        return group.agree(self.allocation(losses.of_units))
+
+    def allocation(self, losses: Sequence[Mapping[QuantScheme, float]]) -> Allocation:
+        """The choice, given what each scheme of each unit loses."""
+        every: list[list[QuantScheme | None]] = [[*own, None] for own in self.options]
+        items = [
+            [Option(self._unit_bytes(unit, one), 0.0 if one is None else lost[one]) for one in own]
+            for unit, own, lost in zip(self.units, every, losses, strict=True)
+        ]
+        room = self._room(items)
+        for _ in range(_ROUNDS):
+            numbers = choose(items, room)
+            if numbers is None:
+                break
+            chosen = [own[number] for own, number in zip(every, numbers, strict=True)]
+            over = self._measured(chosen) - (self.target.bits or self.target.bytes or 0)
+            if over <= 0 and any(chosen):
+                found = Allocation.of(self.target, self.units, losses, chosen)
+                return found.sized(self._bits(chosen), self.total_bytes(self._schemes(chosen)))
+            taken = sum(own[number].size for own, number in zip(items, numbers, strict=True))
+            room = min(room, taken) - max(1, math.ceil(over) if self.target.bytes else 1)
+        chosen = self._uniform(last=False)
+        found = Allocation.of(self.target, self.units, losses, chosen)
+        return found.sized(self._bits(chosen), self.total_bytes(self._schemes(chosen)))
+
+    def _room(self, items: Sequence[Sequence[Option]]) -> int:
+        """Bytes for the weights of all units."""
+        if self.target.bits is not None:
+            return self._room_of_bits
+        floats = sum(own[-1].size for own in items)
+        return (self.target.bytes or 0) - self.total_bytes(self._schemes(self._uniform(last=True))) + floats
+
+    @property
+    def _room_of_bits(self) -> int:
+        return math.floor((self.target.bits or 0) * self._counted / 8 + 1e-6) - self._settled_bytes
+
+    def _uniform(self, last: bool) -> list[QuantScheme | None]:
+        """The coarsest scheme for each unit, or floats for all."""
+        return [None if last or not own else own[0] for own in self.options]
+
+    def _measured(self, chosen: Sequence[QuantScheme | None]) -> float:
+        """A choice's size, as what was asked for is counted."""
+        return self._bits(chosen) if self.target.bits is not None else self.total_bytes(self._schemes(chosen))
+
+    def _bits(self, chosen: Sequence[QuantScheme | None]) -> float:
+        own = sum(self._unit_bytes(unit, scheme) for unit, scheme in zip(self.units, chosen, strict=True))
+        return 8 * (own + self._settled_bytes) / self._counted
+
+    @cached_property
+    def _counted(self) -> int:
+        """Weights of all linears that count."""
+        return sum(unit.weights for unit in self.units) + sum(math.prod(spec.shape) for spec in self._settled_specs)
+
+    @cached_property
+    def _settled_bytes(self) -> int:
+        return sum(self._bytes(spec) for spec in self._settled_specs)
+
+    @cached_property
+    def _settled_specs(self) -> list[TensorSpec]:
+        return [self._spec(f"{module}.weight", scheme) for module, scheme in self.settled.items()]
+
+    def _schemes(self, chosen: Sequence[QuantScheme | None]) -> dict[str, QuantScheme]:
+        found = {module: scheme for module, scheme in self.settled.items() if scheme is not None}
+        for unit, scheme in zip(self.units, chosen, strict=True):
+            if scheme is not None:
+                found |= dict.fromkeys(unit.modules, scheme)
+        return found
+
+    @cached_property
+    def _scale_dtype(self) -> DType:
+        return self.codes.scale_dtype or DType(self.source.config.dtype)
+
+    def _unit_bytes(self, unit: Unit, scheme: QuantScheme | None) -> int:
+        return sum(self._bytes(self._spec(parameter.name, scheme)) for parameter in unit.parameters)
+
+    def _spec(self, name: str, scheme: QuantScheme | None) -> TensorSpec:
+        info = self.source.info(name)
+        return TensorSpec(name, info.shape, info.dtype if scheme is None else self._scale_dtype, scheme)
+
+    def _bytes(self, spec: TensorSpec) -> int:
+        """What a weight's codes, scales and zero points take, or its floats."""
+        if spec.scheme is None:
+            return math.prod(spec.shape) * spec.dtype.itemsize
+        holder = self.codes.codec(spec.scheme, embedding=spec.name == f"{EMBEDDING}.weight")
+        assert not isinstance(holder, Reason)
+        if isinstance(holder, BlockType):
+            return spec.shape[0] * holder.row_bytes(spec.shape[1])
+        stored = holder.stored(spec)  # type: ignore[attr-defined]
+        return sum(one.nbytes for one in stored if not one.name.endswith((SHAPE, G_IDX)))
+
+    def _require_mixed(self) -> None:
+        """
+        Raises:
+            UnsupportedError: if the format has no place for several schemes in a folder.
+        """
+        every = list(dict.fromkeys(one for own in self.options for one in own))
+        if not every:
+            raise UnsupportedError(
+                f"{self.codes.name} holds none of the schemes to choose among", path=self.source.path
+            )
+        if not hasattr(self.codes, "write_settings"):
+            return
+        method: QuantMethod = self.codes
+        mixed = {f"layer{number}": scheme for number, scheme in enumerate(every)}
+        try:
+            method.write_settings(mixed, dict.fromkeys(mixed, 128))
+        except UnsupportedError as error:
+            raise UnsupportedError(
+                f"{self.codes.name} does not go with a size to fit: {error.problem}", path=self.source.path,
+                found=error.found, hint="choose a scheme, or another format",
+            ) from error  # fmt: skip
+
+
+def _bytes_text(count: float) -> str:
+    return f"{int(count)} bytes ({size_text(int(count))})"

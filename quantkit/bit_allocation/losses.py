@@ -1,0 +1,309 @@
+"""What each scheme of each unit would cost in KL(source || quantized) per token, estimated on calibration samples.
+
+KL grows with the squares of what changes: a change dY of a linear's outputs costs half the mean of ``(g . dY) ** 2``,
+where g is the gradient by these outputs of the log probability of a token that the model itself draws (its Fisher
+information). Outputs are taken for independent, so a linear costs half the sum over its rows of their mean squared
+gradients times their mean squared errors (`output_errors`).
+
+One pass forward gathers the Hessians and keeps what each block was given; one pass backward, with each block computed
+anew, gathers the gradients. One block's weights are in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.topology import InputGroup, input_groups
+from quantkit.bit_allocation.cost import sample_counts
+from quantkit.bit_allocation.output_errors import RowErrors, row_errors, rows_tried
+from quantkit.bit_allocation.units import Unit
+from quantkit.calibration.effort import batch_samples
+from quantkit.distributed.group import ProcessGroup
+from quantkit.errors import NonFiniteError
+from quantkit.formats.checkpoint import Checkpoint
+from quantkit.memory import give_back
+from quantkit.model.attention import causal_attention
+from quantkit.model.decoder import Block, Step, final_logits, scaled_embeddings
+from quantkit.model.load import BLOCK_PREFIX, fill, meta_init
+from quantkit.model.norm import rms_norm
+from quantkit.model.rope import Rotary
+from quantkit.progress import Progress, silent
+from quantkit.solver.gptq import SingularError
+from quantkit.tensors.finite import all_finite
+from quantkit.tensors.products import add_square_, fill_lower_
+from quantkit.tensors.scheme import QuantScheme
+
+_WEIGHTS_TRIED = 1 << 18  # of a unit
+_TOKENS_THROUGH_THE_HEAD = 64
+_HEAD_WEIGHTS = 1 << 24  # of the head that are float32 at a time
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What was estimated.
+
+    Attributes:
+        of_units: by scheme, in the order of the units.
+        tokens: that the Hessians and the gradients were gathered on.
+    """
+
+    of_units: list[dict[QuantScheme, float]]
+    tokens: tuple[int, int]
+
+
+def estimate_losses(
+    source: Checkpoint, samples: Tensor, units: Sequence[Unit], schemes: Mapping[Unit, Sequence[QuantScheme]], *,
+    device: torch.device, memory_bytes: int, scale_dtype: torch.dtype, group: ProcessGroup,
+    progress: Progress = silent,
+) -> Losses:  # fmt: skip
+    """The KL that each unit would cost in each of its schemes, alone.
+
+    Args:
+        samples: tokens [N, T], of which the first ones serve; each of several processes takes its share of these.
+        device: where blocks are run.
+        memory_bytes: for what the blocks were given.
+
+    Raises:
+        NonFiniteError: if a weight of a unit, or the inputs of a linear, hold NaN or Inf.
+    """
+    config = source.config
+    counts = sample_counts(config, samples.shape, memory_bytes)
+    own = [samples[:count][group.share(count)] for count in counts]
+    passes = _Passes(source, own[0], len(own[1]), device)
+    tokens = [count * samples.shape[1] for count in counts]
+    errors: dict[str, RowErrors] = {}
+    layers = config.num_layers
+    for layer in range(layers):
+        progress("choose schemes", layer, 2 * layers, "layers")
+        hessians, block = passes.forward(layer)
+        of_layer = [unit for unit in units if unit.layer == layer]
+        if of_layer:
+            errors |= _block_errors(source, block, layer, hessians, of_layer, schemes, scale_dtype, group)
+        del hessians, block
+        give_back()
+    gradients: dict[str, Tensor] = {}
+    passes.turn(group.share(counts[1]).start)
+    for layer in reversed(range(layers)):
+        progress("choose schemes", 2 * layers - layer - 1, 2 * layers, "layers")
+        for module, squares in passes.backward(layer).items():
+            group.sum_(squares)
+            gradients[module] = squares.cpu() / tokens[1]
+        give_back()
+    progress("choose schemes", 2 * layers, 2 * layers, "layers")
+    found = [
+        {scheme: sum(errors[m].loss(gradients[m], scheme) for m in unit.modules) for scheme in schemes[unit]}
+        for unit in units
+    ]
+    return Losses(found, (tokens[0], tokens[1]))
+
+
+class _Passes:
+    """The samples on their way forward and back, in batches."""
+
+    def __init__(
+        self, source: Checkpoint, samples: Tensor, kept: int, device: torch.device,
+        states: torch.dtype = torch.bfloat16,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            samples: tokens [N, T]; there may be none.
+            kept: how many of them go back.
+            states: dtype in which is kept what the blocks were given.
+        """
+        config, length = source.config, samples.shape[1]
+        self._source, self._device, self._dtype = source, device, states
+        step = batch_samples(config, length)
+        batches = [*samples[:kept].split(step), *samples[kept:].split(step)] if len(samples) else []
+        batches = [batch for batch in batches if len(batch)]
+        embedding = _floats(source, "model.embed_tokens.weight") if batches else torch.empty(0)
+        self._states = [
+            scaled_embeddings(nn.functional.embedding(batch, embedding).float(), config.embedding_multiplier)
+            for batch in batches
+        ]
+        self._returning = -(-kept // step)
+        self._given: list[list[Tensor]] = [[] for _ in range(self._returning)]
+        positions = torch.arange(length, device=device)
+        angles = Rotary(config).to(device)(positions)
+        self._step = Step(angles, causal_attention(positions, config.windows))
+
+    @torch.no_grad()
+    def forward(self, layer: int) -> tuple[dict[str, tuple[Tensor, int]], Block]:
+        """Run a block: by site the sum of ``X.T @ X`` over the inputs of its linears, and how many these were."""
+        block = self._block(layer)
+        sums: dict[str, tuple[Tensor, int]] = {}
+        with _hessians(block, input_groups(self._source.config, layer), sums):
+            for index, states in enumerate(self._states):
+                if index < self._returning:
+                    self._given[index].append(states.to(self._dtype))
+                self._states[index] = block(states.to(self._device), self._step).cpu()
+        return sums, block
+
+    def turn(self, first: int) -> None:
+        """Begin the way back: gradients of the log probabilities of drawn tokens by what the last block gave.
+
+        Args:
+            first: the number among all samples of the first one here.
+        """
+        del self._states[self._returning :]
+        norm = rms_norm(self._source.config)
+        norm.weight = nn.Parameter(_floats(self._source, "model.norm.weight").float(), requires_grad=False)
+        head = _floats(self._source, "model.embed_tokens.weight" if self._source.config.tied_embeddings
+                       else "lm_head.weight")  # fmt: skip
+        for index, states in enumerate(self._states):
+            states.requires_grad_()
+            normed = norm(states)
+            normed.backward(_head_gradients(normed.detach(), head, self._source.config, first))
+            first += len(states)
+            assert states.grad is not None
+            self._states[index] = states.grad
+
+    def backward(self, layer: int) -> dict[str, Tensor]:
+        """Take the gradients back through a block; the sum of their squares by module, [O] for each."""
+        block = self._block(layer)
+        squares = {
+            name: torch.zeros(module.out_features, device=self._device)
+            for name, module in block.named_modules() if isinstance(module, nn.Linear)
+        }  # fmt: skip
+        with _squared_gradients(block, squares):
+            for index, gradient in enumerate(self._states):
+                given = self._given[index].pop().to(self._device, torch.float32).requires_grad_()
+                with torch.enable_grad():
+                    block(given, self._step).backward(gradient.to(self._device))
+                assert given.grad is not None
+                self._states[index] = given.grad.cpu()
+        prefix = BLOCK_PREFIX.format(layer)
+        return {prefix + name: found for name, found in squares.items()}
+
+    def _block(self, layer: int) -> Block:
+        with meta_init():
+            block = Block(self._source.config, layer)
+        fill(block, self._source, BLOCK_PREFIX.format(layer), self._device, torch.float32, None)
+        return block.eval()
+
+
+@contextmanager
+def _hessians(block: Block, groups: Sequence[InputGroup], sums: dict[str, tuple[Tensor, int]]) -> Iterator[None]:
+    """Within, add up the inputs at each site; experts of a layer have theirs in common."""
+
+    def listener(site: str) -> object:
+        def listen(module: nn.Module, given: tuple[Tensor, ...]) -> None:
+            x = given[0].flatten(0, -2)
+            total, count = sums.get(site) or (torch.zeros(x.shape[1], x.shape[1], device=x.device), 0)
+            add_square_(total, x)
+            sums[site] = total, count + len(x)
+
+        return listen
+
+    hooks = [block.get_submodule(one.modules[0]).register_forward_pre_hook(listener(one.site)) for one in groups]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _squared_gradients(block: Block, squares: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within, add up the squared gradients by the outputs of each linear."""
+
+    def listener(name: str) -> object:
+        def take_up(gradient: Tensor) -> None:
+            squares[name].add_(gradient.flatten(0, -2).square().sum(0))
+
+        def listen(module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
+            out.register_hook(take_up)
+
+        return listen
+
+    hooks = [block.get_submodule(name).register_forward_hook(listener(name)) for name in squares]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _block_errors(
+    source: Checkpoint, block: Block, layer: int, hessians: dict[str, tuple[Tensor, int]], units: Sequence[Unit],
+    schemes: Mapping[Unit, Sequence[QuantScheme]], scale_dtype: torch.dtype, group: ProcessGroup,
+) -> dict[str, RowErrors]:  # fmt: skip
+    """The errors of all linears of a block that are in units."""
+    found: dict[str, RowErrors] = {}
+    prefix = BLOCK_PREFIX.format(layer)
+    unit_of = {module: unit for unit in units for module in unit.modules}
+    tried: dict[str, int] = {}
+    for unit in units:
+        tried |= rows_tried({p.module: p.shape for p in unit.parameters}, _WEIGHTS_TRIED)
+    of_site: dict[str, list[str]] = defaultdict(list)
+    for one in input_groups(source.config, layer):
+        of_site[one.site] += [module for module in one.modules if prefix + module in unit_of]
+    for site, modules in of_site.items():
+        if not modules:
+            continue
+        weights = {prefix + module: block.get_parameter(f"{module}.weight").data for module in modules}
+        for module, weight in weights.items():
+            if not all_finite(weight):
+                raise NonFiniteError(
+                    f"tensor '{module}.weight' holds NaN or Inf", path=source.path,
+                    hint=f'it has no codes; repair the source, or `keep="{module}"` leaves it as it is',
+                )  # fmt: skip
+        columns = next(iter(weights.values())).shape[1]
+        total, count = hessians.pop(site, (torch.zeros(columns, columns, device=weight.device), 0))
+        rows = torch.tensor([float(count)], device=total.device)
+        group.sum_(total)
+        group.sum_(rows)
+        fill_lower_(total)
+        total.div_(rows.clamp_(min=1))
+        wanted = list(dict.fromkeys(s for name in weights for s in schemes[unit_of[name]]))
+        try:
+            found |= row_errors(weights, total, wanted, scale_dtype, tried)
+        except SingularError:
+            found |= row_errors(weights, torch.eye(columns, device=total.device), wanted, scale_dtype, tried)
+        except NonFiniteError as error:
+            raise NonFiniteError(f"layer '{next(iter(weights))}': {error.problem}", path=source.path) from error
+    return found
+
+
+def _head_gradients(hidden: Tensor, head: Tensor, config: ModelConfig, first: int) -> Tensor:
+    """Gradients of minus the log probability of a drawn token at each of hidden states [B, T, D], by these.
+
+    Args:
+        head: [V, D], of any float type.
+        first: seeds what is drawn, so that it does not depend on who draws.
+    """
+    found = torch.empty_like(hidden)
+    for index, states in enumerate(hidden):
+        generator = torch.Generator().manual_seed(first + index)
+        for start in range(0, len(states), _TOKENS_THROUGH_THE_HEAD):
+            rows = states[start : start + _TOKENS_THROUGH_THE_HEAD]
+            products = torch.cat([rows @ part.float().t() for part in _parts(head)], dim=-1)
+            logits = final_logits(products, config)
+            gradients = logits.softmax(-1)
+            drawn = torch.multinomial(gradients, 1, generator=generator)
+            gradients.scatter_add_(1, drawn, torch.full_like(drawn, -1, dtype=gradients.dtype))
+            if config.logit_softcap is not None:
+                gradients *= 1 - (logits / config.logit_softcap).square()
+            if config.logit_multiplier != 1:
+                gradients *= config.logit_multiplier
+            out, place = found[index, start : start + _TOKENS_THROUGH_THE_HEAD].zero_(), 0
+            for part in _parts(head):
+                out.addmm_(gradients[:, place : place + len(part)], part.float())
+                place += len(part)
+    return found
+
+
+def _parts(head: Tensor) -> Sequence[Tensor]:
+    return head.split(max(1, _HEAD_WEIGHTS // head.shape[1]))
+
+
+def _floats(source: Checkpoint, name: str) -> Tensor:
+    value = source.load(name)
+    assert isinstance(value, Tensor)
+    return value

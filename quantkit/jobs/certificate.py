@@ -1,0 +1,162 @@
+"""The certificate for long contexts: what a quantized model lost by position, on request, before it gets its name."""
+
+from __future__ import annotations
+
+import hashlib
+import textwrap
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from quantkit.architectures.config import ModelConfig
+from quantkit.arguments import as_path, as_whole
+from quantkit.data.files import gate_texts
+from quantkit.errors import RequestError
+from quantkit.files.text_file import text_of
+from quantkit.formats.checkpoint import Checkpoint
+from quantkit.jobs.command import file_name
+from quantkit.progress import Progress
+from quantkit.quality.bounds import BOUNDS, coarser
+from quantkit.quality.measures import LOGITS_BYTES
+from quantkit.quality.position_divergence import divergence_by_position, position_windows
+from quantkit.quality.positions import CACHES, TOKENS, PositionCertificate, cut_short, rise_text
+from quantkit.tensors.scheme import QuantScheme
+from quantkit.text.tokenizer import Tokenizer
+
+_LEAST = 2
+_WIDTH = 120
+_LETTERS_OF_TOKEN = 64  # at most, over a long text
+_STATES_OF_ATTENTION = 9  # as wide as queries, that a block holds together: they, keys, values, and what turns them
+
+
+@dataclass(frozen=True)
+class CertifiedText:
+    """What a model is certified on.
+
+    Attributes:
+        name, sha256: of the text.
+        asked: positions that were asked for.
+        windows: token ids [W, T].
+        notes: what a user should know about it.
+    """
+
+    name: str
+    sha256: str
+    asked: int
+    windows: Tensor
+    notes: list[str]
+
+    def certificate(
+        self, source: Checkpoint, result: Checkpoint, schemes: Iterable[QuantScheme], progress: Progress
+    ) -> PositionCertificate:
+        """Measure a result against its source.
+
+        Args:
+            schemes: of the quantized modules, whose fewest bits say how far it may be.
+
+        Raises:
+            NonFiniteError: if a model's logits are NaN or Inf.
+        """
+        bound = coarser(BOUNDS[f"int{scheme.bits}"] for scheme in schemes).kl
+        (caches,) = divergence_by_position(source, [result], self.windows, progress=progress)
+        found = {cache: [one.rounded() for one in buckets] for cache, buckets in caches.items()}
+        count, length = self.windows.shape
+        return PositionCertificate(self.name, self.sha256, self.asked, length, count, bound, found)
+
+    def memory_bytes(self, config: ModelConfig) -> int:
+        """What the hidden states take of the source and of the result with either cache, what attention makes of one
+        of them, and the logits that are compared."""
+        wide = config.num_heads * config.head_dim
+        states = (1 + len(CACHES)) * config.hidden_size + _STATES_OF_ATTENTION * max(wide, config.hidden_size)
+        length = self.windows.shape[1]
+        logits = (1 + len(CACHES)) * min(LOGITS_BYTES, 4 * length * config.vocab_size)
+        return 4 * length * states + logits
+
+    def attention_flops(self, config: ModelConfig) -> int:
+        """Of all passes, what grows with the square of the length."""
+        count, length = self.windows.shape
+        seen = sum(min(length / 2, layer.window or length) for layer in config.layers)
+        return int((1 + len(CACHES)) * count * length * seen * 4 * config.num_heads * config.head_dim)
+
+    @property
+    def tokens(self) -> int:
+        """That go through a model in all passes."""
+        return (1 + len(CACHES)) * self.windows.numel()
+
+
+def certified_text(
+    positions: int | None, text: str | Path | None, source: Checkpoint, tokenizer: Tokenizer | None
+) -> CertifiedText | None:
+    """The text that a certificate is about; None where none is asked for.
+
+    Args:
+        positions: tokens of its windows, at most; a shorter text, or context, is measured to its end.
+        text: a file; None is the texts of the gate, one after the other.
+
+    Raises:
+        RequestError: if a text is given alone or cannot be read, the positions are no such number, or the model has no
+            tokenizer or cannot be run.
+    """
+    if positions is None:
+        if text is not None:
+            raise RequestError("`certify_text` goes with `certify_positions`")
+        return None
+    length = as_whole("certify_positions", positions)
+    if length < _LEAST:
+        raise RequestError(f"`certify_positions` must be at least {_LEAST}", found=length)
+    if not source.config.runnable:
+        raise RequestError("`certify_positions` does not go with `tensors_only=True`: the model is not run")
+    if tokenizer is None:
+        raise RequestError(
+            "a certificate for long contexts needs a tokenizer, and the source has none", path=source.path
+        )
+    name, digest, raw = _text(None if text is None else as_path("certify_text", text))
+    ids = tokenizer.encode(raw[: _LETTERS_OF_TOKEN * max(length, TOKENS)])
+    context = source.config.reach
+    windows = position_windows(ids, tokenizer.bos_id, length, context)
+    notes = [] if windows.shape[1] == length else [cut_short(name, windows.shape[1], length, context)]
+    if notes and text is None and windows.shape[1] < context:
+        notes[0] += "; `certify_text` names a longer one"
+    return CertifiedText(name, digest, length, windows, notes)
+
+
+def _text(path: Path | None) -> tuple[str, str, str]:
+    """A text's name, sha256 and content."""
+    if path is None:
+        texts = gate_texts()
+        raw = "\n\n".join(texts.values())
+        return " and ".join(texts), hashlib.sha256(raw.encode()).hexdigest(), raw
+    raw, digest = text_of(path)
+    return file_name(path) or "a text", digest, raw
+
+
+def card_section(found: PositionCertificate) -> list[str]:
+    """What the model card tells of it."""
+    heads = [
+        "positions",
+        "tokens",
+        *(head for cache in CACHES for head in (f"KL, {cache} cache", "same likeliest token")),
+    ]
+    rows = [
+        [
+            buckets[0].name, f"{buckets[0].tokens}",
+            *(cell for one in buckets for cell in (f"{one.estimate}", f"{one.top1_agreement:.1%}")),
+        ]
+        for buckets in zip(*found.caches.values(), strict=True)
+    ]  # fmt: skip
+    told = (
+        f"KL by position, on {found.windows} x {found.length} tokens of {found.text} (sha256 {found.sha256[:12]}), with"
+        " keys and values in floats, and in 8 bits as quantkit's int8 cache keeps them; the source's are floats both"
+        f" times. With floats it may be {found.kl_bound:g} at most."
+    )
+    changes = "; ".join(f"with the {cache} cache, {rise_text(buckets)}" for cache, buckets in found.caches.items())
+    problem = found.problem()
+    return [
+        "## Long contexts", "",
+        *textwrap.wrap(told, _WIDTH), "",
+        *(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows)), "",
+        *textwrap.wrap(f"The last KL is, {changes}.", _WIDTH),
+        *([] if problem is None else ["", f"**Not within its bound: {problem[0]}; {problem[1]}.**"]),
+    ]  # fmt: skip

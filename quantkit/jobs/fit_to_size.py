@@ -1,0 +1,149 @@
+"""What `quantize` does where it is asked for a size: the schemes are chosen once the samples are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantkit.architectures.topology import linear_columns
+from quantkit.bit_allocation.allocation import Allocation, SizeTarget
+from quantkit.bit_allocation.fit import CANDIDATES, Fit
+from quantkit.bit_allocation.units import units
+from quantkit.calibration.data import Calibration
+from quantkit.distributed.group import ProcessGroup
+from quantkit.errors import RequestError
+from quantkit.formats.container import Output
+from quantkit.formats.output.staging import interrupted_fingerprint
+from quantkit.formats.registry import Target
+from quantkit.jobs.certificate import CertifiedText
+from quantkit.jobs.estimate import Estimate, estimate_quantization, require_buildable
+from quantkit.jobs.output import option_key
+from quantkit.jobs.prepare import Prepared, planned_output, reassigned, tensor_blocks
+from quantkit.jobs.settings import GptqSettings
+from quantkit.progress import Progress
+from quantkit.tensors.recipe import Override, Recipe
+from quantkit.tensors.scheme import QuantScheme
+
+OPTION = "bit_allocation"
+"""Under which the manifest, and the journal of an interrupted run, tell what was chosen."""
+_HEAD = "lm_head"
+
+
+def asked_recipe(
+    scheme: str | QuantScheme | Recipe | None, target: SizeTarget | None, head: str | QuantScheme | None
+) -> str | QuantScheme | Recipe | None:
+    """What `prepare` is given: what was asked for, with a scheme for the head; of a size what stands for the schemes
+    until they are chosen.
+
+    Raises:
+        RequestError: if a head goes with a recipe.
+    """
+    if target is None and head is None:
+        return scheme
+    if isinstance(scheme, Recipe):
+        raise RequestError("`head` does not go with a recipe", hint=f"name {_HEAD} among its overrides")
+    default = CANDIDATES[0] if target is not None else scheme
+    if default is None or head is None:
+        return default
+    default, own = (one if isinstance(one, QuantScheme) else QuantScheme.parse(one) for one in (default, head))
+    return Recipe(default, (Override(_HEAD, own),))
+
+
+@dataclass(frozen=True)
+class SizeFit:
+    """A source whose schemes are to be chosen for a size.
+
+    Attributes:
+        prepared: with schemes that stand for those to be chosen.
+        target: as what it is written.
+        shard_bytes, name: see `planned_output`.
+    """
+
+    prepared: Prepared
+    size: SizeTarget
+    target: Target
+    template: str | None
+    shard_bytes: int
+    name: str
+    dst: Path
+
+    def total_bytes(self, schemes: Mapping[str, QuantScheme]) -> int:
+        """Of all files of weights, given the scheme of each module that gets one."""
+        return self.target.container.encoder(self._output(schemes)).total_bytes()
+
+    def require_buildable(self, *, resume: bool) -> None:
+        """
+        Raises:
+            DestinationError, ResumeError: if the output cannot be built.
+        """
+        stands_in = self.target.container.encoder(self._output(self.prepared.scheme_map.schemes))
+        require_buildable(self.dst, stands_in, resume=resume)
+
+    def estimate(self, fit: Fit, long: CertifiedText | None, *, source_check: bool) -> Estimate:
+        """What all of it takes, before the choice is made."""
+        output = self._output(self.prepared.scheme_map.schemes)
+        encoder, side_files = self.target.container.encoder(output), self.target.container.side_files(output)
+        return estimate_quantization(self.prepared, encoder, side_files, long, source_check=source_check, fit=fit)
+
+    def require_gptq(self) -> GptqSettings:
+        """The settings of GPTQ.
+
+        Raises:
+            RequestError: if the method is another.
+        """
+        if self.prepared.settings is None:
+            raise RequestError("a size to fit goes with GPTQ", found='`method="rtn"`', expected='`method="gptq"`')
+        return self.prepared.settings
+
+    def fit(self) -> Fit:
+        """What chooses.
+
+        Raises:
+            RequestError: if the method is another than GPTQ, or no choice has the size.
+            UnsupportedError: if the format does not hold several schemes.
+        """
+        codes = self.target.codes
+        assert codes is not None
+        self.require_gptq()
+        return Fit(self.prepared.source, self.size, codes, self._settled(), self.total_bytes)
+
+    def chosen(
+        self, fit: Fit, drawn: Calibration, *, resume: bool, group: ProcessGroup, progress: Progress
+    ) -> tuple[Prepared, Allocation]:
+        """The source with the chosen schemes, and the choice: of a run that is resumed its own.
+
+        Raises:
+            QuantkitError: as `quantize` does.
+        """
+        settings = self.require_gptq()
+        allocation = group.agree(self._of_interrupted(drawn) if resume else None)
+        if allocation is None:
+            allocation = fit.chosen(
+                drawn.tokens, device=settings.device, memory_bytes=settings.memory_bytes, group=group,
+                progress=progress,
+            )  # fmt: skip
+        recipe = allocation.recipe(self.prepared.scheme_map.recipe.overrides)
+        return reassigned(self.prepared, recipe, self.dst, self.target), allocation
+
+    def _output(self, schemes: Mapping[str, QuantScheme]) -> Output:
+        blocks = tensor_blocks(self.prepared.source, schemes, self.target)
+        return planned_output(self.prepared, blocks, self.target, self.template, self.shard_bytes, self.name, self.dst)
+
+    def _of_interrupted(self, drawn: Calibration) -> Allocation | None:
+        """What an interrupted run for the same size and samples chose; whether all else is the same is looked at
+        when it is taken up."""
+        told = interrupted_fingerprint(self.dst)
+        found, calibration = told.get(option_key(OPTION)), told.get(option_key("calibration"))
+        if not isinstance(found, dict) or calibration != drawn.to_json():
+            return None
+        allocation = Allocation.from_json(found)
+        return allocation if allocation.target == self.size else None
+
+    def _settled(self) -> dict[str, QuantScheme | None]:
+        """The modules whose schemes are not chosen: named ones, and linears of blocks that are kept."""
+        source, schemes = self.prepared.source, self.prepared.scheme_map.schemes
+        free = {module for unit in units(source.config) for module in unit.modules}
+        kept = [module for module in linear_columns(source.config) if module in free and module not in schemes]
+        named = {module: scheme for module, scheme in schemes.items() if module not in free}
+        return {**named, **dict.fromkeys(kept)}

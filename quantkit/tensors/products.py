@@ -1,0 +1,87 @@
+"""Matrix products on a CPU: of float32 through oneDNN, and of bfloat16 where the processor multiplies it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+
+import torch
+from torch import Tensor
+
+BFLOAT16_SETTING = "QUANTKIT_BF16"
+"""Environment variable that forbids bfloat16 where it is 0."""
+
+_LEAST = 1 << 20  # multiplications; of fewer the call is what takes time
+_FEWEST_ROWS = 16  # with fewer, reading is what takes time
+_STRIPS = 8
+
+
+def times(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b``, [M, K] and [K, N] to [M, N].
+
+    torch leaves float32 to MKL, which is half as fast as oneDNN on processors of AMD; both sum in float32.
+    """
+    if not _through_onednn(a, b):
+        return a @ b
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(_dense(a), _dense(b).t(), None, "none", [], "")
+    return product
+
+
+def add_square_(total: Tensor, x: Tensor) -> None:
+    """Add ``x.T @ x`` of [N, I] to the upper triangle of [I, I]; of what lies below, only parts are added."""
+    rows = x.t().contiguous()
+    step = -(-len(rows) // _STRIPS)
+    for start in range(0, len(rows), step):
+        total[start : start + step, start:].add_(times(rows[start : start + step], rows[start:].t()))
+
+
+def fill_lower_(total: Tensor) -> None:
+    """Complete the symmetric matrix [I, I] that `add_square_` added to."""
+    step = -(-total.shape[0] // _STRIPS)
+    for start in range(0, total.shape[0], step):
+        stop = start + step
+        total[stop:, start:stop] = total[start:stop, stop:].t()
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this processor multiplies bfloat16, which is faster than float32 then, and nothing forbids it: neither
+    `QUANTKIT_BF16` nor torch's `ATEN_CPU_CAPABILITY`."""
+    if os.environ.get(BFLOAT16_SETTING) == "0" or not torch.backends.mkldnn.is_available():
+        return False
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    told = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return any(ask is not None and ask() for ask in told)
+
+
+def passing_dtype(device: torch.device) -> torch.dtype:
+    """The dtype in which calibration samples are multiplied on their way through a model."""
+    return torch.bfloat16 if device.type == "cpu" and multiplies_bfloat16() else torch.float32
+
+
+def bfloat16_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight.T`` in float32, [..., I] to [..., O], with both factors and the result rounded to bfloat16.
+
+    Args:
+        weight: [O, I] bfloat16.
+    """
+    return torch.nn.functional.linear(x.bfloat16(), weight).float()
+
+
+@functools.cache
+def _has_onednn() -> bool:
+    """Whether torch has its operator for x86, whose MKL is slow elsewhere than on Intel."""
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    return x86 and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def _dense(matrix: Tensor) -> Tensor:
+    """A matrix without gaps, for which alone oneDNN's linear is fast."""
+    return matrix if matrix.is_contiguous() or matrix.t().is_contiguous() else matrix.contiguous()
+
+
+def _through_onednn(a: Tensor, b: Tensor) -> bool:
+    of_float32 = a.dtype == b.dtype == torch.float32 and a.device.type == b.device.type == "cpu"
+    large = a.shape[0] >= _FEWEST_ROWS and a.shape[0] * b.numel() >= _LEAST
+    return of_float32 and large and _has_onednn()

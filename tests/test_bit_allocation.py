@@ -1,0 +1,240 @@
+"""Schemes chosen for a size: the choice itself, what it is estimated from, and what is made of it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from partial import contents, interrupted
+from test_topology import CASES, ENDS
+
+import quantkit
+from quantkit.architectures.families import families
+from quantkit.architectures.topology import fused_modules
+from quantkit.bit_allocation import losses
+from quantkit.bit_allocation.fit import CANDIDATES
+from quantkit.bit_allocation.knapsack import Option, choose
+from quantkit.bit_allocation.losses import _Passes, estimate_losses
+from quantkit.bit_allocation.output_errors import row_errors
+from quantkit.bit_allocation.picture import picture
+from quantkit.bit_allocation.units import units
+from quantkit.data.files import EXCERPT
+from quantkit.distributed.group import SINGLE
+from quantkit.errors import RequestError, UnsupportedError
+from quantkit.formats.detect import open_checkpoint
+from quantkit.json_values import Settings
+from quantkit.model.load import load_model
+from quantkit.solver.gptq import gptq
+from quantkit.tensors.scheme import QuantScheme
+
+GPTQ: dict[str, Any] = {"method": "gptq", "calibration": EXCERPT, "samples": 8, "length": 64, "source_check": False}
+FAMILIES = ("llama-biases", "gemma2", "phi3", "qwen2-moe", "gpt-oss")
+G32, INT8 = QuantScheme(4, 32), QuantScheme(8, None)
+
+
+@pytest.fixture(scope="module")
+def made(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> quantkit.QuantizeResult:
+    return quantkit.quantize(demo_model, tmp_path_factory.mktemp("fit") / "out", target_bits=4.5, **GPTQ)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_choice_is_the_best_of_all(seed: int) -> None:
+    rng = random.Random(seed)
+    items = [
+        [Option(rng.randrange(1, 40), rng.choice([0.0, rng.random()])) for _ in range(rng.randrange(1, 5))]
+        for _ in range(rng.randrange(1, 6))
+    ]
+    room = rng.randrange(150)
+    every = [
+        sum(one.loss for one in chosen)
+        for chosen in itertools.product(*items) if sum(one.size for one in chosen) <= room
+    ]  # fmt: skip
+    found, coarse = choose(items, room), choose(items, room, cells=8)
+    assert (found is None) == (coarse is None) == (not every)
+    for numbers in (found, coarse) if found and coarse else ():
+        assert sum(options[number].size for options, number in zip(items, numbers, strict=True)) <= room
+    if found is not None:
+        lost = sum(options[number].loss for options, number in zip(items, found, strict=True))
+        assert lost == pytest.approx(min(every))
+
+
+def test_of_equal_losses_the_smaller_is_taken() -> None:
+    assert choose([[Option(8, 1.0), Option(4, 1.0)], [Option(9, 0.0), Option(3, 0.0)]], 100) == [1, 1]
+
+
+def _source(case: str, folder: Path) -> quantkit.StoredCheckpoint:
+    kind, changes = CASES[case]
+    return open_checkpoint(oracle.save(oracle.make(kind, **{**ENDS, **changes}), folder))
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_gradients_are_those_of_the_whole_model(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Block after block, with the blocks computed anew, each gets what autograd gives for all at once."""
+    source = _source(case, tmp_path)
+    config, tokens = source.config, oracle.random_tokens(24, batch=2)
+    drawn = torch.randint(config.vocab_size, (48,))
+    monkeypatch.setattr(torch, "multinomial", lambda p, n, generator: drawn[generator.initial_seed() * 24 :][:24, None])
+    passes = _Passes(source, tokens, len(tokens), torch.device("cpu"), states=torch.float32)
+    for layer in range(config.num_layers):
+        passes.forward(layer)
+    passes.turn(0)
+    found: dict[str, torch.Tensor] = {}
+    for layer in reversed(range(config.num_layers)):
+        found |= passes.backward(layer)
+    model = load_model(source, dtype=torch.float32)
+    given: dict[str, list[torch.Tensor]] = {}
+    for name, module in model.named_modules():
+        if name in found:
+            module.register_forward_hook(lambda _, x, out, name=name: given.setdefault(name, []).append(out))
+            module.weight.requires_grad_()
+    model.model.embed_tokens.weight.requires_grad_()
+    hidden = model.hidden(tokens, torch.arange(24))
+    products = hidden @ (model.lm_head or model.model.embed_tokens).weight.t()
+    if config.logit_softcap is not None:
+        products = config.logit_softcap * torch.tanh(products / config.logit_softcap)
+    loss = torch.nn.functional.cross_entropy((products * config.logit_multiplier).flatten(0, 1), drawn, reduction="sum")
+    for name, outs in given.items():
+        expected = sum(g.flatten(0, -2).square().sum(0) for g in torch.autograd.grad(loss, outs, retain_graph=True))
+        torch.testing.assert_close(found[name], expected, rtol=1e-3, atol=1e-9)
+    assert given.keys() == {name for name in found if found[name].any()}
+
+
+def test_foretold_errors_are_close_to_those_of_gptq() -> None:
+    mixed = torch.randn(64, 64) @ torch.diag(torch.linspace(0.2, 3, 64))
+    x, weight = torch.randn(4000, 64) @ mixed, torch.randn(96, 64)
+    hessian = x.t() @ x / len(x)
+    found = row_errors({"a": weight}, hessian.clone(), [G32, INT8], torch.float32, {"a": 96})["a"]
+    for scheme in (G32, INT8):
+        _, report = gptq(weight, hessian, scheme, torch.float32)
+        assert found.errors[scheme].sum().item() == pytest.approx(report.error.sum().item(), rel=0.35)
+    some = row_errors({"a": weight}, hessian.clone(), [G32], torch.float32, {"a": 24})["a"]
+    gradients = torch.rand(96)
+    assert len(some.rows) == 24
+    assert some.loss(gradients, G32) == pytest.approx(found.loss(gradients, G32), rel=0.15)
+
+
+@pytest.mark.parametrize("case", [*FAMILIES, "deepseek-v3"])
+def test_what_runtimes_fuse_is_one_unit(case: str, tmp_path: Path) -> None:
+    kind, changes = CASES[case]
+    folder = oracle.save(oracle.make(kind, **{**ENDS, **changes}), tmp_path)
+    config = families()[kind].read(Settings(json.loads((folder / "config.json").read_text()), folder))
+    owner = {module: unit for unit in units(config) for module in unit.modules}
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        for modules in fused_modules(config, layer).values():
+            assert len({owner[prefix + module].modules[0] for module in modules}) == 1
+        experts = [module for module in owner if module.startswith(f"{prefix}mlp.experts.")]
+        assert len({owner[module].modules[0] for module in experts}) <= 1
+    assert sum(len(unit.modules) for unit in units(config)) == len(owner)
+
+
+def test_experts_are_estimated_on_the_tokens_sent_to_them(tmp_path: Path) -> None:
+    source = _source("qwen2-moe", tmp_path)
+    every = units(source.config)
+    schemes = dict.fromkeys(every, (G32, INT8))
+    found = estimate_losses(
+        source, oracle.random_tokens(40, batch=4), every, schemes, device=torch.device("cpu"), memory_bytes=10**9,
+        scale_dtype=torch.float32, group=SINGLE,
+    )  # fmt: skip
+    assert {unit.name for unit in every} == {"q k v", "o", "experts", "shared gate up", "shared down"}
+    assert all(0 < one[INT8] < one[G32] for one in found.of_units)
+
+
+def test_the_size_is_what_was_asked_for(made: quantkit.QuantizeResult, demo_model: Path, tmp_path: Path) -> None:
+    allocation = made.allocation
+    assert allocation is not None
+    linears = [one for one in made.manifest["modules"].items() if one[0] != "lm_head"]
+    written = open_checkpoint(made.path)
+    bits = weights = 0
+    for module, told in linears:
+        rows, columns = written.info(f"{module}.weight").shape
+        scheme = QuantScheme.parse(told["scheme"])
+        weights += rows * columns
+        bits += rows * (columns * scheme.bits + 16 * scheme.groups(columns))
+    assert 4.49 < bits / weights <= 4.5
+    assert allocation.bits == pytest.approx(bits / weights, abs=1e-6)
+    assert allocation.weight_bytes == (made.path / "model.safetensors").stat().st_size
+    assert len(made.schemes) > 1
+    assert made.manifest["bit_allocation"] == allocation.to_json()
+    again = quantkit.quantize(demo_model, tmp_path / "again", target_bits=4.5, **GPTQ)
+    assert contents(again.path) == contents(made.path)
+
+
+def test_the_choice_is_told(made: quantkit.QuantizeResult) -> None:
+    assert made.allocation is not None
+    lines = made.lines()
+    assert lines[0].split() == ["layer", "q", "k", "v", "o", "gate", "up", "down", "KL", "x", "1e-4"]
+    assert lines[-2].startswith("chosen for 4.5 bits a weight: 4.")
+    card = (made.path / "README.md").read_text()
+    assert "| layer | q k v | o | gate up | down | KL x 1e-4 |" in card
+    assert "--target-bits 4.5" in card
+    assert (made.path / "bit-allocation.svg").read_text() == picture(made.allocation)
+    assert picture(made.allocation).count("<title>") == len(made.allocation.units) + 4
+    assert quantkit.inspect(made.path).schemes_chosen in "\n".join(quantkit.inspect(made.path).lines())
+    json.dumps(made.to_json())
+
+
+@pytest.mark.parametrize("to", ["compressed-tensors", "gguf", "mlx", "gptq"])
+def test_files_of_weights_are_at_most_so_large(to: str, demo_model: Path, tmp_path: Path) -> None:
+    dst = tmp_path / ("out.gguf" if to == "gguf" else "out")
+    most = 1_900_000
+    made = quantkit.quantize(demo_model, dst, max_size=most, to=to, head="int8", keep="*.0.self_attn.*", **GPTQ)
+    assert made.allocation is not None
+    size = (dst if dst.is_file() else dst / "model.safetensors").stat().st_size
+    assert made.allocation.weight_bytes == size
+    assert 0.98 * most < size <= most
+    told = made.manifest["modules"]
+    assert told["lm_head"]["scheme"] == "int8"
+    assert told["model.layers.0.self_attn.q_proj"]["scheme"] is None
+
+
+def test_a_resumed_run_keeps_its_choice(
+    made: quantkit.QuantizeResult, demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def job(src: Path, dst: Path, **options: Any) -> Any:
+        def told(phase: str, done: int, total: int, unit: str) -> None:
+            if phase == "quantize":
+                options["progress"](phase, done, total, unit)
+
+        return quantkit.quantize(src, dst, target_bits=4.5, **{**GPTQ, **options, "progress": told})
+
+    interrupted(job, demo_model, tmp_path / "out")
+    monkeypatch.setattr("quantkit.bit_allocation.fit.estimate_losses", lambda *_, **__: pytest.fail("estimated anew"))
+    quantkit.quantize(demo_model, tmp_path / "out", target_bits=4.5, resume=True, **GPTQ)
+    assert contents(tmp_path / "out") == contents(made.path)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "found", "expected"),
+    [
+        ({"target_bits": 3}, RequestError, "3 bits a weight", "at least 4.125 bits a weight, and less than the 16 "),
+        ({"target_bits": 16}, RequestError, "16 bits a weight", "at least 4.125 bits"),
+        ({"max_size": 10**5}, RequestError, "100000 bytes (100 kB)", "at least 1467072 bytes (1.47 MB)"),
+        ({"max_size": 10**9}, RequestError, "1000000000 bytes (1 GB)", "less than the 2627904 bytes (2.63 MB)"),
+        ({"target_bits": 4.5, "to": "awq"}, UnsupportedError, "32 and 64 and 128", None),
+        ({"target_bits": 4.5, "scheme": "int8"}, RequestError, None, None),
+        ({"target_bits": 4.5, "max_size": 10**6}, RequestError, None, None),
+        ({"target_bits": float("inf")}, RequestError, "inf", "such as 4.5"),
+        ({"max_size": -1}, RequestError, "-1", None),
+    ],
+)
+def test_what_cannot_be_is_refused_before_any_work(
+    options: dict[str, Any], kind: type[quantkit.errors.QuantkitError], found: str | None, expected: str | None,
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(losses._Passes, "forward", lambda *_: pytest.fail("has begun"))
+    for function in (quantkit.quantize, quantkit.plan.quantize):
+        with pytest.raises(kind) as error:
+            function(demo_model, tmp_path / "out", **{**GPTQ, **options})
+        assert found is None or str(error.value.found) == found
+        assert expected is None or str(expected) in str(error.value.expected)
+
+
+def test_candidates_are_those_that_may_be_asked_for() -> None:
+    assert [str(scheme) for scheme in CANDIDATES] == ["int4-g128", "int4-g64", "int4-g32", "int8"]

@@ -1,0 +1,213 @@
+"""Divergence by position: the buckets, the int8 cache, long attention in pieces, the certificate of `quantize`."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from command import Capture, run
+
+import quantkit
+from quantkit.architectures.config import ModelConfig
+from quantkit.data.files import excerpt
+from quantkit.errors import RequestError
+from quantkit.evals.evaluate import evaluate
+from quantkit.evals.report import markdown, sheet, tables
+from quantkit.evals.table import render
+from quantkit.formats.container import StoredCheckpoint
+from quantkit.formats.detect import open_checkpoint
+from quantkit.jobs.output import JobWriter
+from quantkit.model import attention
+from quantkit.model.attention import Scores, causal_attention
+from quantkit.model.load import load_model
+from quantkit.quality.measures import compare
+from quantkit.quality.position_divergence import divergence_by_position
+from quantkit.quality.positions import PositionDivergence, position_edges, rise, rise_text
+from quantkit.runtime.engine import Engine
+from quantkit.text.tokenizer import load_tokenizer
+
+
+def _with_window(config: ModelConfig) -> ModelConfig:
+    return replace(config, layers=tuple(replace(layer, window=256) for layer in config.layers))
+
+
+def _buckets(*figures: tuple[float, float | None]) -> list[PositionDivergence]:
+    return [PositionDivergence(128 * at, 128 * (at + 1), 128, *one, 1.0) for at, one in enumerate(figures)]
+
+
+def test_buckets_double_and_the_last_is_cut() -> None:
+    assert position_edges(1000) == [0, 128, 256, 512, 1000]
+    assert position_edges(32768)[-3:] == [8192, 16384, 32768]
+    assert position_edges(100) == [0, 100]
+
+
+@pytest.mark.parametrize(
+    ("last", "told"),
+    [(0.02, "2.00 ± 0.22 times that at 0-127: it rises"), (0.011, "no clear change"), (0.005, "falls")],
+)
+def test_a_rise_is_told_where_the_errors_bear_it(last: float, told: str) -> None:
+    assert told in rise_text(_buckets((0.01, 0.001), (last, 0.001)))
+    assert rise(_buckets((0.01, 0.001))) is None
+
+
+@pytest.mark.parametrize("window", [None, 7, 100])
+@pytest.mark.parametrize("scores", [Scores(), Scores(softcap=3.0, scale=0.3), Scores(sinks=torch.ones(4))])
+def test_pieces_of_attention_are_the_whole(window: int | None, scores: Scores, monkeypatch: pytest.MonkeyPatch) -> None:
+    queries, (keys, values) = torch.randn(2, 4, 150, 16), torch.randn(2, 2, 2, 150, 16)
+    positions = torch.arange(150) * 3  # which only have to rise
+    whole = causal_attention(positions, [window])(0, queries, keys, values, scores)
+    monkeypatch.setattr(attention, "_LONG", 64)
+    monkeypatch.setattr(attention, "_SCORES_BYTES", 2 * 2 * 150 * 4 * 11)
+    masks: list[torch.Size] = []
+    mixed = attention._mixed
+
+    def seen(*arguments: Any) -> torch.Tensor:
+        masks.append(arguments[1].shape[2] if arguments[3] is None else arguments[3].numel())
+        return mixed(*arguments)
+
+    monkeypatch.setattr(attention, "_mixed", seen)
+    for each in (positions, positions.expand(2, -1)):
+        pieces = causal_attention(each, [window])(0, queries, keys, values, scores)
+        torch.testing.assert_close(pieces, whole, rtol=0, atol=1e-6)
+    assert max(masks) < 2 * 150 * 25  # no mask of all by all
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_moe"])
+def test_the_buckets_are_the_divergence_and_the_int8_cache_that_of_the_engine(kind: str, tmp_path: Path) -> None:
+    changes = {"sliding_window": 32} if kind == "gemma2" else {}
+    made = oracle.make(kind, max_position_embeddings=256, num_hidden_layers=2, **changes)
+    folder = oracle.save(made, tmp_path / "model")
+    reference, other = open_checkpoint(folder), open_checkpoint(folder)
+    other.config = replace(other.config, rope=replace(other.config.rope, theta=5000.0))
+    windows = oracle.random_tokens(140, batch=2)
+    (found,) = divergence_by_position(reference, [other], windows)
+    whole = compare(reference, [other], windows)[0].divergence
+    buckets = found["float"]
+    assert [(one.start, one.stop, one.tokens) for one in buckets] == [(0, 128, 256), (128, 140, 24)]
+    assert sum(one.tokens * one.kl for one in buckets) / 280 == pytest.approx(whole.kl, rel=1e-6)
+    assert sum(one.tokens * one.top1_agreement for one in buckets) / 280 == pytest.approx(whole.top1_agreement)
+
+    model = load_model(folder, dtype=torch.float32, backend="reference")
+    engine = Engine(model, 140, cache_dtype=torch.int8)
+    tokens = windows[0]
+    rounded = torch.cat([engine.step(tokens[at : at + 1], [0], [at], [0]) for at in range(140)]).log_softmax(-1)
+    with torch.inference_mode():
+        exact = model(tokens.unsqueeze(0), torch.arange(140))[0].log_softmax(-1)
+    kl = (exact.exp() * (exact - rounded)).sum(-1)
+    (found,) = divergence_by_position(reference, [reference], windows[:1])
+    assert all(one.kl == 0 for one in found["float"])
+    for one in found["int8"]:
+        assert one.kl == pytest.approx(kl[one.start : one.stop].mean().item(), abs=1e-5)
+        assert one.kl > 1e-5
+
+
+def test_what_is_broken_far_on_is_seen_there(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+    text = tmp_path / "speech.txt"
+    text.write_text(excerpt())
+    quantkit.convert(demo_model, tmp_path / "late")
+    rope = {"rope_type": "linear", "factor": 1.1, "rope_theta": 10000.0}
+    oracle.edit_json(tmp_path / "late" / "config.json", rope_scaling=rope, rope_parameters=rope)
+    given = {"texts": text, "against": demo_model, "window": 128, "positions": 1000}
+    found = evaluate(tmp_path / "late", **given)
+    buckets = found.rows[1].texts["speech"].positions["float"]
+    assert found.rows[0].texts["speech"].positions == {}
+    ids = load_tokenizer(demo_model).encode(excerpt())
+    assert [one.tokens for one in buckets] == [count * (len(ids) // 999) for count in (128, 128, 256, 488)]
+    assert buckets[0].kl < 0.05 < 0.2 < buckets[-1].kl
+    shown = render(tables(found), "terminal")
+    assert [line.split()[1] for line in shown if line.startswith("late")][-5:-1] == [one.name for one in buckets]
+    assert str(rise(buckets)) in shown[-1]
+    assert "## How it was measured" in (report := markdown(found))
+    assert "By position: the first windows" in report
+    (row,) = [one for one in csv.DictReader(render([sheet(found)], "csv")) if one["model"] == "late"]
+    assert float(row["kl_512_999_float"]) == pytest.approx(buckets[-1].kl, rel=0.1)
+    assert float(row["top1_0_127_int8"]) <= 1
+    assert found.to_json()["rows"][1]["texts"]["speech"]["positions"]["int8"][0]["start"] == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"positions": 1}, "must be at least 2"),
+        ({"positions": 256, "position_windows": 0}, "must be at least 1"),
+        ({"position_windows": 2}, "goes with `positions`"),
+        ({"positions": "far"}, "a whole number"),
+        ({"positions": 256, "against": None}, "is from a reference"),
+    ],
+)
+def test_what_cannot_be_measured_by_position_is_refused(given: dict[str, Any], told: str, demo_model: Path) -> None:
+    with pytest.raises(RequestError, match=told):
+        evaluate(demo_model, **{"against": demo_model, **given})
+
+
+def test_a_certificate_is_in_the_manifest_and_the_card(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+    dst = tmp_path / "int8"
+    asked = ["quantize", demo_model, dst, "--scheme", "int8", "--method", "rtn", "--certify-positions", "600"]
+    code, out, _ = run(capfd, "plan", *asked)
+    assert code == 0
+    plain = quantkit.plan.quantize(demo_model, dst, "int8", method="rtn")
+    long = quantkit.plan.quantize(demo_model, dst, "int8", method="rtn", certify_positions=4096)
+    assert long.seconds > plain.seconds
+    assert long.phase == "the certificate"
+    code, out, _ = run(capfd, *asked)
+    assert code == 0
+    assert "KL by position, int8 cache" in out
+    made = json.loads((dst / "quantkit.json").read_text())["positions"]
+    assert (made["passed"], made["asked"], made["length"], made["windows"]) == (True, 600, 600, 11)
+    assert [one["stop"] for one in made["caches"]["int8"]] == [128, 256, 512, 600]
+    assert "--certify-positions 600" in (card := (dst / "README.md").read_text())
+    assert "| 512-599 | " in card
+    inspected = quantkit.inspect(dst)
+    assert inspected.positions is not None
+    assert [line for line in inspected.lines() if "KL by position, float cache" in line]
+
+
+def test_a_certificate_stops_what_is_broken_far_on(
+    demo_model: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seal: Callable[[JobWriter], StoredCheckpoint] = JobWriter.seal
+
+    def broken(self: JobWriter) -> StoredCheckpoint:
+        result = seal(self)
+        result.config = _with_window(result.config)  # as long as the gate's
+        return result
+
+    monkeypatch.setattr(JobWriter, "seal", broken)
+    dst = tmp_path / "int8"
+    asked = ["quantize", demo_model, dst, "--scheme", "int8", "--method", "rtn", "--certify-positions", "600"]
+    code, _, err = run(capfd, *asked)
+    assert code == 8
+    assert "too far from its source at positions 512-599" in err or "at positions 256-511" in err
+    assert not dst.exists()
+    code, _, err = run(capfd, *asked, "--resume", "--accept-quality-loss")
+    assert code == 0
+    assert "accepted" in err
+    assert (
+        "**Not within its bound: the result is too far from its source at positions" in (dst / "README.md").read_text()
+    )
+    code, _, err = run(capfd, "verify", dst)
+    assert code == 8
+    assert "did not pass its certificate for long contexts" in err
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"certify_text": "text.txt"}, "goes with `certify_positions`"),
+        ({"certify_positions": 1}, "must be at least 2"),
+        ({"certify_positions": 512, "certify_text": "nowhere.txt"}, "cannot be read"),
+    ],
+)
+def test_a_certificate_that_makes_no_sense_is_refused(
+    given: dict[str, Any], told: str, demo_model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(RequestError, match=told):
+        quantkit.quantize(demo_model, tmp_path / "dst", "int8", method="rtn", **given)
+    assert not list(tmp_path.iterdir())
