@@ -136,8 +136,8 @@ def _sample(found: dict[str, tuple[Tensor, ...]], windows: Tensor, places: range
     rows = [place - 1 if place % length else None for place in places]
 
     def guess(tensors: Sequence[Tensor], row: int) -> Guess:
-        tokens, probabilities, right = (tensor[row].tolist() for tensor in tensors)
-        return Guess(tuple(tokens), tuple(probabilities), right)
+        tokens, probabilities, right = (tensor[row] for tensor in tensors)
+        return Guess(tuple(tokens.tolist()), tuple(probabilities.tolist()), right.item())
 
     first = next(iter(found.values()))
     reference = tuple(None if row is None else guess(first[1:4], row) for row in rows)
@@ -149,8 +149,9 @@ def _sample(found: dict[str, tuple[Tensor, ...]], windows: Tensor, places: range
         for name, tensors in found.items()
     }
     tokens = tuple(ids[places.start : places.stop].tolist())
-    guesses = [*reference, *(one and one.guess for some in models.values() for one in some)]
-    named = [*tokens, *(token for one in guesses if one is not None for token in one.tokens)]
+    guesses = [one.guess for some in models.values() for one in some if one is not None]
+    guesses += [one for one in reference if one is not None]
+    named = [*tokens, *(token for one in guesses for token in one.tokens)]
     return TextSample(places.start, tokens, _pieces(tokenizer, named), reference, models)
 
 

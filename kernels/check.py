@@ -25,17 +25,21 @@ _SPAN = 64  # columns that some tokens are confined to where rows have no groups
 @dataclass(frozen=True)
 class _Size:
     """How large an example is: rows and (about) columns of the weight; numbers of tokens, each of which may have a
-    kernel of its own; a limit on the number of activations, where groups are very large."""
+    kernel of its own; a limit on the number of activations, where groups are very large; whether something is left
+    over of all that kernels count columns in."""
 
     rows: int
     columns: int
     tokens: tuple[int, ...]
     max_values: int
+    ragged: bool = True
 
 
 _SMALL = _Size(37, 128, (1, 4, 23, 600), 1 << 18)  # 23 is 16 + 4 + 2 + 1, and 600 ends in 8
-# Large enough that loops repeat, rows are split, and there are many tiles.
-_ON_GPUS = _Size(293, 4096, (1, 2, 4, 16, 23, 128, 600), 1 << 22)
+# Large enough that loops repeat, rows are split, and there are many tiles; and columns as most models have them.
+_ON_GPUS = (
+    _Size(293, 4096, (1, 2, 4, 16, 23, 128, 600), 1 << 22), _Size(293, 4096, (2, 16, 128), 1 << 22, ragged=False)
+)  # fmt: skip
 
 
 @functools.cache
@@ -44,24 +48,35 @@ def self_test(
 ) -> str | None:
     """What is wrong with a backend's products of activations of `dtype` with weights whose scales are of
     `scale_dtype`; None if each is within the backend's `Rounding`."""
-    size = _ON_GPUS if device.type == "cuda" else _SMALL
+    for size in _ON_GPUS if device.type == "cuda" else (_SMALL,):
+        try:
+            wrong = _wrong_tokens(backend, scheme, device, dtype, scale_dtype, size)
+        except Exception as error:  # of a driver or a compiler, which have kinds of their own
+            return f"it fails on this machine: {' '.join(str(error).split()) or type(error).__name__}"[:300]
+        if wrong is not None:
+            return f"its products of {wrong} tokens are wrong on this machine"
+    return None
+
+
+def _wrong_tokens(
+    backend: Backend, scheme: QuantScheme, device: torch.device, dtype: torch.dtype, scale_dtype: torch.dtype,
+    size: _Size,
+) -> int | None:  # fmt: skip
+    """A number of tokens whose products with an example are wrong."""
     weight = _example(scheme, size, scale_dtype).to(device)
     bias = _wave(size.rows).to(device, dtype)
     wide = weight.dequantize().double()
     rounding = backend.rounding(dtype)
-    try:
-        prepared = backend.prepare(weight)
-        for count in size.tokens:
-            tokens = min(count, size.max_values // wide.shape[1])
-            for even, x in _activations(wide, scheme, tokens):
-                x, added = x.to(dtype), None if even else bias
-                found = backend.linear(x, prepared, scheme, size.rows, added)
-                right = x.double() @ wide.t() + (0 if added is None else added.double())
-                off = rounding.weights + (0 if even else rounding.activations) + _SUMS * wide.shape[1]
-                if not within(found, right, off * _norms(x.double()) @ _norms(wide).t(), rounding.result):
-                    return f"its products of {tokens} tokens are wrong on this machine"
-    except Exception as error:  # of a driver or a compiler, which have kinds of their own
-        return f"it fails on this machine: {' '.join(str(error).split()) or type(error).__name__}"[:300]
+    prepared = backend.prepare(weight)
+    for count in size.tokens:
+        tokens = min(count, size.max_values // wide.shape[1])
+        for even, x in _activations(wide, scheme, tokens):
+            x, added = x.to(dtype), None if even else bias
+            found = backend.linear(x, prepared, scheme, size.rows, added)
+            right = x.double() @ wide.t() + (0 if added is None else added.double())
+            off = rounding.weights + (0 if even else rounding.activations) + _SUMS * wide.shape[1]
+            if not within(found, right, off * _norms(x.double()) @ _norms(wide).t(), rounding.result):
+                return tokens
     return None
 
 
@@ -77,7 +92,10 @@ def _example(scheme: QuantScheme, size: _Size, scale_dtype: torch.dtype) -> Quan
     """A weight with every code in it, all zero points, and scales of either sign and of many sizes; in an odd number
     of groups, or in columns that fill no word of kernels."""
     rows, group = size.rows, scheme.group_size
-    columns = size.columns + 72 if group is None else group * max(3, size.columns // group | 1)
+    if size.ragged:
+        columns = size.columns + 72 if group is None else group * max(3, size.columns // group | 1)
+    else:
+        columns = size.columns if group is None else group * max(1, size.columns // group)
     groups = scheme.groups(columns)
     codes = (torch.arange(rows * columns) * 37 + 11) % scheme.levels
     wave = _wave(rows * groups).view(rows, groups)

@@ -43,6 +43,17 @@ def shard(dim: int, hidden: int, layers: int, shards: int, rank: int) -> dict[st
     return state
 
 
+def write(dst: Path, *, dim: int, hidden: int, layers: int, shards: int) -> None:
+    """The checkpoint, in a new folder."""
+    dst.mkdir(parents=True)
+    params = {"dim": dim, "n_layers": layers, "n_heads": dim // HEAD, "norm_eps": 1e-5}
+    sizes = {"vocab_size": -1, "multiple_of": 256, "ffn_dim_multiplier": hidden / (8 * dim // 3)}
+    (dst / "params.json").write_text(json.dumps({**params, **sizes}))
+    shutil.copy(DEMO_MODEL / "tokenizer.model", dst)
+    for rank in range(shards):
+        torch.save(shard(dim, hidden, layers, shards, rank), dst / f"consolidated.{rank:02d}.pth")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("dst", type=Path)
@@ -51,14 +62,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=11008)
     options = parser.parse_args()
-    options.dst.mkdir(parents=True)
-    params = {"dim": options.dim, "n_layers": options.layers, "n_heads": options.dim // HEAD, "norm_eps": 1e-5}
-    sizes = {"vocab_size": -1, "multiple_of": 256, "ffn_dim_multiplier": options.hidden / (8 * options.dim // 3)}
-    (options.dst / "params.json").write_text(json.dumps({**params, **sizes}))
-    shutil.copy(DEMO_MODEL / "tokenizer.model", options.dst)
-    for rank in range(options.shards):
-        state = shard(options.dim, options.hidden, options.layers, options.shards, rank)
-        torch.save(state, options.dst / f"consolidated.{rank:02d}.pth")
+    write(options.dst, dim=options.dim, hidden=options.hidden, layers=options.layers, shards=options.shards)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from quantkit.model.cache import KVCache, cached_floats
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
 from quantkit.runtime import batch as loop
+from quantkit.runtime import engine as engine_module
 from quantkit.runtime.engine import Engine, bucket
 
 
@@ -54,6 +56,22 @@ def test_compiled_steps_are_one_graph_a_bucket_and_give_the_eager_tokens(quantiz
             found = _tokens(engine, prompts[:, :count], 8)
             assert found == _tokens(model, prompts[:, :count], 8)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs > 0
+
+
+def test_logits_outlive_the_memory_of_a_recorded_step(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(quantized, dtype=torch.float32)
+    memory = torch.zeros(1, model.config.vocab_size)
+
+    def recorded(step: Callable[..., Tensor], device: str) -> Callable[..., Tensor]:
+        return lambda *operands: memory.copy_(step(*operands))
+
+    monkeypatch.setattr(engine_module, "_compile", recorded)
+    engine = Engine(model, 100, compiled=True)
+    first = engine.step(torch.tensor([1]), [0], [0], [0])
+    before = first.clone()
+    second = engine.step(torch.tensor([2]), [0], [1], [0])
+    assert not torch.equal(first, second)
+    assert torch.equal(first, before)
 
 
 def test_an_engine_forgets_the_prompt_before(quantized: Path) -> None:

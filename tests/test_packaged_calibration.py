@@ -1,3 +1,277 @@
 """Calibration on the text that ships with the package: what is drawn of it, and what is dropped."""
 
 from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from command import Capture, run
+from torch import Tensor
+
+import quantkit
+from quantkit.calibration import packaged
+from quantkit.calibration.packaged import PREFIX, PackagedText, near_uniform_samples
+from quantkit.data.files import DEMO_MODEL, excerpt
+from quantkit.errors import RequestError
+from quantkit.formats.detect import open_checkpoint
+from quantkit.jobs.settings import MethodOptions
+from quantkit.tensors.scheme import QuantScheme
+from quantkit.text.chat import TemplateChat
+from quantkit.text.chat_template import ChatTemplate
+from quantkit.text.tokenizer import load_tokenizer
+
+KINDS = {"first": (40, "abcdef"), "second": (20, "ghijkl"), "third": (20, "mnopqr")}
+"""How many documents of each kind, and the letters that they are of."""
+GPTQ: dict[str, Any] = {"samples": 6, "length": 48}
+RUSSIAN = "Снег шёл всю ночь, деревья стояли белые и тихие. "
+
+
+class Letters:
+    """A token for each letter, led by a BOS of 0."""
+
+    bos_id = 0
+    vocab_size = 0x500
+    special_tokens: Mapping[str, int] = {}
+
+    def encode(self, text: str, *, specials: bool = False, bos: bool = True) -> list[int]:
+        return [0] * bos + [ord(letter) for letter in text]
+
+
+@pytest.fixture
+def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small text in place of the packaged one."""
+    path = tmp_path / "calibration.jsonl"
+    lines = [
+        {"kind": kind, "text": letters * 25} for kind, (count, letters) in KINDS.items() for _ in range(count)
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(packaged, "CALIBRATION", path)
+    return path
+
+
+def _of(seed: int = 0, chat: Any = None, tokenizer: Any = None, wanted: int = 10**9) -> PackagedText:
+    return PackagedText.of(tokenizer or Letters(), chat, seed=seed, wanted=wanted)
+
+
+def _draw(text: PackagedText, samples: int, length: int, dropped: str = "", seed: int = 0) -> Any:
+    def near_uniform(drawn: Tensor) -> list[bool]:
+        return [chr(int(one[1])) in dropped for one in drawn]
+
+    return text.draw(samples=samples, length=length, seed=seed, near_uniform=near_uniform)
+
+
+def _shares(tokens: Tensor) -> dict[str, float]:
+    counts = Counter(tokens.flatten().tolist())
+    own = {kind: sum(counts[ord(letter)] for letter in letters) for kind, (_, letters) in KINDS.items()}
+    return {kind: count / sum(own.values()) for kind, count in own.items()}
+
+
+@pytest.mark.parametrize(("samples", "length"), [(64, 33), (8, 129), (5, 17), (2, 300)])
+def test_few_samples_and_short_ones_hold_every_kind_in_proportion(documents: Path, samples: int, length: int) -> None:
+    drawn = _draw(_of(), samples, length)
+    assert drawn.tokens.shape == (samples, length)
+    assert drawn.tokens[:, 0].eq(0).all()
+    assert not drawn.tokens[:, 1:].eq(0).any()
+    assert _shares(drawn.tokens) == pytest.approx({"first": 0.5, "second": 0.25, "third": 0.25}, abs=0.03)
+
+
+def test_the_text_and_the_seed_decide_the_samples() -> None:
+    tokenizer = load_tokenizer(DEMO_MODEL)
+    drawn = [_draw(_of(seed, tokenizer=tokenizer, wanted=8 * 64), 8, 64, seed=seed) for seed in (0, 0, 1)]
+    assert drawn[0].tokens.equal(drawn[1].tokens)
+    assert drawn[0].fingerprint() == drawn[1].fingerprint() != drawn[2].fingerprint()
+    assert drawn[0].sha256 == drawn[2].sha256
+    assert drawn[0].to_json()["source"] == "packaged"
+
+
+def test_what_the_source_does_not_predict_is_dropped_and_replaced(documents: Path) -> None:
+    drawn = _draw(_of(), 32, 33, dropped=KINDS["third"][1])
+    assert drawn.tokens.shape == (32, 33)
+    assert dict(drawn.dropped) == {"third": 8}
+    assert _shares(drawn.tokens)["third"] == 0
+    assert drawn.to_json() | {"sha256": ""} == {
+        "sha256": "", "samples": 32, "length": 33, "seed": 0, "source": "packaged", "dropped": 8,
+        "dropped_kinds": {"third": 8},
+    }  # fmt: skip
+    assert any("third 8" in note for note in drawn.notes)
+
+
+def test_where_nothing_is_predicted_nothing_is_dropped(documents: Path) -> None:
+    drawn = _draw(_of(), 32, 33, dropped="abcdefghijklmnopqr\n")
+    assert (len(drawn.tokens), drawn.to_json()["dropped"]) == (32, 0)
+    assert any("nothing is dropped" in note for note in drawn.notes)
+
+
+def test_no_more_is_drawn_than_the_text_is_good_for(documents: Path) -> None:
+    held = sum(len(kind.tokens) for kind in _of().kinds)
+    assert len(_draw(_of(), 2 * held // 100, 100).tokens) == 2 * held // 100
+    with pytest.raises(RequestError, match=f"packaged calibration text is too short.*at most {2 * held // 100}.*`cal"):
+        _of().require(2 * held // 100 + 1, 100)
+
+
+def test_no_more_of_the_text_is_tokenized_than_the_samples_can_be_spread_over(documents: Path) -> None:
+    counts = [sum(len(kind.tokens) for kind in _of(wanted=wanted).kinds) for wanted in (300, 3000, 10**6)]
+    assert 4 * 300 < counts[0] < 4 * 700 < 4 * 3000 < counts[1] < counts[2]
+    assert len(_draw(_of(wanted=300), 3, 100).tokens) == 3
+
+
+@pytest.mark.parametrize("made", [[], [3], [3, 4]])
+def test_a_tokenizer_that_makes_nothing_of_it_is_told(made: list[int], documents: Path) -> None:
+    class Poor(Letters):
+        def encode(self, text: str, *, specials: bool = False, bos: bool = True) -> list[int]:
+            return made
+
+    with pytest.raises(RequestError, match=r'makes next to nothing.*`calibration`.*`method="rtn"`'):
+        _of(tokenizer=Poor())
+
+
+DIALOGUE = [
+    {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"},
+    {"role": "assistant", "content": "Because."},
+]  # fmt: skip
+TURNS = (
+    "{% for one in messages %}<{{ one.role }}>{{ one.content }}{% endfor %}{% if add_generation_prompt %}?{% endif %}"
+)
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (TURNS, "<system>Be brief.<user>Why?<assistant>Because."),
+        (NO_SYSTEM + TURNS, "<user>Why?<assistant>Because."),
+        ("{{ raise_exception('none') }}", None),
+        (None, "System: Be brief.\n\nUser: Why?\n\nAssistant: Because.\n\n"),
+    ],
+)
+def test_dialogues_go_through_the_models_template(template: str | None, expected: str | None, documents: Path) -> None:
+    documents.write_text(
+        documents.read_text() + json.dumps({"kind": "dialogue", "messages": DIALOGUE}) + "\n"
+    )  # fmt: skip
+    chat = None if template is None else TemplateChat(lambda _: ChatTemplate(template), Letters())  # type: ignore[arg-type]
+    text = _of(chat=chat)
+    found = ["".join(map(chr, kind.tokens.tolist())) for kind in text.kinds if kind.name == "dialogue"]
+    assert found == ([] if expected is None else [expected])
+    assert bool(text.notes) == (expected is None)
+
+
+def test_a_source_tells_what_it_predicts_from_what_it_does_not(tmp_path: Path) -> None:
+    """A model that knows what follows each of the first 32 tokens, and nothing of the others."""
+    model = oracle.make("llama", vocab_size=64, hidden_size=64, num_hidden_layers=1)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight.zero_()
+        known = torch.eye(64)[:32]
+        model.model.embed_tokens.weight.copy_(torch.cat([known, torch.zeros(32, 64)]))
+        model.lm_head.weight.copy_(torch.cat([known.roll(1, 0), torch.zeros(32, 64)]))
+    source = open_checkpoint(oracle.save(model, tmp_path / "model"))
+    line = torch.arange(80)
+    samples = torch.stack([line % 32, 32 + line % 32, torch.where(line < PREFIX, line % 32, 40)])
+    assert near_uniform_samples(source, samples, 64) == [False, True, False]
+
+
+# The default
+
+
+INT4, INT8 = QuantScheme(4, 64), QuantScheme(8, None)
+
+
+def _options(**given: Any) -> MethodOptions:
+    unsaid = dict.fromkeys(["method", "calibration", "samples", "length", "seed", "activation_memory", "device"])
+    return MethodOptions(**{**unsaid, "thorough": False, **given})
+
+
+@pytest.mark.parametrize(
+    ("method", "schemes", "solved"),
+    [
+        (None, [INT4], True), (None, [INT8], False), (None, [INT8, INT8, INT4], True), ("rtn", [INT4], False),
+        ("gptq", [INT8], True),
+    ],
+)  # fmt: skip
+def test_int4_is_solved_and_int8_rounded_unless_said(
+    method: Any, schemes: Sequence[QuantScheme], solved: bool, demo_model: Path
+) -> None:
+    source, tokenizer = open_checkpoint(demo_model), load_tokenizer(demo_model)
+    assert (_options(method=method).settings(schemes, source, tokenizer) is not None) == solved
+
+
+def test_rows_that_no_group_divides_are_rounded(tmp_path: Path) -> None:
+    source = oracle.save(oracle.make("llama", hidden_size=72, intermediate_size=72, head_dim=18), tmp_path / "source")
+    made = quantkit.quantize(source, tmp_path / "out", "int4-g64", source_check=False, accept_quality_loss=True)
+    assert (made.schemes.keys(), made.method, made.calibration) == ({"int8": 1}.keys(), "rtn", None)
+
+
+@pytest.mark.parametrize("job", [["quantize"], ["plan", "quantize"]])
+@pytest.mark.parametrize("lack", ["tokenizer", "config"])
+def test_int4_without_what_calibration_needs_names_rounding(
+    job: list[str], lack: str, tmp_path: Path, capfd: Capture
+) -> None:
+    source = oracle.save(oracle.make("llama"), tmp_path / "source")
+    options = ["--scheme", "int4-g32"]
+    if lack == "config":
+        oracle.edit_json(source / "config.json", model_type="odd", architectures=["OddForCausalLM"])
+        options.append("--tensors-only")
+    code, _, err = run(capfd, *job, source, tmp_path / "out", *options)
+    assert code == 2
+    assert "--method rtn" in err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def languages(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """English, which the demo model has learnt, and Russian, of which it has seen nothing."""
+    path = tmp_path_factory.mktemp("text") / "calibration.jsonl"
+    lines = [{"kind": "english", "text": excerpt()[:8000]}, {"kind": "russian", "text": RUSSIAN * 60}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(packaged, "CALIBRATION", path)
+
+
+@pytest.mark.usefixtures("languages")
+def test_int4_is_calibrated_on_what_the_source_knows_and_goes_on_with_it(demo_model: Path, tmp_path: Path) -> None:
+    made = quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", **GPTQ)
+    record = made.manifest["calibration"]
+    assert (made.method, made.manifest["method"], record["source"]) == ("gptq", "gptq", "packaged")
+    assert (record["samples"], record["dropped"] > 0, set(record["dropped_kinds"])) == (6, True, {"russian"})
+    card = (made.path / "README.md").read_text()
+    assert "quantkit's own text" in card
+    assert f"{record['dropped']} others, which the source hardly predicts, were dropped" in card
+
+    def interrupt(phase: str, done: int, *_: object) -> None:
+        if (phase, done) == ("quantize", 14):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantkit.quantize(demo_model, tmp_path / "again", "int4-g64", **GPTQ, progress=interrupt)
+    quantkit.quantize(demo_model, tmp_path / "again", "int4-g64", **GPTQ, resume=True)
+    names = {path.name for path in made.path.iterdir()}
+    assert names == {path.name for path in (tmp_path / "again").iterdir()}
+    assert all((made.path / name).read_bytes() == (tmp_path / "again" / name).read_bytes() for name in names)
+
+
+@pytest.mark.usefixtures("languages")
+def test_the_command_tells_what_it_takes_before_it_begins(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+    options = ["--scheme", "int4-g64", "--samples", "6", "--length", "48", "--json", "-"]
+    code, out, err = run(capfd, "quantize", demo_model, tmp_path / "out", *options)
+    assert code == 0, err
+    lines = err.splitlines()
+    assert lines[0].startswith("quantkit: note: this takes about memory ")
+    assert all(word in lines[0] for word in ("disk", "time"))
+    assert json.loads(out)["method"] == "gptq"
+
+
+def test_plan_counts_the_default_method(demo_model: Path, tmp_path: Path) -> None:
+    seconds = [
+        quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", method=method, source_check=False)
+        for method in (None, "gptq", "rtn")
+    ]  # fmt: skip
+    memory = [one.memory_bytes for one in seconds]
+    assert math.isclose(memory[0], memory[1], rel_tol=0.05)
+    assert seconds[0].seconds > 2 * seconds[2].seconds

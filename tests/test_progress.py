@@ -270,8 +270,9 @@ def test_a_resumed_gptq_run_tells_apart_what_was_there(demo_model: Path, tmp_pat
         "check of what is there", "calibrate", "quantize", "gate",
     ]  # fmt: skip
     passed = [now for now in told if now[0] == "calibrate"]
-    assert passed == [("calibrate", done, 2, "layers") for done in range(2)]
-    assert next(now for now in told if now[0] == "quantize") == ("quantize", 2, 4, "layers")
+    assert passed == [("calibrate", done, 14, "linears") for done in (0, 3, 4, 6, 7, 10, 11, 13, 14)]
+    solved = [now for now in told if now[0] == "quantize"]
+    assert solved == [("quantize", done, 28, "linears") for done in (14, 17, 18, 20, 21, 24, 25, 27, 28)]
 
 
 def test_of_a_group_the_first_process_tells(demo_model: Path, tmp_path: Path) -> None:

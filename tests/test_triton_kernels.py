@@ -8,16 +8,22 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.reinplace import reinplace_inplaceable_ops_core
 
+from quantkit.data.files import DEMO_MODEL
+from quantkit.formats.detect import open_checkpoint
 from quantkit.kernels import triton_tiles
 from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.kernels.triton_tiles import (
@@ -32,6 +38,7 @@ from quantkit.kernels.triton_tiles import (
     save_configs,
     tile_config_for,
 )
+from quantkit.model.cache import KVCache
 from quantkit.tensors.qtensor import quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
 
@@ -171,10 +178,10 @@ class _Driver:
         return GPUTarget("cuda", 90, 32)
 
 
-def _kernels_seen(
+def _graph_of(
     function: Callable[..., Tensor], operands: tuple[Tensor, ...], monkeypatch: pytest.MonkeyPatch
-) -> list[torch.fx.Node]:
-    """The kernels in what a compiler makes of ``function(*operands) + 1`` for a card that need not be there."""
+) -> torch.fx.Graph:
+    """What a compiler makes of ``function(*operands) + 1`` for a card that need not be there."""
     import triton
 
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
@@ -183,18 +190,27 @@ def _kernels_seen(
 
     def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         graphs.append(graph)
-        (result,) = next(node for node in graph.graph.nodes if node.op == "output").args[0]
-        return lambda *arguments: [torch.empty(result.meta["val"].shape)]
+        given = next(node for node in graph.graph.nodes if node.op == "output").args[0]
+        values = [node.meta["val"] for node in given]
+        return lambda *arguments: [torch.zeros(value.shape, dtype=value.dtype) for value in values]
 
     torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda *given: function(*given) + 1, backend=aot_autograd(fw_compiler=keep), fullgraph=True
-    )
+    backend = aot_autograd(fw_compiler=keep, keep_inference_input_mutations=True, decompositions=select_decomp_table())
     with torch.no_grad():
-        compiled(*operands)
-    nodes = list(graphs[0].graph.nodes)
-    assert not [node for node in nodes if "quantkit" in str(node.target)]
-    return [node for node in nodes if "triton_kernel_wrapper" in str(node.target)]
+        torch.compile(lambda *given: function(*given) + 1, backend=backend, fullgraph=True)(*operands)
+    assert not [node for node in graphs[0].graph.nodes if "quantkit" in str(node.target)]
+    return graphs[0].graph
+
+
+def _kernels_in(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    return [node for node in graph.nodes if "triton_kernel_wrapper" in str(node.target)]
+
+
+def _kernels_seen(
+    function: Callable[..., Tensor], operands: tuple[Tensor, ...], monkeypatch: pytest.MonkeyPatch
+) -> list[torch.fx.Node]:
+    """The kernels in what a compiler makes of ``function(*operands) + 1`` for a card that need not be there."""
+    return _kernels_in(_graph_of(function, operands, monkeypatch))
 
 
 @pytest.mark.parametrize("tokens", [1, 16])
@@ -223,6 +239,8 @@ def test_a_compiler_sees_that_programs_that_share_rows_write_parts_and_counters(
     finally:
         triton_tiles.card_of.cache_clear()
     assert sorted(kernel.kwargs["tensors_to_clone"]) == ["arrived", "out", "parts"]
+    reinplace_inplaceable_ops_core(kernel.graph)
+    assert kernel.kwargs["tensors_to_clone"] == []
 
 
 @pytest.mark.parametrize("text", ["int8", "int4-g32-asym"])
@@ -248,6 +266,27 @@ def test_a_compiler_sees_that_attention_leaves_the_cache_alone(
     spans, join = _kernels_seen(lambda *given: attention(*given, None, None), operands, monkeypatch)
     assert sorted(spans.kwargs["tensors_to_clone"]) == ["largest", "mixed", "total"]
     assert join.kwargs["tensors_to_clone"] == ["out"]
+
+
+@pytest.mark.parametrize("cached", [torch.bfloat16, torch.int8], ids=str)
+def test_a_compiler_stores_into_the_cache_without_copying_it(
+    cached: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attention = TritonBackend().operations().cached_attention
+    assert attention is not None
+    config = replace(open_checkpoint(DEMO_MODEL).config, num_kv_heads=2, head_dim=64)
+    cache = KVCache(config, 1, 300, cached, "cpu")
+
+    def step(queries: Tensor, new: Tensor, positions: Tensor) -> Tensor:
+        return attention(queries, *cache.update(0, positions, new, new), positions, None, None)
+
+    new = torch.randn(1, 2, 1, 64, dtype=torch.bfloat16)
+    graph = _graph_of(step, (torch.cat([new, new], 1), new, torch.tensor([7])), monkeypatch)
+    reinplace_inplaceable_ops_core(graph)
+    targets = [str(node.target) for node in graph.nodes]
+    assert targets.count("aten.index_put_.default") == 2
+    assert not {"aten.index_put.default", "aten.copy_.default"} & set(targets)
+    assert [kernel.kwargs["tensors_to_clone"] for kernel in _kernels_in(graph)] == [[], []]
 
 
 def test_the_default_gives_tile_configs_that_fit() -> None:
@@ -300,6 +339,67 @@ def test_measured_configs_serve_their_card_and_shapes_near_theirs(
         triton_tiles._tile_config.cache_clear()
     served = {key for key, config in found.items() if config == mine}
     assert served == {(rows, tokens, torch.bfloat16, "large") for rows in (4096, 6144) for tokens in (9, 16)}
+
+
+def test_candidates_are_those_that_fit() -> None:
+    from quantkit.kernels import triton_tune
+
+    for bits, tokens, rows, columns in itertools.product((4, 8), TOKENS, (256, 22016), (256, 4096)):
+        found = list(triton_tune.candidates(bits, tokens, rows, columns))
+        assert len(set(found)) == len(found) > 0
+        for config in found:
+            assert config.split <= max_split(bits, tokens, columns)
+            assert config.path == "matmul" or config.split * config.units <= columns / 128
+            assert config.path not in ("gemv", "skinny") or config.block_m >= tokens
+        paths = {config.path for config in found}
+        assert ("skinny" in paths) == (tokens <= 16)
+        assert ("matmul" in paths) == (tokens >= 128)
+
+
+def test_a_graph_is_timed_for_a_millisecond_while_the_card_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quantkit.kernels import triton_tune
+
+    clock, log, graphs = [0.0], [], []
+
+    class Graph:
+        calls = 0
+
+        def replay(self) -> None:
+            clock[0] += self.calls * 1e-5
+            log.append("replay")
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None: ...
+
+        def record(self) -> None:
+            self.at = clock[0]
+            log.append("event")
+
+        def synchronize(self) -> None: ...
+
+        def elapsed_time(self, other: Event) -> float:
+            return 1e3 * (other.at - self.at)
+
+    @contextmanager
+    def captured(graph: Graph) -> Iterator[None]:
+        before = counted[0]
+        yield
+        graph.calls = counted[0] - before
+        graphs.append(graph)
+
+    def call() -> None:
+        counted[0] += 1
+
+    counted = [0]
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name, stub in {
+        "Stream": lambda: stream, "current_stream": lambda: stream, "stream": lambda which: nullcontext(),
+        "CUDAGraph": Graph, "graph": captured, "Event": Event,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, stub)
+    assert triton_tune.seconds_each([call] * 4, repeats=3) == pytest.approx(1e-5)
+    assert graphs[-1].calls >= 100  # of ten microseconds
+    assert all(log[at - 1] == "replay" for at, what in enumerate(log) if what == "event")
 
 
 def test_every_config_in_the_package_is_one() -> None:

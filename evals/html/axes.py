@@ -7,14 +7,14 @@ import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from quantkit.evals.html.elements import Markup, element, joined
+from quantkit.evals.html.elements import Attributes, Markup, element, joined
 
 WIDTHS = {"wide": 500, "narrow": 328}
 """In pixels, of the two drawings of each chart: one is shown where a window is wide, the other on phones."""
 HEIGHT = 300
 FAR_APART = 8
 """Values further apart stand on a logarithmic axis."""
-_LETTER = 6.7  # width, in pixels
+_LETTER = 7.1  # width, in pixels
 _LINE = 15
 _TICKS = 6
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -110,7 +110,8 @@ def tick(value: float) -> str:
 
 def text(content: str, x: float, y: float, kind: str, anchor: str, color: str | None = None) -> Markup:
     """A line of text; `y` is its base line."""
-    at = {"class": kind, "x": round(x, 1), "y": round(y, 1), "text-anchor": anchor, "style": color and f"fill:{color}"}
+    fill = None if color is None else f"fill:{color}"
+    at: Attributes = {"class": kind, "x": round(x, 1), "y": round(y, 1), "text-anchor": anchor, "style": fill}
     return element("text", at, content)
 
 

@@ -55,8 +55,8 @@ def headline(found: Evaluation) -> tuple[str, list[Markup]]:
 
     The line is of the smallest model, or of the one of that size that diverges least.
     """
-    rows = found.rows[1:] if found.reference is not None else found.rows
-    first = min(rows, key=lambda row: (row.megabytes, _mean_kl(found, row)))
+    first = _smallest(found)
+    rows = found.rows if found.reference is None else found.rows[1:]
     others = [element("li", None, _said(found, row)) for row in rows if row is not first]
     listed = [element("ul", {"class": "others"}, *others)] if others else []
     if found.reference is None:
@@ -69,13 +69,19 @@ def headline(found: Evaluation) -> tuple[str, list[Markup]]:
     return _said(found, first), [element("p", {"class": "lead"}, "; ".join([lead, *agreed]) + "."), *listed]
 
 
+def _smallest(found: Evaluation) -> Row:
+    """The smallest model, or of several that diverge differently the best."""
+    rows = found.rows if found.reference is None else found.rows[1:]
+    return min(rows, key=lambda row: (row.megabytes, _mean_kl(found, row)))
+
+
 def _said(found: Evaluation, row: Row) -> str:
     if found.reference is None:
         costs = [Estimate(row.texts[text].documents.word_perplexity) for text in found.texts]
         cost = f", word perplexity {_range(costs)}" if costs else ""
         return f"{row.name}: {row.megabytes:.2f} MB, {significant(row.bits_per_weight)} bits a weight{cost}"
     ratio = found.rows[0].megabytes / row.megabytes
-    size = f"{significant(ratio, 2)} × smaller" if ratio >= 1 else f"{significant(1 / ratio, 2)} × larger"  # noqa: RUF001
+    size = f"{significant(ratio, 2)}\u00a0× smaller" if ratio >= 1 else f"{significant(1 / ratio, 2)}\u00a0× larger"  # noqa: RUF001
     if not found.texts:
         return f"{row.name} is {size}"
     over = found.over_texts(row)
@@ -90,7 +96,7 @@ def _agreed(found: Evaluation, row: Row) -> str:
     shares = [Estimate(one.top1_agreement, one.top1_error) for one in measured] if over is None else [
         over.top1_agreement
     ]  # fmt: skip
-    return f"{row.name} holds the same token likeliest at {_range([one.times(100) for one in shares])} % of places"
+    return f"{row.name} holds the same token likeliest at {_range([one.times(100) for one in shares])}\u00a0% of places"
 
 
 def _range(estimates: list[Estimate]) -> str:
@@ -178,7 +184,7 @@ def _texts(found: Evaluation) -> Iterator[Markup]:
     yield scale.legend("KL in nats, from")
     for number, text in enumerate(found.details):
         name = element("summary", None, element("h3", None, text))
-        body = coloured_text(found, text, number, scale)
+        body = coloured_text(found, text, number, scale, _smallest(found).name)
         yield element("details", {"class": "text", "open": "" if number == 0 else None}, name, body)
 
 

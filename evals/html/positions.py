@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from quantkit.evals.html.axes import HEIGHT, Axis, drawn, frame, short, spread, text, wide
-from quantkit.evals.html.elements import Markup, element, joined
+from quantkit.evals.html.elements import Attributes, Markup, element, joined
 from quantkit.evals.results import Evaluation
 from quantkit.quality.positions import FLOAT, PositionDivergence
 
@@ -81,7 +81,7 @@ def _drawing(drawn_lines: Sequence[Line], kls: Sequence[float], width: int) -> I
         yield element("path", {"class": "line", "d": path, "style": style})
         for one, (at, up) in zip(kept, places, strict=True):
             told = f"{line.name}, positions {one.name}: {one.estimate}"
-            dot = {"cx": round(at, 1), "cy": round(up, 1), "r": 3, "style": f"fill:{color}"}
+            dot: Attributes = {"cx": round(at, 1), "cy": round(up, 1), "r": 3, "style": f"fill:{color}"}
             yield element("circle", dot, element("title", None, told))
         if not line.dashed:
             at, up = places[-1]

@@ -28,7 +28,9 @@ def scatter(found: Evaluation) -> Markup | None:
     points = list(_points(found))
     if not points or (found.reference is None and len(points) < 2):
         return None
-    what = "word perplexity" if found.reference is None else f"KL from {found.reference}, nats per token"
+    what = "word perplexity"
+    if found.reference is not None:
+        what = f"KL from {short(found.reference, 20)}, nats per token"
     told = "; ".join(point.told for point in points)
     return joined(
         drawn(lambda width: _drawing(found, points, what, width), f"{what}, by size: {told}"),

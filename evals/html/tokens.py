@@ -29,18 +29,19 @@ def token_scale(found: Evaluation) -> Scale:
     )
 
 
-def coloured_text(found: Evaluation, name: str, number: int, scale: Scale) -> Markup:
+def coloured_text(found: Evaluation, name: str, number: int, scale: Scale, chosen: str) -> Markup:
     """A text's stretches, of which one model's are shown at a time.
 
     Args:
         number: of the text on its page.
+        chosen: the model that is shown at first.
     """
     samples = found.details[name].samples
     models = list(samples[0].models)
     choice: list[Markup] = []
     for index, model in enumerate(models):
         key = f"t{number}m{index}"
-        checked = "" if index == 0 else None
+        checked = "" if model == chosen else None
         choice.append(
             element(
                 "input", {"type": "radio", "name": f"t{number}", "id": key, "class": f"m{index}", "checked": checked}
@@ -112,7 +113,7 @@ def script_data(found: Evaluation) -> str:
 def _stretches(samples: list[TextSample], model: str, scale: Scale) -> Iterator[Markup]:
     for index, sample in enumerate(samples):
         last = sample.start + len(sample.tokens) - 1
-        what = "From the beginning" if index == 0 else "Where the models diverge most"
+        what = "From the beginning" if index == 0 else "Where the models diverge most after that"
         yield element("h4", None, what, element("small", None, f" tokens {sample.start} to {last}"))
         tokens = [
             element("i", {"class": None if one is None else f"k{scale.step(one.kl)}"}, in_a_text(sample.pieces[token]))
@@ -129,7 +130,7 @@ def _worst(samples: list[TextSample], model: str, reference: str, text: str) -> 
         for place, (one, expected) in enumerate(zip(sample.models[model], sample.reference, strict=True))
         if one is not None and expected is not None
     ]
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for one, expected, sample, place in sorted(listed, key=lambda item: -item[0].kl)[:_WORST]:
         before = "".join(by_itself(sample.pieces[token]) for token in sample.tokens[max(0, place - _BEFORE) : place])
         rows.append((

@@ -15,7 +15,7 @@ from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.decoder import Block
 from quantkit.model.load import BLOCK_PREFIX, float_parameter, meta_init
-from quantkit.tensors.products import bfloat16_linear, multiplies_bfloat16
+from quantkit.tensors.products import bfloat16_linear, passing_dtype
 from quantkit.tensors.qtensor import QuantTensor
 
 
@@ -149,7 +149,7 @@ class BlockPair:
 
     def _linear(self, like: nn.Linear) -> nn.Linear:
         """A linear of the same shape, without weights yet."""
-        kind = StreamLinear if self.device.type == "cpu" and multiplies_bfloat16() else nn.Linear
+        kind = StreamLinear if passing_dtype(self.device) == torch.bfloat16 else nn.Linear
         return kind(like.in_features, like.out_features, like.bias is not None, device="meta")
 
     def _parameter(self, name: str) -> nn.Parameter:

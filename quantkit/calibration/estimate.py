@@ -12,7 +12,7 @@ from quantkit.calibration.effort import Effort, batch_samples, followed_share
 from quantkit.solver.gptq import WEIGHTS_AT_ONCE
 
 _SOLVER_MATRICES = 10  # that the solver holds of the rows it is at
-_OF_ONE_SQUARE = 0.65  # of the products of a symmetric sum, what is computed
+_OF_ONE_SQUARE = 0.5625  # of the products of a symmetric sum, what is computed
 _LOGIT_FLOPS = 50  # that a softmax over one logit, and what is made of it, are worth
 _SECONDS_OF_BATCH = 0.001  # through the linears that share an input
 _SECONDS_OF_COLUMN = 1e-4  # of a weight that GPTQ solves
@@ -97,16 +97,24 @@ def calibration_seconds(config: ModelConfig, shape: Sequence[int], effort: Effor
     return columns * _SECONDS_OF_COLUMN + sum(count for _, count in groups) * batches * _SECONDS_OF_BATCH
 
 
-def calibration_flops(config: ModelConfig, shape: Sequence[int], effort: Effort) -> int:
-    """Of calibration on samples of a shape [N, T]."""
+def passing_flops(config: ModelConfig, shape: Sequence[int], effort: Effort) -> int:
+    """Of the samples of a shape [N, T] on their way through the blocks, which may be multiplied in bfloat16."""
+    followed = followed_share(config, shape, effort)
+    total = 0.0
+    for group, count in every_group(config):
+        passes = 1 + group.of_expert  # an expert is run for its sums, and for what it gives
+        total += count * passes * 2 * group.share * math.prod(shape) * (1 + followed) * group.weights
+    return int(total)
+
+
+def solving_flops(config: ModelConfig, shape: Sequence[int], effort: Effort) -> int:
+    """Of the sums over samples of a shape [N, T] and of the solver, always in float32."""
     tokens, followed = math.prod(shape), followed_share(config, shape, effort)
     total = 0.0
     for group, count in every_group(config):
         own = group.share * tokens
-        passes = 1 + group.of_expert  # an expert is run for its sums, and for what it gives
-        forward = passes * 2 * own * (1 + followed) * group.weights
         summed = own if own >= group.columns else tokens
         squares = 2 * summed * (_OF_ONE_SQUARE + followed) * group.columns**2
-        solving = 6 * 2 * group.weights * group.columns + 4 * group.columns**3
-        total += count * (forward + squares + solving)
+        solving = 6 * 2 * group.weights * group.columns + 2 * group.columns**3
+        total += count * (squares + solving)
     return int(total)

@@ -31,6 +31,7 @@ PREFIX = 64
 """Tokens of a sample that tell whether the source predicts it."""
 _NEAR_UNIFORM = 0.85  # of the loss of a uniform guess, on the prefix
 _ROUNDS = 3  # of drawing, so that others take the places of those that are dropped
+_SPREAD = 4  # times the tokens that are drawn of a kind are taken of its documents
 _MOST_PASSES = 2  # through the text, in windows that overlap
 _LEAST_DISTINCT = 16  # tokens that a text is made of
 _BETWEEN = "\n\n"
@@ -69,11 +70,12 @@ class PackagedText:
     notes: tuple[str, ...]
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, chat: Chat | None, *, seed: int) -> PackagedText:
+    def of(cls, tokenizer: Tokenizer, chat: Chat | None, *, seed: int, wanted: int) -> PackagedText:
         """Tokenize it, the documents of each kind in an order that the seed decides.
 
         Args:
             chat: what dialogues are rendered by; None for a base model, which reads them as plain text.
+            wanted: how many tokens will be drawn; no more of the text is taken than these can be spread over.
 
         Raises:
             RequestError: if the tokenizer makes next to nothing of it.
@@ -83,18 +85,20 @@ class PackagedText:
         for line in raw.decode().splitlines():
             document = json.loads(line)
             documents.setdefault(document["kind"], []).append(document)
+        weights = {name: sum(len(_plain(one).encode()) for one in own) for name, own in documents.items()}
         generator = torch.Generator().manual_seed(seed)
         kinds, refused = [], 0
         for name, own in documents.items():
             ids: list[int] = []
-            weight = 0
+            enough = _SPREAD * wanted * weights[name] // sum(weights.values())
             for index in torch.randperm(len(own), generator=generator).tolist():
+                if len(ids) > enough:
+                    break
                 found = _document_tokens(own[index], tokenizer, chat)
                 refused += found is None
                 ids += found or ()
-                weight += 0 if found is None else len(_plain(own[index]).encode())
             if ids:
-                kinds.append(_Kind(name, weight, torch.tensor(ids)))
+                kinds.append(_Kind(name, weights[name], torch.tensor(ids)))
         if len({token for kind in kinds for token in kind.tokens.tolist()}) < _LEAST_DISTINCT:
             raise RequestError(
                 "the tokenizer makes next to nothing of the calibration text",

@@ -17,12 +17,13 @@ from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import input_groups, layer_kinds, linear_columns, sizes
 from quantkit.calibration.effort import activation_bytes, batch_samples, inner_width
 from quantkit.calibration.estimate import (
-    calibration_flops,
     calibration_seconds,
     every_group,
     forward_flops,
     gptq_bytes,
     largest_block,
+    passing_flops,
+    solving_flops,
 )
 from quantkit.calibration.packaged import PREFIX
 from quantkit.formats.checkpoint import Checkpoint
@@ -39,6 +40,7 @@ from quantkit.model.layerwise import TOKENS_THROUGH_A_BLOCK
 from quantkit.quality.measures import TOKENS_THROUGH_THE_HEAD
 from quantkit.quality.windows import measured_tokens, window_length
 from quantkit.tensors.dtypes import DType
+from quantkit.tensors.products import bfloat16_linear, passing_dtype, times
 
 _LIBRARIES = 40 << 20  # what the mathematics libraries and threads set up once work begins
 _MANIFEST = 300  # bytes of quantkit.json for each linear layer
@@ -159,15 +161,15 @@ def estimate_quantization(
         if settings.device.type == "cuda":
             on_device, work_bytes = work_bytes, 0
         phases["calibration"] = resident_bytes() + _LIBRARIES + held + codes + work_bytes
-        flops += calibration_flops(config, shape, effort)
+        flops += solving_flops(config, shape, effort)
+        seconds += passing_flops(config, shape, effort) / _flop_rate(passing_dtype(settings.device))
         seconds += calibration_seconds(config, shape, effort)
         if settings.text is None:
             tried = shape[0] * min(shape[1], PREFIX)
             phases["the choice of samples"] = _forward(source, tried, models=1)
             flops += forward_flops(config, tried)
             seconds += _pass_seconds(config, 1)
-    linears = (scheme for module, scheme in assigned.items() if module != EMBEDDING)
-    kinds = Counter(str(scheme or "float") for scheme in linears)
+    kinds = Counter(str(scheme or "float") for module, scheme in assigned.items() if module != EMBEDDING)
     phase = max(phases, key=lambda name: phases[name])
     seconds += flops / _flop_rate() + _writing_seconds(disk)
     return Estimate(dict(kinds), phases[phase], phase, on_device, disk, scratch, seconds, checked, notes)
@@ -232,13 +234,14 @@ def _pass_seconds(config: ModelConfig, models: int) -> float:
     return models * groups * _SECONDS_OF_GROUP
 
 
-def _flop_rate() -> float:
-    """Floating-point operations a second of a matrix product here and now."""
+def _flop_rate(dtype: torch.dtype = torch.float32) -> float:
+    """Floating-point operations a second of a matrix product on the CPU here and now."""
     a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    weight = b.bfloat16()
     best = math.inf
     for _ in range(6):
         started = time.perf_counter()
-        torch.mm(a, b)
+        _ = bfloat16_linear(a, weight) if dtype == torch.bfloat16 else times(a, b)
         best = min(best, time.perf_counter() - started)
     return 2 * 1024**3 / best
 

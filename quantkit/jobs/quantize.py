@@ -30,6 +30,7 @@ from quantkit.progress import Progress, heard, in_phase, without_phase
 from quantkit.quality.gate import Gate, require_passed, run_gate
 from quantkit.quality.positions import PositionCertificate
 from quantkit.quality.weights_only import WeightsOnly, carried_tensors, weights_only
+from quantkit.tensors.products import passing_dtype
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
 
@@ -173,7 +174,10 @@ def quantize(
         drawn = settings.draw(prepared.tokenizer, source, group=group, progress=progress)
         notes += [*drawn.notes, *too_few_tokens(drawn.tokens.shape, source.config)]
         options |= {"calibration": drawn.to_json(), "thorough": settings.thorough}
-        computed_by = {"number of processes": group.size, "kind of device": settings.device.type}
+        computed_by = {
+            "number of processes": group.size, "kind of device": settings.device.type,
+            "samples multiplied in": str(passing_dtype(settings.device)),
+        }  # fmt: skip
         if settings.text is None:
             computed_by["calibration samples"] = drawn.fingerprint()  # the source's own figures have chosen them
         scratch = settings.scratch_bytes(source, drawn)

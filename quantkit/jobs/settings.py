@@ -122,7 +122,8 @@ class GptqSettings:
 
     def _packaged(self, tokenizer: Tokenizer, source: Checkpoint) -> PackagedText:
         chat, notes = _chat(source, tokenizer)
-        text = PackagedText.of(tokenizer, chat, seed=self.seed)
+        wanted = self.samples * self.sample_length(source)
+        text = PackagedText.of(tokenizer, chat, seed=self.seed, wanted=wanted)
         return replace(text, notes=(*notes, *text.notes))
 
 

@@ -117,7 +117,7 @@ def _through(block: Block, states: Tensor, step: Step) -> Tensor:
         return through
     attention, feed_forward = block.BRANCHES
     states = block.finish(attention, states, block.inner(attention, states, step), step)
-    pieces = states.split(TOKENS_THROUGH_A_BLOCK, dim=1)
+    pieces = torch.split(states, TOKENS_THROUGH_A_BLOCK, dim=1)
     return torch.cat(
         [block.finish(feed_forward, one, block.inner(feed_forward, one, step), step) for one in pieces], dim=1
     )

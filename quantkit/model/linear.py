@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quantkit.kernels.dispatch import select_backend
+from quantkit.tensors.products import times
 from quantkit.tensors.qtensor import QuantTensor, float_rows, row_chunks
 
 _FLOAT_ELEMENTS = 1 << 21  # of a weight that are float32 at a time
@@ -44,7 +45,7 @@ def float32_linears(xs: Sequence[Tensor], weight: Tensor | QuantTensor) -> list[
     for start, stop in row_chunks(count, columns, chunk * columns):
         rows = float_rows(weight, start, stop)
         for x, out in zip(wide, outs, strict=True):
-            out[..., start:stop] = F.linear(x, rows)
+            out[..., start:stop] = times(x.flatten(0, -2), rows.t()).view(*x.shape[:-1], -1)
     return outs
 
 

@@ -167,7 +167,7 @@ def compare_texts(
             "cannot be compared with the reference", path=odd[0].path,
             found=f"{odd[0].config.vocab_size} tokens", expected=f"a vocabulary of {size}",
         )  # fmt: skip
-    heard = listeners or [[None] * len(others)] * len(texts)
+    heard: Sequence[Sequence[Listener | None]] = listeners or [[None] * len(others)] * len(texts)
     tallies = [[_Tally(listener) for listener in of_text] for of_text in heard]
     width = max(checkpoint.config.hidden_size for checkpoint in (reference, *others))
     parts = _parts([Windows.of(windows) for windows in texts], width)

@@ -80,9 +80,7 @@ def divergence_by_position(
             compared = _compared(reference, other, first[0], [one[0] for one in states], group)
             for cache, one in zip(CACHES, compared, strict=True):
                 of_model[cache].append(one)
-    return [
-        {cache: position_buckets(*torch.stack(of_cache).unbind(-1)) for cache, of_cache in one.items()} for one in found
-    ]
+    return [{cache: _buckets(torch.stack(of_cache)) for cache, of_cache in one.items()} for one in found]
 
 
 def _compared(
@@ -100,6 +98,11 @@ def _compared(
                 kl = token_kl(p.log_softmax(-1), q.log_softmax(-1))
                 of_run.append(torch.stack([kl, (p.argmax(-1) == q.argmax(-1)).double()], dim=1))
     return [torch.cat(of_run) for of_run in found]
+
+
+def _buckets(found: Tensor) -> list[PositionDivergence]:
+    """Those of KL and agreement [W, T, 2]."""
+    return position_buckets(found[..., 0], found[..., 1])
 
 
 def position_buckets(kl: Tensor, agreed: Tensor, shortest: int = SHORTEST) -> list[PositionDivergence]:

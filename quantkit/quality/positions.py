@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -187,8 +187,8 @@ class PositionCertificate:
 
 
 def _bucket(value: Mapping[str, Any]) -> PositionDivergence:
-    kinds = {"int": int, "float": float, "float | None": float}
-    return PositionDivergence(**{
-        field.name: None if value[field.name] is None else kinds[str(field.type)](value[field.name])
-        for field in fields(PositionDivergence)
-    })  # fmt: skip
+    error = value["kl_error"]
+    return PositionDivergence(
+        int(value["start"]), int(value["stop"]), int(value["tokens"]), float(value["kl"]),
+        None if error is None else float(error), float(value["top1_agreement"]),
+    )  # fmt: skip

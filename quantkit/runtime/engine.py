@@ -205,7 +205,8 @@ class Engine:
             self._numbers(lengths).view(shape) if self._follows_length else None,
             self._numbers(asked) if asked else None, self._cache, first,
         )  # fmt: skip
-        return logits[: len(wanted)]
+        # A recorded step writes its logits where it wrote the last ones.
+        return logits[: len(wanted)].clone() if self._compiled else logits[: len(wanted)]
 
     def _numbers(self, values: Sequence[int]) -> Tensor:
         return numbers(values, self.model.device)

@@ -9,10 +9,11 @@ import platform
 import torch
 from torch import Tensor
 
-INSTRUCTIONS_SETTING = "QUANTKIT_CPU"
-"""Environment variable that chooses the instruction set: native, avx2 or portable."""
+BFLOAT16_SETTING = "QUANTKIT_BF16"
+"""Environment variable that forbids bfloat16 where it is 0."""
 
 _LEAST = 1 << 20  # multiplications; of fewer the call is what takes time
+_FEWEST_ROWS = 16  # with fewer, reading is what takes time
 _STRIPS = 8
 
 
@@ -43,15 +44,20 @@ def fill_lower_(total: Tensor) -> None:
         total[stop:, start:stop] = total[start:stop, stop:].t()
 
 
-@functools.cache
 def multiplies_bfloat16() -> bool:
-    """Whether this processor multiplies bfloat16, and so faster than float32; `QUANTKIT_CPU` and torch's
-    `ATEN_CPU_CAPABILITY` may forbid it."""
-    native = os.environ.get(INSTRUCTIONS_SETTING, "native") == "native"
-    if not native or not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
+    """Whether this processor multiplies bfloat16, which is faster than float32 then, and nothing forbids it: neither
+    `QUANTKIT_BF16` nor torch's `ATEN_CPU_CAPABILITY`."""
+    if os.environ.get(BFLOAT16_SETTING) == "0" or not torch.backends.mkldnn.is_available():
+        return False
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
     told = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
     return any(ask is not None and ask() for ask in told)
+
+
+def passing_dtype(device: torch.device) -> torch.dtype:
+    """The dtype in which calibration samples are multiplied on their way through a model."""
+    return torch.bfloat16 if device.type == "cpu" and multiplies_bfloat16() else torch.float32
 
 
 def bfloat16_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -77,4 +83,5 @@ def _dense(matrix: Tensor) -> Tensor:
 
 def _through_onednn(a: Tensor, b: Tensor) -> bool:
     of_float32 = a.dtype == b.dtype == torch.float32 and a.device.type == b.device.type == "cpu"
-    return of_float32 and a.shape[0] * b.numel() >= _LEAST and _has_onednn()
+    large = a.shape[0] >= _FEWEST_ROWS and a.shape[0] * b.numel() >= _LEAST
+    return of_float32 and large and _has_onednn()

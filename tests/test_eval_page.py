@@ -1,0 +1,454 @@
+"""The page that `quantkit eval --report out.html` writes: what is on it, and that it opens."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import chromium
+import pytest
+import torch
+from command import Capture, run
+
+import quantkit
+from quantkit.cli.files import Outputs
+from quantkit.data.files import excerpt
+from quantkit.errors import RequestError
+from quantkit.evals.html.elements import _VOID
+from quantkit.evals.html.heatmap import heat_maps
+from quantkit.evals.html.pieces import by_itself, in_a_text
+from quantkit.evals.html.scale import STEPS, for_errors, logarithmic
+from quantkit.evals.report import side_by_side, tables
+from quantkit.evals.results import Evaluation
+from quantkit.evals.samples import LIKELIEST, SAMPLE_TOKENS, Predictions, TextSample
+from quantkit.formats.detect import open_checkpoint
+from quantkit.quality.measures import NOT_SCORED, compare, text_windows
+from quantkit.quality.positions import PositionDivergence
+
+WINDOW = 128
+CHROMIUM = chromium.executable()
+STYLE = Path(quantkit.__file__).parent.parent / "evals" / "html" / "style.css"
+HOSTILE = '"><img src=x onerror=alert(1)></script><script>alert(2)</script>'
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> dict[str, Path]:
+    target = tmp_path_factory.mktemp("page")
+    for scheme in ("int8", "int4-g64"):
+        quantkit.quantize(demo_model, target / scheme, scheme, method="rtn")
+    (target / "short.txt").write_text(excerpt()[:700])
+    (target / "long.txt").write_text(excerpt()[:4000])
+    return {"whole": demo_model, **{path.name: path for path in target.iterdir()}}
+
+
+@pytest.fixture(scope="module")
+def found(folders: dict[str, Path]) -> Evaluation:
+    return quantkit.evaluate(
+        [folders["int8"], folders["int4-g64"]], texts=[folders["short.txt"], folders["long.txt"]],
+        against=f"whole={folders['whole']}", window=WINDOW, positions=300, details=True,
+    )  # fmt: skip
+
+
+class _Read(HTMLParser):
+    """A page's elements, each closed where it should be, and its texts."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.cells: list[str] = []
+        self.feed(page)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        assert len(dict(attrs)) == len(attrs)
+        if tag not in _VOID:
+            self.open.append(tag)
+            if tag in ("td", "th"):
+                self.cells.append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+        if {"td", "th"} & set(self.open):
+            self.cells[-1] += data
+
+
+def test_the_page_is_whole_and_loads_nothing(found: Evaluation) -> None:
+    page = found.to_html()
+    assert page.startswith("<!doctype html>\n<html")
+    read = _Read(page)
+    ids = [told["id"] for _, told in read.tags if "id" in told]
+    assert len(ids) == len(set(ids)) > 3
+    assert {told.get("for") for tag, told in read.tags if tag == "label"} <= set(ids)
+    outside = [told for _, told in read.tags if "src" in told or not str(told.get("href", "data:")).startswith("data:")]
+    assert not outside
+    assert "@import" not in page
+    assert "url(" not in page
+    policy = next(told["content"] for _, told in read.tags if told.get("http-equiv") == "Content-Security-Policy")
+    assert str(policy).startswith("default-src 'none';")
+
+
+def test_the_figures_are_those_of_the_tables(found: Evaluation) -> None:
+    page = found.to_html()
+    read = _Read(page)
+    assert {table.title for table in side_by_side(found)} <= set(read.texts)
+    for table in tables(found):
+        assert {cell for row in table.rows for cell in row} - set(read.texts) <= set(read.cells)
+    kls = sorted(one.kl for text in found.texts if (one := found.rows[2].texts[text].divergence) is not None)
+    ratio = found.rows[0].megabytes / found.rows[2].megabytes
+    title = next(text for text in read.texts if "smaller" in text)
+    said = re.fullmatch(r"int4-g64 is (\S+)\s\S smaller; per token it diverges by (\S+) to (\S+) nats", title)
+    assert said is not None
+    assert [float(one) for one in said.groups()] == pytest.approx([ratio, *kls], rel=0.05)
+    columns = [dict(zip(table.head, row, strict=True)) for table in side_by_side(found) for row in table.rows]
+    assert {said[2], said[3]} <= {row["KL, nats/token"].split(" ")[0] for row in columns}
+    for line in ("sha256 " + found.texts["long"].sha256, "torch " + found.versions["torch"]):
+        assert any(line in text for text in read.texts)
+
+
+def test_details_change_no_figure_and_stay_out_of_the_data(found: Evaluation, folders: dict[str, Path]) -> None:
+    plain = quantkit.evaluate(
+        [folders["int8"], folders["int4-g64"]], texts=[folders["short.txt"]], against=f"whole={folders['whole']}",
+        window=WINDOW,
+    )  # fmt: skip
+    assert plain.details == {}
+    for one, other in zip(plain.rows, found.rows, strict=True):
+        assert one.texts["short"].divergence == other.texts["short"].divergence
+    assert found.to_json().keys() == plain.to_json().keys()
+    assert "details" not in found.to_json()
+    assert "Token by token" not in plain.to_html()
+    _Read(plain.to_html())
+
+
+def test_what_is_kept_of_a_token_is_what_the_models_expect_there(
+    found: Evaluation, folders: dict[str, Path]
+) -> None:  # fmt: skip
+    (sample,) = found.details["short"].samples
+    assert sample.start == 0
+    tokens = found.rows[0].texts["short"].tokens
+    assert len(sample.tokens) == tokens // WINDOW * WINDOW
+    ids = torch.tensor(sample.tokens).view(-1, WINDOW)
+    model, _ = quantkit.load(folders["whole"], dtype="float32")
+    with torch.inference_mode():
+        expected = model(ids[:1], torch.arange(WINDOW))[0].softmax(-1)
+    for place in (1, 7, WINDOW - 1):
+        guess = sample.reference[place]
+        assert guess is not None
+        likeliest = expected[place - 1].topk(LIKELIEST)
+        assert guess.tokens == tuple(likeliest.indices.tolist())
+        assert guess.probabilities == pytest.approx(likeliest.values.tolist(), rel=1e-3)
+        assert guess.right == pytest.approx(expected[place - 1, sample.tokens[place]].item(), rel=1e-3)
+    assert [place for place, one in enumerate(sample.reference) if one is None] == list(
+        range(0, tokens - WINDOW, WINDOW)
+    )
+
+
+def test_by_position_the_whole_is_the_mean(found: Evaluation) -> None:
+    for name, row in zip(("int8", "int4-g64"), found.rows[1:], strict=True):
+        buckets = found.details["long"].positions[name]
+        whole = row.texts["long"].divergence
+        assert whole is not None
+        assert sum(one.tokens for one in buckets) == whole.tokens
+        assert sum(one.tokens * one.kl for one in buckets) / whole.tokens == pytest.approx(whole.kl, rel=1e-9)
+        agreed = sum(one.tokens * one.top1_agreement for one in buckets) / whole.tokens
+        assert agreed == pytest.approx(whole.top1_agreement)
+        assert [(one.start, one.stop) for one in buckets] == [(0, 16), (16, 32), (32, 64), (64, 128)]
+
+
+def test_a_long_text_is_shown_from_its_beginning_and_where_it_is_worst(found: Evaluation) -> None:
+    first, worst = found.details["long"].samples
+    assert (first.start, len(first.tokens), len(worst.tokens)) == (0, SAMPLE_TOKENS, SAMPLE_TOKENS)
+    assert worst.start >= SAMPLE_TOKENS
+
+    def mean(sample: TextSample) -> float:
+        kls = [one.kl for one in sample.models["int4-g64"] if one is not None]
+        return sum(kls) / len(kls)
+
+    whole = found.rows[2].texts["long"].divergence
+    assert whole is not None
+    assert mean(worst) > whole.kl
+
+
+def test_a_listener_hears_all_tokens_in_their_order(folders: dict[str, Path]) -> None:
+    """Also where windows are run in several batches; the KLs are those of the figures."""
+    heard = Predictions()
+    ids = torch.randint(3, 500, (700,), generator=torch.Generator().manual_seed(1)).tolist()
+    windows = text_windows(ids, None, 32)
+    others = [open_checkpoint(folders["int4-g64"])]
+    (found,) = compare(open_checkpoint(folders["whole"]), others, windows, listeners=[heard])
+    kl, first, *_ = heard.gathered()
+    assert kl.mean().item() == pytest.approx(found.divergence.kl)
+    assert len(first) == windows.numel()
+    few = Predictions()
+    log = torch.randn(3, 4).log_softmax(-1)
+    few(log, log, torch.zeros(3), torch.tensor([1, NOT_SCORED, 3]))
+    _, tokens, _, right, *_ = few.gathered()
+    assert tokens.shape == (3, 4)
+    assert right[[0, 2]].tolist() == pytest.approx(log.exp()[[0, 2], [1, 3]].tolist())
+
+
+def _spelled(found: Evaluation, pieces: list[bytes | str]) -> Evaluation:
+    """With other pieces for the tokens, one after the other, and other names of models and texts."""
+    samples = []
+    for sample in found.details["short"].samples:
+        named = {token: pieces[index % len(pieces)] for index, token in enumerate(sample.pieces)}
+        models = {f"{HOSTILE} {name}": of_model for name, of_model in sample.models.items()}
+        samples.append(replace(sample, pieces=named, models=models))
+    positions = {f"{HOSTILE} {name}": of_model for name, of_model in found.details["short"].positions.items()}
+    rows = [
+        replace(row, name=f"{HOSTILE} {row.name}", texts={HOSTILE: row.texts["short"]}) for row in found.rows
+    ]  # fmt: skip
+    return replace(
+        found, rows=rows, reference=rows[0].name, texts={HOSTILE: found.texts["short"]}, notes=[HOSTILE],
+        details={HOSTILE: replace(found.details["short"], samples=samples, positions=positions)},
+    )  # fmt: skip
+
+
+def test_hostile_names_and_tokens_stay_text(found: Evaluation) -> None:
+    pieces: list[bytes | str] = [HOSTILE.encode(), HOSTILE, b"\xf0\x9f", b"\x98\x80", b"</script>", b"\x00", b"<!--"]
+    page = _spelled(found, pieces).to_html()
+    read = _Read(page)
+    assert not [tag for tag, _ in read.tags if tag == "img"]
+    assert [told for tag, told in read.tags if tag == "script"] == [{"type": "application/json", "id": "data"}, {}]
+    assert not [name for _, told in read.tags for name in told if name.startswith("on")]
+    assert HOSTILE in read.texts
+    data = json.loads(re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)[0])
+    assert {HOSTILE.replace(" ", "·"), f"⟨{HOSTILE}⟩", "⟨F0 9F⟩", "⟨98 80⟩", "⟨U+0000⟩"} <= set(data["pieces"])
+    strange = replace(found, rows=[replace(row, name=f"{row.name}\udcff") for row in found.rows], reference="x\udcff",
+                      details={}, notes=[])  # fmt: skip
+    assert strange.to_html().encode()
+
+
+@pytest.mark.parametrize(
+    ("piece", "alone", "within"),
+    [
+        (b" word", "·word", " word"),
+        (b"  ", "··", "<b>·</b><b>·</b>"),
+        (b"a\nb", "a↵b", "a<b>↵</b>\nb"),
+        (b"\t", "⇥", "<b>⇥</b>"),
+        (b"<b>", "<b>", "&lt;b&gt;"),
+        (b"\xe2\x82", "⟨E2 82⟩", "<b>E2 82</b>"),
+        ("\u202eabc".encode(), "⟨U+202E⟩abc", "<b>⟨U+202E⟩</b>abc"),
+        ("\u0301".encode(), "⟨U+0301⟩", "\u0301"),
+        ("שלום".encode(), "שלום", "שלום"),
+        ("👨\u200d👩".encode(), "👨\u200d👩", "👨\u200d👩"),
+        ("\u200d".encode(), "⟨U+200D⟩", "<b>⟨U+200D⟩</b>"),
+        ("\u00a0".encode(), "⟨U+00A0⟩", "<b>⟨U+00A0⟩</b>"),
+        ("BOS", "⟨BOS⟩", "<b>BOS</b>"),
+    ],
+)  # fmt: skip
+def test_every_token_can_be_seen(piece: bytes | str, alone: str, within: str) -> None:
+    assert by_itself(piece) == alone
+    assert in_a_text(piece) == within
+
+
+def test_steps_of_colour_begin_at_round_values() -> None:
+    assert logarithmic([0.3, 0.001]).limits == pytest.approx((0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2))
+    assert logarithmic([]).limits[-1] < math.inf
+    scale = for_errors([0.11, 0.12])
+    assert {scale.step(0.11), scale.step(0.12)} <= set(range(3, 7))  # alike: neither pale nor dark
+    wide = for_errors([0.02, 0.05, 0.1])
+    assert wide.step(0.02) == 1
+    assert wide.step(0.1) > 6
+    assert for_errors([1e-4, 0.1]).step(1e-4) == 0
+    assert len(for_errors([0.0]).limits) == STEPS
+
+
+def _light(color: str) -> float:
+    """Relative luminance, as WCAG 2 defines it."""
+    parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in parts]
+    return sum(share * one for share, one in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def _contrast(one: str, other: str) -> float:
+    high, low = sorted((_light(one), _light(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_everything_can_be_read_on_its_ground(dark: bool) -> None:
+    roots = re.findall(r":root \{(.*?)\}", STYLE.read_text(), re.S)
+    colors = dict(re.findall(r"--(\w+): (#\w{6})", roots[0] + (roots[1] if dark else "")))
+    for name in ("ink", "muted", "accent", *(f"m{index}" for index in range(6))):
+        assert _contrast(colors[name], colors["paper"]) >= 4.5, name
+    assert _contrast(colors["ink"], colors["soft"]) >= 4.5
+    steps = [_light(colors[f"k{index}"]) for index in range(1, STEPS + 1)]
+    assert steps == sorted(steps, reverse=not dark)  # one direction, also without colours
+    for index in range(1, STEPS + 1):
+        assert _contrast(colors[f"k{index}"], colors[f"t{index}"]) >= 4.5, index
+
+
+def test_errors_stand_by_kind_and_layer_and_experts_are_summed_up(found: Evaluation) -> None:
+    (read,) = [_Read(str(heat_maps(found)[0]))]
+    heads = [cell for cell in read.cells if re.fullmatch(r"[a-z]+", cell)]
+    assert heads == ["layer", "q", "k", "v", "o", "gate", "up", "down"]
+    bank = {f"model.layers.1.mlp.experts.{index}.up_proj": 0.01 * (index + 1) for index in range(4)}
+    errors = {**bank, "model.layers.0.self_attn.q_proj": 0.02, "lm_head": 0.005}
+    rows = [replace(found.rows[1], layer_errors=dict(sorted(errors.items(), key=lambda item: -item[1])))]
+    read = _Read(str(heat_maps(replace(found, rows=rows))[0]))
+    titles = [told["title"] for _, told in read.tags if "title" in told]
+    assert titles == ["layer 0, q: 2.0 %", "layer 1, expert up: 2.5 % on average of 4; expert 3 4.0 %"]
+    assert "worst: layer 1, expert up 3: 4.0 %" in read.texts
+    assert "Outside the layers: head 0.50 %." in read.texts
+    mixed = [found.rows[0], found.rows[1], replace(found.rows[2], method="gptq")]
+    assert "colours of its own" in heat_maps(replace(found, rows=mixed))[-1]
+    assert "colours of its own" not in heat_maps(found)[-1]
+
+
+def test_without_a_reference_there_is_no_divergence(found: Evaluation) -> None:
+    texts = {name: replace(one, divergence=None, positions={}) for name, one in found.rows[1].texts.items()}
+    rows = [replace(found.rows[1], texts=texts), replace(found.rows[2], texts=texts)]
+    alone = replace(found, rows=rows, reference=None, details={})
+    page = alone.to_html()
+    _Read(page)
+    assert "Size against word perplexity" in page
+    assert "Divergence by position" not in page
+    assert "smaller;" not in page
+    bare = replace(alone, rows=[replace(rows[0], texts={}, layer_errors={})], texts={}, window=None)
+    _Read(bare.to_html())
+
+
+def test_a_page_of_many_models_and_texts_stays_small(found: Evaluation) -> None:
+    """Five models of 80 layers on five texts; their figures need not make sense."""
+    texts = [f"text {index}" for index in range(5)]
+    names = [f"model {index}" for index in range(5)]
+    layers = {
+        name.replace("layers.0", f"layers.{layer}"): error
+        for layer in range(80)
+        for name, error in found.rows[1].layer_errors.items()
+        if "layers.0." in name
+    }
+    details = found.details["long"]
+    samples = [replace(one, models=dict.fromkeys(names, one.models["int4-g64"])) for one in details.samples]
+    buckets = [PositionDivergence(2**at, 2 ** (at + 1), 9, 0.001, 1e-4, 0.9) for at in range(4, 15)]
+    row = found.rows[2]
+    rows = [replace(found.rows[0], texts=dict.fromkeys(texts, found.rows[0].texts["long"]))]
+    rows += [
+        replace(row, name=name, texts=dict.fromkeys(texts, row.texts["long"]), layer_errors=layers) for name in names
+    ]
+    many = replace(
+        found, rows=rows, texts=dict.fromkeys(texts, found.texts["long"]),
+        details=dict.fromkeys(texts, replace(details, samples=samples, positions=dict.fromkeys(names, buckets))),
+    )  # fmt: skip
+    page = many.to_html()
+    _Read(page)
+    assert len(page.encode()) < 1_500_000
+
+
+def test_the_suffix_decides_the_kind_of_report(
+    folders: dict[str, Path], tmp_path: Path, capfd: Capture
+) -> None:  # fmt: skip
+    given = ["eval", folders["int8"], "--text", folders["short.txt"], "--against", folders["whole"], "--window", "64"]
+    code, _, err = run(capfd, *given, "--report", tmp_path / "out.html")
+    assert (code, err) == (0, "")
+    page = (tmp_path / "out.html").read_text(encoding="utf-8")
+    assert "Token by token" in page
+    _Read(page)
+    assert run(capfd, *given, "--report", tmp_path / "out.md")[0] == 0
+    assert (tmp_path / "out.md").read_text().startswith("# Evaluation\n")
+    assert Outputs(None, report=tmp_path / "OUT.HTM").wants_page
+    with pytest.raises(RequestError, match=r"out\.pdf: no such report \(found \.pdf, expected \.md or \.html\)"):
+        Outputs(None, report=tmp_path / "out.pdf")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Page]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium: neither on PATH nor named by CHROMIUM")
+    with chromium.opened(CHROMIUM, tmp_path_factory.mktemp("browser") / "profile") as page:
+        yield page
+
+
+@pytest.fixture
+def written(found: Evaluation, tmp_path: Path) -> Path:
+    path = tmp_path / "out.html"
+    path.write_text(found.to_html(), encoding="utf-8")
+    return path
+
+
+_OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [360, 1180])
+def test_the_page_opens_on_phones_and_desks(width: int, dark: bool, written: Path, browser: chromium.Page) -> None:
+    browser.errors.clear()
+    browser.requests.clear()
+    browser.open(written, width=width, dark=dark, phone=width == 360)
+    assert browser.errors == []
+    assert browser.requests == [written.resolve().as_uri()]
+    assert browser.value(_OVERFLOW) == 0
+    ground = browser.value("getComputedStyle(document.body).backgroundColor")
+    assert ground == ("rgb(20, 23, 26)" if dark else "rgb(255, 255, 255)")
+    # Of each chart one drawing is shown.
+    shown = "[...document.querySelectorAll('.chart')].filter(one => one.getClientRects().length).length"
+    assert 2 * browser.value(shown) == browser.value("document.querySelectorAll('.chart').length") > 0
+
+
+def test_pointing_at_a_token_shows_what_both_models_expected(
+    found: Evaluation, written: Path, browser: chromium.Page
+) -> None:  # fmt: skip
+    browser.errors.clear()
+    browser.open(written, width=1180, height=900)
+    (sample,) = found.details["short"].samples
+    said = "document.querySelector('.guess').innerText"
+
+    def expected(place: int, model: str) -> list[str]:
+        one = sample.models[model][place]
+        assert one is not None
+        return [by_itself(sample.pieces[token]) for token in one.guess.tokens]
+
+    browser.hover(".m1 .stretch i:nth-child(9)")
+    assert [name for name in expected(8, "int4-g64") if name not in browser.value(said)] == []
+    assert browser.value(said).startswith(by_itself(sample.pieces[sample.tokens[8]]))
+    assert "whole" in browser.value(said)
+    browser.click(".m1 .stretch i:nth-child(12)")
+    browser.press("ArrowRight")
+    assert browser.value(said).startswith(by_itself(sample.pieces[sample.tokens[12]]))
+    assert browser.value("document.activeElement.matches('.m1 .stretch i:nth-child(13)')")
+    browser.click("label[for=t0m0]")
+    browser.hover(".m0 .stretch i:nth-child(21)")
+    assert [name for name in expected(20, "int8") if name not in browser.value(said)] == []
+    assert "int8" in browser.value(said)
+    browser.hover(".map td[title]")
+    title = browser.value("document.querySelector('.map td[title]').title")
+    assert browser.value("document.querySelector('.readout').textContent") == title
+    assert browser.errors == []
+
+
+def test_without_scripts_the_page_can_be_read(written: Path, browser: chromium.Page) -> None:
+    browser.send("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        browser.open(written, width=360, phone=True)
+    finally:
+        browser.send("Emulation.setScriptExecutionDisabled", value=False)
+    visible = (
+        "[...document.querySelectorAll('.stretch, .figures, .map, .chart')].filter(one => one.checkVisibility()).length"
+    )
+    assert browser.value(visible) > 6
+    assert browser.value("document.querySelector('.guess').checkVisibility()") is False
+
+
+def test_hostile_names_run_nothing_and_fit(found: Evaluation, tmp_path: Path, browser: chromium.Page) -> None:
+    path = tmp_path / "hostile.html"
+    path.write_text(_spelled(found, [HOSTILE.encode(), "\u202e".encode(), b"\xf0\x9f"]).to_html(), encoding="utf-8")
+    browser.errors.clear()
+    browser.open(path, width=360, phone=True)
+    assert browser.value("document.querySelectorAll('img').length") == 0
+    assert browser.value(_OVERFLOW) == 0
+    assert browser.errors == []

@@ -1,0 +1,100 @@
+"""Matrix products, factors and sums that calibration is made of, against torch's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantkit.calibration.block_pair import BlockPair, StreamLinear, linear_of
+from quantkit.calibration.group_solver import GroupSolver
+from quantkit.distributed.group import SINGLE
+from quantkit.formats.detect import open_checkpoint
+from quantkit.solver import factor as factor_module
+from quantkit.solver.factor import cholesky, lower_transposed_times, solve_lower, solve_lower_transposed
+from quantkit.tensors import products
+from quantkit.tensors.products import add_square_, bfloat16_linear, fill_lower_, multiplies_bfloat16, times
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 7), (16, 300, 257), (130, 129, 140)])
+@pytest.mark.parametrize("form", ["dense", "transposed", "part"])
+def test_products_are_torchs(shape: tuple[int, int, int], form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_LEAST", 1)
+    rows, inner, columns = shape
+    a, b = torch.randn(rows, inner), torch.randn(inner, columns)
+    if form == "transposed":
+        a, b = a.t().contiguous().t(), b.t().contiguous().t()
+    elif form == "part":
+        a, b = torch.randn(rows + 2, inner + 3)[1:-1, 3:], torch.randn(inner + 1, columns + 5)[1:, 2:-3]
+    torch.testing.assert_close(times(a, b), a @ b, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(times(a.double(), b.double()), a.double() @ b.double())
+
+
+@pytest.mark.parametrize("width", [1, 7, 8, 100, 129])
+def test_triangles_are_the_whole_square(width: int) -> None:
+    total, expected = torch.zeros(width, width), torch.zeros(width, width)
+    for count in (1, 33):
+        x = torch.randn(count, width)
+        add_square_(total, x)
+        expected += x.t() @ x
+    fill_lower_(total)
+    torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 7, 32, 61])
+def test_factors_and_what_they_solve(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factor_module, "_BLOCK", 8)
+    x, right = torch.randn(2 * size + 1, size, dtype=torch.float64), torch.randn(size, 3, dtype=torch.float64)
+    matrix = x.t() @ x
+    found = cholesky(matrix.clone())
+    assert found is not None
+    torch.testing.assert_close(found, torch.linalg.cholesky(matrix))
+    torch.testing.assert_close(found @ solve_lower(found, right), right)
+    torch.testing.assert_close(found.t() @ solve_lower_transposed(found, right), right)
+    torch.testing.assert_close(lower_transposed_times(found, right), found.t() @ right)
+    assert cholesky(matrix - 10 * matrix.trace() * torch.eye(size)) is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "capability", "bf16", "expected"),
+    [
+        (None, "AVX512", True, True),
+        ("0", "AVX512", True, False),
+        (None, "AVX2", True, False),
+        (None, "AVX512", False, False),
+    ],
+)
+def test_bfloat16_goes_where_the_processor_multiplies_it(
+    setting: str | None, capability: str, bf16: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(products.BFLOAT16_SETTING)
+    if setting is not None:
+        monkeypatch.setenv(products.BFLOAT16_SETTING, setting)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16, raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False, raising=False)
+    assert multiplies_bfloat16() is expected
+
+
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_the_solver_has_float32_weights_whatever_samples_pass_through(
+    bfloat16: bool, demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtype = torch.bfloat16 if bfloat16 else torch.float32
+    monkeypatch.setattr("quantkit.calibration.block_pair.passing_dtype", lambda device: dtype)
+    source = open_checkpoint(demo_model)
+    pair = BlockPair.of(source, 0, GroupSolver({}, torch.float32, 0.1, SINGLE), torch.device("cpu"))
+    group = pair.groups[0]
+    pair.fill(group)
+    linear = linear_of(pair.floats, group.modules[0])
+    weight = source.load("model.layers.0.self_attn.q_proj.weight")
+    assert isinstance(weight, torch.Tensor)
+    assert torch.equal(linear.weight, weight.float())
+    x = torch.randn(3, weight.shape[1])
+    expected = bfloat16_linear(x, weight.bfloat16()) if bfloat16 else x @ weight.float().t()
+    torch.testing.assert_close(linear(x), expected)
+    pair.install(group, {})
+    assert isinstance(linear, StreamLinear) is bfloat16
+    torch.testing.assert_close(linear_of(pair.quantized, group.modules[0])(x), expected)
