@@ -19,12 +19,14 @@ from quantkit.formats.detect import WeightKind
 from quantkit.formats.output.staging import partial_folder
 from quantkit.formats.output.writer import Written
 from quantkit.jobs.card import NAME as CARD
-from quantkit.jobs.card import Labels, Made, model_card, model_name
+from quantkit.jobs.card import model_card
+from quantkit.jobs.card_facts import Made
 from quantkit.jobs.certificate import certified_text
 from quantkit.jobs.command import file_name
 from quantkit.jobs.estimate import Estimate, estimate_quantization, require_buildable
 from quantkit.jobs.fit_to_size import OPTION as BIT_ALLOCATION
 from quantkit.jobs.fit_to_size import SizeFit, asked_recipe
+from quantkit.jobs.labels import Labels, model_name
 from quantkit.jobs.output import SHARD_BYTES, JobWriter, Work, model_summary, writing
 from quantkit.jobs.prepare import planned_output, prepare, starved_experts, tensor_blocks, too_few_tokens
 from quantkit.jobs.result import QuantizeResult
