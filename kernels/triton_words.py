@@ -74,8 +74,10 @@ def unpack(words: Tensor, bits: int) -> Tensor:
     """Codes, uint8 [O, N] of whole units, of words [O, N * bits / 32]."""
     planes = 32 // bits
     units = words.view(words.shape[0], -1, 1, UNIT // planes)
-    shifts = torch.arange(planes, device=words.device, dtype=torch.int32).view(-1, 1) * bits
-    return ((units >> shifts) & (2**bits - 1)).to(torch.uint8).flatten(1)
+    bit = [word_bit(plane, bits) for plane in range(planes)]
+    shifts = torch.tensor(bit, device=words.device, dtype=torch.int32).view(-1, 1)
+    codes: Tensor = ((units >> shifts) & (2**bits - 1)).to(torch.uint8)
+    return codes.flatten(1)
 
 
 def linear_by_parts(x: Tensor, rows: int, bias: Tensor | None, fill: Callable[[Tensor, slice], None]) -> Tensor:

@@ -2,9 +2,9 @@
 
     python scripts/measure_embedding.py FOLDER [--layers 28] [--scheme int4-g128] [--rounds 5]
 
-The models are made in FOLDER, and kept. Says of each the size of its weights, what is held in memory, tokens a second
-(the models in turn, the median of the rounds), and by how much its logits differ from those of the source and of the
-model whose embedding has its floats, relative to their norm.
+The source is made in FOLDER, and kept. Says of it rounded, with the embedding in bfloat16 and in int8, the size of the
+weights in a file, what is held in memory, tokens a second (the two in turn, the median of the rounds), and by how much
+logits differ, relative to their norm: from the source's, and between the two.
 """
 
 from __future__ import annotations
@@ -17,13 +17,21 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-import quantkit
 from quantkit.architectures.families import config_from_hf
+from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import parameters
 from quantkit.evals.timing import Decoding, loaded_bytes
+from quantkit.files.tensor_file import StoredTensor
+from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.codecs.compressed_weights import PackQuantized
+from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_checkpoint
+from quantkit.jobs.scheme_map import SchemeMap
 from quantkit.model.layerwise import Batch, head_logits, layerwise_hidden
 from quantkit.model.load import load_model
+from quantkit.quality.baseline import RtnCheckpoint
+from quantkit.tensors.recipe import Override, Recipe
+from quantkit.tensors.scheme import QuantScheme
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD, VOCABULARY = 1024, 3072, 16, 8, 128, 151936
 TOKENS, NEW = 64, 32
@@ -48,9 +56,25 @@ def make(folder: Path, layers: int) -> None:
     (folder / "config.json").write_text(json.dumps(raw))
 
 
-def logits(folder: Path) -> torch.Tensor:
+def rounded(source: StoredCheckpoint, scheme: str, embedding: str | None) -> RtnCheckpoint:
+    """The source as rounding makes it; a file of it has the same codes."""
+    overrides = () if embedding is None else (Override(EMBEDDING, QuantScheme.parse(embedding)),)
+    schemes = SchemeMap.of(Recipe(QuantScheme.parse(scheme), overrides), source.config).schemes
+    return RtnCheckpoint(source, schemes)
+
+
+def stored_bytes(checkpoint: Checkpoint) -> int:
+    """Of its tensors as compressed-tensors packs them."""
+    total = 0
+    for name in checkpoint.names():
+        spec = checkpoint.info(name)
+        floats = [StoredTensor(name, spec.dtype, spec.shape)]
+        total += sum(one.nbytes for one in (PackQuantized(spec.scheme).stored(spec) if spec.scheme else floats))
+    return total
+
+
+def logits(checkpoint: Checkpoint) -> torch.Tensor:
     """Of random tokens, [T, V]."""
-    checkpoint = open_checkpoint(folder)
     tokens = torch.randint(VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(1))
     (hidden,) = layerwise_hidden(checkpoint, [Batch.from_start(tokens)])
     return head_logits(checkpoint, [hidden[0]])[0]
@@ -63,35 +87,32 @@ def main() -> None:
     parser.add_argument("--scheme", default="int4-g128")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    source = options.folder / "floats"
-    if not source.exists():
-        make(source, options.layers)
-    folders = {}
-    for name, embedding in (("bfloat16 embedding", None), ("int8 embedding", "int8")):
-        folders[name] = options.folder / f"{options.scheme}-{embedding or 'bf16'}"
-        if not folders[name].exists():
-            quantkit.quantize(
-                source, folders[name], options.scheme, method="rtn", embedding=embedding, accept_quality_loss=True
-            )
-    right = logits(source)
-    found = {name: logits(folder) for name, folder in folders.items()}
-    base = found["bfloat16 embedding"]
+    folder = options.folder / "floats"
+    if not folder.exists():
+        make(folder, options.layers)
+    source = open_checkpoint(folder)
+    made = {
+        "bfloat16 embedding": rounded(source, options.scheme, None),
+        "int8 embedding": rounded(source, options.scheme, "int8"),
+    }
     decoding, held = {}, {}
-    for name, folder in folders.items():
-        model = load_model(folder)
+    for name, checkpoint in made.items():
+        model = load_model(checkpoint)
         held[name] = loaded_bytes(model)
         decoding[name] = Decoding(model, 1, NEW, None)
-    rates: dict[str, list[float]] = {name: [] for name in folders}
+    rates: dict[str, list[float]] = {name: [] for name in made}
     for _ in range(options.rounds):
         for name, one in decoding.items():
             rates[name].append(NEW / one.run())
-    for name, folder in folders.items():
-        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        off, added = (((found[name] - other).norm() / other.norm()).item() for other in (right, base))
+    for name, checkpoint in made.items():
         print(
-            f"{name}: {size / 1e6:.0f} MB, {held[name] / 1e6:.0f} MB held, {statistics.median(rates[name]):.1f} tokens"
-            f" a second, logits off by {off:.4f} from the source, {added:.4f} from the bfloat16 embedding's"
-        )
+            f"{name}: {stored_bytes(checkpoint) / 1e6:.0f} MB, {held[name] / 1e6:.0f} MB held,"
+            f" {statistics.median(rates[name]):.1f} tokens a second", flush=True,
+        )  # fmt: skip
+    right, base, found = (logits(one) for one in (source, *made.values()))
+    off = {"bfloat16 embedding": (base, right), "int8 embedding": (found, right), "int8 beside bfloat16": (found, base)}
+    for name, (one, other) in off.items():
+        print(f"{name}: logits off by {((one - other).norm() / other.norm()).item():.4f}")
 
 
 if __name__ == "__main__":

@@ -17,9 +17,12 @@ PROGRESS = re.compile(
 )
 
 
+ESTIMATE = re.compile(r"^quantkit: note: this takes about memory .*\n", re.M)
+
+
 def without_progress(stderr: str) -> str:
-    """What stderr holds besides the plain lines of progress."""
-    return PROGRESS.sub("", stderr)
+    """What stderr holds besides the plain lines of progress, and the one that tells what a command is about to take."""
+    return ESTIMATE.sub("", PROGRESS.sub("", stderr))
 
 
 def run(capfd: Capture, *arguments: str | Path) -> tuple[int, str, str]:

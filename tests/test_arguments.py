@@ -122,7 +122,7 @@ WRONG: tuple[tuple[str, tuple[str, ...], tuple[Any, ...]], ...] = (
     *((name, ("keep",), SEVERAL) for name in ("quantize", "plan.quantize")),
     *((name, ("base_model", "license"), (3, ["x"])) for name in ("quantize", "plan.quantize")),
     *((name, ("to",), (3, [])) for name in ("convert", "quantize", "plan.quantize")),
-    ("quantize", ("method",), (None, 3, ["gptq"])),
+    ("quantize", ("method",), (3, ["gptq"])),
     *((name, ("weights",), (3, [])) for name in ("convert", "quantize", "inspect", "open_checkpoint", "load")),
     ("load", ("device",), (3, [], True)),
     ("load", ("backend",), (3, [])),

@@ -61,7 +61,6 @@ def _contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"method": "gptq"}, "the method gptq needs calibration text: `calibration=FILE`, or a hub dataset such as "),
         ({"calibration": "text.txt"}, '`calibration` goes with `method="gptq"`'),
         ({"samples": "4"}, '`samples` goes with `method="gptq"`'),
         ({"method": "awq"}, "unknown method (found awq, expected rtn or gptq)"),

@@ -65,7 +65,9 @@ LIGHT = (
 HEAVY = {"torch", "numpy", "datasets", "huggingface_hub", "tokenizers", "sentencepiece", "tiktoken"}
 
 # Loaded by their backend alone, and only where it may serve.
-NEEDS_TRITON = {f"quantkit.kernels.triton_{part}" for part in ("attention", "experts", "int4", "int8", "tune", "words")}
+NEEDS_TRITON = {
+    f"quantkit.kernels.triton_{part}" for part in ("attention", "experts", "int4", "int8", "skinny", "tune", "words")
+}
 
 
 XLA = "quantkit.xla"

@@ -216,7 +216,7 @@ def test_a_folder_and_one_file_twice_are_refused(tmp_path: Path) -> None:
         Outputs(str(tmp_path / "out.md"), report=tmp_path / "out.md")
 
 
-@pytest.mark.parametrize(("option", "name"), [("report", "out.html"), ("report", "out.pdf"), ("plot", "out.jpg")])
+@pytest.mark.parametrize(("option", "name"), [("report", "out.tex"), ("report", "out.pdf"), ("plot", "out.jpg")])
 def test_a_suffix_of_another_kind_of_file_is_refused(option: str, name: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=rf"found \{Path(name).suffix}, expected \.(md|png)"):
         Outputs(None, **{option: tmp_path / name})  # type: ignore[arg-type]

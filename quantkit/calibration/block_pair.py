@@ -15,26 +15,33 @@ from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.decoder import Block
 from quantkit.model.load import BLOCK_PREFIX, float_parameter, meta_init
-from quantkit.tensors.products import bfloat16_linear, passing_dtype
+from quantkit.tensors.products import bfloat16_linear, passing_dtype, times
 from quantkit.tensors.qtensor import QuantTensor
 
 
 class StreamLinear(nn.Linear):
-    """A linear that samples pass through in bfloat16, while the solver has its float32 weight."""
+    """A linear that samples pass through, while the solver has its float32 weight."""
 
+    passing = torch.float32
     _rounded: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._rounded is None:
-            self._rounded = self.weight.bfloat16()
-        out = bfloat16_linear(x, self._rounded)
+        if self.passing == torch.bfloat16:
+            out = bfloat16_linear(x, self._rounded_weight())
+        else:
+            out = times(x.flatten(0, -2), self.weight.t()).view(*x.shape[:-1], -1)
         return out if self.bias is None else out.add_(self.bias)
 
     def settle(self) -> None:
-        """Let go of the float32 weight: from here on samples only pass through."""
+        """Keep only what samples need to pass through."""
+        if self.passing == torch.bfloat16:
+            self._rounded_weight()
+            self.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+
+    def _rounded_weight(self) -> Tensor:
         if self._rounded is None:
             self._rounded = self.weight.bfloat16()
-        self.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+        return self._rounded
 
 
 Finished = Callable[[str], Tensor | QuantTensor]
@@ -142,15 +149,23 @@ class BlockPair:
                 weight = solved[module][0].to(self.device).dequantize()
                 linear.weight = nn.Parameter(weight, requires_grad=False)
                 linear.bias = bias
-                settle(linear)
+                linear.settle()
             _set(self.quantized, module, linear)
         prefix = BLOCK_PREFIX.format(self.layer)
         return {f"{prefix}{module}.weight": result for module, result in solved.items()}
 
-    def _linear(self, like: nn.Linear) -> nn.Linear:
+    def settle(self, group: InputGroup) -> None:
+        """Keep of the floats of a group only what samples need to pass through them."""
+        for module in group.modules:
+            linear = linear_of(self.floats, module)
+            if isinstance(linear, StreamLinear):
+                linear.settle()
+
+    def _linear(self, like: nn.Linear) -> StreamLinear:
         """A linear of the same shape, without weights yet."""
-        kind = StreamLinear if passing_dtype(self.device) == torch.bfloat16 else nn.Linear
-        return kind(like.in_features, like.out_features, like.bias is not None, device="meta")
+        linear = StreamLinear(like.in_features, like.out_features, like.bias is not None, device="meta")
+        linear.passing = passing_dtype(self.device)
+        return linear
 
     def _parameter(self, name: str) -> nn.Parameter:
         full = BLOCK_PREFIX.format(self.layer) + name
@@ -162,12 +177,6 @@ def linear_of(block: Block, module: str) -> nn.Linear:
     linear = block.get_submodule(module)
     assert isinstance(linear, nn.Linear)
     return linear
-
-
-def settle(linear: nn.Module) -> None:
-    """Keep of a linear only what samples need to pass through it."""
-    if isinstance(linear, StreamLinear):
-        linear.settle()
 
 
 def forget(groups: Iterable[InputGroup], *blocks: Block) -> None:

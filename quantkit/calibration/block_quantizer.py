@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quantkit.architectures.topology import InputGroup
 from quantkit.calibration.activation_store import ActivationStore
-from quantkit.calibration.block_pair import BlockPair, Finished, forget, settle
+from quantkit.calibration.block_pair import BlockPair, Finished, forget
 from quantkit.calibration.effort import Effort
 from quantkit.calibration.expert_quantizer import Told, quantize_experts
 from quantkit.calibration.group_solver import GroupSolver, Result
@@ -102,8 +102,7 @@ class BlockQuantizer:
             del statistics
             give_back()
             results |= pair.install(group, solved)
-            for module in group.modules:
-                settle(floats.get_submodule(module))
+            pair.settle(group)
             if told is not None:
                 told(len(group.modules))
         self._streams.finish_later(branch, quantized)

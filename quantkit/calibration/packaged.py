@@ -28,7 +28,8 @@ PACKAGED = "packaged"
 """What the manifest calls the text."""
 
 PREFIX = 64
-"""Tokens of a sample that tell whether the source predicts it."""
+"""Tokens of a piece that tell whether the source predicts it."""
+_LEAST_PREFIX = 8  # of fewer tokens a mean loss tells nothing
 _NEAR_UNIFORM = 0.85  # of the loss of a uniform guess, on the prefix
 _ROUNDS = 3  # of drawing, so that others take the places of those that are dropped
 _SPREAD = 4  # times the tokens that are drawn of a kind are taken of its documents
@@ -37,7 +38,7 @@ _LEAST_DISTINCT = 16  # tokens that a text is made of
 _BETWEEN = "\n\n"
 
 
-NearUniform = Callable[[Tensor], list[bool]]
+NearUniform = Callable[[Sequence[Tensor]], list[bool]]
 
 
 @dataclass(frozen=True)
@@ -124,79 +125,92 @@ class PackagedText:
             )  # fmt: skip
 
     def draw(self, *, samples: int, length: int, seed: int, near_uniform: NearUniform) -> Calibration:
-        """Samples [N, T] of all kinds in proportion. Those that the source predicts nearly uniformly are dropped, and
-        others drawn in their place where the text has any.
+        """Samples [N, T] of all kinds in proportion. What the source predicts nearly uniformly is dropped, and other
+        pieces drawn in its place where the text has any.
 
         Args:
-            near_uniform: says of samples which these are; where it is all of them, none is dropped.
+            near_uniform: says of pieces of one kind which these are; where they leave less than a sample, none is
+                dropped.
 
         Raises:
             RequestError: as `require` does.
         """
         self.require(samples, length)
         generator = torch.Generator().manual_seed(seed)
-        kinds, kept, missing = list(self.kinds), torch.empty(0, length, dtype=torch.long), samples
+        size = length - len(self.lead)
+        kinds, missing = list(self.kinds), samples * size
+        whole: list[Tensor] = []
+        kept: list[Tensor] = []
         seen: Counter[str] = Counter()
         dropped: Counter[str] = Counter()
         notes = list(self.notes)
         for _ in range(_ROUNDS):
-            drawn, names = self._windows(kinds, missing, length, generator)
-            found = near_uniform(drawn)
-            if not len(kept) and all(found):
-                notes.append("the source predicts all of the calibration text nearly uniformly; nothing is dropped")
-                kept = drawn
-                break
-            kept = torch.cat([kept, drawn[~torch.tensor(found)]])
-            seen.update(names)
-            dropped.update(name for name, one in zip(names, found, strict=True) if one)
+            pieces = self._pieces(kinds, missing, size, generator)
+            found = near_uniform([torch.tensor([*self.lead, *piece.tolist()]) for _, piece in pieces])
+            whole = whole or [piece for _, piece in pieces]
+            kept += [piece for (_, piece), one in zip(pieces, found, strict=True) if not one]
+            seen.update(name for name, _ in pieces)
+            dropped.update(name for (name, _), one in zip(pieces, found, strict=True) if one)
             kinds = [kind for kind in kinds if 2 * dropped[kind.name] <= seen[kind.name]]
-            room = _MOST_PASSES * sum(len(kind.tokens) for kind in kinds) // length
-            missing = min(samples, room) - len(kept)
+            room = _MOST_PASSES * sum(len(kind.tokens) for kind in kinds)
+            missing = min(samples * size, room) - sum(map(len, kept))
             if missing <= 0:
                 break
+        if sum(map(len, kept)) < size:
+            notes.append("the source predicts all of the calibration text nearly uniformly; nothing is dropped")
+            kept, dropped = whole, Counter()
         if dropped:
             told = ", ".join(f"{name} {count}" for name, count in dropped.most_common())
             notes.append(f"dropped from the calibration samples, as the source predicts them nearly uniformly: {told}")
-        order = torch.randperm(len(kept), generator=generator)
-        return Calibration(kept[order], self.sha256, seed, PACKAGED, dict(dropped.most_common()), tuple(notes))
+        tokens = self._joined(kept, size)
+        order = torch.randperm(len(tokens), generator=generator)
+        return Calibration(tokens[order], self.sha256, seed, PACKAGED, dict(dropped.most_common()), tuple(notes))
 
-    def _windows(
-        self, kinds: Sequence[_Kind], samples: int, length: int, generator: torch.Generator
-    ) -> tuple[Tensor, list[str]]:
-        """Samples [N, T] that hold each kind by its weight, and the kind that each begins with.
+    def _pieces(
+        self, kinds: Sequence[_Kind], count: int, size: int, generator: torch.Generator
+    ) -> list[tuple[str, Tensor]]:
+        """Pieces of documents of so many tokens together, each of one kind and no longer than a sample, by their kinds,
+        which get their shares by weight.
 
-        A kind's windows begin at even distances in its documents. What is left of a kind after its last full window
-        is in a sample with others.
+        Those of a kind begin at even distances in its documents.
         """
-        size = length - len(self.lead)
-        whole: list[Tensor] = []
-        rests: list[Tensor] = []
-        names: list[str] = []
-        begun: list[str] = []  # the kind of each token of the rests
-        for kind, count in zip(kinds, _apportioned(samples * size, [kind.weight for kind in kinds]), strict=True):
-            full, rest = divmod(count, size)
+        pieces = []
+        for kind, own in zip(kinds, _apportioned(count, [kind.weight for kind in kinds]), strict=True):
+            full, rest = divmod(own, size)
             sizes = [size] * full + [rest] * (rest > 0)
             offset = int(torch.randint(len(kind.tokens), (1,), generator=generator))
-            starts = [offset + index * len(kind.tokens) // len(sizes) for index in range(len(sizes))]
-            places = [torch.arange(start, start + one) for start, one in zip(starts, sizes, strict=True)]
-            pieces = [kind.tokens[place % len(kind.tokens)] for place in places]
-            whole += pieces[:full]
-            rests += pieces[full:]
-            names += [kind.name] * full
-            begun += [kind.name] * rest
-        windows = torch.cat([*whole, *rests]).view(samples, size)
-        lead = torch.tensor(self.lead, dtype=torch.long).expand(samples, len(self.lead))
-        return torch.cat([lead, windows], dim=1), [*names, *begun[::size]]
+            for index, one in enumerate(sizes):
+                start = offset + index * len(kind.tokens) // len(sizes)
+                pieces.append((kind.name, kind.tokens[torch.arange(start, start + one) % len(kind.tokens)]))
+        return pieces
+
+    def _joined(self, pieces: Sequence[Tensor], size: int) -> Tensor:
+        """Samples [N, T] of pieces, of which those that do not fill one share some; what fills none is left out."""
+        tokens = torch.cat(sorted(pieces, key=len, reverse=True))
+        windows = tokens[: len(tokens) // size * size].view(-1, size)
+        lead = torch.tensor(self.lead, dtype=torch.long).expand(len(windows), len(self.lead))
+        return torch.cat([lead, windows], dim=1)
 
 
-def near_uniform_samples(source: Checkpoint, samples: Tensor, choices: int, progress: Progress = silent) -> list[bool]:
-    """Which samples [N, T] a source predicts hardly better than by a uniform guess among so many tokens, by their
-    first tokens; none of a source whose logits are NaN or Inf."""
+def near_uniform_pieces(
+    source: Checkpoint, pieces: Sequence[Tensor], choices: int, progress: Progress = silent
+) -> list[bool]:
+    """Which pieces [T] of a text a source predicts hardly better than by a uniform guess among so many tokens, by their
+    first tokens; none of a source whose logits are NaN or Inf, and none that are too short to tell."""
+    by_length: dict[int, list[int]] = {}
+    for number, piece in enumerate(pieces):
+        if len(piece) >= _LEAST_PREFIX:
+            by_length.setdefault(min(len(piece), PREFIX), []).append(number)
+    texts = [torch.stack([pieces[number][:length] for number in own]) for length, own in by_length.items()]
+    found = [False] * len(pieces)
     try:
-        (losses,) = token_losses(source, [samples[:, :PREFIX]], progress=progress)
+        losses = token_losses(source, texts, progress=progress) if texts else []
     except NonFiniteError:
-        return [False] * len(samples)  # the check of the source tells it, where it is wanted
-    return (losses.mean(1) >= _NEAR_UNIFORM * math.log(choices)).tolist()
+        return found  # the check of the source tells it, where it is wanted
+    for own, of_own in zip(by_length.values(), losses, strict=True):
+        for number, loss in zip(own, of_own.mean(1).tolist(), strict=True):
+            found[number] = loss >= _NEAR_UNIFORM * math.log(choices)
+    return found
 
 
 def _document_tokens(document: Mapping[str, Any], tokenizer: Tokenizer, chat: Chat | None) -> list[int] | None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import InputGroup
 from quantkit.calibration.activation_store import ActivationStore
+from quantkit.calibration.block_pair import linear_of
 from quantkit.calibration.effort import Effort, batch_samples
 from quantkit.calibration.expert_streams import FLOAT, QUANTIZED, ExpertStreams
 from quantkit.calibration.hessian import HessianAccumulator
@@ -76,17 +77,18 @@ class Streams:
 
         The drift is that of the linear's outputs.
         """
-        linear = floats.get_submodule(group.modules[0])
+        linear = linear_of(floats, group.modules[0])
         for index in range(self._batches):
             x = self._current(index)
             inner = quantized.inner(group.branch, x, self._step)
             inputs = inner if found is None else self._inputs(group, quantized, x, inner)
             if self._follows(index):
                 y = self._take(FLOAT, index)
-                y, outputs = self._finish(group.branch, floats, y, linear)
-                if found is not None:
-                    found.add_pair(inputs, outputs - linear(inputs))
-                self._put(FLOAT, index, y)
+                own = floats.inner(group.branch, y, self._step)
+                if found is not None:  # one product of a difference loses less than a difference of two
+                    drift = linear(self._inputs(group, floats, y, own) - inputs)
+                    found.add_pair(inputs, drift if linear.bias is None else drift - linear.bias)
+                self._put(FLOAT, index, floats.finish(group.branch, y, own, self._step))
             elif found is not None:
                 found.add(inputs)
             self._put(INNER, index, inner)
@@ -143,15 +145,6 @@ class Streams:
         except _Reached:
             return found[0]
         raise RuntimeError(f"the {group.branch} branch of a block has no site {group.site}")
-
-    def _finish(self, branch: str, floats: Block, y: Tensor, linear: nn.Module) -> tuple[Tensor, Tensor]:
-        """States [B, T, D] after a branch, and what its last linear gave for it, [B, T, D]."""
-        outputs: list[Tensor] = []
-        hook = linear.register_forward_hook(lambda module, given, result: outputs.append(result))
-        try:
-            return floats.finish(branch, y, floats.inner(branch, y, self._step), self._step), outputs[0]
-        finally:
-            hook.remove()
 
     def _take(self, stream: str, index: int) -> Tensor:
         return self._store.take((stream, index)).to(self._device)

@@ -84,7 +84,8 @@ class VocabParallelEmbedding(nn.Module):
     @property
     def weight(self) -> Tensor:
         """Its rows, where they are floats; a tied head multiplies by them."""
-        found: Tensor = self.own.weight
+        found = self.own.weight
+        assert isinstance(found, Tensor)
         return found
 
     def forward(self, tokens: Tensor) -> Tensor:

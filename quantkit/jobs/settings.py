@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -22,7 +22,7 @@ from quantkit.calibration.effort import (
     Effort,
     activation_bytes,
 )
-from quantkit.calibration.packaged import PackagedText, near_uniform_samples
+from quantkit.calibration.packaged import PackagedText, near_uniform_pieces
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.formats.checkpoint import Checkpoint
@@ -86,8 +86,8 @@ class GptqSettings:
             return load_calibration(self.text, tokenizer, samples=self.samples, length=length, seed=self.seed)
         choices, told = min(tokenizer.vocab_size, source.config.vocab_size), in_phase(progress, "calibration samples")
 
-        def near_uniform(samples: torch.Tensor) -> list[bool]:
-            return group.agree(near_uniform_samples(source, samples, choices, told) if group.first else [])
+        def near_uniform(pieces: Sequence[torch.Tensor]) -> list[bool]:
+            return group.agree(near_uniform_pieces(source, pieces, choices, told) if group.first else [])
 
         text = self._packaged(tokenizer, source)
         return text.draw(samples=self.samples, length=length, seed=self.seed, near_uniform=near_uniform)

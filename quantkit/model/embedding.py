@@ -30,6 +30,10 @@ class QuantEmbedding(nn.Module):
     are.
     """
 
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+
     def __init__(
         self, weight: QuantTensor, device: torch.device, dtype: torch.dtype, head: QuantLinear | None = None
     ) -> None:

@@ -81,7 +81,9 @@ class ShardedQuantEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """[B, T] to [B, T, D]."""
         rows: Tensor = apply(products.vocab_parallel_codes, tokens, *self.arrays)
-        return rows.to(self._like[0].weight.dtype)
+        weight = self._like[0].weight
+        assert isinstance(weight, Tensor)
+        return rows.to(weight.dtype)
 
 
 class ShardedTiedHead(nn.Module):
