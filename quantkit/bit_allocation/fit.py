@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.codec import CodeFormat, QuantMethod, Reason
 from quantkit.formats.codecs.compressed_weights import SHAPE
 from quantkit.formats.codecs.ggml_blocks import BlockType
-from quantkit.formats.codecs.gptq_linear import G_IDX
+from quantkit.formats.codecs.gptq_zeros import G_IDX
 from quantkit.memory import size_text
 from quantkit.progress import Progress, silent
 from quantkit.tensors.dtypes import DType
@@ -220,7 +221,7 @@ class Fit:
             )
         if not hasattr(self.codes, "write_settings"):
             return
-        method: QuantMethod = self.codes
+        method = cast(QuantMethod, self.codes)
         mixed = {f"layer{number}": scheme for number, scheme in enumerate(every)}
         try:
             method.write_settings(mixed, dict.fromkeys(mixed, 128))
