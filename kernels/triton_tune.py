@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,6 +18,7 @@ from torch import Tensor
 from quantkit.kernels.triton_int4 import int4_product
 from quantkit.kernels.triton_int8 import int8_product
 from quantkit.kernels.triton_tiles import SKINNY_ROWS, UNIT, TileConfig, card_of, default_config, max_split
+from quantkit.kernels.triton_words import INTERPRETED
 
 _LEAST_SECONDS = 1e-3  # of a graph that is timed
 _log = logging.getLogger(__name__)
@@ -117,7 +119,13 @@ def seconds_each(calls: Sequence[Callable[[], object]], repeats: int = 7) -> flo
 
     Args:
         repeats: replays that are timed, after those that are not.
+
+    Where Triton interprets, it is the time of one call.
     """
+    if INTERPRETED:
+        started = time.perf_counter()
+        calls[0]()
+        return time.perf_counter() - started
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -154,5 +162,7 @@ def _replays(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
 
 def copies_beyond_cache(size: int, device: torch.device) -> int:
     """How many operands of so many bytes it takes to be twice the card's L2 cache; at least 4."""
+    if device.type == "cpu":
+        return 2
     cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 64 << 20
     return max(4, -(-2 * cache // size))

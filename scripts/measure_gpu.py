@@ -1,19 +1,21 @@
 """Measure the quantized products on the card at hand against bfloat16 and against peers.
 
     python scripts/measure_gpu.py [--schemes int8,int4-g128] [--models llama-2-7b,llama-3.1-8b] [--tokens 1,16]
-                                  [--json FILE] [--plot FILE.png]
+                                  [--json FILE] [--plot FILE.png] [--seconds 500] [--dry-run]
 
 For every linear shape, q/k/v and gate/up joined, and every number of tokens: the median time of one product with a
 cold L2 cache, from CUDA graphs over operands that are together twice its size. Prints Markdown: microseconds of
 bfloat16 `F.linear`, and for each scheme and peer the speed relative to it; for one token also the weight's bytes a
 second as a share of what a copy moves in the same run. Peers are those that can be imported: torchao, gemlite, and
-``F.linear(x, w.to(x.dtype)) * s`` under torch.compile.
+``F.linear(x, w.to(x.dtype)) * s`` under torch.compile. Nothing new is begun after --seconds. A dry run takes a tiny
+shape through Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -26,16 +28,18 @@ from tune_triton import SHAPES
 
 from quantkit.kernels.triton_tiles import TOKENS
 from quantkit.kernels.triton_tune import copies_beyond_cache, seconds_each
+from quantkit.kernels.triton_words import INTERPRETED
 from quantkit.tensors.qtensor import quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
 
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 Linear = Callable[[Tensor], Tensor]
 """One product; a maker gives the bytes of its weight and as many as the cache takes, with own operands."""
 
 
 def copy_bandwidth() -> float:
     """Bytes a second, read and written."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    source = torch.empty(1 << (16 if INTERPRETED else 30), dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     return 2 * source.nbytes / seconds_each([lambda: target.copy_(source)] * 4)
 
@@ -104,15 +108,20 @@ PEERS: dict[str, Callable[[Tensor], tuple[int, list[Linear]]]] = {
 }
 
 
-def rows(shapes: list[tuple[int, int]], makers: dict[str, Any], tokens: list[int], copied: float) -> Iterator[Any]:
+def rows(
+    shapes: list[tuple[int, int]], makers: dict[str, Any], tokens: list[int], copied: float, deadline: float
+) -> Iterator[Any]:
     """One result a shape, kind of weight and number of tokens."""
     for out, columns in shapes:
-        weight = torch.randn(out, columns, device="cuda", dtype=torch.bfloat16) / columns**0.5
+        weight = torch.randn(out, columns, device=DEVICE, dtype=torch.bfloat16) / columns**0.5
         for name, make in makers.items():
+            if time.monotonic() > deadline:
+                print(f"- {name}, {out} x {columns}: time is up")
+                continue
             try:
                 size, linears = make(weight)
                 for count in tokens:
-                    x = torch.randn(count, columns, device="cuda", dtype=torch.bfloat16)
+                    x = torch.randn(count, columns, device=DEVICE, dtype=torch.bfloat16)
                     [linear(x) for linear in linears]
                     seconds = seconds_each([partial(linear, x) for linear in linears])
                     yield {"shape": [out, columns], "weight": name, "tokens": count, "us": seconds * 1e6,
@@ -158,19 +167,29 @@ def main() -> None:
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()
+    deadline = time.monotonic() + options.seconds
     schemes, tokens = options.schemes.split(","), [int(count) for count in options.tokens.split(",")]
     shapes = sorted({shape for model in options.models.split(",") for shape in SHAPES[model]})
+    if options.dry_run:
+        shapes, tokens = [(48, 128)], [1, 17]
     torch._dynamo.config.recompile_limit = 1024
     copied = copy_bandwidth()
-    card = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copies {copied / 1e9:.0f} GB/s"
+    name = "Triton's interpreter" if INTERPRETED else torch.cuda.get_device_name()
+    card = f"{name}, torch {torch.__version__}, copies {copied / 1e9:.0f} GB/s"
     print(f"{card}\n")
-    makers = {"bf16": bfloat16, **{text: partial(ours, text=text) for text in schemes}, **PEERS}
+    peers = {} if options.dry_run else PEERS
+    makers = {"bf16": bfloat16, **{text: partial(ours, text=text) for text in schemes}, **peers}
+    found = []
     with torch.inference_mode():
-        found = list(rows(shapes, makers, tokens, copied))
+        for one in rows(shapes, makers, tokens, copied, deadline):
+            found.append(one)
+            print(f"{one['shape']}, {one['weight']}, {one['tokens']} tokens: {one['us']:.1f} us", flush=True)
+            if options.json:
+                options.json.write_text(json.dumps({"card": card, "copied": copied, "products": found}, indent=1))
     print("\n" + "\n".join(table(found, [name for name in makers if name != "bf16"])))
-    if options.json:
-        options.json.write_text(json.dumps({"card": card, "copied": copied, "products": found}, indent=1))
     if options.plot:
         plot(found, options.plot)
 

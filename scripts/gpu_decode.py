@@ -1,0 +1,118 @@
+"""Stages 2 and 4 of `gpu_day.sh`: how fast whole models decode and read prompts on the card.
+
+    python scripts/gpu_decode.py [--out FILE.json] [--shapes llama-2-7b] [--schemes bf16,int8,int4-g128]
+        [--contexts 128,1024,4096] [--layers 4,12] [--prefill 0]
+
+To compile all layers of a 7B model takes minutes. So models have few layers, in two counts, and the difference is that
+of the layers between: the figures of the whole model follow. Weights are random, the cache holds zeros, which takes as
+long. Prints ms a token, the bytes of weights a second, as a share of what a copy moves too, and with ``--prefill``
+tokens of a prompt, the seconds of reading it, the first token, compiling included, and memory.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import gpu_card as card
+import torch
+
+from quantkit.evals.timing import bandwidth, weight_bytes
+from quantkit.model.load import load_model
+from quantkit.runtime.engine import Engine
+
+STEPS = 2 if card.DRY else 64
+
+
+def decode_seconds(engine: Engine, context: int) -> float:
+    """Of a step of one token behind so many, each drawn greedily from the logits of the last."""
+    token = torch.zeros(1, dtype=torch.long, device=card.DEVICE)
+
+    def steps() -> None:
+        nonlocal token
+        for position in range(context - STEPS, context):
+            token = engine.step(token, [0], [position], [0]).argmax(-1)
+
+    return card.wall_seconds(steps, 1 if card.DRY else 3) / STEPS
+
+
+def read(engine: Engine, prompt: torch.Tensor) -> None:
+    """Take up a prompt, a chunk at a time."""
+    for start in range(0, len(prompt), engine.chunk):
+        rows = range(start, min(start + engine.chunk, len(prompt)))
+        engine.step(prompt[rows.start : rows.stop], [0] * len(rows), rows, [len(rows) - 1])
+
+
+def measure(shape: str, text: str, layers: int, contexts: list[int], prefill: int) -> dict[str, float]:
+    """Seconds and bytes of a model with so many layers, by name."""
+    scheme, _, head = text.partition("+head-")
+    card.reset_memory()
+    model = load_model(
+        card.checkpoint(shape, None if scheme == "bf16" else scheme, head or None, layers),
+        device=card.DEVICE, dtype=torch.bfloat16, backend=None if scheme == "bf16" else "triton",
+    )  # fmt: skip
+    found = {"bytes": float(weight_bytes(model))}
+    engine = Engine(model, max(*contexts, prefill), compiled=False if card.DRY else None)
+    if prefill:
+        prompt = torch.zeros(prefill, dtype=torch.long, device=card.DEVICE)
+        started = time.perf_counter()
+        read(engine, prompt)
+        card.synchronize()
+        found["first token, compiling included"] = time.perf_counter() - started
+        found[f"prefill {prefill}"] = card.wall_seconds(partial(read, engine, prompt), 1 if card.DRY else 5)
+    for context in contexts:
+        found[f"decode at {context}"] = decode_seconds(engine, context)
+    found["peak bytes"] = card.peak_memory()
+    torch._dynamo.reset()
+    return found
+
+
+def in_both(
+    results: card.Results, found: list[dict[str, float]], shape: str, scheme: str, counts: list[int], *what: Any
+) -> None:
+    """What `measure` finds with each number of layers."""
+    for layers in counts:
+        found.append(measure(shape, scheme, layers, *what))
+        results.add(shape=shape, scheme=scheme, layers=layers, **found[-1])
+
+
+def main() -> None:
+    given = card.options(
+        __doc__.splitlines()[0], shapes="llama-2-7b", schemes="bf16,int8,int4-g128", contexts="128,1024,4096",
+        layers="1,2" if card.DRY else "4,12", prefill=0,
+    )  # fmt: skip
+    contexts = [16] if card.DRY else [int(context) for context in given.contexts.split(",")]
+    counts, prefill = [int(count) for count in given.layers.split(",")], min(given.prefill, 16 if card.DRY else 4096)
+    torch._inductor.config.coordinate_descent_tuning = True  # bfloat16 at one token needs it
+    results = card.Results(given.out)
+    copied = 1e9 if card.DRY else bandwidth(card.DEVICE)
+    results.add(copy_bytes_a_second=copied)
+    shapes, schemes = given.shapes.split(","), given.schemes.split(",")
+    if card.DRY:
+        shapes, schemes = shapes[:1], [schemes[0], schemes[-1]]
+    for shape in shapes:
+        whole, base = card.synthetic(shape, None).config.num_layers, {}
+        for scheme in schemes:
+            if card.spent(given.seconds):
+                results.add(left_out=f"{shape} {scheme}: time is up")
+                continue
+            found: list[dict[str, float]] = []
+            call = partial(in_both, results, found, shape, scheme, counts, contexts, prefill)
+            if not results.attempt(f"{shape} {scheme}", call):
+                continue
+            few, more = found
+            each = {name: (more[name] - few[name]) / (counts[1] - counts[0]) for name in few}
+            model = {name: few[name] + (whole - counts[0]) * each[name] for name in few}
+            for name in (name for name in model if name.startswith(("decode", "prefill"))):
+                base.setdefault(name, model[name])
+                row = {"ms": 1e3 * model[name], "of the first scheme's speed": base[name] / model[name]}
+                if name.startswith("decode"):
+                    row["of copy"] = model["bytes"] / model[name] / copied
+                results.add(whole=shape, scheme=scheme, what=name, **row)
+    card.end(results)
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()

@@ -1,0 +1,92 @@
+"""Stage 5 of `gpu_day.sh`: GPTQ on the card against the CPU.
+
+    python scripts/gpu_gptq.py [--out FILE.json] [--rows 256] [--layers 2]
+
+Solves the linears of a block of Llama-2-7B's shape, some rows of each on the CPU too: the share of equal codes, the
+output errors of both, seconds and memory of whole layers on the card. Then quantizes TinyLlama-1.1B's shape, a few
+layers on both, and all 22 on the card.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import gpu_card as card
+import torch
+from synthetic_checkpoint import shard
+
+import quantkit
+from quantkit.data.files import DEMO_MODEL
+from quantkit.solver.gptq import gptq
+from quantkit.tensors.scheme import QuantScheme
+
+LINEARS = {"q": (4096, 4096), "o": (4096, 4096), "gate": (11008, 4096), "down": (4096, 11008)}
+TEXT = "All happy families are alike; each unhappy family is unhappy in its own way. " * 200
+
+
+def solve(name: str, shape: tuple[int, int], rows: int, results: card.Results) -> None:
+    """One linear on the card, and its first rows on both."""
+    generator = torch.Generator().manual_seed(len(name))
+    weight = torch.randn(shape, generator=generator) * 0.02
+    inputs = torch.randn(2 * shape[1], shape[1], generator=generator) * torch.rand(shape[1], generator=generator)
+    hessian = (inputs.to(card.DEVICE).T @ inputs.to(card.DEVICE)).cpu()
+    scheme = QuantScheme.parse("int4-g128" if shape[1] % 128 == 0 else "int4-g32")
+    found = []
+    for device, part in (("cpu", weight[:rows]), (card.DEVICE, weight[:rows]), (card.DEVICE, weight)):
+        card.reset_memory()
+        started = time.perf_counter()
+        codes, report = gptq(part.to(device), hessian.to(device), scheme, torch.bfloat16)
+        card.synchronize()
+        seconds = time.perf_counter() - started
+        found.append((codes.codes.cpu(), report.output_error, seconds))
+    (codes, error, seconds), (others, other_error, other_seconds), (_, _, whole_seconds) = found
+    results.add(
+        linear=name, shape=list(shape), rows=rows, equal_codes=(codes == others).double().mean().item(),
+        error_cpu=error, error_card=other_error, seconds_cpu=seconds, seconds_card=other_seconds, whole_seconds_card=whole_seconds,
+        whole_peak_card=card.peak_memory(),
+    )  # fmt: skip
+
+
+def quantize(layers: int, device: str, results: card.Results) -> None:
+    """TinyLlama's shape through the whole job."""
+    with tempfile.TemporaryDirectory() as folder:
+        src, dst, text = Path(folder) / "src", Path(folder) / "dst", Path(folder) / "text.txt"
+        src.mkdir()
+        text.write_text(TEXT)
+        dim, hidden = (128, 256) if card.DRY else (2048, 5632)
+        params = {"dim": dim, "n_layers": layers, "n_heads": max(1, dim // 128), "norm_eps": 1e-5}
+        sizes = {"vocab_size": -1, "multiple_of": 256, "ffn_dim_multiplier": hidden / (8 * dim // 3)}
+        (src / "params.json").write_text(json.dumps({**params, **sizes}))
+        shutil.copy(DEMO_MODEL / "tokenizer.model", src)
+        torch.save(shard(dim, hidden, layers, 1, 0), src / "consolidated.00.pth")
+        card.reset_memory()
+        started = time.perf_counter()
+        quantkit.quantize(src, dst, "int4-g128", method="gptq", calibration=text, samples=2 if card.DRY else 16,
+                          length=16 if card.DRY else 512, device=device, accept_quality_loss=True,
+                          source_check=False)  # fmt: skip
+        results.add(layers=layers, device=device, seconds=time.perf_counter() - started,
+                    peak=card.peak_memory())  # fmt: skip
+
+
+def main() -> None:
+    given = card.options(__doc__.splitlines()[0], rows=256, layers=1 if card.DRY else 2)
+    results = card.Results(given.out)
+    linears = {"down": (32, 64)} if card.DRY else LINEARS
+    for name, shape in linears.items():
+        if not card.spent(given.seconds / 2):
+            results.attempt(name, lambda name=name, shape=shape: solve(name, shape, given.rows, results))
+    device = str(card.DEVICE)
+    for layers, where in ((given.layers, "cpu"), (given.layers, device), (22, device))[: 1 if card.DRY else None]:
+        if card.spent(given.seconds):
+            results.add(left_out=f"{layers} layers on {where}: time is up")
+        else:
+            results.attempt(f"{layers} layers on {where}", lambda n=layers, at=where: quantize(n, at, results))
+    card.end(results)
+
+
+if __name__ == "__main__":
+    main()
