@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -48,6 +47,7 @@ class Fit:
         source: the float model.
         target: the size.
         codes: what quantized weights are written in.
+        method: that names them in the folder; None where none has to be named.
         settled: what was said of modules whose scheme is not chosen: those named, and None for those kept.
         total_bytes: tells the size of the files.
     """
@@ -55,6 +55,7 @@ class Fit:
     source: Checkpoint
     target: SizeTarget
     codes: CodeFormat
+    method: QuantMethod | None
     settled: Mapping[str, QuantScheme | None]
     total_bytes: Sizer
 
@@ -219,12 +220,11 @@ class Fit:
             raise UnsupportedError(
                 f"{self.codes.name} holds none of the schemes to choose among", path=self.source.path
             )
-        if not hasattr(self.codes, "write_settings"):
+        if self.method is None:
             return
-        method = cast(QuantMethod, self.codes)
         mixed = {f"layer{number}": scheme for number, scheme in enumerate(every)}
         try:
-            method.write_settings(mixed, dict.fromkeys(mixed, 128))
+            self.method.write_settings(mixed, dict.fromkeys(mixed, 128))
         except UnsupportedError as error:
             raise UnsupportedError(
                 f"{self.codes.name} does not go with a size to fit: {error.problem}", path=self.source.path,

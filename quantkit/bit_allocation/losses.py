@@ -120,8 +120,8 @@ class _Passes:
         config, length = source.config, samples.shape[1]
         self._source, self._device, self._dtype = source, device, states
         step = batch_samples(config, length)
-        parts = [part for part in (samples[:kept], samples[kept:]) if len(part)]
-        batches = [batch for part in parts for batch in torch.split(part, step)]
+        parts = (samples[:kept], samples[kept:])
+        batches = [batch for part in parts if len(part) for batch in torch.split(part, step)]
         embedding = _floats(source, "model.embed_tokens.weight") if batches else torch.empty(0)
         self._states = [
             scaled_embeddings(nn.functional.embedding(batch, embedding).float(), config.embedding_multiplier)

@@ -106,7 +106,7 @@ class SizeFit:
         codes = self.target.codes
         assert codes is not None
         self.require_gptq()
-        return Fit(self.prepared.source, self.size, codes, self._settled(), self.total_bytes)
+        return Fit(self.prepared.source, self.size, codes, self.target.method, self._settled(), self.total_bytes)
 
     def chosen(
         self, fit: Fit, drawn: Calibration, *, resume: bool, group: ProcessGroup, progress: Progress

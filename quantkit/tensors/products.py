@@ -47,7 +47,7 @@ def fill_lower_(total: Tensor) -> None:
 def multiplies_bfloat16() -> bool:
     """Whether `QUANTKIT_BF16` asks for bfloat16 and this processor multiplies it, which torch's `ATEN_CPU_CAPABILITY`
     may deny."""
-    if os.environ.get(BFLOAT16_SETTING) != "1" or not torch.backends.mkldnn.is_available():
+    if os.environ.get(BFLOAT16_SETTING) != "1" or not _onednn_is_built_in():
         return False
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
@@ -73,7 +73,11 @@ def bfloat16_linear(x: Tensor, weight: Tensor) -> Tensor:
 def _has_onednn() -> bool:
     """Whether torch has its operator for x86, whose MKL is slow elsewhere than on Intel."""
     x86 = platform.machine() in ("x86_64", "AMD64")
-    return x86 and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return x86 and _onednn_is_built_in() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def _onednn_is_built_in() -> bool:
+    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
 def _dense(matrix: Tensor) -> Tensor:
