@@ -180,7 +180,7 @@ def test_the_choice_is_told(made: quantkit.QuantizeResult) -> None:
     json.dumps(made.to_json())
 
 
-@pytest.mark.parametrize("to", ["compressed-tensors", "gguf", "mlx", "gptq"])
+@pytest.mark.parametrize("to", ["compressed-tensors", "gguf"])
 def test_files_of_weights_are_at_most_so_large(to: str, demo_model: Path, tmp_path: Path) -> None:
     dst = tmp_path / ("out.gguf" if to == "gguf" else "out")
     most = 1_900_000

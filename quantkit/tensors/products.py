@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 BFLOAT16_SETTING = "QUANTKIT_BF16"
-"""Environment variable that forbids bfloat16 where it is 0."""
+"""Environment variable that asks for bfloat16 where it is 1."""
 
 _LEAST = 1 << 20  # multiplications; of fewer the call is what takes time
 _FEWEST_ROWS = 16  # with fewer, reading is what takes time
@@ -45,9 +45,9 @@ def fill_lower_(total: Tensor) -> None:
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this processor multiplies bfloat16, which is faster than float32 then, and nothing forbids it: neither
-    `QUANTKIT_BF16` nor torch's `ATEN_CPU_CAPABILITY`."""
-    if os.environ.get(BFLOAT16_SETTING) == "0" or not _onednn_is_built_in():
+    """Whether `QUANTKIT_BF16` asks for bfloat16 and this processor multiplies it, which torch's `ATEN_CPU_CAPABILITY`
+    may deny."""
+    if os.environ.get(BFLOAT16_SETTING) != "1" or not _onednn_is_built_in():
         return False
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
