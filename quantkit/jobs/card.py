@@ -16,6 +16,7 @@ import yaml
 from quantkit.architectures.disk import unread_experts
 from quantkit.bit_allocation.allocation import Allocation
 from quantkit.bit_allocation.picture import NAME as PICTURE
+from quantkit.bit_allocation.picture import picture
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.compressed_tensors import read_here_alone
 from quantkit.jobs.card_facts import Made, facts
@@ -39,10 +40,10 @@ NAME = "README.md"
 _CARRIED = ("license", "license_name", "license_link", "language", "datasets")
 
 
-def model_card(
+def card_files(
     source: Checkpoint, made: Made, gate: Gate | WeightsOnly, certificate: PositionCertificate | None = None
-) -> bytes:
-    """The card's bytes.
+) -> dict[str, bytes]:
+    """The card, and the picture that it shows of schemes chosen for a size, by the names of the files.
 
     Args:
         source: what was quantized.
@@ -68,7 +69,10 @@ def model_card(
         *use_section(source.config, made.method, made.scheme_map, folder), "",
         *_command(made, name, folder, runnable=source.config.runnable),
     ]  # fmt: skip
-    return ("\n".join(lines) + "\n").encode()
+    files = {NAME: ("\n".join(lines) + "\n").encode()}
+    if made.allocation is not None:
+        files[PICTURE] = picture(made.allocation).encode()
+    return files
 
 
 def _head(source: Checkpoint, made: Made, base: str | None) -> dict[str, Any]:
