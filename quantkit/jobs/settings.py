@@ -10,8 +10,8 @@ from typing import Literal, get_args
 
 import torch
 
-from quantkit.arguments import as_path, as_text, as_whole
-from quantkit.calibration.data import Calibration, load_calibration, require_calibration
+from quantkit.arguments import as_path, as_seed, as_text, as_whole
+from quantkit.calibration.data import Calibration, load_calibration, require_calibration, require_samples
 from quantkit.calibration.effort import (
     ACTIVATION_MEMORY,
     MAX_LENGTH,
@@ -179,7 +179,7 @@ class MethodOptions:
 
         Raises:
             RequestError: if GPTQ is not asked for by name, and the source cannot be calibrated; if options of GPTQ go
-                with a model that is rounded.
+                with a model that is rounded; if no samples are asked for, or such as the model has no context for.
         """
         if self.method == "rtn" or (self.method is None and all(scheme.bits > _SOLVED_BITS for scheme in schemes)):
             self._require_unused()
@@ -190,12 +190,15 @@ class MethodOptions:
                 f"int4 is solved by GPTQ, and the source cannot be calibrated: {lack}", path=source.path,
                 hint='round it with `method="rtn"`',
             )  # fmt: skip
-        return GptqSettings(
+        found = GptqSettings(
             self.calibration, SAMPLES if self.samples is None else self.samples, self.length,
             SEED if self.seed is None else self.seed, self.thorough,
             ACTIVATION_MEMORY if self.activation_memory is None else int(self.activation_memory),
             usable_device(self.device),
         )  # fmt: skip
+        as_seed("seed", found.seed)
+        require_samples(found.samples, found.sample_length(source))
+        return found
 
     def _require_unused(self) -> None:
         """
