@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import pytest
 import torch
+from schemes import any_scheme
 from torch import Tensor
 from triton_quick import quicken
 
 from quantkit.calibration.column_kernels import column_kernels
 from quantkit.kernels import triton_gptq
 from quantkit.kernels.triton_words import INTERPRETED
+from quantkit.solver import panels
 from quantkit.solver.gptq import Damped, GptqReport, descend, gptq, solve_codes
 from quantkit.solver.grid import Grid, search_scales
 from quantkit.solver.panels import descend_in_panels, solve_in_panels
 from quantkit.tensors.qtensor import QuantTensor
-from quantkit.tensors.scheme import QuantScheme
 
 quicken()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 pytestmark = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU")
 
 CASES = (
-    ("int4-g32", 5, 160), ("int4-g32-asym", 530, 64), ("int4-g64-asym", 37, 192), ("int4-g128", 3, 256),
-    ("int4", 19, 141), ("int8", 1, 33),
+    ("int4-g32", 5, 96, 32), ("int4-g32-asym", 530, 32, 8), ("int4-g64-asym", 37, 128, 8), ("int4-g128", 3, 128, 8),
+    ("int4", 19, 53, 8), ("int8", 1, 33, 8),
 )  # fmt: skip
-"""Schemes, rows and columns: more rows than a program takes, and panels and blocks that are not full."""
+"""Schemes, rows, columns, and columns of a launch: more rows than a program takes, panels and launches not full."""
 
 
 def _problem(rows: int, columns: int) -> tuple[Tensor, Tensor]:
@@ -41,10 +42,14 @@ def _equal(found: Tensor, expected: Tensor) -> bool:
     return (found != expected).sum().item() <= found.numel() // 1000 + 1
 
 
-@pytest.mark.parametrize(("name", "rows", "columns"), CASES)
-def test_kernels_give_the_codes_that_torch_gives(name: str, rows: int, columns: int) -> None:
+@pytest.mark.parametrize(("name", "rows", "columns", "together"), CASES)
+def test_kernels_give_the_codes_that_torch_gives(
+    name: str, rows: int, columns: int, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(panels, "_TOGETHER", together)
+    monkeypatch.setattr(panels, "_PANEL", 3 * together)
     weight, hessian = _problem(rows, columns)
-    scheme = QuantScheme.parse(name)
+    scheme = any_scheme(name)
     damped = Damped.of_(hessian)
     wanted = weight.t().contiguous()
     scale, zero = search_scales(wanted, damped.diagonal, scheme, torch.float32)
@@ -60,11 +65,11 @@ def test_kernels_give_the_codes_that_torch_gives(name: str, rows: int, columns: 
 
 @pytest.mark.parametrize("name", ["int4-g32-asym", "int8"])
 def test_a_layer_loses_as_little_with_kernels(name: str) -> None:
-    weight, hessian = _problem(21, 96)
+    weight, hessian = _problem(21, 64)
 
     def solved(kernels: bool) -> tuple[QuantTensor, GptqReport]:
         return gptq(
-            weight, hessian, QuantScheme.parse(name), torch.bfloat16, kernels=triton_gptq if kernels else None
+            weight, hessian, any_scheme(name), torch.bfloat16, kernels=triton_gptq if kernels else None
         )
 
     (found, report), (expected, other) = solved(True), solved(False)
@@ -73,6 +78,7 @@ def test_a_layer_loses_as_little_with_kernels(name: str) -> None:
 
 
 def test_kernels_are_tried_before_they_are_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panels, "_TOGETHER", 8)
     column_kernels.cache_clear()
     assert column_kernels(DEVICE) is triton_gptq
     column_kernels.cache_clear()
