@@ -40,7 +40,7 @@ TARGETS = {"cuda": (90, 32, "bf16"), "hip": ("gfx942", 64, "fp16")}
 pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize("what", ["products", "attention", "experts"])
+@pytest.mark.parametrize("what", ["products", "attention", "experts", "gptq"])
 def test_the_kernels_are_right_in_the_interpreter(what: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
     done = subprocess.run(

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 import torch
 
+from quantkit.architectures.config import ModelConfig
 from quantkit.arguments import as_path, as_seed, as_text, as_whole
 from quantkit.calibration.data import Calibration, load_calibration, require_calibration, require_samples
 from quantkit.calibration.effort import (
@@ -22,6 +23,7 @@ from quantkit.calibration.effort import (
     Effort,
     activation_bytes,
 )
+from quantkit.calibration.estimate import card_activation_bytes
 from quantkit.calibration.packaged import PackagedText, near_uniform_pieces
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import CheckpointError, RequestError
@@ -66,7 +68,12 @@ class GptqSettings:
 
     def scratch_bytes(self, source: Checkpoint, drawn: Calibration) -> int:
         """What of the activations goes to disk."""
-        return activation_bytes(source.config, drawn.tokens.shape, self.effort, self.memory_bytes)[1]
+        return self.activation_bytes(source.config, drawn.tokens.shape)[1]
+
+    def activation_bytes(self, config: ModelConfig, shape: Sequence[int]) -> tuple[int, int, int]:
+        """What of the activations of samples of a shape [N, T] is in memory, on disk, and on the card that computes."""
+        room = card_activation_bytes(config, shape, self.device)
+        return activation_bytes(config, shape, self.effort, self.memory_bytes, room)
 
     def draw(
         self, tokenizer: Tokenizer | None, source: Checkpoint, *, group: ProcessGroup = SINGLE,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ BFLOAT16_SETTING = "QUANTKIT_BF16"
 _LEAST = 1 << 20  # multiplications; of fewer the call is what takes time
 _FEWEST_ROWS = 16  # with fewer, reading is what takes time
 _STRIPS = 8
+_CPU = torch.device("cpu")
 
 
 def times(a: Tensor, b: Tensor) -> Tensor:
@@ -44,10 +47,14 @@ def fill_lower_(total: Tensor) -> None:
         total[stop:, start:stop] = total[start:stop, stop:].t()
 
 
-def multiplies_bfloat16() -> bool:
+def multiplies_bfloat16(device: torch.device = _CPU) -> bool:
     """Whether `QUANTKIT_BF16` asks for bfloat16 and this processor multiplies it, which torch's `ATEN_CPU_CAPABILITY`
     may deny."""
-    if os.environ.get(BFLOAT16_SETTING) != "1" or not _onednn_is_built_in():
+    if os.environ.get(BFLOAT16_SETTING) != "1":
+        return False
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type != "cpu" or not _onednn_is_built_in():
         return False
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
@@ -57,7 +64,7 @@ def multiplies_bfloat16() -> bool:
 
 def passing_dtype(device: torch.device) -> torch.dtype:
     """The dtype in which calibration samples are multiplied on their way through a model."""
-    return torch.bfloat16 if device.type == "cpu" and multiplies_bfloat16() else torch.float32
+    return torch.bfloat16 if multiplies_bfloat16(device) else torch.float32
 
 
 def bfloat16_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -67,6 +74,18 @@ def bfloat16_linear(x: Tensor, weight: Tensor) -> Tensor:
         weight: [O, I] bfloat16.
     """
     return torch.nn.functional.linear(x.bfloat16(), weight).float()
+
+
+@contextmanager
+def exact_float32() -> Iterator[None]:
+    """Products of float32 on a card without TF32, and sums of bfloat16 in float32, whatever the process has set."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision, matmul.allow_bf16_reduced_precision_reduction
+    matmul.fp32_precision, matmul.allow_bf16_reduced_precision_reduction = "ieee", False
+    try:
+        yield
+    finally:
+        matmul.fp32_precision, matmul.allow_bf16_reduced_precision_reduction = before
 
 
 @functools.cache
