@@ -78,7 +78,7 @@ def test_it_is_written_as_compressed_tensors_writes_it(kind: str, folders: Path)
     folder = folders / f"{kind}-int8"
     settings = json.loads((folder / "config.json").read_text())["quantization_config"]
     linears, embedding = settings["config_groups"].values()
-    assert (linears["targets"], embedding["targets"]) == (["Linear"], [EMBEDDING])
+    assert (linears["targets"], embedding["targets"]) == (["Linear"], ["Embedding"])
     assert (embedding["weights"]["num_bits"], embedding["weights"]["strategy"]) == (8, "channel")
     assert (embedding["format"], embedding["input_activations"]) == ("pack-quantized", None)
     assert settings["ignore"] == ["lm_head"]
@@ -92,10 +92,10 @@ def test_it_is_written_as_compressed_tensors_writes_it(kind: str, folders: Path)
     assert verify(folders / kind, folder).verdict is Verdict.WITHIN_BOUND
 
 
-def test_a_class_of_embeddings_is_what_llmcompressor_names(folders: Path, tmp_path: Path) -> None:
+def test_it_may_be_named_too(folders: Path, tmp_path: Path) -> None:
     folder = oracle.copy(folders / "untied-int8", tmp_path / "theirs")
     settings = json.loads((folder / "config.json").read_text())["quantization_config"]
-    settings["config_groups"]["group_1"]["targets"] = ["Embedding"]
+    settings["config_groups"]["group_1"]["targets"] = [EMBEDDING]
     oracle.edit_json(folder / "config.json", quantization_config=settings)
     assert schemes(open_checkpoint(folder)) == schemes(open_checkpoint(folders / "untied-int8"))
 
