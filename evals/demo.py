@@ -34,7 +34,7 @@ FLOATS = "bf16"
 SCHEMES = ("int8", "int4-g32", "int4-g64", "int4-g128")
 QUICK_SCHEMES = ("int4-g64",)
 PROMPT = "My fellow citizens, the state of the Union"
-_CALIBRATION = {"samples": 32, "length": 128}  # few, of a text that a model so small knows little of
+_SAMPLES, _LENGTH = 32, 128  # few, of a text that a model so small knows little of
 _NEW_TOKENS, _QUICK_NEW_TOKENS = 40, 20
 _SAMPLING: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "seed": 1}
 _TOLD = {Verdict.SAME: "the same, bit by bit", Verdict.WITHIN_BOUND: "within its bound"}
@@ -166,7 +166,8 @@ def _run(folder: Path, quick: bool, progress: Progress) -> DemoReport:
     convert(DEMO_MODEL, paths[0])
     for scheme, path in zip(tried, paths[1:], strict=True):
         step(f"quantize to {scheme}")
-        quantize(paths[0], path, scheme, **({} if scheme == "int8" else _CALIBRATION))
+        few = (None, None) if scheme == "int8" else (_SAMPLES, _LENGTH)
+        quantize(paths[0], path, scheme, samples=few[0], length=few[1])
     verdicts = {}
     for path in paths:
         step(f"verify {path.name}")

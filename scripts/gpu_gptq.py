@@ -46,8 +46,8 @@ def solve(name: str, shape: tuple[int, int], rows: int, results: card.Results) -
     (codes, error, seconds), (others, other_error, other_seconds), (_, _, whole_seconds) = found
     results.add(
         linear=name, shape=list(shape), rows=rows, equal_codes=(codes == others).double().mean().item(),
-        error_cpu=error, error_card=other_error, seconds_cpu=seconds, seconds_card=other_seconds, whole_seconds_card=whole_seconds,
-        whole_peak_card=card.peak_memory(),
+        error_cpu=error, error_card=other_error, seconds_cpu=seconds, seconds_card=other_seconds,
+        whole_seconds_card=whole_seconds, whole_peak_card=card.peak_memory(),
     )  # fmt: skip
 
 

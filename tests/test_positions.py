@@ -42,6 +42,12 @@ def _buckets(*figures: tuple[float, float | None]) -> list[PositionDivergence]:
     return [PositionDivergence(128 * at, 128 * (at + 1), 128, *one, 1.0) for at, one in enumerate(figures)]
 
 
+def _short(path: Path, letters: int) -> Path:
+    """A file with the first letters of a text, some three a token."""
+    path.write_text(excerpt()[:letters])
+    return path
+
+
 def test_buckets_double_and_the_last_is_cut() -> None:
     assert position_edges(1000) == [0, 128, 256, 512, 1000]
     assert position_edges(32768)[-3:] == [8192, 16384, 32768]
@@ -109,8 +115,7 @@ def test_the_buckets_are_the_divergence_and_the_int8_cache_that_of_the_engine(ki
 
 
 def test_what_is_broken_far_on_is_seen_there(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
-    text = tmp_path / "speech.txt"
-    text.write_text(excerpt())
+    text = _short(tmp_path / "speech.txt", 8000)
     quantkit.convert(demo_model, tmp_path / "late")
     rope = {"rope_type": "linear", "factor": 1.1, "rope_theta": 10000.0}
     oracle.edit_json(tmp_path / "late" / "config.json", rope_scaling=rope, rope_parameters=rope)
@@ -118,7 +123,7 @@ def test_what_is_broken_far_on_is_seen_there(demo_model: Path, tmp_path: Path, c
     found = evaluate(tmp_path / "late", **given)
     buckets = found.rows[1].texts["speech"].positions["float"]
     assert found.rows[0].texts["speech"].positions == {}
-    ids = load_tokenizer(demo_model).encode(excerpt())
+    ids = load_tokenizer(demo_model).encode(text.read_text())
     assert [one.tokens for one in buckets] == [count * (len(ids) // 999) for count in (128, 128, 256, 488)]
     assert buckets[0].kl < 0.05 < 0.2 < buckets[-1].kl
     shown = render(tables(found), "terminal")
@@ -156,13 +161,13 @@ def test_a_certificate_is_in_the_manifest_and_the_card(demo_model: Path, tmp_pat
     long = quantkit.plan.quantize(demo_model, dst, "int8", method="rtn", certify_positions=4096)
     assert long.seconds > plain.seconds
     assert long.phase == "the certificate"
-    code, out, _ = run(capfd, *asked)
+    code, out, _ = run(capfd, *asked, "--certify-text", _short(tmp_path / "speech.txt", 4500))
     assert code == 0
     assert "KL by position, int8 cache" in out
     made = json.loads((dst / "quantkit.json").read_text())["positions"]
-    assert (made["passed"], made["asked"], made["length"], made["windows"]) == (True, 600, 600, 11)
+    assert (made["passed"], made["asked"], made["length"], made["windows"]) == (True, 600, 600, 2)
     assert [one["stop"] for one in made["caches"]["int8"]] == [128, 256, 512, 600]
-    assert "--certify-positions 600" in (card := (dst / "README.md").read_text())
+    assert "--certify-positions 600 --certify-text speech.txt" in (card := (dst / "README.md").read_text())
     assert "| 512-599 | " in card
     inspected = quantkit.inspect(dst)
     assert inspected.positions is not None
@@ -181,7 +186,8 @@ def test_a_certificate_stops_what_is_broken_far_on(
 
     monkeypatch.setattr(JobWriter, "seal", broken)
     dst = tmp_path / "int8"
-    asked = ["quantize", demo_model, dst, "--scheme", "int8", "--method", "rtn", "--certify-positions", "600"]
+    text = _short(tmp_path / "speech.txt", 4500)
+    asked = ["quantize", demo_model, dst, "--scheme", "int8", "--certify-positions", "600", "--certify-text", text]
     code, _, err = run(capfd, *asked)
     assert code == 8
     assert "too far from its source at positions 512-599" in err or "at positions 256-511" in err

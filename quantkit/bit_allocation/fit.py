@@ -24,7 +24,7 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.codec import CodeFormat, QuantMethod, Reason
 from quantkit.formats.codecs.compressed_weights import SHAPE
 from quantkit.formats.codecs.ggml_blocks import BlockType
-from quantkit.formats.codecs.gptq_linear import G_IDX
+from quantkit.formats.codecs.gptq_zeros import G_IDX
 from quantkit.memory import size_text
 from quantkit.progress import Progress, silent
 from quantkit.tensors.dtypes import DType
@@ -47,6 +47,7 @@ class Fit:
         source: the float model.
         target: the size.
         codes: what quantized weights are written in.
+        method: that names them in the folder; None where none has to be named.
         settled: what was said of modules whose scheme is not chosen: those named, and None for those kept.
         total_bytes: tells the size of the files.
     """
@@ -54,6 +55,7 @@ class Fit:
     source: Checkpoint
     target: SizeTarget
     codes: CodeFormat
+    method: QuantMethod | None
     settled: Mapping[str, QuantScheme | None]
     total_bytes: Sizer
 
@@ -218,12 +220,11 @@ class Fit:
             raise UnsupportedError(
                 f"{self.codes.name} holds none of the schemes to choose among", path=self.source.path
             )
-        if not hasattr(self.codes, "write_settings"):
+        if self.method is None:
             return
-        method: QuantMethod = self.codes
         mixed = {f"layer{number}": scheme for number, scheme in enumerate(every)}
         try:
-            method.write_settings(mixed, dict.fromkeys(mixed, 128))
+            self.method.write_settings(mixed, dict.fromkeys(mixed, 128))
         except UnsupportedError as error:
             raise UnsupportedError(
                 f"{self.codes.name} does not go with a size to fit: {error.problem}", path=self.source.path,

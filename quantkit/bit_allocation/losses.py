@@ -12,7 +12,7 @@ anew, gathers the gradients. One block's weights are in memory at a time.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -120,8 +120,8 @@ class _Passes:
         config, length = source.config, samples.shape[1]
         self._source, self._device, self._dtype = source, device, states
         step = batch_samples(config, length)
-        batches = [*samples[:kept].split(step), *samples[kept:].split(step)] if len(samples) else []
-        batches = [batch for batch in batches if len(batch)]
+        parts = (samples[:kept], samples[kept:])
+        batches = [batch for part in parts if len(part) for batch in torch.split(part, step)]
         embedding = _floats(source, "model.embed_tokens.weight") if batches else torch.empty(0)
         self._states = [
             scaled_embeddings(nn.functional.embedding(batch, embedding).float(), config.embedding_multiplier)
@@ -192,7 +192,7 @@ class _Passes:
 def _hessians(block: Block, groups: Sequence[InputGroup], sums: dict[str, tuple[Tensor, int]]) -> Iterator[None]:
     """Within, add up the inputs at each site; experts of a layer have theirs in common."""
 
-    def listener(site: str) -> object:
+    def listener(site: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def listen(module: nn.Module, given: tuple[Tensor, ...]) -> None:
             x = given[0].flatten(0, -2)
             total, count = sums.get(site) or (torch.zeros(x.shape[1], x.shape[1], device=x.device), 0)
@@ -213,12 +213,12 @@ def _hessians(block: Block, groups: Sequence[InputGroup], sums: dict[str, tuple[
 def _squared_gradients(block: Block, squares: Mapping[str, Tensor]) -> Iterator[None]:
     """Within, add up the squared gradients by the outputs of each linear."""
 
-    def listener(name: str) -> object:
+    def listener(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def take_up(gradient: Tensor) -> None:
             squares[name].add_(gradient.flatten(0, -2).square().sum(0))
 
         def listen(module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
-            out.register_hook(take_up)
+            out.register_hook(take_up)  # type: ignore[no-untyped-call]
 
         return listen
 
@@ -300,7 +300,7 @@ def _head_gradients(hidden: Tensor, head: Tensor, config: ModelConfig, first: in
 
 
 def _parts(head: Tensor) -> Sequence[Tensor]:
-    return head.split(max(1, _HEAD_WEIGHTS // head.shape[1]))
+    return torch.split(head, max(1, _HEAD_WEIGHTS // head.shape[1]))
 
 
 def _floats(source: Checkpoint, name: str) -> Tensor:

@@ -78,7 +78,7 @@ def row_errors(
     errors: dict[QuantScheme, Sequence[Tensor]] = {}
     for scheme in schemes:
         rounded = _residual(columns, damped.diagonal, scheme, scale_dtype)
-        errors[scheme] = (variances @ rounded.square_()).cpu().split(counts)
+        errors[scheme] = torch.split((variances @ rounded.square_()).cpu(), counts)
     return {
         module: RowErrors(
             chosen[module].cpu(), {scheme: own[number] for scheme, own in errors.items()},

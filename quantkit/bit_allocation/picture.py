@@ -36,10 +36,10 @@ def picture(found: Allocation) -> str:
         parts.append(_text(left - 8, y + 14, name, "end"))
         for unit in found.units:
             if unit.name == name:
-                x, color = left + layers.index(unit.layer) * _CELL, _COLORS[_SCHEMES.index(unit.scheme)]
+                place, color = left + layers.index(unit.layer) * _CELL, _COLORS[_SCHEMES.index(unit.scheme)]
                 told = f"layer {unit.layer}, {name}: {unit.scheme}, estimated KL {significant(unit.loss)}"
                 parts.append(
-                    f'<rect x="{x:g}" y="{y}" width="{_CELL - _GAP}" height="{_CELL - _GAP}" rx="2" fill="{color}">'
+                    f'<rect x="{place:g}" y="{y}" width="{_CELL - _GAP}" height="{_CELL - _GAP}" rx="2" fill="{color}">'
                     f"<title>{escape(told)}</title></rect>"
                 )
     every = max(1, len(layers) // 16)

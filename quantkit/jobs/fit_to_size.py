@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +68,27 @@ class SizeFit:
     name: str
     dst: Path
 
+    def choose(
+        self, long: CertifiedText | None, on_estimate: Callable[[Estimate], None] | None, *, resume: bool,
+        source_check: bool, group: ProcessGroup, progress: Progress,
+    ) -> tuple[Prepared, Allocation, Calibration]:  # fmt: skip
+        """The source with the chosen schemes, the choice, and the samples that it was made with.
+
+        Args:
+            long, on_estimate, resume, source_check, group, progress: of `quantize`.
+
+        Raises:
+            QuantkitError: as `quantize` does.
+        """
+        fit, settings = self.fit(), self.require_gptq()
+        if group.first:
+            self.require_buildable(resume=resume)
+            if on_estimate is not None:
+                on_estimate(self.estimate(fit, long, source_check=source_check))
+        drawn = settings.draw(self.prepared.tokenizer, self.prepared.source, group=group, progress=progress)
+        prepared, allocation = self.chosen(fit, drawn, resume=resume, group=group, progress=progress)
+        return prepared, allocation, drawn
+
     def total_bytes(self, schemes: Mapping[str, QuantScheme]) -> int:
         """Of all files of weights, given the scheme of each module that gets one."""
         return self.target.container.encoder(self._output(schemes)).total_bytes()
@@ -106,7 +127,7 @@ class SizeFit:
         codes = self.target.codes
         assert codes is not None
         self.require_gptq()
-        return Fit(self.prepared.source, self.size, codes, self._settled(), self.total_bytes)
+        return Fit(self.prepared.source, self.size, codes, self.target.method, self._settled(), self.total_bytes)
 
     def chosen(
         self, fit: Fit, drawn: Calibration, *, resume: bool, group: ProcessGroup, progress: Progress

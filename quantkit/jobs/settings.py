@@ -10,8 +10,9 @@ from typing import Literal, get_args
 
 import torch
 
-from quantkit.arguments import as_path, as_text, as_whole
-from quantkit.calibration.data import Calibration, load_calibration, require_calibration
+from quantkit.architectures.config import ModelConfig
+from quantkit.arguments import as_path, as_seed, as_text, as_whole
+from quantkit.calibration.data import Calibration, load_calibration, require_calibration, require_samples
 from quantkit.calibration.effort import (
     ACTIVATION_MEMORY,
     MAX_LENGTH,
@@ -22,6 +23,7 @@ from quantkit.calibration.effort import (
     Effort,
     activation_bytes,
 )
+from quantkit.calibration.estimate import card_activation_bytes
 from quantkit.calibration.packaged import PackagedText, near_uniform_pieces
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import CheckpointError, RequestError
@@ -66,7 +68,12 @@ class GptqSettings:
 
     def scratch_bytes(self, source: Checkpoint, drawn: Calibration) -> int:
         """What of the activations goes to disk."""
-        return activation_bytes(source.config, drawn.tokens.shape, self.effort, self.memory_bytes)[1]
+        return self.activation_bytes(source.config, drawn.tokens.shape)[1]
+
+    def activation_bytes(self, config: ModelConfig, shape: Sequence[int]) -> tuple[int, int, int]:
+        """What of the activations of samples of a shape [N, T] is in memory, on disk, and on the card that computes."""
+        room = card_activation_bytes(config, shape, self.device)
+        return activation_bytes(config, shape, self.effort, self.memory_bytes, room)
 
     def draw(
         self, tokenizer: Tokenizer | None, source: Checkpoint, *, group: ProcessGroup = SINGLE,
@@ -179,7 +186,7 @@ class MethodOptions:
 
         Raises:
             RequestError: if GPTQ is not asked for by name, and the source cannot be calibrated; if options of GPTQ go
-                with a model that is rounded.
+                with a model that is rounded; if no samples are asked for, or such as the model has no context for.
         """
         if self.method == "rtn" or (self.method is None and all(scheme.bits > _SOLVED_BITS for scheme in schemes)):
             self._require_unused()
@@ -190,12 +197,15 @@ class MethodOptions:
                 f"int4 is solved by GPTQ, and the source cannot be calibrated: {lack}", path=source.path,
                 hint='round it with `method="rtn"`',
             )  # fmt: skip
-        return GptqSettings(
+        found = GptqSettings(
             self.calibration, SAMPLES if self.samples is None else self.samples, self.length,
             SEED if self.seed is None else self.seed, self.thorough,
             ACTIVATION_MEMORY if self.activation_memory is None else int(self.activation_memory),
             usable_device(self.device),
         )  # fmt: skip
+        as_seed("seed", found.seed)
+        require_samples(found.samples, found.sample_length(source))
+        return found
 
     def _require_unused(self) -> None:
         """
