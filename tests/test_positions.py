@@ -222,9 +222,19 @@ def test_a_certificate_stops_what_is_broken_far_on(
     assert code == 8
     assert "too far from its source at positions 256-599" in err
     assert not dst.exists()
-    code, _, err = run(capfd, *asked, "--resume", "--accept-quality-loss")
+    code, out, err = run(capfd, *asked, "--resume", "--accept-quality-loss")
     assert code == 0
     assert "accepted" in err
+    beyond = "BEYOND ITS BOUND, and accepted: the result is too far from its source at positions 256-599"
+    assert beyond in out
+    assert beyond in run(capfd, "inspect", dst)[1]
+    code, out, _ = run(capfd, "verify", demo_model, dst, "--allow-bound")
+    assert code == 8
+    assert "did not pass its certificate for long contexts" in out
+    assert out.splitlines()[-1] == "verdict: BEYOND THE BOUND of a certificate for long contexts"
+    report = quantkit.verify(dst, dst)
+    assert not report.ok
+    assert not report.same
     assert (
         "**Not within its bound: the result is too far from its source at positions" in (dst / "README.md").read_text()
     )

@@ -161,13 +161,17 @@ class PositionCertificate:
             )  # fmt: skip
 
     def lines(self) -> list[str]:
-        """For people: a line for each cache."""
+        """For people: a line for each cache, and one where it was not passed: the model was kept all the same."""
         tokens = f"{self.windows} x {self.length} tokens of {self.text}"
         told = []
         for cache, buckets in self.caches.items():
             last = buckets[-1]
             told.append(f"KL by position, {cache} cache: {last.estimate} at {last.name}, {rise_text(buckets)}")
-        return [f"{told[0]} ({tokens})", *told[1:]]
+        problem = self.problem()
+        beyond = (
+            [] if problem is None else [f"BEYOND ITS BOUND, and accepted: {problem[0]}: {problem[1]}, {problem[2]}"]
+        )
+        return [f"{told[0]} ({tokens})", *told[1:], *beyond]
 
     def to_json(self, *, accepted: bool = False) -> dict[str, Any]:
         """The manifest's form.
