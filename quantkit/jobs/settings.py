@@ -10,8 +10,8 @@ from typing import Literal, get_args
 
 import torch
 
-from quantkit.arguments import as_path, as_text, as_whole
 from quantkit.architectures.config import ModelConfig
+from quantkit.arguments import as_path, as_text, as_whole
 from quantkit.calibration.data import Calibration, load_calibration, require_calibration
 from quantkit.calibration.effort import (
     ACTIVATION_MEMORY,
