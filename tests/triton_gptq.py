@@ -79,7 +79,6 @@ def test_a_layer_loses_as_little_with_kernels(monkeypatch: pytest.MonkeyPatch) -
 
 def test_kernels_are_tried_before_they_are_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panels, "_TOGETHER", 4)
-    monkeypatch.setattr("quantkit.calibration.column_kernels._COLUMNS", 32)
     column_kernels.cache_clear()
     assert column_kernels(DEVICE) is triton_gptq
     column_kernels.cache_clear()
