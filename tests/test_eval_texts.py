@@ -116,7 +116,7 @@ def test_counts_are_the_harness_s(task: Any, tmp_path: Path) -> None:
     assert text.bytes == sum(one["bits_per_byte"][1] for one in counted)
 
 
-@pytest.mark.parametrize(("raw", "noted"), [("世界你好，" * 30, True), ("The people of the world. " * 9, False)])
+@pytest.mark.parametrize(("raw", "noted"), [("世界你好" * 30, True), ("The people of the world. " * 9, False)])
 def test_a_text_with_few_spaces_has_a_note(raw: str, noted: bool, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(raw, encoding="utf-8")
     assert (read_text(tmp_path / "text.txt").note is not None) == noted
