@@ -40,7 +40,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 128},
     "qwen3_moe": _EXPERTS,
 }
-_SCHEMES = ("int4-g32", "int4-g128", "int8")
+_SCHEMES = (("int4-g32", None), ("int4-g128", None), ("int8", None), ("int4-g64", "int8"))  # of linears, the embedding
 _LAYOUTS = ((4, 64), (8, 32), (6, 64), (3, 128))
 _TOKENS = [[1, *(7 * number % 509 + 3 for number in range(199))]]
 
@@ -55,14 +55,18 @@ def main(python: str, folder: Path, families: list[str]) -> None:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(folder / f"{kind}-transformers")
         quantkit.convert(folder / f"{kind}-transformers", source, source_check=False)  # with keys that mlx-lm knows
-        for scheme in _SCHEMES:
-            quantized, written = folder / f"{kind}-{scheme}", folder / f"{kind}-{scheme}-mlx"
+        for scheme, embedding in _SCHEMES:
+            name = scheme if embedding is None else f"{scheme}-embedding-{embedding}"
+            quantized, written = folder / f"{kind}-{name}", folder / f"{kind}-{name}-mlx"
             try:
-                quantkit.quantize(source, quantized, scheme, method="rtn", source_check=False, accept_quality_loss=True)
+                quantkit.quantize(
+                    source, quantized, scheme, embedding=embedding, method="rtn", source_check=False,
+                    accept_quality_loss=True,
+                )  # fmt: skip
                 quantkit.convert(quantized, written, to="mlx", source_check=False)
-                print(f"{kind} {scheme}, ours: logits {_logits(python, written, folder):.1e} apart", flush=True)
+                print(f"{kind} {name}, ours: logits {_logits(python, written, folder):.1e} apart", flush=True)
             except QuantkitError as error:
-                print(f"{kind} {scheme}, ours: {error}", flush=True)
+                print(f"{kind} {name}, ours: {error}", flush=True)
         for bits, group_size in _LAYOUTS:
             theirs = folder / f"{kind}-theirs-{bits}-{group_size}"
             _run(python, "quantize", source, theirs, bits, group_size)

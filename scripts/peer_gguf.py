@@ -4,8 +4,9 @@
     .venv/bin/python scripts/peer_gguf.py check PYTHON OUT FOLDER...
 
 The first makes a few small models, each trained a little, with tokenizers of their families' kinds. The second converts
-each folder's model to a float32 file, and quantizes it to Q8_0 and Q4_0 by way of a Hugging Face folder; PYTHON, which
-has llama-cpp-python, computes with them. Prints a table in Markdown, and exits with 1 if a figure is out of its bounds.
+each folder's model to a float32 file, and quantizes it to Q8_0 and Q4_0 by way of a Hugging Face folder, the latter
+also with the embedding in Q8_0; PYTHON, which has llama-cpp-python, computes with them. Prints a table in Markdown, and
+exits with 1 if a figure is out of its bounds.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from gguf_models import MODELS, make, text
 
 TOKENS, PROMPT, NEW = 200, 12, 50
 LOGITS, KL, TIE = 2e-3, 1e-3, 0.05
-SCHEMES = {"Q8_0": "int8", "Q4_0": "int4-g64"}
+SCHEMES: dict[str, dict[str, Any]] = {
+    "Q8_0": {"scheme": "int8"}, "Q4_0": {"scheme": "int4-g64"},
+    "Q4_0-embedding": {"scheme": "int4-g64", "embedding": "int8"},
+}  # fmt: skip
 TALK = [
     {"role": "user", "content": "What is the capital of France?"}, {"role": "assistant", "content": "Paris."},
     {"role": "user", "content": "And of  Spain?\n"},
@@ -113,7 +117,7 @@ def check(python: Path, out: Path, folders: Sequence[Path]) -> bool:
             else:
                 source = out / f"{folder.name}-{kind}"
                 quantkit.quantize(
-                    folder, source, SCHEMES[kind], method="rtn", source_check=False, accept_quality_loss=True
+                    folder, source, **SCHEMES[kind], method="rtn", source_check=False, accept_quality_loss=True
                 )
                 quantkit.convert(source, file, source_check=False)
             good &= compare(python, folder.name, kind, source, file)
@@ -181,7 +185,7 @@ def equal_codes(source: Path, file: Path) -> bool:
             heads = expected.reshape(rows // config.head_dim, 2, config.head_dim // 2, columns)
             expected = heads.swapaxes(1, 2).reshape(rows, columns)
         theirs = gguf.quants.dequantize(stored[tensor.name].data, stored[tensor.name].tensor_type)
-        if stored[tensor.name].tensor_type.name not in SCHEMES or not np.array_equal(
+        if stored[tensor.name].tensor_type.name not in ("Q8_0", "Q4_0") or not np.array_equal(
             theirs.reshape(-1), expected.reshape(-1)
         ):
             return False

@@ -15,6 +15,7 @@ from command import Capture, run
 from partial import contents, interrupted
 
 import quantkit
+from quantkit.calibration import packaged
 from quantkit.data.files import EXCERPT
 from quantkit.errors import RequestError
 from quantkit.formats.output.staging import partial_folder
@@ -136,16 +137,25 @@ RECIPE = Recipe(QuantScheme.parse("int4-g64"), (Override("*.1.mlp.down_proj", Qu
             "method": "gptq", "calibration": "my-text.txt", "samples": 8, "length": 64, "seed": 3, "thorough": True,
             "accept_quality_loss": True, "keep": "*.3.*",
         },
+        {
+            "scheme": "int4-g64", "method": None, "samples": 8, "length": 64, "embedding": "int8",
+            "certify_positions": 64, "certify_text": "my-text.txt", "accept_quality_loss": True,
+        },
+        {
+            "target_bits": 8, "method": None, "samples": 8, "length": 64, "head": "int8", "keep": "*.3.mlp.*",
+            "accept_quality_loss": True,
+        },
     ],
-    ids=["scheme", "recipe", "gptq"],
+    ids=["scheme", "recipe", "gptq", "packaged text", "size"],
 )  # fmt: skip
 def test_the_command_on_the_card_makes_the_same_again(
     given: dict[str, Any], floats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:
-    (tmp_path / "my-text.txt").write_text(EXCERPT.read_text())
+    (tmp_path / "my-text.txt").write_text(EXCERPT.read_text()[:4000])
+    (tmp_path / "packaged.jsonl").write_text(json.dumps({"kind": "english", "text": EXCERPT.read_text()[:8000]}) + "\n")
+    monkeypatch.setattr(packaged, "CALIBRATION", tmp_path / "packaged.jsonl")
     oracle.copy(floats, tmp_path / "mini")
-    if "calibration" in given:
-        given = {**given, "calibration": tmp_path / "my-text.txt"}
+    given = {name: tmp_path / one if one == "my-text.txt" else one for name, one in given.items()}
     quantkit.quantize(tmp_path / "mini", tmp_path / "out", **{"method": "rtn", **given})
     _, body = _card(tmp_path / "out")
     assert str(tmp_path) not in body
@@ -157,6 +167,7 @@ def test_the_command_on_the_card_makes_the_same_again(
     command = shlex.split(told[1])
     code, _, err = run(capfd, *command[1:])
     assert code == 0, err
+    assert ("--calibration" in command) == ("calibration" in given)
     again = contents(tmp_path / command[3])
     if not found:
         assert again == contents(tmp_path / "out")

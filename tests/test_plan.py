@@ -152,7 +152,7 @@ def test_it_takes_the_arguments_of_the_command(command: str) -> None:
     ("arguments", "code"),
     [
         (["quantize", "{src}", "{tmp}/out", "--scheme", "int5"], 2),
-        (["quantize", "{src}", "{tmp}/out", "--scheme", "int4-g64", "--samples", "100000"], 2),
+        (["quantize", "{src}", "{tmp}/out", "--scheme", "int8", "--samples", "8"], 2),
         (["quantize", "{src}", "{tmp}/out", "--scheme", "int4-g64", "--keep", "nothing"], 2),
         (["quantize", "{odd}", "{tmp}/out", "--scheme", "int4-g64", "--strict"], 2),
         (["quantize", "{tmp}", "{tmp}/out", "--scheme", "int8"], 3),

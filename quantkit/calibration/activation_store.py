@@ -1,4 +1,4 @@
-"""Calibration activations: in memory up to a budget, beyond it in files."""
+"""Calibration activations: on a card and in memory up to budgets, beyond them in files."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from quantkit.errors import DestinationError, NoSpaceError
 
 
 class ActivationStore:
-    """float32 tensors by key; what exceeds the budget lies in a folder of its own.
+    """float32 tensors by key. Those that come from a card stay there within a budget of its own; what exceeds the
+    budget of memory lies in a folder.
 
     The folder is made when first needed and is gone after `close`.
     """
 
-    def __init__(self, folder: Path, memory_bytes: int) -> None:
+    def __init__(self, folder: Path, memory_bytes: int, card_bytes: int = 0) -> None:
         """
         Args:
             folder: where the files go; leftovers of a killed run there are removed.
             memory_bytes: how much may be held in memory; each of several processes has this for
                 itself, for its share of the samples.
+            card_bytes: how much may be held on the card that tensors come from.
         """
         self._folder = folder
-        self._free = memory_bytes
+        self._free = {True: memory_bytes, False: card_bytes}  # by whether it is the host's
         self._held: dict[Hashable, Tensor] = {}
         self._files: dict[Hashable, tuple[Path, torch.Size]] = {}
         self._count = 0
@@ -42,8 +44,10 @@ class ActivationStore:
         Raises:
             DestinationError: if it does not fit in memory and cannot be written.
         """
-        if value.nbytes <= self._free:
-            self._free -= value.nbytes
+        if not _on_host(value) and value.nbytes > self._free[False]:
+            value = _brought_home(value, stays=value.nbytes <= self._free[True])
+        if value.nbytes <= self._free[_on_host(value)]:
+            self._free[_on_host(value)] -= value.nbytes
             self._held[key] = value
             return
         path = self._folder / str(self._count)
@@ -62,10 +66,10 @@ class ActivationStore:
         self._files[key] = path, value.shape
 
     def take(self, key: Hashable) -> Tensor:
-        """Give back a tensor and forget it."""
+        """Give back a tensor, where it was kept, and forget it."""
         if key in self._held:
             value = self._held.pop(key)
-            self._free += value.nbytes
+            self._free[_on_host(value)] += value.nbytes
             return value
         path, shape = self._files.pop(key)
         value = torch.from_numpy(np.fromfile(path, dtype=np.float32)).view(shape)
@@ -75,16 +79,17 @@ class ActivationStore:
     def rows(self, key: Hashable, numbers: Tensor) -> Tensor:
         """Some rows [N, D] of a tensor [..., D], which stays."""
         if key in self._held:
-            return self._held[key].flatten(0, -2)[numbers]
+            value = self._held[key]
+            return value.flatten(0, -2)[numbers.to(value.device)]
         return torch.from_numpy(self._mapped(key, "r")[numbers.numpy()])
 
     def add_rows(self, key: Hashable, numbers: Tensor, values: Tensor) -> None:
         """Add to some rows of a tensor [..., D], each named once, values [N, D]."""
         if key in self._held:
             value = self._held[key]
-            value.view(-1, value.shape[-1]).index_add_(0, numbers, values)
+            value.view(-1, value.shape[-1]).index_add_(0, numbers.to(value.device), values.to(value.device))
         else:
-            self._mapped(key, "r+")[numbers.numpy()] += values.numpy()
+            self._mapped(key, "r+")[numbers.numpy()] += values.cpu().numpy()
 
     def _mapped(self, key: Hashable, mode: Literal["r", "r+"]) -> np.memmap[Any, np.dtype[np.float32]]:
         """The rows of a tensor in a file."""
@@ -96,6 +101,17 @@ class ActivationStore:
         self._held.clear()
         self._files.clear()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _on_host(value: Tensor) -> bool:
+    return value.device.type == "cpu"
+
+
+def _brought_home(value: Tensor, *, stays: bool) -> Tensor:
+    """A card's tensor in the host's memory: in pages that cannot move if it stays there, as a card reads these best."""
+    if not stays or value.device.type != "cuda":
+        return value.cpu()
+    return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value)
 
 
 def _write(path: Path, value: Tensor) -> None:

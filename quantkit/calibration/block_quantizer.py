@@ -14,6 +14,7 @@ from torch import Tensor
 from quantkit.architectures.topology import InputGroup
 from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.block_pair import BlockPair, Finished, forget
+from quantkit.calibration.column_kernels import column_kernels
 from quantkit.calibration.effort import Effort
 from quantkit.calibration.expert_quantizer import Told, quantize_experts
 from quantkit.calibration.group_solver import GroupSolver, Result
@@ -47,7 +48,8 @@ class BlockQuantizer:
         self._source = source
         self._device = device
         self._group = group
-        self._solver = GroupSolver(schemes, DType(source.config.dtype).torch, effort.damping, group)
+        scale_dtype, kernels = DType(source.config.dtype).torch, column_kernels(device)
+        self._solver = GroupSolver(schemes, scale_dtype, effort.damping, group, kernels)
         embedding = source.load("model.embed_tokens.weight")
         assert isinstance(embedding, Tensor)
         own = tokens[group.share(len(tokens))]

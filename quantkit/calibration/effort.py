@@ -38,7 +38,14 @@ class Effort:
 
     def follows(self, index: int, batches: int) -> bool:
         """Whether the float stream takes a batch."""
-        return index % max(1, min(self.stride, batches // _MIN_FOLLOWED)) == 0
+        return index % self._stride(batches) == 0
+
+    def followed(self, batches: int) -> int:
+        """How many of so many batches the float stream takes."""
+        return -(-batches // self._stride(batches))
+
+    def _stride(self, batches: int) -> int:
+        return max(1, min(self.stride, batches // _MIN_FOLLOWED))
 
 
 STANDARD = Effort(4, 0.1)
@@ -61,10 +68,12 @@ def followed_share(config: ModelConfig, shape: Sequence[int], effort: Effort) ->
     """The share of the batches of samples of a shape [N, T] that the float stream takes."""
     samples, length = shape
     batches = -(-samples // batch_samples(config, length))
-    return sum(effort.follows(index, batches) for index in range(batches)) / batches
+    return effort.followed(batches) / batches
 
 
-def activation_bytes(config: ModelConfig, shape: Sequence[int], effort: Effort, memory_bytes: int) -> tuple[int, int]:
+def activation_bytes(
+    config: ModelConfig, shape: Sequence[int], effort: Effort, memory_bytes: int, card_bytes: int = 0
+) -> tuple[int, int, int]:
     """What the streams, and what is kept between two passes, take up for samples of a shape [N, T]: the inputs of a
     branch's last linear, or what experts have given to each stream so far.
 
@@ -72,7 +81,7 @@ def activation_bytes(config: ModelConfig, shape: Sequence[int], effort: Effort, 
     on the disk, unless their shares are so few batches that they follow more of them.
 
     Returns:
-        Bytes in memory, where there is room for so many, and bytes on disk.
+        Bytes in memory, where there is room for so many, bytes on disk, and bytes on a card, which come before both.
     """
     counts, streams = sizes(config), 1 + followed_share(config, shape, effort)
     between = 0.0
@@ -83,5 +92,6 @@ def activation_bytes(config: ModelConfig, shape: Sequence[int], effort: Effort, 
             between = max(between, streams * config.hidden_size)
         between = max(between, *(counts[group.linears[0].dims[1]] for group in groups))
     total = int(4 * math.prod(shape) * (streams * config.hidden_size + between))
-    held = min(total, memory_bytes)
-    return held, total - held
+    on_card = min(total, card_bytes)
+    held = min(total - on_card, memory_bytes)
+    return held, total - on_card - held, on_card

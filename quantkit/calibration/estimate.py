@@ -6,16 +6,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import input_groups, layer_kinds, sizes
 from quantkit.calibration.effort import Effort, batch_samples, followed_share
-from quantkit.solver.gptq import WEIGHTS_AT_ONCE
+from quantkit.solver.portions import refit_bytes, weights_at_once
 
 _SOLVER_MATRICES = 10  # that the solver holds of the rows it is at
+_REFIT_COPIES = 3  # of the least squares that fit scales
+_FINEST = 32  # columns of a group
+_CARD_SHARE = 0.85  # of a card's free memory, the rest of which falls between what is allocated
 _OF_ONE_SQUARE = 0.5625  # of the products of a symmetric sum, what is computed
 _LOGIT_FLOPS = 50  # that a softmax over one logit, and what is made of it, are worth
 _SECONDS_OF_BATCH = 0.001  # through the linears that share an input
 _SECONDS_OF_COLUMN = 1e-4  # of a weight that GPTQ solves
+_SECONDS_OF_CARD_COLUMN = 1e-5  # guessed: no card has run it
 
 
 @dataclass(frozen=True)
@@ -61,8 +67,8 @@ def every_group(config: ModelConfig) -> list[tuple[Group, int]]:
     return [(group, count) for layer, count in layer_kinds(config).items() for group in groups_of(config, layer)]
 
 
-def gptq_bytes(config: ModelConfig, tokens: int) -> int:
-    """Peak of weights, sums and temporaries over the branches of a block, for so many tokens at a time."""
+def gptq_bytes(config: ModelConfig, tokens: int, device: torch.device) -> int:
+    """Peak of weights, sums and temporaries over the branches of a block, for so many tokens at a time on a device."""
     groups = [group for group, _ in every_group(config)]
     batch = tokens * 6 * max(group.columns for group in groups if group.writes)
     passes, held = [], 0
@@ -72,8 +78,19 @@ def gptq_bytes(config: ModelConfig, tokens: int) -> int:
             passes.append(held + 2 * group.columns**2 + batch)
             held = 0
     solves = [2 * group.weights + 3 * group.columns**2 for group in groups]
-    solver = _SOLVER_MATRICES * min(WEIGHTS_AT_ONCE, max(group.weights for group in groups))
+    solver = _SOLVER_MATRICES * min(weights_at_once(device), max(group.weights for group in groups))
+    if device.type == "cuda":  # where scales are fitted for all rows that fit
+        finest = max(4 * group.weights * (group.columns // _FINEST**2 + 3) for group in groups)
+        solver += _REFIT_COPIES * min(refit_bytes(device), finest) // 4
     return 4 * max(*passes, max(solves) + solver)
+
+
+def card_activation_bytes(config: ModelConfig, shape: Sequence[int], device: torch.device) -> int:
+    """Bytes of activations of samples of a shape [N, T] that a card has room for besides GPTQ; on a CPU none."""
+    if device.type != "cuda":
+        return 0
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(0, int(_CARD_SHARE * free) - gptq_bytes(config, batch_samples(config, shape[1]) * shape[1], device))
 
 
 def largest_block(config: ModelConfig) -> int:
@@ -88,13 +105,14 @@ def forward_flops(config: ModelConfig, tokens: int) -> int:
     return tokens * int(2 * active + head)
 
 
-def calibration_seconds(config: ModelConfig, shape: Sequence[int], effort: Effort) -> float:
-    """What calibration takes besides arithmetic, for samples of a shape [N, T]."""
+def calibration_seconds(config: ModelConfig, shape: Sequence[int], effort: Effort, device: torch.device) -> float:
+    """What calibration takes on a device besides arithmetic, for samples of a shape [N, T]."""
     samples, length = shape
     batches = -(-samples // batch_samples(config, length)) * (1 + followed_share(config, shape, effort))
     groups = every_group(config)
     columns = sum(count * group.columns for group, count in groups)
-    return columns * _SECONDS_OF_COLUMN + sum(count for _, count in groups) * batches * _SECONDS_OF_BATCH
+    each = _SECONDS_OF_CARD_COLUMN if device.type == "cuda" else _SECONDS_OF_COLUMN
+    return columns * each + sum(count for _, count in groups) * batches * _SECONDS_OF_BATCH
 
 
 def passing_flops(config: ModelConfig, shape: Sequence[int], effort: Effort) -> int:

@@ -83,15 +83,15 @@ class ExpertStreams:
         if mlp.shared_expert_gate is not None:
             shared = torch.sigmoid(mlp.shared_expert_gate(normed)).squeeze(-1)
         self._routes[stream][index] = _Routes(shares.cpu(), chosen.to("cpu", torch.int16), shared.cpu())
-        self._store.put((stream, index), states.cpu())
-        self._store.put((_OUTPUT[stream], index), torch.zeros(states.shape))
+        self._store.put((stream, index), states)
+        self._store.put((_OUTPUT[stream], index), torch.zeros(states.shape, device=states.device))
 
     def leave(self) -> None:
         """Add to all states what the experts have given."""
         for stream, routes in self._routes.items():
             for index in routes:
                 states, given = (self._store.take((key, index)).to(self._device) for key in (stream, _OUTPUT[stream]))
-                self._store.put((stream, index), self._block.add("mlp", states, given).cpu())
+                self._store.put((stream, index), self._block.add("mlp", states, given))
 
     def token_counts(self) -> Tensor:
         """How many tokens of the quantized stream each expert is sent, and last how many there are: [E + 1] int64."""
@@ -115,10 +115,10 @@ class ExpertStreams:
     def add(self, stream: str, expert: int | None, apply: Callable[[Tensor], Tensor]) -> None:
         """Add what an expert gives for normed states [N, D] of the tokens that are sent to it, by their shares."""
         for rows in self._gathered(stream, self._routes[stream], expert, everyone=False):
-            given = apply(self._states(stream, rows)).cpu()
+            given = apply(self._states(stream, rows))
             pieces = torch.split(given, [len(tokens) for _, tokens, _ in rows])
             for (index, tokens, shares), piece in zip(rows, pieces, strict=True):
-                self._store.add_rows((_OUTPUT[stream], index), tokens, piece * shares.unsqueeze(-1))
+                self._store.add_rows((_OUTPUT[stream], index), tokens, piece * shares.to(piece.device).unsqueeze(-1))
 
     def _gathered(
         self, stream: str, indexes: Iterable[int], expert: int | None, *, everyone: bool
@@ -139,8 +139,8 @@ class ExpertStreams:
 
     def _states(self, stream: str, rows: list[tuple[int, Tensor, Tensor]]) -> Tensor:
         """Normed states [N, D] of tokens of some batches."""
-        states = torch.cat([self._store.rows((stream, index), tokens) for index, tokens, _ in rows])
-        return self._normed(states.to(self._device))
+        states = [self._store.rows((stream, index), tokens).to(self._device) for index, tokens, _ in rows]
+        return self._normed(torch.cat(states))
 
     def _normed(self, states: Tensor) -> Tensor:
         return self._block.inner("mlp", states, self._step)

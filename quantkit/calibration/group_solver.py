@@ -14,6 +14,8 @@ from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.distributed.group import ProcessGroup
 from quantkit.quality.bounds import REPEATABLE, coarsest, weight_bound
 from quantkit.solver.gptq import Damped, GptqReport, SingularError, compensated, solve
+from quantkit.solver.panels import ColumnKernels
+from quantkit.solver.portions import weights_at_once
 from quantkit.tensors.products import times
 from quantkit.tensors.qtensor import ROUNDING, QuantTensor, quantize_rtn, relative_error, row_chunks
 from quantkit.tensors.scheme import QuantScheme
@@ -31,12 +33,14 @@ class GroupSolver:
         scale_dtype: dtype the scales are stored in.
         damping: least damping of the Hessian that tells drift from noise.
         group: the processes; each solves its share of the rows, and all get all of them.
+        kernels: of the device where the linears are; None leaves their columns to torch.
     """
 
     schemes: Mapping[str, QuantScheme]
     scale_dtype: torch.dtype
     damping: float
     group: ProcessGroup
+    kernels: ColumnKernels | None = None
 
     def solve(
         self, linears: Mapping[str, nn.Linear], statistics: HessianAccumulator, *, outputs: bool
@@ -98,7 +102,7 @@ class GroupSolver:
             for scheme, (part, total) in parts.items():
                 targets[scheme] = torch.empty_like(part)
                 own_drift = drift[self.group.share(total)] if outputs else drift
-                for start, stop in row_chunks(*part.shape):
+                for start, stop in row_chunks(len(part), part.shape[1], weights_at_once(part.device) // 2):
                     pull = own_drift[start:stop] if outputs else times(part[start:stop], own_drift)
                     targets[scheme][start:stop] = compensated(part[start:stop], followed, pull)
             del followed
@@ -109,7 +113,8 @@ class GroupSolver:
         damped = Damped.of_(hessian)
         found = {}
         for scheme, (part, total) in parts.items():
-            solved = solve(part, damped, scheme, self.scale_dtype, target=targets.pop(scheme, None))
+            target = targets.pop(scheme, None)
+            solved = solve(part, damped, scheme, self.scale_dtype, target=target, kernels=self.kernels)
             found[scheme] = self._joined(*solved, total)
         return found
 

@@ -16,6 +16,7 @@ from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.block_quantizer import BlockQuantizer
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.effort import Effort
+from quantkit.calibration.estimate import card_activation_bytes
 from quantkit.calibration.group_solver import Result
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import NonFiniteError
@@ -25,6 +26,7 @@ from quantkit.formats.output.writer import Written
 from quantkit.memory import give_back, keep_out_of_heap
 from quantkit.progress import Progress, silent
 from quantkit.tensors.finite import all_finite, checked_cast
+from quantkit.tensors.products import exact_float32
 from quantkit.tensors.qtensor import ROUNDING, QuantTensor, quantize_rtn, relative_error
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
@@ -133,14 +135,16 @@ class GptqQuantizer:
         self._unsolved = 1 + max(open_layers, default=-1)
         self._finished = min(open_layers, default=0)
         scratch = written.folder / f"{SCRATCH}-{self._group.rank}"
-        store = ActivationStore(scratch, self._memory_bytes)
+        tokens = self._calibration.tokens
+        room = card_activation_bytes(self._source.config, tokens.shape, self._device)
+        store = ActivationStore(scratch, self._memory_bytes, room // self._group.size)  # all may be on one card
         try:
-            if self._unsolved:
-                self._blocks = BlockQuantizer(
-                    self._source, self._calibration.tokens, self._schemes, store, self._device, self._effort,
-                    self._group,
-                )  # fmt: skip
-            yield
+            with exact_float32():
+                if self._unsolved:
+                    self._blocks = BlockQuantizer(
+                        self._source, tokens, self._schemes, store, self._device, self._effort, self._group
+                    )
+                yield
         finally:
             store.close()
             self._blocks = None

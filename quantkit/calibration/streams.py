@@ -51,7 +51,7 @@ class Streams:
         for index, batch in enumerate(batches):
             states = scaled_embeddings(nn.functional.embedding(batch, embedding).float(), config.embedding_multiplier)
             for stream in (QUANTIZED, FLOAT)[: 1 + self._follows(index)]:
-                store.put((stream, index), states)
+                store.put((stream, index), states.to(device))
         positions = torch.arange(length, device=device)
         angles = Rotary(config).to(device)(positions)
         self._step = Step(angles, causal_attention(positions, config.windows))
@@ -150,7 +150,7 @@ class Streams:
         return self._store.take((stream, index)).to(self._device)
 
     def _put(self, stream: str, index: int, value: Tensor) -> None:
-        self._store.put((stream, index), value.cpu())
+        self._store.put((stream, index), value)
 
 
 class _Reached(Exception):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from quantkit.errors import RequestError
 from quantkit.files.text_file import text_of
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.jobs.command import file_name
+from quantkit.jobs.markdown import table, wrapped
 from quantkit.progress import Progress
 from quantkit.quality.bounds import BOUNDS, coarser
 from quantkit.quality.measures import LOGITS_BYTES
@@ -26,7 +26,6 @@ from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.tokenizer import Tokenizer
 
 _LEAST = 2
-_WIDTH = 120
 _LETTERS_OF_TOKEN = 64  # at most, over a long text
 _STATES_OF_ATTENTION = 9  # as wide as queries, that a block holds together: they, keys, values, and what turns them
 
@@ -155,8 +154,8 @@ def card_section(found: PositionCertificate) -> list[str]:
     problem = found.problem()
     return [
         "## Long contexts", "",
-        *textwrap.wrap(told, _WIDTH), "",
-        *(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows)), "",
-        *textwrap.wrap(f"The last KL is, {changes}.", _WIDTH),
+        *wrapped(told), "",
+        *table(heads, rows), "",
+        *wrapped(f"The last KL is, {changes}."),
         *([] if problem is None else ["", f"**Not within its bound: {problem[0]}; {problem[1]}.**"]),
     ]  # fmt: skip

@@ -27,7 +27,7 @@ def quantize_command(
 
     Args:
         src, dst: names for the folders.
-        settings, drawn: of GPTQ, and what was drawn of its text; None for rounding.
+        settings, drawn: of GPTQ, and what was drawn of its text; None for rounding, which is named too.
         options: more arguments that were given, by name; None and False are as by default.
         size: that the schemes were chosen for; the recipe then says what was asked for besides.
     """
@@ -66,7 +66,7 @@ def _scheme_options(recipe: Recipe) -> dict[str, object]:
 
 def _gptq_options(settings: GptqSettings | None, drawn: Calibration | None) -> dict[str, object]:
     if settings is None or drawn is None:
-        return {}
+        return {"method": "rtn"}
     text = None if settings.text is None else drawn.source or file_name(settings.text) or "TEXT"
     return {
         "method": "gptq",

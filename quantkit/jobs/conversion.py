@@ -20,8 +20,8 @@ from quantkit.formats.detect import WeightKind, open_checkpoint
 from quantkit.formats.folder import carried_templates, checked_tokenizer, left_behind
 from quantkit.formats.output.staging import require_name, require_new_names
 from quantkit.formats.registry import CONTAINERS, GGUF, Target
-from quantkit.jobs.card import model_name
 from quantkit.jobs.carried_codes import Rounding, common_scale_dtype, require_held, to_be_rounded, widened
+from quantkit.jobs.labels import model_name
 from quantkit.jobs.output import SHARD_BYTES, Work
 from quantkit.jobs.target import asked_target, shard_bytes, target_of
 from quantkit.tensors.dtypes import FLOATS, SHORT_NAMES, DType, FloatName, float_name

@@ -17,7 +17,7 @@ from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import input_groups, layer_kinds, linear_columns, sizes
 from quantkit.bit_allocation.cost import choice_bytes, choice_flops
 from quantkit.bit_allocation.fit import Fit
-from quantkit.calibration.effort import activation_bytes, batch_samples, inner_width
+from quantkit.calibration.effort import batch_samples, inner_width
 from quantkit.calibration.estimate import (
     calibration_seconds,
     every_group,
@@ -45,6 +45,7 @@ from quantkit.tensors.dtypes import DType
 from quantkit.tensors.products import bfloat16_linear, passing_dtype, times
 
 _LIBRARIES = 40 << 20  # what the mathematics libraries and threads set up once work begins
+_CPU = torch.device("cpu")
 _MANIFEST = 300  # bytes of quantkit.json for each linear layer
 _GUESSED_DISK_RATE = 5e8  # bytes a second through reading, hashing and writing; not measured here
 # Seconds that do not shrink with the model, as measured on a small one:
@@ -158,19 +159,20 @@ def estimate_quantization(
     if settings is not None:
         effort, shape = settings.effort, (settings.samples, settings.sample_length(source))
         notes += too_few_tokens(shape, config)
-        held, scratch = activation_bytes(config, shape, effort, settings.memory_bytes)
-        work_bytes = gptq_bytes(config, batch_samples(config, shape[1]) * shape[1])
+        device = settings.device
+        held, scratch, on_device = settings.activation_bytes(config, shape)
+        work_bytes = gptq_bytes(config, batch_samples(config, shape[1]) * shape[1], device)
         codes = largest_block(config)
-        if settings.device.type == "cuda":
-            on_device, work_bytes = work_bytes, 0
+        if device.type == "cuda":
+            on_device, work_bytes = on_device + work_bytes, 0
         phases["calibration"] = resident_bytes() + _LIBRARIES + held + codes + work_bytes
         if fit is not None:
             needed = choice_bytes(config, shape, settings.memory_bytes)
             phases["the choice of schemes"] = resident_bytes() + _LIBRARIES + needed
             flops += choice_flops(config, shape, settings.memory_bytes)
-        flops += solving_flops(config, shape, effort)
-        seconds += passing_flops(config, shape, effort) / _flop_rate(passing_dtype(settings.device))
-        seconds += calibration_seconds(config, shape, effort)
+        seconds += solving_flops(config, shape, effort) / _flop_rate(torch.float32, device)
+        seconds += passing_flops(config, shape, effort) / _flop_rate(passing_dtype(device), device)
+        seconds += calibration_seconds(config, shape, effort, device)
         if settings.text is None:
             tried = shape[0] * min(shape[1], PREFIX)
             phases["the choice of samples"] = _forward(source, tried, models=1)
@@ -246,16 +248,18 @@ def _pass_seconds(config: ModelConfig, models: int) -> float:
     return models * groups * _SECONDS_OF_GROUP
 
 
-def _flop_rate(dtype: torch.dtype = torch.float32) -> float:
-    """Floating-point operations a second of a matrix product on the CPU here and now."""
-    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+def _flop_rate(dtype: torch.dtype = torch.float32, device: torch.device = _CPU) -> float:
+    """Floating-point operations a second of a matrix product here and now."""
+    size = 1024 if device.type == "cpu" else 4096
+    a, b = torch.randn(2, size, size, device=device)
     weight = b.bfloat16()
     best = math.inf
     for _ in range(6):
         started = time.perf_counter()
-        _ = bfloat16_linear(a, weight) if dtype == torch.bfloat16 else times(a, b)
+        product = bfloat16_linear(a, weight) if dtype == torch.bfloat16 else times(a, b)
+        product[0, 0].item()  # a card says so when it is done
         best = min(best, time.perf_counter() - started)
-    return 2 * 1024**3 / best
+    return 2 * size**3 / best
 
 
 def _duration(seconds: float) -> str:

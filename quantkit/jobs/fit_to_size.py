@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,6 +67,27 @@ class SizeFit:
     shard_bytes: int
     name: str
     dst: Path
+
+    def choose(
+        self, long: CertifiedText | None, on_estimate: Callable[[Estimate], None] | None, *, resume: bool,
+        source_check: bool, group: ProcessGroup, progress: Progress,
+    ) -> tuple[Prepared, Allocation, Calibration]:  # fmt: skip
+        """The source with the chosen schemes, the choice, and the samples that it was made with.
+
+        Args:
+            long, on_estimate, resume, source_check, group, progress: of `quantize`.
+
+        Raises:
+            QuantkitError: as `quantize` does.
+        """
+        fit, settings = self.fit(), self.require_gptq()
+        if group.first:
+            self.require_buildable(resume=resume)
+            if on_estimate is not None:
+                on_estimate(self.estimate(fit, long, source_check=source_check))
+        drawn = settings.draw(self.prepared.tokenizer, self.prepared.source, group=group, progress=progress)
+        prepared, allocation = self.chosen(fit, drawn, resume=resume, group=group, progress=progress)
+        return prepared, allocation, drawn
 
     def total_bytes(self, schemes: Mapping[str, QuantScheme]) -> int:
         """Of all files of weights, given the scheme of each module that gets one."""

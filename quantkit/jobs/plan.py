@@ -20,11 +20,11 @@ from quantkit.formats.checkpoint import Checkpoint, require_runnable
 from quantkit.formats.container import Encoder
 from quantkit.formats.detect import WeightKind, open_checkpoint
 from quantkit.formats.output.staging import require_space
-from quantkit.jobs.card import Labels, model_name
 from quantkit.jobs.certificate import certified_text
 from quantkit.jobs.conversion import conversion
 from quantkit.jobs.estimate import Estimate, estimate_conversion, estimate_quantization, require_buildable
 from quantkit.jobs.fit_to_size import SizeFit, asked_recipe
+from quantkit.jobs.labels import Labels, model_name
 from quantkit.jobs.output import SHARD_BYTES
 from quantkit.jobs.prepare import planned_output, prepare, tensor_blocks
 from quantkit.jobs.settings import Method, MethodOptions

@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from quantkit.arguments import as_path, require_flags, require_instance
-from quantkit.bit_allocation.allocation import size_target
-from quantkit.bit_allocation.picture import NAME as PICTURE
-from quantkit.bit_allocation.picture import picture
+from quantkit.bit_allocation.allocation import Allocation, size_target
+from quantkit.calibration.data import Calibration
 from quantkit.calibration.quantizers import GptqQuantizer, Quantizer, RtnQuantizer, TensorBlock
 from quantkit.distributed.group import SINGLE, ProcessGroup
+from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.container import weight_size
 from quantkit.formats.detect import WeightKind
 from quantkit.formats.output.staging import partial_folder
 from quantkit.formats.output.writer import Written
-from quantkit.jobs.card import NAME as CARD
-from quantkit.jobs.card import Labels, Made, model_card, model_name
+from quantkit.formats.registry import Target
+from quantkit.jobs.card import card_files
+from quantkit.jobs.card_facts import Made
 from quantkit.jobs.certificate import certified_text
 from quantkit.jobs.command import file_name
 from quantkit.jobs.estimate import Estimate, estimate_quantization, require_buildable
 from quantkit.jobs.fit_to_size import OPTION as BIT_ALLOCATION
 from quantkit.jobs.fit_to_size import SizeFit, asked_recipe
+from quantkit.jobs.labels import Labels, model_name
 from quantkit.jobs.output import SHARD_BYTES, JobWriter, Work, model_summary, writing
-from quantkit.jobs.prepare import planned_output, prepare, starved_experts, tensor_blocks, too_few_tokens
+from quantkit.jobs.prepare import Prepared, planned_output, prepare, starved_experts, tensor_blocks, too_few_tokens
 from quantkit.jobs.result import QuantizeResult
-from quantkit.jobs.settings import Method, MethodOptions
+from quantkit.jobs.settings import GptqSettings, Method, MethodOptions
 from quantkit.jobs.target import NATIVE, TargetName, quantized_target, shard_bytes
 from quantkit.jobs.weights_only import within_bounds
 from quantkit.progress import Progress, heard, in_phase, without_phase
@@ -158,31 +160,16 @@ def quantize(
     long = certified_text(certify_positions, certify_text, prepared.source, prepared.tokenizer)
     drawn, allocation = None, None
     if size is not None:
-        sized = SizeFit(prepared, size, target, template, most, name, dst)
-        fit = sized.fit()
-        if group.first:
-            sized.require_buildable(resume=resume)
-            if on_estimate is not None:
-                on_estimate(sized.estimate(fit, long, source_check=source_check))
-        drawn = sized.require_gptq().draw(prepared.tokenizer, prepared.source, group=group, progress=progress)
-        prepared, allocation = sized.chosen(fit, drawn, resume=resume, group=group, progress=progress)
+        prepared, allocation, drawn = SizeFit(prepared, size, target, template, most, name, dst).choose(
+            long, on_estimate, resume=resume, source_check=source_check, group=group, progress=progress
+        )
     source, scheme_map, settings, notes = prepared.source, prepared.scheme_map, prepared.settings, prepared.notes
     runnable = source.config.runnable
     if not runnable:
         scheme_map, more = within_bounds(source, scheme_map, allow_nonfinite=allow_nonfinite, progress=progress)
         notes += more
     schemes = scheme_map.schemes
-    options: dict[str, object] = {
-        "recipe": scheme_map.recipe.to_json(), "method": prepared.method, "allow_nonfinite": allow_nonfinite,
-    }  # fmt: skip
-    if not runnable:
-        options |= {"tensors_only": True, "linears_by": prepared.linears_by}
-    if target.name != NATIVE:
-        options["to"] = target.name
-    if split_max_size is not None:
-        options["split_max_size"] = split_max_size
-    if allocation is not None:
-        options[BIT_ALLOCATION] = allocation.to_json()
+    options = _options(prepared, scheme_map.recipe, target, split_max_size, allocation, allow_nonfinite=allow_nonfinite)
     blocks = tensor_blocks(source, schemes, target)
     planned = planned_output(prepared, blocks, target, template, most, name, dst)
     encoder = target.container.encoder(planned)
@@ -199,12 +186,7 @@ def quantize(
         drawn = drawn or settings.draw(prepared.tokenizer, source, group=group, progress=progress)
         notes += [*drawn.notes, *too_few_tokens(drawn.tokens.shape, source.config)]
         options |= {"calibration": drawn.to_json(), "thorough": settings.thorough}
-        computed_by = {
-            "number of processes": group.size, "kind of device": settings.device.type,
-            "samples multiplied in": str(passing_dtype(settings.device)),
-        }  # fmt: skip
-        if settings.text is None:
-            computed_by["calibration samples"] = drawn.fingerprint()  # the source's own figures have chosen them
+        computed_by = _computed_by(settings, drawn, group)
         scratch = settings.scratch_bytes(source, drawn)
         quantizer = GptqQuantizer(
             source, drawn, schemes, device=settings.device, memory_bytes=settings.memory_bytes,
@@ -215,21 +197,15 @@ def quantize(
     if not group.first:
         return _told_by_first(group, quantizer, blocks, Written(encoder, partial_folder(dst)))
     work = Work("quantize", source, encoder, side_files, options, computed_by, scratch)
-    gate: Gate | WeightsOnly
-    certificate: PositionCertificate | None = None
     told = progress if settings is None else without_phase(progress, work.job)  # GPTQ tells of its linears
     with writing(work, dst, resume=resume, source_check=source_check, progress=told) as writer:
         _write(blocks, quantizer, writer, Written(encoder, writer.path, writer.done), durable=settings is not None)
         result = writer.seal()
         written = weight_size(result)
         notes += starved_experts(writer.records, source.config)
-        if runnable:
-            gate = run_gate(source, result, writer.records, asked=schemes, progress=in_phase(progress, "gate"))
-            if not accept_quality_loss:
-                require_passed(gate, source, result, dst)
-            notes += _accepted(gate, dst)
-        else:
-            gate = weights_only(result, writer.records)
+        gate, more = _gate(source, result, writer, schemes, dst, accepted=accept_quality_loss, progress=progress)
+        notes += more
+        certificate = None
         if long is not None:
             certificate = long.certificate(source, result, schemes.values(), in_phase(progress, "certificate"))
             if not accept_quality_loss:
@@ -250,9 +226,7 @@ def quantize(
         card = {}
         if target.method is not None:
             made = Made(scheme_map, target.method, *written, settings, drawn, others, labels, allocation)
-            card = {CARD: model_card(source, made, gate, certificate)}
-            if allocation is not None:
-                card[PICTURE] = picture(allocation).encode()
+            card = card_files(source, made, gate, certificate)
         manifest = writer.commit(details, card)
     found = QuantizeResult(
         dst, scheme_map.counts(), *written, prepared.method, None if drawn is None else drawn.to_json(),
@@ -261,6 +235,53 @@ def quantize(
     )  # fmt: skip
     group.tell_others(found)
     return found
+
+
+def _options(
+    prepared: Prepared, recipe: Recipe, target: Target, split_max_size: int | None, allocation: Allocation | None, *,
+    allow_nonfinite: bool,
+) -> dict[str, object]:  # fmt: skip
+    """What decides the result besides the source and the calibration, for the manifest, and for runs that resume."""
+    options: dict[str, object] = {
+        "recipe": recipe.to_json(), "method": prepared.method, "allow_nonfinite": allow_nonfinite,
+    }  # fmt: skip
+    if not prepared.source.config.runnable:
+        options |= {"tensors_only": True, "linears_by": prepared.linears_by}
+    if target.name != NATIVE:
+        options["to"] = target.name
+    if split_max_size is not None:
+        options["split_max_size"] = split_max_size
+    if allocation is not None:
+        options[BIT_ALLOCATION] = allocation.to_json()
+    return options
+
+
+def _computed_by(settings: GptqSettings, drawn: Calibration, group: ProcessGroup) -> dict[str, object]:
+    """What GPTQ's results depend on that is asked for nowhere."""
+    found: dict[str, object] = {
+        "number of processes": group.size, "kind of device": settings.device.type,
+        "samples multiplied in": str(passing_dtype(settings.device)),
+    }  # fmt: skip
+    if settings.text is None:
+        found["calibration samples"] = drawn.fingerprint()  # the source's own figures have chosen them
+    return found
+
+
+def _gate(
+    source: Checkpoint, result: Checkpoint, writer: JobWriter, schemes: Mapping[str, QuantScheme], dst: Path, *,
+    accepted: bool, progress: Progress,
+) -> tuple[Gate | WeightsOnly, list[str]]:  # fmt: skip
+    """Hold a result against its source; of a model that cannot be run, its tensors. Notes come with it.
+
+    Raises:
+        QualityError: if it is too far from it, unless that is accepted.
+    """
+    if not source.config.runnable:
+        return weights_only(result, writer.records), []
+    gate = run_gate(source, result, writer.records, asked=schemes, progress=in_phase(progress, "gate"))
+    if not accepted:
+        require_passed(gate, source, result, dst)
+    return gate, _accepted(gate, dst)
 
 
 def _write(

@@ -10,8 +10,9 @@ from typing import Literal, get_args
 
 import torch
 
-from quantkit.arguments import as_path, as_text, as_whole
-from quantkit.calibration.data import Calibration, load_calibration, require_calibration
+from quantkit.architectures.config import ModelConfig
+from quantkit.arguments import as_path, as_seed, as_text, as_whole
+from quantkit.calibration.data import Calibration, load_calibration, require_calibration, require_samples
 from quantkit.calibration.effort import (
     ACTIVATION_MEMORY,
     MAX_LENGTH,
@@ -22,7 +23,8 @@ from quantkit.calibration.effort import (
     Effort,
     activation_bytes,
 )
-from quantkit.calibration.packaged import PackagedText, near_uniform_pieces
+from quantkit.calibration.estimate import card_activation_bytes
+from quantkit.calibration.packaged import PackagedText, near_uniform_pieces, require_plausible
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.formats.checkpoint import Checkpoint
@@ -66,7 +68,12 @@ class GptqSettings:
 
     def scratch_bytes(self, source: Checkpoint, drawn: Calibration) -> int:
         """What of the activations goes to disk."""
-        return activation_bytes(source.config, drawn.tokens.shape, self.effort, self.memory_bytes)[1]
+        return self.activation_bytes(source.config, drawn.tokens.shape)[1]
+
+    def activation_bytes(self, config: ModelConfig, shape: Sequence[int]) -> tuple[int, int, int]:
+        """What of the activations of samples of a shape [N, T] is in memory, on disk, and on the card that computes."""
+        room = card_activation_bytes(config, shape, self.device)
+        return activation_bytes(config, shape, self.effort, self.memory_bytes, room)
 
     def draw(
         self, tokenizer: Tokenizer | None, source: Checkpoint, *, group: ProcessGroup = SINGLE,
@@ -104,6 +111,17 @@ class GptqSettings:
             self._packaged(tokenizer, source).require(self.samples, length)
         else:
             require_calibration(self.text, tokenizer, samples=self.samples, length=length, seed=self.seed)
+
+    def require_plausible(self, source: Checkpoint) -> None:
+        """Check numbers as far as they can be told without the text.
+
+        Raises:
+            RequestError: as `draw` does.
+        """
+        length = self.sample_length(source)
+        if self.text is None and self.samples > 0:
+            require_plausible(self.samples, length)
+        require_samples(self.samples, length)
 
     def sample_length(self, source: Checkpoint) -> int:
         """Tokens in each sample.
@@ -156,9 +174,11 @@ class MethodOptions:
             self._require_unused()
         if self.calibration is not None:
             as_path("calibration", self.calibration)  # a text, kept as it is, may also name a dataset
-        for name in ("samples", "length", "seed"):
+        for name in ("samples", "length"):
             if (value := getattr(self, name)) is not None:
                 as_whole(name, value)
+        if self.seed is not None:
+            as_seed("seed", self.seed)
         memory = self.activation_memory
         if memory is not None and (
             not isinstance(memory, (int, float)) or isinstance(memory, bool) or not 0 <= memory < math.inf
@@ -179,7 +199,7 @@ class MethodOptions:
 
         Raises:
             RequestError: if GPTQ is not asked for by name, and the source cannot be calibrated; if options of GPTQ go
-                with a model that is rounded.
+                with a model that is rounded; if no samples are asked for, or such as the model has no context for.
         """
         if self.method == "rtn" or (self.method is None and all(scheme.bits > _SOLVED_BITS for scheme in schemes)):
             self._require_unused()
@@ -190,12 +210,15 @@ class MethodOptions:
                 f"int4 is solved by GPTQ, and the source cannot be calibrated: {lack}", path=source.path,
                 hint='round it with `method="rtn"`',
             )  # fmt: skip
-        return GptqSettings(
+        found = GptqSettings(
             self.calibration, SAMPLES if self.samples is None else self.samples, self.length,
             SEED if self.seed is None else self.seed, self.thorough,
             ACTIVATION_MEMORY if self.activation_memory is None else int(self.activation_memory),
             usable_device(self.device),
         )  # fmt: skip
+        as_seed("seed", found.seed)
+        found.require_plausible(source)
+        return found
 
     def _require_unused(self) -> None:
         """

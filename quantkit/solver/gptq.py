@@ -20,7 +20,9 @@ from torch import Tensor
 
 from quantkit.errors import NonFiniteError
 from quantkit.solver.factor import cholesky, lower_transposed_times, solve_lower, solve_lower_transposed
-from quantkit.solver.grid import search_scales
+from quantkit.solver.grid import Grid, search_scales
+from quantkit.solver.panels import ColumnKernels, descend_in_panels, solve_in_panels
+from quantkit.solver.portions import refit_bytes, weights_at_once
 from quantkit.tensors.products import times
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
@@ -28,8 +30,6 @@ from quantkit.tensors.scheme import QuantScheme
 DAMPING = 0.01
 _MOST_DAMPING = 1.0
 _BLOCK = 64
-_REFIT_BYTES = 1 << 26
-WEIGHTS_AT_ONCE = 1 << 21
 
 
 class SingularError(ArithmeticError):
@@ -62,34 +62,6 @@ class GptqReport:
 
 
 @dataclass(frozen=True)
-class Grid:
-    """Where codes may lie: scale [G, O], zero point [G, O] or None, both float32, and the scheme."""
-
-    scale: Tensor
-    zero: Tensor | None
-    scheme: QuantScheme
-    size: int
-
-    @classmethod
-    def of(cls, scale: Tensor, zero: Tensor | None, scheme: QuantScheme, columns: int) -> Grid:
-        """The grid of stored scales and zero points."""
-        return cls(scale.float(), None if zero is None else zero.float(), scheme, columns // scale.shape[0])
-
-    def round_(self, steps: Tensor, column: int) -> Tensor:
-        """The nearest codes less their zero point, in place, for one column [O] in units of its scale."""
-        if self.zero is None:
-            half = self.scheme.levels // 2
-            return steps.round_().clamp_(-half, half - 1)
-        zero = self.zero[column // self.size]
-        return steps.round_().add_(zero).clamp_(0, self.scheme.levels - 1).sub_(zero)
-
-    def values(self, codes: Tensor) -> Tensor:
-        """The weights [I, O] of codes less their zero points."""
-        grouped = codes.view(self.scale.shape[0], self.size, -1)
-        return (grouped * self.scale.unsqueeze(1)).view_as(codes)
-
-
-@dataclass(frozen=True)
 class Damped:
     """A Hessian with as little damping as makes it positive definite.
 
@@ -119,9 +91,9 @@ class Damped:
         """
         if not torch.isfinite(hessian).all():
             raise NonFiniteError("the Hessian holds NaN or Inf")
-        diagonal = hessian.diagonal().clone()
-        dead = diagonal == 0
-        diagonal[dead] = diagonal.mean() if diagonal.any() else 1.0
+        stored = hessian.diagonal()
+        dead = stored == 0
+        diagonal = torch.where(dead, torch.where(dead.all(), 1.0, stored.mean()), stored)
         mean = diagonal.mean()
         order = torch.argsort(diagonal, descending=True, stable=True)
         damping = least
@@ -152,26 +124,28 @@ def compensated(weight: Tensor, hessian: Damped, pull: Tensor) -> Tensor:
 
 
 def gptq(
-    weight: Tensor, hessian: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, *, target: Tensor | None = None
-) -> tuple[QuantTensor, GptqReport]:
+    weight: Tensor, hessian: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, *, target: Tensor | None = None,
+    kernels: ColumnKernels | None = None,
+) -> tuple[QuantTensor, GptqReport]:  # fmt: skip
     """Quantize a layer so that its outputs on the calibration inputs change least.
 
     Args:
         weight: [O, I], any float dtype; not changed.
         hessian: [I, I] float32, ``X.T @ X`` over the inputs the layer will really see;
             not changed.
-        scheme, scale_dtype, target: as for `solve`.
+        scheme, scale_dtype, target, kernels: as for `solve`.
 
     Raises:
         NonFiniteError: if the weight or the Hessian holds NaN or Inf.
         SingularError: see `Damped.of_`.
     """
-    return solve(weight, Damped.of_(hessian.clone()), scheme, scale_dtype, target=target)
+    return solve(weight, Damped.of_(hessian.clone()), scheme, scale_dtype, target=target, kernels=kernels)
 
 
 def solve(
-    weight: Tensor, hessian: Damped, scheme: QuantScheme, scale_dtype: torch.dtype, *, target: Tensor | None = None
-) -> tuple[QuantTensor, GptqReport]:
+    weight: Tensor, hessian: Damped, scheme: QuantScheme, scale_dtype: torch.dtype, *, target: Tensor | None = None,
+    kernels: ColumnKernels | None = None,
+) -> tuple[QuantTensor, GptqReport]:  # fmt: skip
     """`gptq` with a Hessian that is damped already.
 
     Args:
@@ -180,6 +154,7 @@ def solve(
         scheme: the group size must divide I.
         scale_dtype: dtype the scales are stored in.
         target: what the codes are to come close to, if not `weight`; see `compensated`.
+        kernels: of the device; None leaves each input to torch.
 
     Raises:
         NonFiniteError: if the weight holds NaN or Inf.
@@ -187,28 +162,36 @@ def solve(
     if not torch.isfinite(weight).all():
         raise NonFiniteError("the weight holds NaN or Inf")
     rows, columns = weight.shape
-    step = max(1, WEIGHTS_AT_ONCE // columns)
+    step = max(1, weights_at_once(weight.device) // columns)
     parts = []
     for start in range(0, max(rows, 1), step):
         part = weight[start : start + step].float()
         wanted = part if target is None else target[start : start + step].float()
-        parts.append(_solve_rows(part, wanted, hessian, scheme, scale_dtype))
+        parts.append(_solve_rows(part, wanted, hessian, scheme, scale_dtype, kernels))
     codes, scales, zeros, errors, energies = zip(*parts, strict=True)
     quantized = QuantTensor(torch.cat(codes), torch.cat(scales), None if scheme.symmetric else torch.cat(zeros), scheme)
     return quantized, GptqReport(hessian.damping, hessian.dead, torch.cat(errors), torch.cat(energies))
 
 
 def _solve_rows(
-    weight: Tensor, target: Tensor, hessian: Damped, scheme: QuantScheme, scale_dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    weight: Tensor, target: Tensor, hessian: Damped, scheme: QuantScheme, scale_dtype: torch.dtype,
+    kernels: ColumnKernels | None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
     """Some rows [O, I] of a layer: codes, scale, zero point, and the row's error and energy."""
     wanted = target.t().contiguous()
     scale, zero = search_scales(wanted, hessian.diagonal, scheme, scale_dtype)
-    codes = solve_codes(wanted, hessian.factor, Grid.of(scale, zero, scheme, len(wanted)), hessian.order)
+    grid = Grid.of(scale, zero, scheme, len(wanted))
+    if kernels is None:
+        codes = solve_codes(wanted, hessian.factor, grid, hessian.order)
+    else:
+        codes = solve_in_panels(wanted, hessian.factor, grid, hessian.order, kernels)
     pull = times(hessian.matrix, wanted)
     scale = refit_scales(pull, codes, hessian.matrix, scale)
     grid = Grid.of(scale, zero, scheme, len(wanted))
-    codes = descend(pull, codes, hessian.matrix, grid, hessian.order)
+    if kernels is None:
+        codes = descend(pull, codes, hessian.matrix, grid, hessian.order)
+    else:
+        codes = descend_in_panels(pull, codes, hessian.matrix, grid, hessian.order, kernels)
     offset = scheme.levels // 2 if zero is None else zero.float().repeat_interleave(grid.size, dim=0)
     unsigned = (codes + offset).to(torch.uint8).t().contiguous()
     scale, zero = scale.t().contiguous(), None if zero is None else zero.t().contiguous()
@@ -261,7 +244,7 @@ def refit_scales(pull: Tensor, codes: Tensor, hessian: Tensor, scale: Tensor) ->
     groups, rows = scale.shape
     size = codes.shape[0] // groups
     fitted = torch.empty(groups, rows, device=codes.device)
-    step = max(1, _REFIT_BYTES // (4 * groups * (groups + 3 * size)))
+    step = max(1, refit_bytes(codes.device) // (4 * groups * (groups + 3 * size)))
     for start in range(0, rows, step):
         part = codes[:, start : start + step].contiguous()
         count = part.shape[1]
@@ -276,7 +259,7 @@ def refit_scales(pull: Tensor, codes: Tensor, hessian: Tensor, scale: Tensor) ->
         system = normal.permute(2, 0, 1).contiguous()
         diagonal = system.diagonal(dim1=1, dim2=2)
         diagonal += 1e-6 * diagonal.mean(-1, keepdim=True) + 1e-20
-        fitted[:, start : start + step] = torch.linalg.solve(system, right.t().unsqueeze(-1)).squeeze(-1).t()
+        fitted[:, start : start + step] = torch.linalg.solve_ex(system, right.t().unsqueeze(-1))[0].squeeze(-1).t()
     stored = fitted.to(scale.dtype)
     usable = torch.isfinite(stored) & (stored * scale.sign() > 0)
     return torch.where(usable, stored, scale)

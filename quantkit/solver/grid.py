@@ -3,16 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from quantkit.solver.portions import searched_weights
 from quantkit.tensors.scheme import QuantScheme
 
 _COARSE = tuple(1.05 - 0.05 * step for step in range(14))  # 1 is among them
 _FINE = (-0.025, -0.0125, 0.0125, 0.025)
-_TILE = 1 << 15  # weights; torch computes on as few in one thread
 _NARROWEST = 16
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Where codes may lie: scale [G, O], zero point [G, O] or None, both float32, and the scheme."""
+
+    scale: Tensor
+    zero: Tensor | None
+    scheme: QuantScheme
+    size: int
+
+    @classmethod
+    def of(cls, scale: Tensor, zero: Tensor | None, scheme: QuantScheme, columns: int) -> Grid:
+        """The grid of stored scales and zero points."""
+        return cls(scale.float(), None if zero is None else zero.float(), scheme, columns // scale.shape[0])
+
+    def round_(self, steps: Tensor, column: int) -> Tensor:
+        """The nearest codes less their zero point, in place, for one column [O] in units of its scale."""
+        if self.zero is None:
+            half = self.scheme.levels // 2
+            return steps.round_().clamp_(-half, half - 1)
+        zero = self.zero[column // self.size]
+        return steps.round_().add_(zero).clamp_(0, self.scheme.levels - 1).sub_(zero)
+
+    def values(self, codes: Tensor) -> Tensor:
+        """The weights [I, O] of codes less their zero points."""
+        grouped = codes.view(self.scale.shape[0], self.size, -1)
+        return (grouped * self.scale.unsqueeze(1)).view_as(codes)
 
 
 def search_scales(
@@ -39,7 +68,7 @@ def search_scales(
     weights = importance.view(groups, 1, -1)
     scale = torch.empty(groups, rows, dtype=scale_dtype, device=weight.device)
     zero = None if scheme.symmetric else torch.empty_like(scale, dtype=torch.uint8)
-    for tile in _tiles(groups, columns // groups, rows):
+    for tile in _tiles(groups, columns // groups, rows, searched_weights(weight.device)):
         search = _Search(grouped[tile[0], :, tile[1]].contiguous(), weights[tile[0]], scheme, scale_dtype)
         scale[tile] = search.scale
         if zero is not None:
@@ -93,10 +122,10 @@ class _Search:
         self.offset = torch.where(better, offset, self.offset)
 
 
-def _tiles(groups: int, size: int, rows: int) -> Iterator[tuple[slice, slice]]:
-    """Ranges of groups and rows of about `_TILE` weights."""
-    width = min(rows, max(_NARROWEST, _TILE // size))
-    height = max(1, _TILE // (size * width))
+def _tiles(groups: int, size: int, rows: int, weights: int) -> Iterator[tuple[slice, slice]]:
+    """Ranges of groups and rows of about so many weights."""
+    width = min(rows, max(_NARROWEST, weights // size))
+    height = max(1, weights // (size * width))
     for first in range(0, groups, height):
         for start in range(0, rows, width):
             yield slice(first, first + height), slice(start, start + width)

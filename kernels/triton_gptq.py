@@ -1,0 +1,81 @@
+"""GPTQ's rounding of some columns, one after the other: a thread takes a row, and reads back the errors it made."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantkit.kernels.triton_words import INTERPRETED
+
+_ROWS = 512 if INTERPRETED else 32  # of one program, which is a warp: a few hundred of them fill a card
+_WHOLE = tl.constexpr(1.5 * 2.0**23)  # a float that it is added to keeps no fraction
+
+
+@triton.jit
+def round_columns(
+    start, wanted, ratios, inverse, columns, scale, zero, codes, values, errors, rows, count, size, levels,
+    SYMMETRIC: tl.constexpr, DESCEND: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Round some columns of ROWS rows; `errors` are those of the columns before one, too."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    mask = row < rows
+    row = row.to(tl.int64)
+    for i in tl.range(0, count):
+        here = tl.load(start + i * rows + row, mask=mask, other=0.0)
+        for j in tl.range(0, i):  # each thread has stored these itself
+            here += tl.load(ratios + j * count + i) * tl.load(errors + j * rows + row, mask=mask, other=0.0)
+        column = tl.load(columns + i)
+        place = column * rows + row
+        group = (column // size) * rows + row
+        step = tl.load(scale + group, mask=mask, other=1.0)
+        steps = tl.div_rn(here, step)
+        if DESCEND:
+            before = tl.load(codes + place, mask=mask, other=0.0)
+            steps = before + steps * tl.load(inverse + i)
+        if SYMMETRIC:
+            low = -0.5 * levels
+            high = 0.5 * levels - 1
+        else:
+            low = -tl.load(zero + group, mask=mask, other=0.0)
+            high = levels - 1 + low
+        best = tl.minimum(tl.maximum(steps, low), high)
+        best = (best + _WHOLE) - _WHOLE
+        if DESCEND:
+            error = (before - best) * step
+            tl.store(values + place, best * step, mask=mask)
+        else:
+            error = tl.load(wanted + i * rows + row, mask=mask, other=0.0) - best * step
+        tl.store(codes + place, best, mask=mask)
+        tl.store(errors + i * rows + row, error, mask=mask)
+
+
+def round_in_turn(
+    start: Tensor, wanted: Tensor, ratios: Tensor, columns: Tensor, scale: Tensor, zero: Tensor | None, levels: int,
+    size: int, codes: Tensor, errors: Tensor,
+) -> None:  # fmt: skip
+    """See `ColumnKernels`."""
+    _launch(start, wanted, ratios, ratios, columns, scale, zero, levels, size, codes, None, errors)
+
+
+def improve_in_turn(
+    start: Tensor, inverse: Tensor, ratios: Tensor, columns: Tensor, scale: Tensor, zero: Tensor | None, levels: int,
+    size: int, codes: Tensor, values: Tensor, errors: Tensor,
+) -> None:  # fmt: skip
+    """See `ColumnKernels`."""
+    _launch(start, start, ratios, inverse, columns, scale, zero, levels, size, codes, values, errors)
+
+
+def _launch(
+    start: Tensor, wanted: Tensor, ratios: Tensor, inverse: Tensor, columns: Tensor, scale: Tensor, zero: Tensor | None,
+    levels: int, size: int, codes: Tensor, values: Tensor | None, errors: Tensor,
+) -> None:  # fmt: skip
+    count, rows = start.shape
+    read = (start, wanted, ratios, inverse, columns, scale, scale if zero is None else zero)
+    written = (codes, errors if values is None else values, errors)
+    with torch.cuda.device_of(start):
+        round_columns[triton.cdiv(rows, _ROWS),](
+            *(one.contiguous() for one in read), *written, rows, count, size, float(levels),
+            SYMMETRIC=zero is None, DESCEND=values is not None, ROWS=_ROWS, num_warps=1, num_stages=1,
+        )  # fmt: skip

@@ -1,0 +1,30 @@
+"""How much the solver takes at a time: on a CPU as much as caches hold, on a card as much as its memory does."""
+
+from __future__ import annotations
+
+import torch
+
+WEIGHTS_AT_ONCE = 1 << 21
+_CARD_WEIGHTS = 1 << 28
+_CARD_BYTES = 80  # of a card's memory for each weight: twice what the solver needs
+
+_REFIT_BYTES = 1 << 26
+_SEARCHED = 1 << 15  # weights; torch computes on as few in one thread
+
+
+def weights_at_once(device: torch.device) -> int:
+    """Weights of a layer that are solved together; on a card by its whole memory, so that each run gives the same."""
+    if device.type != "cuda":
+        return WEIGHTS_AT_ONCE
+    fitting = torch.cuda.get_device_properties(device).total_memory // _CARD_BYTES
+    return min(_CARD_WEIGHTS, 1 << (fitting.bit_length() - 1))
+
+
+def refit_bytes(device: torch.device) -> int:
+    """Of the least squares that fit the scales of some rows."""
+    return 2 * weights_at_once(device) if device.type == "cuda" else _REFIT_BYTES
+
+
+def searched_weights(device: torch.device) -> int:
+    """Weights whose scales are searched together."""
+    return weights_at_once(device) // 8 if device.type == "cuda" else _SEARCHED
