@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -161,6 +162,34 @@ def test_dialogues_go_through_the_models_template(template: str | None, expected
     found = ["".join(map(chr, kind.tokens.tolist())) for kind in text.kinds if kind.name == "dialogue"]
     assert found == ([] if expected is None else [expected])
     assert bool(text.notes) == (expected is None)
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "left out.*takes too long"),
+        ("{% for i in range(5000) %}{{ messages[0].content * 40 }}{% endfor %}", "left out.*takes too long"),
+        ("", "makes nothing of 40 dialogues"),
+        ("hello", "makes the same of all 40 dialogues"),
+    ],
+)
+def test_a_template_that_tells_no_dialogue_is_told_of_and_ends(
+    template: str, words: str, documents: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = json.dumps({"kind": "dialogue", "messages": DIALOGUE[1:]}) + "\n"
+    documents.write_text(documents.read_text() + turns * 40)
+    monkeypatch.setattr(packaged, "_TEMPLATE_STEPS", 1 << 17)
+    monkeypatch.setattr(packaged, "_TEMPLATE_LETTERS", 1 << 17)
+    text = _of(chat=TemplateChat(lambda _: ChatTemplate(template), Letters()))  # type: ignore[arg-type]
+    assert re.search(words, " ".join(text.notes))
+
+
+def test_dialogues_are_the_same_at_all_times(documents: Path) -> None:
+    documents.write_text(documents.read_text() + json.dumps({"kind": "dialogue", "messages": DIALOGUE}) + "\n")
+    template = TURNS + "{{ strftime_now('%d %b %Y %f') }} {{ range(1000) | random }}"
+    texts = [_of(chat=TemplateChat(lambda _: ChatTemplate(template), Letters())) for _ in range(2)]  # type: ignore[arg-type]
+    assert texts[0].kinds[-1].tokens.equal(texts[1].kinds[-1].tokens)
+    assert "26 Jul 2024 000000" in "".join(map(chr, texts[0].kinds[-1].tokens.tolist()))
 
 
 def test_a_source_tells_what_it_predicts_from_what_it_does_not(tmp_path: Path) -> None:
