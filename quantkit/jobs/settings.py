@@ -10,8 +10,8 @@ from typing import Literal, get_args
 
 import torch
 
-from quantkit.arguments import as_path, as_seed, as_text, as_whole
 from quantkit.architectures.config import ModelConfig
+from quantkit.arguments import as_path, as_seed, as_text, as_whole
 from quantkit.calibration.data import Calibration, load_calibration, require_calibration, require_samples
 from quantkit.calibration.effort import (
     ACTIVATION_MEMORY,
@@ -199,7 +199,7 @@ class MethodOptions:
 
         Raises:
             RequestError: if GPTQ is not asked for by name, and the source cannot be calibrated; if options of GPTQ go
-                with a model that is rounded.
+                with a model that is rounded; if no samples are asked for, or such as the model has no context for.
         """
         if self.method == "rtn" or (self.method is None and all(scheme.bits > _SOLVED_BITS for scheme in schemes)):
             self._require_unused()
@@ -216,6 +216,7 @@ class MethodOptions:
             ACTIVATION_MEMORY if self.activation_memory is None else int(self.activation_memory),
             usable_device(self.device),
         )  # fmt: skip
+        as_seed("seed", found.seed)
         found.require_plausible(source)
         return found
 
