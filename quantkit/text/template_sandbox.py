@@ -290,7 +290,12 @@ def environment() -> Any:
     )  # fmt: skip
     for name in _WITHOUT:
         del made.filters[name]
-    made.filters |= {"tojson": _to_json, "sum": total, "random": pass_context(_random), _JOINED: lambda items: "".join(map(str, items))}
+    made.filters |= {
+        "tojson": _to_json,
+        "sum": total,
+        "random": pass_context(_random),
+        _JOINED: lambda items: "".join(map(str, items)),
+    }
     made.filters = {name: _watched(name, filter) for name, filter in made.filters.items()}
     made.tests = {name: _watched(name, test) for name, test in made.tests.items()}
     # Of the context, so that nothing is folded when the template is compiled.
@@ -298,7 +303,11 @@ def environment() -> Any:
     made.filters[_MADE] = pass_context(lambda context, value: _bounds.get().made(value))
     made.filters[_READ] = pass_context(lambda context, value: _read(value))
     del made.globals["lipsum"]
-    made.globals |= {"namespace": Held, "raise_exception": _refuse, "strftime_now": lambda format: _bounds.get().now().strftime(format)}
+    made.globals |= {
+        "namespace": Held,
+        "raise_exception": _refuse,
+        "strftime_now": lambda format: _bounds.get().now().strftime(format),
+    }
     return made
 
 
