@@ -55,8 +55,7 @@ _TIMES_AS_SLOW = 8
 _TAKE_WIDTHS = ("batch", "center", "indent", "round", "slice")
 _VIEWS = (KeysView, ValuesView, ItemsView)
 _HOLD = (list, tuple, dict, *_VIEWS)
-_FIXED_DATE = datetime.datetime(2024, 7, 26)
-"""Which Llama's templates name where they are told none."""
+_FIXED_DATE = datetime.datetime(2024, 7, 26)  # that of Llama's templates where they are told none
 _JOINED, _COUNTED, _READ, _MADE = "quantkit_joined", "quantkit_counted", "quantkit_read", "quantkit_made"
 
 
@@ -290,12 +289,8 @@ def environment() -> Any:
     )  # fmt: skip
     for name in _WITHOUT:
         del made.filters[name]
-    made.filters |= {
-        "tojson": _to_json,
-        "sum": total,
-        "random": pass_context(_random),
-        _JOINED: lambda items: "".join(map(str, items)),
-    }
+    made.filters |= {"tojson": _to_json, "sum": total, "random": pass_context(_random)}
+    made.filters[_JOINED] = lambda items: "".join(map(str, items))
     made.filters = {name: _watched(name, filter) for name, filter in made.filters.items()}
     made.tests = {name: _watched(name, test) for name, test in made.tests.items()}
     # Of the context, so that nothing is folded when the template is compiled.
@@ -303,11 +298,8 @@ def environment() -> Any:
     made.filters[_MADE] = pass_context(lambda context, value: _bounds.get().made(value))
     made.filters[_READ] = pass_context(lambda context, value: _read(value))
     del made.globals["lipsum"]
-    made.globals |= {
-        "namespace": Held,
-        "raise_exception": _refuse,
-        "strftime_now": lambda format: _bounds.get().now().strftime(format),
-    }
+    made.globals |= {"namespace": Held, "raise_exception": _refuse}
+    made.globals["strftime_now"] = lambda format: _bounds.get().now().strftime(format)
     return made
 
 
