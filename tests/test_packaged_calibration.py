@@ -105,6 +105,21 @@ def test_what_the_source_does_not_predict_is_dropped_and_replaced(documents: Pat
     assert any("third 8" in note for note in drawn.notes)
 
 
+def test_as_many_samples_are_drawn_as_were_asked_for_or_a_note_says_how_many(documents: Path) -> None:
+    def scripted(*rounds: Sequence[int], then: int) -> Any:
+        found = iter(rounds)
+        return lambda pieces: [bool(one) for one in next(found, [then] * len(pieces))]
+
+    halves = [1, 1, 0, 0, 1, 0, 0, 0]  # of the first two kinds
+    drawn = _of().draw(
+        samples=8, length=33, seed=0, near_uniform=scripted(halves, [0, 1, 0, 1], [0, 0, 1], then=0)
+    )  # fmt: skip
+    assert (len(drawn.tokens), any("not 8" in note for note in drawn.notes)) == (8, False)
+    drawn = _of().draw(samples=8, length=33, seed=0, near_uniform=scripted(halves, then=1))
+    assert len(drawn.tokens) == 5
+    assert any("5 calibration samples are drawn, not 8" in note for note in drawn.notes)
+
+
 def test_where_nothing_is_predicted_nothing_is_dropped(documents: Path) -> None:
     drawn = _draw(_of(), 32, 33, dropped="abcdefghijklmnopqr\n")
     assert (len(drawn.tokens), drawn.to_json()["dropped"]) == (32, 0)

@@ -33,6 +33,7 @@ PREFIX = 64
 _LEAST_PREFIX = 8  # of fewer tokens a mean loss tells nothing
 _NEAR_UNIFORM = 0.85  # of the loss of a uniform guess, on the prefix
 _ROUNDS = 3  # of drawing, so that others take the places of those that are dropped
+_MORE_ROUNDS = 3  # of those kinds of which nothing has been dropped
 _SPREAD = 4  # times the tokens that are drawn of a kind are taken of its documents
 _MOST_PASSES = 2  # through the text, in windows that overlap
 _LEAST_DISTINCT = 16  # tokens that a text is made of
@@ -141,7 +142,9 @@ class PackagedText:
         seen: Counter[str] = Counter()
         dropped: Counter[str] = Counter()
         notes = list(self.notes)
-        for _ in range(_ROUNDS):
+        for number in range(_ROUNDS + _MORE_ROUNDS):
+            if number >= _ROUNDS:
+                kinds = [kind for kind in kinds if not dropped[kind.name]] or kinds
             pieces = self._pieces(kinds, missing, size, generator)
             found = near_uniform([torch.tensor([*self.lead, *piece.tolist()]) for _, piece in pieces])
             whole = whole or [piece for _, piece in pieces]
@@ -160,6 +163,8 @@ class PackagedText:
             told = ", ".join(f"{name} {count}" for name, count in dropped.most_common())
             notes.append(f"dropped from the calibration samples, as the source predicts them nearly uniformly: {told}")
         tokens = self._joined(kept, size)
+        if len(tokens) < samples:
+            notes.append(f"{len(tokens)} calibration samples are drawn, not {samples}: the text has no more to keep")
         order = torch.randperm(len(tokens), generator=generator)
         return Calibration(tokens[order], self.sha256, seed, PACKAGED, dict(dropped.most_common()), tuple(notes))
 
