@@ -76,7 +76,7 @@ def prepare(
     kept, recipe = as_texts("keep", keep), _recipe(scheme, embedding)
     source = open_checkpoint(as_path("src", src), weights, tensors_only=tensors_only)
     require_new_names(source.path, dst)
-    if method.method == "gptq":
+    if method.method == "gptq" and not method.sized:
         require_calibratable(source)
     tokenizer, notes = checked_tokenizer(source)
     if already := schemes(source):

@@ -149,11 +149,13 @@ def quantize(
     require_instance("group", group, ProcessGroup, "a ProcessGroup")
     progress, dst, labels = heard(progress), as_path("dst", dst), Labels(base_model, license)
     target = quantized_target(to, dst)
-    asked = MethodOptions(method, calibration, samples, length, seed, thorough, activation_memory, device)
     size = size_target(target_bits, max_size, scheme)
+    asked = MethodOptions(
+        method, calibration, samples, length, seed, thorough, activation_memory, device, sized=size is not None
+    )
     prepared = prepare(
-        src, dst, asked_recipe(scheme, size, head), embedding=embedding, keep=keep, strict=strict, weights=weights,
-        tensors_only=tensors_only, method=asked, target=target,
+        src, dst, asked_recipe(scheme, size, head, target), embedding=embedding, keep=keep, strict=strict,
+        weights=weights, tensors_only=tensors_only, method=asked, target=target,
     )  # fmt: skip
     name = model_name(prepared.source, labels.base_model)
     most = shard_bytes(split_max_size, target.container, SHARD_BYTES)
