@@ -36,8 +36,8 @@ def demo(output: Path | None, quick: bool, data: str | None) -> None:
     outputs = Outputs(data, makes=output)
     with ProgressDisplay() as progress:
         report = run_demo(output, quick=quick, progress=progress)
-    outputs.say([*report.lines(columns()), "", *_next_steps(output, report.rows[-1].name)])
-    outputs.write(report.to_json())
+    lines = [*report.lines(columns()), "", *_next_steps(output, report.rows[-1].name)]
+    outputs.write(report.to_json(), tell=lambda: outputs.say(lines))
 
 
 def _next_steps(output: Path | None, quantized: str) -> list[str]:
@@ -66,8 +66,7 @@ def inspect(path: Path, weights: WeightKind | None, tensors_only: bool, data: st
 
     outputs = Outputs(data)
     found = job(path, weights=weights, tensors_only=tensors_only)
-    outputs.say(found.lines())
-    outputs.write(found.to_json())
+    outputs.write(found.to_json(), tell=lambda: outputs.say(found.lines()))
 
 
 @click.command(cls=Command)
@@ -98,7 +97,7 @@ def convert(data: str | None, **given: Any) -> None:
     finish(made, outputs)
 
 
-@click.command(cls=Command, epilog=exit_codes(0, 10, 11))
+@click.command(cls=Command, epilog=exit_codes(0, 8, 10, 11))
 @click.argument("a", type=options.PATH)
 @click.argument("b", type=options.PATH, required=False)
 @click.option("--allow-bound", is_flag=True, help="Exit with 0, not 10, where the two are within their bound.")
@@ -119,8 +118,7 @@ def verify(a: Path, b: Path | None, allow_bound: bool, data: str | None) -> None
 
     with ProgressDisplay() as progress:
         report = job(a, progress=progress) if b is None else job(a, b, progress=progress)
-    outputs.say(report.lines())
-    outputs.write(report.to_json())
+    outputs.write(report.to_json(), tell=lambda: outputs.say(report.lines()))
     if isinstance(report, VerifyReport) and not (allow_bound and report.ok):
         sys.exit(report.verdict.value)
 

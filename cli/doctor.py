@@ -33,7 +33,6 @@ def doctor(
     outputs = Outputs(data)
     with ProgressDisplay() as progress:
         found = diagnose(path, runtime=runtime, tp=tp, deep=deep, against=against, progress=progress)
-    outputs.say(found.lines(columns()))
-    outputs.write(found.to_json())
+    outputs.write(found.to_json(), tell=lambda: outputs.say(found.lines(columns())))
     if found.broken:
         sys.exit(BROKEN)

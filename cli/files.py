@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,10 @@ class Outputs:
             raise RequestError("no such report", path=report, found=report.suffix, expected=".md or .html")
         if plot is not None and plot.suffix.lower() not in _PICTURES:
             raise RequestError("no such picture", path=plot, found=plot.suffix, expected=".png, .pdf or .svg")
+        for option, path in (("--report", report), ("--plot", plot)):
+            if path is not None and str(path) == STDOUT:
+                hint = "--table markdown prints tables for a report" if option == "--report" else None
+                raise RequestError(f"{option} takes the path of a file, not {STDOUT}", hint=hint)
         files = [path for path in (self._data, report, plot) if path is not None]
         if len({os.path.realpath(path) for path in files}) < len(files):
             raise RequestError("two outputs go to one file", path=files[0])
@@ -82,29 +87,37 @@ class Outputs:
         return self._json_on_stdout
 
     def write(
-        self, value: Any, *, report: Callable[[], str] | None = None, picture: Callable[[str], bytes] | None = None
-    ) -> None:
-        """Write what is wanted.
+        self, value: Any, *, report: Callable[[], str] | None = None,
+        picture: Callable[[str], bytes] | None = None, tell: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        """Write what is wanted, then print: what took hours is in its files whatever becomes of standard output, and
+        each of them, and what is printed, whatever becomes of another.
 
         Args:
             value: for JSON; what is not finite becomes null.
             report: gives the report, as a page where `wants_page` says so.
             picture: draws, given the kind of file.
+            tell: prints.
 
         Raises:
             DestinationError: if a file cannot be written.
             RequestError: if there is nothing to draw.
         """
-        if self._report is not None and report is not None:
-            replace(self._report, report().encode())
-        if self.wants_data:
-            text = json.dumps(finite(value), indent=2, allow_nan=False)
-            if self._data is None:
-                say([text])
-            else:
-                replace(self._data, text.encode() + b"\n")
-        if self._plot is not None and picture is not None:
-            replace(self._plot, picture(_PICTURES[self._plot.suffix.lower()]))
+        with ExitStack() as last_first:
+            if self._json_on_stdout:
+                last_first.callback(lambda: say([_json(value)]))
+            if tell is not None:
+                last_first.callback(tell)
+            if (plot := self._plot) is not None and picture is not None:
+                last_first.callback(lambda: replace(plot, picture(_PICTURES[plot.suffix.lower()])))
+            if (data := self._data) is not None:
+                last_first.callback(lambda: replace(data, _json(value).encode() + b"\n"))
+            if (file := self._report) is not None and report is not None:
+                last_first.callback(lambda: replace(file, report().encode()))
+
+
+def _json(value: Any) -> str:
+    return json.dumps(finite(value), indent=2, allow_nan=False)
 
 
 def replace(path: Path, content: bytes) -> None:

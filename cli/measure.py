@@ -78,11 +78,14 @@ def evaluate(
                 details=outputs.wants_page, device=device, group=group, progress=progress,
             )  # fmt: skip
         if group.first:
-            outputs.say(render([sheet(found)] if table == "csv" else tables(found), table, width=columns()))
-            for line in found.notes:
-                note(line)
+
+            def tell() -> None:
+                outputs.say(render([sheet(found)] if table == "csv" else tables(found), table, width=columns()))
+                for line in found.notes:
+                    note(line)
+
             report_of = found.to_html if outputs.wants_page else partial(markdown, found)
-            outputs.write(found.to_json(), report=report_of, picture=partial(picture, found))
+            outputs.write(found.to_json(), report=report_of, picture=partial(picture, found), tell=tell)
 
 
 @click.command(cls=Command)
@@ -153,12 +156,15 @@ def bench(
             warnings, notes = bench_report.warnings(found), bench_report.notes(found)
             below = [""] if (warnings or notes) and table == "terminal" else []
             tables = [bench_report.sheet(found)] if table == "csv" else bench_report.tables(found)
-            outputs.say([*render(tables, table, width=columns()), *below])
-            for line in warnings:
-                warn(line)
-            for line in notes:
-                note(line)
-            outputs.write([one.to_json() for one in found], picture=partial(picture, found))
+
+            def tell() -> None:
+                outputs.say([*render(tables, table, width=columns()), *below])
+                for line in warnings:
+                    warn(line)
+                for line in notes:
+                    note(line)
+
+            outputs.write([one.to_json() for one in found], picture=partial(picture, found), tell=tell)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

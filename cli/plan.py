@@ -80,8 +80,7 @@ def _quantize(data: str | None, **given: Any) -> None:
 
 
 def _tell(estimate: Any, outputs: Outputs) -> None:
-    outputs.say(estimate.lines())
-    outputs.write(estimate.to_json())
+    outputs.write(estimate.to_json(), tell=lambda: outputs.say(estimate.lines()))
 
 
 for command, planned in ((convert_command, _convert), (quantize_command, _quantize)):

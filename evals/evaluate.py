@@ -113,6 +113,7 @@ def evaluate(
         require_tasks(tasks)
     models = open_models(folders, against, window, group)
     chosen, notes = _texts(files, use_excerpt=not tasks)
+    notes += [text.note for text in chosen if text.note is not None]
     group.require_same({f"text {text.name}": text.sha256 for text in chosen})
     length = fixed_window(models, window)
     read = [streams(models, text, length, alike=against is not None) for text in chosen]

@@ -16,6 +16,7 @@ from quantkit.text.export import export_json
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
 
 _TITLE = re.compile(r"^ = (?!=).*(?<!=) = $", re.MULTILINE)
+_LONG_WORDS = 40  # bytes; in languages with spaces a word has some 5 to 20
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,13 @@ class Text:
     @property
     def bytes(self) -> int:
         return sum(len(one.encode()) for one in self.documents)
+
+    @property
+    def note(self) -> str | None:
+        """What to know of figures per word where there are hardly words, as in Chinese or Thai."""
+        if self.bytes <= _LONG_WORDS * self.words:
+            return None
+        return f"the text '{self.name}' has few spaces, so that word ppl says little of it; see bits/byte"
 
 
 def read_text(path: Path) -> Text:

@@ -57,7 +57,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     linears, and floats in the embedding (and a tied head)."""
     home = tmp_path_factory.mktemp("embedding")
     for kind in KINDS:
-        small = {"num_hidden_layers": 2, "eos_token_id": None}
+        small = {"num_hidden_layers": 1, "eos_token_id": None}
         oracle.save(oracle.make("llama", tie_word_embeddings=kind == "tied", **small).half(), home / kind)
         quantkit.quantize(home / kind, home / f"{kind}-int8", "int4-g32", embedding="int8", **GIVEN)
         means = oracle.copy(home / kind, home / f"{kind}-floats")

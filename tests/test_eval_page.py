@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,6 +20,7 @@ import quantkit
 from quantkit.cli.files import Outputs
 from quantkit.data.files import excerpt
 from quantkit.errors import RequestError
+from quantkit.evals.html.axes import Axis, spread, tick
 from quantkit.evals.html.elements import _VOID
 from quantkit.evals.html.heatmap import heat_maps
 from quantkit.evals.html.pieces import by_itself, in_a_text
@@ -266,6 +268,29 @@ def test_steps_of_colour_begin_at_round_values() -> None:
     assert wide.step(0.1) > 6
     assert for_errors([1e-4, 0.1]).step(1e-4) == 0
     assert len(for_errors([0.0]).limits) == STEPS
+
+
+def _told(label: str) -> float:
+    """What the label of an axis says."""
+    digits, times, power = label.replace(",", "").rpartition("10⁻" if "⁻" in label else "10")
+    exponents = {sign: str(digit) for digit, sign in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")}
+    if not times or not power or power[-1] not in exponents:
+        return float(label.replace(",", ""))
+    exponent = int("".join(exponents[sign] for sign in power)) * (-1 if "⁻" in label else 1)
+    return float(f"{digits.removesuffix('·') or 1}e{exponent}")
+
+
+def test_labels_of_an_axis_are_distinct_and_true() -> None:
+    generator = random.Random(1)
+    for _ in range(2000):
+        low = 10 ** generator.uniform(-9, 9) * generator.choice((1, 1, 1, 0))
+        high = low + (low or 1) * 10 ** generator.uniform(-6, 3)
+        axis = Axis(*spread([low, high])[:2], 0, 250, spread([low, high])[2])
+        values = axis.ticks()
+        labels = [tick(value) for value in values]
+        assert len(labels) == len(set(labels)) >= 2, labels
+        assert [_told(label) for label in labels] == pytest.approx(values, rel=1e-9, abs=1e-12 * high)
+        assert max(map(len, labels)) <= 11, labels
 
 
 def _light(color: str) -> float:

@@ -114,3 +114,9 @@ def test_counts_are_the_harness_s(task: Any, tmp_path: Path) -> None:
     counted = [task.process_results({"page": page}, (-1.0,)) for page in text.documents]
     assert text.words == sum(one["word_perplexity"][1] for one in counted)
     assert text.bytes == sum(one["bits_per_byte"][1] for one in counted)
+
+
+@pytest.mark.parametrize(("raw", "noted"), [("世界你好" * 30, True), ("The people of the world. " * 9, False)])
+def test_a_text_with_few_spaces_has_a_note(raw: str, noted: bool, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(raw, encoding="utf-8")
+    assert (read_text(tmp_path / "text.txt").note is not None) == noted

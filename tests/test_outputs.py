@@ -245,6 +245,33 @@ def test_a_file_is_there_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_files_are_there_whatever_becomes_of_the_rest(tmp_path: Path) -> None:
+    outputs = Outputs(str(tmp_path / "found.json"), report=tmp_path / "out.md", plot=tmp_path / "out.png")
+    said = []
+
+    def no_room() -> None:
+        said.append(sorted(path.name for path in tmp_path.iterdir()))
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        outputs.write({}, report=lambda: "# text\n", picture=lambda kind: b"drawn", tell=no_room)
+    assert said == [["found.json", "out.md", "out.png"]]
+
+    def no_report() -> str:
+        raise DestinationError("cannot be written")
+
+    with pytest.raises(DestinationError, match="cannot be written"):
+        outputs.write({"again": 1}, report=no_report, tell=lambda: said.append([]))
+    assert json.loads((tmp_path / "found.json").read_text()) == {"again": 1}
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize("option", ["report", "plot"])
+def test_a_report_and_a_picture_are_files(option: str) -> None:
+    with pytest.raises(RequestError, match=f"--{option} takes the path of a file, not -"):
+        Outputs(None, **{option: Path("-")})  # type: ignore[arg-type]
+
+
 def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
     Outputs(str(tmp_path / "found.json")).write({"a": [float("nan"), (float("inf"), 1.5)]})
     assert json.loads((tmp_path / "found.json").read_text()) == {"a": [None, [None, 1.5]]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from quantkit.model.attention import Scores, causal_attention
 from quantkit.model.load import load_model
 from quantkit.quality.measures import compare
 from quantkit.quality.position_divergence import divergence_by_position
-from quantkit.quality.positions import PositionDivergence, position_edges, rise, rise_text
+from quantkit.quality.positions import PositionCertificate, PositionDivergence, position_edges, rise, rise_text
 from quantkit.runtime.engine import Engine
 from quantkit.text.tokenizer import load_tokenizer
 
@@ -52,6 +53,35 @@ def test_buckets_double_and_the_last_is_cut() -> None:
     assert position_edges(1000) == [0, 128, 256, 512, 1000]
     assert position_edges(32768)[-3:] == [8192, 16384, 32768]
     assert position_edges(100) == [0, 100]
+
+
+@pytest.mark.parametrize(("length", "last"), [(515, 256), (767, 256), (768, 512), (131, 0), (192, 128), (1030, 512)])
+def test_a_few_last_tokens_are_no_bucket(length: int, last: int) -> None:
+    assert position_edges(length)[-2:] == [last, length]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kl", "error", "beyond"),
+    [
+        (128, 0.021, 0.01, True),
+        (100, 0.021, 0.01, False),
+        (100, 0.041, 0.01, True),
+        (128, 0.02, None, False),
+        (20, 0.021, None, True),
+        (20, math.nan, None, True),
+    ],
+)
+def test_few_tokens_stop_a_model_only_where_they_are_clear(
+    tokens: int, kl: float, error: float | None, beyond: bool
+) -> None:
+    sound = PositionDivergence(0, 128, 128, 0.001, 0.0001, 1.0)
+    buckets = [sound, PositionDivergence(128, 128 + tokens, tokens, kl, error, 1.0)]
+    made = PositionCertificate("text", "0", 256, 256, 1, 0.02, {"float": buckets, "int8": buckets})
+    assert (made.problem() is not None) == beyond
+
+
+def test_no_divergence_at_first_is_no_lack_of_positions() -> None:
+    assert rise_text(_buckets((0.0, 0.0), (0.01, 0.001))) == "that at 0-127 is 0"
 
 
 @pytest.mark.parametrize(
@@ -92,20 +122,20 @@ def test_the_buckets_are_the_divergence_and_the_int8_cache_that_of_the_engine(ki
     folder = oracle.save(made, tmp_path / "model")
     reference, other = open_checkpoint(folder), open_checkpoint(folder)
     other.config = replace(other.config, rope=replace(other.config.rope, theta=5000.0))
-    windows = oracle.random_tokens(140, batch=2)
+    windows = oracle.random_tokens(200, batch=2)
     (found,) = divergence_by_position(reference, [other], windows)
     whole = compare(reference, [other], windows)[0].divergence
     buckets = found["float"]
-    assert [(one.start, one.stop, one.tokens) for one in buckets] == [(0, 128, 256), (128, 140, 24)]
-    assert sum(one.tokens * one.kl for one in buckets) / 280 == pytest.approx(whole.kl, rel=1e-6)
-    assert sum(one.tokens * one.top1_agreement for one in buckets) / 280 == pytest.approx(whole.top1_agreement)
+    assert [(one.start, one.stop, one.tokens) for one in buckets] == [(0, 128, 256), (128, 200, 144)]
+    assert sum(one.tokens * one.kl for one in buckets) / 400 == pytest.approx(whole.kl, rel=1e-5)
+    assert sum(one.tokens * one.top1_agreement for one in buckets) / 400 == pytest.approx(whole.top1_agreement)
 
     model = load_model(folder, dtype=torch.float32, backend="reference")
-    engine = Engine(model, 140, cache_dtype=torch.int8)
+    engine = Engine(model, 200, cache_dtype=torch.int8)
     tokens = windows[0]
-    rounded = torch.cat([engine.step(tokens[at : at + 1], [0], [at], [0]) for at in range(140)]).log_softmax(-1)
+    rounded = torch.cat([engine.step(tokens[at : at + 1], [0], [at], [0]) for at in range(200)]).log_softmax(-1)
     with torch.inference_mode():
-        exact = model(tokens.unsqueeze(0), torch.arange(140))[0].log_softmax(-1)
+        exact = model(tokens.unsqueeze(0), torch.arange(200))[0].log_softmax(-1)
     kl = (exact.exp() * (exact - rounded)).sum(-1)
     (found,) = divergence_by_position(reference, [reference], windows[:1])
     assert all(one.kl == 0 for one in found["float"])
@@ -166,9 +196,9 @@ def test_a_certificate_is_in_the_manifest_and_the_card(demo_model: Path, tmp_pat
     assert "KL by position, int8 cache" in out
     made = json.loads((dst / "quantkit.json").read_text())["positions"]
     assert (made["passed"], made["asked"], made["length"], made["windows"]) == (True, 600, 600, 2)
-    assert [one["stop"] for one in made["caches"]["int8"]] == [128, 256, 512, 600]
+    assert [one["stop"] for one in made["caches"]["int8"]] == [128, 256, 600]
     assert "--certify-positions 600 --certify-text speech.txt" in (card := (dst / "README.md").read_text())
-    assert "| 512-599 | " in card
+    assert "| 256-599 | " in card
     inspected = quantkit.inspect(dst)
     assert inspected.positions is not None
     assert [line for line in inspected.lines() if "KL by position, float cache" in line]
@@ -190,11 +220,21 @@ def test_a_certificate_stops_what_is_broken_far_on(
     asked = ["quantize", demo_model, dst, "--scheme", "int8", "--certify-positions", "600", "--certify-text", text]
     code, _, err = run(capfd, *asked)
     assert code == 8
-    assert "too far from its source at positions 512-599" in err or "at positions 256-511" in err
+    assert "too far from its source at positions 256-599" in err
     assert not dst.exists()
-    code, _, err = run(capfd, *asked, "--resume", "--accept-quality-loss")
+    code, out, err = run(capfd, *asked, "--resume", "--accept-quality-loss")
     assert code == 0
     assert "accepted" in err
+    beyond = "BEYOND ITS BOUND, and accepted: the result is too far from its source at positions 256-599"
+    assert beyond in out
+    assert beyond in run(capfd, "inspect", dst)[1]
+    code, out, _ = run(capfd, "verify", demo_model, dst, "--allow-bound")
+    assert code == 8
+    assert "did not pass its certificate for long contexts" in out
+    assert out.splitlines()[-1] == "verdict: BEYOND THE BOUND of a certificate for long contexts"
+    report = quantkit.verify(dst, dst)
+    assert not report.ok
+    assert not report.same
     assert (
         "**Not within its bound: the result is too far from its source at positions" in (dst / "README.md").read_text()
     )

@@ -17,6 +17,9 @@ FAR_APART = 8
 _LETTER = 7.1  # width, in pixels
 _LINE = 15
 _TICKS = 6
+_DIGITS = 9  # of a label: more than any round value has, and fewer than a float's, whose last are noise
+_LARGE = 1e7  # values from there on are spelled by their power of ten
+_ALIKE = 0.05  # of a value: no axis is shorter, so that its labels stay so
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -99,13 +102,18 @@ def frame(x: Axis, y: Axis, x_title: str, y_title: str, x_ticks: Sequence[float]
     return found
 
 
+def left_margin(y: Axis) -> float:
+    """Pixels to the left of a chart that the labels of its upright axis need."""
+    return max(52.0, 8 + max(wide(tick(value)) for value in y.ticks()))
+
+
 def tick(value: float) -> str:
-    """A round value, short."""
-    if value and abs(value) < 1e-3:
-        digits, _, power = f"{value:.0e}".partition("e")
-        small = "10" + str(int(power)).translate(_SUPERSCRIPTS)
-        return small if digits == "1" else f"{digits}·{small}"
-    return f"{value:g}" if value < 1e5 else f"{value:,.0f}"
+    """A round value with all its digits."""
+    if value and not 1e-3 <= abs(value) < _LARGE:
+        digits, _, power = f"{value:.{_DIGITS - 1}e}".partition("e")
+        digits, decade = digits.rstrip("0").rstrip("."), "10" + str(int(power)).translate(_SUPERSCRIPTS)
+        return decade if digits == "1" else f"{digits}·{decade}"
+    return f"{value:.{_DIGITS}g}" if abs(value) < 1e5 else f"{value:,.{_DIGITS}g}"
 
 
 def text(content: str, x: float, y: float, kind: str, anchor: str, color: str | None = None) -> Markup:
@@ -137,7 +145,7 @@ def spread(values: Sequence[float]) -> tuple[float, float, bool]:
     low, high = min(values), max(values)
     if low > 0 and high > FAR_APART * low:
         return low / 1.6, high * 1.6, True
-    room = 0.15 * (high - low) or 0.1 * abs(high) or 1.0
+    room = max(0.15 * (high - low), _ALIKE * abs(high)) or 1.0
     return max(0.0, low - room) if low >= 0 else low - room, high + room, False
 
 

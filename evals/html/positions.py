@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from quantkit.evals.html.axes import HEIGHT, Axis, drawn, frame, short, spread, text, wide
+from quantkit.evals.html.axes import HEIGHT, Axis, drawn, frame, left_margin, short, spread, text, wide
 from quantkit.evals.html.elements import Attributes, Markup, element, joined
 from quantkit.evals.results import Evaluation
 from quantkit.quality.positions import FLOAT, PositionDivergence
@@ -62,7 +62,7 @@ def _drawing(drawn_lines: Sequence[Line], kls: Sequence[float], width: int) -> I
     least = min(line.buckets[0].stop for line in drawn_lines)
     low, high, log = spread(kls)
     y = Axis(low if log else 0.0, high, HEIGHT - 46, 28, log)
-    x = Axis(least / math.sqrt(2), most, 52, width - 14 - max(map(wide, names), default=0), True)
+    x = Axis(least / math.sqrt(2), most, left_margin(y), width - 14 - max(map(wide, names), default=0), True)
     ticks = [2**power for power in range(least.bit_length() - 1, most.bit_length())]
     ticks = ticks[:: -(-len(ticks) // (_MOST_TICKS if width > 400 else 5))]
     yield from frame(x, y, "position in the context, tokens", "KL, nats per token", ticks)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from quantkit.evals.html.axes import HEIGHT, Axis, Box, drawn, frame, label_near, short, spread, text
+from quantkit.evals.html.axes import HEIGHT, Axis, Box, drawn, frame, label_near, left_margin, short, spread, text
 from quantkit.evals.html.elements import Markup, element, joined
 from quantkit.evals.results import Evaluation
 from quantkit.quality.figures import Estimate
@@ -58,7 +58,7 @@ def _drawing(found: Evaluation, points: list[_Point], what: str, width: int) -> 
         sizes.append(found.rows[0].megabytes)
     low, high, log = spread([point.cost for point in points])
     y = Axis(low, high, HEIGHT - 46, 28, log)
-    x = Axis(0.0 if max(sizes) < 8 * min(sizes) else min(sizes) / 1.6, max(sizes) * 1.12, 52, width - 8,
+    x = Axis(0.0 if max(sizes) < 8 * min(sizes) else min(sizes) / 1.6, max(sizes) * 1.12, left_margin(y), width - 8,
              max(sizes) >= 8 * min(sizes))  # fmt: skip
     yield from frame(x, y, "size, MB", what)
     taken: list[Box] = []

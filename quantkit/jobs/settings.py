@@ -24,7 +24,7 @@ from quantkit.calibration.effort import (
     activation_bytes,
 )
 from quantkit.calibration.estimate import card_activation_bytes
-from quantkit.calibration.packaged import PackagedText, near_uniform_pieces
+from quantkit.calibration.packaged import PackagedText, near_uniform_pieces, require_plausible
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.formats.checkpoint import Checkpoint
@@ -112,6 +112,17 @@ class GptqSettings:
         else:
             require_calibration(self.text, tokenizer, samples=self.samples, length=length, seed=self.seed)
 
+    def require_plausible(self, source: Checkpoint) -> None:
+        """Check numbers as far as they can be told without the text.
+
+        Raises:
+            RequestError: as `draw` does.
+        """
+        length = self.sample_length(source)
+        if self.text is None and self.samples > 0:
+            require_plausible(self.samples, length)
+        require_samples(self.samples, length)
+
     def sample_length(self, source: Checkpoint) -> int:
         """Tokens in each sample.
 
@@ -167,9 +178,11 @@ class MethodOptions:
             self._require_unused()
         if self.calibration is not None:
             as_path("calibration", self.calibration)  # a text, kept as it is, may also name a dataset
-        for name in ("samples", "length", "seed"):
+        for name in ("samples", "length"):
             if (value := getattr(self, name)) is not None:
                 as_whole(name, value)
+        if self.seed is not None:
+            as_seed("seed", self.seed)
         memory = self.activation_memory
         if memory is not None and (
             not isinstance(memory, (int, float)) or isinstance(memory, bool) or not 0 <= memory < math.inf
@@ -216,7 +229,7 @@ class MethodOptions:
             usable_device(self.device),
         )  # fmt: skip
         as_seed("seed", found.seed)
-        require_samples(found.samples, found.sample_length(source))
+        found.require_plausible(source)
         return found
 
     def _require_unused(self) -> None:

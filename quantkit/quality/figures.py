@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 _STRETCHES = 20  # an error from so many is itself known to a sixth
 _SHORTEST = 16  # tokens of one
 _LEAST_PLAIN = 1e-4
+_MOST_PLAIN = 1e7
 _TWO_DIGITS = 2.95  # an error that begins with less has two digits, another one
 
 
@@ -20,7 +21,7 @@ _TWO_DIGITS = 2.95  # an error that begins with less has two digits, another one
 class Estimate:
     """A figure and its standard error; None where that is not known.
 
-    Spelled ``0.0123 ± 0.0004``; ``(1.23 ± 0.04)e-06`` where it is tiny; ``0.0123`` without an error.
+    Spelled ``0.0123 ± 0.0004``; ``(1.23 ± 0.04)e-06`` where it is tiny or huge; ``0.0123`` without an error.
     """
 
     value: float
@@ -31,7 +32,7 @@ class Estimate:
         if not error or not math.isfinite(error) or not math.isfinite(self.value):
             return significant(self.value)
         exponent = math.floor(math.log10(max(abs(self.value), error)))
-        if 10.0**exponent < _LEAST_PLAIN:
+        if not _is_plain(exponent):
             return f"({_beside(self.value / 10.0**exponent, error / 10.0**exponent)})e{exponent:+03}"
         return _beside(self.value, error)
 
@@ -46,13 +47,17 @@ class Estimate:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """A figure with so many digits that count; those before the point are all shown."""
+    """A figure with so many digits that count; those before the point are all shown, of seven at most."""
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
     exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
-    if 10.0**exponent < _LEAST_PLAIN:
+    if not _is_plain(exponent):
         return f"{value:.{digits - 1}e}"
     return f"{value:.{max(0, digits - 1 - exponent)}f}"
+
+
+def _is_plain(exponent: int) -> bool:
+    return _LEAST_PLAIN <= 10.0**exponent < _MOST_PLAIN
 
 
 def weighted_mean(estimates: Sequence[Estimate], weights: Sequence[float]) -> Estimate:

@@ -235,10 +235,36 @@ def recheck(model: Path, made: Mapping[str, Any], *, progress: Progress = silent
                 expected=f"{one.perplexity:.4g}", hint="make it again",
             )  # fmt: skip
     _require_passed(recorded, "gate", quality, model)
+    _require_certified(made, model)
+    return [TextCheck(one, perplexities.get(one.text)) for one in recorded.texts]
+
+
+def failed_certificate(model: Path) -> str | None:
+    """In what a model failed its certificate for long contexts; None where it did not, or there is none.
+
+    Raises:
+        CheckpointError: if its manifest does not tell of it as it should.
+    """
+    try:
+        made = manifest.read(model)
+    except CheckpointError:
+        return None
+    try:
+        _require_certified(made, model)
+    except QualityError as error:
+        return str(error)
+    return None
+
+
+def _require_certified(made: Mapping[str, Any], model: Path) -> None:
+    """
+    Raises:
+        CheckpointError: if the manifest does not tell of a certificate as it should.
+        QualityError: if it has one that was not passed.
+    """
     if (positions := made.get("positions")) is not None:
         certificate = PositionCertificate.from_json(positions, manifest_path(model))
         _require_passed(certificate, "certificate for long contexts", positions, model)
-    return [TextCheck(one, perplexities.get(one.text)) for one in recorded.texts]
 
 
 def _require_passed(recorded: Gate | PositionCertificate, name: str, value: Any, model: Path) -> None:

@@ -23,6 +23,7 @@ SHORTEST = 128
 TOKENS = 32768
 """How many are measured, in as many windows as that gives, where no number of windows is asked for."""
 _CLEAR = 2.0  # standard errors
+_ENOUGH = 128  # tokens of a bucket, whose mean counts as it is
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,22 @@ class PositionDivergence:
         """The mean KL with its standard error."""
         return Estimate(self.kl, self.kl_error)
 
+    def is_beyond(self, bound: float) -> bool:
+        """Whether its mean KL is NaN or beyond a bound; of few tokens clearly so, by two standard errors, as far as
+        these are known."""
+        if math.isnan(self.kl) or self.tokens >= _ENOUGH:
+            return not self.kl <= bound
+        return self.kl - _CLEAR * (self.kl_error or 0.0) > bound
+
 
 def position_edges(length: int, shortest: int = SHORTEST) -> list[int]:
-    """Where the buckets of a context begin and end: 0, 128, 256, 512, ..., the last cut at its length."""
+    """Where the buckets of a context begin and end: 0, 128, 256, 512, ..., the last cut at its length; one that would
+    be cut to less than half goes with the one before, so that no verdict is read off a few tokens."""
     edges = [0]
     while edges[-1] < length:
         edges.append(min(length, 2 * edges[-1] or shortest))
+    if len(edges) > 2 and 2 * (length - edges[-2]) < edges[-2]:
+        del edges[-2]
     return edges
 
 
@@ -83,7 +94,7 @@ def rise_text(buckets: Sequence[PositionDivergence]) -> str:
     """Whether divergence rises with the position, in words."""
     found = rise(buckets)
     if found is None:
-        return "no later positions to hold it against"
+        return "no later positions to hold it against" if len(buckets) < 2 else f"that at {buckets[0].name} is 0"
     told = f"{found} times that at {buckets[0].name}"
     if found.error is None:
         return told
@@ -126,9 +137,10 @@ class PositionCertificate:
     def problem(self) -> tuple[str, str, str] | None:
         """What is wrong, found and expected, if anything is; NaN is beyond every bound. An int8 cache is for whoever
         runs the model to choose: its figures inform."""
-        worst = max(self.caches[FLOAT], key=lambda one: math.inf if math.isnan(one.kl) else one.kl)
-        if worst.kl <= self.kl_bound:
+        beyond = [one for one in self.caches[FLOAT] if one.is_beyond(self.kl_bound)]
+        if not beyond:
             return None
+        worst = max(beyond, key=lambda one: math.inf if math.isnan(one.kl) else one.kl)
         return (
             f"the result is too far from its source at positions {worst.name}",
             f"a mean KL(source || result) of {significant(worst.kl, 5)} nats a token on '{self.text}'",
@@ -149,13 +161,17 @@ class PositionCertificate:
             )  # fmt: skip
 
     def lines(self) -> list[str]:
-        """For people: a line for each cache."""
+        """For people: a line for each cache, and one where it was not passed: the model was kept all the same."""
         tokens = f"{self.windows} x {self.length} tokens of {self.text}"
         told = []
         for cache, buckets in self.caches.items():
             last = buckets[-1]
             told.append(f"KL by position, {cache} cache: {last.estimate} at {last.name}, {rise_text(buckets)}")
-        return [f"{told[0]} ({tokens})", *told[1:]]
+        problem = self.problem()
+        beyond = (
+            [] if problem is None else [f"BEYOND ITS BOUND, and accepted: {problem[0]}: {problem[1]}, {problem[2]}"]
+        )
+        return [f"{told[0]} ({tokens})", *told[1:], *beyond]
 
     def to_json(self, *, accepted: bool = False) -> dict[str, Any]:
         """The manifest's form.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, overload
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantkit.architectures.topology import parameters
 from quantkit.arguments import as_path, wrong_type
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, QualityError
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, read_as_floats, schemes
 from quantkit.formats.container import StoredCheckpoint
@@ -23,7 +23,7 @@ from quantkit.model.layerwise import Batch
 from quantkit.progress import Progress, heard, in_phase
 from quantkit.quality.bounds import BOUNDS, Bound, coarser, coarsest, exceeds
 from quantkit.quality.figures import Estimate
-from quantkit.quality.manifest_check import FolderReport, neither_true_nor_false, verify_model
+from quantkit.quality.manifest_check import FolderReport, failed_certificate, neither_true_nor_false, verify_model
 from quantkit.quality.measures import Divergence, compare_batches
 from quantkit.quality.tensor_difference import TensorDifference, tensor_difference
 from quantkit.quality.token_check import token_problems
@@ -50,6 +50,7 @@ class Verdict(Enum):
     SAME = 0
     WITHIN_BOUND = 10
     DIFFERENT = 11
+    BEYOND_CERTIFICATE = QualityError.exit_code
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class VerifyReport:
     """All that two checkpoints differ in. It is neither true nor false: ask `same` or `ok`.
 
     Attributes:
-        verdict: same, within the scheme's bound, or different.
+        verdict: same, within the scheme's bound, different; or beyond the bound of a certificate for long contexts.
         problems: differences no bound allows: of configs, end tokens, names, shapes, tokenizers.
         formats: of the two, with the schemes of their quantized tensors.
         tensors: how many were compared; none, and no logits, where the configs differ.
@@ -100,6 +101,7 @@ class VerifyReport:
         probes: logits on the texts of the gate, on random tokens and on spread-out positions.
         bound: on the probes: on all between float types, on the gate's where a model is quantized.
         weights_only: whether the models cannot be run, so that there are no probes.
+        not_certified: of models that were kept though they did not pass their certificate for long contexts, why.
     """
 
     verdict: Verdict
@@ -111,18 +113,19 @@ class VerifyReport:
     probes: dict[str, Probe]
     bound: Bound
     weights_only: bool = False
+    not_certified: list[str] = field(default_factory=list)
 
     __bool__ = neither_true_nor_false
 
     @property
     def same(self) -> bool:
-        """Whether the two are the same model: all tensors and all logits are equal."""
+        """Whether the two are the same model: all tensors and all logits are equal, and no certificate was failed."""
         return self.verdict is Verdict.SAME
 
     @property
     def ok(self) -> bool:
         """Whether the two are the same model, or differ by no more than the change of type between them explains."""
-        return self.verdict is not Verdict.DIFFERENT
+        return self.verdict in (Verdict.SAME, Verdict.WITHIN_BOUND)
 
     def to_json(self) -> dict[str, Any]:
         """Everything found; the verdict in lower case."""
@@ -131,6 +134,7 @@ class VerifyReport:
             "same": self.same,
             "ok": self.ok,
             "problems": self.problems,
+            "not_certified": self.not_certified,
             "formats": list(self.formats),
             "tensors": self.tensors,
             "on_codes": self.on_codes,
@@ -142,7 +146,7 @@ class VerifyReport:
 
     def lines(self) -> list[str]:
         """The report for people."""
-        out = [f"problem: {problem}" for problem in self.problems]
+        out = [f"problem: {problem}" for problem in [*self.problems, *self.not_certified]]
         equal = f"{self.tensors - len(self.differing)} of {self.tensors} bit-equal"
         if self.on_codes:
             equal = f"{equal.removesuffix('bit-equal')}equal, {self.on_codes} of them compared on their codes"
@@ -161,6 +165,7 @@ class VerifyReport:
             Verdict.SAME: "the same model",
             Verdict.WITHIN_BOUND: "within the bound of the scheme",
             Verdict.DIFFERENT: "DIFFERENT",
+            Verdict.BEYOND_CERTIFICATE: "BEYOND THE BOUND of a certificate for long contexts",
         }
         return [*out, f"verdict: {words[self.verdict]}"]
 
@@ -227,6 +232,7 @@ def verify(
 def _verify_pair(a: Path, b: Path, progress: Progress) -> VerifyReport:
     reference, other = open_pair(a, b)
     formats = _format(reference), _format(other)
+    not_certified = [told for one in (reference, other) if (told := failed_certificate(one.path)) is not None]
     problems = _config_problems(reference, other)
     comparable, runnable = not problems, reference.config.runnable
     problems += token_problems(reference, other) if runnable else []
@@ -252,8 +258,12 @@ def _verify_pair(a: Path, b: Path, progress: Progress) -> VerifyReport:
         differing.sort(key=lambda difference: -difference.excess)
         probes = _probed(reference, other, bound, progress) if runnable else {}
     verdict = _judge(problems, differing, probes)
+    if not_certified and verdict is not Verdict.DIFFERENT:
+        verdict = Verdict.BEYOND_CERTIFICATE
     tensors = len(names) if comparable else 0
-    return VerifyReport(verdict, problems, formats, tensors, on_codes, differing, probes, bound, not runnable)
+    return VerifyReport(
+        verdict, problems, formats, tensors, on_codes, differing, probes, bound, not runnable, not_certified
+    )  # fmt: skip
 
 
 def _format(checkpoint: StoredCheckpoint) -> str:

@@ -48,8 +48,8 @@ def fill_lower_(total: Tensor) -> None:
 
 
 def multiplies_bfloat16(device: torch.device = _CPU) -> bool:
-    """Whether a processor multiplies bfloat16, and nothing forbids it (torch's `ATEN_CPU_CAPABILITY` may); or a card does,
-    and is asked to."""
+    """Whether a processor multiplies bfloat16, and nothing forbids it (torch's `ATEN_CPU_CAPABILITY` may); or a card
+    does, and is asked to."""
     setting = os.environ.get(BFLOAT16_SETTING)
     if device.type == "cuda":
         return setting == "1" and torch.cuda.get_device_capability(device) >= (8, 0)
