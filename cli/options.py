@@ -70,12 +70,12 @@ def memory(text: str) -> int:
 
 
 def file_size(text: str) -> int:
-    """The type of options that are sizes of files, in the same spellings.
+    """The type of options that are sizes of files, in the same spellings, or a number of bytes.
 
     Raises:
         RequestError: for anything else.
     """
-    return _bytes(text, "size of a file")
+    return _bytes(f"{text.strip()}B" if text.strip().isdecimal() else text, "size of a file")
 
 
 def _bytes(text: str, what: str) -> int:

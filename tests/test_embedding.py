@@ -19,13 +19,14 @@ from quantkit.calibration import quantizers
 from quantkit.data.files import DEMO_MODEL
 from quantkit.distributed.shard import CheckpointShard
 from quantkit.distributed.split import split_model
-from quantkit.errors import QualityError, RequestError, UnsupportedError
+from quantkit.errors import NonFiniteError, QualityError, RequestError, UnsupportedError
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.kernels.dispatch import BACKENDS
 from quantkit.model.embedding import QuantEmbedding
 from quantkit.model.layerwise import Batch, head_logits, layerwise_hidden
 from quantkit.model.load import load_model
+from quantkit.quality.bounds import worst_row
 from quantkit.quality.verify import Verdict, verify
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
 from quantkit.tensors.recipe import Override, Recipe
@@ -256,6 +257,7 @@ def test_commands_and_recipes_name_it(folders: Path, tmp_path: Path, capfd: Capt
         ("untied", Recipe(INT8), {"embedding": "int8", "to": "gptq"}, "gptq has no place for an int8 embedding"),
         ("untied", Recipe(SCHEMES["int4-g32-asym"]), {"embedding": "int8", "to": "awq"}, "awq has no place"),
         ("untied", Recipe(INT8), {"embedding": "int8", "keep": "model.layers.*"}, "nothing would be quantized"),
+        ("untied", Recipe(INT8), {"embedding": "int8", "keep": "*embed*"}, "quantizes what `keep` leaves as floats"),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -281,3 +283,20 @@ def test_the_gate_catches_a_broken_one(
     told = "too far from its source|'model.embed_tokens' changed more than its scheme explains"
     with pytest.raises(QualityError, match=told):
         quantkit.quantize(worded, tmp_path / "made", "int4-g32", embedding="int8", method="rtn", source_check=False)
+
+
+def test_what_has_no_codes_says_how_it_is_left_as_it_is(folders: Path, tmp_path: Path) -> None:
+    source = oracle.copy(folders / "untied", tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    tensors[WEIGHT][-1, 3] = float("nan")
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(NonFiniteError, match="leave the scheme of the embedding out") as caught:
+        quantkit.quantize(source, tmp_path / "made", "int8", embedding="int8", allow_nonfinite=True, **GIVEN)
+    assert "keep=" not in str(caught.value)
+
+
+def test_rows_of_large_values_are_measured() -> None:
+    weight = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    weight[1] *= 1e38
+    error, bound = worst_row(quantize_rtn(weight, INT8, torch.bfloat16), weight)
+    assert 0 < error < bound

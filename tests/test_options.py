@@ -121,9 +121,10 @@ def test_another_float_type_is_refused(spelled: object) -> None:
         float_type(spelled)  # type: ignore[arg-type]
 
 
-def test_a_size_of_a_file_needs_a_unit() -> None:
+def test_a_size_of_a_file_has_a_unit_or_is_in_bytes() -> None:
     assert file_size("2GiB") == 2**31
-    for spelled in ("1", "2.", "GB", ""):
+    assert file_size("2622336") == 2622336
+    for spelled in ("1.5", "2.", "GB", "-5", ""):
         with pytest.raises(RequestError, match="no size of a file"):
             file_size(spelled)
 

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from quantkit.architectures.names import EMBEDDING
+from quantkit.architectures.names import CANONICAL, EMBEDDING
 from quantkit.bit_allocation.allocation import Allocation, SizeTarget
 from quantkit.bit_allocation.knapsack import Option, choose
 from quantkit.bit_allocation.losses import estimate_losses
@@ -33,6 +33,7 @@ from quantkit.tensors.spec import TensorSpec
 
 CANDIDATES = tuple(map(QuantScheme.parse, ("int4-g128", "int4-g64", "int4-g32", "int8")))
 """Among these and floats the scheme of each unit is chosen."""
+INT8 = CANDIDATES[-1]
 _ROUNDS = 16
 
 Sizer = Callable[[Mapping[str, QuantScheme]], int]
@@ -75,9 +76,35 @@ class Fit:
             raise RequestError(
                 "no choice of schemes has this size", path=self.source.path, found=tell(asked),
                 expected=f"at least {tell(smallest)}, and less than the {tell(largest)} of its floats",
-                hint=None if asked >= largest or self.target.bits is not None
-                else "name schemes for the `head` and the `embedding`, which keep their floats",
+                hint=self._hint(asked) if asked < smallest else None,
             )  # fmt: skip
+
+    def _hint(self, asked: float) -> str | None:
+        """What besides the units takes so much that the size asked for is too small; None if that is not why."""
+        coarsest = self._uniform(last=False)
+        if self.target.bits is not None:
+            units_alone = sum(self._unit_bytes(unit, one) for unit, one in zip(self.units, coarsest, strict=True))
+            if 8 * units_alone > asked * sum(unit.weights for unit in self.units):
+                return None
+            modules = [spec.name.removesuffix(".weight") for spec in self._settled_specs]
+            more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
+            return f"layers that are kept or named count too: {modules[0]}{more}"
+        found = {}
+        if INT8 in self.options[0]:  # whose rows are as long
+            found = {name: module for name, module in self._named_alone().items() if module not in self.settled}
+        with_them = self._schemes(coarsest) | dict.fromkeys(found.values(), INT8)
+        if not found or self.total_bytes(with_them) > asked:
+            return None
+        names = " and ".join(f'`{name}="{INT8}"`' for name in found)
+        return f"with {names}, which keep{'s' * (len(found) == 1)} the floats now, it has one"
+
+    def _named_alone(self) -> dict[str, str]:
+        """The modules that get int8 only where that is asked for, by option, if the format holds it."""
+        tied, holds = self.source.config.tied_embeddings, self.codes.codec(INT8, embedding=True)
+        return {
+            **({} if tied else {"head": CANONICAL["head"]}),
+            **({} if isinstance(holds, Reason) else {"embedding": EMBEDDING}),
+        }
 
     @cached_property
     def units(self) -> list[Unit]:
@@ -170,7 +197,7 @@ class Fit:
 
     @cached_property
     def _counted(self) -> int:
-        """Weights of all linears that count."""
+        """Weights of all linears that count; an embedding is none."""
         return sum(unit.weights for unit in self.units) + sum(math.prod(spec.shape) for spec in self._settled_specs)
 
     @cached_property
@@ -179,7 +206,8 @@ class Fit:
 
     @cached_property
     def _settled_specs(self) -> list[TensorSpec]:
-        return [self._spec(f"{module}.weight", scheme) for module, scheme in self.settled.items()]
+        linears = ((module, scheme) for module, scheme in self.settled.items() if module != EMBEDDING)
+        return [self._spec(f"{module}.weight", scheme) for module, scheme in linears]
 
     def _schemes(self, chosen: Sequence[QuantScheme | None]) -> dict[str, QuantScheme]:
         found = {module: scheme for module, scheme in self.settled.items() if scheme is not None}
@@ -203,7 +231,7 @@ class Fit:
         """What a weight's codes, scales and zero points take, or its floats."""
         if spec.scheme is None:
             return math.prod(spec.shape) * spec.dtype.itemsize
-        holder = self.codes.codec(spec.scheme, embedding=spec.name == f"{EMBEDDING}.weight")
+        holder = self.codes.codec(spec.scheme)
         assert not isinstance(holder, Reason)
         if isinstance(holder, BlockType):
             return spec.shape[0] * holder.row_bytes(spec.shape[1])

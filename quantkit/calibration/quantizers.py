@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import input_groups
 from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.block_quantizer import BlockQuantizer
@@ -185,15 +186,23 @@ def _finished(block: TensorBlock, written: Written) -> bool:
     return all(spec.name in written.names for spec in block.tensors if spec.scheme is not None)
 
 
+def _without_codes(name: str) -> str:
+    """What to do about a tensor that holds NaN or Inf."""
+    module = name.removesuffix(".weight")
+    if module == EMBEDDING:
+        keep = "leave the scheme of the embedding out, and `allow_nonfinite=True` leaves it as it is"
+    else:
+        keep = f'`keep="{module}"` and `allow_nonfinite=True` leave it as it is'
+    return f"it has no codes; repair the source, or {keep}"
+
+
 def _solved(source: Checkpoint, spec: TensorSpec, result: Result | None, allow_nonfinite: bool) -> Solved:
     """One tensor of the output; what is to be quantized and has no codes yet is rounded."""
     weight = source.load(spec.name)
     assert isinstance(weight, Tensor)
     if spec.scheme is None:
         return spec.name, checked_cast(weight, spec.dtype.torch, spec.name, source.path, allow_nonfinite), None
-    keep = f'`keep="{spec.name.removesuffix(".weight")}"` and `allow_nonfinite=True` leave it as it is'
-    hint = f"it has no codes; repair the source, or {keep}"
-    checked_cast(weight, weight.dtype, spec.name, source.path, allow_nonfinite=False, hint=hint)
+    checked_cast(weight, weight.dtype, spec.name, source.path, allow_nonfinite=False, hint=_without_codes(spec.name))
     quantized, record = result or (quantize_rtn(weight, spec.scheme, spec.dtype.torch), {"solver": ROUNDING})
     if not all_finite(quantized.scale):
         raise NonFiniteError(

@@ -13,6 +13,7 @@ from quantkit.bit_allocation.units import units
 from quantkit.calibration.data import Calibration
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import RequestError
+from quantkit.formats.codecs.codec import Reason
 from quantkit.formats.container import Output
 from quantkit.formats.output.staging import interrupted_fingerprint
 from quantkit.formats.registry import Target
@@ -31,23 +32,30 @@ _HEAD = "lm_head"
 
 
 def asked_recipe(
-    scheme: str | QuantScheme | Recipe | None, target: SizeTarget | None, head: str | QuantScheme | None
+    scheme: str | QuantScheme | Recipe | None, size: SizeTarget | None, head: str | QuantScheme | None, target: Target
 ) -> str | QuantScheme | Recipe | None:
     """What `prepare` is given: what was asked for, with a scheme for the head; of a size what stands for the schemes
-    until they are chosen.
+    until they are chosen, which is one that the target holds.
 
     Raises:
         RequestError: if a head goes with a recipe.
     """
-    if target is None and head is None:
+    if size is None and head is None:
         return scheme
     if isinstance(scheme, Recipe):
         raise RequestError("`head` does not go with a recipe", hint=f"name {_HEAD} among its overrides")
-    default = CANDIDATES[0] if target is not None else scheme
+    default = scheme if size is None else _stand_in(target)
     if default is None or head is None:
         return default
     default, own = (one if isinstance(one, QuantScheme) else QuantScheme.parse(one) for one in (default, head))
     return Recipe(default, (Override(_HEAD, own),))
+
+
+def _stand_in(target: Target) -> QuantScheme:
+    """The finest candidate that a target holds, which fits rows of all lengths if it is int8."""
+    assert target.codes is not None
+    held = [one for one in CANDIDATES if not isinstance(target.codes.codec(one), Reason)]
+    return held[-1] if held else CANDIDATES[-1]
 
 
 @dataclass(frozen=True)
@@ -80,7 +88,7 @@ class SizeFit:
         Raises:
             QuantkitError: as `quantize` does.
         """
-        fit, settings = self.fit(), self.require_gptq()
+        fit, settings = self.fit(), self.settings
         if group.first:
             self.require_buildable(resume=resume)
             if on_estimate is not None:
@@ -107,26 +115,21 @@ class SizeFit:
         encoder, side_files = self.target.container.encoder(output), self.target.container.side_files(output)
         return estimate_quantization(self.prepared, encoder, side_files, long, source_check=source_check, fit=fit)
 
-    def require_gptq(self) -> GptqSettings:
-        """The settings of GPTQ.
-
-        Raises:
-            RequestError: if the method is another.
-        """
-        if self.prepared.settings is None:
-            raise RequestError("a size to fit goes with GPTQ", found='`method="rtn"`', expected='`method="gptq"`')
+    @property
+    def settings(self) -> GptqSettings:
+        """Of GPTQ, the only method that a size goes with."""
+        assert self.prepared.settings is not None
         return self.prepared.settings
 
     def fit(self) -> Fit:
         """What chooses.
 
         Raises:
-            RequestError: if the method is another than GPTQ, or no choice has the size.
+            RequestError: if no choice has the size.
             UnsupportedError: if the format does not hold several schemes.
         """
         codes = self.target.codes
         assert codes is not None
-        self.require_gptq()
         return Fit(self.prepared.source, self.size, codes, self.target.method, self._settled(), self.total_bytes)
 
     def chosen(
@@ -137,7 +140,7 @@ class SizeFit:
         Raises:
             QuantkitError: as `quantize` does.
         """
-        settings = self.require_gptq()
+        settings = self.settings
         allocation = group.agree(self._of_interrupted(drawn) if resume else None)
         if allocation is None:
             allocation = fit.chosen(

@@ -124,10 +124,12 @@ def quantize(
     target = quantized_target(to, dst)
     Labels(base_model, license)
     size = size_target(target_bits, max_size, scheme)
-    options = MethodOptions(method, calibration, samples, length, seed, thorough, activation_memory, device)
+    options = MethodOptions(
+        method, calibration, samples, length, seed, thorough, activation_memory, device, sized=size is not None
+    )
     prepared = prepare(
-        src, dst, asked_recipe(scheme, size, head), embedding=embedding, keep=keep, strict=strict, weights=weights,
-        tensors_only=tensors_only, method=options, target=target,
+        src, dst, asked_recipe(scheme, size, head, target), embedding=embedding, keep=keep, strict=strict,
+        weights=weights, tensors_only=tensors_only, method=options, target=target,
     )  # fmt: skip
     source, container = prepared.source, target.container
     blocks = tensor_blocks(source, prepared.scheme_map.schemes, target)

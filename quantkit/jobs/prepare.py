@@ -74,9 +74,10 @@ def prepare(
     """
     require_name(dst)
     kept, recipe = as_texts("keep", keep), _recipe(scheme, embedding)
+    _require_not_kept(kept, embedding)
     source = open_checkpoint(as_path("src", src), weights, tensors_only=tensors_only)
     require_new_names(source.path, dst)
-    if method.method == "gptq":
+    if method.method == "gptq" and not method.sized:
         require_calibratable(source)
     tokenizer, notes = checked_tokenizer(source)
     if already := schemes(source):
@@ -213,6 +214,19 @@ def planned_output(
         source, source.config, tensors, shard_bytes, prepared.tokenizer, method=target.method, templates=templates,
         name=name, dst=dst,
     )  # fmt: skip
+
+
+def _require_not_kept(kept: Iterable[str], embedding: object) -> None:
+    """
+    Raises:
+        RequestError: if an embedding is to be quantized, and to keep its floats.
+    """
+    own = None if embedding is None else next((one for one in kept if Override(one, None).matches(EMBEDDING)), None)
+    if own is not None:
+        raise RequestError(
+            "`embedding` quantizes what `keep` leaves as floats", found=f"{shown(own)} matches '{EMBEDDING}'",
+            hint="leave `embedding` out, which keeps its floats then, or name the linear layers alone",
+        )  # fmt: skip
 
 
 def _recipe(scheme: str | QuantScheme | Recipe | None, embedding: str | QuantScheme | None) -> Recipe:

@@ -92,8 +92,9 @@ def quantize(
         dst: the folder to make, or a file ``*.gguf``; it must not exist.
         scheme: its name, ``int8`` or ``int4-g128`` and the like; a `QuantScheme`; or a `Recipe` with overrides.
         target_bits: in place of a scheme: bits of each weight of the decoder linears on average, such as 4.5; codes,
-            scales and zero points count. The scheme of each layer is chosen with GPTQ's samples among int4 in groups
-            of 128, 64 and 32, int8 and floats, so that least is lost; linears that runtimes fuse share one.
+            scales and zero points count, and the head if it is named. The scheme of each layer is chosen with GPTQ's
+            samples among int4 in groups of 128, 64 and 32, int8 and floats, so that least is lost; linears that
+            runtimes fuse share one.
         max_size: the same for all files of weights together, in bytes.
         head: the scheme of the output head, which keeps its floats by default; a recipe names ``lm_head`` instead.
         to: ``compressed-tensors`` (the default), ``int-quantized``, ``gptq``, ``awq``, ``mlx`` or ``gguf``; any of
@@ -149,11 +150,13 @@ def quantize(
     require_instance("group", group, ProcessGroup, "a ProcessGroup")
     progress, dst, labels = heard(progress), as_path("dst", dst), Labels(base_model, license)
     target = quantized_target(to, dst)
-    asked = MethodOptions(method, calibration, samples, length, seed, thorough, activation_memory, device)
     size = size_target(target_bits, max_size, scheme)
+    asked = MethodOptions(
+        method, calibration, samples, length, seed, thorough, activation_memory, device, sized=size is not None
+    )
     prepared = prepare(
-        src, dst, asked_recipe(scheme, size, head), embedding=embedding, keep=keep, strict=strict, weights=weights,
-        tensors_only=tensors_only, method=asked, target=target,
+        src, dst, asked_recipe(scheme, size, head, target), embedding=embedding, keep=keep, strict=strict,
+        weights=weights, tensors_only=tensors_only, method=asked, target=target,
     )  # fmt: skip
     name = model_name(prepared.source, labels.base_model)
     most = shard_bytes(split_max_size, target.container, SHARD_BYTES)

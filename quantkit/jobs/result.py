@@ -104,11 +104,12 @@ class QuantizeResult:
 
     def lines(self) -> list[str]:
         """The report for people: one line, with the divergence and the growth of perplexity over all texts of the
-        gate together, and those of a certificate."""
+        gate together, and those of a certificate; of a size to fit before it what was chosen, and its size in both."""
+        size = self.weight_bytes if self.allocation is None else self.allocation.weight_bytes  # which is of files
         facts = [
             _schemes(self.schemes),
             *([f"embedding {self.embedding}"] if self.embedding else []),
-            _size(self.weight_bytes, self.bits_per_weight),
+            _size(size, self.bits_per_weight),
             *_lost(self.quality),
         ]
         chosen = [] if self.allocation is None else [*self.allocation.lines(), self.allocation.line()]

@@ -151,6 +151,7 @@ class MethodOptions:
 
     Attributes:
         method, calibration, samples, length, seed, thorough, activation_memory, device: as for `quantize`.
+        sized: whether the schemes are to be chosen for a size, which is done with the samples of GPTQ.
     """
 
     method: Method | None
@@ -161,15 +162,18 @@ class MethodOptions:
     thorough: bool
     activation_memory: int | None
     device: str | torch.device | None
+    sized: bool = False
 
     def __post_init__(self) -> None:
         """
         Raises:
             RequestError: if the method is unknown or is given what it has no use for; for a budget that is no number
-                of bytes, or a device that cannot be used.
+                of bytes, or a device that cannot be used; if a size goes with rounding.
         """
         if self.method is not None and as_text("method", self.method) not in METHODS:
             raise RequestError("unknown method", found=self.method, expected=" or ".join(METHODS))
+        if self.method == "rtn" and self.sized:
+            raise RequestError("a size to fit goes with GPTQ", found='`method="rtn"`', expected='`method="gptq"`')
         if self.method == "rtn":
             self._require_unused()
         if self.calibration is not None:
@@ -192,20 +196,28 @@ class MethodOptions:
     def settings(
         self, schemes: Collection[QuantScheme], source: Checkpoint, tokenizer: Tokenizer | None
     ) -> GptqSettings | None:
-        """The settings of GPTQ, which is what int4 is made by unless another method was said; None for rounding.
+        """The settings of GPTQ, which is what int4 and a size to fit are made by unless another method was said; None
+        for rounding.
 
         Args:
             schemes: that the layers get.
 
         Raises:
-            RequestError: if GPTQ is not asked for by name, and the source cannot be calibrated; if options of GPTQ go
-                with a model that is rounded; if no samples are asked for, or such as the model has no context for.
+            RequestError: if GPTQ is not asked for by name, or a size is, and the source cannot be calibrated; if
+                options of GPTQ go with a model that is rounded; if no samples are asked for, or such as the model has
+                no context for.
         """
-        if self.method == "rtn" or (self.method is None and all(scheme.bits > _SOLVED_BITS for scheme in schemes)):
+        solved = self.sized or any(scheme.bits <= _SOLVED_BITS for scheme in schemes)
+        if self.method == "rtn" or (self.method is None and not solved):
             self._require_unused()
             return None
-        if self.method is None and (not source.config.calibratable or tokenizer is None):
+        if (self.sized or self.method is None) and (not source.config.calibratable or tokenizer is None):
             lack = "it is known by its tensors only" if not source.config.calibratable else "it has no tokenizer"
+            if self.sized:
+                raise RequestError(
+                    f"a size to fit needs a model that can be calibrated: {lack}", path=source.path,
+                    hint='give a scheme and `method="rtn"` instead',
+                )  # fmt: skip
             raise RequestError(
                 f"int4 is solved by GPTQ, and the source cannot be calibrated: {lack}", path=source.path,
                 hint='round it with `method="rtn"`',

@@ -102,15 +102,18 @@ def worst_row(quantized: QuantTensor, weight: Tensor) -> tuple[float, float]:
     for start, stop in row_chunks(*quantized.shape):
         rows, reference = quantized.rows(start, stop), weight[start:stop].float()
         rounded = quantize_rtn(reference, rows.scheme, rows.scale.dtype).dequantize()
-        norms = torch.linalg.vector_norm(reference, dim=1).clamp(min=torch.finfo(torch.float32).tiny)
-        error, least = (
-            torch.linalg.vector_norm(one - reference, dim=1) / norms for one in (rows.dequantize(), rounded)
-        )
+        norms = _row_norms(reference).clamp(min=torch.finfo(torch.float32).tiny)
+        error, least = (_row_norms(one - reference) / norms for one in (rows.dequantize(), rounded))
         bound = (TIMES_ROUNDING * least).clamp(min=_LEAST_ERROR)
         excess, row = torch.max(error / bound, 0)  # NaN is the largest
         if not excess.item() <= worst:
             worst, found = excess.item(), (error[row].item(), bound[row].item())
     return found
+
+
+def _row_norms(matrix: Tensor) -> Tensor:
+    """Of each row, in float64: squares of large values are beyond float32."""
+    return torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64)
 
 
 def _dividing(scheme: QuantScheme, columns: int) -> QuantScheme:
