@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from quantkit.evals.html.axes import HEIGHT, Axis, Box, drawn, frame, label_near, left_margin, short, spread, text
+from quantkit.evals.html.axes import HEIGHT, Axis, Box, drawn, frame, label_near, left_margin, short, spread, text, wide
 from quantkit.evals.html.elements import Markup, element, joined
 from quantkit.evals.results import Evaluation
 from quantkit.quality.figures import Estimate
@@ -47,7 +47,7 @@ def _points(found: Evaluation) -> Iterator[_Point]:
                 if measures.divergence is None:
                     continue
                 cost = Estimate(measures.divergence.kl, measures.divergence.kl_error)
-            if math.isfinite(cost.value) and cost.value > 0:
+            if math.isfinite(cost.value) and cost.value >= 0:
                 told = f"{row.name} on {text_name}: {row.megabytes:.2f} MB, {cost}"
                 yield _Point(index, mark % len(_MARKS), row.megabytes, cost.value, cost.error or 0.0, told)
 
@@ -67,7 +67,7 @@ def _drawing(found: Evaluation, points: list[_Point], what: str, width: int) -> 
         yield element("line", {"class": "reference", "x1": at, "x2": at, "y1": y.start, "y2": y.end})
         name = short(found.reference, 22 if width > 400 else 14)
         yield text(name, at - 6, y.end + 10, "name", "end")
-        taken.append(Box(at - 6 - 7 * len(name), y.end, at + 2, y.end + 14))
+        taken.append(Box(at - 6 - wide(name), y.end, at + 2, y.end + 14))
     for point in points:
         at, up, color = x.at(point.megabytes), y.at(point.cost), f"var(--m{point.model % 6})"
         taken.append(Box(at - 7, up - 7, at + 7, up + 7))
@@ -83,7 +83,7 @@ def _drawing(found: Evaluation, points: list[_Point], what: str, width: int) -> 
     for point in points:
         if point.model not in named:
             named.add(point.model)
-            name = short(found.rows[point.model].name, 26 if width > 400 else 16)
+            name = short(found.rows[point.model].name, 26 if width > 400 else 16) + ("" if point.cost else ": 0")
             color = f"var(--m{point.model % 6})"
             yield label_near(name, x.at(point.megabytes), y.at(point.cost), within, taken, color)
 
