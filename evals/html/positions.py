@@ -44,7 +44,8 @@ def lines(found: Evaluation, text_name: str) -> list[Line]:
 
 def chart(drawn_lines: Sequence[Line], what: str) -> Markup | None:
     """The lines; None where there is nothing to draw."""
-    kls = [one.kl for line in drawn_lines for one in line.buckets if math.isfinite(one.kl)]
+    shown = [one for line in drawn_lines for one in line.buckets if math.isfinite(one.kl)]
+    kls = [kl for one in shown for kl in (one.kl, one.kl + (one.kl_error or 0))]
     if not kls or max(len(line.buckets) for line in drawn_lines) < 2:
         return None
     told = "; ".join(f"{line.name}: {_told(line)}" for line in drawn_lines)

@@ -22,6 +22,11 @@ class _Point(NamedTuple):
     error: float
     told: str
 
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Of its bar."""
+        return max(self.cost - self.error, 0.1 * self.cost), self.cost + self.error
+
 
 def scatter(found: Evaluation) -> Markup | None:
     """Each model on each text; None where there is nothing to compare."""
@@ -56,7 +61,7 @@ def _drawing(found: Evaluation, points: list[_Point], what: str, width: int) -> 
     sizes = [point.megabytes for point in points]
     if found.reference is not None:
         sizes.append(found.rows[0].megabytes)
-    low, high, log = spread([point.cost for point in points])
+    low, high, log = spread([end for point in points for end in point.ends])
     y = Axis(low, high, HEIGHT - 46, 28, log)
     x = Axis(0.0 if max(sizes) < 8 * min(sizes) else min(sizes) / 1.6, max(sizes) * 1.12, left_margin(y), width - 8,
              max(sizes) >= 8 * min(sizes))  # fmt: skip
@@ -71,8 +76,8 @@ def _drawing(found: Evaluation, points: list[_Point], what: str, width: int) -> 
     for point in points:
         at, up, color = x.at(point.megabytes), y.at(point.cost), f"var(--m{point.model % 6})"
         taken.append(Box(at - 7, up - 7, at + 7, up + 7))
-        least = max(point.cost - point.error, 0.1 * point.cost)
-        ends = {"x1": at, "x2": at, "y1": y.at(least), "y2": y.at(point.cost + point.error)}
+        least, most = point.ends
+        ends = {"x1": at, "x2": at, "y1": y.at(least), "y2": y.at(most)}
         yield element("line", {"class": "bar", "style": f"stroke:{color}", **ends})
         yield element(
             "text", {"class": "mark", "x": round(at, 1), "y": round(up + 5, 1), "text-anchor": "middle",
