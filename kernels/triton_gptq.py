@@ -1,4 +1,4 @@
-"""GPTQ's rounding of some columns, one after the other: a thread takes a row, and reads back the errors that it made."""
+"""GPTQ's rounding of some columns, one after the other: a thread takes a row, and reads back the errors it made."""
 
 from __future__ import annotations
 

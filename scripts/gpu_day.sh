@@ -50,7 +50,7 @@ run() {
     case $stage in
     1)
         try 120 "$python" scripts/gpu_environment.py --out "$out/environment.json"
-        local tests=(tests/triton_products.py tests/triton_attention.py tests/triton_experts.py) chosen=()
+        local tests=(tests/triton_products.py tests/triton_attention.py tests/triton_experts.py tests/triton_gptq.py) chosen=()
         if [[ ${#dry[@]} -gt 0 ]]; then chosen=(-k "share_rows or operators_pass"); fi
         try 430 "$python" -m pytest -q -W default -p no:cacheprovider --durations=5 "${tests[@]}" "${chosen[@]}"
         ;;

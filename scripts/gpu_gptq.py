@@ -2,9 +2,9 @@
 
     python scripts/gpu_gptq.py [--out FILE.json] [--rows 256] [--layers 2]
 
-Solves the linears of a block of Llama-2-7B's shape, some rows of each on the CPU too: the share of equal codes, the
-output errors of both, seconds and memory of whole layers on the card. Then quantizes TinyLlama-1.1B's shape, a few
-layers on both, and all 22 on the card.
+Solves the linears of a block of Llama-2-7B's shape, some rows of each on the CPU too, and whole layers on the card with
+its kernels and without: the share of equal codes, the output errors, seconds and memory. Then quantizes
+TinyLlama-1.1B's shape, a few layers on both, and all 22 on the card.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from synthetic_checkpoint import shard
 
 import quantkit
+from quantkit.calibration.column_kernels import column_kernels
 from quantkit.data.files import DEMO_MODEL
 from quantkit.solver.gptq import gptq
 from quantkit.tensors.scheme import QuantScheme
@@ -35,20 +36,25 @@ def solve(name: str, shape: tuple[int, int], rows: int, results: card.Results) -
     inputs = torch.randn(2 * shape[1], shape[1], generator=generator) * torch.rand(shape[1], generator=generator)
     hessian = (inputs.to(card.DEVICE).T @ inputs.to(card.DEVICE)).cpu()
     scheme = QuantScheme.parse("int4-g128" if shape[1] % 128 == 0 else "int4-g32")
-    found = []
-    for device, part in (("cpu", weight[:rows]), (card.DEVICE, weight[:rows]), (card.DEVICE, weight)):
+    kernels = column_kernels(card.DEVICE)
+    cases = {
+        "cpu": (torch.device("cpu"), weight[:rows], None), "card": (card.DEVICE, weight[:rows], kernels),
+        "whole": (card.DEVICE, weight, kernels), "whole_without_kernels": (card.DEVICE, weight, None),
+    }  # fmt: skip
+    codes, told = {}, {}
+    for case, (device, part, of_device) in cases.items():
+        placed, summed = part.to(device), hessian.to(device)
         card.reset_memory()
-        started = time.perf_counter()
-        codes, report = gptq(part.to(device), hessian.to(device), scheme, torch.bfloat16)
         card.synchronize()
-        seconds = time.perf_counter() - started
-        found.append((codes.codes.cpu(), report.output_error, seconds))
-    (codes, error, seconds), (others, other_error, other_seconds), (_, _, whole_seconds) = found
-    results.add(
-        linear=name, shape=list(shape), rows=rows, equal_codes=(codes == others).double().mean().item(),
-        error_cpu=error, error_card=other_error, seconds_cpu=seconds, seconds_card=other_seconds,
-        whole_seconds_card=whole_seconds, whole_peak_card=card.peak_memory(),
-    )  # fmt: skip
+        started = time.perf_counter()
+        solved, report = gptq(placed, summed, scheme, torch.bfloat16, kernels=of_device)
+        card.synchronize()
+        told |= {f"seconds_{case}": time.perf_counter() - started, f"peak_{case}": card.peak_memory()}
+        told[f"error_{case}"] = report.output_error
+        codes[case] = solved.codes.cpu()
+    for one, other in (("cpu", "card"), ("whole", "whole_without_kernels")):
+        told[f"equal_codes_{one}_{other}"] = (codes[one] == codes[other]).double().mean().item()
+    results.add(linear=name, shape=list(shape), rows=rows, kernels=kernels is not None, **told)
 
 
 def quantize(layers: int, device: str, results: card.Results) -> None:
@@ -57,15 +63,15 @@ def quantize(layers: int, device: str, results: card.Results) -> None:
         src, dst, text = Path(folder) / "src", Path(folder) / "dst", Path(folder) / "text.txt"
         src.mkdir()
         text.write_text(TEXT)
-        dim, hidden = (128, 256) if card.DRY else (2048, 5632)
+        dim, hidden, scheme = (64, 64, "int4-g32") if card.DRY else (2048, 5632, "int4-g128")
         params = {"dim": dim, "n_layers": layers, "n_heads": max(1, dim // 128), "norm_eps": 1e-5}
-        sizes = {"vocab_size": -1, "multiple_of": 256, "ffn_dim_multiplier": hidden / (8 * dim // 3)}
-        (src / "params.json").write_text(json.dumps({**params, **sizes}))
+        sizes = {"multiple_of": 64 if card.DRY else 256, "ffn_dim_multiplier": hidden / (8 * dim // 3)}
+        (src / "params.json").write_text(json.dumps({**params, "vocab_size": -1, **sizes}))
         shutil.copy(DEMO_MODEL / "tokenizer.model", src)
         torch.save(shard(dim, hidden, layers, 1, 0), src / "consolidated.00.pth")
         card.reset_memory()
         started = time.perf_counter()
-        quantkit.quantize(src, dst, "int4-g128", method="gptq", calibration=text, samples=2 if card.DRY else 16,
+        quantkit.quantize(src, dst, scheme, method="gptq", calibration=text, samples=2 if card.DRY else 16,
                           length=16 if card.DRY else 512, device=device, accept_quality_loss=True,
                           source_check=False)  # fmt: skip
         results.add(layers=layers, device=device, seconds=time.perf_counter() - started,

@@ -3,8 +3,8 @@
     python scripts/measure_embedding.py FOLDER [--layers 28] [--scheme int4-g128] [--rounds 5]
 
 The source is made in FOLDER, and kept. Says of it rounded, with the embedding in bfloat16 and in int8, the size of the
-weights in a file, what is held in memory, tokens a second (the two in turn, the median of the rounds), and by how much
-logits differ, relative to their norm: from the source's, and between the two.
+weights in a file, what is held in memory, tokens a second (the two in turn, the median of the rounds, and that of the
+ratios of the pairs), and by how much logits differ, relative to their norm: from the source's, and between the two.
 """
 
 from __future__ import annotations
@@ -109,6 +109,8 @@ def main() -> None:
             f"{name}: {stored_bytes(checkpoint) / 1e6:.0f} MB, {held[name] / 1e6:.0f} MB held,"
             f" {statistics.median(rates[name]):.1f} tokens a second", flush=True,
         )  # fmt: skip
+    ratios = [after / before for before, after in zip(*rates.values(), strict=True)]
+    print(f"int8 beside bfloat16: {statistics.median(ratios):.2f} x the tokens a second", flush=True)
     right, base, found = (logits(one) for one in (source, *made.values()))
     off = {"bfloat16 embedding": (base, right), "int8 embedding": (found, right), "int8 beside bfloat16": (found, base)}
     for name, (one, other) in off.items():

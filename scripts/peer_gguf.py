@@ -4,8 +4,9 @@
     .venv/bin/python scripts/peer_gguf.py check PYTHON OUT FOLDER...
 
 The first makes a few small models, each trained a little, with tokenizers of their families' kinds. The second converts
-each folder's model to a float32 file, and quantizes it to Q8_0 and Q4_0 by way of a Hugging Face folder, the latter also
-with the embedding in Q8_0; PYTHON, which has llama-cpp-python, computes with them. Prints a table in Markdown, and exits with 1 if a figure is out of its bounds.
+each folder's model to a float32 file, and quantizes it to Q8_0 and Q4_0 by way of a Hugging Face folder, the latter
+also with the embedding in Q8_0; PYTHON, which has llama-cpp-python, computes with them. Prints a table in Markdown, and
+exits with 1 if a figure is out of its bounds.
 """
 
 from __future__ import annotations

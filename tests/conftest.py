@@ -22,6 +22,7 @@ def _seeded() -> None:
 # On matrices as small as these, threads cost more than they bring; also in the processes that tests start.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["QUANTKIT_BF16"] = "0"  # results that do not depend on the processor
 
 LONGEST = ("parallel", "xla", "triton_kernels", "resume", "readme", "cpu_kernels", "first_process", "plan", "fuzz")
 """Files that begin first: where files run side by side, none of these is then left to run alone at the end."""

@@ -56,7 +56,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     linears, and floats in the embedding (and a tied head)."""
     home = tmp_path_factory.mktemp("embedding")
     for kind in KINDS:
-        small = {"num_hidden_layers": 2, "eos_token_id": None}
+        small = {"num_hidden_layers": 1, "eos_token_id": None}
         oracle.save(oracle.make("llama", tie_word_embeddings=kind == "tied", **small).half(), home / kind)
         quantkit.quantize(home / kind, home / f"{kind}-int8", "int4-g32", embedding="int8", **GIVEN)
         means = oracle.copy(home / kind, home / f"{kind}-floats")
@@ -78,7 +78,7 @@ def test_it_is_written_as_compressed_tensors_writes_it(kind: str, folders: Path)
     folder = folders / f"{kind}-int8"
     settings = json.loads((folder / "config.json").read_text())["quantization_config"]
     linears, embedding = settings["config_groups"].values()
-    assert (linears["targets"], embedding["targets"]) == (["Linear"], [EMBEDDING])
+    assert (linears["targets"], embedding["targets"]) == (["Linear"], ["Embedding"])
     assert (embedding["weights"]["num_bits"], embedding["weights"]["strategy"]) == (8, "channel")
     assert (embedding["format"], embedding["input_activations"]) == ("pack-quantized", None)
     assert settings["ignore"] == ["lm_head"]
@@ -92,10 +92,10 @@ def test_it_is_written_as_compressed_tensors_writes_it(kind: str, folders: Path)
     assert verify(folders / kind, folder).verdict is Verdict.WITHIN_BOUND
 
 
-def test_a_class_of_embeddings_is_what_llmcompressor_names(folders: Path, tmp_path: Path) -> None:
+def test_it_may_be_named_too(folders: Path, tmp_path: Path) -> None:
     folder = oracle.copy(folders / "untied-int8", tmp_path / "theirs")
     settings = json.loads((folder / "config.json").read_text())["quantization_config"]
-    settings["config_groups"]["group_1"]["targets"] = ["Embedding"]
+    settings["config_groups"]["group_1"]["targets"] = [EMBEDDING]
     oracle.edit_json(folder / "config.json", quantization_config=settings)
     assert schemes(open_checkpoint(folder)) == schemes(open_checkpoint(folders / "untied-int8"))
 

@@ -350,3 +350,20 @@ def test_what_is_read_as_floats_is_told(tmp_path: Path) -> None:
     assert set(read_as_floats(found).values()) == {"Q4_1"}
     assert found.layout == "gguf (Q4_1)"
     assert quantkit.inspect(path).tensors == {"Q4_1 as bfloat16": 22, "float32": 7, "int8-g32": 1}
+
+
+def test_a_file_of_floats_with_a_quantized_embedding_becomes_floats_where_that_is_asked_for(tmp_path: Path) -> None:
+    source, tensors = _source(json.dumps(["llama", {"vocab_size": _ROWS, "num_hidden_layers": 1}]))
+    metadata, types = metadata_of(source.config) | _ENDS | _TOKENIZER, {"token_embd.weight": Ggml.Q8_0}
+    path = gguf_files.write(tmp_path / "model.gguf", metadata, tensors, types)
+    means = _opened(path).load(f"{EMBEDDING}.weight")
+    assert isinstance(means, QuantTensor)
+    quantkit.convert(path, tmp_path / "mlx", to="mlx", source_check=False)
+    for quantized in (path, tmp_path / "mlx"):
+        with pytest.raises(UnsupportedError, match="`dequantize=True` writes the floats"):
+            quantkit.convert(quantized, tmp_path / "refused", to="hf", source_check=False)
+        made = tmp_path / f"from-{quantized.stem}"
+        quantkit.convert(quantized, made, to="hf", dequantize=True, source_check=False)
+        floats = open_checkpoint(made).load(f"{EMBEDDING}.weight")
+        assert isinstance(floats, Tensor)
+        assert torch.equal(floats, means.dequantize())

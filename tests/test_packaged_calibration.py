@@ -271,6 +271,31 @@ def test_the_command_tells_what_it_takes_before_it_begins(demo_model: Path, tmp_
     assert json.loads(out)["method"] == "gptq"
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"samples": 10**6}, "calibration text is too short .found 1000000 samples.*`calibration`"),
+        ({"samples": 10**6, "calibration": "text.txt"}, "too many calibration tokens .found 1000000 samples.*`samples`"),
+        ({"length": 10**11}, "samples are longer than the model's context.*`length`"),
+        ({"samples": 0}, "at least 1 sample of 2 tokens .found 0 of"),
+        ({"samples": -3}, "at least 1 sample of 2 tokens .found -3 of"),
+        ({"length": 0}, "at least 1 sample of 2 tokens .found 128 of 0"),
+        ({"seed": 2**70}, "seed does not fit 64 bits"),
+    ],
+    ids=str,
+)
+def test_numbers_that_make_no_sense_are_refused_before_anything_grows_with_them(
+    given: dict[str, Any], words: str, demo_model: Path, tmp_path: Path
+) -> None:
+    def estimated(_: object) -> None:
+        pytest.fail("the estimate is made of them")
+
+    with pytest.raises(RequestError, match=words):
+        quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", **given, on_estimate=estimated)
+    with pytest.raises(RequestError, match=words):
+        quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", **given)
+
+
 def test_plan_counts_the_default_method(demo_model: Path, tmp_path: Path) -> None:
     seconds = [
         quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", method=method, source_check=False)

@@ -60,12 +60,13 @@ def test_factors_and_what_they_solve(size: int, monkeypatch: pytest.MonkeyPatch)
     ("setting", "capability", "bf16", "expected"),
     [
         ("1", "AVX512", True, True),
-        (None, "AVX512", True, False),
+        (None, "AVX512", True, True),
+        ("0", "AVX512", True, False),
         ("1", "AVX2", True, False),
         ("1", "AVX512", False, False),
     ],
 )
-def test_bfloat16_is_asked_for_and_goes_where_the_processor_multiplies_it(
+def test_bfloat16_goes_where_the_processor_multiplies_it_unless_it_is_forbidden(
     setting: str | None, capability: str, bf16: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(products.BFLOAT16_SETTING, raising=False)

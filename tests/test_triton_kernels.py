@@ -52,8 +52,15 @@ def test_the_kernels_are_right_in_the_interpreter(what: str) -> None:
     assert "skipped" not in done.stdout
 
 
-def _compiled(kernel: Any, constants: dict[str, Any], target: str, cached: str | None = None) -> dict[str, Any]:
-    """The stages of a kernel compiled for a card that need not be there; `cached` is the type of a cache's rows."""
+def _compiled(
+    kernel: Any, constants: dict[str, Any], target: str, cached: str | None = None, others: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """The stages of a kernel compiled for a card that need not be there.
+
+    Args:
+        cached: the type of a cache's rows.
+        others: the types of what is none of these.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -68,7 +75,7 @@ def _compiled(kernel: Any, constants: dict[str, Any], target: str, cached: str |
     types = {
         name: "constexpr" if name in constants else f"*{pointers[name]}" if name in pointers else "i32"
         for name in names
-    }
+    } | (others or {})
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in names if name not in constants}
     source = ASTSource(kernel, types, {(names.index(name),): value for name, value in constants.items()}, attrs=aligned)
     stages: dict[str, Any] = triton.compile(source, target=GPUTarget(target, arch, lanes), options=options).asm
@@ -156,6 +163,25 @@ def test_attention_compiles_for_cards_that_are_not_here(
         assert "mma" in stages["ptx"]
         assert "cp.async" in stages["ptx"]  # tiles of the cache come while others are multiplied
         assert "st.local" not in stages["ptx"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("descend", [True, False])
+def test_columns_are_rounded_without_a_word_between_threads(
+    descend: bool, symmetric: bool, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    from quantkit.kernels.triton_gptq import round_columns
+
+    tensors = ("start", "wanted", "ratios", "inverse", "scale", "zero", "codes", "values", "errors")
+    types = dict.fromkeys(tensors, "*fp32") | {"columns": "*i64", "levels": "fp32"}
+    constants = {"SYMMETRIC": symmetric, "DESCEND": descend, "ROWS": 32, "num_warps": 1, "num_stages": 1}
+    stages = _compiled(round_columns, constants, target, others=types)
+    assert stages["cubin" if target == "cuda" else "hsaco"]
+    if target == "cuda":
+        assert "div.rn.f32" in stages["ptx"]
+        assert not [word for word in ("st.local", "shfl", "st.shared", "ld.global.nc") if word in stages["ptx"]]
 
 
 class _Driver:

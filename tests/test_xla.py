@@ -34,12 +34,15 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     small = {"num_hidden_layers": 2, "vocab_size": 99, "eos_token_id": None}
     source = oracle.save(oracle.make("llama", num_key_value_heads=4, **small), home / "float32")
     for scheme in ("int8", "int4-g32", "int4-g16-asym"):
-        kept = ["*.layers.1.mlp.up_proj"]
-        quantkit.quantize(source, home / scheme, any_scheme(scheme), method="rtn", keep=kept, accept_quality_loss=True)
-    oracle.save(oracle.make("qwen2", tie_word_embeddings=True, **small), home / "qwen2")
+        quantkit.quantize(
+            source, home / scheme, any_scheme(scheme), method="rtn", keep=["*.layers.1.mlp.up_proj"],
+            embedding="int8" if scheme == "int8" else None, accept_quality_loss=True,
+        )  # fmt: skip
+    tied = oracle.save(oracle.make("qwen2", tie_word_embeddings=True, **small), home / "qwen2")
+    quantkit.quantize(tied, home / "tied-int8", "int4-g32", method="rtn", embedding="int8", accept_quality_loss=True)
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     oracle.save(oracle.make("qwen3", **window, **small), home / "qwen3")
-    devices = {"float32": 8, "int8": 8, "int4-g32": 8, "int4-g16-asym": 8, "qwen2": 1, "qwen3": 4}
+    devices = {"float32": 8, "int8": 8, "int4-g32": 8, "int4-g16-asym": 8, "qwen2": 1, "tied-int8": 2, "qwen3": 4}
     for case, count in FEATURES.items():
         kind, changes = CASES[case]
         own = {**changes, **small, "num_key_value_heads": 4, "eos_token_id": 98}
@@ -50,7 +53,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found_by("xla_cases.py", devices, home)
 
 
-NAMES = ["float32", "int8", "int4-g32", "int4-g16-asym", "qwen2", "qwen3", *FEATURES]
+NAMES = ["float32", "int8", "int4-g32", "int4-g16-asym", "qwen2", "tied-int8", "qwen3", *FEATURES]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -76,10 +79,16 @@ def test_a_step_exchanges_twice_a_layer_and_twice_more(name: str, cases: dict[st
 def test_weights_stay_quantized(name: str, dtype: str, cases: dict[str, Any]) -> None:
     dtypes = cases[name]["dtypes"]
     linears = [key.removesuffix(".codes") for key in dtypes if key.endswith(".codes")]
-    assert len(linears) == 2 * 7 - 1
+    assert len(linears) == 2 * 7 - 1 + (name == "int8")  # whose embedding is
     assert {dtypes[key + ".codes"] for key in linears} == {dtype}
     assert not [key for key in linears if key + ".weight" in dtypes]
     assert ("zero" in "".join(dtypes)) == ("asym" in name)
+
+
+def test_a_tied_head_has_the_codes_of_the_embedding(cases: dict[str, Any]) -> None:
+    dtypes = cases["tied-int8"]["dtypes"]
+    assert dtypes["model.embed_tokens.codes"] == "int8"
+    assert not [name for name in dtypes if name.startswith("lm_head") or name == "model.embed_tokens.weight"]
 
 
 def test_memory_is_divided(cases: dict[str, Any]) -> None:

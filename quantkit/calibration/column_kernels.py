@@ -12,7 +12,9 @@ from quantkit.solver.gptq import gptq
 from quantkit.solver.panels import ColumnKernels
 from quantkit.tensors.scheme import QuantScheme
 
-_ROWS, _COLUMNS = 40, 160  # more than a program's rows, and than a panel
+_ROWS = 40  # more than a program's
+_COLUMNS = {"cuda": 160}  # more than a panel, but where Triton interprets
+_FEW_COLUMNS = 32
 _SCHEMES = ("int4-g32", "int4-g32-asym")
 _TOLERANCE = 1e-3  # of the output error; a code may differ where two are as good
 _log = logging.getLogger(__name__)
@@ -38,8 +40,9 @@ def column_kernels(device: torch.device) -> ColumnKernels | None:
 def _what_is_wrong(kernels: ColumnKernels, device: torch.device) -> str | None:
     """What a small layer tells about kernels; None is nothing."""
     generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(2 * _COLUMNS, _COLUMNS, generator=generator).cumsum(1)
-    weight = torch.randn(_ROWS, _COLUMNS, generator=generator).to(device)
+    columns = _COLUMNS.get(device.type, _FEW_COLUMNS)
+    inputs = torch.randn(2 * columns, columns, generator=generator).cumsum(1)
+    weight = torch.randn(_ROWS, columns, generator=generator).to(device)
     hessian = (inputs.t() @ inputs).to(device)
     for name in _SCHEMES:
         scheme = QuantScheme.parse(name)

@@ -21,6 +21,7 @@ _BYTES_PER_TOKEN = 16
 _LEAST_BYTES = 4 * 2**20
 _TOKENIZED_WHOLE = 2**18
 _LETTERS_PER_TOKEN = 8
+_MOST_TOKENS = 1 << 28  # a thousand times those by default; many more are a slip of the hand
 
 
 @dataclass(frozen=True)
@@ -99,10 +100,15 @@ def require_calibration(source: str | Path, tokenizer: Tokenizer, *, samples: in
 def require_samples(samples: int, length: int) -> None:
     """
     Raises:
-        RequestError: if there are none, or they predict nothing.
+        RequestError: if there are none, they predict nothing, or no machine takes so many.
     """
     if samples < 1 or length < 2:
         raise RequestError("calibration needs at least 1 sample of 2 tokens", found=f"{samples} of {length}")
+    if samples * length > _MOST_TOKENS:
+        raise RequestError(
+            "too many calibration tokens", found=f"{samples} samples of {length} tokens",
+            expected=f"at most {_MOST_TOKENS} tokens in all", hint="give fewer `samples`",
+        )  # fmt: skip
 
 
 def _read(source: str | Path, samples: int, length: int, seed: int) -> tuple[str, str, str | None]:

@@ -38,7 +38,14 @@ class Effort:
 
     def follows(self, index: int, batches: int) -> bool:
         """Whether the float stream takes a batch."""
-        return index % max(1, min(self.stride, batches // _MIN_FOLLOWED)) == 0
+        return index % self._stride(batches) == 0
+
+    def followed(self, batches: int) -> int:
+        """How many of so many batches the float stream takes."""
+        return -(-batches // self._stride(batches))
+
+    def _stride(self, batches: int) -> int:
+        return max(1, min(self.stride, batches // _MIN_FOLLOWED))
 
 
 STANDARD = Effort(4, 0.1)
@@ -61,7 +68,7 @@ def followed_share(config: ModelConfig, shape: Sequence[int], effort: Effort) ->
     """The share of the batches of samples of a shape [N, T] that the float stream takes."""
     samples, length = shape
     batches = -(-samples // batch_samples(config, length))
-    return sum(effort.follows(index, batches) for index in range(batches)) / batches
+    return effort.followed(batches) / batches
 
 
 def activation_bytes(

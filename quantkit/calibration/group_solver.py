@@ -102,7 +102,7 @@ class GroupSolver:
             for scheme, (part, total) in parts.items():
                 targets[scheme] = torch.empty_like(part)
                 own_drift = drift[self.group.share(total)] if outputs else drift
-                for start, stop in row_chunks(*part.shape, weights_at_once(part.device) // 2):
+                for start, stop in row_chunks(len(part), part.shape[1], weights_at_once(part.device) // 2):
                     pull = own_drift[start:stop] if outputs else times(part[start:stop], own_drift)
                     targets[scheme][start:stop] = compensated(part[start:stop], followed, pull)
             del followed

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.calibration.data import Calibration, require_samples, tokenized
+from quantkit.calibration.data import Calibration, tokenized
 from quantkit.data.files import CALIBRATION
 from quantkit.errors import CheckpointError, NonFiniteError, RequestError
 from quantkit.formats.checkpoint import Checkpoint
@@ -115,14 +115,7 @@ class PackagedText:
         Raises:
             RequestError: if so many samples of so many tokens are more than the text is good for.
         """
-        require_samples(samples, length)
-        held = sum(len(kind.tokens) for kind in self.kinds)
-        if samples * length > _MOST_PASSES * held:
-            raise RequestError(
-                "the packaged calibration text is too short", found=f"{samples} samples of {length} tokens",
-                expected=f"at most {_MOST_PASSES * held // length}",
-                hint="give text of your own with `calibration`, or fewer `samples`",
-            )  # fmt: skip
+        _require_held(samples, length, sum(len(kind.tokens) for kind in self.kinds))
 
     def draw(self, *, samples: int, length: int, seed: int, near_uniform: NearUniform) -> Calibration:
         """Samples [N, T] of all kinds in proportion. What the source predicts nearly uniformly is dropped, and other
@@ -211,6 +204,28 @@ def near_uniform_pieces(
         for number, loss in zip(own, of_own.mean(1).tolist(), strict=True):
             found[number] = loss >= _NEAR_UNIFORM * math.log(choices)
     return found
+
+
+def require_plausible(samples: int, length: int) -> None:
+    """Check, without a tokenizer, that the text is not far too short: it is of fewer tokens than bytes.
+
+    Raises:
+        RequestError: as `PackagedText.require` does.
+    """
+    _require_held(samples, length, CALIBRATION.stat().st_size)
+
+
+def _require_held(samples: int, length: int, tokens: int) -> None:
+    """
+    Raises:
+        RequestError: if so many samples of so many tokens are more than a text of some tokens is good for.
+    """
+    if samples * length > _MOST_PASSES * tokens:
+        raise RequestError(
+            "the packaged calibration text is too short", found=f"{samples} samples of {length} tokens",
+            expected=f"at most {_MOST_PASSES * tokens // length}",
+            hint="give text of your own with `calibration`, or fewer `samples`",
+        )  # fmt: skip
 
 
 def _document_tokens(document: Mapping[str, Any], tokenizer: Tokenizer, chat: Chat | None) -> list[int] | None:

@@ -137,7 +137,7 @@ class GptqQuantizer:
         scratch = written.folder / f"{SCRATCH}-{self._group.rank}"
         tokens = self._calibration.tokens
         room = card_activation_bytes(self._source.config, tokens.shape, self._device)
-        store = ActivationStore(scratch, self._memory_bytes, room)
+        store = ActivationStore(scratch, self._memory_bytes, room // self._group.size)  # all may be on one card
         try:
             with exact_float32():
                 if self._unsolved:

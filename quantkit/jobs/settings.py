@@ -10,9 +10,9 @@ from typing import Literal, get_args
 
 import torch
 
-from quantkit.arguments import as_path, as_text, as_whole
 from quantkit.architectures.config import ModelConfig
-from quantkit.calibration.data import Calibration, load_calibration, require_calibration
+from quantkit.arguments import as_path, as_seed, as_text, as_whole
+from quantkit.calibration.data import Calibration, load_calibration, require_calibration, require_samples
 from quantkit.calibration.effort import (
     ACTIVATION_MEMORY,
     MAX_LENGTH,
@@ -24,7 +24,7 @@ from quantkit.calibration.effort import (
     activation_bytes,
 )
 from quantkit.calibration.estimate import card_activation_bytes
-from quantkit.calibration.packaged import PackagedText, near_uniform_pieces
+from quantkit.calibration.packaged import PackagedText, near_uniform_pieces, require_plausible
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.formats.checkpoint import Checkpoint
@@ -112,6 +112,17 @@ class GptqSettings:
         else:
             require_calibration(self.text, tokenizer, samples=self.samples, length=length, seed=self.seed)
 
+    def require_plausible(self, source: Checkpoint) -> None:
+        """Check numbers as far as they can be told without the text.
+
+        Raises:
+            RequestError: as `draw` does.
+        """
+        length = self.sample_length(source)
+        if self.text is None and self.samples > 0:
+            require_plausible(self.samples, length)
+        require_samples(self.samples, length)
+
     def sample_length(self, source: Checkpoint) -> int:
         """Tokens in each sample.
 
@@ -163,9 +174,11 @@ class MethodOptions:
             self._require_unused()
         if self.calibration is not None:
             as_path("calibration", self.calibration)  # a text, kept as it is, may also name a dataset
-        for name in ("samples", "length", "seed"):
+        for name in ("samples", "length"):
             if (value := getattr(self, name)) is not None:
                 as_whole(name, value)
+        if self.seed is not None:
+            as_seed("seed", self.seed)
         memory = self.activation_memory
         if memory is not None and (
             not isinstance(memory, (int, float)) or isinstance(memory, bool) or not 0 <= memory < math.inf
@@ -186,7 +199,7 @@ class MethodOptions:
 
         Raises:
             RequestError: if GPTQ is not asked for by name, and the source cannot be calibrated; if options of GPTQ go
-                with a model that is rounded.
+                with a model that is rounded; if no samples are asked for, or such as the model has no context for.
         """
         if self.method == "rtn" or (self.method is None and all(scheme.bits > _SOLVED_BITS for scheme in schemes)):
             self._require_unused()
@@ -197,12 +210,15 @@ class MethodOptions:
                 f"int4 is solved by GPTQ, and the source cannot be calibrated: {lack}", path=source.path,
                 hint='round it with `method="rtn"`',
             )  # fmt: skip
-        return GptqSettings(
+        found = GptqSettings(
             self.calibration, SAMPLES if self.samples is None else self.samples, self.length,
             SEED if self.seed is None else self.seed, self.thorough,
             ACTIVATION_MEMORY if self.activation_memory is None else int(self.activation_memory),
             usable_device(self.device),
         )  # fmt: skip
+        as_seed("seed", found.seed)
+        found.require_plausible(source)
+        return found
 
     def _require_unused(self) -> None:
         """

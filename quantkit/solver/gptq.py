@@ -20,9 +20,9 @@ from torch import Tensor
 
 from quantkit.errors import NonFiniteError
 from quantkit.solver.factor import cholesky, lower_transposed_times, solve_lower, solve_lower_transposed
-from quantkit.solver.portions import refit_bytes, weights_at_once
 from quantkit.solver.grid import Grid, search_scales
 from quantkit.solver.panels import ColumnKernels, descend_in_panels, solve_in_panels
+from quantkit.solver.portions import refit_bytes, weights_at_once
 from quantkit.tensors.products import times
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme

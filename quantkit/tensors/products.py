@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 BFLOAT16_SETTING = "QUANTKIT_BF16"
-"""Environment variable that asks for bfloat16 where it is 1."""
+"""Environment variable that forbids bfloat16 on a CPU where it is 0, and asks for it on a card where it is 1."""
 
 _LEAST = 1 << 20  # multiplications; of fewer the call is what takes time
 _FEWEST_ROWS = 16  # with fewer, reading is what takes time
@@ -48,13 +48,12 @@ def fill_lower_(total: Tensor) -> None:
 
 
 def multiplies_bfloat16(device: torch.device = _CPU) -> bool:
-    """Whether `QUANTKIT_BF16` asks for bfloat16 and this processor multiplies it, which torch's `ATEN_CPU_CAPABILITY`
-    may deny."""
-    if os.environ.get(BFLOAT16_SETTING) != "1":
-        return False
+    """Whether a processor multiplies bfloat16, and nothing forbids it (torch's `ATEN_CPU_CAPABILITY` may); or a card
+    does, and is asked to."""
+    setting = os.environ.get(BFLOAT16_SETTING)
     if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
-    if device.type != "cpu" or not _onednn_is_built_in():
+        return setting == "1" and torch.cuda.get_device_capability(device) >= (8, 0)
+    if setting == "0" or device.type != "cpu" or not _onednn_is_built_in():
         return False
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False

@@ -83,7 +83,7 @@ class CompressedTensors:
     def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
         found = [scheme for scheme in schemes.values() if scheme is not None]
         if has_embedding(schemes):
-            return "vLLM on GPUs by its source; transformers 5.23 reads no packed embedding"
+            return "by its source vLLM on GPUs, not tried; transformers 5.23 reads no packed embedding"
         vllm = ", vLLM" if all(scheme.bits == 4 for scheme in found) else ""
         if all(scheme.symmetric for scheme in found):
             return f"transformers with compressed-tensors{vllm}"
@@ -139,7 +139,8 @@ def _written(
     compressed-tensors warns of targets that come behind ``Linear``, older vLLM puts the class before the names
     that q, k and v have before it fuses them, and vLLM's output head is no ``Linear``. Experts that are all alike
     are named by a pattern: transformers looks for it, and vLLM gives them names of its own. Linears without a
-    scheme are listed under ``ignore``. An embedding is a group of its own, without activations to round."""
+    scheme are listed under ``ignore``. An embedding is a group of its own, without activations to round, and named by
+    its class: vLLM's Llama gives it no name."""
     modules = list(modules)
     experts = {module for module in modules if re.fullmatch(_EXPERTS, module)}
     alike = len({schemes.get(module) for module in experts}) == 1
@@ -155,7 +156,7 @@ def _written(
     groups = [
         _group(scheme, ["Linear"] if of_class else list(named), form, activations) for scheme, named in ordered
     ]  # fmt: skip
-    groups += [_group(scheme, [module], form, None) for module, scheme in embedding.items()]
+    groups += [_group(scheme, ["Embedding"], form, None) for scheme in embedding.values()]
     return {
         "quant_method": "compressed-tensors",
         "format": form,

@@ -1,0 +1,122 @@
+"""GPTQ on a card, as far as a machine without one shows: nothing is read on the host, and what fits stays there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.calibration import activation_store
+from quantkit.calibration.activation_store import ActivationStore
+from quantkit.calibration.effort import STANDARD, activation_bytes
+from quantkit.calibration.estimate import card_activation_bytes, gptq_bytes
+from quantkit.formats.detect import open_checkpoint
+from quantkit.solver.gptq import refit_scales
+from quantkit.solver.grid import Grid, search_scales
+from quantkit.solver.panels import descend_in_panels, solve_in_panels
+from quantkit.solver.portions import weights_at_once
+from quantkit.tensors import products
+from quantkit.tensors.products import exact_float32, passing_dtype
+from quantkit.tensors.scheme import QuantScheme
+
+CARD = torch.device("cuda", 0)
+META = torch.device("meta")
+"""Has no values, so that reading one fails."""
+
+
+class _Launches:
+    """Kernels that note of which columns they are launched."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def round_in_turn(self, start: Tensor, *given: Any) -> None:
+        self.counts.append(len(start))
+
+    improve_in_turn = round_in_turn
+
+
+@pytest.mark.parametrize("scheme", ["int4-g32", "int4-g32-asym"])
+def test_the_loops_over_columns_read_nothing_on_the_host(scheme: str) -> None:
+    columns, rows = 160, 7
+    wanted, hessian = torch.empty(columns, rows, device=META), torch.empty(columns, columns, device=META)
+    order, found = torch.empty(columns, dtype=torch.long, device=META), QuantScheme.parse(scheme)
+    scale, zero = search_scales(wanted, hessian.diagonal(), found, torch.bfloat16)
+    grid, kernels = Grid.of(scale, zero, found, columns), _Launches()
+    codes = solve_in_panels(wanted, hessian, grid, order, kernels)
+    assert kernels.counts == [32] * 5
+    assert refit_scales(wanted, codes, hessian, scale).shape == scale.shape
+    assert descend_in_panels(wanted, codes, hessian, grid, order, kernels).shape == codes.shape
+    assert kernels.counts == [32] * 10
+
+
+def test_activations_of_a_card_stay_there_while_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    brought: list[bool] = []
+
+    def bring(value: Tensor, *, stays: bool) -> Tensor:
+        brought.append(stays)
+        return torch.zeros(value.shape)
+
+    monkeypatch.setattr(activation_store, "_brought_home", bring)
+    store, value = ActivationStore(tmp_path / "states", 32, card_bytes=40), torch.empty(2, 4, device=META)
+    for key in range(3):
+        store.put(key, value)
+    assert brought == [True, False]
+    assert len(list((tmp_path / "states").iterdir())) == 1
+    assert [store.take(key).device.type for key in (0, 1, 2)] == ["meta", "cpu", "cpu"]
+    store.put("again", value)
+    assert store.rows("again", torch.tensor([1])).device == META
+    assert len(brought) == 2
+
+
+def _card(monkeypatch: pytest.MonkeyPatch, total: int, free: int) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
+
+
+def test_what_is_foretold_follows_the_card(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, shape = open_checkpoint(demo_model).config, (8, 64)
+    monkeypatch.setattr("quantkit.solver.portions.WEIGHTS_AT_ONCE", 1 << 10)
+    on_cpu = gptq_bytes(config, 64, torch.device("cpu"))
+    _card(monkeypatch, 80 * 10**9, 10**9)
+    assert weights_at_once(CARD) == 1 << 28
+    assert gptq_bytes(config, 64, CARD) > on_cpu
+    room = card_activation_bytes(config, shape, CARD)
+    whole = sum(activation_bytes(config, shape, STANDARD, 10**9))
+    assert room > whole
+    assert activation_bytes(config, shape, STANDARD, 10**9, room) == (0, 0, whole)
+    assert activation_bytes(config, shape, STANDARD, 1000, whole - 1500) == (1000, 500, whole - 1500)
+    _card(monkeypatch, 8 * 10**9, 10**6)
+    assert weights_at_once(CARD) == 1 << 26
+    assert card_activation_bytes(config, shape, CARD) == 0
+    assert card_activation_bytes(config, shape, torch.device("cpu")) == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "capability", "expected"),
+    [("1", (9, 0), torch.bfloat16), ("1", (7, 5), torch.float32), ("0", (9, 0), torch.float32)],
+)
+def test_samples_pass_in_bfloat16_where_it_is_asked_for(
+    setting: str, capability: tuple[int, int], expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(products.BFLOAT16_SETTING, setting)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert passing_dtype(CARD) == expected
+
+
+def test_hessians_are_summed_without_tf32() -> None:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32"
+    try:
+        with exact_float32():
+            assert matmul.fp32_precision == "ieee"
+            assert not matmul.allow_bf16_reduced_precision_reduction
+        assert matmul.fp32_precision == "tf32"
+        assert matmul.allow_bf16_reduced_precision_reduction
+    finally:
+        matmul.fp32_precision = before
