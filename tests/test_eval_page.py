@@ -110,6 +110,7 @@ def test_the_figures_are_those_of_the_tables(found: Evaluation) -> None:
     page = found.to_html()
     read = _Read(page)
     assert {table.title for table in side_by_side(found)} <= set(read.texts)
+    assert {f"By position on {text}, as a table" for text in ("short", "long")} <= set(read.texts)
     for table in tables(found):
         assert {cell for row in table.rows for cell in row} - set(read.texts) <= set(read.cells)
     kls = sorted(one.kl for text in found.texts if (one := found.rows[2].texts[text].divergence) is not None)
@@ -478,6 +479,9 @@ def test_the_page_opens_on_phones_and_desks(width: int, dark: bool, written: Pat
     assert browser.value(_OVERFLOW) == 0
     ground = browser.value("getComputedStyle(document.body).backgroundColor")
     assert ground == ("rgb(20, 23, 26)" if dark else "rgb(255, 255, 255)")
+    if width == 360:
+        low = "one => (at => at && at.width && at.height < 23.9)(one.getClientRects()[0])"
+        assert browser.value(f"[...document.querySelectorAll('label, summary, .map td')].filter({low}).length") == 0
     # Of each chart one drawing is shown.
     shown = "[...document.querySelectorAll('.chart')].filter(one => one.getClientRects().length).length"
     assert 2 * browser.value(shown) == browser.value("document.querySelectorAll('.chart').length") > 0
