@@ -23,6 +23,7 @@ from quantkit.cli.main import main
 from quantkit.data.files import DEMO_MODEL, excerpt
 from quantkit.errors import RequestError
 from quantkit.formats.detect import open_checkpoint
+from quantkit.jobs.estimate import Estimate
 from quantkit.jobs.settings import MethodOptions
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.chat import TemplateChat
@@ -341,6 +342,12 @@ def test_numbers_that_make_no_sense_are_refused_before_anything_grows_with_them(
         quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", **given, on_estimate=estimated)
     with pytest.raises(RequestError, match=words):
         quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", **given)
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0.2, "1 s"), (1.2, "2 s"), (100.0, "2 min"), (130.0, "3 min")])
+def test_the_time_that_is_told_is_rounded_up(seconds: float, told: str) -> None:
+    estimate = Estimate({}, 1, "writing", 0, 1, 0, seconds, 0, [])
+    assert estimate.line().endswith(f"time {told}")
 
 
 def test_plan_counts_the_default_method(demo_model: Path, tmp_path: Path) -> None:

@@ -30,9 +30,10 @@ PACKAGED = "packaged"
 
 PREFIX = 64
 """Tokens of a piece that tell whether the source predicts it."""
+ROUNDS = 3
+"""Of drawing, as a rule, so that others take the places of those that are dropped."""
 _LEAST_PREFIX = 8  # of fewer tokens a mean loss tells nothing
 _NEAR_UNIFORM = 0.85  # of the loss of a uniform guess, on the prefix
-_ROUNDS = 3  # of drawing, so that others take the places of those that are dropped
 _MORE_ROUNDS = 3  # of those kinds of which nothing has been dropped
 _SPREAD = 4  # times the tokens that are drawn of a kind are taken of its documents
 _MOST_PASSES = 2  # through the text, in windows that overlap
@@ -142,8 +143,8 @@ class PackagedText:
         seen: Counter[str] = Counter()
         dropped: Counter[str] = Counter()
         notes = list(self.notes)
-        for number in range(_ROUNDS + _MORE_ROUNDS):
-            if number >= _ROUNDS:
+        for number in range(ROUNDS + _MORE_ROUNDS):
+            if number >= ROUNDS:
                 kinds = [kind for kind in kinds if not dropped[kind.name]] or kinds
             pieces = self._pieces(kinds, missing, size, generator)
             found = near_uniform([torch.tensor([*self.lead, *piece.tolist()]) for _, piece in pieces])
