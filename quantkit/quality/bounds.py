@@ -113,7 +113,8 @@ def worst_row(quantized: QuantTensor, weight: Tensor) -> tuple[float, float]:
 
 def _row_norms(matrix: Tensor) -> Tensor:
     """Of each row, in float64: squares of large values are beyond float32."""
-    return torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64)
+    norms: Tensor = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64)
+    return norms
 
 
 def _dividing(scheme: QuantScheme, columns: int) -> QuantScheme:
