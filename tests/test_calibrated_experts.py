@@ -290,7 +290,7 @@ def test_a_store_holds_what_was_reckoned(
 
     def watched(self: Any, *arguments: Any) -> None:
         put(self, *arguments)
-        free.append(self._free)
+        free.append(self._free[True])
 
     monkeypatch.setattr(ActivationStore, "put", watched)
     BlockQuantizer(source, tokens, {}, store, torch.device("cpu"), effort, SINGLE).next_block()
