@@ -64,12 +64,14 @@ def by_position(
     told = in_phase(progress, f"{text.name}: divergence by position")
     found = divergence_by_position(reference, others, windows, reference_hidden=hidden, group=group, progress=told)
     notes = [] if windows.shape[1] == length else [cut_short(text.name, windows.shape[1], length, context)]
+    if count is not None and len(windows) < count:
+        notes.append(f"'{text.name}' has {len(windows)} of the {count} windows that were asked for by position")
     return [{}, *found], notes
 
 
-def position_tables(found: Evaluation) -> list[Table]:
-    """A table for each text: a row per model and bucket, and one that says how divergence changes with the position."""
-    return [_table(found, text) for text in found.texts if any(row.texts[text].positions for row in found.rows)]
+def position_tables(found: Evaluation) -> dict[str, Table]:
+    """A table by text: a row per model and bucket, and one that says how divergence changes with the position."""
+    return {text: _table(found, text) for text in found.texts if any(row.texts[text].positions for row in found.rows)}
 
 
 def _table(found: Evaluation, text: str) -> Table:

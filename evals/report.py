@@ -44,7 +44,7 @@ def tables(found: Evaluation) -> list[Table]:
     if not found.texts:
         made.append(_table(" ".join(asked) or None, found.rows, [*size, *rest]))
     elif found.reference is not None:
-        made += [_divergence_table(found, found.reference), *position_tables(found)]
+        made += [_divergence_table(found, found.reference), *position_tables(found).values()]
     return made
 
 

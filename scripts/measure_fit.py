@@ -4,9 +4,10 @@
                                   [--estimates]
 
 Prints a table in Markdown: bits a weight of the linears, KL(source || quantized) per token in units of 1e-4 over 60
-windows of 256 tokens of each text, and the KL that was estimated; GPTQ with 128 samples of 256 tokens. The source's
-own float type is kept, and scales are stored in it. With `--estimates` it holds what each unit of linears is estimated
-to lose in each scheme against what it loses on the texts when nothing else is quantized, as rank correlation and ratio.
+windows of 256 tokens of each text, the KL that was estimated, and the bytes of the files of weights, foretold and on
+disk; GPTQ with 128 samples of 256 tokens. The source's own float type is kept, and scales are stored in it. With
+`--estimates` it holds what each unit of linears is estimated to lose in each scheme against what it loses on the texts
+when nothing else is quantized, as rank correlation and ratio.
 """
 
 from __future__ import annotations
@@ -86,8 +87,9 @@ def main() -> None:
         if options.estimates:
             estimates(measured)
             return
-        print("| schemes | seed | bits | s |", " | ".join(f"KL {text.stem}" for text in options.texts), "| estimated |")
-        print("|---" * (5 + len(options.texts)) + "|")
+        texts = [f"KL {text.stem}" for text in options.texts]
+        head = ["schemes", "seed", "bits", "s", *texts, "estimated", "foretold", "on disk"]
+        print("|", " | ".join(head), "|\n" + "|---" * len(head) + "|")
         sizes = [float(bits) for bits in options.bits.split(",") if bits]
         for seed in range(options.seeds):
             for scheme in [*options.schemes.split(","), *sizes]:
@@ -97,9 +99,13 @@ def main() -> None:
                 else:
                     made = measured.quantized(scheme, seed)
                 seconds, chosen = time.monotonic() - began, made.allocation
-                told = ("", "") if chosen is None else (f"{chosen.bits:.4g}", f"{1e4 * chosen.kl:.2f}")
+                told = ("", "", "")
+                if chosen is not None:
+                    told = f"{chosen.bits:.4g}", f"{1e4 * chosen.kl:.2f}", str(chosen.weight_bytes)
                 kl = " | ".join(f"{one:.2f}" for one in measured.kl(made))
-                print(f"| {scheme} | {seed} | {told[0]} | {seconds:.1f} | {kl} | {told[1]} |", flush=True)
+                size = sum(file.stat().st_size for file in made.path.glob("*.safetensors"))
+                row = (scheme, seed, told[0], f"{seconds:.1f}", kl, *told[1:], size)
+                print("|", " | ".join(map(str, row)), "|", flush=True)
 
 
 if __name__ == "__main__":

@@ -203,7 +203,7 @@ def test_experts_that_change_too_much_on_their_own_tokens_are_calibrated_on_all(
     assert "rounded" not in line
 
     def interrupt(*now: Any) -> None:
-        if now == ("quantize", 83, 152, "linears"):  # the first expert of block 1
+        if now == ("quantize", 59, 156, "linears"):  # the first expert of block 1
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -294,7 +294,7 @@ def test_a_store_holds_what_was_reckoned(
 
     monkeypatch.setattr(ActivationStore, "put", watched)
     BlockQuantizer(source, tokens, {}, store, torch.device("cpu"), effort, SINGLE).next_block()
-    reckoned, _ = activation_bytes(source.config, tokens.shape, effort, 10**9)
+    reckoned, *_ = activation_bytes(source.config, tokens.shape, effort, 10**9)
     assert 10**9 - min(free) == pytest.approx(reckoned, rel=0.01)
 
 

@@ -233,6 +233,16 @@ def test_the_manifest_tells_how_each_layer_was_solved(demo_model: Path, text: Pa
     assert made["modules"]["model.layers.1.self_attn.k_proj"]["scheme"] is None
 
 
+def test_inputs_whose_squares_overflow_name_rounding(tmp_path: Path, demo_model: Path, text: Path) -> None:
+    quantkit.convert(demo_model, tmp_path / "source", dtype="fp32")
+    weights = load_file(tmp_path / "source" / "model.safetensors")
+    for linear, factor in (("up_proj", 2.0**70), ("down_proj", 2.0**-70)):
+        weights[f"model.layers.1.mlp.{linear}.weight"] *= factor
+    save_file(weights, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(NonFiniteError, match=r'1\.mlp\.down_proj.*Hessian holds NaN or Inf; `method="rtn"`'):
+        _quantize(tmp_path / "source", tmp_path / "out", text, samples=2)
+
+
 def test_a_nan_in_one_weight_names_the_layer(tmp_path: Path, demo_model: Path, text: Path) -> None:
     quantkit.convert(demo_model, tmp_path / "source")
     weights = load_file(tmp_path / "source" / "model.safetensors")

@@ -64,6 +64,16 @@ def test_no_document_twice(documents: list[dict[str, Any]]) -> None:
     assert len({tuple(texts(one)) for one in documents}) == len(documents)
 
 
+def test_no_document_is_another_respelled_or_in_it(documents: list[dict[str, Any]]) -> None:
+    found: dict[tuple[str, ...], int] = {}
+    shared: Counter[tuple[int, int]] = Counter()
+    for number, one in enumerate(documents):
+        own = set().union(*map(runs, texts(one)))
+        shared.update((found[run], number) for run in own if run in found)
+        found.update(dict.fromkeys(own, number))
+    assert max(shared.values()) < 80
+
+
 def test_shares_no_passage_with_what_the_gate_measures_on(documents: list[dict[str, Any]]) -> None:
     measured = set().union(*map(runs, gate_texts().values()))
     assert len(measured) > 2000

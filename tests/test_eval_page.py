@@ -23,7 +23,9 @@ from quantkit.errors import RequestError
 from quantkit.evals.html.axes import Axis, spread, tick
 from quantkit.evals.html.elements import _VOID
 from quantkit.evals.html.heatmap import heat_maps
+from quantkit.evals.html.page import headline
 from quantkit.evals.html.pieces import by_itself, in_a_text
+from quantkit.evals.html.positions import Line, chart
 from quantkit.evals.html.scale import STEPS, for_errors, logarithmic
 from quantkit.evals.report import side_by_side, tables
 from quantkit.evals.results import Evaluation
@@ -108,6 +110,7 @@ def test_the_figures_are_those_of_the_tables(found: Evaluation) -> None:
     page = found.to_html()
     read = _Read(page)
     assert {table.title for table in side_by_side(found)} <= set(read.texts)
+    assert {f"By position on {text}, as a table" for text in ("short", "long")} <= set(read.texts)
     for table in tables(found):
         assert {cell for row in table.rows for cell in row} - set(read.texts) <= set(read.cells)
     kls = sorted(one.kl for text in found.texts if (one := found.rows[2].texts[text].divergence) is not None)
@@ -335,6 +338,62 @@ def test_errors_stand_by_kind_and_layer_and_experts_are_summed_up(found: Evaluat
     assert "colours of its own" not in heat_maps(found)[-1]
 
 
+def _exact(found: Evaluation) -> Evaluation:
+    """With a first model that is the reference's equal, but for an int8 cache."""
+    row = found.rows[1]
+    texts = {}
+    for name, one in row.texts.items():
+        assert one.divergence is not None
+        zeros = [replace(bucket, kl=0.0, kl_error=0.0) for bucket in one.positions["float"]]
+        texts[name] = replace(
+            one, divergence=replace(one.divergence, kl=0.0, kl_error=0.0), positions={**one.positions, "float": zeros}
+        )
+    return replace(found, rows=[found.rows[0], replace(row, texts=texts), found.rows[2]])
+
+
+def _names(page: str) -> list[str]:
+    """Of the charts."""
+    return re.findall(r'<text class="name"[^>]*>([^<]*)</text>', page)
+
+
+def test_a_model_without_any_divergence_is_in_the_charts(found: Evaluation) -> None:
+    exact = _exact(found)
+    page = exact.to_html()
+    # Each name in both widths of the scatter and of the two texts' charts.
+    assert {name: _names(page).count(name) for name in ("int8: 0", "int4-g64")} == {"int8: 0": 6, "int4-g64": 6}
+    alone = replace(exact, rows=exact.rows[:2], details={})
+    assert _names(alone.to_html()).count("int8: 0") == 6
+    assert spread([0.0, 0.001, 1.0])[2]
+
+
+def test_lines_differ_by_more_than_colour_and_are_named_though_only_dashed(found: Evaluation) -> None:
+    buckets = found.rows[1].texts["short"].positions["int8"]
+    made = str(chart([Line(1, "one", True, buckets), Line(2, "two", True, buckets)], "KL"))
+    assert len(set(re.findall(r'<path d="([^"]*)" transform', made))) == 2
+    assert _names(made) == ["one", "two"] * 2
+
+
+@pytest.mark.parametrize("name", ["世界模型量化" * 4, "👩‍🚀" * 9, "WWWWMMMMWWWWMMMMWWWW", "مرحبا بالعالم كله" * 2])
+def test_names_fit_whatever_their_script(name: str, found: Evaluation, tmp_path: Path, browser: chromium.Page) -> None:
+    rows = [found.rows[0], replace(found.rows[1], name=name), found.rows[2]]
+    path = tmp_path / "names.html"
+    path.write_text(replace(found, rows=rows, details={}).to_html(), encoding="utf-8")
+    out = (
+        "[...document.querySelectorAll('svg text')].filter(one => { const at = one.getBoundingClientRect(),"
+        " whole = one.ownerSVGElement.getBoundingClientRect();"
+        " return at.width && (at.right > whole.right + 1 || at.left < whole.left - 1) }).map(one => one.textContent)"
+    )
+    for width in (360, 1180):
+        browser.open(path, width=width, phone=width == 360)
+        assert browser.value(out) == []
+
+
+def test_a_model_of_the_same_size_is_as_large(found: Evaluation) -> None:
+    same = replace(found.rows[1], megabytes=found.rows[0].megabytes * 1.01)
+    (said, _) = headline(replace(found, rows=[found.rows[0], same]))
+    assert said.startswith("int8 is as large as whole; per token")
+
+
 def test_without_a_reference_there_is_no_divergence(found: Evaluation) -> None:
     texts = {name: replace(one, divergence=None, positions={}) for name, one in found.rows[1].texts.items()}
     rows = [replace(found.rows[1], texts=texts), replace(found.rows[2], texts=texts)]
@@ -420,6 +479,9 @@ def test_the_page_opens_on_phones_and_desks(width: int, dark: bool, written: Pat
     assert browser.value(_OVERFLOW) == 0
     ground = browser.value("getComputedStyle(document.body).backgroundColor")
     assert ground == ("rgb(20, 23, 26)" if dark else "rgb(255, 255, 255)")
+    if width == 360:
+        low = "one => (at => at && at.width && at.height < 23.9)(one.getClientRects()[0])"
+        assert browser.value(f"[...document.querySelectorAll('label, summary, .map td')].filter({low}).length") == 0
     # Of each chart one drawing is shown.
     shown = "[...document.querySelectorAll('.chart')].filter(one => one.getClientRects().length).length"
     assert 2 * browser.value(shown) == browser.value("document.querySelectorAll('.chart').length") > 0

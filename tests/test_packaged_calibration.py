@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from quantkit.cli.main import main
 from quantkit.data.files import DEMO_MODEL, excerpt
 from quantkit.errors import RequestError
 from quantkit.formats.detect import open_checkpoint
+from quantkit.jobs.estimate import Estimate
 from quantkit.jobs.settings import MethodOptions
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.chat import TemplateChat
@@ -104,6 +106,21 @@ def test_what_the_source_does_not_predict_is_dropped_and_replaced(documents: Pat
     assert any("third 8" in note for note in drawn.notes)
 
 
+def test_as_many_samples_are_drawn_as_were_asked_for_or_a_note_says_how_many(documents: Path) -> None:
+    def scripted(*rounds: Sequence[int], then: int) -> Any:
+        found = iter(rounds)
+        return lambda pieces: [bool(one) for one in next(found, [then] * len(pieces))]
+
+    halves = [1, 1, 0, 0, 1, 0, 0, 0]  # of the first two kinds
+    drawn = _of().draw(
+        samples=8, length=33, seed=0, near_uniform=scripted(halves, [0, 1, 0, 1], [0, 0, 1], then=0)
+    )  # fmt: skip
+    assert (len(drawn.tokens), any("not 8" in note for note in drawn.notes)) == (8, False)
+    drawn = _of().draw(samples=8, length=33, seed=0, near_uniform=scripted(halves, then=1))
+    assert len(drawn.tokens) == 5
+    assert any("5 calibration samples are drawn, not 8" in note for note in drawn.notes)
+
+
 def test_where_nothing_is_predicted_nothing_is_dropped(documents: Path) -> None:
     drawn = _draw(_of(), 32, 33, dropped="abcdefghijklmnopqr\n")
     assert (len(drawn.tokens), drawn.to_json()["dropped"]) == (32, 0)
@@ -161,6 +178,34 @@ def test_dialogues_go_through_the_models_template(template: str | None, expected
     found = ["".join(map(chr, kind.tokens.tolist())) for kind in text.kinds if kind.name == "dialogue"]
     assert found == ([] if expected is None else [expected])
     assert bool(text.notes) == (expected is None)
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "left out.*takes too long"),
+        ("{% for i in range(5000) %}{{ messages[0].content * 40 }}{% endfor %}", "left out.*takes too long"),
+        ("", "makes nothing of 40 dialogues"),
+        ("hello", "makes the same of all 40 dialogues"),
+    ],
+)
+def test_a_template_that_tells_no_dialogue_is_told_of_and_ends(
+    template: str, words: str, documents: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = json.dumps({"kind": "dialogue", "messages": DIALOGUE[1:]}) + "\n"
+    documents.write_text(documents.read_text() + turns * 40)
+    monkeypatch.setattr(packaged, "_TEMPLATE_STEPS", 1 << 17)
+    monkeypatch.setattr(packaged, "_TEMPLATE_LETTERS", 1 << 17)
+    text = _of(chat=TemplateChat(lambda _: ChatTemplate(template), Letters()))  # type: ignore[arg-type]
+    assert re.search(words, " ".join(text.notes))
+
+
+def test_dialogues_are_the_same_at_all_times(documents: Path) -> None:
+    documents.write_text(documents.read_text() + json.dumps({"kind": "dialogue", "messages": DIALOGUE}) + "\n")
+    template = TURNS + "{{ strftime_now('%d %b %Y %f') }} {{ range(1000) | random }}"
+    texts = [_of(chat=TemplateChat(lambda _: ChatTemplate(template), Letters())) for _ in range(2)]  # type: ignore[arg-type]
+    assert texts[0].kinds[-1].tokens.equal(texts[1].kinds[-1].tokens)
+    assert "26 Jul 2024 000000" in "".join(map(chr, texts[0].kinds[-1].tokens.tolist()))
 
 
 def test_a_source_tells_what_it_predicts_from_what_it_does_not(tmp_path: Path) -> None:
@@ -275,7 +320,10 @@ def test_the_command_tells_what_it_takes_before_it_begins(demo_model: Path, tmp_
     ("given", "words"),
     [
         ({"samples": 10**6}, "calibration text is too short .found 1000000 samples.*`calibration`"),
-        ({"samples": 10**6, "calibration": "text.txt"}, "too many calibration tokens .found 1000000 samples.*`samples`"),
+        (
+            {"samples": 10**6, "calibration": "text.txt"},
+            "too many calibration tokens .found 1000000 samples.*`samples`",
+        ),
         ({"length": 10**11}, "samples are longer than the model's context.*`length`"),
         ({"samples": 0}, "at least 1 sample of 2 tokens .found 0 of"),
         ({"samples": -3}, "at least 1 sample of 2 tokens .found -3 of"),
@@ -294,6 +342,12 @@ def test_numbers_that_make_no_sense_are_refused_before_anything_grows_with_them(
         quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", **given, on_estimate=estimated)
     with pytest.raises(RequestError, match=words):
         quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", **given)
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0.2, "1 s"), (1.2, "2 s"), (100.0, "2 min"), (130.0, "3 min")])
+def test_the_time_that_is_told_is_rounded_up(seconds: float, told: str) -> None:
+    estimate = Estimate({}, 1, "writing", 0, 1, 0, seconds, 0, [])
+    assert estimate.line().endswith(f"time {told}")
 
 
 def test_plan_counts_the_default_method(demo_model: Path, tmp_path: Path) -> None:

@@ -149,8 +149,9 @@ def test_what_is_broken_far_on_is_seen_there(demo_model: Path, tmp_path: Path, c
     quantkit.convert(demo_model, tmp_path / "late")
     rope = {"rope_type": "linear", "factor": 1.1, "rope_theta": 10000.0}
     oracle.edit_json(tmp_path / "late" / "config.json", rope_scaling=rope, rope_parameters=rope)
-    given = {"texts": text, "against": demo_model, "window": 128, "positions": 1000}
+    given = {"texts": text, "against": demo_model, "window": 128, "positions": 1000, "position_windows": 9}
     found = evaluate(tmp_path / "late", **given)
+    assert found.notes == ["'speech' has 2 of the 9 windows that were asked for by position"]
     buckets = found.rows[1].texts["speech"].positions["float"]
     assert found.rows[0].texts["speech"].positions == {}
     ids = load_tokenizer(demo_model).encode(text.read_text())

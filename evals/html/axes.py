@@ -141,23 +141,42 @@ def label_near(content: str, x: float, y: float, within: Box, taken: list[Box], 
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, bool]:
-    """The ends of an axis for values, and whether it is logarithmic."""
+    """The ends of an axis for values, and whether it is logarithmic: at the foot of such a one stands what is 0."""
+    positive = [value for value in values if value > 0]
+    if min(values) >= 0 and positive and max(positive) > FAR_APART * min(positive):
+        return min(positive) / 1.6, max(positive) * 1.6, True
     low, high = min(values), max(values)
-    if low > 0 and high > FAR_APART * low:
-        return low / 1.6, high * 1.6, True
     room = max(0.15 * (high - low), _ALIKE * abs(high)) or 1.0
     return max(0.0, low - room) if low >= 0 else low - room, high + room, False
 
 
 def short(name: str, letters: int) -> str:
-    """A name that fits: of a longer one both ends."""
-    half = (letters - 1) // 2
-    return name if len(name) <= letters else f"{name[:half]}…{name[-half:]}"
+    """A name that fits in the room of so many letters: of a longer one both ends."""
+    if wide(name) <= letters * _LETTER:
+        return name
+    for kept in range(len(name) - 1, 1, -1):
+        found = f"{name[: (kept + 1) // 2]}…{name[len(name) - kept // 2 :]}"
+        if wide(found) <= letters * _LETTER:
+            return found
+    return "…"
 
 
 def wide(content: str) -> float:
     """About how wide a name is drawn, in pixels."""
-    return _LETTER * sum(2 if unicodedata.east_asian_width(sign) in "WF" else 1 for sign in content)
+    return _LETTER * sum(map(_letters, content))
+
+
+def _letters(sign: str) -> float:
+    """How many ordinary letters a sign is as wide as: estimated, as fonts differ."""
+    if unicodedata.category(sign) in ("Mn", "Me", "Cf"):
+        return 0.0
+    if unicodedata.east_asian_width(sign) in "WF" or sign in "MW@%":
+        return 1.9
+    if sign in "mw":
+        return 1.6
+    if sign < "\u0590":  # Latin, Greek, Cyrillic, Armenian
+        return 1.25 if sign.isupper() else 1.0
+    return 4.0 if "\ufb50" <= sign < "\ufe00" else 1.6  # whole words of Arabic are one sign there
 
 
 def _round_step(least: float) -> float:

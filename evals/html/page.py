@@ -81,7 +81,10 @@ def _said(found: Evaluation, row: Row) -> str:
         cost = f", word perplexity {_range(costs)}" if costs else ""
         return f"{row.name}: {row.megabytes:.2f} MB, {significant(row.bits_per_weight)} bits a weight{cost}"
     ratio = found.rows[0].megabytes / row.megabytes
-    size = f"{significant(ratio, 2)}\u00a0× smaller" if ratio >= 1 else f"{significant(1 / ratio, 2)}\u00a0× larger"  # noqa: RUF001
+    factor = significant(max(ratio, 1 / ratio), 2)
+    size = f"{factor}\u00a0× {'smaller' if ratio > 1 else 'larger'}"  # noqa: RUF001
+    if factor == "1.0":
+        size = f"as large as {found.reference}"
     if not found.texts:
         return f"{row.name} is {size}"
     over = found.over_texts(row)
@@ -135,9 +138,10 @@ def _sections(found: Evaluation) -> Iterator[Markup]:
     yield _section("Models", *tables, *errors)
     if charts := list(_charts(found)):
         numbers = [
-            element("details", None, element("summary", None, "By position, as a table"),
-                    element("p", {"class": "note"}, table.title or ""), figures(table, "divergence by position"))
-            for table in position_tables(found)
+            element("details", None, element("summary", None, f"By position on {text}, as a table"),
+                    element("p", {"class": "note"}, table.title or ""),
+                    figures(table, f"divergence by position on {text}"))
+            for text, table in position_tables(found).items()
         ]  # fmt: skip
         yield element("section", None, element("div", {"class": "charts"}, *charts), *numbers)
     if maps := heat_maps(found):

@@ -7,11 +7,16 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from quantkit.evals.html.axes import HEIGHT, Axis, drawn, frame, left_margin, short, spread, text, wide
-from quantkit.evals.html.elements import Attributes, Markup, element, joined
+from quantkit.evals.html.elements import Markup, element, joined
 from quantkit.evals.results import Evaluation
 from quantkit.quality.positions import FLOAT, PositionDivergence
 
 _MOST_TICKS = 8
+_MARKS = (
+    "M-3.2 0a3.2 3.2 0 1 0 6.4 0a3.2 3.2 0 1 0-6.4 0z", "M-3.1-3.1h6.2v6.2h-6.2z", "M0-4.3L4 3h-8z",
+    "M0-4.6L4.6 0L0 4.6L-4.6 0z", "M0 4.3L4-3h-8z", "M-4.2-1.4h2.8v-2.8h2.8v2.8h2.8v2.8h-2.8v2.8h-2.8v-2.8h-2.8z",
+)  # fmt: skip
+"""A circle, a square, a triangle, a diamond, a triangle that stands on its head, a cross: around 0, in pixels."""
 
 
 class Line(NamedTuple):
@@ -39,7 +44,8 @@ def lines(found: Evaluation, text_name: str) -> list[Line]:
 
 def chart(drawn_lines: Sequence[Line], what: str) -> Markup | None:
     """The lines; None where there is nothing to draw."""
-    kls = [one.kl for line in drawn_lines for one in line.buckets if math.isfinite(one.kl) and one.kl > 0]
+    shown = [one for line in drawn_lines for one in line.buckets if math.isfinite(one.kl)]
+    kls = [kl for one in shown for kl in (one.kl, one.kl + (one.kl_error or 0))]
     if not kls or max(len(line.buckets) for line in drawn_lines) < 2:
         return None
     told = "; ".join(f"{line.name}: {_told(line)}" for line in drawn_lines)
@@ -57,19 +63,20 @@ def _told(line: Line) -> str:
 
 def _drawing(drawn_lines: Sequence[Line], kls: Sequence[float], width: int) -> Iterator[Markup]:
     letters = 20 if width > 400 else 11
-    names = [short(line.name, letters) for line in drawn_lines if not line.dashed]
+    names = [_named(line, letters) for line in drawn_lines]
     most = max(one.stop for line in drawn_lines for one in line.buckets)
     least = min(line.buckets[0].stop for line in drawn_lines)
     low, high, log = spread(kls)
     y = Axis(low if log else 0.0, high, HEIGHT - 46, 28, log)
-    x = Axis(least / math.sqrt(2), most, left_margin(y), width - 14 - max(map(wide, names), default=0), True)
+    x = Axis(least / math.sqrt(2), most, left_margin(y), width - 24 - max(map(wide, names), default=0), True)
     ticks = [2**power for power in range(least.bit_length() - 1, most.bit_length())]
     ticks = ticks[:: -(-len(ticks) // (_MOST_TICKS if width > 400 else 5))]
     yield from frame(x, y, "position in the context, tokens", "KL, nats per token", ticks)
     taken: list[float] = []
+    named: set[int] = set()
     for line in sorted(drawn_lines, key=lambda one: (one.dashed, -one.buckets[-1].kl)):
         color = f"var(--m{line.model % 6})"
-        kept = [one for one in line.buckets if math.isfinite(one.kl) and one.kl > 0]
+        kept = [one for one in line.buckets if math.isfinite(one.kl)]
         places = [(x.at(math.sqrt(max(one.start, one.stop / 2) * one.stop)), y.at(one.kl)) for one in kept]
         if not kept:
             continue
@@ -80,12 +87,24 @@ def _drawing(drawn_lines: Sequence[Line], kls: Sequence[float], width: int) -> I
         style = f"stroke:{color}" + (";stroke-dasharray:5 4" if line.dashed else "")
         yield element("path", {"class": "line", "d": path, "style": style})
         for one, (at, up) in zip(kept, places, strict=True):
-            told = f"{line.name}, positions {one.name}: {one.estimate}"
-            dot: Attributes = {"cx": round(at, 1), "cy": round(up, 1), "r": 3, "style": f"fill:{color}"}
-            yield element("circle", dot, element("title", None, told))
-        if not line.dashed:
-            at, up = places[-1]
+            yield _mark(line, at, up, element("title", None, f"{line.name}, positions {one.name}: {one.estimate}"))
+        if line.model not in named:
+            named.add(line.model)
+            up = places[-1][1]
             while any(abs(up - other) < 14 for other in taken):
                 up += 3
             taken.append(up)
-            yield text(short(line.name, letters), x.end + 8, up + 4, "name", "start", color)
+            yield _mark(line, x.end + 11, up)
+            yield text(_named(line, letters), x.end + 18, up + 4, "name", "start", color)
+
+
+def _named(line: Line, letters: int) -> str:
+    """What stands at a line's end; of one at the axis' foot, whose scale may have no 0, that it is 0."""
+    return short(line.name, letters) + ("" if any(one.kl for one in line.buckets) else ": 0")
+
+
+def _mark(line: Line, at: float, up: float, *content: Markup) -> Markup:
+    """What tells a model's line from others, also without colours."""
+    moved = f"translate({at:.1f} {up:.1f})"
+    style = f"fill:var(--m{line.model % 6})"
+    return element("path", {"d": _MARKS[line.model % 6], "transform": moved, "style": style}, *content)

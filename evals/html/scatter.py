@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from quantkit.evals.html.axes import HEIGHT, Axis, Box, drawn, frame, label_near, left_margin, short, spread, text
+from quantkit.evals.html.axes import HEIGHT, Axis, Box, drawn, frame, label_near, left_margin, short, spread, text, wide
 from quantkit.evals.html.elements import Markup, element, joined
 from quantkit.evals.results import Evaluation
 from quantkit.quality.figures import Estimate
@@ -21,6 +21,11 @@ class _Point(NamedTuple):
     cost: float
     error: float
     told: str
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Of its bar."""
+        return max(self.cost - self.error, 0.1 * self.cost), self.cost + self.error
 
 
 def scatter(found: Evaluation) -> Markup | None:
@@ -47,7 +52,7 @@ def _points(found: Evaluation) -> Iterator[_Point]:
                 if measures.divergence is None:
                     continue
                 cost = Estimate(measures.divergence.kl, measures.divergence.kl_error)
-            if math.isfinite(cost.value) and cost.value > 0:
+            if math.isfinite(cost.value) and cost.value >= 0:
                 told = f"{row.name} on {text_name}: {row.megabytes:.2f} MB, {cost}"
                 yield _Point(index, mark % len(_MARKS), row.megabytes, cost.value, cost.error or 0.0, told)
 
@@ -56,7 +61,7 @@ def _drawing(found: Evaluation, points: list[_Point], what: str, width: int) -> 
     sizes = [point.megabytes for point in points]
     if found.reference is not None:
         sizes.append(found.rows[0].megabytes)
-    low, high, log = spread([point.cost for point in points])
+    low, high, log = spread([end for point in points for end in point.ends])
     y = Axis(low, high, HEIGHT - 46, 28, log)
     x = Axis(0.0 if max(sizes) < 8 * min(sizes) else min(sizes) / 1.6, max(sizes) * 1.12, left_margin(y), width - 8,
              max(sizes) >= 8 * min(sizes))  # fmt: skip
@@ -67,12 +72,12 @@ def _drawing(found: Evaluation, points: list[_Point], what: str, width: int) -> 
         yield element("line", {"class": "reference", "x1": at, "x2": at, "y1": y.start, "y2": y.end})
         name = short(found.reference, 22 if width > 400 else 14)
         yield text(name, at - 6, y.end + 10, "name", "end")
-        taken.append(Box(at - 6 - 7 * len(name), y.end, at + 2, y.end + 14))
+        taken.append(Box(at - 6 - wide(name), y.end, at + 2, y.end + 14))
     for point in points:
         at, up, color = x.at(point.megabytes), y.at(point.cost), f"var(--m{point.model % 6})"
         taken.append(Box(at - 7, up - 7, at + 7, up + 7))
-        least = max(point.cost - point.error, 0.1 * point.cost)
-        ends = {"x1": at, "x2": at, "y1": y.at(least), "y2": y.at(point.cost + point.error)}
+        least, most = point.ends
+        ends = {"x1": at, "x2": at, "y1": y.at(least), "y2": y.at(most)}
         yield element("line", {"class": "bar", "style": f"stroke:{color}", **ends})
         yield element(
             "text", {"class": "mark", "x": round(at, 1), "y": round(up + 5, 1), "text-anchor": "middle",
@@ -83,7 +88,7 @@ def _drawing(found: Evaluation, points: list[_Point], what: str, width: int) -> 
     for point in points:
         if point.model not in named:
             named.add(point.model)
-            name = short(found.rows[point.model].name, 26 if width > 400 else 16)
+            name = short(found.rows[point.model].name, 26 if width > 400 else 16) + ("" if point.cost else ": 0")
             color = f"var(--m{point.model % 6})"
             yield label_near(name, x.at(point.megabytes), y.at(point.cost), within, taken, color)
 

@@ -120,7 +120,10 @@ class BlockPair:
         try:
             solved = self.solver.solve(linears, statistics, outputs=group.writes)
         except NonFiniteError as error:
-            raise NonFiniteError(f"layer '{next(iter(linears))}': {error.problem}", path=self.source.path) from error
+            raise NonFiniteError(
+                f"layer '{next(iter(linears))}': {error.problem}", path=self.source.path,
+                hint='`method="rtn"` rounds without it',
+            ) from error  # fmt: skip
         return {module: solved[name] for module, name in wanted.items()}
 
     def change(self, module: str, quantized: QuantTensor) -> tuple[float, float]:

@@ -22,6 +22,7 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.progress import Progress, silent
 from quantkit.quality.measures import token_losses
 from quantkit.text.chat import Chat
+from quantkit.text.template_sandbox import Bounds
 from quantkit.text.tokenizer import Tokenizer
 
 PACKAGED = "packaged"
@@ -29,13 +30,17 @@ PACKAGED = "packaged"
 
 PREFIX = 64
 """Tokens of a piece that tell whether the source predicts it."""
+ROUNDS = 3
+"""Of drawing, as a rule, so that others take the places of those that are dropped."""
 _LEAST_PREFIX = 8  # of fewer tokens a mean loss tells nothing
 _NEAR_UNIFORM = 0.85  # of the loss of a uniform guess, on the prefix
-_ROUNDS = 3  # of drawing, so that others take the places of those that are dropped
+_MORE_ROUNDS = 3  # of those kinds of which nothing has been dropped
 _SPREAD = 4  # times the tokens that are drawn of a kind are taken of its documents
 _MOST_PASSES = 2  # through the text, in windows that overlap
 _LEAST_DISTINCT = 16  # tokens that a text is made of
 _BETWEEN = "\n\n"
+_TEMPLATE_STEPS = 1 << 23  # of a chat template over all dialogues; of one that is all macros half as many
+_TEMPLATE_LETTERS = 1 << 22
 
 
 NearUniform = Callable[[Sequence[Tensor]], list[bool]]
@@ -88,15 +93,17 @@ class PackagedText:
             documents.setdefault(document["kind"], []).append(document)
         weights = {name: sum(len(_plain(one).encode()) for one in own) for name, own in documents.items()}
         generator = torch.Generator().manual_seed(seed)
-        kinds, refused = [], 0
+        bounds = Bounds(_TEMPLATE_STEPS, _TEMPLATE_LETTERS, repeatable=True)
+        kinds, told = [], []
         for name, own in documents.items():
             ids: list[int] = []
             enough = _SPREAD * wanted * weights[name] // sum(weights.values())
             for index in torch.randperm(len(own), generator=generator).tolist():
                 if len(ids) > enough:
                     break
-                found = _document_tokens(own[index], tokenizer, chat)
-                refused += found is None
+                found = _document_tokens(own[index], tokenizer, chat, bounds)
+                if "messages" in own[index]:
+                    told.append(found)
                 ids += found or ()
             if ids:
                 kinds.append(_Kind(name, weights[name], torch.tensor(ids)))
@@ -106,9 +113,8 @@ class PackagedText:
                 found=f"{sum(len(kind.tokens) for kind in kinds)} tokens", expected=f"{_LEAST_DISTINCT} different ones",
                 hint='give text with `calibration`, or round with `method="rtn"`',
             )  # fmt: skip
-        notes = (f"{refused} dialogues of the calibration text are left out: the chat template refuses them",)
         lead, _ = tokenized("a", tokenizer)
-        return cls(hashlib.sha256(raw).hexdigest(), tuple(lead), tuple(kinds), notes if refused else ())
+        return cls(hashlib.sha256(raw).hexdigest(), tuple(lead), tuple(kinds), _template_notes(told, bounds))
 
     def require(self, samples: int, length: int) -> None:
         """
@@ -137,7 +143,9 @@ class PackagedText:
         seen: Counter[str] = Counter()
         dropped: Counter[str] = Counter()
         notes = list(self.notes)
-        for _ in range(_ROUNDS):
+        for number in range(ROUNDS + _MORE_ROUNDS):
+            if number >= ROUNDS:
+                kinds = [kind for kind in kinds if not dropped[kind.name]] or kinds
             pieces = self._pieces(kinds, missing, size, generator)
             found = near_uniform([torch.tensor([*self.lead, *piece.tolist()]) for _, piece in pieces])
             whole = whole or [piece for _, piece in pieces]
@@ -156,6 +164,8 @@ class PackagedText:
             told = ", ".join(f"{name} {count}" for name, count in dropped.most_common())
             notes.append(f"dropped from the calibration samples, as the source predicts them nearly uniformly: {told}")
         tokens = self._joined(kept, size)
+        if len(tokens) < samples:
+            notes.append(f"{len(tokens)} calibration samples are drawn, not {samples}: the text has no more to keep")
         order = torch.randperm(len(tokens), generator=generator)
         return Calibration(tokens[order], self.sha256, seed, PACKAGED, dict(dropped.most_common()), tuple(notes))
 
@@ -228,17 +238,33 @@ def _require_held(samples: int, length: int, tokens: int) -> None:
         )  # fmt: skip
 
 
-def _document_tokens(document: Mapping[str, Any], tokenizer: Tokenizer, chat: Chat | None) -> list[int] | None:
-    """What a document is to a model; None for a dialogue that its template refuses."""
+def _document_tokens(
+    document: Mapping[str, Any], tokenizer: Tokenizer, chat: Chat | None, bounds: Bounds
+) -> list[int] | None:
+    """What a document is to a model; None for a dialogue that its template refuses, or has no steps left for."""
     if chat is None or "messages" not in document:
         return tokenizer.encode(_plain(document) + _BETWEEN, bos=False)
     for messages in _tellings(document["messages"]):
         try:
-            ids = chat.encode(messages, add_generation_prompt=False)
+            ids = chat.encode(messages, add_generation_prompt=False, bounds=bounds)
         except (RequestError, CheckpointError):
             continue
         return ids[1:] if tokenizer.bos_id is not None and ids[:1] == [tokenizer.bos_id] else ids
     return None
+
+
+def _template_notes(told: Sequence[Sequence[int] | None], bounds: Bounds) -> tuple[str, ...]:
+    """What there is to say of what a template made of the dialogues; None is one that was refused."""
+    notes = []
+    if refused := sum(one is None for one in told):
+        reason = "takes too long over them" if bounds.spent else "refuses them"
+        notes.append(f"{refused} dialogues of the calibration text are left out: the chat template {reason}")
+    made = Counter(tuple(one) for one in told if one is not None)
+    if empty := made.pop((), 0):
+        notes.append(f"the chat template makes nothing of {empty} dialogues of the calibration text")
+    if len(made) == 1 and made.total() > 1:
+        notes.append(f"the chat template makes the same of all {made.total()} dialogues of the calibration text")
+    return tuple(notes)
 
 
 def _tellings(messages: list[dict[str, str]]) -> Iterator[list[dict[str, str]]]:

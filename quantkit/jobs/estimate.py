@@ -27,7 +27,7 @@ from quantkit.calibration.estimate import (
     passing_flops,
     solving_flops,
 )
-from quantkit.calibration.packaged import PREFIX
+from quantkit.calibration.packaged import PREFIX, ROUNDS
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.container import Encoder
 from quantkit.formats.folder import checked_tokenizer
@@ -176,8 +176,8 @@ def estimate_quantization(
         if settings.text is None:
             tried = shape[0] * min(shape[1], PREFIX)
             phases["the choice of samples"] = _forward(source, tried, models=1)
-            flops += forward_flops(config, tried)
-            seconds += _pass_seconds(config, 1)
+            flops += 2 * forward_flops(config, tried)  # replacements are fewer each time
+            seconds += _pass_seconds(config, ROUNDS)
     kinds = Counter(str(scheme or "float") for module, scheme in assigned.items() if module != EMBEDDING)
     if fit is not None:
         disk += fit.most_bytes - encoder.total_bytes()
@@ -264,5 +264,5 @@ def _flop_rate(dtype: torch.dtype = torch.float32, device: torch.device = _CPU) 
 
 def _duration(seconds: float) -> str:
     if seconds < 90:
-        return f"{max(seconds, 1):.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+        return f"{max(math.ceil(seconds), 1)} s"
+    return f"{math.ceil(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

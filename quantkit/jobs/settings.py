@@ -265,4 +265,5 @@ def _chat(source: Checkpoint, tokenizer: Tokenizer) -> tuple[Chat | None, list[s
             return None, []
         return chat_format(source.path, tokenizer), []
     except (RequestError, CheckpointError) as error:
-        return None, [f"{source.path}: dialogues of the calibration text are plain text: {error.problem}"]
+        told = f"{error.path or source.path}: {error.problem.rstrip('.')}"
+        return None, [f"{told}; dialogues of the calibration text are told as plain text"]

@@ -211,15 +211,11 @@ def run_gate(
     return Gate(texts, bound.perplexity_ratio, fallbacks, _distorted(source, result, records, assigned, progress))
 
 
-def require_passed(
-    gate: Gate, source: Checkpoint, result: Checkpoint, dst: Path,
-    remedy: str = "choose a finer scheme or GPTQ with more text, or keep it with `accept_quality_loss=True` (and"
-    " `resume=True`)",
-) -> None:  # fmt: skip
+def require_passed(gate: Gate, source: Checkpoint, result: Checkpoint, dst: Path, remedy: str | None = None) -> None:
     """Let a model through.
 
     Args:
-        remedy: what to do where it is not.
+        remedy: what to do where it is not; None is what there is to do of a quantization.
 
     Raises:
         QualityError: if it did not pass, naming the layers whose weights changed most.
@@ -227,6 +223,10 @@ def require_passed(
     problem = gate.problem()
     if problem is None:
         return
+    if remedy is None:
+        rounding = all(one.rounding_kl is not None and one.rounding_kl <= one.kl_bound for one in gate.texts)
+        solver = 'GPTQ with more text, or round with `method="rtn"`' if rounding else "GPTQ with more text"
+        remedy = f"choose a finer scheme or {solver}, or keep it with `accept_quality_loss=True` (and `resume=True`)"
     errors = []
     for module in schemes(result):
         quantized, weight = _pair(source, result, module)

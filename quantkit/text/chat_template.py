@@ -18,7 +18,7 @@ from typing import Any
 from quantkit.arguments import wrong_type
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
 from quantkit.json_values import read_json, require_plain_file, shown
-from quantkit.text.template_sandbox import LONGEST, Refusal, bounded, environment
+from quantkit.text.template_sandbox import LONGEST, Bounds, Refusal, bounded, environment
 from quantkit.text.text_folder import text_folder
 
 Message = Mapping[str, Any]
@@ -65,6 +65,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool | str = False,
+        bounds: Bounds | None = None,
         **variables: Any,
     ) -> str:
         """The text of a conversation.
@@ -75,6 +76,7 @@ class ChatTemplate:
             add_generation_prompt: end with what begins an answer.
             continue_final_message: end in the midst of the last message, for the model to continue it; the name of
                 one of its fields, such as ``reasoning_content``, ends within that instead of ``content``.
+            bounds: that renderings share, and what these see of the world; None is those of one.
             variables: more that the template may read, such as ``enable_thinking``.
 
         Raises:
@@ -92,7 +94,7 @@ class ChatTemplate:
         tokens = {name: spelling for name, spelling in self._tokens.items() if spelling is not None}
         unknown = {name: _unknown_token(name) for name in _ASKED_FOR if name not in self._tokens}
         given = {"tools": given_tools, "documents": None, **unknown, **tokens, **variables}
-        with self._told("the chat template fails"):
+        with self._told("the chat template fails", bounds):
             pieces, length = [], 0
             for piece in self._template.generate(messages=chat, add_generation_prompt=add_generation_prompt, **given):
                 pieces.append(piece)
@@ -103,14 +105,14 @@ class ChatTemplate:
         return text if begun is None else begun.cut(text)
 
     @contextmanager
-    def _told(self, problem: str) -> Iterator[None]:
+    def _told(self, problem: str, bounds: Bounds | None = None) -> Iterator[None]:
         """
         Raises:
             RequestError: where the template itself refuses a conversation.
             CheckpointError: for all else that goes wrong in it.
         """
         try:
-            with bounded():
+            with bounded(bounds):
                 yield
         except Refusal as refusal:
             raise RequestError(f"the chat template refuses this: {_reason(refusal)}", path=self._path) from refusal

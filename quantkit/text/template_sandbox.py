@@ -11,6 +11,7 @@ import datetime
 import functools
 import itertools
 import json
+import random
 import re
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Sequence, Sized, ValuesView
 from contextlib import contextmanager
@@ -54,6 +55,7 @@ _TIMES_AS_SLOW = 8
 _TAKE_WIDTHS = ("batch", "center", "indent", "round", "slice")
 _VIEWS = (KeysView, ValuesView, ItemsView)
 _HOLD = (list, tuple, dict, *_VIEWS)
+_FIXED_DATE = datetime.datetime(2024, 7, 26)  # that of Llama's templates where they are told none
 _JOINED, _COUNTED, _READ, _MADE = "quantkit_joined", "quantkit_counted", "quantkit_read", "quantkit_made"
 
 
@@ -65,12 +67,24 @@ class Unbounded(Exception):
     """A template does more than any chat template has a use for."""
 
 
-class _Bounds:
-    """What is left to a template that is being rendered."""
+class Bounds:
+    """What is left to a template that is being rendered, and what it sees of the world around it."""
 
-    def __init__(self) -> None:
-        self._steps, self._room = _MOST_STEPS, _MOST_KEPT
+    def __init__(self, steps: int = _MOST_STEPS, room: int = _MOST_KEPT, *, repeatable: bool = False) -> None:
+        """Of so many steps, and letters and items that are made; `repeatable` shows the same date and the same random
+        choices at all times."""
+        self._steps, self._room = steps, room
+        self._repeatable = repeatable
+        self.choose: Callable[[Sequence[Any]], Any] = random.Random(0).choice if repeatable else random.choice
         self._sizes: dict[int, tuple[Any, int]] = {}  # with what is measured, whose address is its own so long
+
+    @property
+    def spent(self) -> bool:
+        """Whether nothing is left."""
+        return self._steps < 0 or self._room < 0
+
+    def now(self) -> datetime.datetime:
+        return _FIXED_DATE if self._repeatable else datetime.datetime.now()
 
     def take(self, letters: int = 0, kept: int = 0) -> None:
         """Take one step, and those for letters that are read or copied, and room for those that stay.
@@ -134,17 +148,20 @@ class _Bounds:
         return value
 
 
-_bounds: ContextVar[_Bounds] = ContextVar("bounds")
+_bounds: ContextVar[Bounds] = ContextVar("bounds")
 
 
 @contextmanager
-def bounded() -> Iterator[None]:
-    """The bounds of compiling a template, or of one rendering.
+def bounded(bounds: Bounds | None = None) -> Iterator[None]:
+    """The bounds of compiling a template, or of rendering.
+
+    Args:
+        bounds: that several renderings share; None is those of one.
 
     Raises:
         Unbounded: within, where a template goes beyond them.
     """
-    token = _bounds.set(_Bounds())
+    token = _bounds.set(bounds or Bounds())
     try:
         yield
     finally:
@@ -272,7 +289,8 @@ def environment() -> Any:
     )  # fmt: skip
     for name in _WITHOUT:
         del made.filters[name]
-    made.filters |= {"tojson": _to_json, "sum": total, _JOINED: lambda items: "".join(map(str, items))}
+    made.filters |= {"tojson": _to_json, "sum": total, "random": pass_context(_random)}
+    made.filters[_JOINED] = lambda items: "".join(map(str, items))
     made.filters = {name: _watched(name, filter) for name, filter in made.filters.items()}
     made.tests = {name: _watched(name, test) for name, test in made.tests.items()}
     # Of the context, so that nothing is folded when the template is compiled.
@@ -280,7 +298,8 @@ def environment() -> Any:
     made.filters[_MADE] = pass_context(lambda context, value: _bounds.get().made(value))
     made.filters[_READ] = pass_context(lambda context, value: _read(value))
     del made.globals["lipsum"]
-    made.globals |= {"namespace": Held, "raise_exception": _refuse, "strftime_now": _now}
+    made.globals |= {"namespace": Held, "raise_exception": _refuse}
+    made.globals["strftime_now"] = lambda format: _bounds.get().now().strftime(format)
     return made
 
 
@@ -360,12 +379,12 @@ def _width(text: str, args: Sequence[Any]) -> int:
     return wide + fields * widest
 
 
+def _random(context: Any, items: Sequence[Any]) -> Any:
+    return _bounds.get().choose(items) if items else context.environment.undefined("nothing to choose from")
+
+
 def _refuse(message: str) -> None:
     raise Refusal(message)
-
-
-def _now(format: str) -> str:
-    return datetime.datetime.now().strftime(format)
 
 
 def _to_json(
