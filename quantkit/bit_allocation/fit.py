@@ -96,7 +96,8 @@ class Fit:
         if not found or self.total_bytes(with_them) > asked:
             return None
         names = " and ".join(f'`{name}="{INT8}"`' for name in found)
-        return f"with {names}, which keep{'s' * (len(found) == 1)} the floats now, it has one"
+        keep = "keeps its" if len(found) == 1 else "keep their"
+        return f"there is one with {names}, which {keep} floats now"
 
     def _named_alone(self) -> dict[str, str]:
         """The modules that get int8 only where that is asked for, by option, if the format holds it."""
