@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 BFLOAT16_SETTING = "QUANTKIT_BF16"
@@ -17,6 +18,7 @@ BFLOAT16_SETTING = "QUANTKIT_BF16"
 _LEAST = 1 << 20  # multiplications; of fewer the call is what takes time
 _FEWEST_ROWS = 16  # with fewer, reading is what takes time
 _STRIPS = 8
+_STEP = 128
 _CPU = torch.device("cpu")
 
 
@@ -27,13 +29,16 @@ def times(a: Tensor, b: Tensor) -> Tensor:
     """
     if not _through_onednn(a, b):
         return a @ b
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(_dense(a), _dense(b).t(), None, "none", [], "")
-    return product
+    rows, inner = a.shape
+    if inner % _STEP:
+        a, b = F.pad(a, (0, -inner % _STEP)), F.pad(b, (0, 0, 0, -inner % _STEP))
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(_dense(_padded(a)), _dense(b).t(), None, "none", [], "")
+    return product[:rows]
 
 
 def add_square_(total: Tensor, x: Tensor) -> None:
     """Add ``x.T @ x`` of [N, I] to the upper triangle of [I, I]; of what lies below, only parts are added."""
-    rows = x.t().contiguous()
+    rows = (_padded(x) if _through_onednn(x.t(), x) else x).t().contiguous()
     step = -(-len(rows) // _STRIPS)
     for start in range(0, len(rows), step):
         total[start : start + step, start:].add_(times(rows[start : start + step], rows[start:].t()))
@@ -72,7 +77,8 @@ def bfloat16_linear(x: Tensor, weight: Tensor) -> Tensor:
     Args:
         weight: [O, I] bfloat16.
     """
-    return torch.nn.functional.linear(x.bfloat16(), weight).float()
+    rows = x.bfloat16().flatten(0, -2)
+    return F.linear(_padded(rows), weight)[: len(rows)].float().unflatten(0, x.shape[:-1])
 
 
 @contextmanager
@@ -96,6 +102,12 @@ def _has_onednn() -> bool:
 
 def _onednn_is_built_in() -> bool:
     return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+
+
+def _padded(rows: Tensor) -> Tensor:
+    """Rows [N, I] with rows of zeros behind them, up to a multiple of `_STEP`: oneDNN keeps a kernel for every shape
+    that it meets, and experts are sent any number of tokens."""
+    return F.pad(rows, (0, 0, 0, -len(rows) % _STEP)) if len(rows) % _STEP else rows
 
 
 def _dense(matrix: Tensor) -> Tensor:
