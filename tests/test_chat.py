@@ -458,10 +458,10 @@ def test_what_no_template_has_a_use_for(source: str, told: str) -> None:
 
 
 def test_an_error_without_words_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(format: str) -> str:
+    def fail(bounds: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("quantkit.text.template_sandbox._now", fail)
+    monkeypatch.setattr("quantkit.text.template_sandbox.Bounds.now", fail)
     with pytest.raises(CheckpointError, match=r"fails: it raises MemoryError$"):
         ChatTemplate("{{ strftime_now('%Y') }}").render([user("Hi")])
 

@@ -19,6 +19,7 @@ from quantkit.errors import CheckpointError, NonFiniteError, QuantkitError, Requ
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.registry import target
 from quantkit.jobs.prepare import prepare
+from quantkit.jobs.settings import MethodOptions
 from quantkit.model.load import load_model
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.recipe import Override, Recipe
@@ -100,9 +101,11 @@ def test_who_loads_several_schemes_is_told(mix: str, tmp_path: Path) -> None:
     """transformers 5.23 loads experts of several schemes without an error, and wrong; floats among them not at all."""
     source = _saved("qwen2-moe", tmp_path / "source")
     recipe = Recipe(INT4, tuple(Override(*one) for one in MIXES[mix]))
-    options = {"keep": (), "strict": False, "weights": None, "tensors_only": False, "gptq": False}
-    options["target"] = target("compressed-tensors")
-    notes = prepare(source, tmp_path / "made", recipe, **options).notes
+    method = MethodOptions("rtn", *[None] * 4, False, None, None)
+    options = {"embedding": None, "keep": (), "strict": False, "weights": None, "tensors_only": False}
+    notes = prepare(
+        source, tmp_path / "made", recipe, target=target("compressed-tensors"), method=method, **options
+    ).notes
     quantkit.quantize(source, tmp_path / "made", recipe, method="rtn", accept_quality_loss=True)
     loads = "transformers" in open_checkpoint(tmp_path / "made").readers()
     assert loads == (mix in {"attention", "attention kept", "shared kept"})

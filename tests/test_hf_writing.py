@@ -29,6 +29,7 @@ from quantkit.formats.output.writer import CheckpointWriter, Written
 from quantkit.formats.registry import HF, target
 from quantkit.jobs.output import SHARD_BYTES
 from quantkit.jobs.prepare import prepare, tensor_blocks
+from quantkit.jobs.settings import MethodOptions
 from quantkit.jobs.scheme_map import SchemeMap
 from quantkit.tensors.qtensor import quantize_rtn
 from quantkit.tensors.recipe import Override, Recipe
@@ -351,9 +352,11 @@ def test_of_experts_of_several_schemes_no_reader_but_quantkit_is_told(recipe: Re
     result, _ = _written("mixtral", tmp_path, recipe)
     assert result.readers() == "quantkit"
     assert schemes(result) == SchemeMap.of(recipe, result.config).schemes
-    options = {"keep": (), "strict": False, "weights": None, "tensors_only": False, "gptq": False}
-    options["target"] = target("compressed-tensors")
-    notes = prepare(tmp_path / "source", tmp_path / "other", recipe, **options).notes
+    method = MethodOptions("rtn", *[None] * 4, False, None, None)
+    options = {"embedding": None, "keep": (), "strict": False, "weights": None, "tensors_only": False}
+    notes = prepare(
+        tmp_path / "source", tmp_path / "other", recipe, target=target("compressed-tensors"), method=method, **options
+    ).notes
     assert notes[-1] == (
         f"{tmp_path / 'other'}: transformers does not load experts of several schemes right (seen in 5.23); "
         "quantkit does"
