@@ -395,15 +395,15 @@ def test_an_interrupted_solver_reads_back_what_it_has_written(
     to: str, scheme: str, floats: Path, tmp_path: Path
 ) -> None:
     asked: Any = {"to": to, "method": "gptq", "calibration": EXCERPT, "samples": 8, "length": 64, **UNCHECKED}
-    quantkit.quantize(floats, tmp_path / "whole", scheme, method="rtn", **asked)
+    quantkit.quantize(floats, tmp_path / "whole", scheme, **asked)
 
     def stop(phase: str, done: int, total: int, unit: str) -> None:
         if phase == "quantize" and done:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        quantkit.quantize(floats, tmp_path / "stopped", scheme, method="rtn", progress=stop, **asked)
-    quantkit.quantize(floats, tmp_path / "stopped", scheme, method="rtn", resume=True, **asked)
+        quantkit.quantize(floats, tmp_path / "stopped", scheme, progress=stop, **asked)
+    quantkit.quantize(floats, tmp_path / "stopped", scheme, resume=True, **asked)
     whole, stopped = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in STOPPED)
     assert whole == stopped
 
