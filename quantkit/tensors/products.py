@@ -78,7 +78,8 @@ def bfloat16_linear(x: Tensor, weight: Tensor) -> Tensor:
         weight: [O, I] bfloat16.
     """
     rows = x.bfloat16().flatten(0, -2)
-    return F.linear(_padded(rows), weight)[: len(rows)].float().view(*x.shape[:-1], -1)
+    passed = _padded(rows) if rows.device.type == "cpu" else rows
+    return F.linear(passed, weight)[: len(rows)].float().view(*x.shape[:-1], -1)
 
 
 @contextmanager
