@@ -234,13 +234,14 @@ def joined_for_good(device: str | torch.device | None = None) -> ProcessGroup:
     Raises:
         RequestError, GroupError: see `joined`.
     """
+    if _alone():
+        return SINGLE
     if not dist.is_initialized():
-        if _alone():
-            return SINGLE
-        group = _begun(device)
+        with lost_as_error():
+            group = _begun(device)
         atexit.register(_end)
         return group
-    return SINGLE if dist.get_world_size() == 1 else _group(_own_device(device), None)
+    return _group(_own_device(device), None)
 
 
 @contextmanager
@@ -254,8 +255,13 @@ def lost_as_error() -> Iterator[None]:
         raise
 
 
+def count_processes() -> int:
+    """How many processes there are to join, this one included; known before they are joined."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def _alone() -> bool:
-    return int(os.environ.get("WORLD_SIZE", "1")) == 1
+    return count_processes() == 1
 
 
 def _begun(device: str | torch.device | None) -> ProcessGroup:

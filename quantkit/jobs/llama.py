@@ -12,7 +12,7 @@ from typing import TypedDict, TypeVar
 import torch
 
 from quantkit.arguments import as_path, as_seed, as_text, as_whole, is_several, require_flags, wrong_type
-from quantkit.distributed.group import joined_for_good, lost_as_error
+from quantkit.distributed.group import count_processes, joined_for_good, lost_as_error
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.formats.folder import require_rows
 from quantkit.jobs.load import opened
@@ -118,12 +118,13 @@ class Llama:
             raise RequestError("max_seq_len is out of range", found=length, expected=f"1 to {context}")
         tokenizer = _tokenizer(tokenizer_path)
         require_rows(tokenizer, checkpoint.config.vocab_size, tokenizer_path)
-        group = joined_for_good(device)
-        if model_parallel_size is not None and as_whole("model_parallel_size", model_parallel_size) != group.size:
+        processes = count_processes()  # before they join: who fails while they do leaves the others without a word
+        if model_parallel_size is not None and as_whole("model_parallel_size", model_parallel_size) != processes:
             raise RequestError(
-                "model_parallel_size is not the number of processes", found=model_parallel_size, expected=group.size,
+                "model_parallel_size is not the number of processes", found=model_parallel_size, expected=processes,
                 hint="start as many with torchrun, or leave it out",
             )  # fmt: skip
+        group = joined_for_good(device)
         group.require_same({"max_seq_len": length, "max_batch_size": slots, "seed": seed})
         model = load_model(checkpoint, device=group.device or device, dtype=float_dtype, backend=backend, group=group)
         ends = dict.fromkeys((*model.config.eos_token_ids, *tokenizer.eos_ids))
