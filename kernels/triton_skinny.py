@@ -83,7 +83,7 @@ def store_product(product, bias, out, parts, arrived, m, n, row, token, BIAS: tl
     mask = (token < m)[None, :] & (row < n)[:, None]
     if JOINED:
         splits = tl.num_programs(1)
-        size = m.to(tl.int64) * n
+        size = tl.cast(m, tl.int64) * n  # an integer that is 1 is one of Python's
         tl.store(parts + tl.program_id(1) * size + at, product, mask=mask)
         tl.debug_barrier()  # all threads have stored before one of them says so
         before = tl.atomic_add(arrived + tl.program_id(0), 1, sem="acq_rel")
@@ -98,7 +98,7 @@ def store_product(product, bias, out, parts, arrived, m, n, row, token, BIAS: tl
     else:
         if BIAS:
             product += tl.load(bias + safe)[:, None].to(tl.float32)
-        at += tl.program_id(1) * m.to(tl.int64) * n
+        at += tl.program_id(1) * tl.cast(m, tl.int64) * n
         tl.store(out + at, product.to(out.dtype.element_ty), mask=mask)
 
 

@@ -126,6 +126,19 @@ def test_kernels_for_few_tokens_compile_for_cards_that_are_not_here(
         assert "st.local" not in ptx
 
 
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_kernels_for_few_tokens_compile_for_one(bits: int, joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton makes a constant of an argument that is 1."""
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    from quantkit.kernels import triton_skinny
+
+    grouped = {"GROUP": 64, "SYMMETRIC": False} if bits == 4 else {}
+    flags = {"m": 1, "BIAS": True, "JOINED": joined, "WHOLE": True, **grouped}
+    kernel = triton_skinny.int4_skinny if bits == 4 else triton_skinny.int8_skinny
+    assert _compiled(kernel, {**flags, **default_config(bits, 1, 4096, 4096, False, LARGE).constants()}, "cuda")
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("places", [8, 4096])
