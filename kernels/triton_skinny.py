@@ -30,6 +30,11 @@ SIDE_BY_SIDE = tl.constexpr(2 if _VERSION < (3, 8) else 1)
 """Pairs along K that lie side by side in a thread's registers, as Triton lays out a joined operand of `tl.dot`."""
 
 
+def base_bits(dtype: torch.dtype) -> int:
+    """The bits of the float under a code, twice, for activations of a dtype."""
+    return _BASES[dtype] * 0x10001
+
+
 def counters(rows: int, device: torch.device) -> Tensor:
     """How many programs of each block of rows have arrived: int32 zeros, as each launch finds and leaves them."""
     return torch.zeros(triton.cdiv(rows, SKINNY_ROWS), dtype=torch.int32, device=device)
@@ -76,46 +81,53 @@ def present(unit, units, WHOLE: tl.constexpr):
 
 
 @triton.jit
+def last_to_arrive(arrived, programs):
+    """Whether this program is the last of so many to arrive at a counter, which it sets back to zero: it sees what the
+    others have stored, where it reads past the processor's own cache."""
+    tl.debug_barrier()  # all threads have stored before one of them says so
+    last = tl.atomic_add(arrived, 1, sem="acq_rel") == programs - 1
+    if last:
+        tl.store(arrived, 0)
+    return last
+
+
+@triton.jit
 def store_product(product, bias, out, parts, arrived, m, n, row, token, BIAS: tl.constexpr, JOINED: tl.constexpr):
     """Store products [N, M]; of several programs that share rows the parts, which the last one adds up if JOINED."""
     safe = tl.where(row < n, row, 0)
     at = token[None, :].to(tl.int64) * n + row[:, None]
     mask = (token < m)[None, :] & (row < n)[:, None]
+    size = tl.cast(m, tl.int64) * n  # an integer that is 1 is one of Python's
     if JOINED:
         splits = tl.num_programs(1)
-        size = tl.cast(m, tl.int64) * n  # an integer that is 1 is one of Python's
         tl.store(parts + tl.program_id(1) * size + at, product, mask=mask)
-        tl.debug_barrier()  # all threads have stored before one of them says so
-        before = tl.atomic_add(arrived + tl.program_id(0), 1, sem="acq_rel")
-        if before == splits - 1:
+        if last_to_arrive(arrived + tl.program_id(0), splits):
             total = tl.zeros(product.shape, tl.float32)
             for split in tl.range(0, splits):
                 total += tl.load(parts + split * size + at, mask=mask, other=0, cache_modifier=".cg")
             if BIAS:
                 total += tl.load(bias + safe)[:, None].to(tl.float32)
             tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
-            tl.store(arrived + tl.program_id(0), 0)
     else:
         if BIAS:
             product += tl.load(bias + safe)[:, None].to(tl.float32)
-        at += tl.program_id(1) * tl.cast(m, tl.int64) * n
+        at += tl.program_id(1) * size
         tl.store(out + at, product.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def int4_skinny(
-    x, words, scale, zero, bias, out, parts, arrived, m, n, k, units, base,
-    GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, BIAS: tl.constexpr, JOINED: tl.constexpr, WHOLE: tl.constexpr,
+def int4_skinny_tile(
+    x, words, scale, zero, safe, k, units, base, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """Weights of 4 bits in groups; `base` is the bits of the float under a code, twice."""
+    """Products [N, M] of rows [N, 1] of 4 bits in groups and pointers to tokens [M, 1], of this program's columns.
+
+    Args:
+        base: the bits of the float under a code, twice.
+    """
     PARTS: tl.constexpr = 128 // GROUP
     DTYPE: tl.constexpr = x.dtype.element_ty
     OFFSET: tl.constexpr = 128.0 if x.dtype.element_ty == tl.bfloat16 else 1024.0
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    safe = tl.where(row < n, row, 0)[:, None]
-    token = tl.arange(0, BLOCK_M)
-    x += (tl.where(token < m, token, 0) * k)[:, None]
     run = tl.arange(0, 16)
     ones = tl.full((BLOCK_N, 32), 1.0, DTYPE)
     product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -137,22 +149,17 @@ def int4_skinny(
                 step = tl.load(scale + group).to(tl.float32)
                 centre = 8.0 if SYMMETRIC else tl.load(zero + group).to(tl.float32)
                 product += step * (biased - (OFFSET + centre) * total)
-    store_product(product, bias, out, parts, arrived, m, n, row, token, BIAS, JOINED)
+    return product
 
 
 @triton.jit
-def int8_skinny(
-    x, words, scale, bias, out, parts, arrived, m, n, k, units, base,
-    BIAS: tl.constexpr, JOINED: tl.constexpr, WHOLE: tl.constexpr,
+def int8_skinny_tile(
+    x, words, scale, safe, k, units, base, WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """Weights of 8 bits with one scale a row; `base` is the bits of the float under a code, twice."""
+    """As `int4_skinny_tile`, for 8 bits with one scale a row."""
     DTYPE: tl.constexpr = x.dtype.element_ty
     SHORT: tl.constexpr = x.dtype.element_ty == tl.bfloat16
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    safe = tl.where(row < n, row, 0)[:, None]
-    token = tl.arange(0, BLOCK_M)
-    x += (tl.where(token < m, token, 0) * k)[:, None]
     run = tl.arange(0, 16)
     product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     first, last = unit_range(units, UNITS, 1)
@@ -175,8 +182,40 @@ def int8_skinny(
                 column = unit * 128 + pair * 32 + half % 2 * 16 + run
                 tokens = load_pairs(x, column, k, 64, WHOLE, BLOCK_M)
                 product = dot_add(weight, tokens, product)
-    product *= tl.load(scale + safe).to(tl.float32)
-    store_product(product, bias, out, parts, arrived, m, n, row, token, BIAS, JOINED)
+    return product * tl.load(scale + safe).to(tl.float32)
+
+
+@triton.jit
+def skinny_tile(
+    x, words, scale, zero, safe, m, k, units, base, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    """Products [N, M] of rows [N] with tokens [M, K], of this program's columns; codes of 8 bits where GROUP is 0."""
+    token = tl.arange(0, BLOCK_M)
+    x += (tl.where(token < m, token, 0) * k)[:, None]
+    safe = safe[:, None]
+    if GROUP == 0:
+        product = int8_skinny_tile(x, words, scale, safe, k, units, base, WHOLE, BLOCK_M, BLOCK_N, UNITS)
+    else:
+        product = int4_skinny_tile(
+            x, words, scale, zero, safe, k, units, base, GROUP, SYMMETRIC, WHOLE, BLOCK_M, BLOCK_N, UNITS
+        )  # fmt: skip
+    return product
+
+
+@triton.jit
+def skinny(
+    x, words, scale, zero, bias, out, parts, arrived, m, n, k, units, base, GROUP: tl.constexpr,
+    SYMMETRIC: tl.constexpr, BIAS: tl.constexpr, JOINED: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    """``x @ weight.T + bias``; codes of 8 bits where GROUP is 0."""
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    safe = tl.where(row < n, row, 0)
+    product = skinny_tile(
+        x, words, scale, zero, safe, m, k, units, base, GROUP, SYMMETRIC, WHOLE, BLOCK_M, BLOCK_N, UNITS
+    )  # fmt: skip
+    store_product(product, bias, out, parts, arrived, m, n, row, tl.arange(0, BLOCK_M), BIAS, JOINED)
 
 
 def skinny_product(
@@ -195,13 +234,10 @@ def skinny_product(
     parts = None if alone else x.new_empty(config.split, m, n, dtype=torch.float32)
     out = x.new_empty(m, n) if joined or alone or parts is None else parts
     fused = bias is not None and (joined or alone)
-    weight = (words, scale) if group is None else (words, scale, scale if zero is None else zero)
-    of_groups = () if group is None else (group, zero is None)
-    base = _BASES[x.dtype] * 0x10001
     grid = triton.cdiv(n, config.block_n), config.split
-    wrap_triton(int8_skinny if group is None else int4_skinny)[grid](
-        x.contiguous(), *weight, bias if fused else scale, out, out if parts is None else parts,
-        words if arrived is None else arrived, m, n, k, units, base, *of_groups, fused, joined,
-        k % (UNIT * config.units) == 0, **config.constants(),
+    wrap_triton(skinny)[grid](
+        x.contiguous(), words, scale, scale if zero is None else zero, bias if fused else scale, out,
+        out if parts is None else parts, words if arrived is None else arrived, m, n, k, units, base_bits(x.dtype),
+        group or 0, zero is None, fused, joined, k % (UNIT * config.units) == 0, **config.constants(),
     )  # fmt: skip
     return sum_splits(out, bias, x.dtype)

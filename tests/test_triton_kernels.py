@@ -113,10 +113,9 @@ def test_kernels_for_few_tokens_compile_for_cards_that_are_not_here(
     config = replace(default_config(bits, 8, 4096, 4096, False, LARGE), stages=stages)
     assert config.path == "skinny"
     assert config.split > 1
-    grouped = {"GROUP": 64, "SYMMETRIC": False} if bits == 4 else {}
+    grouped = {"GROUP": 64 if bits == 4 else 0, "SYMMETRIC": False}
     flags = {"BIAS": True, "JOINED": True, "WHOLE": True, **grouped}
-    kernel = triton_skinny.int4_skinny if bits == 4 else triton_skinny.int8_skinny
-    stages_of_it = _compiled(kernel, {**flags, **config.constants()}, target)
+    stages_of_it = _compiled(triton_skinny.skinny, {**flags, **config.constants()}, target)
     assert stages_of_it["cubin" if target == "cuda" else "hsaco"]
     if target == "cuda":
         ptx = stages_of_it["ptx"]
@@ -133,10 +132,9 @@ def test_kernels_for_few_tokens_compile_for_one(bits: int, joined: bool, monkeyp
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     from quantkit.kernels import triton_skinny
 
-    grouped = {"GROUP": 64, "SYMMETRIC": False} if bits == 4 else {}
-    flags = {"m": 1, "BIAS": True, "JOINED": joined, "WHOLE": True, **grouped}
-    kernel = triton_skinny.int4_skinny if bits == 4 else triton_skinny.int8_skinny
-    assert _compiled(kernel, {**flags, **default_config(bits, 1, 4096, 4096, False, LARGE).constants()}, "cuda")
+    config = default_config(bits, 1, 4096, 4096, False, LARGE)
+    flags = {"m": 1, "GROUP": 64 if bits == 4 else 0, "SYMMETRIC": False, "BIAS": True, "JOINED": joined, "WHOLE": True}
+    assert _compiled(triton_skinny.skinny, {**flags, **config.constants()}, "cuda")
 
 
 @pytest.mark.parametrize("target", TARGETS)

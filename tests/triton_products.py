@@ -274,7 +274,7 @@ def test_a_kernel_that_multiplies_wrongly_is_found_out_at_load(
     text: str, module: ModuleType, path: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = triton_skinny if path == "skinny" else module
-    wrong, wrap = getattr(module, f"{text[:4]}_{path}"), module.wrap_triton
+    wrong, wrap = getattr(module, path if path == "skinny" else f"{text[:4]}_{path}"), module.wrap_triton
     turned = {MAGIC: MAGIC ^ 1 << 22, 0x43004300: 0x43804300}
 
     class Misled:
