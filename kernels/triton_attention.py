@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
+from quantkit.kernels.triton_skinny import last_to_arrive
 from quantkit.kernels.triton_tiles import Card, card_of
 from quantkit.kernels.triton_words import dot_add, operator
 
@@ -71,12 +72,13 @@ def capped(scores, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def attend_spans(
+def attend_span(
     queries, keys, values, positions, slots, mixed, largest, total, tokens, rows, length, window, kv_heads, stride,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr,
     SPANS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One span for up to BLOCK_M queries: values weighted by exponentials, the largest score, the exponentials' sum.
+    """One span for up to BLOCK_M queries: values weighted by exponentials, the largest score, the exponentials' sum;
+    nothing for one that lies beyond the live part.
 
     SCALE is of products with keys, to scores to the base of 2, or with a SOFTCAP to the base of e.
     """
@@ -125,34 +127,85 @@ def attend_spans(
 
 
 @triton.jit
-def join_spans(
-    positions, mixed, largest, total, sinks, out, tokens, heads, length, window, stride,
+def join_line(
+    line, positions, mixed, largest, total, sinks, out, tokens, heads, length, window, stride,
     SINKS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, SPANS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The spans of one query, and its head's sink if there are any, as one; to [B, T, H, Dh]."""
-    line = tl.program_id(0).to(tl.int64)
     positions += line // (heads * tokens) * stride
     first, last, each = live(positions, tokens, length, window, TOKENS, SPANS, BLOCK_N)
     span = tl.arange(0, BLOCK_S)
     column = tl.arange(0, BLOCK_D)
     there = first + span * each < last  # nothing was written for the others
     part = line * SPANS + span
-    high = tl.load(largest + part, mask=there, other=float("-inf"))
+    high = tl.load(largest + part, mask=there, other=float("-inf"), cache_modifier=".cg")
     highest = tl.max(high, 0)
     if SINKS:
         sink = tl.load(sinks + line // tokens % heads).to(tl.float32) * LOG2_E
         highest = tl.maximum(highest, sink)
     base = tl.where(highest == float("-inf"), 0.0, highest)
     share = tl.exp2(high - base)
-    sums = tl.sum(tl.load(total + part, mask=there, other=0) * share, 0)
+    sums = tl.sum(tl.load(total + part, mask=there, other=0, cache_modifier=".cg") * share, 0)
     if SINKS:
         sums += tl.exp2(sink - base)
     mask = there[:, None] & (column < SIZE)[None, :]
-    parts = tl.load(mixed + part[:, None] * SIZE + column[None, :], mask=mask, other=0)
+    parts = tl.load(mixed + part[:, None] * SIZE + column[None, :], mask=mask, other=0, cache_modifier=".cg")
     joined = tl.sum(parts * share[:, None], 0) / sums
     at = (line // (heads * tokens) * tokens + line % tokens) * heads + line // tokens % heads
     tl.store(out + at * SIZE + column, joined.to(out.dtype.element_ty), mask=column < SIZE)
+
+
+@triton.jit
+def attend_spans(
+    queries, keys, values, positions, slots, mixed, largest, total, tokens, rows, length, window, kv_heads, stride,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr,
+    SPANS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """A span for each program; see `attend_span`."""
+    attend_span(
+        queries, keys, values, positions, slots, mixed, largest, total, tokens, rows, length, window, kv_heads, stride,
+        SCALE, SOFTCAP, SLOTS, SIZE, TOKENS, SPANS, BLOCK_M, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+
+
+@triton.jit
+def join_spans(
+    positions, mixed, largest, total, sinks, out, tokens, heads, length, window, stride,
+    SINKS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, SPANS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """A query for each program; see `join_line`."""
+    join_line(
+        tl.program_id(0).to(tl.int64), positions, mixed, largest, total, sinks, out, tokens, heads, length, window,
+        stride, SINKS, SIZE, TOKENS, SPANS, BLOCK_N, BLOCK_S, BLOCK_D,
+    )  # fmt: skip
+
+
+@triton.jit
+def attend_and_join(
+    queries, keys, values, positions, slots, mixed, largest, total, sinks, out, arrived, tokens, rows, heads, length,
+    window, kv_heads, stride, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, SLOTS: tl.constexpr, SINKS: tl.constexpr,
+    SIZE: tl.constexpr, TOKENS: tl.constexpr, SPANS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """A span for each program, which the last of them to arrive joins."""
+    attend_span(
+        queries, keys, values, positions, slots, mixed, largest, total, tokens, rows, length, window, kv_heads, stride,
+        SCALE, SOFTCAP, SLOTS, SIZE, TOKENS, SPANS, BLOCK_M, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+    pair = tl.program_id(2).to(tl.int64)
+    own = positions + pair // kv_heads * stride
+    first, last, each = live(own, tokens, length, window, TOKENS, SPANS, BLOCK_N)
+    if first + tl.program_id(0) * each < last:
+        counter = arrived + tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+        if last_to_arrive(counter, tl.cdiv(last - first, each)):
+            start = tl.program_id(1) * BLOCK_M
+            for row in tl.range(start, tl.minimum(start + BLOCK_M, rows)):
+                join_line(
+                    pair * rows + row, positions, mixed, largest, total, sinks, out, tokens, heads, length, window,
+                    stride, SINKS, SIZE, TOKENS, SPANS, BLOCK_N, BLOCK_S, BLOCK_D,
+                )  # fmt: skip
 
 
 @operator("cached_attention")
@@ -193,6 +246,28 @@ def _(
     return queries.new_empty(batch, tokens, heads * size)
 
 
+@operator("joined_attention", mutates=("arrived",))
+def joined_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None,
+    arrived: Tensor, scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """As `cached_attention`, in one launch.
+
+    Args:
+        arrived: from `attention_counters`.
+    """
+    return attended(queries, keys, values, positions, slots, window, None, scale, softcap, sinks, arrived)
+
+
+@joined_attention.register_fake
+def _(
+    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None,
+    arrived: Tensor, scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    batch, heads, tokens, size = queries.shape
+    return queries.new_empty(batch, tokens, heads * size)
+
+
 def tile_for(rows: int, size: int, dtype: torch.dtype, card: Card) -> Tile:
     """The tile for queries [rows, size] of a dtype that share keys."""
     block_d = max(16, triton.next_power_of_2(size))
@@ -210,8 +285,13 @@ def spans_for(pairs: int, rows: int, length: int, tile: Tile, card: Card) -> int
 def attended(
     queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None,
     spans: int | None = None, scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    arrived: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `cached_attention`, with the live part in up to `spans` spans; None is as many as suit the card."""
+    """As `cached_attention`, with the live part in up to `spans` spans; None is as many as suit the card.
+
+    Args:
+        arrived: from `attention_counters`, where the program that is last joins the spans; None is another launch.
+    """
     batch, heads, tokens, size = queries.shape
     kv_heads, length, width = keys.shape[1:]
     if width != size and size % _SCALE_BYTES:
@@ -220,7 +300,7 @@ def attended(
     tile = tile_for(rows, size, queries.dtype, card)
     spans = spans or spans_for(pairs, rows, length, tile, card)
     mixed = queries.new_empty(pairs * rows, spans, size, dtype=torch.float32)
-    largest, total = mixed.new_empty(pairs * rows, spans), mixed.new_empty(pairs * rows, spans)
+    parts = mixed, mixed.new_empty(pairs * rows, spans), mixed.new_empty(pairs * rows, spans)
     out = queries.new_empty(batch, tokens, heads * size)
     seen = length if window is None else window
     stride = 0 if positions.dim() == 1 else tokens
@@ -229,14 +309,32 @@ def attended(
         "SIZE": size, "TOKENS": triton.next_power_of_2(tokens), "SPANS": spans,
         "BLOCK_N": tile.block_n, "BLOCK_D": tile.block_d,
     }  # fmt: skip
-    wrap_triton(attend_spans)[(spans, triton.cdiv(rows, tile.block_m), pairs)](
-        queries.contiguous(), keys.contiguous(), values.contiguous(), positions, positions if slots is None else slots,
-        mixed, largest, total, tokens, rows, length, seen, kv_heads, stride,
-        SCALE=scale if softcap else scale * LOG2_E.value, SOFTCAP=softcap or 0.0, SLOTS=slots is not None,
-        BLOCK_M=tile.block_m, **constants, num_warps=4, num_stages=tile.stages,
-    )  # fmt: skip
+    of_spans = {
+        "SCALE": scale if softcap else scale * LOG2_E.value, "SOFTCAP": softcap or 0.0, "SLOTS": slots is not None,
+        "BLOCK_M": tile.block_m, "num_stages": tile.stages,
+    }  # fmt: skip
+    of_join = {"SINKS": sinks is not None, "BLOCK_S": triton.next_power_of_2(spans)}
+    grid = spans, triton.cdiv(rows, tile.block_m), pairs
+    given = queries.contiguous(), keys.contiguous(), values.contiguous(), positions, positions if slots is None else slots
+    sinks = mixed if sinks is None else sinks
+    if arrived is not None:
+        wrap_triton(attend_and_join)[grid](
+            *given, *parts, sinks, out, arrived, tokens, rows, heads, length, seen, kv_heads, stride,
+            **of_spans, **of_join, **constants, num_warps=4,
+        )  # fmt: skip
+        return out
+    wrap_triton(attend_spans)[grid](
+        *given, *parts, tokens, rows, length, seen, kv_heads, stride, **of_spans, **constants, num_warps=4
+    )
     wrap_triton(join_spans)[(pairs * rows,)](
-        positions, mixed, largest, total, mixed if sinks is None else sinks, out, tokens, heads, length, seen, stride,
-        SINKS=sinks is not None, BLOCK_S=triton.next_power_of_2(spans), **constants, num_warps=4, num_stages=1,
+        positions, *parts, sinks, out, tokens, heads, length, seen, stride, **of_join, **constants, num_warps=4,
+        num_stages=1,
     )  # fmt: skip
     return out
+
+
+def attention_counters(tokens: int, heads: int, kv_heads: int, device: torch.device) -> Tensor:
+    """How many programs have arrived of those that share queries, for up to so many tokens of any sequences: int32 zeros,
+    as each launch finds and leaves them."""
+    most = kv_heads * (tokens + heads // kv_heads * tokens // _MAX_ROWS)
+    return torch.zeros(most, dtype=torch.int32, device=device)

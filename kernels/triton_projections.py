@@ -1,0 +1,286 @@
+"""Products of up to 16 tokens with what follows them in a decoder block, in one launch each.
+
+An RMS norm before a product is folded into it. Whoever writes hidden states also writes them *weighted* by the weights
+of the norm that comes next, and of each block of their columns the sum of squares; the product takes the weighted ones,
+and its sums are divided by the root mean square.
+
+Every program stores its sums, in as many parts as share a row. The last to arrive of those that share an output adds
+them up, in one order, and does what follows: one launch, and the same bits each time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import wrap_triton
+
+from quantkit.kernels.triton_skinny import base_bits, last_to_arrive, skinny_tile
+from quantkit.kernels.triton_tiles import UNIT, TileConfig, card_of, skinny_config, tile_config_for
+from quantkit.kernels.triton_words import operator
+
+MAX_TOKENS = 16
+"""As many as the kernels take."""
+
+ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")
+"""Of a gate, by the numbers that kernels know them by."""
+
+_COLUMNS = 2048  # of hidden states that a program weighs at a time
+_SUMS = 1024  # sums of squares that a program adds up at a time
+
+
+@triton.jit
+def complete(arrived, PROGRAMS: tl.constexpr):
+    """Whether all of the programs that share an output have stored their sums: what one of them is told, at its end."""
+    if PROGRAMS == 1:
+        tl.debug_barrier()
+        last = True
+    else:
+        last = last_to_arrive(arrived, PROGRAMS)
+    return last
+
+
+@triton.jit
+def store_part(parts, product, m, n, row, BLOCK_M: tl.constexpr):
+    """Store this program's sums [N, M] of some rows of n, in parts [split, m, n]."""
+    token = tl.arange(0, BLOCK_M)
+    at = (tl.program_id(1) * m + token).to(tl.int64)[None, :] * n + row[:, None]
+    tl.store(parts + at, product, mask=(token < m)[None, :] & (row < n)[:, None])
+
+
+@triton.jit
+def sum_parts(parts, m, n, token, row, there, SPLIT: tl.constexpr):
+    """The sums of all parts for tokens and rows that go with each other, [A, B]; zeros for those that are not there."""
+    part = tl.arange(0, SPLIT)[:, None, None] * m
+    at = (part + token[None, :, :]).to(tl.int64) * n + row[None, :, :]
+    there = tl.broadcast_to(there[None, :, :], at.shape)
+    return tl.sum(tl.load(parts + at, mask=there, other=0, cache_modifier=".cg"), 0)
+
+
+@triton.jit
+def inverse_rms(squares, token, there, blocks, columns, EPS: tl.constexpr, TOKENS: tl.constexpr):
+    """1 over the root mean square of tokens [TOKENS], whose squares are summed up in [m, blocks]."""
+    CHUNK: tl.constexpr = _SUMS_A_TIME // TOKENS
+    total = tl.zeros((TOKENS, CHUNK), tl.float32)
+    for start in tl.range(0, blocks, CHUNK):
+        block = (start + tl.arange(0, CHUNK))[None, :]
+        total += tl.load(squares + token[:, None] * blocks + block, mask=there[:, None] & (block < blocks), other=0)
+    return tl.rsqrt(tl.sum(total, 1) / columns + EPS)
+
+
+_SUMS_A_TIME = tl.constexpr(_SUMS)
+
+
+@triton.jit
+def weigh_states(x, norm, weighted, squares, k, BLOCK: tl.constexpr):
+    """Hidden states of one token [k] weighted by a norm's weights, and the sum of their squares."""
+    token = tl.program_id(0).to(tl.int64)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.range(0, k, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        values = tl.load(x + token * k + column, mask=column < k, other=0).to(tl.float32)
+        weights = tl.load(norm + column, mask=column < k, other=0)
+        tl.store(weighted + token * k + column, (values * weights).to(weighted.dtype.element_ty), mask=column < k)
+        total += values * values
+    tl.store(squares + token, tl.sum(total, 0))
+
+
+@triton.jit
+def add_product(
+    x, words, scale, zero, bias, states, norm, out, weighted, squares, parts, arrived, m, n, k, units, base,
+    GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr, MULTIPLIER: tl.constexpr,
+    TOKENS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    """Hidden states [m, n] with products added, and what the next norm needs of them."""
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    safe = tl.where(row < n, row, 0)
+    product = skinny_tile(
+        x, words, scale, zero, safe, m, k, units, base, GROUP, SYMMETRIC, WHOLE, BLOCK_M, BLOCK_N, UNITS
+    )  # fmt: skip
+    store_part(parts, product, m, n, row, BLOCK_M)
+    if complete(arrived + tl.program_id(0), SPLIT):
+        token = tl.arange(0, TOKENS)
+        there = (token < m)[:, None] & (row < n)[None, :]
+        column, line = tl.broadcast_to(row[None, :], (TOKENS, BLOCK_N)), tl.broadcast_to(token[:, None], (TOKENS, BLOCK_N))
+        total = sum_parts(parts, m, n, line, column, there, SPLIT)
+        if BIAS:
+            total += tl.load(bias + safe)[None, :].to(tl.float32)
+        at = line.to(tl.int64) * n + column
+        total = tl.load(states + at, mask=there, other=0).to(tl.float32) + total * MULTIPLIER
+        total = total.to(out.dtype.element_ty)
+        tl.store(out + at, total, mask=there)
+        total = tl.where(there, total.to(tl.float32), 0.0)
+        weights = tl.load(norm + safe)[None, :]
+        tl.store(weighted + at, (total * weights).to(weighted.dtype.element_ty), mask=there)
+        tl.store(squares + token * tl.num_programs(0) + tl.program_id(0), tl.sum(total * total, 1), mask=token < m)
+
+
+@triton.jit
+def gated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """The product of an activated gate and `up`."""
+    if ACTIVATION == 0:
+        return gate * tl.sigmoid(gate) * up
+    if ACTIVATION == 1:
+        return gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
+    if LIMIT > 0:  # what is no number stays so
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    return gate * tl.sigmoid(ALPHA * gate) * (up + 1)
+
+
+@triton.jit
+def gate_product(
+    x, squares, words, scale, zero, bias, out, parts, arrived, growth, m, n, k, units, base, blocks,
+    GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr, ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, EPS: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    """Gated products [m, n] of 2 n rows, gates and then ups: a program takes as many of either."""
+    HALF: tl.constexpr = BLOCK_N // 2
+    index = tl.arange(0, BLOCK_N)
+    inner = tl.program_id(0) * HALF + index % HALF
+    row = tl.where(inner < n, inner + index // HALF * n, 2 * n)
+    safe = tl.where(row < 2 * n, row, 0)
+    product = skinny_tile(
+        x, words, scale, zero, safe, m, k, units, base, GROUP, SYMMETRIC, WHOLE, BLOCK_M, BLOCK_N, UNITS
+    )  # fmt: skip
+    store_part(parts, product, m, 2 * n, row, BLOCK_M)
+    if complete(arrived + tl.program_id(0), SPLIT):
+        token = tl.arange(0, TOKENS)
+        inner = tl.program_id(0) * HALF + tl.arange(0, HALF)
+        there = (token < m)[:, None] & (inner < n)[None, :]
+        column, line = tl.broadcast_to(inner[None, :], (TOKENS, HALF)), tl.broadcast_to(token[:, None], (TOKENS, HALF))
+        factor = inverse_rms(squares, token, token < m, blocks, k, EPS, TOKENS)[:, None] * growth
+        gate = sum_parts(parts, m, 2 * n, line, column, there, SPLIT) * factor
+        up = sum_parts(parts, m, 2 * n, line, column + n, there, SPLIT) * factor
+        if BIAS:
+            gate += tl.load(bias + inner, mask=inner < n, other=0)[None, :].to(tl.float32)
+            up += tl.load(bias + n + inner, mask=inner < n, other=0)[None, :].to(tl.float32)
+        given = gated(gate, up, ACTIVATION, LIMIT, ALPHA)
+        tl.store(out + line.to(tl.int64) * n + column, given.to(out.dtype.element_ty), mask=there)
+
+
+def config_for(x: Tensor, rows: int, group: int, block_n: int | None = None) -> TileConfig:
+    """The tiles for a product of x [M, K] with so many rows: as `skinny` has them.
+
+    Args:
+        group: columns that share a scale, 0 for all of 8 bits.
+        block_n: rows of a tile that must not be exceeded.
+    """
+    (tokens, columns), card = x.shape, card_of(x.device)
+    name, bits = (f"int4-g{group}", 4) if group else ("int8", 8)
+    config = tile_config_for(name, tokens, rows, columns, x.dtype, card)
+    if config.path != "skinny":
+        config = skinny_config(bits, tokens, rows, columns, card)
+    return replace(config, block_n=min(config.block_n, block_n or config.block_n))
+
+
+def tile_constants(x: Tensor, group: int, zero: Tensor | None, config: TileConfig) -> dict[str, int | bool]:
+    """What the kernels are compiled for to multiply x [M, K]."""
+    return {
+        "GROUP": group, "SYMMETRIC": zero is None, "WHOLE": x.shape[1] % (UNIT * config.units) == 0,
+        "TOKENS": triton.next_power_of_2(len(x)), "SPLIT": config.split, **config.constants(),
+    }  # fmt: skip
+
+
+def parts_of(x: Tensor, rows: int, config: TileConfig) -> Tensor:
+    """Where programs store their sums: float32 [split, M, rows]."""
+    return x.new_empty(config.split, len(x), rows, dtype=torch.float32)
+
+
+def units_of(words: Tensor, group: int) -> int:
+    """Units of columns in a row of words."""
+    return words.shape[1] // (16 if group else 32)
+
+
+@operator("weighted_states")
+def weighted_states(x: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden states x [M, D] weighted by a norm's weights, in their dtype, and sums of their squares, float32 [M, 1].
+
+    Args:
+        norm: float32 [D].
+    """
+    weighted, squares = torch.empty_like(x), x.new_empty(len(x), 1, dtype=torch.float32)
+    block = min(_COLUMNS, triton.next_power_of_2(x.shape[1]))
+    wrap_triton(weigh_states)[(len(x),)](x, norm, weighted, squares, x.shape[1], BLOCK=block, num_warps=4)
+    return weighted, squares
+
+
+@weighted_states.register_fake
+def _(x: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(len(x), 1, dtype=torch.float32)
+
+
+@operator("added_product", mutates=("arrived",))
+def added_product(
+    x: Tensor, states: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, arrived: Tensor,
+    group: int, norm: Tensor, multiplier: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Hidden states [M, D] with ``(x @ weight.T + bias) * multiplier`` added; those weighted; and sums of squares, float32
+    [M, blocks], that make up each one's.
+
+    Args:
+        words, scale, zero, bias, arrived: as for `skinny_product`.
+        group: columns that share a scale, 0 for all of 8 bits.
+        norm: the weights of the norm that comes next, float32 [D].
+    """
+    (m, k), n = x.shape, len(scale)
+    config = config_for(x, n, group)
+    blocks = triton.cdiv(n, config.block_n)
+    out, weighted = torch.empty_like(states), torch.empty_like(states)
+    squares = states.new_empty(m, blocks, dtype=torch.float32)
+    wrap_triton(add_product)[(blocks, config.split)](
+        x, words, scale, scale if zero is None else zero, scale if bias is None else bias, states, norm, out, weighted,
+        squares, parts_of(x, n, config), arrived, m, n, k, units_of(words, group), base_bits(x.dtype),
+        BIAS=bias is not None, MULTIPLIER=multiplier, **tile_constants(x, group, zero, config),
+    )  # fmt: skip
+    return out, weighted, squares
+
+
+@added_product.register_fake
+def _(
+    x: Tensor, states: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, arrived: Tensor,
+    group: int, norm: Tensor, multiplier: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    blocks = triton.cdiv(len(scale), config_for(x, len(scale), group).block_n)
+    squares = states.new_empty(len(x), blocks, dtype=torch.float32)
+    return torch.empty_like(states), torch.empty_like(states), squares
+
+
+@operator("gated_product", mutates=("arrived",))
+def gated_product(
+    x: Tensor, squares: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, arrived: Tensor,
+    group: int, eps: float, growth: float, activation: int, limit: float, alpha: float,
+) -> Tensor:  # fmt: skip
+    """Gated inner states [M, F] of normed hidden states.
+
+    Args:
+        x: hidden states weighted by the norm's weights, [M, D].
+        squares: sums of squares, float32 [M, blocks], that make up those of each one's hidden states.
+        words, scale, zero, bias, arrived: of gates and then ups, as for `skinny_product`.
+        group: columns that share a scale, 0 for all of 8 bits.
+        eps, growth: of the norm, and what its weights were divided by.
+        activation: its number in `ACTIVATIONS`.
+        limit: of gates and ups, 0 for none; of ``swiglu_oai`` as is `alpha`.
+    """
+    (m, k), n = x.shape, len(scale) // 2
+    config = config_for(x, 2 * n, group)
+    out = x.new_empty(m, n)
+    wrap_triton(gate_product)[(triton.cdiv(n, config.block_n // 2), config.split)](
+        x, squares, words, scale, scale if zero is None else zero, scale if bias is None else bias, out,
+        parts_of(x, 2 * n, config), arrived, growth, m, n, k, units_of(words, group), base_bits(x.dtype),
+        squares.shape[1], BIAS=bias is not None, ACTIVATION=activation, LIMIT=limit, ALPHA=alpha, EPS=eps,
+        **tile_constants(x, group, zero, config),
+    )  # fmt: skip
+    return out
+
+
+@gated_product.register_fake
+def _(
+    x: Tensor, squares: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, arrived: Tensor,
+    group: int, eps: float, growth: float, activation: int, limit: float, alpha: float,
+) -> Tensor:  # fmt: skip
+    return x.new_empty(len(x), len(scale) // 2)

@@ -1,0 +1,162 @@
+"""Queries, keys and values of up to 16 tokens in one launch: the product, and for each head what follows it.
+
+The last program to arrive of those that share a head adds up its sums, applies the norm that came before the product,
+bias, limits, the head's own norm and rotary positions, and stores a query, or a key or value in the cache.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import wrap_triton
+
+from quantkit.kernels.triton_projections import (
+    complete,
+    config_for,
+    inverse_rms,
+    parts_of,
+    store_part,
+    sum_parts,
+    tile_constants,
+    units_of,
+)
+from quantkit.kernels.triton_skinny import base_bits, skinny_tile
+from quantkit.kernels.triton_words import operator
+
+_VALUES = 1024  # of half a head, all parts of some tokens, that a program adds up at a time
+
+
+@triton.jit
+def limited(values, CLIP: tl.constexpr):
+    """Values up to CLIP either way; what is no number stays so."""
+    return tl.where(values > CLIP, CLIP, tl.where(values < -CLIP, -CLIP, values))
+
+
+@triton.jit
+def store_halves(stored, at, first, second, inside, SIZE: tl.constexpr):
+    """Store the halves [T, SIZE / 2] of rows that begin at [T]."""
+    column = tl.arange(0, first.shape[1])[None, :]
+    tl.store(stored + at[:, None] + column, first.to(stored.dtype.element_ty), mask=inside)
+    tl.store(stored + at[:, None] + SIZE // 2 + column, second.to(stored.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def project_heads(
+    x, squares, words, scale, zero, bias, norms, cosine, sine, query_scale, positions, slots, queries, keys, values,
+    parts, arrived, growth, m, n, k, units, base, blocks, tokens, heads, kv_heads, length, stride, angle_stride,
+    GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr, NORMS: tl.constexpr,
+    ROTARY: tl.constexpr, QUERY_SCALE: tl.constexpr, SLOTS: tl.constexpr, CLIP: tl.constexpr, EPS: tl.constexpr,
+    SIZE: tl.constexpr, HALF: tl.constexpr, EACH: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    """Rows of one head; those of queries come first, then keys, then values. EACH tokens are finished at a time."""
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    product = skinny_tile(
+        x, words, scale, zero, row, m, k, units, base, GROUP, SYMMETRIC, WHOLE, BLOCK_M, BLOCK_N, UNITS
+    )  # fmt: skip
+    store_part(parts, product, m, n, row, BLOCK_M)
+    head = tl.program_id(0) // (SIZE // BLOCK_N)
+    if complete(arrived + head, SIZE // BLOCK_N * SPLIT):
+        turned = head < heads + kv_heads
+        column = tl.broadcast_to(tl.arange(0, HALF)[None, :], (EACH, HALF))
+        for start in tl.range(0, m, EACH):
+            token = start + tl.arange(0, EACH)
+            there = token < m
+            inside = there[:, None] & (column < SIZE // 2)
+            turns = there[:, None] & (column < tl.where(turned, SIZE // 2, 0))
+            line = tl.broadcast_to(token[:, None], (EACH, HALF))
+            factor = inverse_rms(squares, token, there, blocks, k, EPS, EACH)[:, None] * growth
+            first = sum_parts(parts, m, n, line, head * SIZE + column, inside, SPLIT) * factor
+            second = sum_parts(parts, m, n, line, head * SIZE + SIZE // 2 + column, inside, SPLIT) * factor
+            if BIAS:
+                first += tl.load(bias + head * SIZE + column, mask=inside, other=0).to(tl.float32)
+                second += tl.load(bias + head * SIZE + SIZE // 2 + column, mask=inside, other=0).to(tl.float32)
+            if CLIP > 0:
+                first, second = limited(first, CLIP), limited(second, CLIP)
+            if NORMS:
+                own = norms + tl.where(head < heads, 0, SIZE) + column
+                inverse = tl.rsqrt(tl.sum(first * first + second * second, 1) / SIZE + EPS)
+                inverse = tl.where(turned, inverse, 1.0)[:, None]
+                first *= inverse * tl.load(own, mask=turns, other=1)
+                second *= inverse * tl.load(own + SIZE // 2, mask=turns, other=1)
+            sequence, place = token // tokens, token % tokens
+            if ROTARY:
+                angle = (sequence * angle_stride + place)[:, None] * SIZE + column
+                low, high = first, second
+                first = low * tl.load(cosine + angle, mask=turns, other=1)
+                first -= high * tl.load(sine + angle, mask=turns, other=0)
+                second = high * tl.load(cosine + angle + SIZE // 2, mask=turns, other=1)
+                second += low * tl.load(sine + angle + SIZE // 2, mask=turns, other=0)
+            if head < heads:
+                if QUERY_SCALE:
+                    scaled = tl.load(query_scale + sequence * angle_stride + place, mask=there, other=1)[:, None]
+                    first, second = first * scaled, second * scaled
+                store_halves(queries, ((sequence * heads + head) * tokens + place) * SIZE, first, second, inside, SIZE)
+            else:
+                position = tl.load(positions + sequence * stride + place, mask=there, other=0).to(tl.int64)
+                slot = sequence.to(tl.int64)
+                if SLOTS:
+                    slot = tl.load(slots + sequence, mask=there, other=0).to(tl.int64)
+                pair = slot * kv_heads + (head - heads) % kv_heads
+                at = (pair * length + position) * SIZE
+                if turned:
+                    store_halves(keys, at, first, second, inside, SIZE)
+                else:
+                    store_halves(values, at, first, second, inside, SIZE)
+
+
+@operator("projected_heads", mutates=("keys", "values", "arrived"))
+def projected_heads(
+    x: Tensor, squares: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, arrived: Tensor,
+    group: int, eps: float, growth: float, norms: Tensor | None, clip: float, cosine: Tensor | None,
+    sine: Tensor | None, query_scale: Tensor | None, positions: Tensor, slots: Tensor | None, batch: int,
+    keys: Tensor, values: Tensor,
+) -> Tensor:  # fmt: skip
+    """Queries [B, H, T, Dh] of normed hidden states; their keys and values go into the cache.
+
+    Args:
+        x: hidden states weighted by the norm's weights, [B * T, D].
+        squares: sums of squares, float32 [B * T, blocks], that make up those of each one's hidden states.
+        words, scale, zero, bias, arrived: of queries, keys and values, as for `skinny_product`.
+        group: columns that share a scale, 0 for all of 8 bits.
+        eps, growth: of the norm, and what its weights were divided by.
+        norms: weights of the norms of queries' and keys' heads, float32 [2, Dh], or None.
+        clip: the largest absolute value of queries, keys and values; 0 for any.
+        cosine, sine: by what queries and keys are turned, float32 [T, Dh] or [B, T, Dh]; None for nothing.
+        query_scale: what queries are multiplied by, float32 [T] or [B, T], or None.
+        positions: [T] or [B, T].
+        slots: of the sequences, [B]; None is 0, 1, 2, ...
+        batch: B.
+        keys, values: of the cache, [slots, K, S, Dh].
+    """
+    (m, k), n, tokens = x.shape, len(scale), len(x) // batch
+    kv_heads, length, size = keys.shape[1:]
+    heads = n // size - 2 * kv_heads
+    config = config_for(x, n, group, block_n=size & -size)
+    queries = x.new_empty(batch, heads, tokens, size)
+    half = triton.next_power_of_2(size // 2)
+    each = min(triton.next_power_of_2(m), max(1, _VALUES // (half * config.split)))
+    wrap_triton(project_heads)[(n // config.block_n, config.split)](
+        x, squares, words, scale, scale if zero is None else zero, scale if bias is None else bias,
+        scale if norms is None else norms, scale if cosine is None else cosine, scale if sine is None else sine,
+        scale if query_scale is None else query_scale, positions, positions if slots is None else slots, queries, keys,
+        values, parts_of(x, n, config), arrived, growth, m, n, k, units_of(words, group), base_bits(x.dtype),
+        squares.shape[1], tokens, heads, kv_heads, length, 0 if positions.dim() == 1 else tokens,
+        0 if positions.dim() == 1 else tokens, BIAS=bias is not None, NORMS=norms is not None,
+        ROTARY=cosine is not None, QUERY_SCALE=query_scale is not None, SLOTS=slots is not None, CLIP=clip, EPS=eps,
+        SIZE=size, HALF=half, EACH=each, **tile_constants(x, group, zero, config),
+    )  # fmt: skip
+    return queries
+
+
+@projected_heads.register_fake
+def _(
+    x: Tensor, squares: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, arrived: Tensor,
+    group: int, eps: float, growth: float, norms: Tensor | None, clip: float, cosine: Tensor | None,
+    sine: Tensor | None, query_scale: Tensor | None, positions: Tensor, slots: Tensor | None, batch: int,
+    keys: Tensor, values: Tensor,
+) -> Tensor:  # fmt: skip
+    heads = len(scale) // keys.shape[3] - 2 * keys.shape[1]
+    return x.new_empty(batch, heads, len(x) // batch, keys.shape[3])
