@@ -141,8 +141,9 @@ def gate_product(
     """Gated products [m, n] of 2 n rows, gates and then ups: a program takes as many of either."""
     HALF: tl.constexpr = BLOCK_N // 2
     index = tl.arange(0, BLOCK_N)
-    inner = tl.program_id(0) * HALF + index % HALF
-    row = tl.where(inner < n, inner + index // HALF * n, 2 * n)
+    start = tl.program_id(0) * HALF
+    row = start + index % HALF
+    row = tl.where(row < n, row + index // HALF * n, 2 * n)
     safe = tl.where(row < 2 * n, row, 0)
     product = skinny_tile(
         x, words, scale, zero, safe, m, k, units, base, GROUP, SYMMETRIC, WHOLE, BLOCK_M, BLOCK_N, UNITS
@@ -150,7 +151,7 @@ def gate_product(
     store_part(parts, product, m, 2 * n, row, BLOCK_M)
     if complete(arrived + tl.program_id(0), SPLIT):
         token = tl.arange(0, TOKENS)
-        inner = tl.program_id(0) * HALF + tl.arange(0, HALF)
+        inner = start + tl.arange(0, HALF)
         there = (token < m)[:, None] & (inner < n)[None, :]
         column, line = tl.broadcast_to(inner[None, :], (TOKENS, HALF)), tl.broadcast_to(token[:, None], (TOKENS, HALF))
         factor = inverse_rms(squares, token, token < m, blocks, k, EPS, TOKENS)[:, None] * growth
