@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantkit.tensors.cached_rows import CachedRows
 from quantkit.tensors.scheme import QuantScheme
 
 
@@ -130,7 +131,7 @@ class BlockStep:
     query_scale: Tensor | None
     first: bool
     angles: Sequence[tuple[Tensor, Tensor]]
-    cached: Sequence[tuple[Tensor, Tensor]] | None
+    cached: Sequence[tuple[CachedRows, CachedRows]] | None
 
 
 RunBlocks = Callable[[Tensor, BlockStep], Tensor]

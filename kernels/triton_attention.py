@@ -23,12 +23,12 @@ from torch.library import wrap_triton
 from quantkit.kernels.triton_skinny import last_to_arrive
 from quantkit.kernels.triton_tiles import Card, card_of
 from quantkit.kernels.triton_words import dot_add, operator
+from quantkit.tensors.cached_rows import CachedRows
 
 _MAX_ROWS = 64  # queries of one program
 _TILE_BYTES = 1 << 14  # of keys that a program holds at a time, and as many of values
 _MAX_SPANS = 64  # that one program can join
 _WAVES = 2  # programs for each processor
-_SCALE_BYTES = 4
 LOG2_E = tl.constexpr(math.log2(math.e))
 """Exponentials are to the base of 2."""
 
@@ -53,15 +53,12 @@ def live(positions, tokens, length, window, TOKENS: tl.constexpr, SPANS: tl.cons
 
 
 @triton.jit
-def cached(stored, at, inside, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr):
+def cached(rows, scales, at, inside, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr):
     """Rows [N, BLOCK_D] of a cache as floats; zeros for those that are not inside."""
-    WIDTH: tl.constexpr = SIZE + 4 if stored.dtype.element_ty == tl.int8 else SIZE
-    column = tl.arange(0, BLOCK_D)
-    row = stored + at * WIDTH
-    values = tl.load(row[:, None] + column[None, :], mask=inside[:, None] & (column < SIZE)[None, :], other=0)
-    if stored.dtype.element_ty == tl.int8:
-        step = tl.load((row + SIZE).to(tl.pointer_type(tl.float32), bitcast=True), mask=inside, other=0)
-        values = values.to(tl.float32) * step[:, None]
+    column = tl.arange(0, BLOCK_D)[None, :]
+    values = tl.load(rows + at[:, None] * SIZE + column, mask=inside[:, None] & (column < SIZE), other=0)
+    if rows.dtype.element_ty == tl.int8:
+        values = values.to(tl.float32) * tl.load(scales + at, mask=inside, other=0)[:, None]
     return values.to(DTYPE)
 
 
@@ -73,7 +70,8 @@ def capped(scores, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def attend_span(
-    queries, keys, values, positions, slots, mixed, largest, total, tokens, rows, length, window, kv_heads, stride,
+    queries, keys, key_scales, values, value_scales, positions, slots, mixed, largest, total, tokens, rows, length,
+    window, kv_heads, stride,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr,
     SPANS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -83,7 +81,6 @@ def attend_span(
     SCALE is of products with keys, to scores to the base of 2, or with a SOFTCAP to the base of e.
     """
     DTYPE: tl.constexpr = queries.dtype.element_ty
-    WIDTH: tl.constexpr = SIZE + 4 if keys.dtype.element_ty == tl.int8 else SIZE
     pair = tl.program_id(2).to(tl.int64)
     sequence = pair // kv_heads
     positions += sequence * stride
@@ -99,14 +96,16 @@ def attend_span(
         stored = pair
         if SLOTS:
             stored = tl.load(slots + sequence).to(tl.int64) * kv_heads + pair % kv_heads
-        keys += stored * length * WIDTH
-        values += stored * length * WIDTH
+        stored *= length
+        keys, values = keys + stored * SIZE, values + stored * SIZE
+        if keys.dtype.element_ty == tl.int8:
+            key_scales, value_scales = key_scales + stored, value_scales + stored
         high = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         sums = tl.zeros((BLOCK_M,), tl.float32)
         weighted = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         for block in tl.range(start, tl.minimum(start + each, last), BLOCK_N):
             at = block + tl.arange(0, BLOCK_N)
-            key = cached(keys, at, at < last, SIZE, BLOCK_D, DTYPE)
+            key = cached(keys, key_scales, at, at < last, SIZE, BLOCK_D, DTYPE)
             scores = dot_add(query, tl.trans(key), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)) * SCALE
             if SOFTCAP > 0:
                 scores = capped(scores, SOFTCAP) * LOG2_E
@@ -117,7 +116,7 @@ def attend_span(
             weights = tl.exp2(scores - base[:, None])
             before = tl.exp2(high - base)
             sums = sums * before + tl.sum(weights, 1)
-            value = cached(values, at, at < last, SIZE, BLOCK_D, DTYPE)
+            value = cached(values, value_scales, at, at < last, SIZE, BLOCK_D, DTYPE)
             weighted = dot_add(weights.to(DTYPE), value, weighted * before[:, None])
             high = higher
         part = line * SPANS + tl.program_id(0)
@@ -158,13 +157,15 @@ def join_line(
 
 @triton.jit
 def attend_spans(
-    queries, keys, values, positions, slots, mixed, largest, total, tokens, rows, length, window, kv_heads, stride,
+    queries, keys, key_scales, values, value_scales, positions, slots, mixed, largest, total, tokens, rows, length,
+    window, kv_heads, stride,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr,
     SPANS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """A span for each program; see `attend_span`."""
     attend_span(
-        queries, keys, values, positions, slots, mixed, largest, total, tokens, rows, length, window, kv_heads, stride,
+        queries, keys, key_scales, values, value_scales, positions, slots, mixed, largest, total, tokens, rows, length,
+        window, kv_heads, stride,
         SCALE, SOFTCAP, SLOTS, SIZE, TOKENS, SPANS, BLOCK_M, BLOCK_N, BLOCK_D,
     )  # fmt: skip
 
@@ -184,14 +185,16 @@ def join_spans(
 
 @triton.jit
 def attend_and_join(
-    queries, keys, values, positions, slots, mixed, largest, total, sinks, out, arrived, tokens, rows, heads, length,
-    window, kv_heads, stride, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, SLOTS: tl.constexpr, SINKS: tl.constexpr,
-    SIZE: tl.constexpr, TOKENS: tl.constexpr, SPANS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    queries, keys, key_scales, values, value_scales, positions, slots, mixed, largest, total, sinks, out, arrived,
+    tokens, rows, heads, length, window, kv_heads, stride,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, SLOTS: tl.constexpr, SINKS: tl.constexpr, SIZE: tl.constexpr,
+    TOKENS: tl.constexpr, SPANS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """A span for each program, which the last of them to arrive joins."""
     attend_span(
-        queries, keys, values, positions, slots, mixed, largest, total, tokens, rows, length, window, kv_heads, stride,
+        queries, keys, key_scales, values, value_scales, positions, slots, mixed, largest, total, tokens, rows, length,
+        window, kv_heads, stride,
         SCALE, SOFTCAP, SLOTS, SIZE, TOKENS, SPANS, BLOCK_M, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     pair = tl.program_id(2).to(tl.int64)
@@ -210,7 +213,8 @@ def attend_and_join(
 
 @operator("cached_attention")
 def cached_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None,
+    queries: Tensor, keys: Tensor, key_scales: Tensor | None, values: Tensor, value_scales: Tensor | None,
+    positions: Tensor, slots: Tensor | None, window: int | None,
     scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Grouped-query attention; each query sees the positions cached in its sequence's slot up to its own.
@@ -220,7 +224,8 @@ def cached_attention(
 
     Args:
         queries: [B, H, T, Dh], for a few T.
-        keys, values: [slots, K, S, Dh], or int8 [slots, K, S, Dh + 4] with a float32 scale at the end of each row.
+        keys, values: [slots, K, S, Dh], floats or int8 codes.
+        key_scales, value_scales: of the codes of each row, float32 [slots, K, S]; None for floats.
         positions: [T] or [B, T], each below S.
         slots: of the sequences, [B]; None is 0, 1, 2, ...
         window: positions seen, the own included; None for all.
@@ -230,16 +235,15 @@ def cached_attention(
 
     Returns:
         [B, T, H * Dh] in the queries' dtype.
-
-    Raises:
-        ValueError: if the scales of int8 rows are not aligned: Dh is no multiple of 4.
     """
-    return attended(queries, keys, values, positions, slots, window, None, scale, softcap, sinks)
+    stored = CachedRows(keys, key_scales), CachedRows(values, value_scales)
+    return attended(queries, *stored, positions, slots, window, None, scale, softcap, sinks)
 
 
 @cached_attention.register_fake
 def _(
-    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None,
+    queries: Tensor, keys: Tensor, key_scales: Tensor | None, values: Tensor, value_scales: Tensor | None,
+    positions: Tensor, slots: Tensor | None, window: int | None,
     scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     batch, heads, tokens, size = queries.shape
@@ -248,21 +252,24 @@ def _(
 
 @operator("joined_attention", mutates=("arrived",))
 def joined_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None,
-    arrived: Tensor, scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    queries: Tensor, keys: Tensor, key_scales: Tensor | None, values: Tensor, value_scales: Tensor | None,
+    positions: Tensor, slots: Tensor | None, window: int | None, arrived: Tensor,
+    scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As `cached_attention`, in one launch.
 
     Args:
         arrived: from `attention_counters`.
     """
-    return attended(queries, keys, values, positions, slots, window, None, scale, softcap, sinks, arrived)
+    stored = CachedRows(keys, key_scales), CachedRows(values, value_scales)
+    return attended(queries, *stored, positions, slots, window, None, scale, softcap, sinks, arrived)
 
 
 @joined_attention.register_fake
 def _(
-    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None,
-    arrived: Tensor, scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    queries: Tensor, keys: Tensor, key_scales: Tensor | None, values: Tensor, value_scales: Tensor | None,
+    positions: Tensor, slots: Tensor | None, window: int | None, arrived: Tensor,
+    scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     batch, heads, tokens, size = queries.shape
     return queries.new_empty(batch, tokens, heads * size)
@@ -283,7 +290,7 @@ def spans_for(pairs: int, rows: int, length: int, tile: Tile, card: Card) -> int
 
 
 def attended(
-    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None,
+    queries: Tensor, keys: CachedRows, values: CachedRows, positions: Tensor, slots: Tensor | None, window: int | None,
     spans: int | None = None, scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
     arrived: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
@@ -293,9 +300,7 @@ def attended(
         arrived: from `attention_counters`, where the program that is last joins the spans; None is another launch.
     """
     batch, heads, tokens, size = queries.shape
-    kv_heads, length, width = keys.shape[1:]
-    if width != size and size % _SCALE_BYTES:
-        raise ValueError(f"int8 rows of a cache need a head size that is a multiple of {_SCALE_BYTES}, not {size}")
+    kv_heads, length = keys.rows.shape[1:3]
     pairs, rows, card = batch * kv_heads, heads // kv_heads * tokens, card_of(queries.device)
     tile = tile_for(rows, size, queries.dtype, card)
     spans = spans or spans_for(pairs, rows, length, tile, card)
@@ -315,7 +320,8 @@ def attended(
     }  # fmt: skip
     of_join = {"SINKS": sinks is not None, "BLOCK_S": triton.next_power_of_2(spans)}
     grid = spans, triton.cdiv(rows, tile.block_m), pairs
-    given = queries.contiguous(), keys.contiguous(), values.contiguous(), positions, positions if slots is None else slots
+    where = positions, positions if slots is None else slots
+    given = queries.contiguous(), *_operands(keys), *_operands(values), *where
     sinks = mixed if sinks is None else sinks
     if arrived is not None:
         wrap_triton(attend_and_join)[grid](
@@ -334,7 +340,13 @@ def attended(
 
 
 def attention_counters(tokens: int, heads: int, kv_heads: int, device: torch.device) -> Tensor:
-    """How many programs have arrived of those that share queries, for up to so many tokens of any sequences: int32 zeros,
-    as each launch finds and leaves them."""
+    """How many programs have arrived of those that share queries, for up to so many tokens: int32 zeros, as each launch
+    finds and leaves them."""
     most = kv_heads * (tokens + heads // kv_heads * tokens // _MAX_ROWS)
     return torch.zeros(most, dtype=torch.int32, device=device)
+
+
+def _operands(stored: CachedRows) -> tuple[Tensor, Tensor]:
+    """Rows, and their scales; the rows again where nothing is read of scales."""
+    rows = stored.rows.contiguous()
+    return rows, rows if stored.scales is None else stored.scales.contiguous()

@@ -100,10 +100,10 @@ def _run(
     turn = step.angles[number] if own.rotary else (None, None)
     queries = projected_heads(
         weighted, squares, *layer.qkv, own.norm_eps, layer.norm.growth, layer.head_norms, own.clip_qkv or 0.0, *turn,
-        step.query_scale, *where, batch, keys, values,
+        step.query_scale, *where, batch, *keys, *values,
     )  # fmt: skip
     mixed = joined_attention(
-        queries, keys, values, *where, own.window, layer.arrived, own.attention_scale, own.attention_softcap,
+        queries, *keys, *values, *where, own.window, layer.arrived, own.attention_scale, own.attention_softcap,
         layer.sinks,
     )  # fmt: skip
     states, weighted, squares = added_product(

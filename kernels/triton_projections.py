@@ -29,7 +29,7 @@ ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")
 """Of a gate, by the numbers that kernels know them by."""
 
 _COLUMNS = 2048  # of hidden states that a program weighs at a time
-_SUMS = 1024  # sums of squares that a program adds up at a time
+_SUMS = tl.constexpr(1024)  # sums of squares that a program adds up at a time
 
 
 @triton.jit
@@ -63,15 +63,12 @@ def sum_parts(parts, m, n, token, row, there, SPLIT: tl.constexpr):
 @triton.jit
 def inverse_rms(squares, token, there, blocks, columns, EPS: tl.constexpr, TOKENS: tl.constexpr):
     """1 over the root mean square of tokens [TOKENS], whose squares are summed up in [m, blocks]."""
-    CHUNK: tl.constexpr = _SUMS_A_TIME // TOKENS
+    CHUNK: tl.constexpr = _SUMS // TOKENS
     total = tl.zeros((TOKENS, CHUNK), tl.float32)
     for start in tl.range(0, blocks, CHUNK):
         block = (start + tl.arange(0, CHUNK))[None, :]
         total += tl.load(squares + token[:, None] * blocks + block, mask=there[:, None] & (block < blocks), other=0)
     return tl.rsqrt(tl.sum(total, 1) / columns + EPS)
-
-
-_SUMS_A_TIME = tl.constexpr(_SUMS)
 
 
 @triton.jit
@@ -104,7 +101,8 @@ def add_product(
     if complete(arrived + tl.program_id(0), SPLIT):
         token = tl.arange(0, TOKENS)
         there = (token < m)[:, None] & (row < n)[None, :]
-        column, line = tl.broadcast_to(row[None, :], (TOKENS, BLOCK_N)), tl.broadcast_to(token[:, None], (TOKENS, BLOCK_N))
+        column = tl.broadcast_to(row[None, :], (TOKENS, BLOCK_N))
+        line = tl.broadcast_to(token[:, None], (TOKENS, BLOCK_N))
         total = sum_parts(parts, m, n, line, column, there, SPLIT)
         if BIAS:
             total += tl.load(bias + safe)[None, :].to(tl.float32)
@@ -220,8 +218,8 @@ def added_product(
     x: Tensor, states: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, arrived: Tensor,
     group: int, norm: Tensor, multiplier: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Hidden states [M, D] with ``(x @ weight.T + bias) * multiplier`` added; those weighted; and sums of squares, float32
-    [M, blocks], that make up each one's.
+    """Hidden states [M, D] with ``(x @ weight.T + bias) * multiplier`` added; these weighted; and sums of squares,
+    float32 [M, blocks], that make up those of each.
 
     Args:
         words, scale, zero, bias, arrived: as for `skinny_product`.
@@ -260,7 +258,7 @@ def gated_product(
 
     Args:
         x: hidden states weighted by the norm's weights, [M, D].
-        squares: sums of squares, float32 [M, blocks], that make up those of each one's hidden states.
+        squares: sums of squares, float32 [M, blocks], that make up those of each's hidden states.
         words, scale, zero, bias, arrived: of gates and then ups, as for `skinny_product`.
         group: columns that share a scale, 0 for all of 8 bits.
         eps, growth: of the norm, and what its weights were divided by.

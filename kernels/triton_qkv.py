@@ -6,7 +6,6 @@ bias, limits, the head's own norm and rotary positions, and stores a query, or a
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -25,6 +24,7 @@ from quantkit.kernels.triton_projections import (
 from quantkit.kernels.triton_skinny import base_bits, skinny_tile
 from quantkit.kernels.triton_words import operator
 
+_WHOLE = tl.constexpr(1.5 * 2.0**23)  # a float that it is added to keeps no fraction
 _VALUES = 1024  # of half a head, all parts of some tokens, that a program adds up at a time
 
 
@@ -36,16 +36,36 @@ def limited(values, CLIP: tl.constexpr):
 
 @triton.jit
 def store_halves(stored, at, first, second, inside, SIZE: tl.constexpr):
-    """Store the halves [T, SIZE / 2] of rows that begin at [T]."""
-    column = tl.arange(0, first.shape[1])[None, :]
-    tl.store(stored + at[:, None] + column, first.to(stored.dtype.element_ty), mask=inside)
-    tl.store(stored + at[:, None] + SIZE // 2 + column, second.to(stored.dtype.element_ty), mask=inside)
+    """Store the halves [T, SIZE / 2] of rows [T]."""
+    place = at[:, None] * SIZE + tl.arange(0, first.shape[1])[None, :]
+    tl.store(stored + place, first.to(stored.dtype.element_ty), mask=inside)
+    tl.store(stored + place + SIZE // 2, second.to(stored.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def codes_of(values, step):
+    """Values over steps, rounded to the nearest integers, to even ones between two."""
+    return ((tl.div_rn(values, step) + _WHOLE) - _WHOLE).to(tl.int8)
+
+
+@triton.jit
+def store_cached(stored, scales, at, first, second, inside, there, SIZE: tl.constexpr):
+    """As `store_halves`, to a cache: floats, or codes and their scales as `cached_rows` has them."""
+    if stored.dtype.element_ty == tl.int8:
+        largest = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
+        scale = tl.div_rn(largest, tl.full(largest.shape, 127.0, tl.float32))
+        broken = tl.sum(first * 0.0 + second * 0.0, 1)  # no number if one is none
+        tl.store(scales + at, scale + broken, mask=there)
+        step = tl.broadcast_to(tl.where(scale > 0, scale, 1.0)[:, None], first.shape)
+        first, second = codes_of(first, step), codes_of(second, step)
+    store_halves(stored, at, first, second, inside, SIZE)
 
 
 @triton.jit
 def project_heads(
-    x, squares, words, scale, zero, bias, norms, cosine, sine, query_scale, positions, slots, queries, keys, values,
-    parts, arrived, growth, m, n, k, units, base, blocks, tokens, heads, kv_heads, length, stride, angle_stride,
+    x, squares, words, scale, zero, bias, norms, cosine, sine, query_scale, positions, slots, queries, keys,
+    key_scales, values, value_scales, parts, arrived, growth, m, n, k, units, base, blocks, tokens, heads, kv_heads,
+    length, stride,
     GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr, NORMS: tl.constexpr,
     ROTARY: tl.constexpr, QUERY_SCALE: tl.constexpr, SLOTS: tl.constexpr, CLIP: tl.constexpr, EPS: tl.constexpr,
     SIZE: tl.constexpr, HALF: tl.constexpr, EACH: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr,
@@ -83,7 +103,7 @@ def project_heads(
                 second *= inverse * tl.load(own + SIZE // 2, mask=turns, other=1)
             sequence, place = token // tokens, token % tokens
             if ROTARY:
-                angle = (sequence * angle_stride + place)[:, None] * SIZE + column
+                angle = (sequence * stride + place)[:, None] * SIZE + column
                 low, high = first, second
                 first = low * tl.load(cosine + angle, mask=turns, other=1)
                 first -= high * tl.load(sine + angle, mask=turns, other=0)
@@ -91,28 +111,28 @@ def project_heads(
                 second += low * tl.load(sine + angle + SIZE // 2, mask=turns, other=0)
             if head < heads:
                 if QUERY_SCALE:
-                    scaled = tl.load(query_scale + sequence * angle_stride + place, mask=there, other=1)[:, None]
+                    scaled = tl.load(query_scale + sequence * stride + place, mask=there, other=1)[:, None]
                     first, second = first * scaled, second * scaled
-                store_halves(queries, ((sequence * heads + head) * tokens + place) * SIZE, first, second, inside, SIZE)
+                store_halves(queries, (sequence * heads + head) * tokens + place, first, second, inside, SIZE)
             else:
                 position = tl.load(positions + sequence * stride + place, mask=there, other=0).to(tl.int64)
                 slot = sequence.to(tl.int64)
                 if SLOTS:
                     slot = tl.load(slots + sequence, mask=there, other=0).to(tl.int64)
                 pair = slot * kv_heads + (head - heads) % kv_heads
-                at = (pair * length + position) * SIZE
+                at = pair * length + position
                 if turned:
-                    store_halves(keys, at, first, second, inside, SIZE)
+                    store_cached(keys, key_scales, at, first, second, inside, there, SIZE)
                 else:
-                    store_halves(values, at, first, second, inside, SIZE)
+                    store_cached(values, value_scales, at, first, second, inside, there, SIZE)
 
 
-@operator("projected_heads", mutates=("keys", "values", "arrived"))
+@operator("projected_heads", mutates=("keys", "key_scales", "values", "value_scales", "arrived"))
 def projected_heads(
     x: Tensor, squares: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, arrived: Tensor,
     group: int, eps: float, growth: float, norms: Tensor | None, clip: float, cosine: Tensor | None,
     sine: Tensor | None, query_scale: Tensor | None, positions: Tensor, slots: Tensor | None, batch: int,
-    keys: Tensor, values: Tensor,
+    keys: Tensor, key_scales: Tensor | None, values: Tensor, value_scales: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Queries [B, H, T, Dh] of normed hidden states; their keys and values go into the cache.
 
@@ -129,7 +149,7 @@ def projected_heads(
         positions: [T] or [B, T].
         slots: of the sequences, [B]; None is 0, 1, 2, ...
         batch: B.
-        keys, values: of the cache, [slots, K, S, Dh].
+        keys, key_scales, values, value_scales: of the cache, as for `cached_attention`.
     """
     (m, k), n, tokens = x.shape, len(scale), len(x) // batch
     kv_heads, length, size = keys.shape[1:]
@@ -138,15 +158,17 @@ def projected_heads(
     queries = x.new_empty(batch, heads, tokens, size)
     half = triton.next_power_of_2(size // 2)
     each = min(triton.next_power_of_2(m), max(1, _VALUES // (half * config.split)))
+    stored = keys, keys if key_scales is None else key_scales, values, values if value_scales is None else value_scales
+    stride = 0 if positions.dim() == 1 else tokens
     wrap_triton(project_heads)[(n // config.block_n, config.split)](
         x, squares, words, scale, scale if zero is None else zero, scale if bias is None else bias,
         scale if norms is None else norms, scale if cosine is None else cosine, scale if sine is None else sine,
-        scale if query_scale is None else query_scale, positions, positions if slots is None else slots, queries, keys,
-        values, parts_of(x, n, config), arrived, growth, m, n, k, units_of(words, group), base_bits(x.dtype),
-        squares.shape[1], tokens, heads, kv_heads, length, 0 if positions.dim() == 1 else tokens,
-        0 if positions.dim() == 1 else tokens, BIAS=bias is not None, NORMS=norms is not None,
-        ROTARY=cosine is not None, QUERY_SCALE=query_scale is not None, SLOTS=slots is not None, CLIP=clip, EPS=eps,
-        SIZE=size, HALF=half, EACH=each, **tile_constants(x, group, zero, config),
+        scale if query_scale is None else query_scale, positions, positions if slots is None else slots, queries,
+        *stored, parts_of(x, n, config), arrived, growth, m, n, k, units_of(words, group), base_bits(x.dtype),
+        squares.shape[1], tokens, heads, kv_heads, length, stride, BIAS=bias is not None,
+        NORMS=norms is not None, ROTARY=cosine is not None, QUERY_SCALE=query_scale is not None,
+        SLOTS=slots is not None, CLIP=clip, EPS=eps, SIZE=size, HALF=half, EACH=each,
+        **tile_constants(x, group, zero, config),
     )  # fmt: skip
     return queries
 
@@ -156,7 +178,7 @@ def _(
     x: Tensor, squares: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, arrived: Tensor,
     group: int, eps: float, growth: float, norms: Tensor | None, clip: float, cosine: Tensor | None,
     sine: Tensor | None, query_scale: Tensor | None, positions: Tensor, slots: Tensor | None, batch: int,
-    keys: Tensor, values: Tensor,
+    keys: Tensor, key_scales: Tensor | None, values: Tensor, value_scales: Tensor | None,
 ) -> Tensor:  # fmt: skip
     heads = len(scale) // keys.shape[3] - 2 * keys.shape[1]
     return x.new_empty(batch, heads, len(x) // batch, keys.shape[3])
