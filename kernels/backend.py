@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from quantkit.kernels.block import BlockKernel, StackedLinear
 from quantkit.tensors.cached_rows import CachedRows
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
@@ -43,37 +44,6 @@ ScoredAttention = Callable[
 """Attention over a cache: queries [B, H, T, Dh]; cached keys and values [slots, K, S, Dh]; the queries' positions, [T]
 or [B, T]; the sequences' slots [B], None for 0, 1, 2, ...; the window, None for all; and of the scores the scale, None
 for 1 over the root of Dh, the soft cap or None, and the heads' sinks [H] or None. To [B, T, H * Dh]."""
-
-
-@dataclass(frozen=True)
-class BlockKernel:
-    """A kernel for a whole decoder block.
-
-    Attributes:
-        run: updates hidden states [B, T, D] in place, attending to a cache or among the tokens given.
-        features: what it serves besides RMS norms before both branches, rotary grouped-query attention and SwiGLU:
-            names of fields of `ModelConfig`, `LayerConfig` and `RopeConfig` that may differ from their defaults.
-            Models that need more run without it.
-    """
-
-    run: Callable[..., None]
-    features: frozenset[str]
-
-
-@dataclass(frozen=True)
-class StackedLinear:
-    """A linear of every expert of a layer.
-
-    Attributes:
-        prepared: what the backend's `prepare` gave for each, by name, as one tensor [E, ...].
-        rows: outputs of one.
-        bias: [E, O] in float32, or None.
-    """
-
-    prepared: dict[str, Tensor]
-    scheme: QuantScheme
-    rows: int
-    bias: Tensor | None
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,11 @@ class PreparedLinear:
 
     Attributes:
         prepared: what its backend's `prepare` gave, by name.
-        shape: of its weight, [O, I].
         bias: [O] in the model's dtype, or None.
     """
 
     prepared: dict[str, Tensor]
     scheme: QuantScheme
-    shape: tuple[int, int]
     bias: Tensor | None
 
 
@@ -143,7 +141,8 @@ class BlockKernel:
     """A kernel for whole decoder blocks.
 
     Attributes:
-        prepare: lays out the blocks of a model, once, at load; None where it does not serve one of them.
+        prepare: lays out the blocks of a model, once, at load, for hidden states of a dtype; None where it does not
+            serve one of them.
         features: what it serves besides RMS norms before both branches, rotary grouped-query attention and SwiGLU:
             names of fields of `ModelConfig`, `LayerConfig` and `RopeConfig` that may differ from their defaults.
             Models that need more run without it.
@@ -152,7 +151,7 @@ class BlockKernel:
         needs_cache: it serves only steps over a cache.
     """
 
-    prepare: Callable[[Sequence[tuple[BlockWeights, BlockSettings]]], RunBlocks | None]
+    prepare: Callable[[Sequence[tuple[BlockWeights, BlockSettings]], torch.dtype], RunBlocks | None]
     features: frozenset[str]
     dtype: torch.dtype | None = None
     max_tokens: int | None = None

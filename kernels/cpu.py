@@ -10,14 +10,17 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import UnsupportedError
-from quantkit.kernels.backend import BlockKernel, ExpertKernel, Operations, Rounding, StackedLinear
+from quantkit.kernels.backend import ExpertKernel, Operations, Rounding
+from quantkit.kernels.block import BlockKernel, StackedLinear
 from quantkit.kernels.build import load_kernels
+from quantkit.kernels.cpu_block import prepare_blocks
 from quantkit.tensors.cached_rows import CachedRows
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
@@ -119,6 +122,7 @@ class CpuBackend:
                 operators.torch_threads(before)
 
         return Operations(
-            cached_attention, float_linear=float_linear, block=BlockKernel(operators.block, _BLOCK_FEATURES),
+            cached_attention, float_linear=float_linear,
+            block=BlockKernel(partial(prepare_blocks, operators.block), _BLOCK_FEATURES, torch.float32),
             experts=ExpertKernel(operators.stack, experts), single_threaded=single_threaded,
         )  # fmt: skip

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit.kernels.backend import ExpertKernel, Operations, Rounding, StackedLinear
+from quantkit.kernels.backend import ExpertKernel, Operations, Rounding
+from quantkit.kernels.block import BlockKernel, StackedLinear
 from quantkit.kernels.build import cache_folder
 from quantkit.kernels.reference import gated
 from quantkit.kernels.triton_tiles import CACHED_FILE, TOKENS, UNIT, card_of, measured_configs, save_configs
@@ -21,6 +22,9 @@ from quantkit.tensors.scheme import QuantScheme
 
 TUNE_SETTING = "QUANTKIT_TUNE"
 """Environment variable: 1 measures tile configs, when a model is loaded, for shapes that have none."""
+
+BLOCKS_SETTING = "QUANTKIT_BLOCKS"
+"""Environment variable: 0 runs the modules of all blocks, where the kernels for whole blocks would serve."""
 
 _TUNE_WORDS = 1 << 17  # of a weight, below which measuring is not worth it
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -81,8 +85,14 @@ class TritonBackend:
 
     def operations(self) -> Operations:
         from quantkit.kernels import triton_attention, triton_experts  # noqa: F401  (registers the operators)
+        from quantkit.kernels.triton_block import FEATURES, prepare_blocks
+        from quantkit.kernels.triton_projections import MAX_TOKENS
 
-        return Operations(_cached_attention, _FEW_TOKENS, experts=ExpertKernel(_stack, _experts))
+        blocks = BlockKernel(prepare_blocks, FEATURES, max_tokens=MAX_TOKENS, needs_cache=True)
+        return Operations(
+            _cached_attention, _FEW_TOKENS, block=None if os.environ.get(BLOCKS_SETTING) == "0" else blocks,
+            experts=ExpertKernel(_stack, _experts),
+        )  # fmt: skip
 
     def linear(
         self, x: Tensor, prepared: dict[str, Tensor], scheme: QuantScheme, rows: int, bias: Tensor | None

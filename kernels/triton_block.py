@@ -4,8 +4,9 @@ up; down. Weights lie as the linears have them, so that larger steps may run the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -67,9 +68,9 @@ class _Layer:
     arrived: Tensor
 
 
-def prepare_blocks(layers: Sequence[tuple[BlockWeights, BlockSettings]]) -> RunBlocks | None:
+def prepare_blocks(layers: Sequence[tuple[BlockWeights, BlockSettings]], dtype: torch.dtype) -> RunBlocks | None:
     """See `BlockKernel`; the linears' tensors are those of `TritonBackend.prepare`."""
-    if not all(_serves(weights, settings) for weights, settings in layers):
+    if dtype not in _DTYPES or not all(_serves(weights, settings) for weights, settings in layers):
         return None
     norms = [_norm(weights.input_norm) for weights, _ in layers]
     _, first = layers[0]
@@ -79,6 +80,10 @@ def prepare_blocks(layers: Sequence[tuple[BlockWeights, BlockSettings]]) -> RunB
         _layer(weights, settings, norm, following, arrived)
         for (weights, settings), norm, following in zip(layers, norms, [*norms[1:], norms[0]], strict=True)
     ]
+
+    if device.type == "cuda":
+        for tensor in {id(one): one for layer in prepared for one in _tensors(layer)}.values():
+            torch._dynamo.mark_static_address(tensor, guard=False)  # else each recorded step would copy it
 
     def run(x: Tensor, step: BlockStep) -> Tensor:
         states = x.flatten(0, 1).contiguous()
@@ -140,6 +145,15 @@ def _layer(
         head_norms = torch.stack([weights.q_norm, weights.k_norm])
     mlp_norm = _norm(weights.mlp_norm)
     return _Layer(settings, *linears, norm, mlp_norm, next_norm, head_norms, weights.sinks, arrived)
+
+
+def _tensors(layer: _Layer) -> Iterator[Tensor]:
+    """All that a block's kernels read or count in."""
+    linears = layer.qkv, layer.out, layer.gate_up, layer.down
+    norms = layer.norm.weight, layer.mlp_norm.weight, layer.next_norm.weight, layer.head_norms
+    for one in (*chain(*linears), *norms, layer.sinks, layer.arrived):
+        if isinstance(one, Tensor):
+            yield one
 
 
 def _operands(linear: PreparedLinear) -> _Operands:

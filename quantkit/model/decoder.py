@@ -51,6 +51,10 @@ class Step:
 class Blocks(Protocol):
     """All blocks of a decoder in one call."""
 
+    def serves(self, x: Tensor, cache: KVCache | None) -> bool:
+        """Whether they may be called for hidden states [B, T, D] and a cache, or for none; else the modules run."""
+        ...
+
     def __call__(
         self, x: Tensor, positions: Tensor, angles: Angles, cache: KVCache | None,
         slots: Tensor | None = None, *, first: bool,
@@ -67,7 +71,7 @@ class DecoderOps:
     Attributes:
         cached_attention: attention over a cache.
         float_linear: the product with a head whose weight is floats.
-        blocks: all blocks, in place of the modules; None runs the modules.
+        blocks: all blocks, in place of the modules, for the steps that they serve; None runs the modules.
         ragged: whether that attention takes rows [N, 1] of any sequences, several of one among them, as fast as
             rectangles [B, T].
         single_threaded: keeps torch's operations to the calling thread while in it; for what is small beside the
@@ -128,8 +132,9 @@ class Decoder(nn.Module):
         """
         x = self.model.embed(tokens)
         angles = self.rotary(positions, lengths)
-        if self.ops.blocks is not None:
-            x = self.ops.blocks(x, positions, angles, cache, slots, first=first)
+        blocks = self.ops.blocks
+        if blocks is not None and blocks.serves(x, cache):
+            x = blocks(x, positions, angles, cache, slots, first=first)
         else:
             step = Step(angles, self._attend(positions, cache, slots, first=first))
             for block in self.model.layers:

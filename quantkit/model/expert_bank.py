@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.kernels.backend import ExpertKernel, StackedLinear
+from quantkit.kernels.backend import ExpertKernel
+from quantkit.kernels.block import StackedLinear
 from quantkit.kernels.reference import OAI_ALPHA
 from quantkit.memory import give_back
 from quantkit.model.feed_forward import MLP, Experts

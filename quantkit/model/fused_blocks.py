@@ -1,17 +1,25 @@
-"""Decoder blocks through kernels that compute a whole block in one call."""
+"""Decoder blocks through kernels that compute whole blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from quantkit.architectures.config import LayerConfig, ModelConfig
-from quantkit.kernels.backend import BlockKernel
+from quantkit.kernels.block import (
+    BlockKernel,
+    BlockSettings,
+    BlockStep,
+    BlockWeights,
+    PreparedLinear,
+    RoutedExperts,
+    RunBlocks,
+)
 from quantkit.model.cache import KVCache
-from quantkit.model.decoder import Block, Blocks, Decoder
+from quantkit.model.decoder import Block, Decoder
 from quantkit.model.expert_bank import ExpertBank
 from quantkit.model.feed_forward import MLP, Experts
 from quantkit.model.linear import QuantLinear
@@ -31,11 +39,42 @@ def block_features(config: ModelConfig) -> frozenset[str]:
     return config.features - _OUTSIDE | inner
 
 
-def fused_blocks(model: Decoder, layers: Mapping[int, LayerConfig] | None = None) -> Blocks | None:
-    """A model's blocks, in float32 throughout.
+@dataclass(frozen=True)
+class FusedBlocks:
+    """Blocks of a decoder, see `Blocks`.
 
-    None where a layer is not quantized throughout by a backend with such a kernel, or the kernel does not serve a
-    feature of the model.
+    Attributes:
+        run: what `kernel` prepared.
+        layers: what the blocks do, by their numbers.
+        dtype: of hidden states.
+    """
+
+    kernel: BlockKernel
+    run: RunBlocks
+    layers: Mapping[int, LayerConfig]
+    dtype: torch.dtype
+
+    def serves(self, x: Tensor, cache: KVCache | None) -> bool:
+        most = self.kernel.max_tokens
+        return (most is None or x.shape[0] * x.shape[1] <= most) and (cache is not None or not self.kernel.needs_cache)
+
+    def __call__(
+        self, x: Tensor, positions: Tensor, angles: Angles, cache: KVCache | None,
+        slots: Tensor | None = None, *, first: bool,
+    ) -> Tensor:  # fmt: skip
+        cached = None
+        if cache is not None:
+            cached = [(cache.keys[number], cache.values[number]) for number in self.layers]
+        turned = [angles.of(layer) for layer in self.layers.values()]
+        step = BlockStep(positions, slots, angles.query_scale, first or cache is None, turned, cached)
+        return self.run(x.to(self.dtype), step)
+
+
+def fused_blocks(model: Decoder, layers: Mapping[int, LayerConfig] | None = None) -> FusedBlocks | None:
+    """A model's blocks through a kernel.
+
+    None where a layer is not quantized throughout by a backend with such a kernel, or the kernel does not serve what
+    the model does.
 
     Args:
         layers: by their numbers those to take, and what they do; None is all, as the config has them.
@@ -43,7 +82,7 @@ def fused_blocks(model: Decoder, layers: Mapping[int, LayerConfig] | None = None
     config = model.config
     layers = dict(enumerate(config.layers)) if layers is None else layers
     kernel: BlockKernel | None = None
-    operands = {}
+    blocks = []
     for number, layer in layers.items():
         block = model.model.layers[number]
         assert isinstance(block, Block)
@@ -55,25 +94,12 @@ def fused_blocks(model: Decoder, layers: Mapping[int, LayerConfig] | None = None
         if isinstance(block.mlp, Experts) and not isinstance(block.mlp.bank, ExpertBank):
             return None
         kernel = kernels[0]
-        operands[number] = *_weights(block, linears), *_settings(config, block, layer)
+        blocks.append((_weights(block, linears), _settings(config, layer)))
     if kernel is None or not block_features(config) <= kernel.features:
         return None
-    run, rotary = kernel.run, all(layer.rotary for layer in layers.values())
-
-    def blocks(
-        x: Tensor, positions: Tensor, angles: Angles, cache: KVCache | None,
-        slots: Tensor | None = None, *, first: bool,
-    ) -> Tensor:  # fmt: skip
-        x = x.float()
-        unrotated = () if rotary else (torch.ones_like(angles.cosine), torch.zeros_like(angles.sine))
-        for number, layer in layers.items():
-            stored = (None,) * 4 if cache is None else (*cache.keys[number], *cache.values[number])
-            turned = angles.of(layer) if layer.rotary else unrotated
-            among = angles.query_scale, positions, slots, *stored, first or cache is None
-            run(x, *turned, *among, *operands[number])
-        return x
-
-    return blocks
+    dtype = kernel.dtype or model.dtype
+    run = kernel.prepare(blocks, dtype)
+    return None if run is None else FusedBlocks(kernel, run, layers, dtype)
 
 
 def _fused_linears(block: Block) -> tuple[nn.Module | None, ...]:
@@ -84,47 +110,36 @@ def _fused_linears(block: Block) -> tuple[nn.Module | None, ...]:
     return block.self_attn.qkv_proj, block.self_attn.o_proj, *feed_forward
 
 
-def _weights(block: Block, linears: list[QuantLinear]) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """A block's weights, of attention and of the feed-forward, in the order in which the kernels take them."""
-    qkv, out, *rest = linears
+def _weights(block: Block, linears: list[QuantLinear]) -> BlockWeights:
+    qkv, out, *rest = (_prepared(linear) for linear in linears)
+    gate_up, down = rest or (None, None)
     own = block.self_attn
-    attention = [
-        _norm(block.input_layernorm), *_packed(qkv), _norm(own.q_norm), _norm(own.k_norm), _floats(own.sinks),
-        *_packed(out), _norm(block.attention_output_layernorm),
-    ]  # fmt: skip
-    inside = [tensor for linear in rest for tensor in _packed(linear)]
-    if isinstance(block.mlp, Experts):
-        inside = [*_routed(block.mlp), *(inside or [None] * 4), _gate(block.mlp)]
-    return attention, [_norm(block.post_attention_layernorm), *inside, _norm(block.mlp_output_layernorm)]
-
-
-def _routed(experts: Experts) -> list[Tensor | None]:
-    """The router and the bank."""
-    bank = experts.bank
-    assert isinstance(bank, ExpertBank)
-    return [
-        experts.gate.weight.detach(), _floats(experts.gate.bias),
-        bank.gate_up.prepared["packed"], bank.gate_up.bias, bank.down.prepared["packed"], bank.down.bias,
-    ]  # fmt: skip
-
-
-def _gate(experts: Experts) -> Tensor | None:
-    """The weight [1, D] of the shared experts' gate."""
-    return None if experts.shared_expert_gate is None else _floats(experts.shared_expert_gate.weight)
-
-
-def _settings(config: ModelConfig, block: Block, layer: LayerConfig) -> tuple[Any, ...]:
-    """What a block of such a layer does, in the order in which the kernels take it."""
-    experts = config.experts if isinstance(block.mlp, Experts) else None
-    return (
-        config.num_heads, config.num_kv_heads, layer.window or 0, config.attention_scale, config.attention_softcap,
-        config.clip_qkv, config.activation, config.activation_limit, config.norm_eps, config.residual_multiplier,
-        *((experts.per_token, experts.normalized) if experts else ()),
+    return BlockWeights(
+        _norm(block.input_layernorm), qkv, _norm(own.q_norm), _norm(own.k_norm), _floats(own.sinks), out,
+        _norm(block.attention_output_layernorm), _norm(block.post_attention_layernorm), gate_up, down,
+        _norm(block.mlp_output_layernorm), _routed(block.mlp) if isinstance(block.mlp, Experts) else None,
     )  # fmt: skip
 
 
-def _packed(linear: QuantLinear) -> tuple[Tensor, Tensor | None]:
-    return linear.get_buffer("packed"), _floats(linear.bias)
+def _routed(experts: Experts) -> RoutedExperts:
+    bank, gate = experts.bank, experts.shared_expert_gate
+    assert isinstance(bank, ExpertBank)
+    return RoutedExperts(
+        experts.gate.weight.detach(), _floats(experts.gate.bias), bank.gate_up, bank.down,
+        None if gate is None else _floats(gate.weight), experts.config.per_token, experts.config.normalized,
+    )  # fmt: skip
+
+
+def _settings(config: ModelConfig, layer: LayerConfig) -> BlockSettings:
+    return BlockSettings(
+        config.num_heads, config.num_kv_heads, config.head_dim, layer.window, layer.rotary, config.attention_scale,
+        config.attention_softcap, config.clip_qkv, config.activation, config.activation_limit, config.activation_alpha,
+        config.norm_eps, config.residual_multiplier,
+    )  # fmt: skip
+
+
+def _prepared(linear: QuantLinear) -> PreparedLinear:
+    return PreparedLinear(linear.prepared, linear.scheme, None if linear.bias is None else linear.bias.detach())
 
 
 def _floats(values: Tensor | None) -> Tensor | None:
