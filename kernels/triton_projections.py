@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from quantkit.kernels.triton_skinny import base_bits, last_to_arrive, skinny_tile
-from quantkit.kernels.triton_tiles import UNIT, TileConfig, card_of, skinny_config, tile_config_for
+from quantkit.kernels.triton_tiles import SKINNY_ROWS, UNIT, TileConfig, card_of, skinny_config, tile_config_for
 from quantkit.kernels.triton_words import operator
 
 MAX_TOKENS = 16
@@ -29,6 +29,9 @@ ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")
 """Of a gate, by the numbers that kernels know them by."""
 
 _COLUMNS = 2048  # of hidden states that a program weighs at a time
+SUM_ROWS = tl.constexpr(SKINNY_ROWS)
+"""Columns of hidden states whose squares are summed up together, at least."""
+
 _SUMS = tl.constexpr(1024)  # sums of squares that a program adds up at a time
 
 
@@ -113,7 +116,11 @@ def add_product(
         total = tl.where(there, total.to(tl.float32), 0.0)
         weights = tl.load(norm + safe)[None, :]
         tl.store(weighted + at, (total * weights).to(weighted.dtype.element_ty), mask=there)
-        tl.store(squares + token * tl.num_programs(0) + tl.program_id(0), tl.sum(total * total, 1), mask=token < m)
+        part = tl.arange(0, BLOCK_N // SUM_ROWS)[None, :]  # the first one has it all
+        place = tl.program_id(0) * (BLOCK_N // SUM_ROWS) + part
+        blocks = tl.cdiv(n, SUM_ROWS)
+        sums = tl.where(part == 0, tl.sum(total * total, 1)[:, None], 0.0)
+        tl.store(squares + token[:, None] * blocks + place, sums, mask=(token < m)[:, None] & (place < blocks))
 
 
 @triton.jit
@@ -228,10 +235,9 @@ def added_product(
     """
     (m, k), n = x.shape, len(scale)
     config = config_for(x, n, group)
-    blocks = triton.cdiv(n, config.block_n)
     out, weighted = torch.empty_like(states), torch.empty_like(states)
-    squares = states.new_empty(m, blocks, dtype=torch.float32)
-    wrap_triton(add_product)[(blocks, config.split)](
+    squares = states.new_empty(m, triton.cdiv(n, SKINNY_ROWS), dtype=torch.float32)
+    wrap_triton(add_product)[(triton.cdiv(n, config.block_n), config.split)](
         x, words, scale, scale if zero is None else zero, scale if bias is None else bias, states, norm, out, weighted,
         squares, parts_of(x, n, config), arrived, m, n, k, units_of(words, group), base_bits(x.dtype),
         BIAS=bias is not None, MULTIPLIER=multiplier, **tile_constants(x, group, zero, config),
@@ -244,8 +250,7 @@ def _(
     x: Tensor, states: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, arrived: Tensor,
     group: int, norm: Tensor, multiplier: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    blocks = triton.cdiv(len(scale), config_for(x, len(scale), group).block_n)
-    squares = states.new_empty(len(x), blocks, dtype=torch.float32)
+    squares = states.new_empty(len(x), triton.cdiv(len(scale), SKINNY_ROWS), dtype=torch.float32)
     return torch.empty_like(states), torch.empty_like(states), squares
 
 
