@@ -73,15 +73,11 @@ def prepare_blocks(layers: Sequence[tuple[BlockWeights, BlockSettings]], dtype: 
     if dtype not in _DTYPES or not all(_serves(weights, settings) for weights, settings in layers):
         return None
     norms = [_norm(weights.input_norm) for weights, _ in layers]
-    _, first = layers[0]
-    device = norms[0].weight.device
-    arrived = attention_counters(MAX_TOKENS, first.num_heads, first.num_kv_heads, device)
     prepared = [
-        _layer(weights, settings, norm, following, arrived)
+        _layer(weights, settings, norm, following)
         for (weights, settings), norm, following in zip(layers, norms, [*norms[1:], norms[0]], strict=True)
     ]
-
-    if device.type == "cuda":
+    if norms[0].weight.is_cuda:
         for tensor in {id(one): one for layer in prepared for one in _tensors(layer)}.values():
             torch._dynamo.mark_static_address(tensor, guard=False)  # else each recorded step would copy it
 
@@ -135,15 +131,14 @@ def _serves(weights: BlockWeights, settings: BlockSettings) -> bool:
     )  # fmt: skip
 
 
-def _layer(
-    weights: BlockWeights, settings: BlockSettings, norm: _Norm, next_norm: _Norm, arrived: Tensor
-) -> _Layer:  # fmt: skip
+def _layer(weights: BlockWeights, settings: BlockSettings, norm: _Norm, next_norm: _Norm) -> _Layer:
     assert weights.gate_up is not None and weights.down is not None
     linears = (_operands(linear) for linear in (weights.qkv, weights.out, weights.gate_up, weights.down))
     head_norms = None
     if weights.q_norm is not None and weights.k_norm is not None:
         head_norms = torch.stack([weights.q_norm, weights.k_norm])
-    mlp_norm = _norm(weights.mlp_norm)
+    mlp_norm, heads = _norm(weights.mlp_norm), (settings.num_heads, settings.num_kv_heads)
+    arrived = attention_counters(MAX_TOKENS, *heads, norm.weight.device)
     return _Layer(settings, *linears, norm, mlp_norm, next_norm, head_norms, weights.sinks, arrived)
 
 

@@ -21,6 +21,7 @@ from torch._inductor.fx_passes.reinplace import reinplace_inplaceable_ops_core
 from quantkit.data.files import DEMO_MODEL
 from quantkit.formats.detect import open_checkpoint
 from quantkit.kernels import triton_tiles
+from quantkit.kernels.block import BlockSettings, BlockStep, BlockWeights, PreparedLinear
 from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.kernels.triton_tiles import (
     Card,
@@ -29,7 +30,7 @@ from quantkit.kernels.triton_tiles import (
     gemv_config,
 )
 from quantkit.model.cache import KVCache
-from quantkit.tensors.cached_rows import cached_rows
+from quantkit.tensors.cached_rows import CachedRows, cached_rows
 from quantkit.tensors.qtensor import quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
 
@@ -41,7 +42,7 @@ TARGETS = {"cuda": (90, 32, "bf16"), "hip": ("gfx942", 64, "fp16")}
 pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize("what", ["products", "attention", "experts", "gptq"])
+@pytest.mark.parametrize("what", ["products", "attention", "experts", "gptq", "blocks"])
 def test_the_kernels_are_right_in_the_interpreter(what: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
     done = subprocess.run(
@@ -163,7 +164,7 @@ def test_attention_compiles_for_cards_that_are_not_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-    from quantkit.kernels.triton_attention import attend_spans, join_spans, tile_for
+    from quantkit.kernels.triton_attention import attend_and_join, attend_spans, join_spans, tile_for
 
     tile = tile_for(rows, size, torch.bfloat16, LARGE if target == "cuda" else SMALL)
     constants = {"SIZE": size, "TOKENS": 1, "SPANS": 33, "BLOCK_N": tile.block_n, "BLOCK_D": tile.block_d}
@@ -172,9 +173,51 @@ def test_attention_compiles_for_cards_that_are_not_here(
     join = {"SINKS": softcap > 0, "BLOCK_S": 64, "num_warps": 4, "num_stages": 1}
     stages = _compiled(attend_spans, constants | spans, target, cached)
     assert _compiled(join_spans, constants | join, target)
+    if slots and size == 128:
+        assert _compiled(attend_and_join, constants | join | spans, target, cached)
     if target == "cuda":
         assert "mma" in stages["ptx"]
         assert "cp.async" in stages["ptx"]  # tiles of the cache come while others are multiplied
+        assert "st.local" not in stages["ptx"]
+
+
+BLOCK_TYPES = {
+    "states": "*bf16", "weighted": "*bf16", "queries": "*bf16", "norm": "*fp32", "norms": "*fp32", "squares": "*fp32",
+    "cosine": "*fp32", "sine": "*fp32", "query_scale": "*fp32", "growth": "fp32",
+}  # fmt: skip
+ENDS: dict[str, dict[str, Any]] = {
+    "project_heads": {
+        "NORMS": True, "ROTARY": True, "QUERY_SCALE": False, "SLOTS": True, "CLIP": 0.0, "EPS": 1e-5, "SIZE": 128,
+        "HALF": 64, "EACH": 1,
+    },
+    "add_product": {"MULTIPLIER": 1.0},
+    "gate_product": {"ACTIVATION": 0, "LIMIT": 0.0, "ALPHA": 1.702, "EPS": 1e-5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("target", "bits", "cached"), [("cuda", 4, "i8"), ("cuda", 8, None), ("hip", 4, None)], ids=str
+)
+@pytest.mark.parametrize("name", ENDS)
+def test_the_launches_of_a_block_compile_for_cards_that_are_not_here(
+    name: str, target: str, bits: int, cached: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    from quantkit.kernels import triton_projections, triton_qkv
+
+    config = replace(default_config(bits, 1, 4096, 4096, False, LARGE), block_n=32, stages=3)
+    tile = {"GROUP": 128 if bits == 4 else 0, "SYMMETRIC": False, "BIAS": True, "WHOLE": True, "TOKENS": 1}
+    kernel = getattr(triton_qkv if name == "project_heads" else triton_projections, name)
+    once = {argument: 1 for argument in ("m", "tokens") if argument in kernel.arg_names}
+    types = {argument: kind for argument, kind in BLOCK_TYPES.items() if argument in kernel.arg_names}
+    if target == "hip":
+        types = {argument: kind.replace("bf16", "fp16") for argument, kind in types.items()}
+    stages = _compiled(kernel, {**once, **tile, **ENDS[name], "SPLIT": 8, **config.constants()}, target, cached, types)
+    assert stages["cubin" if target == "cuda" else "hsaco"]
+    if target == "cuda":
+        assert "mma.sync" in stages["ptx"]
+        assert "cp.async" in stages["ptx"]
+        assert "atom" in stages["ptx"]
         assert "st.local" not in stages["ptx"]
 
 
@@ -315,6 +358,41 @@ def test_a_compiler_stores_into_the_cache_without_copying_it(
     assert targets.count("aten.index_put_.default") == (4 if cached == torch.int8 else 2)
     assert not {"aten.index_put.default", "aten.copy_.default"} & set(targets)
     assert [kernel.kwargs["tensors_to_clone"] for kernel in _kernels_in(graph)] == [[], []]
+
+
+def test_a_compiler_sees_five_launches_a_block_and_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quantkit.kernels.triton_block import prepare_blocks
+
+    scheme, backend, dtype = QuantScheme.parse("int4-g32-asym"), TritonBackend(), torch.bfloat16
+    norm = torch.ones(64)
+
+    def linear(rows: int, columns: int) -> PreparedLinear:
+        prepared = backend.prepare(quantize_rtn(torch.randn(rows, columns), scheme, torch.float16))
+        return PreparedLinear(prepared, scheme, None)
+
+    def weights() -> BlockWeights:
+        qkv, out, gate_up, down = (linear(*shape) for shape in ((128, 64), (64, 64), (192, 64), (64, 96)))
+        return BlockWeights(norm, qkv, None, None, None, out, None, norm, gate_up, down, None, None)
+
+    settings = BlockSettings(2, 1, 32, None, True, None, None, None, "silu", None, 1.702, 1e-5, 1.0)
+    run = prepare_blocks([(weights(), settings), (weights(), settings)], dtype)
+    assert run is not None
+    rows = [torch.zeros(1, 1, 300, 32, dtype=torch.int8) for _ in range(4)]
+    scales = [torch.zeros(1, 1, 300) for _ in range(4)]
+
+    def step(x: Tensor, positions: Tensor, angle: Tensor, *cache: Tensor) -> Tensor:
+        stored = [CachedRows(*pair) for pair in zip(cache[:4], cache[4:], strict=True)]
+        cached = list(zip(stored[:2], stored[2:], strict=True))
+        return run(x, BlockStep(positions, None, None, False, [(angle, angle)] * 2, cached))
+
+    operands = torch.randn(1, 3, 64, dtype=dtype), torch.tensor([7, 8, 9]), torch.zeros(3, 32), *rows, *scales
+    graph = _graph_of(step, operands, monkeypatch)
+    assert len(_kernels_in(graph)) == 1 + 2 * 5
+    reinplace_inplaceable_ops_core(graph)
+    assert all(kernel.kwargs["tensors_to_clone"] == [] for kernel in _kernels_in(graph))
+    calls = {str(node.target) for node in graph.nodes if node.op == "call_function"}
+    others = {call for call in calls if "triton_kernel_wrapper" not in call and "getitem" not in call}
+    assert others <= {"aten.empty.memory_format", "aten.view.default", "aten.add.Tensor"}  # which adds 1 at the end
 
 
 def _unsupported_reason(dtype: torch.dtype = torch.bfloat16, device: torch.device = CUDA) -> str | None:

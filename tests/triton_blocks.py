@@ -21,6 +21,7 @@ from quantkit.architectures.topology import linear_columns
 from quantkit.data.files import DEMO_MODEL
 from quantkit.evals.synthetic import SyntheticCheckpoint, synthetic
 from quantkit.kernels import dispatch, triton_attention, triton_block, triton_projections, triton_qkv
+from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.kernels.triton_words import INTERPRETED
 from quantkit.model.attention import cached_attention, masked_attention
 from quantkit.model.cache import KVCache
@@ -247,13 +248,19 @@ def test_the_operators_pass_torchs_own_checks() -> None:
     torch.library.opcheck(operators.joined_attention.default, (queries, *cached, positions, None, None, arrived))
 
 
-def test_a_model_says_the_same_through_blocks_and_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_says_the_same_through_blocks_and_modules(tmp_path: Path) -> None:
     quantkit.quantize(DEMO_MODEL, tmp_path / "int8", "int8", method="rtn", accept_quality_loss=True)
+    model = load_model(tmp_path / "int8", device=DEVICE, dtype=torch.float16, backend="triton")
+    assert model.ops.blocks is not None
     said = []
-    for setting in ("1", "0"):
-        monkeypatch.setenv("QUANTKIT_BLOCKS", setting)
-        model = load_model(tmp_path / "int8", device=DEVICE, dtype=torch.float16, backend="triton")
-        assert (model.ops.blocks is not None) == (setting == "1")
-        said.append(list(quantkit.generate(model, [5, 17, 40], max_new_tokens=5)))
+    for blocks in (model.ops.blocks, None):
+        model.ops = replace(model.ops, blocks=blocks)
+        said.append(list(quantkit.generate(model, [5, 17, 40], max_new_tokens=4)))
     assert said[0] == said[1]
-    assert len(said[0]) == 5
+    assert len(said[0]) == 4
+
+
+def test_a_setting_chooses_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert TritonBackend().operations().block is not None
+    monkeypatch.setenv("QUANTKIT_BLOCKS", "0")
+    assert TritonBackend().operations().block is None
