@@ -50,8 +50,8 @@ run() {
     case $stage in
     1)
         try 120 "$python" scripts/gpu_environment.py --out "$out/environment.json"
-        local tests=(tests/triton_products.py tests/triton_attention.py tests/triton_experts.py tests/triton_gptq.py) chosen=()
-        if [[ ${#dry[@]} -gt 0 ]]; then chosen=(-k "share_rows or operators_pass"); fi
+        local tests=(tests/triton_{products,attention,experts,blocks,gptq}.py) chosen=()
+        if [[ ${#dry[@]} -gt 0 ]]; then chosen=(-k "share_rows or operators_pass or five_launches"); fi
         try 430 "$python" -m pytest -q -W default -p no:cacheprovider --durations=5 "${tests[@]}" "${chosen[@]}"
         ;;
     2)
@@ -73,7 +73,7 @@ run() {
         try 280 "$python" scripts/measure_gpu.py --schemes int8,int4-g128 --json "$out/products.json" --seconds 250 \
             "${dry[@]}"
         try 270 "$python" scripts/gpu_decode.py --out "$out/decode.json" --shapes llama-2-7b,llama-3.1-8b \
-            --schemes bf16,int8,int4-g128,int4-g128+head-int8 --contexts 128,4096 --prefill 2048 --seconds 200
+            --schemes bf16,int4-g128+modules,int4-g128,int8+modules,int8,int4-g128+head-int8 --contexts 128,4096 --prefill 2048 --seconds 200
         ;;
     5)
         try 550 "$python" scripts/gpu_gptq.py --out "$out/gptq.json" --seconds 350

@@ -1,7 +1,10 @@
 """Stages 2 and 4 of `gpu_day.sh`: how fast whole models decode and read prompts on the card.
 
-    python scripts/gpu_decode.py [--out FILE.json] [--shapes llama-2-7b] [--schemes bf16,int8,int4-g128]
+    python scripts/gpu_decode.py [--out FILE.json] [--shapes llama-2-7b] [--schemes bf16,int8,int8+modules]
         [--contexts 128,1024,4096] [--layers 4,12] [--prefill 0]
+
+A scheme may end in ``+head-SCHEME``, that of the head, and in ``+modules``: blocks run as modules, where the kernels of
+`quantkit.kernels.triton_block` would take five launches for each.
 
 To compile all layers of a 7B model takes minutes. So models have few layers, in two counts, and the difference is that
 of the layers between: the figures of the whole model follow. Weights are random, the cache holds zeros, which takes as
@@ -11,6 +14,7 @@ tokens of a prompt, the seconds of reading it, the first token, compiling includ
 
 from __future__ import annotations
 
+import os
 import time
 from functools import partial
 from typing import Any
@@ -19,6 +23,7 @@ import gpu_card as card
 import torch
 
 from quantkit.evals.timing import bandwidth, weight_bytes
+from quantkit.kernels.triton_backend import BLOCKS_SETTING
 from quantkit.model.load import load_model
 from quantkit.runtime.engine import Engine
 
@@ -46,13 +51,15 @@ def read(engine: Engine, prompt: torch.Tensor) -> None:
 
 def measure(shape: str, text: str, layers: int, contexts: list[int], prefill: int) -> dict[str, float]:
     """Seconds and bytes of a model with so many layers, by name."""
-    scheme, _, head = text.partition("+head-")
+    scheme, *others = text.split("+")
+    head = next((other.removeprefix("head-") for other in others if other.startswith("head-")), None)
+    os.environ[BLOCKS_SETTING] = "0" if "modules" in others else "1"
     card.reset_memory()
     model = load_model(
-        card.checkpoint(shape, None if scheme == "bf16" else scheme, head or None, layers),
+        card.checkpoint(shape, None if scheme == "bf16" else scheme, head, layers),
         device=card.DEVICE, dtype=torch.bfloat16, backend=None if scheme == "bf16" else "triton",
     )  # fmt: skip
-    found = {"bytes": float(weight_bytes(model))}
+    found = {"bytes": float(weight_bytes(model)), "blocks in five launches": float(model.ops.blocks is not None)}
     engine = Engine(model, max(*contexts, prefill), compiled=False if card.DRY else None)
     if prefill:
         prompt = torch.zeros(prefill, dtype=torch.long, device=card.DEVICE)
@@ -79,8 +86,8 @@ def in_both(
 
 def main() -> None:
     given = card.options(
-        __doc__.splitlines()[0], shapes="llama-2-7b", schemes="bf16,int8,int4-g128", contexts="128,1024,4096",
-        layers="1,2" if card.DRY else "4,12", prefill=0,
+        __doc__.splitlines()[0], shapes="llama-2-7b", schemes="bf16,int4-g128+modules,int4-g128,int8+modules,int8",
+        contexts="128,1024,4096", layers="1,2" if card.DRY else "4,12", prefill=0,
     )  # fmt: skip
     contexts = [16] if card.DRY else [int(context) for context in given.contexts.split(",")]
     counts, prefill = [int(count) for count in given.layers.split(",")], min(given.prefill, 16 if card.DRY else 4096)
