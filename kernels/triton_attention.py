@@ -134,8 +134,8 @@ def join_line(
     """The spans of one query, and its head's sink if there are any, as one; to [B, T, H, Dh]."""
     positions += line // (heads * tokens) * stride
     first, last, each = live(positions, tokens, length, window, TOKENS, SPANS, BLOCK_N)
+    COLUMNS: tl.constexpr = min(BLOCK_D, 64)  # at a time: no more fit beside what attention holds
     span = tl.arange(0, BLOCK_S)
-    column = tl.arange(0, BLOCK_D)
     there = first + span * each < last  # nothing was written for the others
     part = line * SPANS + span
     high = tl.load(largest + part, mask=there, other=float("-inf"), cache_modifier=".cg")
@@ -148,11 +148,13 @@ def join_line(
     sums = tl.sum(tl.load(total + part, mask=there, other=0, cache_modifier=".cg") * share, 0)
     if SINKS:
         sums += tl.exp2(sink - base)
-    mask = there[:, None] & (column < SIZE)[None, :]
-    parts = tl.load(mixed + part[:, None] * SIZE + column[None, :], mask=mask, other=0, cache_modifier=".cg")
-    joined = tl.sum(parts * share[:, None], 0) / sums
     at = (line // (heads * tokens) * tokens + line % tokens) * heads + line // tokens % heads
-    tl.store(out + at * SIZE + column, joined.to(out.dtype.element_ty), mask=column < SIZE)
+    for start in tl.static_range(0, BLOCK_D, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        mask = there[:, None] & (column < SIZE)[None, :]
+        parts = tl.load(mixed + part[:, None] * SIZE + column[None, :], mask=mask, other=0, cache_modifier=".cg")
+        joined = tl.sum(parts * share[:, None], 0) / sums
+        tl.store(out + at * SIZE + column, joined.to(out.dtype.element_ty), mask=column < SIZE)
 
 
 @triton.jit

@@ -133,13 +133,16 @@ def _serves(weights: BlockWeights, settings: BlockSettings) -> bool:
 
 def _layer(weights: BlockWeights, settings: BlockSettings, norm: _Norm, next_norm: _Norm) -> _Layer:
     assert weights.gate_up is not None and weights.down is not None
-    linears = (_operands(linear) for linear in (weights.qkv, weights.out, weights.gate_up, weights.down))
+    qkv, out = _operands(weights.qkv), _operands(weights.out)
+    gate_up, down = _operands(weights.gate_up), _operands(weights.down)
     head_norms = None
     if weights.q_norm is not None and weights.k_norm is not None:
         head_norms = torch.stack([weights.q_norm, weights.k_norm])
     mlp_norm, heads = _norm(weights.mlp_norm), (settings.num_heads, settings.num_kv_heads)
     arrived = attention_counters(MAX_TOKENS, *heads, norm.weight.device)
-    return _Layer(settings, *linears, norm, mlp_norm, next_norm, head_norms, weights.sinks, arrived)
+    return _Layer(
+        settings, qkv, out, gate_up, down, norm, mlp_norm, next_norm, head_norms, weights.sinks, arrived
+    )  # fmt: skip
 
 
 def _tensors(layer: _Layer) -> Iterator[Tensor]:

@@ -150,8 +150,8 @@ class Decoder(nn.Module):
         return cached_attention(cache, positions, windows, self.ops.cached_attention, slots)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of hidden states [..., D], in their dtype: float32 where kernels compute whole blocks, else
-        the model's."""
+        """Logits [..., V] of hidden states [..., D], in their dtype: float32 where kernels compute whole blocks in
+        it, else the model's."""
         if self.lm_head is None:
             logits = self.ops.float_linear(hidden, self.model.embed_tokens.weight)
         elif isinstance(self.lm_head, nn.Linear):
