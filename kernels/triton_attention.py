@@ -22,13 +22,15 @@ from torch.library import wrap_triton
 
 from quantkit.kernels.triton_skinny import last_to_arrive
 from quantkit.kernels.triton_tiles import Card, card_of
-from quantkit.kernels.triton_words import dot_add, operator
+from quantkit.kernels.triton_words import WIDEN, dot_add, operator
 from quantkit.tensors.cached_rows import CachedRows
 
 _MAX_ROWS = 64  # queries of one program
 _TILE_BYTES = 1 << 14  # of keys that a program holds at a time, and as many of values
 _MAX_SPANS = 64  # that one program can join
 _WAVES = 2  # programs for each processor
+MAX_CODE = tl.constexpr(127.0)
+"""Of int8. Times a row's scale it is the row's largest value, which float16 holds where it does not hold the scale."""
 LOG2_E = tl.constexpr(math.log2(math.e))
 """Exponentials are to the base of 2."""
 
@@ -53,12 +55,12 @@ def live(positions, tokens, length, window, TOKENS: tl.constexpr, SPANS: tl.cons
 
 
 @triton.jit
-def cached(rows, scales, at, inside, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr):
-    """Rows [N, BLOCK_D] of a cache as floats; zeros for those that are not inside."""
+def cached(rows, at, inside, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr):
+    """Rows [N, BLOCK_D] of a cache, floats or codes, as floats; zeros for those that are not inside."""
     column = tl.arange(0, BLOCK_D)[None, :]
     values = tl.load(rows + at[:, None] * SIZE + column, mask=inside[:, None] & (column < SIZE), other=0)
-    if rows.dtype.element_ty == tl.int8:
-        values = values.to(tl.float32) * tl.load(scales + at, mask=inside, other=0)[:, None]
+    if WIDEN and rows.dtype.element_ty == tl.int8:
+        values = values.to(tl.float32)  # Triton's interpreter makes no bfloat16 of integers
     return values.to(DTYPE)
 
 
@@ -78,9 +80,11 @@ def attend_span(
     """One span for up to BLOCK_M queries: values weighted by exponentials, the largest score, the exponentials' sum;
     nothing for one that lies beyond the live part.
 
-    SCALE is of products with keys, to scores to the base of 2, or with a SOFTCAP to the base of e.
+    SCALE is of products with keys, to scores to the base of 2, or with a SOFTCAP to the base of e. Codes are multiplied
+    as they are: scales of keys are for their scores, and those of values for the weights.
     """
     DTYPE: tl.constexpr = queries.dtype.element_ty
+    CODES: tl.constexpr = keys.dtype.element_ty == tl.int8
     pair = tl.program_id(2).to(tl.int64)
     sequence = pair // kv_heads
     positions += sequence * stride
@@ -98,15 +102,17 @@ def attend_span(
             stored = tl.load(slots + sequence).to(tl.int64) * kv_heads + pair % kv_heads
         stored *= length
         keys, values = keys + stored * SIZE, values + stored * SIZE
-        if keys.dtype.element_ty == tl.int8:
+        if CODES:
             key_scales, value_scales = key_scales + stored, value_scales + stored
         high = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         sums = tl.zeros((BLOCK_M,), tl.float32)
         weighted = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         for block in tl.range(start, tl.minimum(start + each, last), BLOCK_N):
             at = block + tl.arange(0, BLOCK_N)
-            key = cached(keys, key_scales, at, at < last, SIZE, BLOCK_D, DTYPE)
+            key = cached(keys, at, at < last, SIZE, BLOCK_D, DTYPE)
             scores = dot_add(query, tl.trans(key), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)) * SCALE
+            if CODES:
+                scores *= tl.load(key_scales + at, mask=at < last, other=0)[None, :]
             if SOFTCAP > 0:
                 scores = capped(scores, SOFTCAP) * LOG2_E
             distance = position - at[None, :]
@@ -116,9 +122,17 @@ def attend_span(
             weights = tl.exp2(scores - base[:, None])
             before = tl.exp2(high - base)
             sums = sums * before + tl.sum(weights, 1)
-            value = cached(values, value_scales, at, at < last, SIZE, BLOCK_D, DTYPE)
+            if CODES:
+                weights *= tl.load(value_scales + at, mask=at < last, other=0)[None, :] * MAX_CODE
+            value = cached(values, at, at < last, SIZE, BLOCK_D, DTYPE)
+            if CODES and BLOCK_M < 64 and not WIDEN:
+                # By one: a dot that takes what was loaded, converted only, gathers codes one by one from shared memory;
+                # of products it takes pairs, transposed on the way. Of 64 rows it always does.
+                value *= (at < last).to(DTYPE)[:, None]
             weighted = dot_add(weights.to(DTYPE), value, weighted * before[:, None])
             high = higher
+        if CODES:
+            weighted /= MAX_CODE
         part = line * SPANS + tl.program_id(0)
         tl.store(largest + part, high, mask=row < rows)
         tl.store(total + part, sums, mask=row < rows)

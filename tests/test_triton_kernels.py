@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -179,6 +180,9 @@ def test_attention_compiles_for_cards_that_are_not_here(
         assert "mma" in stages["ptx"]
         assert "cp.async" in stages["ptx"]  # tiles of the cache come while others are multiplied
         assert "st.local" not in stages["ptx"]
+        copies = re.findall(r"cp\.async\.c\w+\.shared\.global \[[^]]*\], \[[^]]*\], 0x(\w+),", stages["ptx"])
+        assert set(copies) == {"10", "4"} if cached else {"10"}  # bytes; four of scales alone
+        assert "cvt.rn.f32.s" not in stages["ptx"].replace("cvt.rn.f32.s32", "")  # codes become bfloat16 at once
 
 
 BLOCK_TYPES = {

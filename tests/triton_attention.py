@@ -74,7 +74,8 @@ def _rounded(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _require_right(found: Tensor, queries: Tensor, keys: CachedRows, values: CachedRows, *where: Any) -> None:
     """Each mixed value within the rounding of weights and of the result, and of scores in float32."""
-    wide = [_rounded(stored.floats(torch.float32), queries.dtype).double() for stored in (keys, values)]
+    floats = [stored.floats(torch.float32) for stored in (keys, values)]
+    wide = [rows.double() if keys.scales is not None else _rounded(rows, queries.dtype).double() for rows in floats]
     expected = masked_attention(queries.double(), CachedRows(wide[0]), CachedRows(wide[1]), *where)
     terms = masked_attention(queries.double(), CachedRows(wide[0]), CachedRows(wide[1].abs()), *where)
     largest = queries.double().norm(dim=-1).max() * wide[0].nan_to_num(0, 0, 0).norm(dim=-1).max()  # of a sum
