@@ -72,11 +72,12 @@ def prepare_blocks(layers: Sequence[tuple[BlockWeights, BlockSettings]], dtype: 
     """See `BlockKernel`; the linears' tensors are those of `TritonBackend.prepare`."""
     if dtype not in _DTYPES or not all(_serves(weights, settings) for weights, settings in layers):
         return None
-    norms = [_norm(weights.input_norm) for weights, _ in layers]
-    prepared = [
-        _layer(weights, settings, norm, following)
-        for (weights, settings), norm, following in zip(layers, norms, [*norms[1:], norms[0]], strict=True)
-    ]
+    with torch.inference_mode(False), torch.no_grad():  # counters may be counted in outside of it as well
+        norms = [_norm(weights.input_norm) for weights, _ in layers]
+        prepared = [
+            _layer(weights, settings, norm, following)
+            for (weights, settings), norm, following in zip(layers, norms, [*norms[1:], norms[0]], strict=True)
+        ]
     if norms[0].weight.is_cuda:
         for tensor in {id(one): one for layer in prepared for one in _tensors(layer)}.values():
             torch._dynamo.mark_static_address(tensor, guard=False)  # else each recorded step would copy it

@@ -167,6 +167,21 @@ def test_a_block_is_five_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launched == ["weigh_states", *block, *block]
 
 
+def test_blocks_compile_into_one_graph_in_any_mode() -> None:
+    model = _model("int8", torch.float16)
+    with torch.inference_mode():
+        blocks = _blocks(model)
+    x, positions = torch.randn(1, 2, 96).to(DEVICE, torch.float16), torch.arange(2, device=DEVICE)
+
+    def step(x: Tensor, cache: KVCache) -> Tensor:
+        return blocks(x, positions, model.rotary(positions), cache, first=True) + 1
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(compiled(x, _cache(model)), step(x, _cache(model)))
+
+
 def test_steps_that_they_do_not_serve_run_the_modules() -> None:
     model = _model("int8", torch.float16)
     blocks, cache = _blocks(model), _cache(model)
