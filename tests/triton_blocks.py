@@ -125,7 +125,13 @@ def _both(model: Decoder, cached: torch.dtype) -> list[tuple[Tensor, Tensor, Ten
 
 
 @pytest.mark.parametrize(
-    ("name", "cached"), [*((name, None) for name in FEATURES), *((name, torch.int8) for name in list(FEATURES)[1:3])]
+    ("name", "cached"),
+    [
+        ("two plain ones", None),
+        ("bfloat16", torch.int8),
+        *((name, None) for name in list(FEATURES)[2:]),
+        ("scores, limits, no rotary positions", torch.int8),
+    ],
 )
 def test_blocks_give_what_their_modules_give(name: str, cached: torch.dtype | None) -> None:
     text, dtype, features = FEATURES[name]
@@ -204,16 +210,15 @@ def test_models_that_they_do_not_serve_run_the_modules(dtype: torch.dtype, featu
 @pytest.mark.parametrize("name", ["projected_heads", "gated_product", "added_product", "joined_attention"])
 def test_kernels_that_are_wrong_are_found_out_at_load(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = _model("int8", torch.float16)
+    right = getattr(triton_block, name)
+
+    def slightly_off(*operands: Any) -> Any:
+        out = right(*operands)
+        (out if isinstance(out, Tensor) else out[0])[..., -1] *= 1.2
+        return out
+
+    monkeypatch.setattr(triton_block, name, slightly_off)
     with torch.inference_mode():
-        assert name != "gated_product" or same_blocks(model)
-        right = getattr(triton_block, name)
-
-        def slightly_off(*operands: Any) -> Any:
-            out = right(*operands)
-            (out if isinstance(out, Tensor) else out[0])[..., -1] *= 1.2
-            return out
-
-        monkeypatch.setattr(triton_block, name, slightly_off)
         assert not same_blocks(model)
 
 

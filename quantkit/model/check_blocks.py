@@ -50,14 +50,14 @@ def _same_head(model: Decoder, dtype: torch.dtype) -> bool:
 
 
 def _same_block(model: Decoder, number: int, kind: LayerConfig, blocks: FusedBlocks) -> bool:
-    """Whether a block is the same through the kernels, for the first tokens, for one after them, and for many: in 16
+    """Whether a block is the same through the kernels, for the first tokens, for one after them, and for many; in 16
     bits as close to exact products as the modules are, but for little, and over either kind of cache."""
     config, block = model.config, model.model.layers[number]
     assert isinstance(block, Block)
     windows = [kind.window] * config.num_layers
     far = config.rope.original_context or 0  # where factors of positions are others than at the start
-    many = MANY if blocks.kernel.max_tokens is None else min(MANY, blocks.kernel.max_tokens)
-    stops = 3, 4, 4 + many
+    most = blocks.kernel.max_tokens
+    stops = (3, 4, 4 + MANY) if most is None else (most, most + 1)  # kernels for few may be others for each number
     wide = blocks.dtype == torch.float32
     linears = [module for module in block.modules() if isinstance(module, QuantLinear)]
     # Both round the same activations, but for those between two integers: at worst each of four products differs.
