@@ -22,7 +22,7 @@ from torch.library import wrap_triton
 from quantkit.kernels.triton_tiles import SKINNY_ROWS, UNIT, TileConfig
 from quantkit.kernels.triton_words import WIDEN, dot_add, sum_splits, unit_range
 
-_BASES = {torch.bfloat16: 0x4300, torch.float16: 0x6400}
+BASES = {torch.bfloat16: 0x4300, torch.float16: 0x6400}
 """The bits of 128 and of 1024, whose last place is 1."""
 
 _VERSION = tuple(int(number) for number in re.findall(r"\d+", triton.__version__)[:2])
@@ -197,7 +197,7 @@ def skinny_product(
     fused = bias is not None and (joined or alone)
     weight = (words, scale) if group is None else (words, scale, scale if zero is None else zero)
     of_groups = () if group is None else (group, zero is None)
-    base = _BASES[x.dtype] * 0x10001
+    base = BASES[x.dtype] * 0x10001
     grid = triton.cdiv(n, config.block_n), config.split
     wrap_triton(int8_skinny if group is None else int4_skinny)[grid](
         x.contiguous(), *weight, bias if fused else scale, out, out if parts is None else parts,
