@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from quantkit.kernels.triton_skinny import BASES, halves, less
+from quantkit.kernels.triton_skinny import base_bits, halves, less
 from quantkit.kernels.triton_tiles import UNIT, TileConfig
 from quantkit.kernels.triton_words import MAGIC, WIDEN, dot_add, product_buffer, sum_splits, unit_range
 
@@ -35,7 +35,7 @@ def dot_order(x: Tensor, bits: int) -> Tensor:
 
 def base_of(dtype: torch.dtype) -> int:
     """The bits of the float under a code, once in a word or twice."""
-    return MAGIC if dtype == torch.float32 else BASES[dtype] * 0x10001
+    return MAGIC if dtype == torch.float32 else base_bits(dtype)
 
 
 @triton.constexpr_function

@@ -22,12 +22,17 @@ from torch.library import wrap_triton
 from quantkit.kernels.triton_tiles import SKINNY_ROWS, UNIT, TileConfig
 from quantkit.kernels.triton_words import WIDEN, dot_add, sum_splits, unit_range
 
-BASES = {torch.bfloat16: 0x4300, torch.float16: 0x6400}
+_BASES = {torch.bfloat16: 0x4300, torch.float16: 0x6400}
 """The bits of 128 and of 1024, whose last place is 1."""
 
 _VERSION = tuple(int(number) for number in re.findall(r"\d+", triton.__version__)[:2])
 SIDE_BY_SIDE = tl.constexpr(2 if _VERSION < (3, 8) else 1)
 """Pairs along K that lie side by side in a thread's registers, as Triton lays out a joined operand of `tl.dot`."""
+
+
+def base_bits(dtype: torch.dtype) -> int:
+    """The bits of the float under a code, twice, for activations of a dtype."""
+    return _BASES[dtype] * 0x10001
 
 
 def counters(rows: int, device: torch.device) -> Tensor:
@@ -197,7 +202,7 @@ def skinny_product(
     fused = bias is not None and (joined or alone)
     weight = (words, scale) if group is None else (words, scale, scale if zero is None else zero)
     of_groups = () if group is None else (group, zero is None)
-    base = BASES[x.dtype] * 0x10001
+    base = base_bits(x.dtype)
     grid = triton.cdiv(n, config.block_n), config.split
     wrap_triton(int8_skinny if group is None else int4_skinny)[grid](
         x.contiguous(), *weight, bias if fused else scale, out, out if parts is None else parts,

@@ -40,15 +40,17 @@ def tune(prepared: dict[str, Tensor], scheme: str, columns: int, tokens: Iterabl
         scheme: ``int8``, ``int4-g128`` and so on.
     """
     group = None if scheme == "int8" else int(scheme.removeprefix("int4-g"))
-    return {size: fastest(prepared, group, columns, size) for size in tokens}
+    with torch.cuda.device_of(prepared["words"]):
+        return {size: fastest(prepared, group, columns, size) for size in tokens}
 
 
 def multiply(x: Tensor, prepared: dict[str, Tensor], group: int | None, config: TileConfig) -> Tensor:
     """``x @ weight.T`` in the tiles of a config, for what the backend prepared; `group` is None for int8."""
     words, scale, arrived = prepared["words"], prepared["scale"], prepared["arrived"]
-    if group is None:
-        return int8_product(x, words, scale, None, config, arrived)
-    return int4_product(x, words, scale, prepared.get("zero"), None, group, config, arrived)
+    with torch.cuda.device_of(x):  # of each thread that compiles, too
+        if group is None:
+            return int8_product(x, words, scale, None, config, arrived)
+        return int4_product(x, words, scale, prepared.get("zero"), None, group, config, arrived)
 
 
 def fastest(prepared: dict[str, Tensor], group: int | None, columns: int, tokens: int) -> TileConfig:

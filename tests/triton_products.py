@@ -144,7 +144,7 @@ def test_programs_that_share_rows_leave_their_counters_as_they_were() -> None:
 )  # fmt: skip
 def test_tensor_cores_take_weights_that_were_rounded_once(text: str, scale_dtype: torch.dtype) -> None:
     weight, x = _random(text, 70, 384, scale_dtype), torch.eye(384, dtype=torch.float16)
-    found = _product(x, weight, None, TileConfig("gemm", 32, 64, 2, split=2))
+    found = _product(x, weight, None, TileConfig("gemm", 512, 128, 2))
     assert torch.equal(found.t(), weight.dequantize().half())
 
 
