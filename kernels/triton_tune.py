@@ -40,14 +40,15 @@ def tune(prepared: dict[str, Tensor], scheme: str, columns: int, tokens: Iterabl
         scheme: ``int8``, ``int4-g128`` and so on.
     """
     group = None if scheme == "int8" else int(scheme.removeprefix("int4-g"))
-    with torch.cuda.device_of(prepared["words"]):
+    with torch.cuda.device_of(prepared["words"]):  # type: ignore[no-untyped-call]
         return {size: fastest(prepared, group, columns, size) for size in tokens}
 
 
 def multiply(x: Tensor, prepared: dict[str, Tensor], group: int | None, config: TileConfig) -> Tensor:
     """``x @ weight.T`` in the tiles of a config, for what the backend prepared; `group` is None for int8."""
     words, scale, arrived = prepared["words"], prepared["scale"], prepared["arrived"]
-    with torch.cuda.device_of(x):  # of each thread that compiles, too
+    # Of each thread that compiles, too.
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         if group is None:
             return int8_product(x, words, scale, None, config, arrived)
         return int4_product(x, words, scale, prepared.get("zero"), None, group, config, arrived)
@@ -95,8 +96,8 @@ def candidates(bits: int, tokens: int, rows: int, columns: int) -> Iterator[Tile
     units, most = -(-columns // UNIT), max_split(bits, tokens, columns)
     if tokens <= 8:
         tiles = [size for size in (32 // bits, 64 // bits, 128 // bits, 256 // bits) if size <= units]
-        sizes = itertools.product(tiles, (2, 4, 8, 16), (1, 2, 4), (1, 2, 4), (1, 3))
-        for tile, block_n, warps, split, stages in sizes:
+        kinds = itertools.product(tiles, (2, 4, 8, 16), (1, 2, 4), (1, 2, 4), (1, 3))
+        for tile, block_n, warps, split, stages in kinds:
             words_per_thread = tile * 4 * bits // (32 * warps)  # words of a row
             fits = words_per_thread in (4, 8) and 4 <= block_n * tokens <= 16
             if fits and split * tile <= units and split <= most:

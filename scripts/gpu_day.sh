@@ -69,12 +69,10 @@ run() {
         try 270 "$python" scripts/gpu_kernels.py --out "$out/kernels.json" --seconds 220
         ;;
     4)
-        local configs="$out/triton_configs.json" model
+        local configs="$out/triton_configs.json"
         if [[ -f gpu-day/triton_configs.json && ! -f $configs ]]; then cp gpu-day/triton_configs.json "$configs"; fi
-        for model in llama-2-7b llama-3.1-8b; do
-            try 150 "$python" scripts/tune_triton.py --models "$model" --schemes int4-g128,int8 \
-                --tokens 1,16,128,1024,8,32,256 --output "$configs" --seconds 130 "${dry[@]}"
-        done
+        try 300 "$python" scripts/tune_triton.py --schemes int4-g128,int8 --tokens 1,16,128,1024,8,32,256 \
+            --output "$configs" --seconds 270 "${dry[@]}"
         ;;
     5)
         if [[ -f gpu-day/triton_configs.json ]]; then

@@ -3,8 +3,8 @@
     python scripts/gpu_kernels.py [--out FILE.json] [--seconds 300] [--what few,gemv,many,attention]
 
 few: tensor cores for 1, 4 and 16 tokens, 16 or 32 rows a program, rows split 8 and 16 times, loads ahead or not. gemv:
-the kernel for single products, some tiles, loads ahead or not. many: tiles of 64 to 256 rows and 64 or 128 tokens for 32
-to 1024 tokens, beside the weight made floats first and beside bfloat16. attention: of one token over 256 to 8192
+the kernel for single products, some tiles, loads ahead or not. many: tiles of 64 to 256 rows and 64 or 128 tokens for
+32 to 1024 tokens, beside the weight made floats first and beside bfloat16. attention: of one token over 256 to 8192
 positions of either cache. Prints microseconds and bytes a second as a share of a copy's, and at the end the fastest of
 each kind.
 """
