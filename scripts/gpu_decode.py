@@ -1,7 +1,7 @@
-"""Stages 2 and 4 of `gpu_day.sh`: how fast whole models decode and read prompts on the card.
+"""Stages 1, 2 and 5 of `gpu_day.sh`: how fast whole models decode and read prompts on the card.
 
     python scripts/gpu_decode.py [--out FILE.json] [--shapes llama-2-7b] [--schemes bf16,int8,int8+modules]
-        [--contexts 128,1024,4096] [--layers 4,12] [--prefill 0]
+        [--contexts 128,1024,4096] [--layers 4,12] [--prefill 0] [--profile 0]
 
 A scheme may end in ``+head-SCHEME``, that of the head, and in ``+modules``: blocks run as modules, where the kernels of
 `quantkit.kernels.triton_block` would take five launches for each.
@@ -9,7 +9,8 @@ A scheme may end in ``+head-SCHEME``, that of the head, and in ``+modules``: blo
 To compile all layers of a 7B model takes minutes. So models have few layers, in two counts, and the difference is that
 of the layers between: the figures of the whole model follow. Weights are random, the cache holds zeros, which takes as
 long. Prints ms a token, the bytes of weights a second, as a share of what a copy moves too, and with ``--prefill``
-tokens of a prompt, the seconds of reading it, the first token, compiling included, and memory.
+tokens of a prompt, the seconds of reading it, the first token, compiling included, and memory. ``--profile 1`` tells
+which kernels a token takes with the more layers, how often and how long, and what the host takes beside them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from quantkit.kernels.triton_backend import BLOCKS_SETTING
 from quantkit.model.load import load_model
 from quantkit.runtime.engine import Engine
 
-STEPS = 2 if card.DRY else 64
+STEPS = 1 if card.DRY else 64
 
 
 def decode_seconds(engine: Engine, context: int) -> float:
@@ -49,8 +50,29 @@ def read(engine: Engine, prompt: torch.Tensor) -> None:
         engine.step(prompt[rows.start : rows.stop], [0] * len(rows), rows, [len(rows) - 1])
 
 
-def measure(shape: str, text: str, layers: int, contexts: list[int], prefill: int) -> dict[str, float]:
-    """Seconds and bytes of a model with so many layers, by name."""
+def profile(engine: Engine, context: int, results: card.Results) -> None:
+    """What a token is made of: the kernels by their time, most first."""
+    cuda = card.DEVICE.type == "cuda"
+    kind = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[kind]) as profiler:
+        seconds = decode_seconds(engine, context)
+    times = {
+        event.key: (event.self_device_time_total if cuda else event.self_cpu_time_total, event.count)
+        for event in profiler.key_averages()
+    }
+    steps = STEPS * (1 if card.DRY else 4)  # one round warms up
+    most = sorted(times.items(), key=lambda one: -one[1][0])[:12]
+    results.add(
+        us_a_token=1e6 * seconds, us_in_kernels=sum(us for us, _ in times.values()) / steps,
+        kernels_a_token=sum(count for _, count in times.values()) / steps,
+        most={name[:60]: [round(us / steps, 2), round(count / steps, 2)] for name, (us, count) in most},
+    )  # fmt: skip
+
+
+def measure(
+    shape: str, text: str, layers: int, contexts: list[int], prefill: int, profiled: card.Results | None
+) -> dict[str, float]:
+    """Seconds and bytes of a model with so many layers, by name; what it is made of goes to `profiled`."""
     scheme, *others = text.split("+")
     head = next((other.removeprefix("head-") for other in others if other.startswith("head-")), None)
     os.environ[BLOCKS_SETTING] = "0" if "modules" in others else "1"
@@ -71,23 +93,26 @@ def measure(shape: str, text: str, layers: int, contexts: list[int], prefill: in
     for context in contexts:
         found[f"decode at {context}"] = decode_seconds(engine, context)
     found["peak bytes"] = card.peak_memory()
+    if profiled is not None:
+        profile(engine, contexts[0], profiled)
     torch._dynamo.reset()
     return found
 
 
 def in_both(
-    results: card.Results, found: list[dict[str, float]], shape: str, scheme: str, counts: list[int], *what: Any
-) -> None:
+    results: card.Results, found: list[dict[str, float]], shape: str, scheme: str, counts: list[int], profiled: bool,
+    *what: Any,
+) -> None:  # fmt: skip
     """What `measure` finds with each number of layers."""
     for layers in counts:
-        found.append(measure(shape, scheme, layers, *what))
+        found.append(measure(shape, scheme, layers, *what, results if profiled and layers == counts[-1] else None))
         results.add(shape=shape, scheme=scheme, layers=layers, **found[-1])
 
 
 def main() -> None:
     given = card.options(
         __doc__.splitlines()[0], shapes="llama-2-7b", schemes="bf16,int4-g128+modules,int4-g128,int8+modules,int8",
-        contexts="128,1024,4096", layers="1,2" if card.DRY else "4,12", prefill=0,
+        contexts="128,1024,4096", layers="1,2" if card.DRY else "4,12", prefill=0, profile=0,
     )  # fmt: skip
     contexts = [16] if card.DRY else [int(context) for context in given.contexts.split(",")]
     counts, prefill = [int(count) for count in given.layers.split(",")], min(given.prefill, 16 if card.DRY else 4096)
@@ -105,7 +130,7 @@ def main() -> None:
                 results.add(left_out=f"{shape} {scheme}: time is up")
                 continue
             found: list[dict[str, float]] = []
-            call = partial(in_both, results, found, shape, scheme, counts, contexts, prefill)
+            call = partial(in_both, results, found, shape, scheme, counts, bool(given.profile), contexts, prefill)
             if not results.attempt(f"{shape} {scheme}", call):
                 continue
             few, more = found
