@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ _came: list[int] = []
 
 def main() -> None:
     """Run the command line and exit with its code."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch, loaded later, asks for huge pages: fewer faults
     try:
         with interruptible():
             from quantkit.cli.main import main as command

@@ -12,7 +12,7 @@ from quantkit.calibration.group_solver import GroupSolver
 from quantkit.distributed.group import SINGLE
 from quantkit.formats.detect import open_checkpoint
 from quantkit.solver import factor as factor_module
-from quantkit.solver.factor import cholesky, lower_transposed_times, solve_lower, solve_lower_transposed
+from quantkit.solver.factor import cholesky, solve_upper, solve_upper_transposed, upper_times
 from quantkit.tensors import products
 from quantkit.tensors.products import add_square_, bfloat16_linear, fill_lower_, multiplies_bfloat16, times
 
@@ -49,10 +49,10 @@ def test_factors_and_what_they_solve(size: int, monkeypatch: pytest.MonkeyPatch)
     matrix = x.t() @ x
     found = cholesky(matrix.clone())
     assert found is not None
-    torch.testing.assert_close(found, torch.linalg.cholesky(matrix))
-    torch.testing.assert_close(found @ solve_lower(found, right), right)
-    torch.testing.assert_close(found.t() @ solve_lower_transposed(found, right), right)
-    torch.testing.assert_close(lower_transposed_times(found, right), found.t() @ right)
+    torch.testing.assert_close(found, torch.linalg.cholesky(matrix, upper=True))
+    torch.testing.assert_close(found @ solve_upper(found, right), right)
+    torch.testing.assert_close(found.t() @ solve_upper_transposed(found, right), right)
+    torch.testing.assert_close(upper_times(found, right), found @ right)
     assert cholesky(matrix - 10 * matrix.trace() * torch.eye(size)) is None
 
 

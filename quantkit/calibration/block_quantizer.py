@@ -86,11 +86,12 @@ class BlockQuantizer:
         floats, quantized = pair.floats, pair.quantized
         results: dict[str, Result] = {}
         *leading, last = groups
+        ends = branch == Block.BRANCHES[-1] and self._layer == self._source.config.num_layers - 1
         for group in groups:
             pair.fill(group)
             statistics = pair.statistics(group) if pair.wanted(group) and finished is None else None
             if group is last:
-                self._streams.reach_end(group, quantized, floats, statistics)
+                self._streams.reach_end(group, quantized, floats, statistics, last=ends)
                 forget(leading, floats, quantized)
             elif statistics is not None:
                 self._streams.gather(group, quantized, floats, statistics)

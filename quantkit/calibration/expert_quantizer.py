@@ -25,6 +25,7 @@ from quantkit.memory import give_back
 from quantkit.model.decoder import Block
 from quantkit.model.feed_forward import MLP
 from quantkit.model.linear import no_tap
+from quantkit.tensors.products import times
 from quantkit.tensors.qtensor import ROUNDING
 
 Told = Callable[[int], None]
@@ -184,7 +185,7 @@ def _take_up(piece: Piece, group: InputGroup, floats: MLP, quantized: MLP, stati
         return
     difference = (counterparts - inputs) * piece.shares
     if group.writes:
-        difference = difference @ floats.down_proj.weight.t()
+        difference = times(difference, floats.down_proj.weight.t())
     statistics.add_pair(inputs * piece.shares, difference)
 
 

@@ -15,7 +15,7 @@ from quantkit.distributed.group import ProcessGroup
 from quantkit.quality.bounds import REPEATABLE, coarsest, weight_bound
 from quantkit.solver.gptq import Damped, GptqReport, SingularError, compensated, solve
 from quantkit.solver.panels import ColumnKernels
-from quantkit.solver.portions import weights_at_once
+from quantkit.solver.portions import compensated_at_once
 from quantkit.tensors.products import times
 from quantkit.tensors.qtensor import ROUNDING, QuantTensor, quantize_rtn, relative_error, row_chunks
 from quantkit.tensors.scheme import QuantScheme
@@ -102,7 +102,7 @@ class GroupSolver:
             for scheme, (part, total) in parts.items():
                 targets[scheme] = torch.empty_like(part)
                 own_drift = drift[self.group.share(total)] if outputs else drift
-                for start, stop in row_chunks(len(part), part.shape[1], weights_at_once(part.device) // 2):
+                for start, stop in row_chunks(len(part), part.shape[1], compensated_at_once(part.device)):
                     pull = own_drift[start:stop] if outputs else times(part[start:stop], own_drift)
                     targets[scheme][start:stop] = compensated(part[start:stop], followed, pull)
             del followed

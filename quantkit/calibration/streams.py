@@ -72,10 +72,15 @@ class Streams:
             self._put(QUANTIZED, index, x)
         self._unfinished = None
 
-    def reach_end(self, group: InputGroup, quantized: Block, floats: Block, found: HessianAccumulator | None) -> None:
+    def reach_end(
+        self, group: InputGroup, quantized: Block, floats: Block, found: HessianAccumulator | None, *, last: bool
+    ) -> None:
         """Run a branch up to its last linear, the float stream through it; add up its inputs where `found` is given.
 
         The drift is that of the linear's outputs.
+
+        Args:
+            last: nothing comes after the branch, so the streams end here.
         """
         linear = linear_of(floats, group.modules[0])
         for index in range(self._batches):
@@ -88,11 +93,13 @@ class Streams:
                 if found is not None:  # one product of a difference loses less than a difference of two
                     drift = linear(self._inputs(group, floats, y, own) - inputs)
                     found.add_pair(inputs, drift if linear.bias is None else drift - linear.bias)
-                self._put(FLOAT, index, floats.finish(group.branch, y, own, self._step))
+                if not last:
+                    self._put(FLOAT, index, floats.finish(group.branch, y, own, self._step))
             elif found is not None:
                 found.add(inputs)
-            self._put(INNER, index, inner)
-            self._put(QUANTIZED, index, x)
+            if not last:
+                self._put(INNER, index, inner)
+                self._put(QUANTIZED, index, x)
         self._unfinished = None
         self._apart = True
 

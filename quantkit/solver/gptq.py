@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import NonFiniteError
-from quantkit.solver.factor import cholesky, lower_transposed_times, solve_lower, solve_lower_transposed
+from quantkit.solver.factor import cholesky, solve_upper, solve_upper_transposed, upper_times
 from quantkit.solver.grid import Grid, search_scales
 from quantkit.solver.panels import ColumnKernels, descend_in_panels, solve_in_panels
 from quantkit.solver.portions import refit_bytes, weights_at_once
@@ -117,7 +117,7 @@ def compensated(weight: Tensor, hessian: Damped, pull: Tensor) -> Tensor:
             are the inputs of the unquantized model.
     """
     inputs = hessian.order.flip(0)
-    solved = solve_lower_transposed(hessian.factor, solve_lower(hessian.factor, pull.t()[inputs]))
+    solved = solve_upper(hessian.factor, solve_upper_transposed(hessian.factor, pull.t()[inputs]))
     moved = torch.empty_like(weight)
     moved[:, inputs] = solved.t()
     return moved.add_(weight)
@@ -216,10 +216,10 @@ def solve_codes(target: Tensor, factor: Tensor, grid: Grid, order: Tensor, *, bl
     sequence = order.tolist()
     for stop in range(len(sequence), 0, -block):
         start = max(0, stop - block)
-        corner = factor[start:stop, start:stop] / factor.diagonal()[start:stop]
+        corner = (factor[start:stop, start:stop] / factor.diagonal()[start:stop].unsqueeze(1)).t()
         here = wanted[start:stop].clone()
         if stop < len(sequence):
-            made_up = times(factor[stop:, start:stop].t(), errors[stop:])
+            made_up = times(factor[start:stop, stop:], errors[stop:])
             here.add_(made_up.div_(factor.diagonal()[start:stop].unsqueeze(1)))
         for i in reversed(range(stop - start)):
             column = sequence[len(sequence) - 1 - (start + i)]
@@ -294,7 +294,7 @@ def descend(pull: Tensor, codes: Tensor, hessian: Tensor, grid: Grid, order: Ten
 
 
 def reverse_factor(hessian: Tensor, order: Tensor) -> Tensor | None:
-    """The lower triangular L with ``H = L @ L.T``, where H is the Hessian with its inputs in reverse order; None if it
+    """The upper triangular U with ``H = U.T @ U``, where H is the Hessian with its inputs in reverse order; None if it
     is not positive definite."""
     inputs = order.flip(0)
     return cholesky(hessian[inputs.unsqueeze(1), inputs])
@@ -302,8 +302,6 @@ def reverse_factor(hessian: Tensor, order: Tensor) -> Tensor | None:
 
 def _row_energy(matrix: Tensor, hessian: Damped) -> Tensor:
     """Diagonal of ``matrix @ H @ matrix.T`` for the Hessian H before it was damped, [O] float64."""
-    whole = (
-        lower_transposed_times(hessian.factor, matrix.t()[hessian.order.flip(0)]).square_().sum(0, dtype=torch.float64)
-    )
+    whole = upper_times(hessian.factor, matrix.t()[hessian.order.flip(0)]).square_().sum(0, dtype=torch.float64)
     added = hessian.matrix.diagonal() - hessian.diagonal
     return (whole - (matrix.square() @ added).double()).clamp_(min=0)

@@ -58,7 +58,7 @@ def solve_in_panels(target: Tensor, factor: Tensor, grid: Grid, order: Tensor, k
     inputs = len(order)
     for first, last in _ranges(0, inputs, _PANEL):
         # The inputs of the factor are in reverse order.
-        ratios = factor[inputs - last :, inputs - last : inputs - first].flip(0, 1) / diagonal[first:last]
+        ratios = factor[inputs - last : inputs - first, inputs - last :].t().flip(0, 1) / diagonal[first:last]
         start = _moved(wanted[first:last], ratios[:first], errors[:first])
         for begin, end in _ranges(first, last, _TOGETHER):
             own = slice(begin - first, end - first)

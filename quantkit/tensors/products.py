@@ -18,7 +18,7 @@ BFLOAT16_SETTING = "QUANTKIT_BF16"
 _LEAST = 1 << 20  # multiplications; of fewer the call is what takes time
 _FEWEST_ROWS = 16  # with fewer, reading is what takes time
 _STRIPS = 8
-_STEP = 128
+_STEP = 64
 _CPU = torch.device("cpu")
 
 
@@ -113,7 +113,9 @@ def _padded(rows: Tensor) -> Tensor:
 
 def _dense(matrix: Tensor) -> Tensor:
     """A matrix without gaps, for which alone oneDNN's linear is fast."""
-    return matrix if matrix.is_contiguous() or matrix.t().is_contiguous() else matrix.contiguous()
+    if matrix.is_contiguous() or matrix.t().is_contiguous():
+        return matrix
+    return matrix.t().contiguous().t() if matrix.stride(0) == 1 else matrix.contiguous()  # in runs, as it lies
 
 
 def _through_onednn(a: Tensor, b: Tensor) -> bool:
