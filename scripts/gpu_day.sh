@@ -10,7 +10,8 @@
 #   5  GPTQ on the card against the CPU
 #
 # Results go to $OUT or ./gpu-day: a log and at most two files a stage. Stage 4 takes the tile configs that stage 3 left
-# in ./gpu-day/triton_configs.json, so copy them there. Wheels of scripts/gpu_wheels.sh in ./.whl are installed first. A
+# in ./gpu-day/triton_configs.json, so copy them there, and decodes as QUANTKIT_DECODE says: set it to what was fastest
+# in stage 2. Wheels of scripts/gpu_wheels.sh in ./.whl are installed first. A
 # dry run takes tiny sizes through Triton's interpreter, on the CPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -56,7 +57,7 @@ run() {
         ;;
     2)
         try 150 "$python" scripts/gpu_agreement.py --out "$out/agreement.json"
-        try 400 "$python" scripts/gpu_decode.py --out "$out/decode_untuned.json" --seconds 300
+        try 400 "$python" scripts/gpu_decode.py --out "$out/decode_untuned.json" --profile 12 --seconds 300
         ;;
     3)
         local configs="$out/triton_configs.json"
@@ -73,7 +74,8 @@ run() {
         try 280 "$python" scripts/measure_gpu.py --schemes int8,int4-g128 --json "$out/products.json" --seconds 250 \
             "${dry[@]}"
         try 270 "$python" scripts/gpu_decode.py --out "$out/decode.json" --shapes llama-2-7b,llama-3.1-8b \
-            --schemes bf16,int8,int4-g128,int4-g128+head-int8 --contexts 128,4096 --prefill 2048 --seconds 200
+            --schemes bf16,int8,int4-g128,int4-g128+head-int8 --contexts 128,4096 --prefill 2048 \
+            --decoding "${QUANTKIT_DECODE:-compiled}" --seconds 200
         ;;
     5)
         try 550 "$python" scripts/gpu_gptq.py --out "$out/gptq.json" --seconds 350

@@ -1,17 +1,23 @@
 """Stages 2 and 4 of `gpu_day.sh`: how fast whole models decode and read prompts on the card.
 
     python scripts/gpu_decode.py [--out FILE.json] [--shapes llama-2-7b] [--schemes bf16,int8,int4-g128]
-        [--contexts 128,1024,4096] [--layers 4,12] [--prefill 0]
+        [--contexts 128,1024,4096] [--layers 4,12] [--prefill 0] [--decoding eager,compiled,steps] [--profile 0]
 
 To compile all layers of a 7B model takes minutes. So models have few layers, in two counts, and the difference is that
 of the layers between: the figures of the whole model follow. Weights are random, the cache holds zeros, which takes as
-long. Prints ms a token, the bytes of weights a second, as a share of what a copy moves too, and with ``--prefill``
-tokens of a prompt, the seconds of reading it, the first token, compiling included, and memory.
+long. Each way of decoding is measured (`quantkit.runtime.captured.DECODE_SETTING`): a CUDA graph of our own of an eager
+step, one of a compiled step, and steps as inductor records them, with the host between. Prints ms a token, the bytes of
+weights a second, as a share of what a copy moves too, and with ``--prefill`` tokens of a prompt, the seconds of reading
+it, the first token, compiling included, and memory; with ``--profile``, so many of the kernels that take most of a
+token's time, of each way, with the fewer layers.
 """
 
 from __future__ import annotations
 
+import os
 import time
+from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,22 +25,40 @@ import gpu_card as card
 import torch
 
 from quantkit.evals.timing import bandwidth, weight_bytes
+from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
+from quantkit.runtime.captured import DECODE_SETTING
 from quantkit.runtime.engine import Engine
 
 STEPS = 2 if card.DRY else 64
+BEHIND = 2  # steps that the host reads tokens after they were asked for
 
 
-def decode_seconds(engine: Engine, context: int) -> float:
-    """Of a step of one token behind so many, each drawn greedily from the logits of the last."""
-    token = torch.zeros(1, dtype=torch.long, device=card.DEVICE)
-
-    def steps() -> None:
-        nonlocal token
-        for position in range(context - STEPS, context):
+def decode(engine: Engine, kind: str, context: int) -> None:
+    """Take steps of one token up to a context, each of the likeliest one after the last."""
+    positions = range(context - STEPS, context)
+    if kind == "steps":
+        token = torch.zeros(1, dtype=torch.long, device=card.DEVICE)
+        for position in positions:
             token = engine.step(token, [0], [position], [0]).argmax(-1)
+        return
+    late = deque(engine.decode([0], [position]) for position in positions[:BEHIND])
+    for position in positions[BEHIND:]:
+        late.append(engine.decode([0], [position]))
+        late.popleft().read()
 
-    return card.wall_seconds(steps, 1 if card.DRY else 3) / STEPS
+
+def profile(results: card.Results, call: Callable[[], None], most: int, **what: Any) -> None:
+    """The kernels that take most of the time of decoding a token, and how many there are."""
+    with torch.profiler.profile() as profiled:
+        call()
+        card.synchronize()
+    of_card = card.DEVICE.type == "cuda"
+    rows = [row for row in profiled.key_averages() if not of_card or row.device_type == torch.autograd.DeviceType.CUDA]
+    times = {row.key: row.self_device_time_total if of_card else row.self_cpu_time_total for row in rows}
+    results.add(kernels=sum(row.count for row in rows) / STEPS, us=sum(times.values()) / STEPS, **what)
+    for row in sorted(rows, key=lambda row: -times[row.key])[:most]:
+        results.add(kernel=row.key[:90], us=times[row.key] / STEPS, launches=row.count / STEPS, **what)
 
 
 def read(engine: Engine, prompt: torch.Tensor) -> None:
@@ -44,47 +68,66 @@ def read(engine: Engine, prompt: torch.Tensor) -> None:
         engine.step(prompt[rows.start : rows.stop], [0] * len(rows), rows, [len(rows) - 1])
 
 
-def measure(shape: str, text: str, layers: int, contexts: list[int], prefill: int) -> dict[str, float]:
+def measure(results: card.Results, shape: str, scheme: str, layers: int, given: Any) -> dict[str, float]:
     """Seconds and bytes of a model with so many layers, by name."""
-    scheme, _, head = text.partition("+head-")
+    quantized, _, head = scheme.partition("+head-")
     card.reset_memory()
     model = load_model(
-        card.checkpoint(shape, None if scheme == "bf16" else scheme, head or None, layers),
-        device=card.DEVICE, dtype=torch.bfloat16, backend=None if scheme == "bf16" else "triton",
+        card.checkpoint(shape, None if quantized == "bf16" else quantized, head or None, layers),
+        device=card.DEVICE, dtype=torch.bfloat16, backend=None if quantized == "bf16" else "triton",
     )  # fmt: skip
     found = {"bytes": float(weight_bytes(model))}
-    engine = Engine(model, max(*contexts, prefill), compiled=False if card.DRY else None)
-    if prefill:
-        prompt = torch.zeros(prefill, dtype=torch.long, device=card.DEVICE)
+    for number, kind in enumerate(given.decoding):
+        os.environ[DECODE_SETTING] = kind
+        call = partial(measure_kind, results, found, model, given, kind, number == 0, shape, scheme, layers)
+        results.attempt(f"{shape} {scheme}, {layers} layers, {kind}", call)
+        torch._dynamo.reset()
+    found["peak bytes"] = card.peak_memory()
+    return found
+
+
+def measure_kind(
+    results: card.Results, found: dict[str, float], model: Decoder, given: Any, kind: str, reads: bool, shape: str,
+    scheme: str, layers: int,
+) -> None:  # fmt: skip
+    """Add what one way of decoding takes, and with the first one what reading a prompt does."""
+    engine = Engine(model, max(*given.contexts, given.prefill), compiled=False if card.DRY else None)
+    if reads and given.prefill:
+        prompt = torch.zeros(given.prefill, dtype=torch.long, device=card.DEVICE)
         started = time.perf_counter()
         read(engine, prompt)
         card.synchronize()
         found["first token, compiling included"] = time.perf_counter() - started
-        found[f"prefill {prefill}"] = card.wall_seconds(partial(read, engine, prompt), 1 if card.DRY else 5)
-    for context in contexts:
-        found[f"decode at {context}"] = decode_seconds(engine, context)
-    found["peak bytes"] = card.peak_memory()
-    torch._dynamo.reset()
-    return found
+        found[f"prefill {given.prefill}"] = card.wall_seconds(partial(read, engine, prompt), 1 if card.DRY else 5)
+    if kind != "steps" and engine.decode([0], [0]) is None:
+        raise RuntimeError("no step can be recorded")
+    for context in given.contexts:
+        seconds = card.wall_seconds(partial(decode, engine, kind, context), 1 if card.DRY else 3)
+        found[f"decode at {context}, {kind}"] = seconds / STEPS
+    if given.profile and layers == given.layers[0]:
+        what = {"shape": shape, "scheme": scheme, "layers": layers, "decoding": kind}
+        call = partial(decode, engine, kind, given.contexts[0])
+        results.attempt("profile", partial(profile, results, call, given.profile, **what))
 
 
-def in_both(
-    results: card.Results, found: list[dict[str, float]], shape: str, scheme: str, counts: list[int], *what: Any
-) -> None:
+def in_both(results: card.Results, found: list[dict[str, float]], shape: str, scheme: str, given: Any) -> None:
     """What `measure` finds with each number of layers."""
-    for layers in counts:
-        found.append(measure(shape, scheme, layers, *what))
+    for layers in given.layers:
+        found.append(measure(results, shape, scheme, layers, given))
         results.add(shape=shape, scheme=scheme, layers=layers, **found[-1])
 
 
 def main() -> None:
     given = card.options(
         __doc__.splitlines()[0], shapes="llama-2-7b", schemes="bf16,int8,int4-g128", contexts="128,1024,4096",
-        layers="1,2" if card.DRY else "4,12", prefill=0,
+        layers="1,2" if card.DRY else "4,12", prefill=0, decoding="eager,compiled,steps", profile=0,
     )  # fmt: skip
-    contexts = [16] if card.DRY else [int(context) for context in given.contexts.split(",")]
-    counts, prefill = [int(count) for count in given.layers.split(",")], min(given.prefill, 16 if card.DRY else 4096)
-    torch._inductor.config.coordinate_descent_tuning = True  # bfloat16 at one token needs it
+    given.contexts = [16] if card.DRY else [int(context) for context in given.contexts.split(",")]
+    given.layers, given.prefill = (
+        [int(count) for count in given.layers.split(",")],
+        min(given.prefill, 16 if card.DRY else 4096),
+    )
+    given.decoding = [kind for kind in given.decoding.split(",") if not (card.DRY and kind == "compiled")]
     results = card.Results(given.out)
     copied = 1e9 if card.DRY else bandwidth(card.DEVICE)
     results.add(copy_bytes_a_second=copied)
@@ -98,12 +141,13 @@ def main() -> None:
                 results.add(left_out=f"{shape} {scheme}: time is up")
                 continue
             found: list[dict[str, float]] = []
-            call = partial(in_both, results, found, shape, scheme, counts, contexts, prefill)
+            call = partial(in_both, results, found, shape, scheme, given)
             if not results.attempt(f"{shape} {scheme}", call):
                 continue
             few, more = found
-            each = {name: (more[name] - few[name]) / (counts[1] - counts[0]) for name in few}
-            model = {name: few[name] + (whole - counts[0]) * each[name] for name in few}
+            least, most = given.layers
+            each = {name: (more[name] - few[name]) / (most - least) for name in few.keys() & more.keys()}
+            model = {name: few[name] + (whole - least) * each[name] for name in few if name in each}
             for name in (name for name in model if name.startswith(("decode", "prefill"))):
                 base.setdefault(name, model[name])
                 row = {"ms": 1e3 * model[name], "of the first scheme's speed": base[name] / model[name]}
