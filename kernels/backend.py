@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from quantkit.tensors.cached_rows import CachedRows
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
@@ -36,11 +37,12 @@ class Rounding:
 
 
 ScoredAttention = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor | None, int | None, float | None, float | None, Tensor | None], Tensor
+    [Tensor, CachedRows, CachedRows, Tensor, Tensor | None, int | None, float | None, float | None, Tensor | None],
+    Tensor,
 ]
-"""Attention over a cache: queries [B, H, T, Dh]; cached keys and values [slots, K, S, Dh] as stored; the queries'
-positions, [T] or [B, T]; the sequences' slots [B], None for 0, 1, 2, ...; the window, None for all; and of the scores
-the scale, None for 1 over the root of Dh, the soft cap or None, and the heads' sinks [H] or None. To [B, T, H * Dh]."""
+"""Attention over a cache: queries [B, H, T, Dh]; cached keys and values [slots, K, S, Dh]; the queries' positions, [T]
+or [B, T]; the sequences' slots [B], None for 0, 1, 2, ...; the window, None for all; and of the scores the scale, None
+for 1 over the root of Dh, the soft cap or None, and the heads' sinks [H] or None. To [B, T, H * Dh]."""
 
 
 @dataclass(frozen=True)

@@ -84,8 +84,9 @@ def _rows_shape(packed: Tensor, index: Tensor, columns: int) -> Tensor:
 
 
 def _cached_attention_shape(
-    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int, scale: float,
-    softcap: float | None = None, sinks: Tensor | None = None,
+    queries: Tensor, keys: Tensor, key_scales: Tensor | None, values: Tensor, value_scales: Tensor | None,
+    positions: Tensor, slots: Tensor | None, window: int, scale: float, softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     batch, heads, tokens, size = queries.shape
     return queries.new_empty(batch, tokens, heads * size)

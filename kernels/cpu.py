@@ -18,6 +18,7 @@ from torch import Tensor
 from quantkit.errors import UnsupportedError
 from quantkit.kernels.backend import BlockKernel, ExpertKernel, Operations, Rounding, StackedLinear
 from quantkit.kernels.build import load_kernels
+from quantkit.tensors.cached_rows import CachedRows
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
@@ -85,13 +86,13 @@ class CpuBackend:
         operators = self._operators
 
         def cached_attention(
-            queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None,
+            queries: Tensor, keys: CachedRows, values: CachedRows, positions: Tensor, slots: Tensor | None,
             window: int | None, scale: float | None, softcap: float | None, sinks: Tensor | None,
         ) -> Tensor:  # fmt: skip
             scale = queries.shape[-1] ** -0.5 if scale is None else scale
             sinks = None if sinks is None else sinks.float()
             mixed: Tensor = operators.cached_attention(
-                queries, keys, values, positions, slots, window or 0, scale, softcap, sinks
+                queries, *keys, *values, positions, slots, window or 0, scale, softcap, sinks
             )
             return mixed
 

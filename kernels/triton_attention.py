@@ -21,13 +21,15 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from quantkit.kernels.triton_tiles import Card, card_of
-from quantkit.kernels.triton_words import dot_add, operator
+from quantkit.kernels.triton_words import WIDEN, dot_add, operator
+from quantkit.tensors.cached_rows import CachedRows
 
 _MAX_ROWS = 64  # queries of one program
 _TILE_BYTES = 1 << 14  # of keys that a program holds at a time, and as many of values
 _MAX_SPANS = 64  # that one program can join
 _WAVES = 2  # programs for each processor
-_SCALE_BYTES = 4
+MAX_CODE = tl.constexpr(127.0)
+"""Of int8. Times a row's scale it is the row's largest value, which float16 holds where it does not hold the scale."""
 LOG2_E = tl.constexpr(math.log2(math.e))
 """Exponentials are to the base of 2."""
 
@@ -52,15 +54,12 @@ def live(positions, tokens, length, window, TOKENS: tl.constexpr, SPANS: tl.cons
 
 
 @triton.jit
-def cached(stored, at, inside, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr):
-    """Rows [N, BLOCK_D] of a cache as floats; zeros for those that are not inside."""
-    WIDTH: tl.constexpr = SIZE + 4 if stored.dtype.element_ty == tl.int8 else SIZE
-    column = tl.arange(0, BLOCK_D)
-    row = stored + at * WIDTH
-    values = tl.load(row[:, None] + column[None, :], mask=inside[:, None] & (column < SIZE)[None, :], other=0)
-    if stored.dtype.element_ty == tl.int8:
-        step = tl.load((row + SIZE).to(tl.pointer_type(tl.float32), bitcast=True), mask=inside, other=0)
-        values = values.to(tl.float32) * step[:, None]
+def cached(rows, at, inside, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr):
+    """Rows [N, BLOCK_D] of a cache, floats or codes, as floats; zeros for those that are not inside."""
+    column = tl.arange(0, BLOCK_D)[None, :]
+    values = tl.load(rows + at[:, None] * SIZE + column, mask=inside[:, None] & (column < SIZE), other=0)
+    if WIDEN and rows.dtype.element_ty == tl.int8:
+        values = values.to(tl.float32)  # Triton's interpreter makes no bfloat16 of integers
     return values.to(DTYPE)
 
 
@@ -72,16 +71,18 @@ def capped(scores, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def attend_spans(
-    queries, keys, values, positions, slots, mixed, largest, total, tokens, rows, length, window, kv_heads, stride,
+    queries, keys, key_scales, values, value_scales, positions, slots, mixed, largest, total, tokens, rows, length,
+    window, kv_heads, stride,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr,
     SPANS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One span for up to BLOCK_M queries: values weighted by exponentials, the largest score, the exponentials' sum.
 
-    SCALE is of products with keys, to scores to the base of 2, or with a SOFTCAP to the base of e.
+    SCALE is of products with keys, to scores to the base of 2, or with a SOFTCAP to the base of e. Codes are multiplied
+    as they are: scales of keys are for their scores, and those of values for the weights.
     """
     DTYPE: tl.constexpr = queries.dtype.element_ty
-    WIDTH: tl.constexpr = SIZE + 4 if keys.dtype.element_ty == tl.int8 else SIZE
+    CODES: tl.constexpr = keys.dtype.element_ty == tl.int8
     pair = tl.program_id(2).to(tl.int64)
     sequence = pair // kv_heads
     positions += sequence * stride
@@ -97,8 +98,10 @@ def attend_spans(
         stored = pair
         if SLOTS:
             stored = tl.load(slots + sequence).to(tl.int64) * kv_heads + pair % kv_heads
-        keys += stored * length * WIDTH
-        values += stored * length * WIDTH
+        stored *= length
+        keys, values = keys + stored * SIZE, values + stored * SIZE
+        if CODES:
+            key_scales, value_scales = key_scales + stored, value_scales + stored
         high = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         sums = tl.zeros((BLOCK_M,), tl.float32)
         weighted = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -106,6 +109,8 @@ def attend_spans(
             at = block + tl.arange(0, BLOCK_N)
             key = cached(keys, at, at < last, SIZE, BLOCK_D, DTYPE)
             scores = dot_add(query, tl.trans(key), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)) * SCALE
+            if CODES:
+                scores *= tl.load(key_scales + at, mask=at < last, other=0)[None, :]
             if SOFTCAP > 0:
                 scores = capped(scores, SOFTCAP) * LOG2_E
             distance = position - at[None, :]
@@ -115,9 +120,17 @@ def attend_spans(
             weights = tl.exp2(scores - base[:, None])
             before = tl.exp2(high - base)
             sums = sums * before + tl.sum(weights, 1)
+            if CODES:
+                weights *= tl.load(value_scales + at, mask=at < last, other=0)[None, :] * MAX_CODE
             value = cached(values, at, at < last, SIZE, BLOCK_D, DTYPE)
+            if CODES and BLOCK_M < 64 and not WIDEN:
+                # By one: a dot that takes what was loaded, converted only, gathers codes one by one from shared memory;
+                # of products it takes pairs, transposed on the way. Of 64 rows it always does.
+                value *= (at < last).to(DTYPE)[:, None]
             weighted = dot_add(weights.to(DTYPE), value, weighted * before[:, None])
             high = higher
+        if CODES:
+            weighted /= MAX_CODE
         part = line * SPANS + tl.program_id(0)
         tl.store(largest + part, high, mask=row < rows)
         tl.store(total + part, sums, mask=row < rows)
@@ -157,7 +170,8 @@ def join_spans(
 
 @operator("cached_attention")
 def cached_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None,
+    queries: Tensor, keys: Tensor, key_scales: Tensor | None, values: Tensor, value_scales: Tensor | None,
+    positions: Tensor, slots: Tensor | None, window: int | None,
     scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Grouped-query attention; each query sees the positions cached in its sequence's slot up to its own.
@@ -167,7 +181,8 @@ def cached_attention(
 
     Args:
         queries: [B, H, T, Dh], for a few T.
-        keys, values: [slots, K, S, Dh], or int8 [slots, K, S, Dh + 4] with a float32 scale at the end of each row.
+        keys, values: [slots, K, S, Dh], floats or int8 codes.
+        key_scales, value_scales: of the codes of each row, float32 [slots, K, S]; None for floats.
         positions: [T] or [B, T], each below S.
         slots: of the sequences, [B]; None is 0, 1, 2, ...
         window: positions seen, the own included; None for all.
@@ -177,16 +192,15 @@ def cached_attention(
 
     Returns:
         [B, T, H * Dh] in the queries' dtype.
-
-    Raises:
-        ValueError: if the scales of int8 rows are not aligned: Dh is no multiple of 4.
     """
-    return attended(queries, keys, values, positions, slots, window, None, scale, softcap, sinks)
+    stored = CachedRows(keys, key_scales), CachedRows(values, value_scales)
+    return attended(queries, *stored, positions, slots, window, None, scale, softcap, sinks)
 
 
 @cached_attention.register_fake
 def _(
-    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None,
+    queries: Tensor, keys: Tensor, key_scales: Tensor | None, values: Tensor, value_scales: Tensor | None,
+    positions: Tensor, slots: Tensor | None, window: int | None,
     scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     batch, heads, tokens, size = queries.shape
@@ -208,14 +222,12 @@ def spans_for(pairs: int, rows: int, length: int, tile: Tile, card: Card) -> int
 
 
 def attended(
-    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None,
+    queries: Tensor, keys: CachedRows, values: CachedRows, positions: Tensor, slots: Tensor | None, window: int | None,
     spans: int | None = None, scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As `cached_attention`, with the live part in up to `spans` spans; None is as many as suit the card."""
     batch, heads, tokens, size = queries.shape
-    kv_heads, length, width = keys.shape[1:]
-    if width != size and size % _SCALE_BYTES:
-        raise ValueError(f"int8 rows of a cache need a head size that is a multiple of {_SCALE_BYTES}, not {size}")
+    kv_heads, length = keys.rows.shape[1:3]
     pairs, rows, card = batch * kv_heads, heads // kv_heads * tokens, card_of(queries.device)
     tile = tile_for(rows, size, queries.dtype, card)
     spans = spans or spans_for(pairs, rows, length, tile, card)
@@ -230,7 +242,7 @@ def attended(
         "BLOCK_N": tile.block_n, "BLOCK_D": tile.block_d,
     }  # fmt: skip
     wrap_triton(attend_spans)[(spans, triton.cdiv(rows, tile.block_m), pairs)](
-        queries.contiguous(), keys.contiguous(), values.contiguous(), positions, positions if slots is None else slots,
+        queries.contiguous(), *_operands(keys), *_operands(values), positions, positions if slots is None else slots,
         mixed, largest, total, tokens, rows, length, seen, kv_heads, stride,
         SCALE=scale if softcap else scale * LOG2_E.value, SOFTCAP=softcap or 0.0, SLOTS=slots is not None,
         BLOCK_M=tile.block_m, **constants, num_warps=4, num_stages=tile.stages,
@@ -240,3 +252,9 @@ def attended(
         SINKS=sinks is not None, BLOCK_S=triton.next_power_of_2(spans), **constants, num_warps=4, num_stages=1,
     )  # fmt: skip
     return out
+
+
+def _operands(stored: CachedRows) -> tuple[Tensor, Tensor]:
+    """Rows, and their scales; the rows again where nothing is read of scales."""
+    rows = stored.rows.contiguous()
+    return rows, rows if stored.scales is None else stored.scales.contiguous()

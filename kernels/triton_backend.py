@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from quantkit.kernels.backend import ExpertKernel, Operations, Rounding, Stacked
 from quantkit.kernels.build import cache_folder
 from quantkit.kernels.reference import gated
 from quantkit.kernels.triton_tiles import CACHED_FILE, TOKENS, UNIT, card_of, measured_configs, save_configs
+from quantkit.tensors.cached_rows import CachedRows
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
@@ -80,9 +82,7 @@ class TritonBackend:
     def operations(self) -> Operations:
         from quantkit.kernels import triton_attention, triton_experts  # noqa: F401  (registers the operators)
 
-        return Operations(
-            torch.ops.quantkit_triton.cached_attention, _FEW_TOKENS, experts=ExpertKernel(_stack, _experts)
-        )
+        return Operations(_cached_attention, _FEW_TOKENS, experts=ExpertKernel(_stack, _experts))
 
     def linear(
         self, x: Tensor, prepared: dict[str, Tensor], scheme: QuantScheme, rows: int, bias: Tensor | None
@@ -95,6 +95,17 @@ class TritonBackend:
             zero = prepared.get("zero")
             product = torch.ops.quantkit_triton.int4_linear(flat, words, scale, zero, bias, group, arrived)
         return product.view(*x.shape[:-1], rows)  # type: ignore[no-any-return]
+
+
+def _cached_attention(
+    queries: Tensor, keys: CachedRows, values: CachedRows, positions: Tensor, slots: Tensor | None, window: int | None,
+    *scores: Any,
+) -> Tensor:  # fmt: skip
+    """See `ScoredAttention`."""
+    mixed: Tensor = torch.ops.quantkit_triton.cached_attention(
+        queries, *keys, *values, positions, slots, window, *scores
+    )
+    return mixed
 
 
 def _experts(

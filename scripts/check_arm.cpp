@@ -56,21 +56,22 @@ void linear(int threads) {
 }
 
 void cached_attention(int threads) {
-  AttentionShape at{number(), number(), number(), number(), number(), number(), number(), {},
-                    FloatType(number()), CacheType(number()), 0, 0, 0};
+  const int64_t batch = number(), heads = number(), kv_heads = number(), tokens = number(), length = number();
+  AttentionShape at{batch, heads, kv_heads, tokens, number(), number(), {}, FloatType(number()), 0, 0, 0};
+  const CacheType type = CacheType(number());
   const int64_t places = number(), sinks = number() ? at.heads * 4 : 0;
   at.head_step = at.tokens * at.size, at.batch_step = at.heads * at.head_step, at.token_step = at.size;
   std::cin >> at.scores.scale >> at.scores.softcap;
   std::cin.ignore();
   const int64_t mixed = at.batch * at.batch_step * width(at.type);
-  const int64_t cached = places * at.kv_heads * at.length * at.size * width(FloatType(at.cached));
+  const int64_t cached = places * kv_heads * length * at.size * width(FloatType(type));
   Bytes queries = operand(mixed), keys = operand(cached), values = operand(cached);
   Bytes positions = operand(at.batch * at.tokens * 8), slots = operand(at.batch * 8), out = allocated(mixed);
   Bytes scores = operand(sinks);
   if (sinks) at.scores.sinks = as<float>(scores);
   const auto runs = runs_of(as<int64_t>(slots), as<int64_t>(positions), at.batch, at.tokens);
-  attention_over_cache(at, queries.data(), keys.data(), values.data(), as<int64_t>(positions), runs, threads,
-                       out.data());
+  const Cache cache{{keys.data(), nullptr, type, at.size}, {values.data(), nullptr, type, at.size}, length};
+  attention_over_cache(at, queries.data(), cache, as<int64_t>(positions), runs, threads, out.data());
   reply(out, mixed);
 }
 

@@ -82,8 +82,8 @@ class Emulated:
         return self._ask(request, [*operands, x], x.new_empty(len(x), rows))
 
     def cached_attention(
-        self, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int,
-        scale: float, softcap: float | None = None, sinks: Tensor | None = None,
+        self, queries: Tensor, keys: Tensor, key_scales: None, values: Tensor, value_scales: None, positions: Tensor,
+        slots: Tensor | None, window: int, scale: float, softcap: float | None = None, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         batch, heads, tokens, size = queries.shape
         shape = batch, heads, keys.shape[1], tokens, keys.shape[2], size, window

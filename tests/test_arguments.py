@@ -249,8 +249,8 @@ def test_tokens_beyond_the_vocabulary_are_left_out(loaded: tuple[Decoder, Tokeni
 def test_a_cache_has_a_type_by_name_or_by_torchs(loaded: tuple[Decoder, Tokenizer]) -> None:
     for dtype, expected in (("int8", torch.int8), (torch.int8, torch.int8), ("bf16", torch.bfloat16),
                             (torch.float16, torch.float16), (None, loaded[0].dtype)):  # fmt: skip
-        (stored, *_) = Engine(loaded[0], 20, cache_dtype=dtype)._cache.keys  # type: ignore[arg-type]
-        assert stored.dtype == expected
+        (keys, *_) = Engine(loaded[0], 20, cache_dtype=dtype)._cache.keys  # type: ignore[arg-type]
+        assert keys.rows.dtype == expected
 
 
 def test_a_tokenizer_of_more_tokens_than_the_model_has_is_refused(

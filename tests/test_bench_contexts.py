@@ -100,7 +100,7 @@ def test_a_cache_in_8_bits_is_smaller(demo_model: Path) -> None:
 def test_what_a_cache_takes_is_known_before(dtype: torch.dtype) -> None:
     config = synthetic("llama-160m", None).config
     cache = KVCache(config, 3, 5, dtype, "cpu")
-    whole = sum(stored.nbytes for stored in (*cache.keys, *cache.values))
+    whole = sum(stored.nbytes for stored in cache.tensors())
     assert whole == cache_bytes(config, 3, 5, dtype)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from test_cpu_kernels import DTYPES, HERE
 from torch import Tensor
 
 from quantkit.kernels.build import load_kernels
-from quantkit.model.cache import cached_floats
+from quantkit.tensors.cached_rows import CachedRows, cached_rows
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
 
@@ -61,7 +62,7 @@ def test_attention_scores_are_capped_and_sinks_take_their_share(
     sinks = torch.linspace(-3, 9, heads) if has_sinks else None
     positions = torch.arange(length - tokens, length)
     operator = load_kernels(variant).cached_attention
-    found = operator(queries, keys, values, positions, None, window or 0, scale, softcap, sinks)
+    found = operator(queries, keys, None, values, None, positions, None, window or 0, scale, softcap, sinks)
     distance = positions.unsqueeze(-1) - torch.arange(length)
     seen = (distance >= 0) & (distance < (window or length))
     expected = _mixed(queries, keys, values, seen, scale, softcap, sinks)
@@ -79,7 +80,7 @@ def test_capped_scores_are_right_whatever_their_size(variant: str, tokens: int) 
     keys, values = (torch.cat([rows, torch.zeros(len(products), 1, tokens, 4)], dim=2) for rows in (keys, ones))
     positions = torch.zeros(tokens, dtype=torch.int64)
     operator = load_kernels(variant).cached_attention
-    found = operator(queries, keys, values, positions, None, 0, 1.0, cap, torch.zeros(1))
+    found = operator(queries, keys, None, values, None, positions, None, 0, 1.0, cap, torch.zeros(1))
     expected = torch.sigmoid(cap * torch.tanh(products.double() / cap))
     torch.testing.assert_close(found[:, -1, 0].double(), expected, rtol=1e-6, atol=0)
 
@@ -91,8 +92,8 @@ def test_a_sink_far_above_or_below_all_scores_takes_all_or_nothing(variant: str,
     positions = torch.arange(300 - tokens, 300)
     operator = load_kernels(variant).cached_attention
     sinks = torch.tensor([500.0, -500.0, -math.inf])
-    found = operator(queries, keys, keys, positions, None, 0, 0.2, None, sinks).unflatten(-1, (3, 32))
-    without = operator(queries, keys, keys, positions, None, 0, 0.2).unflatten(-1, (3, 32))
+    found = operator(queries, keys, None, keys, None, positions, None, 0, 0.2, None, sinks).unflatten(-1, (3, 32))
+    without = operator(queries, keys, None, keys, None, positions, None, 0, 0.2).unflatten(-1, (3, 32))
     assert found[:, :, 0].abs().max() < 1e-30
     torch.testing.assert_close(found[:, :, 1:], without[:, :, 1:], rtol=1e-6, atol=1e-6)
 
@@ -105,10 +106,10 @@ def test_capped_attention_hands_on_what_is_not_finite(variant: str, tokens: int)
     keys[0, 1, 4, 3] = torch.nan
     positions = torch.arange(70 - tokens, 70)
     operator = load_kernels(variant).cached_attention
-    found = operator(queries, keys, values, positions, None, 0, 1.0, 5.0, torch.tensor([0.0, 1.0]))
+    found = operator(queries, keys, None, values, None, positions, None, 0, 1.0, 5.0, torch.tensor([0.0, 1.0]))
     assert found[..., :32].isfinite().all()
     assert found[..., 32:].isnan().all()
-    found = operator(queries, values, values, positions, None, 0, 1.0, None, torch.tensor([torch.nan, 1.0]))
+    found = operator(queries, values, None, values, None, positions, None, 0, 1.0, None, torch.tensor([torch.nan, 1.0]))
     assert found[..., :32].isnan().all()
     assert found[..., 32:].isfinite().all()
 
@@ -120,7 +121,7 @@ def test_scores_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
     given = {"softcap": None, "sinks": None} | wrong
     with pytest.raises(RuntimeError, match=r"softcap|sinks"):
         load_kernels("native").cached_attention(
-            torch.zeros(1, 2, 1, 32), keys, keys, torch.tensor([3]), None, 0, 1.0, *given.values()
+            torch.zeros(1, 2, 1, 32), keys, None, keys, None, torch.tensor([3]), None, 0, 1.0, *given.values()
         )
 
 
@@ -225,7 +226,7 @@ class ExampleBlock:
         for name, width in widths.items():
             self.tensors[name] = None if width is None else 1 + drawn(width) / 4
 
-    def run(self, x: Tensor, step: ExampleStep, stored: tuple[Tensor, Tensor] | tuple[None, None]) -> Tensor:
+    def run(self, x: Tensor, step: ExampleStep, stored: Sequence[CachedRows] | None) -> Tensor:
         """Through the operator; hidden states [B, T, D]."""
         own, of = self.features, self.tensors
         packed = {
@@ -237,14 +238,15 @@ class ExampleBlock:
         feed_forward = [of["feed_forward_before"], packed["gate_up"], of["gate_up_bias"], packed["down"],
                         of["down_bias"], of["feed_forward_after"]]  # fmt: skip
         out = x.clone()
+        rows = (None,) * 4 if stored is None else (*stored[0], *stored[1])
         self.ops.block(
-            out, *step.angles, step.query_scale if own.query_scale else None, step.positions, step.slots, *stored,
+            out, *step.angles, step.query_scale if own.query_scale else None, step.positions, step.slots, *rows,
             step.prefill, attention, feed_forward, HEADS, KV_HEADS, own.window or 0, own.scale, own.softcap, own.clip,
             own.activation, own.limit, 1e-5, own.multiplier,
         )  # fmt: skip
         return out
 
-    def expected(self, x: Tensor, step: ExampleStep, stored: tuple[Tensor, Tensor]) -> Tensor:
+    def expected(self, x: Tensor, step: ExampleStep, stored: Sequence[CachedRows]) -> Tensor:
         """The same in float64, over the cache as it is after that."""
         own, of = self.features, self.tensors
         wide = x.double()
@@ -262,7 +264,7 @@ class ExampleBlock:
             queries = queries * step.query_scale[:, None, :, None].double()
         distance = step.positions.unsqueeze(-1) - step.positions.unsqueeze(-2)
         if not step.prefill:
-            keys, values = (cached_floats(rows[step.slots], torch.float64) for rows in stored)
+            keys, values = (rows.of_slots(step.slots).floats(torch.float64) for rows in stored)
             distance = step.positions.unsqueeze(-1) - torch.arange(keys.shape[2])
         seen = (distance >= 0) & (distance < (own.window or 10**6))
         mixed = _mixed(queries, keys, values, seen.unsqueeze(1), own.scale or SIZE**-0.5, own.softcap, of["sinks"])
@@ -301,27 +303,26 @@ STEPS = [(6, True), (1, False), (3, False), (30, False), (1, False)]
 def test_blocks_serve_each_feature(variant: str, cached: torch.dtype, name: str) -> None:
     """A prompt, one token, a few, many, of sequences at positions of their own in slots that are not in order."""
     block = ExampleBlock(FEATURES[name], load_kernels(variant))
-    width = SIZE + (4 if cached == torch.int8 else 0)
-    stored = torch.zeros(2, KV_HEADS, 60, width, dtype=cached), torch.zeros(2, KV_HEADS, 60, width, dtype=cached)
+    keys, values = (cached_rows(torch.zeros(2, KV_HEADS, 60, SIZE), cached) for _ in range(2))
     starts = torch.tensor([[0], [0]])
     for count, prefill in STEPS:
         step = ExampleStep(starts + torch.arange(count), torch.tensor([1, 0]), prefill)
         x = torch.randn(2, count, HIDDEN)
-        found = block.run(x, step, stored)
-        torch.testing.assert_close(found.double(), block.expected(x, step, stored), rtol=1e-3, atol=1e-3)
+        found = block.run(x, step, (keys, values))
+        torch.testing.assert_close(found.double(), block.expected(x, step, (keys, values)), rtol=1e-3, atol=1e-3)
         starts = step.positions[:, -1:] + (torch.tensor([[1], [5]]) if prefill else 1)
 
 
 @pytest.mark.parametrize("name", ["llama", "all"])
 def test_rows_of_blocks_have_the_bits_that_they_have_alone(name: str) -> None:
     block = ExampleBlock(FEATURES[name], load_kernels("native"))
-    x, stored = torch.randn(3, 5, HIDDEN), torch.zeros(2, 3, KV_HEADS, 60, SIZE)
+    x, stored = torch.randn(3, 5, HIDDEN), [torch.zeros(3, KV_HEADS, 60, SIZE) for _ in range(2)]
     starts = torch.tensor([[0], [7], [20]])
     step = ExampleStep(starts + torch.arange(5), torch.arange(3), prefill=False)
-    together = block.run(x, step, (stored[0].clone(), stored[1].clone()))
+    together = block.run(x, step, [CachedRows(rows.clone()) for rows in stored])
     for row in range(3):
         own = ExampleStep(step.positions[row : row + 1], torch.tensor([row]), prefill=False)
-        assert torch.equal(block.run(x[row : row + 1], own, (stored[0], stored[1]))[0], together[row])
+        assert torch.equal(block.run(x[row : row + 1], own, [CachedRows(rows) for rows in stored])[0], together[row])
 
 
 ACTIVATIONS = [("silu", None), ("gelu_tanh", None), ("swiglu_oai", None), ("swiglu_oai", 7.0)]
@@ -349,8 +350,8 @@ def test_activations_are_right_to_float32(variant: str, activation: str, limit: 
         attention = [None, packed(96, 32, []), None, None, None, None, packed(32, 32, []), None, None]
         feed_forward = [None, packed(64, 32, [(0, 0)]), bias, packed(32, 32, [(1, 0)]), None, None]
         ops.block(
-            x, torch.ones(len(gates), 32), torch.zeros(len(gates), 32), None, torch.arange(len(gates)), None, None,
-            None, True, attention, feed_forward, 1, 1, 0, None, None, None, activation, limit, 1e-5, 1.0,
+            x, torch.ones(len(gates), 32), torch.zeros(len(gates), 32), None, torch.arange(len(gates)),
+            *[None] * 5, True, attention, feed_forward, 1, 1, 0, None, None, None, activation, limit, 1e-5, 1.0,
         )  # fmt: skip
         expected = _gated(activation, limit, gates.double(), torch.full_like(gates, up).double())
         torch.testing.assert_close(x[0, :, 1].double(), expected, rtol=1e-6, atol=1e-6)
@@ -370,7 +371,7 @@ def test_blocks_that_make_no_sense_are_refused(
     block = ExampleBlock(replace(FEATURES["llama"], activation=activation), _Shortened(attention, feed_forward))
     step = ExampleStep(torch.arange(3).unsqueeze(0), torch.tensor([0]), prefill=True)
     with pytest.raises(RuntimeError, match=reason):
-        block.run(torch.randn(1, 3, HIDDEN), step, (None, None))
+        block.run(torch.randn(1, 3, HIDDEN), step, None)
 
 
 class _Shortened:
@@ -382,6 +383,6 @@ class _Shortened:
     def block(self, *arguments: Any) -> None:
         halves = [
             half if kept is None else [half[index] for index in kept]
-            for half, kept in zip(arguments[9:11], self._kept, strict=True)
+            for half, kept in zip(arguments[11:13], self._kept, strict=True)
         ]
-        load_kernels("native").block(*arguments[:9], *halves, *arguments[11:])
+        load_kernels("native").block(*arguments[:11], *halves, *arguments[13:])

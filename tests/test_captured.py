@@ -328,7 +328,7 @@ def test_a_step_needs_nothing_of_the_host(case: str, tmp_path: Path) -> None:
                     module._parameters[name] = nn.Parameter(value)
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else torch.empty(buffer.shape, device=card)
-        for slots, cached in itertools.product((1, 4), (torch.bfloat16,)):
+        for slots, cached in itertools.product((1, 4), (torch.bfloat16, torch.int8)):
             cache = KVCache(config, slots, 33, cached, card)
             rows, last, drawn = (
                 torch.zeros(shape, dtype=torch.long, device=card) for shape in ((3, slots), slots + 1, slots)

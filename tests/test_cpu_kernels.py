@@ -23,6 +23,7 @@ from quantkit.kernels import build
 from quantkit.kernels.build import VARIANTS, load_kernels
 from quantkit.kernels.dispatch import select_backend
 from quantkit.model.cache import KVCache
+from quantkit.tensors.cached_rows import cached_rows
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
 
@@ -150,7 +151,9 @@ def test_attention_over_the_cache_equals_softmax(
     keys, values = torch.randn(2, batch, shared, length, size).to(dtype)
     positions = torch.arange(length - tokens - 1, length - 1)
     keys[:, :, -1] = torch.nan  # not yet written: never looked at
-    found = load_kernels(variant).cached_attention(queries, keys, values, positions, None, window or 0, size**-0.5)
+    found = load_kernels(variant).cached_attention(
+        queries, keys, None, values, None, positions, None, window or 0, size**-0.5
+    )
     distance = positions.unsqueeze(-1) - torch.arange(length - 1)
     mask = (distance >= 0) & (distance < (window or length))
     expected = F.scaled_dot_product_attention(
@@ -176,11 +179,12 @@ def test_rows_of_many_sequences_attend_as_each_alone(variant: str, window: int |
     positions = torch.cat([torch.arange(start, start + count) for _, start, count in runs])
     queries = torch.randn(len(slots), 6, 1, 32)
     attention = load_kernels(variant).cached_attention
-    found = attention(queries, keys, values, positions.unsqueeze(1), slots, window or 0, 0.2)
+    found = attention(queries, *keys, *values, positions.unsqueeze(1), slots, window or 0, 0.2)
     done = 0
     for slot, start, count in runs:
         own = queries[done : done + count, :, 0].transpose(0, 1).unsqueeze(0)
-        stored = keys[slot : slot + 1].clone(), values[slot : slot + 1].clone()
+        place = torch.tensor([slot])
+        stored = *keys.of_slots(place), *values.of_slots(place)
         alone = attention(own, *stored, torch.arange(start, start + count), None, window or 0, 0.2)
         assert torch.equal(found[done : done + count].squeeze(1), alone[0])
         done += count
@@ -191,7 +195,7 @@ def test_slots_outside_the_cache_are_refused(slots: list[int]) -> None:
     keys = torch.zeros(2, 1, 9, 32)
     with pytest.raises(RuntimeError, match="slot"):
         load_kernels("native").cached_attention(
-            torch.zeros(2, 1, 1, 32), keys, keys, torch.tensor([3]), torch.tensor(slots), 0, 1.0
+            torch.zeros(2, 1, 1, 32), keys, None, keys, None, torch.tensor([3]), torch.tensor(slots), 0, 1.0
         )
 
 
@@ -201,7 +205,8 @@ def test_attention_hands_on_what_is_not_finite(variant: str, tokens: int) -> Non
     queries, keys = torch.randn(1, 2, tokens, 32), torch.randn(1, 2, 90, 32)
     values = keys.clone()
     keys[0, 1, 4, 3] = torch.nan
-    found = load_kernels(variant).cached_attention(queries, keys, values, torch.arange(70 - tokens, 70), None, 0, 1.0)
+    positions = torch.arange(70 - tokens, 70)
+    found = load_kernels(variant).cached_attention(queries, keys, None, values, None, positions, None, 0, 1.0)
     assert found[..., :32].isfinite().all()
     assert found[..., 32:].isnan().all()
 
@@ -211,7 +216,7 @@ def test_positions_outside_the_cache_are_refused(position: int) -> None:
     keys = torch.zeros(1, 1, 9, 32)
     with pytest.raises(RuntimeError, match="outside the cache"):
         load_kernels("native").cached_attention(
-            torch.zeros(1, 1, 1, 32), keys, keys, torch.tensor([position]), None, 0, 1.0
+            torch.zeros(1, 1, 1, 32), keys, None, keys, None, torch.tensor([position]), None, 0, 1.0
         )
 
 
@@ -253,11 +258,13 @@ def test_the_operators_pass_torchs_own_checks() -> None:
     ops = load_kernels("native")
     weight = quantize_rtn(torch.randn(20, 64), QuantScheme.parse("int4-g32"), torch.float16)
     packed = ops.pack(weight.codes, weight.scale, None, 4, True)
-    keys = torch.randn(1, 2, 9, 32)
+    keys, positions = torch.randn(1, 2, 9, 32), torch.tensor([3, 4])
+    codes = cached_rows(keys, torch.int8)
     calls = (
         (ops.linear, (torch.randn(2, 3, 64), packed, torch.randn(20), 20)),
         (ops.linear, (torch.randn(1, 64).bfloat16(), packed, None, 20)),
-        (ops.cached_attention, (torch.randn(1, 4, 2, 32), keys, keys.clone(), torch.tensor([3, 4]), None, 0, 0.5)),
+        (ops.cached_attention, (torch.randn(1, 4, 2, 32), keys, None, keys.clone(), None, positions, None, 0, 0.5)),
+        (ops.cached_attention, (torch.randn(1, 4, 2, 32), *codes, *codes, positions, None, 0, 0.5)),
         (ops.float_linear, (torch.randn(2, 64), torch.randn(10, 64))),
     )
     for op, arguments in calls:
@@ -265,8 +272,8 @@ def test_the_operators_pass_torchs_own_checks() -> None:
 
 
 @pytest.mark.parametrize("own", [True, False])
-@pytest.mark.parametrize("cached", [True, False])
-def test_the_operator_on_blocks_passes_torchs_own_checks(own: bool, cached: bool) -> None:
+@pytest.mark.parametrize("cached", [None, torch.float32, torch.int8], ids=str)
+def test_the_operator_on_blocks_passes_torchs_own_checks(own: bool, cached: torch.dtype | None) -> None:
     ops = load_kernels("native")
 
     def packed(rows: int, columns: int) -> Tensor:
@@ -278,10 +285,9 @@ def test_the_operator_on_blocks_passes_torchs_own_checks(own: bool, cached: bool
     feed_forward = [torch.ones(64), packed(192, 64), torch.randn(192), packed(64, 96), None, None]
     settings = (4, 2, 0, None, None, None, "silu", None, 1e-5, 1.0)
     x, angles = torch.randn(2, 3, 64), torch.randn(2, 3, 16)
-    cache = torch.zeros(2, 2, 2, 9, 16)
-    stored = (cache[0].clone(), cache[1].clone()) if cached else (None, None)
-    arguments = (x, *angles, None, torch.arange(3), None, *stored, own, attention, feed_forward, *settings)
-    if own or cached:
+    keys, values = ((None, None) if cached is None else cached_rows(torch.zeros(2, 2, 9, 16), cached) for _ in range(2))
+    arguments = (x, *angles, None, torch.arange(3), None, *keys, *values, own, attention, feed_forward, *settings)
+    if own or cached is not None:
         torch.library.opcheck(ops.block.default, arguments)
     else:
         with pytest.raises(RuntimeError, match="unless in a prefill"):
@@ -314,7 +320,9 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
             torch.set_num_threads(threads)
             products = [ops.linear(torch.ones(tokens, 256) / 3, packed, None, 500) for tokens in (1, 3, 130)]
             mixed = [
-                ops.cached_attention(queries[:, :, -count:], keys, keys, torch.arange(850 - count, 850), None, 0, 0.1)
+                ops.cached_attention(
+                    queries[:, :, -count:], keys, None, keys, None, torch.arange(850 - count, 850), None, 0, 0.1
+                )
                 for count in (1, 90)
             ]
             found.append([*products, *mixed])

@@ -17,12 +17,13 @@ import quantkit
 from quantkit.errors import NonFiniteError, RequestError
 from quantkit.kernels.build import VARIANTS, load_kernels
 from quantkit.model.attention import masked_attention
-from quantkit.model.cache import KVCache, cached_floats
+from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
 from quantkit.runtime import batch as loop
 from quantkit.runtime import engine as engine_module
 from quantkit.runtime.engine import Engine, bucket
+from quantkit.tensors.cached_rows import CachedRows
 
 
 @pytest.fixture(scope="module")
@@ -150,11 +151,11 @@ def test_rows_of_an_int8_cache_are_right_to_half_a_step(quantized: Path) -> None
     keys[0, 0, 1] = 0
     stored = cache.update(1, torch.tensor([4, 0, 2]), keys, values)
     for rows, found in zip((keys, values), stored, strict=True):
-        error = cached_floats(found, torch.float32)[:, :, [4, 0, 2]] - rows
+        error = found.floats(torch.float32)[:, :, [4, 0, 2]] - rows
         assert (error.abs() <= rows.abs().amax(-1, keepdim=True) / 127 * 0.5001).all()
-        assert (cached_floats(found, torch.float32)[:, :, [1, 3, 5]] == 0).all()
-    wide = KVCache(config, 2, 6, torch.float32, "cpu")
-    assert cache.keys[0].nbytes / wide.keys[0].nbytes == (config.head_dim + 4) / (config.head_dim * 4)
+        assert (found.floats(torch.float32)[:, :, [1, 3, 5]] == 0).all()
+    rows = 2 * config.num_kv_heads * 6
+    assert [tensor.nbytes for tensor in cache.keys[0].tensors()] == [rows * config.head_dim, rows * 4]
 
 
 def test_an_int8_cache_hands_on_what_is_not_finite(quantized: Path) -> None:
@@ -162,7 +163,7 @@ def test_an_int8_cache_hands_on_what_is_not_finite(quantized: Path) -> None:
     cache = KVCache(config, 1, 2, torch.int8, "cpu")
     rows = torch.ones(1, config.num_kv_heads, 2, config.head_dim)
     rows[0, 0, 0, 0], rows[0, 0, 1, 1] = torch.nan, -torch.inf
-    found = cached_floats(cache.update(0, torch.arange(2), rows, rows)[0], torch.float32)
+    found = cache.update(0, torch.arange(2), rows, rows)[0].floats(torch.float32)
     assert found[0, 0].isnan().all()
     assert (found[0, 1] == 1).all()
 
@@ -170,16 +171,36 @@ def test_an_int8_cache_hands_on_what_is_not_finite(quantized: Path) -> None:
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "avx2"])
 @pytest.mark.parametrize("size", [16, 40, 128])
 def test_the_kernels_attend_over_int8_as_torch_does(variant: str, size: int) -> None:
-    cache = torch.randint(-127, 128, (2, 2, 300, size + 4), dtype=torch.int8)
-    cache[..., -4:] = (torch.rand(2, 2, 300, 1) * 0.02).view(torch.int8)
-    values = cache.roll(7, 2).contiguous()
+    codes, scales = torch.randint(-127, 128, (2, 2, 300, size), dtype=torch.int8), torch.rand(2, 2, 300) * 0.02
+    keys, values = CachedRows(codes, scales), CachedRows(codes.roll(7, 2), scales.roll(7, 2))
     queries, positions = torch.randn(2, 6, 3, size), torch.tensor([3, 280, 299])
-    found = load_kernels(variant).cached_attention(queries, cache, values, positions, None, 0, size**-0.5)
-    torch.testing.assert_close(
-        found, masked_attention(queries, cache, values, positions, None, None), rtol=1e-4, atol=1e-4
-    )
-    with pytest.raises(RuntimeError, match="do not go with keys"):
-        load_kernels(variant).cached_attention(queries, cache[..., :-4].contiguous(), values, positions, None, 0, 1.0)
+    attention = load_kernels(variant).cached_attention
+    found = attention(queries, *keys, *values, positions, None, 0, size**-0.5)
+    expected = masked_attention(queries, keys, values, positions, None, None)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+WRONG_CACHES: dict[str, tuple[dict[str, Tensor | None], str]] = {
+    "no scales": ({"key_scales": None}, "have scales in int8, and only there"),
+    "scales of floats": ({"keys": torch.zeros(1, 2, 9, 32), "values": torch.zeros(1, 2, 9, 32)}, "only there"),
+    "scales of fewer rows": ({"value_scales": torch.ones(1, 2, 8)}, r"float32 \[B, K, S\]"),
+    "scales of two bytes": ({"key_scales": torch.ones(1, 2, 9).bfloat16()}, r"float32 \[B, K, S\]"),
+    "fewer values": ({"values": torch.ones(1, 2, 8, 32, dtype=torch.int8)}, "of one shape"),
+    "rows of another size": (
+        dict.fromkeys(("keys", "values"), torch.ones(1, 2, 9, 36, dtype=torch.int8)), "do not go with keys",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG_CACHES)
+def test_caches_that_make_no_sense_are_refused(wrong: str) -> None:
+    changes, reason = WRONG_CACHES[wrong]
+    codes, scales = torch.ones(1, 2, 9, 32, dtype=torch.int8), torch.ones(1, 2, 9)
+    given = {"keys": codes, "key_scales": scales, "values": codes, "value_scales": scales} | changes
+    with pytest.raises(RuntimeError, match=reason):
+        load_kernels("native").cached_attention(
+            torch.zeros(1, 2, 1, 32), *given.values(), torch.tensor([3]), None, 0, 1.0
+        )
 
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "avx2"])
@@ -193,7 +214,7 @@ def test_blocks_store_int8_as_the_cache_does(variant: str, quantized: Path, monk
         cache = KVCache(model.config, 2, 12, torch.int8, "cpu")
         with torch.inference_mode():
             logits.append(model(oracle.random_tokens(12, batch=2), torch.arange(12), cache))
-        caches.append([cached_floats(each, torch.float32) for each in (*cache.keys, *cache.values)])
+        caches.append([rows.floats(torch.float32) for rows in (*cache.keys, *cache.values)])
     assert (logits[0] - logits[1]).abs().max() < 0.05 * logits[1].std()  # codes at an edge fall either way
     for found, expected in zip(*caches, strict=True):
         steps = expected.abs().amax(-1, keepdim=True) / 127

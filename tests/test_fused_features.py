@@ -141,9 +141,9 @@ def test_rows_of_any_sequences_are_each_as_if_alone(cached: torch.dtype) -> None
                 start += count
 
 
-OPERANDS = ("x", "cosine", "sine", "query_scale", "positions", "slots", "keys", "values", "prefill", "attention",
-            "feed_forward", "heads", "kv_heads", "window", "scale", "softcap", "clip", "activation", "limit", "eps",
-            "multiplier")  # fmt: skip
+OPERANDS = ("x", "cosine", "sine", "query_scale", "positions", "slots", "keys", "key_scales", "values",
+            "value_scales", "prefill", "attention", "feed_forward", "heads", "kv_heads", "window", "scale", "softcap",
+            "clip", "activation", "limit", "eps", "multiplier")  # fmt: skip
 """Of the operator on blocks, in order."""
 
 FORGOTTEN: dict[str, tuple[str, Any]] = {
@@ -170,7 +170,7 @@ class _Forgetful:
 
     def _cached_attention(self, *operands: Any) -> Tensor:
         changed = list(operands)
-        changed[("window", "scale", "softcap", "sinks").index(self._operand) + 5] = self._instead
+        changed[("window", "scale", "softcap", "sinks").index(self._operand) + 7] = self._instead
         mixed: Tensor = self._kernels.cached_attention(*changed)
         return mixed
 

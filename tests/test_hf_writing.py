@@ -29,8 +29,8 @@ from quantkit.formats.output.writer import CheckpointWriter, Written
 from quantkit.formats.registry import HF, target
 from quantkit.jobs.output import SHARD_BYTES
 from quantkit.jobs.prepare import prepare, tensor_blocks
-from quantkit.jobs.settings import MethodOptions
 from quantkit.jobs.scheme_map import SchemeMap
+from quantkit.jobs.settings import MethodOptions
 from quantkit.tensors.qtensor import quantize_rtn
 from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import QuantScheme

@@ -48,7 +48,7 @@ def _model(folder: Path, backend: str | None = None) -> Decoder:
 
 
 def _stored(engine: Engine, slot: int, length: int) -> list[Tensor]:
-    return [tensor[slot, :, :length].clone() for tensor in (*engine._cache.keys, *engine._cache.values)]
+    return [tensor[slot, :, :length].clone() for tensor in engine._cache.tensors()]
 
 
 def _run(batch: Batch, request: Request) -> Generation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from quantkit.model.decoder import DecoderOps
 from quantkit.model.install_kernels import _by_kernel
 from quantkit.model.load import load_model
 from quantkit.runtime.captured import greedy_step
+from quantkit.tensors.cached_rows import cached_rows
 from quantkit.tensors.qtensor import quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
 
@@ -73,7 +75,8 @@ def _compiled(
     pointers = {"x": dtype, "words": "i32", "scale": "fp16", "zero": "u8", "bias": dtype, "out": dtype}
     pointers |= {"queries": dtype, "keys": cached or dtype, "values": cached or dtype}
     pointers |= {"positions": "i64", "slots": "i64", "sinks": dtype, "places": "i32", "experts": "i32"}
-    pointers |= dict.fromkeys(("mixed", "largest", "total", "parts"), "fp32") | {"arrived": "i32"}
+    pointers |= dict.fromkeys(("mixed", "largest", "total", "parts", "key_scales", "value_scales"), "fp32")
+    pointers |= {"arrived": "i32"}
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
     names = kernel.arg_names
     types = {
@@ -167,6 +170,9 @@ def test_attention_compiles_for_cards_that_are_not_here(
         assert "mma" in stages["ptx"]
         assert "cp.async" in stages["ptx"]  # tiles of the cache come while others are multiplied
         assert "st.local" not in stages["ptx"]
+        copies = re.findall(r"cp\.async\.c\w+\.shared\.global \[[^]]*\], \[[^]]*\], 0x(\w+),", stages["ptx"])
+        assert set(copies) == {"10", "4"} if cached else {"10"}  # bytes; four of scales alone
+        assert "cvt.rn.f32.s" not in stages["ptx"].replace("cvt.rn.f32.s32", "")  # codes become bfloat16 at once
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -198,7 +204,7 @@ class _Driver:
 
 
 def _graph_of(
-    function: Callable[..., Tensor], operands: tuple[Tensor, ...], monkeypatch: pytest.MonkeyPatch
+    function: Callable[..., Tensor], operands: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> torch.fx.Graph:
     """What a compiler makes of ``function(*operands) + 1`` for a card that need not be there."""
     import triton
@@ -226,7 +232,7 @@ def _kernels_in(graph: torch.fx.Graph) -> list[torch.fx.Node]:
 
 
 def _kernels_seen(
-    function: Callable[..., Tensor], operands: tuple[Tensor, ...], monkeypatch: pytest.MonkeyPatch
+    function: Callable[..., Tensor], operands: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> list[torch.fx.Node]:
     """The kernels in what a compiler makes of ``function(*operands) + 1`` for a card that need not be there."""
     return _kernels_in(_graph_of(function, operands, monkeypatch))
@@ -280,8 +286,8 @@ def test_a_compiler_sees_that_attention_leaves_the_cache_alone(
 ) -> None:
     attention = TritonBackend().operations().cached_attention
     assert attention is not None
-    cache = torch.zeros(1, 2, 300, 64 + (4 if cached == torch.int8 else 0), dtype=cached)
-    operands = torch.randn(1, 4, 1, 64, dtype=torch.bfloat16), cache, cache.clone(), torch.tensor([7])
+    keys, values = (cached_rows(torch.zeros(1, 2, 300, 64), cached) for _ in range(2))
+    operands = torch.randn(1, 4, 1, 64, dtype=torch.bfloat16), keys, values, torch.tensor([7])
     spans, join = _kernels_seen(lambda *given: attention(*given, None, None), operands, monkeypatch)
     assert sorted(spans.kwargs["tensors_to_clone"]) == ["largest", "mixed", "total"]
     assert join.kwargs["tensors_to_clone"] == ["out"]
@@ -303,7 +309,7 @@ def test_a_compiler_stores_into_the_cache_without_copying_it(
     graph = _graph_of(step, (torch.cat([new, new], 1), new, torch.tensor([7])), monkeypatch)
     reinplace_inplaceable_ops_core(graph)
     targets = [str(node.target) for node in graph.nodes]
-    assert targets.count("aten.index_put_.default") == 2
+    assert targets.count("aten.index_put_.default") == (4 if cached == torch.int8 else 2)
     assert not {"aten.index_put.default", "aten.copy_.default"} & set(targets)
     assert [kernel.kwargs["tensors_to_clone"] for kernel in _kernels_in(graph)] == [[], []]
 

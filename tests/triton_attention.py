@@ -17,17 +17,16 @@ from triton_quick import quicken
 
 import quantkit
 from quantkit.data.files import DEMO_MODEL
-from quantkit.formats.detect import open_checkpoint
 from quantkit.kernels.backend import Operations
 from quantkit.kernels.triton_attention import attended, spans_for, tile_for
 from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.kernels.triton_tiles import Card
 from quantkit.kernels.triton_words import INTERPRETED
 from quantkit.model.attention import Scores, masked_attention
-from quantkit.model.cache import KVCache, cached_floats
 from quantkit.model.linear import float_linear
 from quantkit.model.load import load_model
 from quantkit.runtime.engine import Engine
+from quantkit.tensors.cached_rows import CachedRows, cached_rows
 
 quicken()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -53,16 +52,12 @@ LENGTH = 180
 pytestmark = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def _stored(rows: Tensor, dtype: torch.dtype) -> Tensor:
+def _stored(rows: Tensor, dtype: torch.dtype) -> CachedRows:
     """Rows [B, K, S, Dh] as a cache keeps them."""
-    batch, shared, length, size = rows.shape
-    config = open_checkpoint(DEMO_MODEL).config
-    config = replace(config, layers=config.layers[:1], num_kv_heads=shared, head_dim=size)
-    cache = KVCache(config, batch, length, dtype, DEVICE)
-    return cache.update(0, torch.arange(length, device=DEVICE), rows.to(DEVICE), rows.to(DEVICE))[0]
+    return cached_rows(rows.to(DEVICE), dtype)
 
 
-def _operands(case: str, dtype: torch.dtype, cached: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _operands(case: str, dtype: torch.dtype, cached: torch.dtype) -> tuple[Tensor, CachedRows, CachedRows, Tensor]:
     """Queries that look closely at some keys, keys, values, positions."""
     size, heads, shared, positions, _, _ = CASES[case]
     queries = torch.randn(2, heads, len(positions), size).to(DEVICE, dtype) * 2
@@ -77,11 +72,12 @@ def _rounded(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return rows.to(dtype)
 
 
-def _require_right(found: Tensor, queries: Tensor, keys: Tensor, values: Tensor, *where: Any) -> None:
+def _require_right(found: Tensor, queries: Tensor, keys: CachedRows, values: CachedRows, *where: Any) -> None:
     """Each mixed value within the rounding of weights and of the result, and of scores in float32."""
-    wide = [_rounded(cached_floats(stored, torch.float32), queries.dtype).double() for stored in (keys, values)]
-    expected = masked_attention(queries.double(), *wide, *where)
-    terms = masked_attention(queries.double(), wide[0], wide[1].abs(), *where)
+    floats = [stored.floats(torch.float32) for stored in (keys, values)]
+    wide = [rows.double() if keys.scales is not None else _rounded(rows, queries.dtype).double() for rows in floats]
+    expected = masked_attention(queries.double(), CachedRows(wide[0]), CachedRows(wide[1]), *where)
+    terms = masked_attention(queries.double(), CachedRows(wide[0]), CachedRows(wide[1].abs()), *where)
     largest = queries.double().norm(dim=-1).max() * wide[0].nan_to_num(0, 0, 0).norm(dim=-1).max()  # of a sum
     scores = 4 * largest * queries.shape[-1] ** -0.5 * torch.finfo(torch.float32).eps  # by which weights' exponents err
     rounding = torch.finfo(queries.dtype).eps
@@ -160,32 +156,37 @@ def test_scores_of_any_size_are_weighted() -> None:
 def test_what_is_not_finite_counts_in_the_live_part_alone(what: str, cached: torch.dtype) -> None:
     queries, keys, values, positions = _operands("a window within a tile", torch.bfloat16, cached)
     whole = attended(queries, keys, values, positions, None, 7, 2)
-    stale = _stored(torch.full((1, 1, 1, 80), torch.nan), cached)[0, 0, 0]
-    changed = keys if what == "keys" else values
-    changed[:, :, :94], changed[:, :, 101:] = stale, stale
+    stale = _stored(torch.full((1, 1, 1, 80), torch.nan), cached)
+    changed = list(zip((keys if what == "keys" else values).tensors(), stale.tensors(), strict=True))
+    for tensor, nan in changed:
+        tensor[:, :, :94], tensor[:, :, 101:] = nan[0, 0, 0], nan[0, 0, 0]
     assert torch.equal(attended(queries, keys, values, positions, None, 7, 2), whole)
     for place in (94, 100):
-        kept = changed[1, 0, place].clone()
-        changed[1, 0, place] = stale
+        kept = [tensor[1, 0, place].clone() for tensor, _ in changed]
+        for tensor, nan in changed:
+            tensor[1, 0, place] = nan[0, 0, 0]
         found = attended(queries, keys, values, positions, None, 7, 2)
         assert found[1, 0, :80].isnan().all()  # of the one head
         found[1, 0, :80] = whole[1, 0, :80]
         assert torch.equal(found, whole)
-        changed[1, 0, place] = kept
+        for (tensor, _), row in zip(changed, kept, strict=True):
+            tensor[1, 0, place] = row
 
 
 def test_views_are_taken() -> None:
     queries, keys, values, positions = _operands("a window over tiles", torch.float32, torch.float32)
     expected = attended(queries, keys, values, positions, None, 70, 2)
     turned = queries.transpose(1, 2).contiguous().transpose(1, 2)
-    wide = torch.cat([keys, values], dim=-1)
-    assert torch.equal(attended(turned, *wide.chunk(2, dim=-1), positions, None, 70, 2), expected)
+    wide = torch.cat([keys.rows, values.rows], dim=-1)
+    parts = map(CachedRows, wide.chunk(2, dim=-1))
+    assert torch.equal(attended(turned, *parts, positions, None, 70, 2), expected)
 
 
-def test_rows_of_bytes_whose_scales_are_not_aligned_are_refused() -> None:
-    queries, rows = torch.randn(1, 2, 1, 6, device=DEVICE), _stored(torch.randn(1, 2, 9, 6), torch.int8)
-    with pytest.raises(ValueError, match="multiple of 4, not 6"):
-        attended(queries, rows, rows, torch.tensor([3], device=DEVICE), None, None, 1)
+@pytest.mark.parametrize("size", [6, 33])
+def test_rows_of_bytes_have_any_size(size: int) -> None:
+    keys, values = (_stored(torch.randn(1, 2, 90, size), torch.int8) for _ in range(2))
+    operands = torch.randn(1, 2, 1, size, device=DEVICE), keys, values, torch.tensor([70], device=DEVICE)
+    _require_right(attended(*operands, None, None, 2), *operands, None, None)
 
 
 def test_programs_are_as_many_as_there_is_work_for() -> None:
@@ -199,7 +200,8 @@ def test_programs_are_as_many_as_there_is_work_for() -> None:
 
 @pytest.mark.parametrize("cached", [torch.float32, torch.int8], ids=str)
 def test_the_operator_passes_torchs_own_checks(cached: torch.dtype) -> None:
-    operands = _operands("tokens on both sides of a tile's end", torch.float32, cached)
+    queries, keys, values, positions = _operands("tokens on both sides of a tile's end", torch.float32, cached)
+    operands = queries, *keys, *values, positions
     for more in ((None,), (9, 0.3, 5.0, torch.ones(3, device=DEVICE))):
         torch.library.opcheck(torch.ops.quantkit_triton.cached_attention.default, (*operands, None, *more))
 
@@ -267,13 +269,13 @@ def test_attention_that_is_wrong_is_found_out_at_load(
     mistake: str, quantized: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def wrong(
-        queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None,
-        *scores: Any,
+        queries: Tensor, keys: CachedRows, values: CachedRows, positions: Tensor, slots: Tensor | None,
+        window: int | None, *scores: Any,
     ) -> Tensor:  # fmt: skip
         if mistake == "failing":
             raise RuntimeError("out of\nresource")
         return masked_attention(
-            queries, keys, values, positions + (keys.dtype == torch.int8), slots, window, Scores(*scores)
+            queries, keys, values, positions + (keys.scales is not None), slots, window, Scores(*scores)
         )
 
     monkeypatch.setattr(TritonBackend, "operations", lambda self: Operations(cached_attention=wrong))

@@ -33,11 +33,10 @@ struct Scores {
 };
 
 struct AttentionShape {
-  int64_t batch, heads, kv_heads, tokens, length, size;  // B, H, K, T, S, Dh
-  int64_t window;                                      // positions seen, the own included; 0 for all
+  int64_t batch, heads, kv_heads, tokens, size;  // B, H, K, T, Dh
+  int64_t window;                                // positions seen, the own included; 0 for all
   Scores scores;
-  FloatType type;    // of queries and outputs
-  CacheType cached;
+  FloatType type;  // of queries and outputs
   int64_t batch_step, head_step, token_step;  // from one query to the next
 
   int64_t record() const { return size + 2; }  // floats that the softmax of a head over a span takes
@@ -133,17 +132,17 @@ inline void mix_values(const float* weights, const float* values, int64_t size, 
 
 // All query heads that share keys and values, over positions from start to stop. The softmax of a head over them is a
 // record: its largest score, the sum of the exponentials, and the sum of the values weighted by them.
-inline void attend_span(const AttentionShape& at, const float* queries, const void* keys, const void* values,
-                        int64_t first, int64_t start, int64_t stop, float* records) {
+inline void attend_span(const AttentionShape& at, const float* queries, const Cache& cache, int64_t first,
+                        int64_t start, int64_t stop, float* records) {
   constexpr int kKeyHeads = kLanes / 4;
   const int64_t size = at.size, group = at.heads / at.kv_heads, count = stop - start, record = at.record();
   thread_local AlignedFloats tile_memory, score_memory;
   float *scratch = tile_memory.resize(kTile * size), *scores = score_memory.resize(group * kSpan);
   for (int64_t tile = 0; tile < count; tile += kTile) {
     const int64_t width = std::min(kTile, count - tile);
-    const float* of = load_rows(keys, at.cached, first + start + tile, width, size, scratch);
+    const float* of = cache.keys.load(first + start + tile, width, scratch);
     const int64_t next = tile + kTile < count ? tile + kTile : 0;  // values follow the last of the keys
-    prefetch_rows(next ? keys : values, at.cached, first + start + next, std::min(kTile, count - next), size);
+    (next ? cache.keys : cache.values).prefetch(first + start + next, std::min(kTile, count - next));
     int64_t g = 0;
     float* to = scores + tile;
     for (; g + kKeyHeads <= group; g += kKeyHeads)
@@ -161,9 +160,9 @@ inline void attend_span(const AttentionShape& at, const float* queries, const vo
   }
   for (int64_t tile = 0; tile < count; tile += kTile) {
     const int64_t width = std::min(kTile, count - tile);
-    const float* of = load_rows(values, at.cached, first + start + tile, width, size, scratch);
+    const float* of = cache.values.load(first + start + tile, width, scratch);
     if (tile + kTile < count)
-      prefetch_rows(values, at.cached, first + start + tile + kTile, std::min(kTile, count - tile - kTile), size);
+      cache.values.prefetch(first + start + tile + kTile, std::min(kTile, count - tile - kTile));
     const float* weights = scores + tile;
     int64_t g = 0;
     for (; g + kValueHeads <= group; g += kValueHeads)
@@ -172,13 +171,12 @@ inline void attend_span(const AttentionShape& at, const float* queries, const vo
   }
 }
 
-// Grouped-query attention of some rows. keys and values [slots, K, S, Dh]; the query of a row sees the positions
-// cached in its slot up to its own. out [B, T, H, Dh].
+// Grouped-query attention of some rows; the query of each sees the positions cached in its slot up to its own. out [B, T, H, Dh].
 //
 // Work is cut into spans of the cache, each with a softmax of its own; these are then joined
 // by their maxima and sums (2112.05682).
-inline void attention(const AttentionShape& at, const void* queries, const void* keys, const void* values,
-                      const int64_t* positions, const std::vector<Run>& runs, int threads, void* out) {
+inline void attention(const AttentionShape& at, const void* queries, const Cache& cache, const int64_t* positions,
+                      const std::vector<Run>& runs, int threads, void* out) {
   struct Line {  // of queries that share keys
     int64_t row, slot, kv_head;
   };
@@ -212,8 +210,8 @@ inline void attention(const AttentionShape& at, const void* queries, const void*
       const float* loaded = load_floats(queries, at.type, from, at.size, query);
       for (int64_t i = 0; i < at.size; ++i) query[i] = loaded[i] * at.scores.scale;
     }
-    const int64_t first = (line.slot * at.kv_heads + line.kv_head) * at.length;
-    attend_span(at, scaled, keys, values, first, start, stop, records.get() + index * group * record);
+    const int64_t first = (line.slot * at.kv_heads + line.kv_head) * cache.length;
+    attend_span(at, scaled, cache, first, start, stop, records.get() + index * group * record);
   });
   pool.parallel_for(lines * group, 16, threads, [&](int64_t index) {
     const Line& line = all[index / group];

@@ -155,29 +155,22 @@ void attention_of_many(const AttentionShape& at, const void* queries, const Keys
   });
 }
 
-// Keys or values as the cache holds them.
-struct CachedRows {
-  const void* from;
-  CacheType type;
-  int64_t kv_heads, length, size;
-  const float* operator()(const Run& run, int64_t head, int64_t first, int64_t count, float* scratch) const {
-    return load_rows(from, type, (run.slot * kv_heads + head) * length + first, count, size, scratch);
-  }
-};
-
 // Grouped-query attention over a cache, of runs of any number of rows; as `attention`, which does it for a few.
-inline void attention_over_cache(const AttentionShape& at, const void* queries, const void* keys, const void* values,
+inline void attention_over_cache(const AttentionShape& at, const void* queries, const Cache& cache,
                                  const int64_t* positions, const std::vector<Run>& runs, int threads, void* out) {
   std::vector<Run> short_runs, long_runs;
   for (const Run& run : runs) (run.count <= kFewTokens ? short_runs : long_runs).push_back(run);
-  if (!short_runs.empty()) attention(at, queries, keys, values, positions, short_runs, threads, out);
+  if (!short_runs.empty()) attention(at, queries, cache, positions, short_runs, threads, out);
   if (long_runs.empty()) return;
   std::vector<KeyRange> seen(at.batch * at.tokens);
   for (size_t row = 0; row < seen.size(); ++row)
     seen[row] = {at.window ? std::max<int64_t>(0, positions[row] + 1 - at.window) : 0, positions[row] + 1};
-  attention_of_many(at, queries, CachedRows{keys, at.cached, at.kv_heads, at.length, at.size},
-                    CachedRows{values, at.cached, at.kv_heads, at.length, at.size}, long_runs, seen.data(), threads,
-                    out);
+  const auto of = [&](const CachedRows& rows) {
+    return [&](const Run& run, int64_t head, int64_t first, int64_t count, float* scratch) {
+      return rows.load((run.slot * at.kv_heads + head) * cache.length + first, count, scratch);
+    };
+  };
+  attention_of_many(at, queries, of(cache.keys), of(cache.values), long_runs, seen.data(), threads, out);
 }
 
 }  // namespace quantkit

@@ -28,12 +28,6 @@ struct AttentionHalf {
   int64_t heads, kv_heads, size, window;  // H, K, Dh; positions seen, 0 for all
 };
 
-struct Cache {
-  void *keys, *values;  // [B, K, S] rows of Dh
-  CacheType type;
-  int64_t length;  // S
-};
-
 // The rows of a step: B sequences of T tokens each.
 struct Rows {
   int64_t batch, tokens;
@@ -124,20 +118,19 @@ inline void run_attention(const AttentionHalf& half, float* x, const Rows& at, c
       const int64_t slot = at.slots ? at.slots[r / at.tokens] : r / at.tokens;
       for (int64_t k = 0; k < half.kv_heads; ++k) {
         const int64_t row = (slot * half.kv_heads + k) * cache->length + at.positions[r];
-        store_row(new_keys + r * qkv_width + k * size, size, cache->keys, cache->type, row);
-        store_row(new_values + r * qkv_width + k * size, size, cache->values, cache->type, row);
+        cache->keys.store(new_keys + r * qkv_width + k * size, row);
+        cache->values.store(new_values + r * qkv_width + k * size, row);
       }
     });
-  const AttentionShape shape{at.batch, half.heads, half.kv_heads, at.tokens, cache ? cache->length : at.tokens,
-                             size, half.window, half.scores, FloatType::f32, cache ? cache->type : CacheType::f32,
-                             at.tokens * qkv_width, size, qkv_width};
+  const AttentionShape shape{at.batch, half.heads, half.kv_heads, at.tokens, size, half.window, half.scores,
+                             FloatType::f32, at.tokens * qkv_width, size, qkv_width};
   const std::vector<Run> runs = runs_of(at.slots, at.positions, at.batch, at.tokens);
   if (prefill) {
     const auto seen = seen_among_new(runs, at.positions, rows, half.window);
     attention_of_many(shape, qkv.get(), NewRows{new_keys, qkv_width, size}, NewRows{new_values, qkv_width, size},
                       runs, seen.data(), threads, mixed.get());
   } else {
-    attention_over_cache(shape, qkv.get(), cache->keys, cache->values, at.positions, runs, threads, mixed.get());
+    attention_over_cache(shape, qkv.get(), *cache, at.positions, runs, threads, mixed.get());
   }
   add_product(half.branch, half.out, mixed.get(), rows, threads, x);
 }

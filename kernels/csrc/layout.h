@@ -21,6 +21,8 @@ constexpr int64_t kLine = 64;  // bytes of a cache line
 
 enum class FloatType : int64_t { f32 = 0, f16 = 1, bf16 = 2 };
 
+constexpr int64_t bytes_of(FloatType type) { return type == FloatType::f32 ? 4 : 2; }
+
 struct Layout {
   int64_t rows, columns;  // of the weight
   int64_t group;          // columns that share a scale, a multiple of 32, or all
@@ -34,7 +36,7 @@ struct Layout {
   int64_t bands() const { return (rows + kRows - 1) / kRows; }
   int64_t groups() const { return group >= columns ? 1 : columns / group; }
   int64_t blocks_per_group() const { return groups() == 1 ? blocks() : group / kColumns; }
-  int64_t scale_width() const { return scales == FloatType::f32 ? 4 : 2; }
+  int64_t scale_width() const { return bytes_of(scales); }
   int64_t block_bytes() const { return kRows * kColumns * bits / 8; }
   int64_t group_bytes() const { return blocks_per_group() * block_bytes(); }
   // Groups whose scales share a cache line.

@@ -94,13 +94,89 @@ struct TileSums {
   Vector lanes[kLanes];
 };
 
-// The same with a weight of floats: what the head of a quantized model often is. x and y are of one type, the weight of
+// The lanes from `from` on of floats of a type, as float32.
+template <FloatType Type>
+inline Vector load_lanes(const void* from, int64_t at) {
+  if constexpr (Type == FloatType::f32) {
+    return load(static_cast<const float*>(from) + at);
+  } else {
+    const uint16_t* halves = static_cast<const uint16_t*>(from) + at;
+    Vector values;
+#if defined(__AVX512F__)
+    const __m256i loaded = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves));
+    if constexpr (Type == FloatType::bf16)
+      values = reinterpret_cast<Vector>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(loaded), 16));
+    else
+      values = reinterpret_cast<Vector>(_mm512_cvtph_ps(loaded));
+#elif defined(__AVX2__) && defined(__F16C__)
+    const __m128i loaded = _mm_loadu_si128(reinterpret_cast<const __m128i*>(halves));
+    if constexpr (Type == FloatType::bf16)
+      values = reinterpret_cast<Vector>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(loaded), 16));
+    else
+      values = reinterpret_cast<Vector>(_mm256_cvtph_ps(loaded));
+#else
+    for (int i = 0; i < kLanes; ++i)
+      values[i] = Type == FloatType::bf16 ? from_bf16(halves[i]) : from_f16(halves[i]);
+#endif
+    return values;
+  }
+}
+
+// `add_products` of one vector, with rows as they are stored.
+template <FloatType Type>
+inline void add_products_as_stored(const float* a, const void* const* rows, int64_t size, Vector* sums) {
+  Vector kept[kLanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) kept[i] = sums[i];
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const Vector values = load(a + i);
+#pragma GCC unroll 16
+    for (int s = 0; s < kLanes; ++s) kept[s] += values * load_lanes<Type>(rows[s], i);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) sums[i] = kept[i];
+}
+
+inline void add_products_as_stored(const float* a, const void* const* rows, FloatType type, int64_t size,
+                                   Vector* sums) {
+  if (type == FloatType::f32) add_products_as_stored<FloatType::f32>(a, rows, size, sums);
+  if (type == FloatType::f16) add_products_as_stored<FloatType::f16>(a, rows, size, sums);
+  if (type == FloatType::bf16) add_products_as_stored<FloatType::bf16>(a, rows, size, sums);
+}
+
+// `float_product` of so few tokens that nobody else needs a row's float32; `columns` is a multiple of kLanes.
+inline void float_product_as_stored(int64_t rows, int64_t columns, const void* weight, FloatType weight_type,
+                                    const void* x, FloatType type, int64_t tokens, int threads, void* y,
+                                    int64_t chunk) {
+  AlignedFloats memory;
+  float* wide = memory.resize(tokens * columns);
+  copy_floats(x, type, 0, tokens * columns, wide, tokens * columns);
+  Pool::instance().parallel_for((rows + kRows - 1) / kRows, chunk, threads, [&](int64_t piece) {
+    const int64_t row = piece * kRows, some = std::min(kRows, rows - row);
+    const void* stored[kRows];
+    for (int64_t r = 0; r < kRows; ++r)
+      stored[r] = static_cast<const uint8_t*>(weight) + (row + std::min(r, some - 1)) * columns * bytes_of(weight_type);
+    for (int64_t m = 0; m < tokens; ++m) {
+      float out[kRows];
+      for (int64_t r = 0; r < kRows; r += kLanes) {
+        Vector sums[kLanes] = {};
+        add_products_as_stored(wide + m * columns, stored + r, weight_type, columns, sums);
+        store(totals(sums), out + r);
+      }
+      store_floats(out, some, y, type, m * rows + row);
+    }
+  });
+}
+
+// A product with a weight of floats: what the head of a quantized model often is. x and y are of one type, the weight of
 // another or the same. Threads take `chunk` times 16 rows at least.
 inline void float_product(int64_t rows, int64_t columns, const void* weight, FloatType weight_type, const void* x,
                           FloatType type, int64_t tokens, int threads, void* y, int64_t chunk = 4) {
   constexpr int kGroup = kLanes / 4;  // tokens of a tile of four rows; a token that is left over goes with more rows
   constexpr int64_t kGroupTiles = kRows / 4, kSingleTiles = kRows / kLanes;
   const int64_t padded = (columns + kLanes - 1) / kLanes * kLanes;
+  if (tokens < kGroup && padded == columns)
+    return float_product_as_stored(rows, columns, weight, weight_type, x, type, tokens, threads, y, chunk);
   AlignedFloats memory;
   float* wide = memory.resize(tokens * padded);  // one stretch of all tokens after the other
   for (int64_t start = 0; start < padded; start += kStretch)

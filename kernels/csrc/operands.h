@@ -47,10 +47,22 @@ inline Linear packed_linear(const at::Tensor& packed, const Optional& bias, at::
   return Linear{at, bytes + kHead, bias ? bias->data_ptr() : nullptr};
 }
 
-inline void check_cache(const at::Tensor& keys, const at::Tensor& values) {
-  TORCH_CHECK(keys.dim() == 4 && keys.sizes() == values.sizes() && keys.scalar_type() == values.scalar_type() &&
-                  keys.is_contiguous() && values.is_contiguous(),
-              "keys and values: [B, K, S, Dh], contiguous, of one dtype; rows of int8 end with their scale");
+// Keys or values of a cache [slots, K, S, Dh], and the scales [slots, K, S] that those in int8 have.
+inline CachedRows checked_rows(const at::Tensor& rows, const Optional& scales) {
+  TORCH_CHECK(rows.dim() == 4 && rows.is_contiguous(), "keys and values: [B, K, S, Dh], contiguous");
+  const CacheType type = cache_type(rows.scalar_type());
+  TORCH_CHECK(scales.has_value() == (type == CacheType::i8), "keys and values have scales in int8, and only there");
+  TORCH_CHECK(!scales || (scales->sizes() == rows.sizes().slice(0, 3) && scales->scalar_type() == at::kFloat &&
+                          scales->is_contiguous()),
+              "scales of keys and values: float32 [B, K, S]");
+  return {rows.data_ptr(), scales ? scales->data_ptr<float>() : nullptr, type, rows.size(3)};
+}
+
+inline Cache checked_cache(const at::Tensor& keys, const Optional& key_scales, const at::Tensor& values,
+                           const Optional& value_scales) {
+  TORCH_CHECK(keys.sizes() == values.sizes() && keys.scalar_type() == values.scalar_type(),
+              "keys and values: of one shape and dtype");
+  return {checked_rows(keys, key_scales), checked_rows(values, value_scales), keys.size(2)};
 }
 
 // The positions of all rows [B, T], from those of each or, [T], of any sequence; rising in each sequence.
@@ -240,16 +252,14 @@ struct CheckedStep {
 
 inline CheckedStep checked_step(const at::Tensor& x, const at::Tensor& cosine, const at::Tensor& sine,
                                 const Optional& query_scale, const at::Tensor& positions, const Optional& slots,
-                                const Optional& keys, const Optional& values, bool prefill,
-                                const AttentionHalf& half) {
+                                const Optional& keys, const Optional& key_scales, const Optional& values,
+                                const Optional& value_scales, bool prefill, const AttentionHalf& half) {
   const int64_t batch = x.size(0), tokens = x.size(1), angles = positions.numel();
   TORCH_CHECK(keys.has_value() == values.has_value() && (prefill || keys), "keys and values, unless in a prefill");
-  Cache cache{nullptr, nullptr, CacheType::f32, std::numeric_limits<int64_t>::max()};
+  Cache cache{{}, {}, std::numeric_limits<int64_t>::max()};
   if (keys) {
-    check_cache(*keys, *values);
-    cache = {keys->data_ptr(), values->data_ptr(), cache_type(keys->scalar_type()), keys->size(2)};
-    TORCH_CHECK(keys->size(1) == half.kv_heads && keys->size(3) == cache_width(cache.type, half.size),
-                "a cache of other shape");
+    cache = checked_cache(*keys, key_scales, *values, value_scales);
+    TORCH_CHECK(keys->size(1) == half.kv_heads && keys->size(3) == half.size, "a cache of other shape");
   }
   CheckedStep step{checked_positions(positions, batch, tokens, cache.length), cache, {}};
   const int64_t* places = checked_slots(slots, batch, keys ? keys->size(0) : batch);

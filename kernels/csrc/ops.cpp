@@ -98,33 +98,33 @@ at::Tensor rows(const at::Tensor& packed, const at::Tensor& index, int64_t colum
   return y;
 }
 
-at::Tensor cached_attention(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
-                            const at::Tensor& positions, const Optional& slots, int64_t window, double scale,
-                            std::optional<double> softcap, const Optional& sinks) {
-  TORCH_CHECK(queries.dim() == 4 && keys.dim() == 4, "queries [B, H, T, Dh], keys [B, K, S, Dh]");
+at::Tensor cached_attention(const at::Tensor& queries, const at::Tensor& keys, const Optional& key_scales,
+                            const at::Tensor& values, const Optional& value_scales, const at::Tensor& positions,
+                            const Optional& slots, int64_t window, double scale, std::optional<double> softcap,
+                            const Optional& sinks) {
+  TORCH_CHECK(queries.dim() == 4, "queries: [B, H, T, Dh]");
+  const Cache cache = checked_cache(keys, key_scales, values, value_scales);
   const int64_t heads = queries.size(1), tokens = queries.size(2), size = queries.size(3);
   const FloatType type = float_type(queries.scalar_type());
-  const AttentionShape at{queries.size(0), heads, keys.size(1), tokens, keys.size(2), size, window,
-                          checked_scores(scale, softcap, sinks, heads), type, cache_type(keys.scalar_type()),
-                          heads * tokens * size, tokens * size, size};
-  TORCH_CHECK(keys.size(3) == cache_width(at.cached, size) && at.kv_heads > 0 &&
-                  at.heads % at.kv_heads == 0,
-              "queries ", queries.sizes(), " do not go with keys ", keys.sizes());
-  check_cache(keys, values);
-  const std::vector<int64_t> from = checked_positions(positions, at.batch, at.tokens, at.length);
+  const AttentionShape at{queries.size(0), heads, keys.size(1), tokens, size, window,
+                          checked_scores(scale, softcap, sinks, heads), type, heads * tokens * size, tokens * size,
+                          size};
+  TORCH_CHECK(keys.size(3) == size && at.kv_heads > 0 && at.heads % at.kv_heads == 0, "queries ", queries.sizes(),
+              " do not go with keys ", keys.sizes());
+  const std::vector<int64_t> from = checked_positions(positions, at.batch, at.tokens, cache.length);
   const int64_t* places = checked_slots(slots, at.batch, keys.size(0));
   const at::Tensor source = queries.contiguous();
   at::Tensor out = at::empty({at.batch, at.tokens, at.heads * at.size}, queries.options());
   if (out.numel() == 0) return out;
-  attention_over_cache(at, source.data_ptr(), keys.data_ptr(), values.data_ptr(), from.data(),
-                       runs_of(places, from.data(), at.batch, at.tokens), at::get_num_threads(), out.data_ptr());
+  attention_over_cache(at, source.data_ptr(), cache, from.data(), runs_of(places, from.data(), at.batch, at.tokens),
+                       at::get_num_threads(), out.data_ptr());
   return out;
 }
 
 void block(const at::Tensor& x, const at::Tensor& cosine, const at::Tensor& sine, const Optional& query_scale,
-           const at::Tensor& positions, const Optional& slots, const Optional& keys, const Optional& values,
-           bool prefill, const Optionals& attention, const Optionals& feed_forward, int64_t heads, int64_t kv_heads,
-           int64_t window, std::optional<double> scale, std::optional<double> softcap, std::optional<double> clip,
+           const at::Tensor& positions, const Optional& slots, const Optional& keys, const Optional& key_scales,
+           const Optional& values, const Optional& value_scales, bool prefill, const Optionals& attention,
+           const Optionals& feed_forward, int64_t heads, int64_t kv_heads, int64_t window, std::optional<double> scale, std::optional<double> softcap, std::optional<double> clip,
            std::string_view activation, std::optional<double> limit, double eps, double multiplier, int64_t per_token,
            bool normalized) {
   TORCH_CHECK(x.dim() == 3, "x: [B, T, D]");
@@ -140,7 +140,8 @@ void block(const at::Tensor& x, const at::Tensor& cosine, const at::Tensor& sine
   else
     dense = checked_feed_forward(feed_forward, hidden, gating, eps, multiplier);
   const CheckedStep step =
-      checked_step(x, cosine, sine, query_scale, positions, slots, keys, values, prefill, first);
+      checked_step(x, cosine, sine, query_scale, positions, slots, keys, key_scales, values, value_scales, prefill,
+                   first);
   if (x.numel() == 0) return;
   const int threads = at::get_num_threads();
   run_attention(first, states, step.rows, keys ? &step.cache : nullptr, prefill, threads);
@@ -214,11 +215,11 @@ TORCH_LIBRARY(QUANTKIT_LIBRARY, library) {
   library.def("linear(Tensor x, Tensor packed, Tensor? bias, int rows) -> Tensor");
   library.def("rows(Tensor packed, Tensor index, int columns) -> Tensor");
   library.def(
-      "cached_attention(Tensor queries, Tensor keys, Tensor values, Tensor positions, Tensor? slots, int window, "
-      "float scale, float? softcap=None, Tensor? sinks=None) -> Tensor");
+      "cached_attention(Tensor queries, Tensor keys, Tensor? key_scales, Tensor values, Tensor? value_scales, "
+      "Tensor positions, Tensor? slots, int window, float scale, float? softcap=None, Tensor? sinks=None) -> Tensor");
   library.def(
       "block(Tensor(a!) x, Tensor cosine, Tensor sine, Tensor? query_scale, Tensor positions, Tensor? slots, "
-      "Tensor(b!)? keys, Tensor(c!)? values, bool prefill, Tensor?[] attention, Tensor?[] feed_forward, int heads, "
+      "Tensor(b!)? keys, Tensor(c!)? key_scales, Tensor(d!)? values, Tensor(e!)? value_scales, bool prefill, Tensor?[] attention, Tensor?[] feed_forward, int heads, "
       "int kv_heads, int window, float? scale, float? softcap, float? clip, str activation, float? limit, float eps, "
       "float multiplier, int per_token=0, bool normalized=True) -> ()");
   library.def("stack(Tensor[] packed) -> Tensor");

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit.model.cache import KVCache, cached_floats, stored_floats
+from quantkit.model.cache import KVCache
+from quantkit.tensors.cached_rows import CachedRows, cached_rows
 
 _LONG = 2048
 """Positions beyond which masks and scores, which grow with their square, are made for a piece of them at a time."""
@@ -50,11 +51,11 @@ class CachedAttention(Protocol):
     """Attention over a cache."""
 
     def __call__(
-        self, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None,
+        self, queries: Tensor, keys: CachedRows, values: CachedRows, positions: Tensor, slots: Tensor | None,
         window: int | None, scores: Scores = PLAIN,
     ) -> Tensor:  # fmt: skip
-        """Mixed values [B, T, H * Dh] of queries [B, H, T, Dh] over cached keys and values [slots, K, S, Dh] as
-        stored; each query sees the positions of its slot up to its own.
+        """Mixed values [B, T, H * Dh] of queries [B, H, T, Dh] over cached keys and values [slots, K, S, Dh]; each
+        query sees the positions of its slot up to its own.
 
         Args:
             positions: the queries', [T] or [B, T].
@@ -77,7 +78,7 @@ def causal_attention(
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
         if cache_dtype is not None:
-            keys, values = stored_floats(keys, cache_dtype), stored_floats(values, cache_dtype)
+            keys, values = (cached_rows(each, cache_dtype).floats(each.dtype) for each in (keys, values))
         if long and not (windows[layer] is None and scores.plain):
             return _mixed_in_pieces(queries, keys, values, positions, windows[layer], scores)
         mask = masks.get(windows[layer])
@@ -115,26 +116,25 @@ def cached_attention(
 
 
 def masked_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None,
+    queries: Tensor, keys: CachedRows, values: CachedRows, positions: Tensor, slots: Tensor | None, window: int | None,
     scores: Scores = PLAIN,
 ) -> Tensor:  # fmt: skip
     """The `CachedAttention` of torch, under a mask: over the whole cache, or on a CPU over what is seen."""
     if _eager_on_cpu(positions):
         seen = int(positions.max()) + 1
-        keys, values = keys[:, :, :seen], values[:, :, :seen]
+        keys, values = keys.up_to(seen), values.up_to(seen)
     if slots is not None:
-        keys, values = keys.index_select(0, slots), values.index_select(0, slots)
-    mask = _causal_mask(positions, torch.arange(keys.shape[2], device=positions.device), window)
-    keys, values = cached_floats(keys, queries.dtype), cached_floats(values, queries.dtype)
-    return _mixed(queries, keys, values, mask, scores)
+        keys, values = keys.of_slots(slots), values.of_slots(slots)
+    mask = _causal_mask(positions, torch.arange(keys.rows.shape[2], device=positions.device), window)
+    return _mixed(queries, keys.floats(queries.dtype), values.floats(queries.dtype), mask, scores)
 
 
 def for_few_tokens(attention: CachedAttention, max_tokens: int) -> CachedAttention:
     """A `CachedAttention` for up to `max_tokens` tokens at a time, with torch's for more."""
 
     def chosen(
-        queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None,
-        scores: Scores = PLAIN,
+        queries: Tensor, keys: CachedRows, values: CachedRows, positions: Tensor, slots: Tensor | None,
+        window: int | None, scores: Scores = PLAIN,
     ) -> Tensor:  # fmt: skip
         few = queries.shape[2] <= max_tokens
         return (attention if few else masked_attention)(queries, keys, values, positions, slots, window, scores)

@@ -67,7 +67,7 @@ def fused_blocks(model: Decoder, layers: Mapping[int, LayerConfig] | None = None
         x = x.float()
         unrotated = () if rotary else (torch.ones_like(angles.cosine), torch.zeros_like(angles.sine))
         for number, layer in layers.items():
-            stored = (None, None) if cache is None else (cache.keys[number], cache.values[number])
+            stored = (None,) * 4 if cache is None else (*cache.keys[number], *cache.values[number])
             turned = angles.of(layer) if layer.rotary else unrotated
             among = angles.query_scale, positions, slots, *stored, first or cache is None
             run(x, *turned, *among, *operands[number])

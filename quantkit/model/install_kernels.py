@@ -28,6 +28,7 @@ from quantkit.model.decoder import Block, Decoder, Step
 from quantkit.model.feed_forward import Experts
 from quantkit.model.fused_blocks import fused_blocks
 from quantkit.model.linear import FloatLinear, QuantLinear
+from quantkit.tensors.cached_rows import CachedRows
 
 _POSITIONS = 300  # of the cache that attention is tried on: more than kernels take in one piece
 _MANY = 20  # tokens that kernels are tried with besides one: more than those for few tokens take
@@ -76,8 +77,8 @@ def install_kernels(model: Decoder) -> None:
 
 def _by_kernel(kernel: ScoredAttention) -> CachedAttention:
     def attention(
-        queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor | None, window: int | None,
-        scores: Scores = PLAIN,
+        queries: Tensor, keys: CachedRows, values: CachedRows, positions: Tensor, slots: Tensor | None,
+        window: int | None, scores: Scores = PLAIN,
     ) -> Tensor:  # fmt: skip
         rows = queries, keys, values, positions, slots
         return kernel(*rows, window, scores.scale, scores.softcap, scores.sinks)

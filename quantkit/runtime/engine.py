@@ -96,7 +96,7 @@ class Engine:
         with enough_memory(None):
             self._cache = KVCache(*cache, model.device)
         if self._compiled and model.device.type == "cuda":
-            for tensor in (*self._cache.keys, *self._cache.values):  # else recorded steps would copy the cache
+            for tensor in self._cache.tensors():  # else recorded steps would copy the cache
                 torch._dynamo.mark_static_address(tensor, guard=False)
         self.last = torch.zeros(slots + 1, dtype=torch.long, device=model.device)
         """The token of each slot that was drawn last, and one more of no meaning."""
@@ -110,7 +110,7 @@ class Engine:
     @property
     def cache_bytes(self) -> int:
         """What keys and values take up in memory."""
-        return sum(stored.nbytes for stored in (*self._cache.keys, *self._cache.values))
+        return sum(tensor.nbytes for tensor in self._cache.tensors())
 
     def lend(self) -> int:
         """Let somebody have the slots, whoever had them before; the number of this loan."""
@@ -191,8 +191,8 @@ class Engine:
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Let a slot begin with what the first positions of another hold."""
         if source != target:
-            for stored in (*self._cache.keys, *self._cache.values):
-                stored[target, :, :length] = stored[source, :, :length]
+            for tensor in self._cache.tensors():
+                tensor[target, :, :length] = tensor[source, :, :length]
 
     def warm_up(self) -> int:
         """Compile each step that will be needed, over slots that hold nothing yet; how many there are.

@@ -15,6 +15,7 @@ from quantkit.architectures.topology import HEAD, Linear, parameters
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder, DecoderOps
 from quantkit.model.load import meta_init
+from quantkit.tensors.cached_rows import CachedRows
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.xla import products
 from quantkit.xla.bridge import apply, attend_by
@@ -105,13 +106,13 @@ class ShardedCache(KVCache):
 
     def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         self.length = keys[0].shape[2]
-        self.keys, self.values = list(keys), list(values)
+        self.keys, self.values = ([CachedRows(rows) for rows in given] for given in (keys, values))
 
     def update(
         self, layer: int, positions: Tensor, keys: Tensor, values: Tensor, slots: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        self.keys[layer] = apply(products.update_cache, self.keys[layer], keys, positions)
-        self.values[layer] = apply(products.update_cache, self.values[layer], values, positions)
+    ) -> tuple[CachedRows, CachedRows]:
+        for stored, new in ((self.keys, keys), (self.values, values)):
+            stored[layer] = CachedRows(apply(products.update_cache, stored[layer].rows, new, positions))
         return self.keys[layer], self.values[layer]
 
 

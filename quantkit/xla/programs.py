@@ -192,7 +192,8 @@ def _run_shard(
     def decode(tokens: Any, positions: Any, last: Any, keys: Any, values: Any) -> Any:
         cache = ShardedCache(keys, values)
         hidden = model.hidden(tokens, positions, cache, first=first)
-        return (cache.keys, cache.values), model.head(apply(_chosen, hidden, last))
+        stored = tuple([each.rows for each in layers] for layers in (cache.keys, cache.values))
+        return stored, model.head(apply(_chosen, hidden, last))
 
     result: tuple[Cache, jax.Array] = run(model, state, decode, tokens, positions, last, *cache)
     return result

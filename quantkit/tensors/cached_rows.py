@@ -1,0 +1,54 @@
+"""Rows of a key/value cache: floats, or int8 codes with a scale for each row."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_MAX_CODE = 127
+
+
+class CachedRows(NamedTuple):
+    """Keys or values as a cache stores them.
+
+    Attributes:
+        rows: [slots, K, S, Dh], floats or int8 codes.
+        scales: of the codes of each row, float32 [slots, K, S]; None where rows are floats.
+    """
+
+    rows: Tensor
+    scales: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors there are; positions are the third dimension of each."""
+        return [self.rows] if self.scales is None else [self.rows, self.scales]
+
+    def up_to(self, length: int) -> CachedRows:
+        """Those of the first positions."""
+        return CachedRows(*(tensor[:, :, :length] for tensor in self.tensors()))
+
+    def of_slots(self, slots: Tensor) -> CachedRows:
+        """Those of slots [B]."""
+        return CachedRows(*(tensor.index_select(0, slots) for tensor in self.tensors()))
+
+    def floats(self, dtype: torch.dtype) -> Tensor:
+        """[slots, K, S, Dh]."""
+        if self.scales is None:
+            return self.rows.to(dtype)
+        return (self.rows.float() * self.scales.unsqueeze(-1)).to(dtype)
+
+
+def cached_rows(floats: Tensor, dtype: torch.dtype) -> CachedRows:
+    """Floats [B, K, T, Dh] as a cache of a type stores them.
+
+    In int8 a row's scale is its largest absolute value over 127, or NaN where a value is not finite.
+    """
+    if dtype != torch.int8:
+        return CachedRows(floats.to(dtype))
+    wide = floats.float()
+    scales = wide.abs().amax(-1) / _MAX_CODE
+    divisors = scales.masked_fill((scales > 0).logical_not(), 1)  # `where` would bring its number to a card
+    codes = (wide / divisors.unsqueeze(-1)).round().to(torch.int8)
+    return CachedRows(codes, scales.masked_fill(scales.isfinite().logical_not(), torch.nan))
