@@ -11,8 +11,8 @@
 #
 # Results go to $OUT or ./gpu-day: a log and at most two files a stage. Stage 4 takes the tile configs that stage 3 left
 # in ./gpu-day/triton_configs.json, so copy them there, and decodes as QUANTKIT_DECODE says: set it to what was fastest
-# in stage 2. Wheels of scripts/gpu_wheels.sh in ./.whl are installed first. A
-# dry run takes tiny sizes through Triton's interpreter, on the CPU.
+# in stage 2. Wheels of scripts/gpu_wheels.sh in ./.whl are installed first. A dry run takes tiny sizes through Triton's
+# interpreter, on the CPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 stage=${1:?which stage, 1 to 5}
