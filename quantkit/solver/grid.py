@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -68,11 +69,22 @@ def search_scales(
     weights = importance.view(groups, 1, -1)
     scale = torch.empty(groups, rows, dtype=scale_dtype, device=weight.device)
     zero = None if scheme.symmetric else torch.empty_like(scale, dtype=torch.uint8)
-    for tile in _tiles(groups, columns // groups, rows, searched_weights(weight.device)):
-        search = _Search(grouped[tile[0], :, tile[1]].contiguous(), weights[tile[0]], scheme, scale_dtype)
-        scale[tile] = search.scale
-        if zero is not None:
-            zero[tile] = search.offset.to(torch.uint8)
+    inference = torch.is_inference_mode_enabled()  # each thread has its own
+
+    def search(tile: tuple[slice, slice]) -> None:
+        with torch.inference_mode(inference):
+            found = _Search(grouped[tile[0], :, tile[1]].contiguous(), weights[tile[0]], scheme, scale_dtype)
+            scale[tile] = found.scale
+            if zero is not None:
+                zero[tile] = found.offset.to(torch.uint8)
+
+    tiles = _tiles(groups, columns // groups, rows, searched_weights(weight.device))
+    if weight.device.type == "cpu":  # where torch computes a step of so few numbers in one thread
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            list(threads.map(search, tiles))
+    else:
+        for tile in tiles:
+            search(tile)
     return scale, zero
 
 
