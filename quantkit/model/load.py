@@ -177,7 +177,7 @@ def _stacked_floats(
     stacked = torch.empty((sum(rows), *shapes[0][1:]), device=device, dtype=dtype)
     head = checkpoint.config.head_dim
     step = max(head, _COPY_BYTES // max(1, stacked[:1].nbytes) // head * head)
-    for name, copy in zip(names, stacked.split(rows), strict=True):
+    for name, copy in zip(names, torch.split(stacked, rows), strict=True):
         for start in range(0, len(copy), step):
             part = TensorSlice(0, ((start, min(start + step, len(copy))),)) if step < len(copy) else None
             copy[start : start + step] = _floats(checkpoint.load(name, part))

@@ -253,8 +253,12 @@ class Batch:
 
     def _tokens(self, rows: _Rows) -> Tensor:
         """Of the rows of a step."""
-        device = self.engine.model.device
-        return torch.cat([self.engine.last[numbers(rows.slots[: rows.decoding], device)], numbers(rows.texts, device)])
+        device, parts = self.engine.model.device, []
+        if rows.decoding:
+            parts.append(self.engine.last[numbers(rows.slots[: rows.decoding], device)])
+        if rows.texts:
+            parts.append(numbers(rows.texts, device))
+        return torch.cat(parts)
 
     def _decode(self, rows: _Rows) -> bool:
         """Let the engine draw by itself, if all that is wanted of a step are the likeliest tokens; whether it did."""

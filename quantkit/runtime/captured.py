@@ -84,7 +84,7 @@ class GraphRecorder:
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
         with torch.cuda.device(self._device):
-            stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+            stream, current = torch.cuda.Stream(), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
                 for _ in range(_WARM_UPS):
@@ -106,12 +106,12 @@ class PinnedTokens:
     def __init__(self, tokens: Tensor) -> None:
         self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
         self._tokens.copy_(tokens, non_blocking=True)
-        self._event = torch.cuda.Event()
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record()
 
     @property
     def arrived(self) -> bool:
-        return self._event.query()
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> list[int]:
         self._event.synchronize()
