@@ -15,8 +15,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from quantkit.kernels.triton_int4 import int4_gemm_tile, int4_gemv_tile
-from quantkit.kernels.triton_int8 import int8_gemm_tile, int8_gemv_tile
+from quantkit.kernels.triton_gemm import base_of, dot_order, gemm_tile
+from quantkit.kernels.triton_int4 import int4_gemv_tile
+from quantkit.kernels.triton_int8 import int8_gemv_tile
 from quantkit.kernels.triton_tiles import INTERPRETER, TOKENS, Card, TileConfig, card_of, gemm_config, gemv_config
 from quantkit.kernels.triton_words import MAGIC, operator
 
@@ -35,7 +36,7 @@ def block_of(places, experts, axis: tl.constexpr, m, BLOCK_M: tl.constexpr):
 def grouped_gemv(
     x, words, scale, zero, bias, out, places, experts, m, n, k, units, magic, count, per_row,
     GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Few places of an expert; codes of 8 bits where GROUP is 0."""
     expert, place, there = block_of(places, experts, 2, m, BLOCK_M)
@@ -46,14 +47,14 @@ def grouped_gemv(
     x += (tl.where(there, place, 0) // per_row * k)[:, None, None]
     if GROUP == 0:
         words += expert * (n * units * 32)
-        product = int8_gemv_tile(x, words, scale + expert * n, safe, k, units, magic, BLOCK_M, BLOCK_N, UNITS)
+        product = int8_gemv_tile(x, words, scale + expert * n, safe, k, units, magic, BLOCK_M, BLOCK_N, UNITS, STAGES)
     else:
         groups = units * (128 // GROUP)
         words += expert * (n * units * 16)
         scale += expert * (n * groups)
         zero += expert * (n * groups)
         product = int4_gemv_tile(
-            x, words, scale, zero, safe[:, None], k, units, magic, GROUP, SYMMETRIC, BLOCK_M, BLOCK_N, UNITS
+            x, words, scale, zero, safe[:, None], k, units, magic, GROUP, SYMMETRIC, BLOCK_M, BLOCK_N, UNITS, STAGES
         )  # fmt: skip
     if BIAS:
         product += tl.load(bias + expert * n + safe).to(tl.float32)[None, :]
@@ -63,7 +64,7 @@ def grouped_gemv(
 
 @triton.jit
 def grouped_gemm(
-    x, words, scale, zero, bias, out, places, experts, m, n, k, units, magic, count, per_row,
+    x, words, scale, zero, bias, out, places, experts, m, n, units, base, count, per_row,
     GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
@@ -71,22 +72,18 @@ def grouped_gemm(
     expert, place, there = block_of(places, experts, 0, m, BLOCK_M)
     if expert >= count:
         return
-    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    safe = tl.where(row < n, row, 0)
-    x += (tl.where(there, place, 0) // per_row * k)[None, :]
-    if GROUP == 0:
-        words += expert * (n * units * 32)
-        product = int8_gemm_tile(x, words, scale + expert * n, safe, k, units, magic, BLOCK_M, BLOCK_N, UNITS)
-    else:
-        groups = units * (128 // GROUP)
-        words += expert * (n * units * 16)
-        scale += expert * (n * groups)
-        zero += expert * (n * groups)
-        product = int4_gemm_tile(
-            x, words, scale, zero, safe[:, None], k, units, magic, GROUP, SYMMETRIC, BLOCK_M, BLOCK_N, UNITS
-        )  # fmt: skip
+    first_row = tl.program_id(1) * BLOCK_N
+    x += (tl.where(there, place, 0) // per_row * (units * 128))[None, :]
+    groups = 1 if GROUP == 0 else units * (128 // GROUP)
+    words += expert * (n * units * (32 if GROUP == 0 else 16))
+    scale += expert * (n * groups)
+    zero += expert * (n * groups)
+    product = gemm_tile(
+        x, words, scale, zero, first_row, n, units, base, GROUP, SYMMETRIC, BLOCK_M, BLOCK_N, UNITS
+    )  # fmt: skip
+    row = first_row + tl.arange(0, BLOCK_N)
     if BIAS:
-        product += tl.load(bias + expert * n + safe).to(tl.float32)[:, None]
+        product += tl.load(bias + expert * n + tl.where(row < n, row, 0)).to(tl.float32)[:, None]
     at = place[None, :].to(tl.int64) * n + row[:, None]
     tl.store(out + at, product.to(out.dtype.element_ty), mask=there[None, :] & (row < n)[:, None])
 
@@ -124,8 +121,7 @@ def config_for(bits: int, places: int, count: int, rows: int, columns: int, wide
     else:
         each = min(max(bits, places // count), _MAX_TOKENS)
         tokens = next(size for size in TOKENS if each <= size)
-        config = gemm_config(bits, tokens, rows, columns, card)
-        config = replace(config, stages=2 if wide else config.stages)  # activations take twice the shared memory
+        config = gemm_config(bits, tokens, rows, columns, card, wide)
     return replace(config, split=1, block_n=512 if card is INTERPRETER else config.block_n)
 
 
@@ -154,14 +150,17 @@ def grouped_linear(
     config = config_for(bits, total, count, n, k, x.dtype == torch.float32, card_of(x.device))
     places, experts = blocks_of(chosen, count, config.block_m)
     units, blocks = width // (4 * bits), triton.cdiv(n, config.block_n)
-    arguments = (
-        x.contiguous(), words, scale, scale if zero is None else zero, scale if bias is None else bias, out, places,
-        experts, total, n, k, units, MAGIC, count, per_row, group or 0, zero is None, bias is not None,
-    )  # fmt: skip
+    weight = words, scale, scale if zero is None else zero, scale if bias is None else bias
+    constants = {"GROUP": group or 0, "SYMMETRIC": zero is None, "BIAS": bias is not None, **config.constants()}
     if config.path == "gemv":
-        wrap_triton(grouped_gemv)[(blocks, 1, len(experts))](*arguments, **config.constants())
+        wrap_triton(grouped_gemv)[(blocks, 1, len(experts))](
+            x.contiguous(), *weight, out, places, experts, total, n, k, units, MAGIC, count, per_row, **constants
+        )
     else:
-        wrap_triton(grouped_gemm)[(len(experts), blocks, 1)](*arguments, **config.constants())
+        wrap_triton(grouped_gemm)[(len(experts), blocks, 1)](
+            dot_order(x, bits), *weight, out, places, experts, total, n, units, base_of(x.dtype), count, per_row,
+            **constants,
+        )  # fmt: skip
     return out
 
 

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
+from quantkit.kernels.triton_gemm import gemm_product
 from quantkit.kernels.triton_skinny import skinny_product
 from quantkit.kernels.triton_tiles import TileConfig, card_of, tile_config_for
 from quantkit.kernels.triton_words import (
@@ -14,7 +15,6 @@ from quantkit.kernels.triton_words import (
     biased_codes,
     bit_position,
     columns_of,
-    dot_add,
     linear_by_parts,
     load_tokens,
     operator,
@@ -45,14 +45,14 @@ def centred(words, centre, magic, PLANE: tl.constexpr):
 @triton.jit
 def int4_gemv_tile(
     x, words, scale, zero, safe, k, units, magic, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Products [M, N] of pointers to tokens [M, 1, 1] and rows [N, 1]: each thread multiplies words of BLOCK_N rows, in
     float32."""
     PARTS: tl.constexpr = 128 // GROUP
     first, last = unit_range(units, UNITS, 1)
     sums = tl.zeros((BLOCK_M, BLOCK_N, UNITS * 16), tl.float32)
-    for start in tl.range(first, last, UNITS):
+    for start in tl.range(first, last, UNITS, num_stages=STAGES):
         unit = (start + tl.arange(0, UNITS))[None, :]
         word = start * 16 + tl.arange(0, UNITS * 16)
         tile = tl.load(words + safe * (units * 16) + word[None, :], mask=(word < units * 16)[None, :], other=0)
@@ -71,7 +71,7 @@ def int4_gemv_tile(
 def int4_gemv(
     x, words, scale, zero, bias, out, m, n, k, units, magic,
     GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Few tokens."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -79,57 +79,12 @@ def int4_gemv(
     token = tl.arange(0, BLOCK_M)
     x += (tl.where(token < m, token, 0) * k)[:, None, None]
     product = int4_gemv_tile(
-        x, words, scale, zero, safe, k, units, magic, GROUP, SYMMETRIC, BLOCK_M, BLOCK_N, UNITS
+        x, words, scale, zero, safe, k, units, magic, GROUP, SYMMETRIC, BLOCK_M, BLOCK_N, UNITS, STAGES
     )  # fmt: skip
     if BIAS:
         product += tl.trans(tl.load(bias + safe)).to(tl.float32)
     at = (tl.program_id(1) * m + token)[:, None].to(tl.int64) * n + row[None, :]
     tl.store(out + at, product.to(out.dtype.element_ty), mask=(token < m)[:, None] & (row < n)[None, :])
-
-
-@triton.jit
-def int4_gemm_tile(
-    x, words, scale, zero, safe, k, units, magic, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
-):  # fmt: skip
-    """Products [N, M] of rows [N, 1] and pointers to tokens [1, M] on tensor cores, weights converted to x's dtype in
-    registers."""
-    PARTS: tl.constexpr = 128 // GROUP
-    first, last = unit_range(units, UNITS, 2)
-    product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for start in tl.range(first, last, UNITS):
-        unit = (start + tl.arange(0, UNITS))[None, :]
-        word = start * 16 + tl.arange(0, UNITS * 16)
-        tile = tl.load(words + safe * (units * 16) + word[None, :], mask=(word < units * 16)[None, :], other=0)
-        for part in tl.static_range(PARTS):
-            step, centre = group_of(scale, zero, safe, unit, units, GROUP, part, SYMMETRIC)
-            step, centre = spread(step, BLOCK_N, UNITS, 4), spread(centre, BLOCK_N, UNITS, 4)
-            for plane in tl.static_range(part * 8 // PARTS, (part + 1) * 8 // PARTS):
-                weight = centred(tile, centre, magic, plane) * (step * 0.5 ** bit_position(plane, 4))
-                column = columns_of(word, plane, 4)[:, None]
-                piece = tl.load(x + column, mask=column < k, other=0)
-                product = dot_add(weight.to(piece.dtype), piece, product)
-    return product
-
-
-@triton.jit
-def int4_gemm(
-    x, words, scale, zero, bias, out, m, n, k, units, magic,
-    GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
-):  # fmt: skip
-    """More tokens; the transposed product."""
-    token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    safe = tl.where(row < n, row, 0)[:, None]
-    x += (tl.where(token < m, token, 0) * k)[None, :]
-    product = int4_gemm_tile(
-        x, words, scale, zero, safe, k, units, magic, GROUP, SYMMETRIC, BLOCK_M, BLOCK_N, UNITS
-    )  # fmt: skip
-    if BIAS:
-        product += tl.load(bias + safe).to(tl.float32)
-    at = (tl.program_id(2) * m + token)[None, :].to(tl.int64) * n + row[:, None]
-    tl.store(out + at, product.to(out.dtype.element_ty), mask=(token < m)[None, :] & (row < n)[:, None])
 
 
 @triton.jit
@@ -191,6 +146,8 @@ def int4_product(
         return x.new_empty(0, n)
     if config.path == "skinny":
         return skinny_product(x, words, scale, zero, bias, group, arrived, config)
+    if config.path == "gemm":
+        return gemm_product(x, words, scale, zero, bias, group, config)
     symmetric = zero is None
     weight = words, scale, scale if zero is None else zero
     blocks = triton.cdiv(n, config.block_n)
@@ -208,8 +165,5 @@ def int4_product(
     arguments = (
         x.contiguous(), *weight, bias if fused else scale, out, m, n, k, units, MAGIC, group, symmetric, fused,
     )  # fmt: skip
-    if config.path == "gemv":
-        wrap_triton(int4_gemv)[(blocks, config.split)](*arguments, **config.constants())
-    else:
-        wrap_triton(int4_gemm)[(triton.cdiv(m, config.block_m), blocks, config.split)](*arguments, **config.constants())
+    wrap_triton(int4_gemv)[(blocks, config.split)](*arguments, **config.constants())
     return sum_splits(out, bias, x.dtype)

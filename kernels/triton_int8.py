@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
+from quantkit.kernels.triton_gemm import gemm_product
 from quantkit.kernels.triton_skinny import skinny_product
 from quantkit.kernels.triton_tiles import TileConfig, card_of, tile_config_for
 from quantkit.kernels.triton_words import (
@@ -14,7 +15,6 @@ from quantkit.kernels.triton_words import (
     biased_codes,
     bit_position,
     columns_of,
-    dot_add,
     linear_by_parts,
     load_tokens,
     operator,
@@ -32,13 +32,14 @@ def centred(words, magic, PLANE: tl.constexpr):
 
 @triton.jit
 def int8_gemv_tile(
-    x, words, scale, safe, k, units, magic, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
+    x, words, scale, safe, k, units, magic,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Products [M, N] of pointers to tokens [M, 1, 1] and rows [N]: each thread multiplies words of BLOCK_N rows, in
     float32."""
     first, last = unit_range(units, UNITS, 1)
     sums = tl.zeros((BLOCK_M, BLOCK_N, UNITS * 32), tl.float32)
-    for start in tl.range(first, last, UNITS):
+    for start in tl.range(first, last, UNITS, num_stages=STAGES):
         word = start * 32 + tl.arange(0, UNITS * 32)
         at = (safe * (units * 32))[:, None] + word[None, :]
         tile = tl.load(words + at, mask=(word < units * 32)[None, :], other=0)
@@ -50,55 +51,18 @@ def int8_gemv_tile(
 @triton.jit
 def int8_gemv(
     x, words, scale, bias, out, m, n, k, units, magic,
-    BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
+    BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Few tokens."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     safe = tl.where(row < n, row, 0)
     token = tl.arange(0, BLOCK_M)
     x += (tl.where(token < m, token, 0) * k)[:, None, None]
-    product = int8_gemv_tile(x, words, scale, safe, k, units, magic, BLOCK_M, BLOCK_N, UNITS)
+    product = int8_gemv_tile(x, words, scale, safe, k, units, magic, BLOCK_M, BLOCK_N, UNITS, STAGES)
     if BIAS:
         product += tl.load(bias + safe).to(tl.float32)[None, :]
     at = (tl.program_id(1) * m + token)[:, None].to(tl.int64) * n + row[None, :]
     tl.store(out + at, product.to(out.dtype.element_ty), mask=(token < m)[:, None] & (row < n)[None, :])
-
-
-@triton.jit
-def int8_gemm_tile(
-    x, words, scale, safe, k, units, magic, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
-):  # fmt: skip
-    """Products [N, M] of rows [N] and pointers to tokens [1, M] on tensor cores, codes converted to x's dtype, which is
-    exact."""
-    first, last = unit_range(units, UNITS, 2)
-    product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for start in tl.range(first, last, UNITS):
-        word = start * 32 + tl.arange(0, UNITS * 32)
-        at = (safe * (units * 32))[:, None] + word[None, :]
-        tile = tl.load(words + at, mask=(word < units * 32)[None, :], other=0)
-        for plane in tl.static_range(4):
-            column = columns_of(word, plane, 8)[:, None]
-            piece = tl.load(x + column, mask=column < k, other=0)
-            codes = (centred(tile, magic, plane) * 0.5 ** bit_position(plane, 8)).to(piece.dtype)
-            product = dot_add(codes, piece, product)
-    return product * tl.load(scale + safe).to(tl.float32)[:, None]
-
-
-@triton.jit
-def int8_gemm(
-    x, words, scale, bias, out, m, n, k, units, magic,
-    BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
-):  # fmt: skip
-    """More tokens; the transposed product."""
-    token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    safe = tl.where(row < n, row, 0)
-    x += (tl.where(token < m, token, 0) * k)[None, :]
-    product = int8_gemm_tile(x, words, scale, safe, k, units, magic, BLOCK_M, BLOCK_N, UNITS)
-    if BIAS:
-        product += tl.load(bias + safe).to(tl.float32)[:, None]
-    at = (tl.program_id(2) * m + token)[None, :].to(tl.int64) * n + row[:, None]
-    tl.store(out + at, product.to(out.dtype.element_ty), mask=(token < m)[None, :] & (row < n)[:, None])
 
 
 @triton.jit
@@ -146,6 +110,8 @@ def int8_product(
         return x.new_empty(0, n)
     if config.path == "skinny":
         return skinny_product(x, words, scale, None, bias, None, arrived, config)
+    if config.path == "gemm":
+        return gemm_product(x, words, scale, None, bias, None, config)
     if config.path == "matmul":
 
         def fill(floats: Tensor, part: slice) -> None:
@@ -160,8 +126,5 @@ def int8_product(
     fused = bias is not None and config.split == 1
     arguments = (x.contiguous(), words, scale, bias if fused else scale, out, m, n, k, units, MAGIC, fused)
     blocks = triton.cdiv(n, config.block_n)
-    if config.path == "gemv":
-        wrap_triton(int8_gemv)[(blocks, config.split)](*arguments, **config.constants())
-    else:
-        wrap_triton(int8_gemm)[(triton.cdiv(m, config.block_m), blocks, config.split)](*arguments, **config.constants())
+    wrap_triton(int8_gemv)[(blocks, config.split)](*arguments, **config.constants())
     return sum_splits(out, bias, x.dtype)

@@ -30,6 +30,11 @@ SIDE_BY_SIDE = tl.constexpr(2 if _VERSION < (3, 8) else 1)
 """Pairs along K that lie side by side in a thread's registers, as Triton lays out a joined operand of `tl.dot`."""
 
 
+def base_bits(dtype: torch.dtype) -> int:
+    """The bits of the float under a code, twice, for activations of a dtype."""
+    return _BASES[dtype] * 0x10001
+
+
 def counters(rows: int, device: torch.device) -> Tensor:
     """How many programs of each block of rows have arrived: int32 zeros, as each launch finds and leaves them."""
     return torch.zeros(triton.cdiv(rows, SKINNY_ROWS), dtype=torch.int32, device=device)
@@ -197,7 +202,7 @@ def skinny_product(
     fused = bias is not None and (joined or alone)
     weight = (words, scale) if group is None else (words, scale, scale if zero is None else zero)
     of_groups = () if group is None else (group, zero is None)
-    base = _BASES[x.dtype] * 0x10001
+    base = base_bits(x.dtype)
     grid = triton.cdiv(n, config.block_n), config.split
     wrap_triton(int8_skinny if group is None else int4_skinny)[grid](
         x.contiguous(), *weight, bias if fused else scale, out, out if parts is None else parts,

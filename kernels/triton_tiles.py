@@ -67,7 +67,8 @@ class TileConfig:
 
     def constants(self) -> dict[str, int]:
         """What the kernels of the first three paths are compiled for."""
-        return {
+        ahead = {"STAGES": self.stages} if self.path == "gemv" else {}  # Triton looks ahead for tensor cores only
+        return ahead | {
             "BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "UNITS": self.units,
             "num_warps": self.warps, "num_stages": self.stages,
         }  # fmt: skip
@@ -183,20 +184,30 @@ def gemv_config(bits: int, tokens: int, rows: int, columns: int, card: Card) -> 
     """The default config of ``gemv`` for up to 4 tokens."""
     block_n = {1: 8, 2: 4, 4: 4}[tokens]  # as many as the registers hold
     tile = _power_below(min(math.ceil(columns / UNIT), 128 // bits))  # 16 bytes for each of 128 threads
-    return _split(TileConfig("gemv", tokens, block_n, tile), bits, tokens, rows, columns, card)
+    return _split(TileConfig("gemv", tokens, block_n, tile, stages=1), bits, tokens, rows, columns, card)
 
 
-def gemm_config(bits: int, tokens: int, rows: int, columns: int, card: Card) -> TileConfig:
-    """The default config of ``gemm``."""
-    block_m = min(max(tokens, 16), 128)
-    block_n = 128 if tokens >= 128 else 64
-    tile = 2 if block_m <= 32 and columns > UNIT else 1
-    stage = tile * (UNIT * block_m * 2 + block_n * 16 * bits)  # bytes of activations and words
-    stages = max(2, min(4, (card.shared_memory - (16 << 10)) // stage))
-    warps = 8 if tokens >= 128 else 4
-    return _split(
-        TileConfig("gemm", block_m, block_n, tile, warps=warps, stages=stages), bits, tokens, rows, columns, card
-    )
+def gemm_config(
+    bits: int, tokens: int, rows: int, columns: int, card: Card, wide: bool = False
+) -> TileConfig:  # fmt: skip
+    """The default config of ``gemm``; for `wide` see `default_config`."""
+    block_m, block_n = min(max(tokens, 16), 128), 128 if tokens >= 128 else 64
+    room = card.shared_memory - (16 << 10)
+    while 2 * staged_bytes(bits, block_m, block_n, wide) > room and block_m > 16:
+        block_m //= 2
+    stages = 2 if wide else max(2, min(4, room // staged_bytes(bits, block_m, block_n)))
+    config = TileConfig("gemm", block_m, block_n, 1, warps=gemm_warps(block_n), stages=stages)
+    return _split(config, bits, tokens, rows, columns, card)
+
+
+def gemm_warps(block_n: int) -> int:
+    """The warps of a program of the path ``gemm``, with 16 rows each: weights are multiplied where they are loaded."""
+    return max(4, block_n // 16)
+
+
+def staged_bytes(bits: int, block_m: int, block_n: int, wide: bool = False) -> int:
+    """Bytes of activations and words that a program of the path ``gemm`` loads at a time, for each unit."""
+    return UNIT * block_m * (4 if wide else 2) + block_n * UNIT * bits // 8
 
 
 def max_split(bits: int, tokens: int, columns: int) -> int:

@@ -17,7 +17,16 @@ from torch import Tensor
 
 from quantkit.kernels.triton_int4 import int4_product
 from quantkit.kernels.triton_int8 import int8_product
-from quantkit.kernels.triton_tiles import SKINNY_ROWS, UNIT, TileConfig, card_of, default_config, max_split
+from quantkit.kernels.triton_tiles import (
+    SKINNY_ROWS,
+    UNIT,
+    TileConfig,
+    card_of,
+    default_config,
+    gemm_warps,
+    max_split,
+    staged_bytes,
+)  # fmt: skip
 from quantkit.kernels.triton_words import INTERPRETED
 
 _LEAST_SECONDS = 1e-3  # of a graph that is timed
@@ -31,15 +40,18 @@ def tune(prepared: dict[str, Tensor], scheme: str, columns: int, tokens: Iterabl
         scheme: ``int8``, ``int4-g128`` and so on.
     """
     group = None if scheme == "int8" else int(scheme.removeprefix("int4-g"))
-    return {size: fastest(prepared, group, columns, size) for size in tokens}
+    with torch.cuda.device_of(prepared["words"]):  # type: ignore[no-untyped-call]
+        return {size: fastest(prepared, group, columns, size) for size in tokens}
 
 
 def multiply(x: Tensor, prepared: dict[str, Tensor], group: int | None, config: TileConfig) -> Tensor:
     """``x @ weight.T`` in the tiles of a config, for what the backend prepared; `group` is None for int8."""
     words, scale, arrived = prepared["words"], prepared["scale"], prepared["arrived"]
-    if group is None:
-        return int8_product(x, words, scale, None, config, arrived)
-    return int4_product(x, words, scale, prepared.get("zero"), None, group, config, arrived)
+    # Of each thread that compiles, too.
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+        if group is None:
+            return int8_product(x, words, scale, None, config, arrived)
+        return int4_product(x, words, scale, prepared.get("zero"), None, group, config, arrived)
 
 
 def fastest(prepared: dict[str, Tensor], group: int | None, columns: int, tokens: int) -> TileConfig:
@@ -84,27 +96,28 @@ def candidates(bits: int, tokens: int, rows: int, columns: int) -> Iterator[Tile
     units, most = -(-columns // UNIT), max_split(bits, tokens, columns)
     if tokens <= 8:
         tiles = [size for size in (32 // bits, 64 // bits, 128 // bits, 256 // bits) if size <= units]
-        for tile, block_n, warps, split in itertools.product(tiles, (2, 4, 8, 16), (1, 2, 4), (1, 2, 4)):
+        kinds = itertools.product(tiles, (2, 4, 8, 16), (1, 2, 4), (1, 2, 4), (1, 3))
+        for tile, block_n, warps, split, stages in kinds:
             words_per_thread = tile * 4 * bits // (32 * warps)  # words of a row
             fits = words_per_thread in (4, 8) and 4 <= block_n * tokens <= 16
             if fits and split * tile <= units and split <= most:
-                yield TileConfig("gemv", 1 << (tokens - 1).bit_length(), block_n, tile, split, warps, 1)
+                yield TileConfig("gemv", 1 << (tokens - 1).bit_length(), block_n, tile, split, warps, stages)
     if tokens <= 16:
         for block_n, tile, stages in itertools.product((SKINNY_ROWS, 2 * SKINNY_ROWS), (1, 2), (1, 2, 3, 4)):
             for split in (1, 2, 4, 8, 16):
                 programs = -(-rows // block_n) * split
                 if split <= most and split * tile <= units and (split == 1 or programs <= 1 << 14):
                     yield TileConfig("skinny", 8 if tokens <= 8 else 16, block_n, tile, split, 1, stages)
-    if 2 <= tokens <= 1024:
-        sizes = sorted({min(max(tokens // part, 16), 256) for part in (1, 2, 4)})
-        for block_m, block_n, tile, stages in itertools.product(sizes, (64, 128), (1, 2), (2, 3, 4)):
-            warps = 8 if block_n * block_m >= 8192 else 4
-            staged_bytes = stages * tile * (UNIT * block_m * 2 + block_n * 16 * bits)
+    if 16 <= tokens <= 1024:
+        sizes = sorted({max(min(tokens, 256) // part, 16) for part in (1, 2, 4)})
+        for block_m, block_n, tile, stages in itertools.product(sizes, (64, 128, 256), (1, 2), (2, 3, 4)):
+            held = block_m * block_n <= 1 << 14 or block_n == 128  # by the registers
+            ahead = stages * tile * staged_bytes(bits, block_m, block_n)
             for split in (1, 2, 4, 8):
                 programs = -(-rows // block_n) * -(-tokens // block_m) * split
-                fits = staged_bytes <= 200 << 10 and tile * split <= units and split <= most
-                if fits and (split == 1 or programs <= 1024):
-                    yield TileConfig("gemm", block_m, block_n, tile, split, warps, stages)
+                fits = held and ahead <= 200 << 10 and tile * split <= units and split <= most
+                if fits and (split == 1 or programs <= 1024) and (tile == 1 or block_m <= 32):
+                    yield TileConfig("gemm", block_m, block_n, tile, split, gemm_warps(block_n), stages)
     if tokens >= 128:
         for block_n, tile, warps in itertools.product((4, 16), (1, 4), (4, 8)):
             yield TileConfig("matmul", 1, block_n, tile, 1, warps)

@@ -132,8 +132,9 @@ def synchronize() -> None:
 
 
 def wall_seconds(call: Callable[[], object], repeats: int) -> float:
-    """Of one call, after one that warms up."""
-    call()
+    """Of one call, after one that warms up but in a dry run."""
+    if not DRY:
+        call()
     synchronize()
     started = time.perf_counter()
     for _ in range(repeats):

@@ -1,4 +1,4 @@
-"""Stage 5 of `gpu_day.sh`: GPTQ on the card against the CPU.
+"""Stage 6 of `gpu_day.sh`: GPTQ on the card against the CPU.
 
     python scripts/gpu_gptq.py [--out FILE.json] [--rows 256] [--layers 2]
 

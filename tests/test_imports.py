@@ -67,7 +67,7 @@ HEAVY = {"torch", "numpy", "datasets", "huggingface_hub", "tokenizers", "sentenc
 # Loaded by their backend alone, and only where it may serve.
 NEEDS_TRITON = {
     f"quantkit.kernels.triton_{part}"
-    for part in ("attention", "experts", "gptq", "int4", "int8", "skinny", "tune", "words")
+    for part in ("attention", "experts", "gemm", "gptq", "int4", "int8", "skinny", "tune", "words")
 }
 
 

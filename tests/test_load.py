@@ -57,7 +57,7 @@ def test_linears_of_floats_that_share_an_input_become_one(tmp_path: Path, monkey
     monkeypatch.setattr(load, "_COPY_BYTES", 5000)
     for path in (folder, tmp_path / "mixed"):
         checkpoint, read = open_checkpoint(path), list[int]()
-        model = load_model(_Noted(checkpoint, read), dtype=torch.float32)
+        model = load_model(_Noted(checkpoint, read), dtype=torch.bfloat16)
         fused = {
             name: module for name, module in model.named_modules()
             if isinstance(module, nn.Linear) and name.endswith(("qkv_proj", "gate_up_proj"))
@@ -67,11 +67,11 @@ def test_linears_of_floats_that_share_an_input_become_one(tmp_path: Path, monkey
         own = fused["model.layers.1.mlp.gate_up_proj"]
         for leaf in ("weight", "bias"):
             parts = [checkpoint.load(f"model.layers.1.mlp.{name}.{leaf}") for name in ("gate_proj", "up_proj")]
-            assert torch.equal(getattr(own, leaf), torch.cat(parts))
+            assert torch.equal(getattr(own, leaf), torch.cat(parts).bfloat16())
         tokens = oracle.random_tokens(9, batch=2)
         with torch.inference_mode():
             found, expected = (one(tokens, torch.arange(9)) for one in (model, oracle.ours(path)))
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+        assert (found - expected).abs().max() < 0.1 * expected.std()
         if path == folder:
             assert max(read) <= 2 * 5000
 

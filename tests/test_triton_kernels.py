@@ -91,21 +91,43 @@ def _compiled(
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("path", ["gemv", "gemm"])
-def test_kernels_compile_for_cards_that_are_not_here(
-    bits: int, path: str, target: str, monkeypatch: pytest.MonkeyPatch
+def test_kernels_for_single_products_compile_for_cards_that_are_not_here(
+    bits: int, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     from quantkit.kernels import triton_int4, triton_int8
 
-    make, tokens = (gemv_config, 1) if path == "gemv" else (gemm_config, 32)
-    config = make(bits, tokens, 4096, 4096, SMALL)
+    config = gemv_config(bits, 1, 4096, 4096, SMALL)
     grouped = {"GROUP": 64, "SYMMETRIC": False} if bits == 4 else {}
-    kernel = getattr(triton_int4 if bits == 4 else triton_int8, f"int{bits}_{config.path}")
+    kernel = triton_int4.int4_gemv if bits == 4 else triton_int8.int8_gemv
     stages = _compiled(kernel, {"BIAS": True, **grouped, **config.constants()}, target)
     assert stages["cubin" if target == "cuda" else "hsaco"]
     if target == "cuda":
-        assert "ld.global.v4" in stages["ptx"] if config.path == "gemv" else "wgmma" in stages["ptx"]
+        assert "ld.global.v4" in stages["ptx"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("group", "symmetric"), [(0, True), (32, False), (128, True)])
+@pytest.mark.parametrize("tokens", [32, 128])
+def test_weights_are_multiplied_in_the_registers_that_they_are_loaded_into(
+    tokens: int, group: int, symmetric: bool, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    from quantkit.kernels.triton_gemm import gemm
+
+    config = gemm_config(4 if group else 8, tokens, 4096, 4096, LARGE if target == "cuda" else SMALL)
+    constants = {"GROUP": group, "SYMMETRIC": symmetric, "BIAS": True, **config.constants()}
+    stages = _compiled(gemm, constants, target, others={"scale": f"*{TARGETS[target][2]}"})
+    assert stages["cubin" if target == "cuda" else "hsaco"]
+    if target == "cuda":
+        first, last = (at(stages["ptx"], "wgmma.mma_async") for at in (str.index, str.rindex))
+        assert stages["ptx"].count("wgmma.mma_async") == 8  # of 16 columns each
+        assert "wait_group.sync.aligned 0" not in stages["ptx"][first:last]
+        loop = stages["ptx"][:last].rsplit("$L__BB", 1)[1]
+        assert "ld.shared.v4" in loop
+        assert "ld.global" in loop or not group
+        assert "cp.async.cg.shared.global" in stages["ptx"]
+        assert not [word for word in ("st.shared", "ldmatrix", "shfl", "st.local", "cvt.rn.bf16") if word in loop]
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -21,7 +21,7 @@ from triton_quick import quicken
 import quantkit
 from quantkit.data.files import DEMO_MODEL
 from quantkit.errors import UnsupportedError
-from quantkit.kernels import triton_int4, triton_int8, triton_skinny, triton_tune, triton_words
+from quantkit.kernels import triton_gemm, triton_int4, triton_int8, triton_skinny, triton_tune, triton_words
 from quantkit.kernels.check import self_test
 from quantkit.kernels.dispatch import select_backend
 from quantkit.kernels.triton_backend import TritonBackend
@@ -134,6 +134,18 @@ def test_programs_that_share_rows_leave_their_counters_as_they_were() -> None:
     ]
     assert torch.equal(*products)
     assert prepared["arrived"].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "scale_dtype"),
+    [("int8", torch.float16), ("int4-g128", torch.float16), ("int4-g32-asym", torch.float16),
+     ("int4-g64-asym", torch.bfloat16)],
+    ids=str,
+)  # fmt: skip
+def test_tensor_cores_take_weights_that_were_rounded_once(text: str, scale_dtype: torch.dtype) -> None:
+    weight, x = _random(text, 70, 384, scale_dtype), torch.eye(384, dtype=torch.float16)
+    found = _product(x, weight, None, TileConfig("gemm", 512, 128, 2))
+    assert torch.equal(found.t(), weight.dequantize().half())
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)
@@ -273,8 +285,8 @@ def test_a_model_says_what_the_reference_says(text: str, tmp_path_factory: pytes
 def test_a_kernel_that_multiplies_wrongly_is_found_out_at_load(
     text: str, module: ModuleType, path: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = triton_skinny if path == "skinny" else module
-    wrong, wrap = getattr(module, f"{text[:4]}_{path}"), module.wrap_triton
+    module = {"skinny": triton_skinny, "gemm": triton_gemm}.get(path, module)
+    wrong, wrap = getattr(module, path if path == "gemm" else f"{text[:4]}_{path}"), module.wrap_triton
     turned = {MAGIC: MAGIC ^ 1 << 22, 0x43004300: 0x43804300}
 
     class Misled:

@@ -67,7 +67,8 @@ def load_model(
     with meta_init():
         model = Decoder(tp.checkpoint.config)
     model.group = group
-    fill(model, tp.checkpoint, "", device, dtype, backend, progress, fuse_floats=True)
+    fuse_floats = device.type != "cpu" or dtype != torch.float32  # there the larger product is a little slower
+    fill(model, tp.checkpoint, "", device, dtype, backend, progress, fuse_floats=fuse_floats)
     model.rotary.to(device)
     tp.connect(model, "")
     stack_experts(model, model.config)
