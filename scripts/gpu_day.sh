@@ -53,8 +53,7 @@ run() {
     1)
         try 90 "$python" scripts/gpu_environment.py --out "$out/environment.json"
         TORCH_LOGS=output_code try 120 "$python" scripts/gpu_decode.py --schemes int4-g128 --contexts 128 --layers 1,2 \
-            --decoding compiled \
-            2>"$out/layers.txt"
+            --decoding compiled 2>"$out/layers.txt"
         local chosen=(-W default -p no:cacheprovider --durations=5)
         if [[ ${#dry[@]} -gt 0 ]]; then
             chosen+=(-k "share_rows")
