@@ -20,6 +20,7 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.decoder import Decoder
 from quantkit.model.feed_forward import Experts
 from quantkit.model.load import load_model
+from quantkit.runtime.captured import LateTokens
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate import generate
 from quantkit.tensors.dtypes import DType
@@ -187,12 +188,19 @@ class Decoding:
         assert self._first is not None
         tokens, length, slots = self._first, self._prompts.shape[1], range(len(self._prompts))
         tokens.tolist()
+        self.engine.last[: len(slots)] = tokens
         started = time.perf_counter()
+        drawn: LateTokens | None = None
         for position in range(length, length + self._new):
-            logits = self.engine.step(tokens, slots, [position] * len(slots), slots)
-            with self.engine.model.ops.single_threaded():
-                tokens = logits.argmax(-1)
-        tokens.tolist()
+            drawn = self.engine.decode(slots, [position] * len(slots))
+            if drawn is None:
+                logits = self.engine.step(tokens, slots, [position] * len(slots), slots)
+                with self.engine.model.ops.single_threaded():
+                    tokens = logits.argmax(-1)
+        if drawn is None:
+            tokens.tolist()
+        else:
+            drawn.read()
         return time.perf_counter() - started
 
 

@@ -12,8 +12,9 @@
 #   6  GPTQ on the card against the CPU
 #
 # Results go to $OUT or ./gpu-day: a log and at most two files a stage. Stage 5 takes the tile configs that stage 4 left
-# in ./gpu-day/triton_configs.json, so copy them there. Wheels of scripts/gpu_wheels.sh in ./.whl are installed first. A
-# dry run takes tiny sizes through Triton's interpreter, on the CPU.
+# in ./gpu-day/triton_configs.json, so copy them there, and decodes as QUANTKIT_DECODE says: set it to what was fastest
+# in stage 2. Wheels of scripts/gpu_wheels.sh in ./.whl are installed first. A dry run takes tiny sizes through Triton's
+# interpreter, on the CPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 stage=${1:?which stage, 1 to 6}
@@ -52,7 +53,7 @@ run() {
     1)
         try 90 "$python" scripts/gpu_environment.py --out "$out/environment.json"
         TORCH_LOGS=output_code try 120 "$python" scripts/gpu_decode.py --schemes int4-g128 --contexts 128 --layers 1,2 \
-            2>"$out/layers.txt"
+            --decoding compiled 2>"$out/layers.txt"
         local chosen=(-W default -p no:cacheprovider --durations=5)
         if [[ ${#dry[@]} -gt 0 ]]; then
             chosen+=(-k "share_rows or five_launches")
@@ -82,7 +83,7 @@ run() {
             "${dry[@]}"
         try 210 "$python" scripts/gpu_decode.py --out "$out/decode.json" --shapes llama-2-7b,llama-3.1-8b \
             --schemes bf16,int4-g128,int4-g128+modules,int8,int8+modules,int4-g128+head-int8 --contexts 128,4096 \
-            --prefill 2048 --seconds 150
+            --prefill 2048 --decoding "${QUANTKIT_DECODE:-compiled}" --seconds 150
         ;;
     6)
         try 270 "$python" scripts/gpu_gptq.py --out "$out/gptq.json" --seconds 200

@@ -1,22 +1,25 @@
 """Stages 1, 2 and 5 of `gpu_day.sh`: how fast whole models decode and read prompts on the card.
 
     python scripts/gpu_decode.py [--out FILE.json] [--shapes llama-2-7b] [--schemes bf16,int8,int8+modules]
-        [--contexts 128,1024,4096] [--layers 4,12] [--prefill 0] [--profile 0]
+        [--contexts 128,1024,4096] [--layers 4,12] [--prefill 0] [--decoding eager,compiled,steps] [--profile 0]
 
 A scheme may end in ``+head-SCHEME``, that of the head, and in ``+modules``: blocks run as modules, where the kernels of
 `quantkit.kernels.triton_block` would take five launches for each.
 
 To compile all layers of a 7B model takes minutes. So models have few layers, in two counts, and the difference is that
 of the layers between: the figures of the whole model follow. Weights are random, the cache holds zeros, which takes as
-long. Prints ms a token, the bytes of weights a second, as a share of what a copy moves too, and with ``--prefill``
-tokens of a prompt, the seconds of reading it, the first token, compiling included, and memory. ``--profile 1`` tells
-which kernels a token takes with the more layers, how often and how long, and what the host takes beside them.
+long. Each way of decoding is measured (`quantkit.runtime.captured.DECODE_SETTING`): a CUDA graph of our own of an eager
+step, one of a compiled step, and steps as inductor records them, with the host between. Prints ms a token, the bytes of
+weights a second, as a share of what a copy moves too, and with ``--prefill`` tokens of a prompt, the seconds of reading
+it, the first token, compiling included, and memory. ``--profile 1`` tells which kernels a token takes with the more
+layers, how often and how long, and what the host takes beside them.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from functools import partial
 from typing import Any
 
@@ -26,21 +29,30 @@ import torch
 from quantkit.evals.timing import bandwidth, weight_bytes
 from quantkit.kernels.triton_backend import BLOCKS_SETTING
 from quantkit.model.load import load_model
+from quantkit.runtime.captured import DECODE_SETTING
 from quantkit.runtime.engine import Engine
 
 STEPS = 1 if card.DRY else 64
+BEHIND = 2  # steps that the host reads tokens after they were asked for
 
 
-def decode_seconds(engine: Engine, context: int) -> float:
+def decode_seconds(engine: Engine, kind: str, context: int) -> float:
     """Of a step of one token behind so many, each drawn greedily from the logits of the last."""
+    positions = range(context - STEPS, context)
     token = torch.zeros(1, dtype=torch.long, device=card.DEVICE)
 
     def steps() -> None:
         nonlocal token
-        for position in range(context - STEPS, context):
+        for position in positions:
             token = engine.step(token, [0], [position], [0]).argmax(-1)
 
-    return card.wall_seconds(steps, 1 if card.DRY else 3) / STEPS
+    def recorded() -> None:
+        late = deque(engine.decode([0], [position]) for position in positions[:BEHIND])
+        for position in positions[BEHIND:]:
+            late.append(engine.decode([0], [position]))
+            late.popleft().read()
+
+    return card.wall_seconds(steps if kind == "steps" else recorded, 1 if card.DRY else 3) / STEPS
 
 
 def read(engine: Engine, prompt: torch.Tensor) -> None:
@@ -50,12 +62,12 @@ def read(engine: Engine, prompt: torch.Tensor) -> None:
         engine.step(prompt[rows.start : rows.stop], [0] * len(rows), rows, [len(rows) - 1])
 
 
-def profile(engine: Engine, context: int, results: card.Results) -> None:
+def profile(engine: Engine, decoding: str, context: int, results: card.Results) -> None:
     """What a token is made of: the kernels by their time, most first."""
     cuda = card.DEVICE.type == "cuda"
     kind = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[kind]) as profiler:
-        seconds = decode_seconds(engine, context)
+        seconds = decode_seconds(engine, decoding, context)
     times = {
         event.key: (event.self_device_time_total if cuda else event.self_cpu_time_total, event.count)
         for event in profiler.key_averages()
@@ -63,16 +75,17 @@ def profile(engine: Engine, context: int, results: card.Results) -> None:
     steps = STEPS * (1 if card.DRY else 4)  # one round warms up
     most = sorted(times.items(), key=lambda one: -one[1][0])[:12]
     results.add(
-        us_a_token=1e6 * seconds, us_in_kernels=sum(us for us, _ in times.values()) / steps,
+        decoding=decoding, us_a_token=1e6 * seconds, us_in_kernels=sum(us for us, _ in times.values()) / steps,
         kernels_a_token=sum(count for _, count in times.values()) / steps,
         most={name[:60]: [round(us / steps, 2), round(count / steps, 2)] for name, (us, count) in most},
     )  # fmt: skip
 
 
 def measure(
-    shape: str, text: str, layers: int, contexts: list[int], prefill: int, profiled: card.Results | None
-) -> dict[str, float]:
-    """Seconds and bytes of a model with so many layers, by name; what it is made of goes to `profiled`."""
+    shape: str, text: str, layers: int, contexts: list[int], prefill: int, kinds: list[str], results: card.Results,
+    profiled: bool,
+) -> dict[str, float]:  # fmt: skip
+    """Seconds and bytes of a model with so many layers, by name."""
     scheme, *others = text.split("+")
     head = next((other.removeprefix("head-") for other in others if other.startswith("head-")), None)
     os.environ[BLOCKS_SETTING] = "0" if "modules" in others else "1"
@@ -82,20 +95,28 @@ def measure(
         device=card.DEVICE, dtype=torch.bfloat16, backend=None if scheme == "bf16" else "triton",
     )  # fmt: skip
     found = {"bytes": float(weight_bytes(model)), "blocks in five launches": float(model.ops.blocks is not None)}
-    engine = Engine(model, max(*contexts, prefill), compiled=False if card.DRY else None)
-    if prefill:
-        prompt = torch.zeros(prefill, dtype=torch.long, device=card.DEVICE)
-        started = time.perf_counter()
-        read(engine, prompt)
-        card.synchronize()
-        found["first token, compiling included"] = time.perf_counter() - started
-        found[f"prefill {prefill}"] = card.wall_seconds(partial(read, engine, prompt), 1 if card.DRY else 5)
-    for context in contexts:
-        found[f"decode at {context}"] = decode_seconds(engine, context)
+    for kind in kinds:
+
+        def measure_kind(kind: str = kind) -> None:
+            os.environ[DECODE_SETTING] = kind
+            engine = Engine(model, max(*contexts, prefill), compiled=False if card.DRY else None)
+            if prefill and kind == kinds[0]:
+                prompt = torch.zeros(prefill, dtype=torch.long, device=card.DEVICE)
+                started = time.perf_counter()
+                read(engine, prompt)
+                card.synchronize()
+                found["first token, compiling included"] = time.perf_counter() - started
+                found[f"prefill {prefill}"] = card.wall_seconds(partial(read, engine, prompt), 1 if card.DRY else 5)
+            if kind != "steps" and engine.decode([0], [0]) is None:
+                raise RuntimeError("no step can be recorded")
+            for context in contexts:
+                found[f"decode at {context}, {kind}"] = decode_seconds(engine, kind, context)
+            if profiled:
+                profile(engine, kind, contexts[0], results)
+
+        results.attempt(f"{shape} {text}, {layers} layers, {kind}", measure_kind)
+        torch._dynamo.reset()
     found["peak bytes"] = card.peak_memory()
-    if profiled is not None:
-        profile(engine, contexts[0], profiled)
-    torch._dynamo.reset()
     return found
 
 
@@ -105,18 +126,20 @@ def in_both(
 ) -> None:  # fmt: skip
     """What `measure` finds with each number of layers."""
     for layers in counts:
-        found.append(measure(shape, scheme, layers, *what, results if profiled and layers == counts[-1] else None))
+        found.append(measure(shape, scheme, layers, *what, results, profiled and layers == counts[-1]))
         results.add(shape=shape, scheme=scheme, layers=layers, **found[-1])
 
 
 def main() -> None:
     given = card.options(
         __doc__.splitlines()[0], shapes="llama-2-7b", schemes="bf16,int4-g128+modules,int4-g128,int8+modules,int8",
-        contexts="128,1024,4096", layers="1,2" if card.DRY else "4,12", prefill=0, profile=0,
+        contexts="128,1024,4096", layers="1,2" if card.DRY else "4,12", prefill=0, decoding="eager,compiled,steps",
+        profile=0,
     )  # fmt: skip
     contexts = [16] if card.DRY else [int(context) for context in given.contexts.split(",")]
     counts, prefill = [int(count) for count in given.layers.split(",")], min(given.prefill, 16 if card.DRY else 4096)
-    torch._inductor.config.coordinate_descent_tuning = True  # bfloat16 at one token needs it
+    # Compiling takes long, and in a dry run nothing of it can be seen.
+    kinds = [*dict.fromkeys("eager" if card.DRY and kind == "compiled" else kind for kind in given.decoding.split(","))]
     results = card.Results(given.out)
     copied = 1e9 if card.DRY else bandwidth(card.DEVICE)
     results.add(copy_bytes_a_second=copied)
@@ -130,12 +153,14 @@ def main() -> None:
                 results.add(left_out=f"{shape} {scheme}: time is up")
                 continue
             found: list[dict[str, float]] = []
-            call = partial(in_both, results, found, shape, scheme, counts, bool(given.profile), contexts, prefill)
+            call = partial(
+                in_both, results, found, shape, scheme, counts, bool(given.profile), contexts, prefill, kinds
+            )
             if not results.attempt(f"{shape} {scheme}", call):
                 continue
             few, more = found
-            each = {name: (more[name] - few[name]) / (counts[1] - counts[0]) for name in few}
-            model = {name: few[name] + (whole - counts[0]) * each[name] for name in few}
+            each = {name: (more[name] - few[name]) / (counts[1] - counts[0]) for name in few if name in more}
+            model = {name: few[name] + (whole - counts[0]) * each[name] for name in each}
             for name in (name for name in model if name.startswith(("decode", "prefill"))):
                 base.setdefault(name, model[name])
                 row = {"ms": 1e3 * model[name], "of the first scheme's speed": base[name] / model[name]}

@@ -12,6 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.detect import open_checkpoint
+from quantkit.model.decoder import Decoder
+from quantkit.model.load import fill, meta_init
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers
@@ -65,6 +70,15 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def ours(source: Path | Checkpoint) -> Decoder:
+    """Our float32 model of a checkpoint or its folder, each linear under its own name."""
+    checkpoint = open_checkpoint(source) if isinstance(source, Path) else source
+    with meta_init():
+        model = Decoder(checkpoint.config)
+    fill(model, checkpoint, "", torch.device("cpu"), torch.float32, None)
+    return model.eval()
 
 
 @torch.inference_mode()

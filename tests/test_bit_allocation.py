@@ -29,7 +29,6 @@ from quantkit.distributed.group import SINGLE
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.detect import open_checkpoint
 from quantkit.json_values import Settings
-from quantkit.model.load import load_model
 from quantkit.solver.gptq import gptq
 from quantkit.tensors.scheme import QuantScheme
 
@@ -87,7 +86,7 @@ def test_gradients_are_those_of_the_whole_model(case: str, tmp_path: Path, monke
     found: dict[str, torch.Tensor] = {}
     for layer in reversed(range(config.num_layers)):
         found |= passes.backward(layer)
-    model = load_model(source, dtype=torch.float32)
+    model = oracle.ours(source)
     given: dict[str, list[torch.Tensor]] = {}
     for name, module in model.named_modules():
         if name in found:

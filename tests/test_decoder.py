@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from quantkit.architectures.topology import input_groups
 from quantkit.model.attention import causal_attention
 from quantkit.model.decoder import Block, Decoder, Step, Tap, no_tap
-from quantkit.model.load import load_model
 
 HEARD = ["attention.in", "attention.out", "mlp.in", "mlp.out"]
 
@@ -20,7 +19,7 @@ HEARD = ["attention.in", "attention.out", "mlp.in", "mlp.out"]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     folder: Path = oracle.save(oracle.make("qwen3"), tmp_path_factory.mktemp("decoder") / "model")
-    return load_model(folder, device="cpu", dtype=torch.float32)
+    return oracle.ours(folder)
 
 
 def _block(model: Decoder) -> Block:

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import oracle
 import pytest
 import torch
+from torch import nn
 
 import quantkit
 from quantkit.errors import RequestError
+from quantkit.formats.container import StoredCheckpoint
+from quantkit.formats.detect import open_checkpoint
 from quantkit.model import load
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model, meta_init
+from quantkit.tensors.recipe import Override, Recipe
+from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.tensor_slice import TensorSlice
 
 
 def test_loading_and_generating_leave_torchs_compiler_alone(demo_model: Path, tmp_path: Path) -> None:
@@ -37,6 +46,51 @@ def test_large_tensors_are_copied_in_parts(demo_model: Path, monkeypatch: pytest
     parts = load_model(demo_model, dtype=torch.float32).state_dict()
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_linears_of_floats_that_share_an_input_become_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all of a group are floats: beside quantized layers too, and with biases; read in parts."""
+    made = oracle.make("llama", attention_bias=True, mlp_bias=True)
+    folder, int8 = oracle.save(made, tmp_path / "model"), QuantScheme.parse("int8")
+    kept = tuple(Override(f"*.1.{name}", None) for name in ("self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj"))
+    quantkit.quantize(folder, tmp_path / "mixed", Recipe(int8, kept), method="rtn", accept_quality_loss=True)
+    monkeypatch.setattr(load, "_COPY_BYTES", 5000)
+    for path in (folder, tmp_path / "mixed"):
+        checkpoint, read = open_checkpoint(path), list[int]()
+        model = load_model(_Noted(checkpoint, read), dtype=torch.bfloat16)
+        fused = {
+            name: module for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and name.endswith(("qkv_proj", "gate_up_proj"))
+        }  # fmt: skip
+        every = {f"model.layers.{at}.{name}" for at in range(3) for name in ("mlp.gate_up_proj", "self_attn.qkv_proj")}
+        assert fused.keys() == (every if path == folder else {"model.layers.1.mlp.gate_up_proj"})
+        own = fused["model.layers.1.mlp.gate_up_proj"]
+        for leaf in ("weight", "bias"):
+            parts = [checkpoint.load(f"model.layers.1.mlp.{name}.{leaf}") for name in ("gate_proj", "up_proj")]
+            assert torch.equal(getattr(own, leaf), torch.cat(parts).bfloat16())
+        tokens = oracle.random_tokens(9, batch=2)
+        with torch.inference_mode():
+            found, expected = (one(tokens, torch.arange(9)) for one in (model, oracle.ours(path)))
+        assert (found - expected).abs().max() < 0.1 * expected.std()
+        if path == folder:
+            assert max(read) <= 2 * 5000
+
+
+@dataclass
+class _Noted:
+    """A checkpoint that notes the bytes of each weight of a block as it is read."""
+
+    own: StoredCheckpoint
+    read: list[int]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
+
+    def load(self, name: str, part: TensorSlice | None = None) -> Any:
+        found = self.own.load(name, part)
+        if "layers" in name and any(one in name for one in ("q_proj", "k_proj", "v_proj", "gate", "up_proj")):
+            self.read.append(found.nbytes if isinstance(found, torch.Tensor) else 0)
+        return found
 
 
 def test_meta_init_leaves_modules_without_memory_but_with_right_angles(demo_model: Path) -> None:

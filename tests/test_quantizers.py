@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,7 +28,6 @@ from quantkit.formats.registry import HF, target
 from quantkit.jobs.prepare import tensor_blocks
 from quantkit.model.attention import causal_attention
 from quantkit.model.decoder import Step
-from quantkit.model.load import load_model
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
@@ -128,9 +128,9 @@ def test_blocks_behind_the_last_that_is_quantized_are_not_run(
     passes = []
     reach_end = Streams.reach_end
 
-    def counted(self: Streams, *arguments: Any) -> None:
+    def counted(self: Streams, *arguments: Any, **named: Any) -> None:
         passes.append(arguments[0].site)
-        reach_end(self, *arguments)
+        reach_end(self, *arguments, **named)
 
     monkeypatch.setattr(Streams, "reach_end", counted)
     kept = [f"model.layers.{layer}.*" for layer in range(1, layers)]
@@ -139,7 +139,7 @@ def test_blocks_behind_the_last_that_is_quantized_are_not_run(
 
 
 def test_a_block_taps_the_sites_of_the_topology_in_its_order(demo_model: Path) -> None:
-    model = load_model(demo_model, dtype=torch.float32, device="cpu", backend="reference")
+    model = oracle.ours(demo_model)
     positions = torch.arange(5)
     x = model.model.embed_tokens(torch.randint(3, 100, (2, 5)))
     told: list[tuple[str, int]] = []

@@ -31,6 +31,10 @@ from quantkit.kernels.triton_tiles import (
     gemv_config,
 )
 from quantkit.model.cache import KVCache
+from quantkit.model.decoder import DecoderOps
+from quantkit.model.install_kernels import _by_kernel
+from quantkit.model.load import load_model
+from quantkit.runtime.captured import greedy_step
 from quantkit.tensors.cached_rows import CachedRows, cached_rows
 from quantkit.tensors.qtensor import quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
@@ -419,6 +423,31 @@ def test_a_compiler_sees_five_launches_a_block_and_no_copies(monkeypatch: pytest
     calls = {str(node.target) for node in graph.nodes if node.op == "call_function"}
     others = {call for call in calls if "triton_kernel_wrapper" not in call and "getitem" not in call}
     assert others <= {"aten.empty.memory_format", "aten.view.default", "aten.add.Tensor"}  # which adds 1 at the end
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize("cached", [torch.bfloat16, torch.int8], ids=str)
+def test_a_step_from_token_to_token_stores_into_the_cache_without_copying_it(
+    cached: torch.dtype, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, attention = load_model(DEMO_MODEL, dtype=torch.bfloat16), TritonBackend().operations().cached_attention
+    assert attention is not None
+    model.model.layers = model.model.layers[:1]
+    model.ops = DecoderOps(cached_attention=_by_kernel(attention))
+    cache = KVCache(model.config, slots, 300, cached, "cpu")
+
+    def step(rows: Tensor, last: Tensor, drawn: Tensor) -> Tensor:
+        greedy_step(model, rows, last, drawn, cache, slots == 1)
+        return drawn
+
+    operands = tuple(torch.zeros(shape, dtype=torch.long) for shape in ((3, slots), slots + 1, slots))
+    graph = _graph_of(step, operands, monkeypatch)
+    reinplace_inplaceable_ops_core(graph)
+    targets = [str(node.target) for node in graph.nodes]
+    assert targets.count("aten.index_put_.default") > 2
+    assert not {"aten.index_put.default", "aten.index_copy.default"} & set(targets)
+    copied = [node.args[0].meta["val"] for node in graph.nodes if str(node.target) == "aten.copy_.default"]
+    assert all(tensor.numel() <= 3 * slots for tensor in copied)
 
 
 def _unsupported_reason(dtype: torch.dtype = torch.bfloat16, device: torch.device = CUDA) -> str | None:

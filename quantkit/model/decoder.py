@@ -192,6 +192,8 @@ def scaled_embeddings(embeddings: Tensor, multiplier: float) -> Tensor:
     """Embeddings times the model's multiplier, rounded to their dtype first as Gemma's is."""
     if multiplier == 1:
         return embeddings
+    if embeddings.is_cuda and not torch.compiler.is_compiling():  # a recorded step must not bring a number to the card
+        return embeddings * torch.tensor(multiplier, dtype=embeddings.dtype).item()
     return embeddings * torch.tensor(multiplier, dtype=embeddings.dtype, device=embeddings.device)
 
 

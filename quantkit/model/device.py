@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 from quantkit.arguments import wrong_type
 from quantkit.errors import RequestError
@@ -40,3 +43,9 @@ def float_type(dtype: FloatName | torch.dtype | None) -> torch.dtype | None:
     """What `float_name` finds, as torch's own."""
     named = float_name(dtype)
     return None if named is None else named.torch
+
+
+def numbers(values: Sequence[int], device: torch.device) -> Tensor:
+    """Integers on a device; a GPU takes them when it comes to it, and nobody waits for that."""
+    found = torch.tensor(values, dtype=torch.long)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)

@@ -1,4 +1,4 @@
-"""Fused projections: quantized linears that read the same inputs become one when a model is loaded.
+"""Fused projections: linears that read the same inputs become one when a model is loaded.
 
 One product of many rows is faster than several of few.
 """
@@ -61,6 +61,20 @@ def projection(
         if whole is not None and len(whole.codes) == sum(part.shape[0] for part in parts):
             return Projection(fused, sources, whole, _bias(checkpoint, sources))
     return Projection(module, (module,), weight, _bias(checkpoint, (module,)))
+
+
+def float_group(
+    checkpoint: Checkpoint, module: str, groups: Mapping[str, tuple[str, tuple[str, ...]]]
+) -> tuple[str, tuple[str, ...]] | None:
+    """The fused linear's name, and those of the group that a linear is the first of, if all of them are floats.
+
+    Args:
+        groups: from `fusible`.
+    """
+    group = groups.get(module)
+    if group is None or any(checkpoint.info(f"{source}.weight").scheme is not None for source in group[1]):
+        return None
+    return group
 
 
 def _bias(checkpoint: Checkpoint, modules: Sequence[str]) -> Tensor | None:

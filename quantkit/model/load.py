@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from quantkit.model.decoder import Decoder
 from quantkit.model.device import usable_device
 from quantkit.model.embedding import QuantEmbedding
 from quantkit.model.expert_bank import stack_experts
-from quantkit.model.fused_projections import Projection, fusible, projection
+from quantkit.model.fused_projections import float_group, fusible, projection
 from quantkit.model.install_kernels import install_kernels
 from quantkit.model.linear import QuantLinear
 from quantkit.model.tensor_parallel import TensorParallel
@@ -67,7 +67,8 @@ def load_model(
     with meta_init():
         model = Decoder(tp.checkpoint.config)
     model.group = group
-    fill(model, tp.checkpoint, "", device, dtype, backend, progress)
+    fuse_floats = device.type != "cpu" or dtype != torch.float32  # there the larger product is a little slower
+    fill(model, tp.checkpoint, "", device, dtype, backend, progress, fuse_floats=fuse_floats)
     model.rotary.to(device)
     tp.connect(model, "")
     stack_experts(model, model.config)
@@ -85,9 +86,14 @@ def meta_init() -> Iterator[None]:
 
 def fill(
     module: nn.Module, checkpoint: Checkpoint, prefix: str, device: torch.device, dtype: torch.dtype,
-    backend: str | None, progress: Progress = silent,
+    backend: str | None, progress: Progress = silent, *, fuse_floats: bool = False,
 ) -> None:  # fmt: skip
-    """Give every parameter of `module` the checkpoint's tensor of its name behind `prefix`."""
+    """Give every parameter of `module` the checkpoint's tensor of its name behind `prefix`.
+
+    Args:
+        fuse_floats: whether linears of floats that share an input become one, as quantized ones do; not for those who
+            look for each by its name.
+    """
     names = [name for name in checkpoint.names() if name.startswith(prefix)]
     parameters = {prefix + name for name, _ in module.named_parameters()}
     if parameters != set(names):
@@ -101,7 +107,10 @@ def fill(
             continue
         info = checkpoint.info(name)
         parent, _, leaf = name.removeprefix(prefix).rpartition(".")
-        if info.scheme is None:
+        if info.scheme is None and fuse_floats and (group := float_group(checkpoint, owner, groups)) is not None:
+            _fuse_floats(module, prefix, checkpoint, *group, device, dtype)
+            done.update(group[1])
+        elif info.scheme is None:
             setattr(module.get_submodule(parent), leaf, float_parameter(checkpoint, name, device, dtype))
         else:
             value = checkpoint.load(name)
@@ -113,7 +122,7 @@ def fill(
                 continue
             found = projection(checkpoint, owner, value, groups)
             linear = QuantLinear(found.weight, found.bias, device, dtype, backend)
-            _replace(module, prefix, found, linear)
+            _replace(module, prefix, found.sources, found.module, linear)
             done.update(found.sources)
             del value, found
             give_back()
@@ -129,12 +138,26 @@ def _embed(
     model.set_submodule(name, QuantEmbedding(weight, device, dtype, head))
 
 
-def _replace(module: nn.Module, prefix: str, found: Projection, linear: QuantLinear) -> None:
-    """Put a quantized linear in the place of the float ones whose rows it has."""
-    for name in found.sources:
-        parent, _, child = name.removeprefix(prefix).rpartition(".")
+def _fuse_floats(
+    module: nn.Module, prefix: str, checkpoint: Checkpoint, name: str, sources: Sequence[str], device: torch.device,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Put one linear of floats in the place of those that share an input, their rows one below the other."""
+    shapes = [checkpoint.info(f"{source}.weight").shape for source in sources]
+    biased = f"{sources[0]}.bias" in checkpoint.names()
+    with meta_init():
+        linear = nn.Linear(shapes[0][1], sum(shape[0] for shape in shapes), bias=biased)
+    for leaf in ("weight", "bias") if biased else ("weight",):
+        setattr(linear, leaf, _stacked_floats(checkpoint, [f"{source}.{leaf}" for source in sources], device, dtype))
+    _replace(module, prefix, sources, name, linear)
+
+
+def _replace(module: nn.Module, prefix: str, sources: Sequence[str], name: str, linear: nn.Module) -> None:
+    """Put a linear in the place of those whose rows it has."""
+    for source in sources:
+        parent, _, child = source.removeprefix(prefix).rpartition(".")
         delattr(module.get_submodule(parent), child)
-    parent, _, child = found.module.removeprefix(prefix).rpartition(".")
+    parent, _, child = name.removeprefix(prefix).rpartition(".")
     setattr(module.get_submodule(parent), child, linear)
 
 
@@ -143,15 +166,23 @@ def float_parameter(checkpoint: Checkpoint, name: str, device: torch.device, dty
     info = checkpoint.info(name)
     if info.dtype.torch == dtype and device.type == "cpu":
         return nn.Parameter(_floats(checkpoint.load(name)), requires_grad=False)
-    copy = torch.empty(info.shape, device=device, dtype=dtype)
+    return _stacked_floats(checkpoint, [name], device, dtype)
+
+
+def _stacked_floats(
+    checkpoint: Checkpoint, names: Sequence[str], device: torch.device, dtype: torch.dtype
+) -> nn.Parameter:
+    """The rows of float tensors one below the other, copied some heads' rows at a time."""
+    shapes = [checkpoint.info(name).shape for name in names]
+    rows = [shape[0] for shape in shapes]
+    stacked = torch.empty((sum(rows), *shapes[0][1:]), device=device, dtype=dtype)
     head = checkpoint.config.head_dim
-    step = max(head, _COPY_BYTES // max(1, copy[:1].nbytes) // head * head)
-    for start in range(0, info.shape[0], step):
-        ranges = ((start, min(start + step, info.shape[0])),)
-        copy[start : start + step] = _floats(
-            checkpoint.load(name, TensorSlice(0, ranges) if step < info.shape[0] else None)
-        )
-    return nn.Parameter(copy, requires_grad=False)
+    step = max(head, _COPY_BYTES // max(1, stacked[:1].nbytes) // head * head)
+    for name, copy in zip(names, torch.split(stacked, rows), strict=True):
+        for start in range(0, len(copy), step):
+            part = TensorSlice(0, ((start, min(start + step, len(copy))),)) if step < len(copy) else None
+            copy[start : start + step] = _floats(checkpoint.load(name, part))
+    return nn.Parameter(stacked, requires_grad=False)
 
 
 def _floats(value: Tensor | QuantTensor) -> Tensor:

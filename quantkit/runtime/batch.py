@@ -9,25 +9,32 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import RequestError
+from quantkit.model.device import numbers
+from quantkit.runtime.captured import DeviceTokens, LateTokens
 from quantkit.runtime.completion import FinishReason
-from quantkit.runtime.engine import Engine, numbers
+from quantkit.runtime.engine import Engine
 from quantkit.runtime.generation import Generation, Siblings
 from quantkit.runtime.request import Request
 from quantkit.runtime.sampling import TokenLogprobs, token_logprobs
 from quantkit.runtime.slots import SlotTable
-from quantkit.tensors.finite import finite_logits
+from quantkit.tensors.finite import finite_logits, nonfinite_logits
 
 _LOOKS = {"cpu": 1}
 _FAR = 8
 """Tokens of a sequence that a device draws before the host looks at them, but for the first: each look waits for all
 that was asked of it."""
+_BEHIND = 2
+"""Tokens of a sequence that are drawn before the host reads what a recorded step drew: meanwhile the device has work.
+Those beyond an end are left out."""
 
 
 @dataclass
 class _Rows:
-    """A step in the making: its rows, those whose logits are wanted, and what for."""
+    """A step in the making: its rows, those whose logits are wanted, and what for. First come those of sequences that
+    decode, `decoding` of them, whose tokens are on the device."""
 
-    tokens: list[Tensor] = field(default_factory=list)
+    decoding: int = 0
+    texts: list[int] = field(default_factory=list)  # tokens of the rows after them
     slots: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)  # of the sequences, see `Engine.step`
@@ -55,9 +62,10 @@ class _Drawn:
     """Tokens of several sequences that the host has not seen."""
 
     by: list[Generation]
-    tokens: Tensor
-    extremes: Tensor | None
-    logprobs: list[TokenLogprobs | None]
+    tokens: LateTokens
+    extremes: Tensor | None = None
+    logprobs: list[TokenLogprobs | None] | None = None
+    recorded: bool = False
 
 
 class Batch:
@@ -84,11 +92,10 @@ class Batch:
         self._slots = self._table()
         self._loan: int | None = None
         self._ahead = _LOOKS.get(model.device.type, _FAR)
-        self._last = torch.zeros(engine.slots, dtype=torch.long, device=model.device)  # token of each slot
         self._waiting: deque[Generation] = deque()
         self._reading: deque[Generation] = deque()
         self._running: list[Generation] = []
-        self._unseen: list[_Drawn] = []
+        self._unseen: deque[_Drawn] = deque()
 
     @property
     def slots(self) -> int:
@@ -148,15 +155,16 @@ class Batch:
         ended: list[Generation] = []
         self._admit()
         rows = self._compose()
-        if rows.slots:
-            logits = self.engine.step(torch.cat(rows.tokens), rows.slots, rows.positions, rows.wanted, rows.lengths)
+        if rows.slots and not self._decode(rows):
+            tokens = self._tokens(rows)
+            logits = self.engine.step(tokens, rows.slots, rows.positions, rows.wanted, rows.lengths)
             ended = self._note_chunks(rows, logits)
             if rows.drawing:
                 places = list(rows.drawing.values())
                 if places != list(range(len(logits))):
                     logits = logits[numbers(places, logits.device)]
                 self._draw(logits, list(rows.drawing))
-        return [*ended, *self._look()]
+        return [*ended, *self._look(idle=not rows.slots)]
 
     def _require_engine(self) -> None:
         """
@@ -219,18 +227,17 @@ class Batch:
         self._slots.hold(one.place, one.text, count)
 
     def _compose(self) -> _Rows:
-        rows, device = _Rows(), self.engine.model.device
+        rows = _Rows()
         running = [one for one in self._running if not self._switches(one)]
         going_on = [one for one in running if one.drawn < one.request.max_new_tokens]
         if running := sorted(going_on, key=lambda one: one.position, reverse=True):
             rows.slots, rows.positions = [one.place for one in running], [one.position for one in running]
             rows.lengths = [position + 1 for position in rows.positions]
-            rows.tokens.append(self._last[numbers(rows.slots, device)])
-            rows.wanted = list(range(len(running)))
+            rows.decoding, rows.wanted = len(running), list(range(len(running)))
             rows.drawing = {one: place for place, one in enumerate(running)}
         for chunk in self._chunks():
             one, row, text = chunk.of, len(rows.slots), chunk.of.text
-            rows.tokens.append(numbers(text[one.stored : chunk.stop], device))
+            rows.texts += text[one.stored : chunk.stop]
             rows.slots += [one.place] * (chunk.stop - one.stored)
             rows.positions += range(one.stored, chunk.stop)
             rows.lengths += [len(text)] * (chunk.stop - one.stored)
@@ -243,6 +250,28 @@ class Batch:
             if chunk.stop == len(text) and one.request.max_new_tokens:
                 rows.drawing[one] = len(rows.wanted) - 1
         return rows
+
+    def _tokens(self, rows: _Rows) -> Tensor:
+        """Of the rows of a step."""
+        device, parts = self.engine.model.device, []
+        if rows.decoding:
+            parts.append(self.engine.last[numbers(rows.slots[: rows.decoding], device)])
+        if rows.texts:
+            parts.append(numbers(rows.texts, device))
+        return torch.cat(parts)
+
+    def _decode(self, rows: _Rows) -> bool:
+        """Let the engine draw by itself, if all that is wanted of a step are the likeliest tokens; whether it did."""
+        by = list(rows.drawing)
+        if rows.chunks or self._switch is not None or not all(one.takes_likeliest for one in by):
+            return False
+        tokens = self.engine.decode(rows.slots, rows.positions)
+        if tokens is None:
+            return False
+        for one in by:
+            one.drawn += 1
+        self._unseen.append(_Drawn(by, tokens, recorded=True))
+        return True
 
     def _chunks(self) -> list[_Chunk]:
         """What is read of prompts in this step; who was served last is served next time after all others."""
@@ -296,27 +325,24 @@ class Batch:
                 else token_logprobs(logits[row : row + 1], tokens[row : row + 1], one.request.logprobs)
                 for row, one in enumerate(by)
             ]  # fmt: skip
-            self._last[numbers([one.place for one in by], tokens.device)] = tokens
-        self._unseen.append(_Drawn(by, tokens, extremes, logprobs))
+            self.engine.last[numbers([one.place for one in by], tokens.device)] = tokens
+        self._unseen.append(_Drawn(by, DeviceTokens(tokens), extremes, logprobs))
 
-    def _look(self) -> list[Generation]:
-        """Take up what was drawn, if it is time to; the continuations that have news."""
-        unseen, ends = self._unseen, self.engine.model.config.eos_token_ids
-        due = any(
-            one.drawn in (1, one.request.max_new_tokens) or self._switches(one) for drawn in unseen for one in drawn.by
-        )
-        if not unseen or not (due or len(unseen) >= self._ahead):
-            return []
-        self._unseen = []
-        if extremes := [drawn.extremes for drawn in unseen if drawn.extremes is not None]:
+    def _look(self, *, idle: bool) -> list[Generation]:
+        """Take up what was drawn, as far as it is time to; the continuations that have news."""
+        ends = self.engine.model.config.eos_token_ids
+        taken = [self._unseen.popleft() for _ in range(self._due(idle))]
+        if extremes := [drawn.extremes for drawn in taken if drawn.extremes is not None]:
             finite_logits(torch.stack(extremes))
-        tokens = iter(torch.cat([drawn.tokens for drawn in unseen]).tolist())
         news: dict[Generation, None] = {}
-        for drawn in unseen:
-            for one, logprobs in zip(drawn.by, drawn.logprobs, strict=True):
-                token = next(tokens)
+        for drawn in taken:
+            for one, token, logprobs in zip(
+                drawn.by, drawn.tokens.read(), drawn.logprobs or [None] * len(drawn.by), strict=True
+            ):
                 if one.finish_reason is not None:
                     continue
+                if token < 0:
+                    raise nonfinite_logits(dtype=self.engine.model.dtype)
                 news[one] = None
                 one.take(token, logprobs, ends)
                 if one.finish_reason is not None:
@@ -327,6 +353,24 @@ class Batch:
             self._keep(one, 0)
             self._reading.append(one)
         return list(news)
+
+    def _due(self, idle: bool) -> int:
+        """How many of the steps that nobody has looked at are to be taken up.
+
+        Args:
+            idle: whether the device was given nothing more to do.
+        """
+        unseen = self._unseen
+        drawn = [step for step in unseen if not step.recorded]
+        waits = any(
+            one.drawn in (1, one.request.max_new_tokens) or self._switches(one) for step in drawn for one in step.by
+        )
+        if idle or waits or len(drawn) >= self._ahead:
+            return len(unseen)
+        count = max(0, len(unseen) - _BEHIND) if len(drawn) < len(unseen) else 0
+        while count < len(unseen) and unseen[count].recorded and unseen[count].tokens.arrived:
+            count += 1
+        return count
 
     def _switches(self, one: Generation) -> bool:
         """Whether its last token makes it longer than keys turned by LongRoPE's short factors serve."""

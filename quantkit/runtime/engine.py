@@ -18,7 +18,16 @@ from quantkit.kernels.build import cache_folder
 from quantkit.memory import enough_memory, size_text
 from quantkit.model.cache import KVCache, cache_bytes
 from quantkit.model.decoder import Decoder
-from quantkit.model.device import float_type, free_bytes
+from quantkit.model.device import float_type, free_bytes, numbers
+from quantkit.runtime.captured import (
+    CapturedDecode,
+    EagerRecorder,
+    GraphRecorder,
+    LateTokens,
+    Recorder,
+    decode_kind,
+    greedy_step,
+)
 from quantkit.runtime.request import require_model
 from quantkit.tensors.dtypes import FloatName
 
@@ -80,13 +89,23 @@ class Engine:
         self._compiled = model.device.type == "cuda" if compiled is None else compiled
         self.length = min(bucket(length, _LEAST_CACHE), context) if self._compiled else length
         """Positions that a slot holds."""
-        cache = model.config, slots, self.length + self._compiled, _cached_type(cache_dtype) or model.dtype
+        kind = decode_kind(model.device, self._compiled) if model.group.size == 1 else "steps"
+        padded = self._compiled or kind != "steps"
+        cache = model.config, slots, self.length + padded, _cached_type(cache_dtype) or model.dtype
         _require_memory(cache_bytes(*cache), slots, self.length, model.device)
         with enough_memory(None):
             self._cache = KVCache(*cache, model.device)
         if self._compiled and model.device.type == "cuda":
             for tensor in self._cache.tensors():  # else recorded steps would copy the cache
                 torch._dynamo.mark_static_address(tensor, guard=False)
+        self.last = torch.zeros(slots + 1, dtype=torch.long, device=model.device)
+        """The token of each slot that was drawn last, and one more of no meaning."""
+        self._captured: CapturedDecode | None = None
+        if kind != "steps":
+            on_card = model.device.type == "cuda"
+            recorder: Recorder = GraphRecorder(model.device) if on_card else EagerRecorder()
+            step = _compile(greedy_step, model.device.type) if kind == "compiled" else greedy_step
+            self._captured = CapturedDecode(model, self._cache, self.last, step, recorder)
 
     @property
     def cache_bytes(self) -> int:
@@ -150,6 +169,25 @@ class Engine:
         return torch.cat(logits)[self._numbers(sorted(range(len(given)), key=given.__getitem__))]
 
     @torch.inference_mode()
+    def decode(self, slots: Sequence[int], positions: Sequence[int]) -> LateTokens | None:
+        """Take up the last token of each of some slots, and draw the next one greedily: from `last`, into `last`.
+
+        Args:
+            slots: different ones [N].
+            positions: of those tokens in their sequences [N].
+
+        Returns:
+            The tokens drawn, on their way to the host; None where `step` is to be taken instead.
+
+        Raises:
+            RequestError: if there is no such slot or position.
+        """
+        self._require_room(slots, positions)
+        if self._captured is None:
+            return None
+        return self._captured.decode(*self._padded(slots, positions, bucket(len(slots), 1)), rows=len(slots))
+
+    @torch.inference_mode()
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Let a slot begin with what the first positions of another hold."""
         if source != target:
@@ -161,22 +199,26 @@ class Engine:
 
         Log-probabilities of a prompt need steps of their own, which are compiled when they are asked for.
         """
-        if not self._compiled:
-            return 0
         self.lend()
+        steps = self._sizes() if self._compiled else []
+        for step in steps * (2 if self.model.device.type == "cuda" else 1):  # the second is recorded
+            slots, positions = zip(*step, strict=True)
+            self.step(self._numbers([0] * len(step)), slots, positions, [0])
+        if self._captured is None:
+            return len(steps)
+        return len(steps) + sum(self._captured.prepare(count) for count in _buckets(1, self.slots))
+
+    def _sizes(self) -> list[list[tuple[int, int]]]:
+        """A step of each bucket: slots and positions of its rows."""
         steps = [[(slot, 0) for slot in range(min(count, self.slots))] for count in _buckets(1, self.slots)]
         if self.model.ops.ragged:
             most = min(self.chunk + self.slots, self.slots * self.length)
             rows = list(islice(product(range(self.slots), range(self.length)), most))
-            steps += [rows[:count] for count in _buckets(LEAST_BUCKET, most)]
-        else:
-            for start in (0, 1):  # attention among themselves, and over what is stored
-                rows = [(0, position) for position in range(start, min(start + self.chunk, self.length))]
-                steps += [rows[:count] for count in _buckets(LEAST_BUCKET, len(rows)) if len(rows) > 1]
-        for step in steps * (2 if self.model.device.type == "cuda" else 1):  # the second is recorded
-            slots, positions = zip(*step, strict=True)
-            self.step(self._numbers([0] * len(step)), slots, positions, [0])
-        return len(steps)
+            return steps + [rows[:count] for count in _buckets(LEAST_BUCKET, most)]
+        for start in (0, 1):  # attention among themselves, and over what is stored
+            rows = [(0, position) for position in range(start, min(start + self.chunk, self.length))]
+            steps += [rows[:count] for count in _buckets(LEAST_BUCKET, len(rows)) if len(rows) > 1]
+        return steps
 
     def _run(
         self, tokens: Tensor, slots: Sequence[int], positions: Sequence[int], wanted: Sequence[int],
@@ -193,8 +235,7 @@ class Engine:
             size = bucket(rows, LEAST_BUCKET if several else 1)
             idle, heads = size - rows, min(size, bucket(self.slots, 1))
             tokens = torch.nn.functional.pad(tokens, (0, idle))
-            slots = [*slots, *[slots[-1]] * idle]
-            positions = [*positions, *(min(positions[-1] + more, self.length) for more in range(1, idle + 1))]
+            slots, positions = self._padded(slots, positions, size)
             lengths = [*lengths, *[lengths[-1]] * idle]
             asked += [0] * ((heads if len(asked) <= heads else size) - len(asked))
         shape = (1, -1) if in_line else (-1, 1)
@@ -207,6 +248,12 @@ class Engine:
         )  # fmt: skip
         # A recorded step writes its logits where it wrote the last ones.
         return logits[: len(wanted)].clone() if self._compiled else logits[: len(wanted)]
+
+    def _padded(self, slots: Sequence[int], positions: Sequence[int], size: int) -> tuple[list[int], list[int]]:
+        """Rows up to so many; those that are added follow the last one."""
+        idle = size - len(slots)
+        after = (min(positions[-1] + more, self.length) for more in range(1, idle + 1))
+        return [*slots, *[slots[-1]] * idle], [*positions, *after]
 
     def _numbers(self, values: Sequence[int]) -> Tensor:
         return numbers(values, self.model.device)
@@ -235,12 +282,6 @@ def _cached_type(dtype: CacheName | torch.dtype | None) -> torch.dtype | None:
         raise RequestError(
             "`cache_dtype` is no type that a cache can have", found=shown(dtype), expected=f"int8, {error.expected}"
         ) from error
-
-
-def numbers(values: Sequence[int], device: torch.device) -> Tensor:
-    """Integers on a device; a GPU takes them when it comes to it, and nobody waits for that."""
-    found = torch.tensor(values, dtype=torch.long)
-    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
 
 
 def _require_memory(size: int, slots: int, length: int, device: torch.device) -> None:
@@ -291,14 +332,18 @@ def _many(
 
 
 @functools.cache
-def _compile(step: Callable[..., Tensor], device: str) -> Callable[..., Any]:
+def _compile(step: Callable[..., Any], device: str) -> Callable[..., Any]:
     """One graph for each set of shapes; on GPUs recorded and replayed where it is of one token of each sequence.
 
     What is compiled is kept for the next process, in ``TORCHINDUCTOR_CACHE_DIR`` or the cache of kernels.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
-    mode = "reduce-overhead" if device == "cuda" and step is _few else None
-    options = _SINGLE_THREADED if device == "cpu" else None
+    options: dict[str, str | int | bool | Callable[..., Any]] | None
+    if device == "cuda":
+        # The second makes a reduction of a float weight's product with one token, which can read as fast as a copy.
+        options = {"triton.cudagraphs": step is _few, "coordinate_descent_tuning": step is not _many}
+    else:
+        options = _SINGLE_THREADED if device == "cpu" else None
     return torch._dynamo.config.patch(recompile_limit=_GRAPHS)(  # type: ignore[no-any-return]
-        torch.compile(step, fullgraph=True, dynamic=False, mode=mode, options=options)
+        torch.compile(step, fullgraph=True, dynamic=False, options=options)
     )

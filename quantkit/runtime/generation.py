@@ -101,6 +101,11 @@ class Generation(Continuation):
         return self.request.echo and self.logprobs is not None and not self.drawn
 
     @property
+    def takes_likeliest(self) -> bool:
+        """Whether its tokens are the likeliest ones, and nothing more is asked of their logits."""
+        return self._greedy and self.logprobs is None
+
+    @property
     def added(self) -> list[int]:
         """Tokens in the slot after what it has read."""
         read = len(self.text) - len(self.request.prompt)

@@ -49,5 +49,6 @@ def cached_rows(floats: Tensor, dtype: torch.dtype) -> CachedRows:
         return CachedRows(floats.to(dtype))
     wide = floats.float()
     scales = wide.abs().amax(-1) / _MAX_CODE
-    codes = (wide / torch.where(scales > 0, scales, 1).unsqueeze(-1)).round().to(torch.int8)
-    return CachedRows(codes, torch.where(scales.isfinite(), scales, torch.nan))
+    divisors = scales.masked_fill((scales > 0).logical_not(), 1)  # `where` would bring its number to a card
+    codes = (wide / divisors.unsqueeze(-1)).round().to(torch.int8)
+    return CachedRows(codes, scales.masked_fill(scales.isfinite().logical_not(), torch.nan))

@@ -1,0 +1,337 @@
+"""Greedy decoding by a recorded step: here the recorder only runs the step again, and tokens reach the host late."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from rows import together
+from test_architectures import CASES, ROPES
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import quantkit
+from quantkit.errors import NonFiniteError, RequestError
+from quantkit.formats.detect import open_checkpoint
+from quantkit.model.cache import KVCache
+from quantkit.model.decoder import Decoder
+from quantkit.model.device import numbers
+from quantkit.model.load import load_model, meta_init
+from quantkit.runtime import captured
+from quantkit.runtime import engine as engine_module
+from quantkit.runtime.batch import _BEHIND, Batch
+from quantkit.runtime.captured import DECODE_SETTING, EagerRecorder, decode_kind, greedy_step
+from quantkit.runtime.engine import Engine, bucket
+from quantkit.runtime.generation import Generation
+from quantkit.runtime.request import Request
+from quantkit.runtime.sampling_params import SamplingParams
+
+CONTEXT = 128
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("captured")
+    for name, changes in {"model": {}, "dynamic": {"rope_parameters": dict(ROPES["dynamic"])}}.items():
+        made = oracle.make("llama", max_position_embeddings=64 if name == "dynamic" else CONTEXT, **changes)
+        quantkit.quantize(oracle.save(made, base / name), base / f"{name}-int8", "int8", accept_quality_loss=True)
+    return base
+
+
+def _model(folder: Path, ends: tuple[int, ...] = ()) -> Decoder:
+    model = load_model(folder, device="cpu", dtype=torch.float32)
+    model.config = replace(model.config, eos_token_ids=ends)
+    return model
+
+
+class Late:
+    """Tokens that have not arrived until somebody waits for them, which has to be in their order."""
+
+    def __init__(self, tokens: Tensor, recorder: LateRecorder) -> None:
+        self._tokens, self._recorder, self._number = tokens.tolist(), recorder, recorder.steps
+        recorder.steps += 1
+
+    @property
+    def arrived(self) -> bool:
+        return self._recorder.dice.random() < self._recorder.soon
+
+    def read(self) -> list[int]:
+        assert self._number == self._recorder.read
+        self._recorder.read += 1
+        self._recorder.behind.append(self._recorder.steps - 1 - self._number)
+        return self._tokens
+
+
+class LateRecorder(EagerRecorder):
+    """Counts what is recorded, run and read."""
+
+    def __init__(self, soon: float = 0.0) -> None:
+        self.dice, self.soon = random.Random(1), soon
+        self.recorded = self.steps = self.read = 0
+        self.behind: list[int] = []
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        self.recorded += 1
+        for _ in range(3):
+            step()
+        return step
+
+    def fetch(self, tokens: Tensor) -> Late:
+        return Late(tokens, self)
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> LateRecorder:
+    found = LateRecorder()
+    monkeypatch.setattr(engine_module, "EagerRecorder", lambda: found)
+    monkeypatch.setenv(DECODE_SETTING, "eager")
+    return found
+
+
+def _prompts(count: int, dice: random.Random) -> list[list[int]]:
+    """Of some lengths; some begin as others do."""
+    texts = oracle.random_tokens(60, batch=4)
+    return [texts[dice.randrange(4), : dice.choice((1, 2, 5, 17, 33, 40))].tolist() for _ in range(count)]
+
+
+def _mixed(dice: random.Random) -> list[Request]:
+    """Mostly greedy ones, among others that need their logits on the host."""
+    found = []
+    for prompt in _prompts(12, dice):
+        count, kind = dice.choice((1, 2, 3, 9, 20, CONTEXT - len(prompt))), dice.randrange(8)
+        if kind == 0:
+            found.append(Request(prompt, count, SamplingParams(temperature=1.0, seed=dice.randrange(9)), samples=2))
+        elif kind == 1:
+            found.append(Request(prompt, count, logprobs=1, echo=dice.random() < 0.5))
+        elif kind == 2:
+            found.append(Request(prompt, count, SamplingParams(repetition_penalty=1.3)))
+        else:
+            found.append(Request(prompt, count, samples=dice.choice((1, 1, 3))))
+    return found
+
+
+def _run(engine: Engine, requests: list[Request], dice: random.Random) -> list[tuple[list[int], str | None, object]]:
+    """What comes of requests that are added while others run, one of which somebody ends."""
+    batch, waiting, found = Batch(engine), list(requests), list[Generation]()
+    while waiting or batch.busy:
+        if waiting and (not batch.busy or dice.random() < 0.3):
+            found += batch.add(waiting.pop(0))
+        for one in batch.step():
+            if one.request is requests[3] and len(one.tokens) >= 2:
+                batch.end(one)
+                del one.tokens[2:]  # more may have come at once
+    return [(one.tokens, one.finish_reason, one.logprobs) for one in found]
+
+
+@pytest.mark.parametrize("slots", [1, 3, 5])
+@pytest.mark.parametrize("soon", [0.0, 0.5, 1.0], ids=["late", "now and then", "at once"])
+@pytest.mark.parametrize("folder", ["model", "model-int8"])
+def test_tokens_are_those_of_steps_one_by_one(
+    folder: str, soon: float, slots: int, folders: Path, recorder: LateRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder.soon = soon
+    ends = (7, 20, 33, 51)
+    requests = _mixed(random.Random(slots))
+    engine = Engine(_model(folders / folder, ends), CONTEXT, slots=slots)
+    found = _run(engine, requests, random.Random(7))
+    monkeypatch.setenv(DECODE_SETTING, "steps")
+    expected = _run(Engine(_model(folders / folder, ends), CONTEXT, slots=slots), requests, random.Random(8))
+    assert found == expected
+    assert {reason for _, reason, _ in expected} == {"stop", "length"}
+    assert recorder.steps > 50
+    assert 0 < recorder.recorded <= len({bucket(count, 1) for count in range(1, slots + 1)})
+    assert max(recorder.behind) <= _BEHIND
+    assert (max(recorder.behind) == 0) == (soon == 1.0)
+
+
+def test_rotary_positions_follow_the_length(folders: Path, recorder: LateRecorder) -> None:
+    """Beyond the original context, where each row has frequencies of its own."""
+    requests = [Request(prompt, 80, logprobs=None) for prompt in _prompts(3, random.Random(3))]
+    for name in ("dynamic", "dynamic-int8"):
+        model = _model(folders / name)
+        assert model.config.follows_length
+        found = [one.token_ids for one in together(Engine(model, CONTEXT, slots=2), requests)]
+        assert recorder.steps >= 80
+        told = [replace(request, logprobs=0) for request in requests]
+        assert found == [one.token_ids for one in together(Engine(model, CONTEXT, slots=2), told)]
+
+
+def test_the_host_gives_positions_only_where_others_go_on(
+    folders: Path, recorder: LateRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []
+
+    def noted(values: list[int], device: torch.device) -> Tensor:
+        given.append(len(values))
+        return numbers(values, device)
+
+    monkeypatch.setattr(captured, "numbers", noted)
+    engine = Engine(_model(folders / "model-int8"), CONTEXT, slots=3)
+    prompts = oracle.random_tokens(5, batch=3).tolist()
+    together(engine, [Request(prompt, 30) for prompt in prompts])
+    # Three end at once: recorded for four rows, and then given once.
+    assert given == [12, 12]
+    together(engine, [Request(prompts[0], 30), Request(prompts[1], 60)])
+    assert given == [12, 12, 6, 6, 3, 3]
+    assert recorder.recorded == 3
+    assert engine.warm_up() == 3
+    assert recorder.recorded == 3
+
+
+@pytest.mark.parametrize("wrong", ["raises", "stands still", "is another"])
+def test_what_cannot_be_recorded_runs_step_by_step(
+    wrong: str, folders: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Wrong(EagerRecorder):
+        def record(self, step: Callable[[], None]) -> Callable[[], None]:
+            if wrong == "raises":
+                raise RuntimeError("operation not permitted when stream is capturing")
+            if wrong == "stands still":
+                step()
+                return lambda: None
+            return lambda: (step(), step())  # type: ignore[return-value]
+
+    monkeypatch.setattr(engine_module, "EagerRecorder", Wrong)
+    model, prompt = _model(folders / "model-int8"), oracle.random_tokens(9)[0].tolist()
+    expected = list(quantkit.generate(model, prompt, max_new_tokens=12))
+    monkeypatch.setenv(DECODE_SETTING, "eager")
+    engine = Engine(model, 40)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert list(quantkit.generate(engine, prompt, max_new_tokens=12)) == expected
+    assert [record.message.partition(" (")[0] for record in caplog.records] == [
+        "decoding steps cannot be recorded here"
+    ]
+
+
+def test_what_is_not_finite_is_never_given_out(
+    folders: Path, recorder: LateRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = _model(folders / "model-int8")
+    prompt = oracle.random_tokens(9)[0].tolist()
+    expected = list(quantkit.generate(model, prompt, max_new_tokens=20))
+    engine = Engine(model, 40, slots=2)
+    engine.warm_up()
+    head, calls = model.head, iter(range(100))
+    monkeypatch.setattr(model, "head", lambda hidden: head(hidden) * (torch.nan if next(calls) == 4 else 1))
+    given: list[int] = []
+    with pytest.raises(NonFiniteError, match="the model's logits are NaN or Inf"):
+        given.extend(quantkit.generate(engine, prompt, max_new_tokens=20))
+    assert given == expected[: len(given)]
+    assert len(given) <= 4
+
+
+def test_of_what_lies_beyond_an_end_nothing_is_asked(
+    folders: Path, recorder: LateRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor whether it is finite."""
+    model = _model(folders / "model-int8")
+    prompt = oracle.random_tokens(9)[0].tolist()
+    expected = list(quantkit.generate(model, prompt, max_new_tokens=20))
+    at = next(at for at, token in enumerate(expected) if at > 2 and token not in expected[:at])
+    model.config = replace(model.config, eos_token_ids=(expected[at],))
+    engine = Engine(model, 40)
+    engine.warm_up()
+    head, calls = model.head, iter(range(100))
+    monkeypatch.setattr(model, "head", lambda hidden: head(hidden) * (torch.nan if next(calls) > at else 1))
+    before = recorder.steps
+    assert list(quantkit.generate(engine, prompt, max_new_tokens=20)) == expected[:at]
+    assert recorder.steps - before == at + _BEHIND
+
+
+def test_a_step_that_is_broken_off_spoils_nothing(
+    folders: Path, recorder: LateRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(_model(folders / "model-int8"), 60)
+    prompt = oracle.random_tokens(9)[0].tolist()
+    expected = list(quantkit.generate(engine, prompt, max_new_tokens=20))
+
+    def broken(tokens: Tensor) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recorder, "fetch", broken)
+        with pytest.raises(KeyboardInterrupt):
+            list(quantkit.generate(engine, prompt, max_new_tokens=20))
+    assert list(quantkit.generate(engine, prompt, max_new_tokens=20)) == expected
+
+
+def test_the_setting_says_how(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    card, cpu = torch.device("cuda"), torch.device("cpu")
+    monkeypatch.delenv(DECODE_SETTING, raising=False)
+    assert [decode_kind(card, True), decode_kind(card, False), decode_kind(cpu, True)] == ["compiled", "steps", "steps"]
+    for kind in ("compiled", "eager", "steps"):
+        monkeypatch.setenv(DECODE_SETTING, kind)
+        assert [decode_kind(card, True), decode_kind(card, False), decode_kind(cpu, False)] == [kind, "steps", kind]
+    monkeypatch.setenv(DECODE_SETTING, "fast")
+    with pytest.raises(RequestError, match=r"QUANTKIT_DECODE .*\(found fast, expected compiled, eager, steps\)"):
+        Engine(_model(folders / "model"), 20)
+
+
+# On a card that is not there
+
+
+OPERATORS = {Tensor.copy_: torch.ops.aten.copy_, Tensor.__invert__: torch.logical_not}
+"""In place of functions that ask the driver, which is not there."""
+
+
+class _Away(TorchFunctionMode):
+    """Refuses what would take numbers of the host to a card, which waits for them and so cannot be recorded."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        assert "device" not in (kwargs or {}) or function is not torch.tensor, "a tensor of the host's numbers"
+        assert function is not torch.where or all(isinstance(one, Tensor) for one in args), "a number in torch.where"
+        if function is Tensor.__setitem__:
+            places = [one if isinstance(one, Tensor) else None for one in args[1]]
+            return torch.ops.aten.index_put_(args[0], places, args[2])
+        function = OPERATORS.get(function, function)
+        return function(*args, **(kwargs or {}))
+
+
+class _Moves(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        found = function(*args, **(kwargs or {}))
+        for tensor in (one for one in (*args, found) if isinstance(one, Tensor)):
+            assert tensor.is_cuda or tensor.dim() == 0, f"{function} of a tensor on the host"
+        return found
+
+
+STEPS = ["llama-tied", "dynamic", "gemma2"]
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_a_step_needs_nothing_of_the_host(case: str, tmp_path: Path) -> None:
+    kind, changes = CASES.get(case, ("llama", {"rope_parameters": dict(ROPES["dynamic"])}))
+    config = open_checkpoint(oracle.save(oracle.make(kind, **changes), tmp_path / "model")).config
+    with meta_init():
+        model = Decoder(config)
+    card = torch.device("cuda")
+    with FakeTensorMode(), torch.inference_mode():
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    value = torch.empty(parameter.shape, dtype=torch.bfloat16, device=card)
+                    module._parameters[name] = nn.Parameter(value)
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else torch.empty(buffer.shape, device=card)
+        for slots, cached in itertools.product((1, 4), (torch.bfloat16, torch.int8)):
+            cache = KVCache(config, slots, 33, cached, card)
+            rows, last, drawn = (
+                torch.zeros(shape, dtype=torch.long, device=card) for shape in ((3, slots), slots + 1, slots)
+            )
+            with _Away(), _Moves():
+                greedy_step(model, rows, last, drawn, cache, slots == 1)
