@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -194,6 +195,26 @@ def test_rows_may_be_solved_apart(scheme: str, monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(parts.scale, whole.scale, rtol=1e-2, atol=0)
     torch.testing.assert_close(parts_report.energy, whole_report.energy)
     assert parts_report.output_error == pytest.approx(whole_report.output_error, rel=0.01)
+
+
+def test_threads_that_search_scales_have_none_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    class Noted(grid_module._Search):
+        def __init__(self, *given: Any) -> None:
+            threads.append(torch.get_num_threads())
+            super().__init__(*given)
+
+    monkeypatch.setattr(grid_module, "_Search", Noted)
+    monkeypatch.setattr(grid_module, "searched_weights", lambda device: 32 * 32)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        search_scales(torch.randn(96, 64), torch.rand(96), QuantScheme.parse("int4-g32"), torch.float32)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert threads == [1] * 6
 
 
 def test_inputs_are_not_changed() -> None:

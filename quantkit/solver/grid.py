@@ -79,9 +79,14 @@ def search_scales(
                 zero[tile] = found.offset.to(torch.uint8)
 
     tiles = _tiles(groups, columns // groups, rows, searched_weights(weight.device))
-    if weight.device.type == "cpu":  # where torch computes a step of so few numbers in one thread
-        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-            list(threads.map(search, tiles))
+    if weight.device.type == "cpu":
+        count = torch.get_num_threads()
+        try:
+            # Each of the threads would have as many of its own: for the products, and in tiles of long groups for all.
+            with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as threads:
+                list(threads.map(search, tiles))
+        finally:
+            torch.set_num_threads(count)
     else:
         for tile in tiles:
             search(tile)
