@@ -222,6 +222,16 @@ def test_kernels_that_are_wrong_are_found_out_at_load(name: str, monkeypatch: py
         assert not same_blocks(model)
 
 
+def test_blocks_that_add_nothing_are_right() -> None:
+    """As those that a model was grown by."""
+    model = _model("int8", torch.float16)
+    block = model.model.layers[0]
+    for linear in (block.self_attn.o_proj, block.mlp.down_proj):
+        linear.scale.zero_()
+    with torch.inference_mode():
+        assert same_blocks(model)
+
+
 def test_large_states_and_norms_stay_within_float16() -> None:
     model = _model("int8", torch.float16)
     block = model.model.layers[0]

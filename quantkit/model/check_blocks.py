@@ -86,7 +86,8 @@ def _same_block(model: Decoder, number: int, kind: LayerConfig, blocks: FusedBlo
             added = (right - states).double()  # what a block adds may be little
             if not wide:
                 modules = block(states.to(blocks.dtype), steps[1]).double() - states.double()
-                off = float(((modules - added).abs() / _size(added)).max())
+                tiny = torch.finfo(torch.float64).tiny  # a block may add nothing
+                off = float(((modules - added).abs() / _size(added).clamp_min(tiny)).max())
                 share += _STEPS * torch.finfo(blocks.dtype).eps + 2 * off
             out = blocks(states.to(blocks.dtype, copy=True), positions, angles, found, first=start == 0)
             given = out.float() - states
