@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import logging
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import oracle
@@ -30,7 +32,7 @@ from quantkit.model.load import load_model, meta_init
 from quantkit.runtime import captured
 from quantkit.runtime import engine as engine_module
 from quantkit.runtime.batch import _BEHIND, Batch
-from quantkit.runtime.captured import DECODE_SETTING, EagerRecorder, decode_kind, greedy_step
+from quantkit.runtime.captured import DECODE_SETTING, EagerRecorder, GraphRecorder, decode_kind, greedy_step
 from quantkit.runtime.engine import Engine, bucket
 from quantkit.runtime.generation import Generation
 from quantkit.runtime.request import Request
@@ -188,7 +190,7 @@ def test_the_host_gives_positions_only_where_others_go_on(
     assert recorder.recorded == 3
 
 
-@pytest.mark.parametrize("wrong", ["raises", "stands still", "is another"])
+@pytest.mark.parametrize("wrong", ["raises", "stands still", "is empty", "is another"])
 def test_what_cannot_be_recorded_runs_step_by_step(
     wrong: str, folders: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -196,13 +198,16 @@ def test_what_cannot_be_recorded_runs_step_by_step(
         def record(self, step: Callable[[], None]) -> Callable[[], None]:
             if wrong == "raises":
                 raise RuntimeError("operation not permitted when stream is capturing")
-            if wrong == "stands still":
-                step()
+            if wrong in ("stands still", "is empty"):
+                if wrong == "stands still":
+                    step()
                 return lambda: None
             return lambda: (step(), step())  # type: ignore[return-value]
 
     monkeypatch.setattr(engine_module, "EagerRecorder", Wrong)
     model, prompt = _model(folders / "model-int8"), oracle.random_tokens(9)[0].tolist()
+    if wrong == "is empty":  # and the token is what nobody has written anything over
+        monkeypatch.setattr(model, "head", lambda hidden: hidden.new_zeros(len(hidden), model.config.vocab_size))
     expected = list(quantkit.generate(model, prompt, max_new_tokens=12))
     monkeypatch.setenv(DECODE_SETTING, "eager")
     engine = Engine(model, 40)
@@ -279,6 +284,65 @@ def test_the_setting_says_how(folders: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 # On a card that is not there
+
+
+class Driver:
+    """Notes what CUDA is asked for, in place of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current: Any = Stream(self, "default")
+        self.done: list[Any] = []
+        streams = itertools.count()
+        for name, value in {
+            "graph_pool_handle": lambda: "pool", "device": nullcontext, "CUDAGraph": SimpleNamespace,
+            "Stream": lambda: Stream(self, f"stream {next(streams)}"), "current_stream": lambda: self.current,
+            "stream": self.on, "graph": self.graph,
+        }.items():  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def graph(self, graph: Any, pool: Any, stream: Any = None, **options: Any) -> Iterator[None]:
+        before, self.current = self.current, stream or Stream(self, "of the first card")
+        graph.replay = None
+        self.done.append("begin")
+        yield  # torch's own goes back to the stream before it only where nothing is raised
+        self.current = before
+
+
+class Stream:
+    def __init__(self, driver: Driver, name: str) -> None:
+        self.driver, self.name = driver, name
+
+    def wait_stream(self, other: Stream) -> None:
+        self.driver.done.append(f"{self.name} waits for {other.name}")
+
+
+def test_a_graph_is_recorded_where_it_was_tried_on_the_cards_own_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    recorder, default = GraphRecorder(torch.device("cuda:1")), driver.current
+    tried = ["step on stream 0"] * 3
+    before, after = "stream 0 waits for default", "default waits for stream 0"
+
+    def step() -> None:
+        driver.done.append(f"step on {driver.current.name}")
+        if len(driver.done) == stop:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    for stop in (0, 6, 3):
+        driver.done.clear()
+        with pytest.raises(RuntimeError) if stop else nullcontext():
+            recorder.record(step)
+        assert driver.current is default
+        whole = [before, *tried, "begin", tried[0]]
+        assert driver.done == [*whole[: stop or None], after]
 
 
 OPERATORS = {Tensor.copy_: torch.ops.aten.copy_, Tensor.__invert__: torch.logical_not}

@@ -75,24 +75,31 @@ class Recorder(Protocol):
 
 
 class GraphRecorder:
-    """Records CUDA graphs. All share one pool of memory: they run one after the other, and what a step leaves behind
-    lies outside of it."""
+    """Records CUDA graphs. All share one pool of memory and one stream: they run one after the other, and what a step
+    leaves behind lies outside of it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.device(device):
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        stream = self._stream
         with torch.cuda.device(self._device):
-            stream, current = torch.cuda.Stream(), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
+            current = torch.cuda.current_stream()
             stream.wait_stream(current)
-            with torch.cuda.stream(stream):
-                for _ in range(_WARM_UPS):
-                    step()
-            current.wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                step()
+            try:
+                # `torch.cuda.graph` alone takes a stream of the first card that recorded anything, and where a step
+                # cannot be recorded it leaves its stream the current one.
+                with torch.cuda.stream(stream):
+                    for _ in range(_WARM_UPS):
+                        step()
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"):
+                        step()
+            finally:
+                current.wait_stream(stream)  # kernels count in what the steps after this one count in
         return graph.replay
 
     def fetch(self, tokens: Tensor) -> LateTokens:
@@ -238,6 +245,7 @@ class CapturedDecode:
 
         def result(run: Callable[[], None]) -> Tensor:
             self._last[self._idle :].zero_()
+            drawn.fill_(-2)  # no token, and not what is none
             for _ in range(2):
                 run()
             return drawn.clone()
