@@ -64,7 +64,9 @@ run() {
         ;;
     2)
         try 110 "$python" scripts/gpu_agreement.py --out "$out/agreement.json"
-        try 260 "$python" scripts/gpu_decode.py --out "$out/decode_untuned.json" --profile 1 --seconds 180
+        try 150 "$python" scripts/gpu_decode.py --out "$out/decode_untuned.json" --decoding eager --profile 1 --seconds 130
+        try 280 "$python" scripts/gpu_decode.py --out "$out/decode_compiled.json" --decoding compiled,steps \
+            --schemes bf16,int4-g128,int4-g128+modules --contexts 128,4096 --seconds 220
         ;;
     3)
         try 270 "$python" scripts/gpu_kernels.py --out "$out/kernels.json" --seconds 220
