@@ -210,7 +210,9 @@ def test_threads_that_search_scales_have_none_of_their_own(monkeypatch: pytest.M
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        search_scales(torch.randn(96, 64), torch.rand(96), QuantScheme.parse("int4-g32"), torch.float32)
+        with torch.no_grad():  # which is the caller's alone
+            weight = torch.randn(96, 64, requires_grad=True)
+            search_scales(weight, torch.rand(96), QuantScheme.parse("int4-g32"), torch.float32)
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)

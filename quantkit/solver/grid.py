@@ -69,10 +69,10 @@ def search_scales(
     weights = importance.view(groups, 1, -1)
     scale = torch.empty(groups, rows, dtype=scale_dtype, device=weight.device)
     zero = None if scheme.symmetric else torch.empty_like(scale, dtype=torch.uint8)
-    inference = torch.is_inference_mode_enabled()  # each thread has its own
+    inference = torch.is_inference_mode_enabled()  # each thread has its own, as of gradients
 
     def search(tile: tuple[slice, slice]) -> None:
-        with torch.inference_mode(inference):
+        with torch.inference_mode(inference), torch.no_grad():
             found = _Search(grouped[tile[0], :, tile[1]].contiguous(), weights[tile[0]], scheme, scale_dtype)
             scale[tile] = found.scale
             if zero is not None:
