@@ -45,6 +45,7 @@ from quantkit.tensors.dtypes import DType
 from quantkit.tensors.products import bfloat16_linear, passing_dtype, times
 
 _LIBRARIES = 40 << 20  # what the mathematics libraries and threads set up once work begins
+_PRODUCTS = 60 << 20  # what oneDNN keeps for each shape that the solver and experts multiply
 _CPU = torch.device("cpu")
 _MANIFEST = 300  # bytes of quantkit.json for each linear layer
 _GUESSED_DISK_RATE = 5e8  # bytes a second through reading, hashing and writing; not measured here
@@ -165,7 +166,7 @@ def estimate_quantization(
         codes = largest_block(config)
         if device.type == "cuda":
             on_device, work_bytes = on_device + work_bytes, 0
-        phases["calibration"] = resident_bytes() + _LIBRARIES + held + codes + work_bytes
+        phases["calibration"] = resident_bytes() + _LIBRARIES + _PRODUCTS + held + codes + work_bytes
         if fit is not None:
             needed = choice_bytes(config, shape, settings.memory_bytes)
             phases["the choice of schemes"] = resident_bytes() + _LIBRARIES + needed

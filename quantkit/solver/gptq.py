@@ -195,9 +195,8 @@ def _solve_rows(
     offset = scheme.levels // 2 if zero is None else zero.float().repeat_interleave(grid.size, dim=0)
     unsigned = (codes + offset).to(torch.uint8).t().contiguous()
     scale, zero = scale.t().contiguous(), None if zero is None else zero.t().contiguous()
-    change = QuantTensor(unsigned, scale, zero, scheme).dequantize() - weight
-    error, energy = _row_energy(torch.cat((change, weight)), hessian).chunk(2)
-    return unsigned, scale, zero, error, energy
+    error = _row_energy(QuantTensor(unsigned, scale, zero, scheme).dequantize() - weight, hessian)
+    return unsigned, scale, zero, error, _row_energy(weight, hessian)
 
 
 def solve_codes(target: Tensor, factor: Tensor, grid: Grid, order: Tensor, *, block: int = _BLOCK) -> Tensor:

@@ -18,7 +18,7 @@ BFLOAT16_SETTING = "QUANTKIT_BF16"
 _LEAST = 1 << 20  # multiplications; of fewer the call is what takes time
 _FEWEST_ROWS = 16  # with fewer, reading is what takes time
 _STRIPS = 8
-_STEP = 64
+_STEP, _WIDE_STEP = 64, 128
 _CPU = torch.device("cpu")
 
 
@@ -30,8 +30,8 @@ def times(a: Tensor, b: Tensor) -> Tensor:
     if not _through_onednn(a, b):
         return a @ b
     rows, inner = a.shape
-    if inner % _STEP:
-        a, b = F.pad(a, (0, -inner % _STEP)), F.pad(b, (0, 0, 0, -inner % _STEP))
+    if more := _missing(inner):
+        a, b = F.pad(a, (0, more)), F.pad(b, (0, 0, 0, more))
     product: Tensor = torch.ops.mkldnn._linear_pointwise(_dense(_padded(a)), _dense(b).t(), None, "none", [], "")
     return product[:rows]
 
@@ -106,9 +106,15 @@ def _onednn_is_built_in() -> bool:
 
 
 def _padded(rows: Tensor) -> Tensor:
-    """Rows [N, I] with rows of zeros behind them, up to a multiple of `_STEP`: oneDNN keeps a kernel for every shape
-    that it meets, and experts are sent any number of tokens."""
-    return F.pad(rows, (0, 0, 0, -len(rows) % _STEP)) if len(rows) % _STEP else rows
+    """Rows [N, I] with rows of zeros behind them where a size is missing some."""
+    more = _missing(len(rows))
+    return F.pad(rows, (0, 0, 0, more)) if more else rows
+
+
+def _missing(size: int) -> int:
+    """By how much a size is made larger: oneDNN keeps a kernel for every shape that it meets, and experts are sent any
+    number of tokens. What the solver takes at a time is left as it is."""
+    return -size % _WIDE_STEP if size % _STEP else 0
 
 
 def _dense(matrix: Tensor) -> Tensor:
