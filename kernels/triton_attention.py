@@ -172,21 +172,6 @@ def join_line(
 
 
 @triton.jit
-def attend_spans(
-    queries, keys, key_scales, values, value_scales, positions, slots, mixed, largest, total, tokens, rows, length,
-    window, kv_heads, stride,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr,
-    SPANS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """A span for each program; see `attend_span`."""
-    attend_span(
-        queries, keys, key_scales, values, value_scales, positions, slots, mixed, largest, total, tokens, rows, length,
-        window, kv_heads, stride,
-        SCALE, SOFTCAP, SLOTS, SIZE, TOKENS, SPANS, BLOCK_M, BLOCK_N, BLOCK_D,
-    )  # fmt: skip
-
-
-@triton.jit
 def join_spans(
     positions, mixed, largest, total, sinks, out, tokens, heads, length, window, stride,
     SINKS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, SPANS: tl.constexpr,
@@ -345,7 +330,7 @@ def attended(
             **of_spans, **of_join, **constants, num_warps=4,
         )  # fmt: skip
         return out
-    wrap_triton(attend_spans)[grid](
+    wrap_triton(attend_span)[grid](
         *given, *parts, tokens, rows, length, seen, kv_heads, stride, **of_spans, **constants, num_warps=4
     )
     wrap_triton(join_spans)[(pairs * rows,)](

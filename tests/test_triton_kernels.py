@@ -191,14 +191,14 @@ def test_attention_compiles_for_cards_that_are_not_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-    from quantkit.kernels.triton_attention import attend_and_join, attend_spans, join_spans, tile_for
+    from quantkit.kernels.triton_attention import attend_and_join, attend_span, join_spans, tile_for
 
     tile = tile_for(rows, size, torch.bfloat16, LARGE if target == "cuda" else SMALL)
     constants = {"SIZE": size, "TOKENS": 1, "SPANS": 33, "BLOCK_N": tile.block_n, "BLOCK_D": tile.block_d}
     launch = {"BLOCK_M": tile.block_m, "num_warps": 4, "num_stages": tile.stages}
     spans = {"SCALE": 0.1, "SOFTCAP": softcap, "SLOTS": slots} | launch
     join = {"SINKS": softcap > 0, "BLOCK_S": 64, "num_warps": 4, "num_stages": 1}
-    stages = _compiled(attend_spans, constants | spans, target, cached)
+    stages = _compiled(attend_span, constants | spans, target, cached)
     assert _compiled(join_spans, constants | join, target)
     if slots and size == 128:
         assert _compiled(attend_and_join, constants | join | spans, target, cached)
