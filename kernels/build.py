@@ -6,6 +6,7 @@ later processes find it in the cache.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import functools
 import hashlib
@@ -32,6 +33,9 @@ VARIANTS = {
 }
 """Compiler flags by the instruction set they choose."""
 
+VARIANT_SETTING = "QUANTKIT_CPU"
+"""Environment variable that chooses the instruction set: native, avx2 or portable."""
+
 _SOURCES = files("quantkit.kernels") / "csrc"
 _FLAGS = (
     "-std=c++20", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-w",
@@ -47,32 +51,55 @@ def load_kernels(variant: str) -> Any:
         RequestError: if there is no such variant.
         UnsupportedError: if there is no compiler, it fails, or the cache can't be written.
     """
+    return _loaded(_load_operators, variant)
+
+
+def load_functions(name: str, variant: str) -> ctypes.CDLL:
+    """Compile and load one variant of the functions of a source that is without torch.
+
+    Args:
+        name: of ``csrc/NAME.cpp``.
+
+    Raises:
+        RequestError, UnsupportedError: see `load_kernels`.
+    """
+    functions: ctypes.CDLL = _loaded(_load_functions, variant, name)
+    return functions
+
+
+def _loaded(load: Callable[..., Any], variant: str, *names: str) -> Any:
     if variant not in VARIANTS:
         raise RequestError("unknown variant of the CPU kernels", found=variant, expected=", ".join(VARIANTS))
-    operators = _loaded(variant)
-    if isinstance(operators, UnsupportedError):
-        raise operators
-    return operators
+    found = _load_once(load, variant, *names)
+    if isinstance(found, UnsupportedError):
+        raise found
+    return found
 
 
 @functools.cache
-def _loaded(variant: str) -> Any:
-    """The operators, or the error: a compiler that fails is not called again for every layer."""
+def _load_once(load: Callable[..., Any], *given: str) -> Any:
+    """What was loaded, or the error: a compiler that fails is not called again for every layer."""
     try:
-        return _load(variant)
+        return load(*given)
     except UnsupportedError as error:
         return error
-
-
-def _load(variant: str) -> Any:
-    library = f"quantkit_cpu_{variant}"
-    try:
-        torch.ops.load_library(_compiled(library, VARIANTS[variant]))  # type: ignore[no-untyped-call]
     except OSError as error:
-        raise UnsupportedError(f"the compiled kernels do not load: {error}") from error
+        return UnsupportedError(f"the compiled kernels do not load: {error}")
+
+
+def _load_operators(variant: str) -> Any:
+    library, home = f"quantkit_cpu_{variant}", Path(torch.__file__).parent
+    abi = int(torch.compiled_with_cxx11_abi())
+    flags = f"-DQUANTKIT_LIBRARY={library}", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"
+    linked = f"-isystem{home / 'include'}", f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"
+    torch.ops.load_library(_compiled("ops", library, variant, flags, linked))  # type: ignore[no-untyped-call]
     for name, shape in _SHAPES.items():
         torch.library.register_fake(f"{library}::{name}", shape)
     return getattr(torch.ops, library)
+
+
+def _load_functions(variant: str, name: str) -> ctypes.CDLL:
+    return ctypes.CDLL(str(_compiled(name, f"quantkit_{name}_{variant}", variant)))
 
 
 def _linear_shape(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> Tensor:
@@ -122,16 +149,21 @@ _SHAPES: dict[str, Callable[..., Any]] = {
 """The shapes that operators return, for tracing."""
 
 
-def _compiled(library: str, variant: tuple[str, ...]) -> Path:
+def _compiled(
+    source: str, library: str, variant: str, more: tuple[str, ...] = (), linked: tuple[str, ...] = ()
+) -> Path:  # fmt: skip
+    """The file of a library that is made of ``csrc/SOURCE.cpp``.
+
+    Args:
+        more: compiler flags besides the usual ones.
+        linked: those that come after the source.
+    """
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise UnsupportedError("there is no C++ compiler", hint="install g++ or clang++, or name one in CXX")
-    home = Path(torch.__file__).parent
-    abi = int(torch.compiled_with_cxx11_abi())
-    flags = (*_FLAGS, *variant, f"-DQUANTKIT_LIBRARY={library}", f"-D_GLIBCXX_USE_CXX11_ABI={abi}")
-    torch_flags = (f"-isystem{home / 'include'}", f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10")
+    flags = (*_FLAGS, *VARIANTS[variant], *more)
     sources = {Path(entry.name): entry.read_bytes() for entry in sorted(_SOURCES.iterdir(), key=lambda e: e.name)}
-    known = _run([compiler, *variant, "-E", "-dM", "-x", "c++", os.devnull])  # the compiler and the processor
+    known = _run([compiler, *VARIANTS[variant], "-E", "-dM", "-x", "c++", os.devnull])  # the compiler and the processor
     key = hashlib.sha256(repr((known, flags, torch.__version__, sorted(sources.items()))).encode())
     target = cache_folder() / f"{library}-{key.hexdigest()[:32]}.so"
     if target.exists():
@@ -142,7 +174,7 @@ def _compiled(library: str, variant: tuple[str, ...]) -> Path:
             fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be at it
             if not target.exists():
                 _log.info("compiling the CPU kernels, once for this machine and this torch")
-                _build([compiler, *flags], torch_flags, sources, target)
+                _build([compiler, *flags], source, linked, sources, target)
     except OSError as error:
         raise UnsupportedError(
             f"the cache of compiled kernels can't be written: {error.strerror}", path=target.parent,
@@ -151,12 +183,15 @@ def _compiled(library: str, variant: tuple[str, ...]) -> Path:
     return target
 
 
-def _build(command: list[str], torch_flags: tuple[str, ...], sources: dict[Path, bytes], target: Path) -> None:
+def _build(
+    command: list[str], source: str, linked: tuple[str, ...], sources: dict[Path, bytes], target: Path
+) -> None:  # fmt: skip
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         for name, text in sources.items():
             Path(folder, name).write_bytes(text)
-        _run([*command, str(Path(folder, "ops.cpp")), *torch_flags, "-o", str(Path(folder, "ops.so"))])
-        os.replace(Path(folder, "ops.so"), target)
+        made = Path(folder, "made.so")
+        _run([*command, str(Path(folder, f"{source}.cpp")), *linked, "-o", str(made)])
+        os.replace(made, target)
 
 
 def _run(command: list[str]) -> str:

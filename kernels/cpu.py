@@ -19,14 +19,11 @@ from torch import Tensor
 from quantkit.errors import UnsupportedError
 from quantkit.kernels.backend import ExpertKernel, Operations, Rounding
 from quantkit.kernels.block import BlockKernel, StackedLinear
-from quantkit.kernels.build import load_kernels
+from quantkit.kernels.build import VARIANT_SETTING, load_kernels
 from quantkit.kernels.cpu_block import prepare_blocks
 from quantkit.tensors.cached_rows import CachedRows
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
-
-VARIANT_SETTING = "QUANTKIT_CPU"
-"""Environment variable that chooses the instruction set: native, avx2 or portable."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _COLUMNS = 32  # that share an activation scale

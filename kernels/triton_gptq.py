@@ -15,7 +15,7 @@ _WHOLE = tl.constexpr(1.5 * 2.0**23)  # a float that it is added to keeps no fra
 
 @triton.jit
 def round_columns(
-    start, wanted, ratios, inverse, columns, scale, zero, codes, values, errors, rows, count, size, levels,
+    start, wanted, ratios, inverse, columns, scale, zero, codes, errors, rows, count, size, levels,
     SYMMETRIC: tl.constexpr, DESCEND: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Round some columns of ROWS rows; `errors` are those of the columns before one, too."""
@@ -44,7 +44,6 @@ def round_columns(
         best = (best + _WHOLE) - _WHOLE
         if DESCEND:
             error = (before - best) * step
-            tl.store(values + place, best * step, mask=mask)
         else:
             error = tl.load(wanted + i * rows + row, mask=mask, other=0.0) - best * step
         tl.store(codes + place, best, mask=mask)
@@ -56,26 +55,25 @@ def round_in_turn(
     size: int, codes: Tensor, errors: Tensor,
 ) -> None:  # fmt: skip
     """See `ColumnKernels`."""
-    _launch(start, wanted, ratios, ratios, columns, scale, zero, levels, size, codes, None, errors)
+    _launch(start, wanted, ratios, ratios, columns, scale, zero, levels, size, codes, errors, descend=False)
 
 
 def improve_in_turn(
     start: Tensor, inverse: Tensor, ratios: Tensor, columns: Tensor, scale: Tensor, zero: Tensor | None, levels: int,
-    size: int, codes: Tensor, values: Tensor, errors: Tensor,
+    size: int, codes: Tensor, errors: Tensor,
 ) -> None:  # fmt: skip
     """See `ColumnKernels`."""
-    _launch(start, start, ratios, inverse, columns, scale, zero, levels, size, codes, values, errors)
+    _launch(start, start, ratios, inverse, columns, scale, zero, levels, size, codes, errors, descend=True)
 
 
 def _launch(
     start: Tensor, wanted: Tensor, ratios: Tensor, inverse: Tensor, columns: Tensor, scale: Tensor, zero: Tensor | None,
-    levels: int, size: int, codes: Tensor, values: Tensor | None, errors: Tensor,
+    levels: int, size: int, codes: Tensor, errors: Tensor, *, descend: bool,
 ) -> None:  # fmt: skip
     count, rows = start.shape
     read = (start, wanted, ratios, inverse, columns, scale, scale if zero is None else zero)
-    written = (codes, errors if values is None else values, errors)
     with torch.cuda.device_of(start):
         round_columns[triton.cdiv(rows, _ROWS),](
-            *(one.contiguous() for one in read), *written, rows, count, size, float(levels),
-            SYMMETRIC=zero is None, DESCEND=values is not None, ROWS=_ROWS, num_warps=1, num_stages=1,
+            *(one.contiguous() for one in read), codes, errors, rows, count, size, float(levels),
+            SYMMETRIC=zero is None, DESCEND=descend, ROWS=_ROWS, num_warps=1, num_stages=1,
         )  # fmt: skip

@@ -15,9 +15,10 @@ from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.effort import STANDARD, activation_bytes
 from quantkit.calibration.estimate import card_activation_bytes, gptq_bytes
 from quantkit.formats.detect import open_checkpoint
+from quantkit.solver.columns import ColumnKernels
 from quantkit.solver.gptq import refit_scales
 from quantkit.solver.grid import Grid, search_scales
-from quantkit.solver.panels import descend_in_panels, solve_in_panels
+from quantkit.solver.panels import descend, solve_codes
 from quantkit.solver.portions import weights_at_once
 from quantkit.tensors import products
 from quantkit.tensors.products import exact_float32, passing_dtype
@@ -46,12 +47,13 @@ def test_the_loops_over_columns_read_nothing_on_the_host(scheme: str) -> None:
     wanted, hessian = torch.empty(columns, rows, device=META), torch.empty(columns, columns, device=META)
     order, found = torch.empty(columns, dtype=torch.long, device=META), QuantScheme.parse(scheme)
     scale, zero = search_scales(wanted, hessian.diagonal(), found, torch.bfloat16)
-    grid, kernels = Grid.of(scale, zero, found, columns), _Launches()
-    codes = solve_in_panels(wanted, hessian, grid, order, kernels)
-    assert kernels.counts == [32] * 5
-    assert refit_scales(wanted, codes, hessian, scale).shape == scale.shape
-    assert descend_in_panels(wanted, codes, hessian, grid, order, kernels).shape == codes.shape
-    assert kernels.counts == [32] * 10
+    grid, launches = Grid.of(scale, zero, found, columns), _Launches()
+    kernels = ColumnKernels(search_scales, launches.round_in_turn, launches.improve_in_turn, 32)
+    codes, whitened = solve_codes(wanted, hessian, grid, order, kernels)
+    assert launches.counts == [32] * 5
+    assert refit_scales(whitened, codes, hessian, scale)[0].shape == scale.shape
+    assert descend(wanted, codes, hessian, grid, order, kernels)[0].shape == codes.shape
+    assert launches.counts == [32] * 10
 
 
 def test_activations_of_a_card_stay_there_while_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

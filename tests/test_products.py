@@ -12,7 +12,7 @@ from quantkit.calibration.group_solver import GroupSolver
 from quantkit.distributed.group import SINGLE
 from quantkit.formats.detect import open_checkpoint
 from quantkit.solver import factor as factor_module
-from quantkit.solver.factor import cholesky, solve_upper, solve_upper_transposed, upper_times
+from quantkit.solver.factor import cholesky, solve_upper, solve_upper_transposed, upper_transposed_times
 from quantkit.tensors import products
 from quantkit.tensors.products import add_square_, bfloat16_linear, fill_lower_, multiplies_bfloat16, times
 
@@ -52,7 +52,7 @@ def test_factors_and_what_they_solve(size: int, monkeypatch: pytest.MonkeyPatch)
     torch.testing.assert_close(found, torch.linalg.cholesky(matrix, upper=True))
     torch.testing.assert_close(found @ solve_upper(found, right), right)
     torch.testing.assert_close(found.t() @ solve_upper_transposed(found, right), right)
-    torch.testing.assert_close(upper_times(found, right), found @ right)
+    torch.testing.assert_close(upper_transposed_times(found, right), found.t() @ right)
     assert cholesky(matrix - 10 * matrix.trace() * torch.eye(size)) is None
 
 

@@ -260,7 +260,7 @@ def test_columns_are_rounded_without_a_word_between_threads(
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     from quantkit.kernels.triton_gptq import round_columns
 
-    tensors = ("start", "wanted", "ratios", "inverse", "scale", "zero", "codes", "values", "errors")
+    tensors = ("start", "wanted", "ratios", "inverse", "scale", "zero", "codes", "errors")
     types = dict.fromkeys(tensors, "*fp32") | {"columns": "*i64", "levels": "fp32"}
     constants = {"SYMMETRIC": symmetric, "DESCEND": descend, "ROWS": 32, "num_warps": 1, "num_stages": 1}
     stages = _compiled(round_columns, constants, target, others=types)

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from schemes import any_scheme
 from torch import Tensor
 from triton_quick import quicken
 
-from quantkit.calibration.column_kernels import column_kernels
+from quantkit.calibration import column_kernels as column_kernels_module
+from quantkit.calibration.column_kernels import card_kernels, column_kernels
 from quantkit.kernels import triton_gptq
 from quantkit.kernels.triton_words import INTERPRETED
 from quantkit.solver import panels
-from quantkit.solver.gptq import Damped, GptqReport, descend, gptq, solve_codes
+from quantkit.solver.columns import TORCH, ColumnKernels
+from quantkit.solver.gptq import Damped, GptqReport, gptq
 from quantkit.solver.grid import Grid, search_scales
-from quantkit.solver.panels import descend_in_panels, solve_in_panels
+from quantkit.solver.panels import descend, solve_codes
 from quantkit.tensors.qtensor import QuantTensor
 
 quicken()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 pytestmark = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU")
+
+KERNELS = card_kernels()
 
 CASES = (
     ("int4-g32", 5, 64, 32), ("int4-g32-asym", 530, 32, 8), ("int4-g64-asym", 37, 128, 4), ("int4-g128", 3, 128, 4),
@@ -46,8 +52,8 @@ def _equal(found: Tensor, expected: Tensor) -> bool:
 def test_kernels_give_the_codes_that_torch_gives(
     name: str, rows: int, columns: int, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(panels, "_TOGETHER", together)
     monkeypatch.setattr(panels, "_PANEL", 3 * together)
+    kernels = replace(KERNELS, at_once=together)
     weight, hessian = _problem(rows, columns)
     scheme = any_scheme(name)
     damped = Damped.of_(hessian)
@@ -55,34 +61,35 @@ def test_kernels_give_the_codes_that_torch_gives(
     scale, zero = search_scales(wanted, damped.diagonal, scheme, torch.float32)
     grid = Grid.of(scale, zero, scheme, columns)
     given = wanted, damped.factor, grid, damped.order
-    codes = solve_codes(*given)
-    assert _equal(solve_in_panels(*given, triton_gptq), codes)
-    pull = damped.matrix @ wanted
-    moved = descend(pull, codes, damped.matrix, grid, damped.order)
-    assert _equal(descend_in_panels(pull, codes, damped.matrix, grid, damped.order, triton_gptq), moved)
+    codes, whitened = solve_codes(*given)
+    found, others = solve_codes(*given, kernels)
+    assert _equal(found, codes)
+    torch.testing.assert_close(others.square().sum(), whitened.square().sum(), rtol=1e-3, atol=0)
+    moved, gain = descend(wanted, codes, damped.matrix, grid, damped.order)
+    found, others = descend(wanted, codes, damped.matrix, grid, damped.order, kernels)
+    assert _equal(found, moved)
+    torch.testing.assert_close(others.sum(), gain.sum(), rtol=1e-3, atol=1e-3)
     assert not torch.equal(moved, codes) or rows == 1
 
 
-def test_a_layer_loses_as_little_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(panels, "_TOGETHER", 8)
+def test_a_layer_loses_as_little_with_kernels() -> None:
     weight, hessian = _problem(21, 64)
 
-    def solved(kernels: bool) -> tuple[QuantTensor, GptqReport]:
-        return gptq(
-            weight, hessian, any_scheme("int4-g32-asym"), torch.bfloat16, kernels=triton_gptq if kernels else None
-        )
+    def solved(kernels: ColumnKernels) -> tuple[QuantTensor, GptqReport]:
+        return gptq(weight, hessian, any_scheme("int4-g32-asym"), torch.bfloat16, kernels=kernels)
 
-    (found, report), (expected, other) = solved(True), solved(False)
+    (found, report), (expected, other) = solved(replace(KERNELS, at_once=8)), solved(TORCH)
     assert _equal(found.codes, expected.codes)
     assert report.output_error == pytest.approx(other.output_error, rel=1e-4)
 
 
 def test_kernels_are_tried_before_they_are_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(panels, "_TOGETHER", 4)
-    column_kernels.cache_clear()
-    assert column_kernels(DEVICE) is triton_gptq
-    column_kernels.cache_clear()
+    assert column_kernels_module._what_is_wrong(replace(KERNELS, at_once=4), DEVICE) is None
     right = triton_gptq.round_in_turn
-    monkeypatch.setattr(triton_gptq, "round_in_turn", lambda *given: (right(*given), given[-2].zero_()))
-    assert column_kernels(DEVICE) is None
-    column_kernels.cache_clear()
+    monkeypatch.setattr(triton_gptq, "round_in_turn", lambda *given: (right(*given), given[-1].zero_()))
+    assert "output error" in (column_kernels_module._what_is_wrong(card_kernels(), DEVICE) or "")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="CPUs have kernels of their own")
+def test_a_card_has_kernels() -> None:
+    assert column_kernels(DEVICE) == KERNELS

@@ -1,4 +1,4 @@
-"""Kernels for the solver's loops over columns: where a card has them, and only once they have been tried there."""
+"""Kernels for the solver's loops over columns: where a device has them, and only once they have been tried there."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import functools
 import logging
 
 import torch
+from torch import Tensor
 
+from quantkit.kernels import cpu_gptq
 from quantkit.kernels.triton_backend import TritonBackend
+from quantkit.solver.columns import TORCH, ColumnKernels
 from quantkit.solver.gptq import gptq
-from quantkit.solver.panels import ColumnKernels
+from quantkit.solver.grid import FINE, search_scales, signed_steps
 from quantkit.tensors.scheme import QuantScheme
 
+_CPU_COLUMNS, _CARD_COLUMNS = 128, 32  # at once
 _ROWS = 40  # more than a program's
-_COLUMNS = {"cuda": 160}  # more than a panel, but where Triton interprets
+_COLUMNS = {"cuda": 160, "cpu": 160}  # more than a panel
 _FEW_COLUMNS = 32
 _SCHEMES = ("int4-g32", "int4-g32-asym")
 _TOLERANCE = 1e-3  # of the output error; a code may differ where two are as good
@@ -21,20 +25,44 @@ _log = logging.getLogger(__name__)
 
 
 @functools.cache
-def column_kernels(device: torch.device) -> ColumnKernels | None:
-    """The kernels of a device; None leaves the columns to torch, which is a warning where a card should have some."""
-    if TritonBackend().unsupported_reason(QuantScheme(8, None), device, torch.float32) is not None:
-        return None
+def column_kernels(device: torch.device) -> ColumnKernels:
+    """The kernels of a device; torch in their place, which takes longer, is a warning on a card."""
+    if device.type == "cpu":
+        make, level = cpu_kernels, logging.INFO
+    elif TritonBackend().unsupported_reason(QuantScheme(8, None), device, torch.float32) is None:
+        make, level = card_kernels, logging.WARNING
+    else:
+        return TORCH
     try:
-        from quantkit.kernels import triton_gptq
-
-        wrong = _what_is_wrong(triton_gptq, device)
+        kernels = make()
+        wrong = _what_is_wrong(kernels, device)
     except Exception as error:  # of a driver or a compiler, which have kinds of their own
         wrong = f"they fail: {' '.join(str(error).split()) or type(error).__name__}"[:300]
     if wrong is None:
-        return triton_gptq
-    _log.warning("GPTQ does without its kernels on %s, which takes longer; %s", device, wrong)
-    return None
+        return kernels
+    _log.log(level, "GPTQ does without its kernels on %s, which takes longer; %s", device, wrong)
+    return TORCH
+
+
+def cpu_kernels() -> ColumnKernels:
+    """The C++ kernels, which are compiled when they are first called."""
+
+    def search(
+        weight: Tensor, importance: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None]:
+        return cpu_gptq.search_scales(
+            weight.contiguous(), importance.contiguous(), len(weight) // scheme.groups(len(weight)), scheme.levels,
+            scheme.symmetric, scale_dtype, signed_steps(scheme), FINE,
+        )  # fmt: skip
+
+    return ColumnKernels(search, cpu_gptq.round_in_turn, cpu_gptq.improve_in_turn, _CPU_COLUMNS)
+
+
+def card_kernels() -> ColumnKernels:
+    """The Triton kernels; scales are searched by torch."""
+    from quantkit.kernels import triton_gptq
+
+    return ColumnKernels(search_scales, triton_gptq.round_in_turn, triton_gptq.improve_in_turn, _CARD_COLUMNS)
 
 
 def _what_is_wrong(kernels: ColumnKernels, device: torch.device) -> str | None:
@@ -47,7 +75,7 @@ def _what_is_wrong(kernels: ColumnKernels, device: torch.device) -> str | None:
     for name in _SCHEMES:
         scheme = QuantScheme.parse(name)
         (_, found), (_, expected) = (
-            gptq(weight, hessian, scheme, torch.float32, kernels=one) for one in (kernels, None)
+            gptq(weight, hessian, scheme, torch.float32, kernels=one) for one in (kernels, TORCH)
         )
         if not abs(found.output_error / expected.output_error - 1) <= _TOLERANCE:
             return f"their output error is {found.output_error:.4g}, that of torch {expected.output_error:.4g}"

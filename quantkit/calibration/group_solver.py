@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.distributed.group import ProcessGroup
 from quantkit.quality.bounds import REPEATABLE, coarsest, weight_bound
-from quantkit.solver.gptq import Damped, GptqReport, SingularError, compensated, solve
-from quantkit.solver.panels import ColumnKernels
-from quantkit.solver.portions import compensated_at_once
+from quantkit.solver.columns import TORCH, ColumnKernels
+from quantkit.solver.gptq import Damped, GptqReport, SingularError, solve
+from quantkit.solver.portions import divided_at_once
 from quantkit.tensors.products import times
 from quantkit.tensors.qtensor import ROUNDING, QuantTensor, quantize_rtn, relative_error, row_chunks
 from quantkit.tensors.scheme import QuantScheme
@@ -33,14 +33,14 @@ class GroupSolver:
         scale_dtype: dtype the scales are stored in.
         damping: least damping of the Hessian that tells drift from noise.
         group: the processes; each solves its share of the rows, and all get all of them.
-        kernels: of the device where the linears are; None leaves their columns to torch.
+        kernels: of the device where the linears are.
     """
 
     schemes: Mapping[str, QuantScheme]
     scale_dtype: torch.dtype
     damping: float
     group: ProcessGroup
-    kernels: ColumnKernels | None = None
+    kernels: ColumnKernels = TORCH
 
     def solve(
         self, linears: Mapping[str, nn.Linear], statistics: HessianAccumulator, *, outputs: bool
@@ -98,14 +98,10 @@ class GroupSolver:
         targets: dict[QuantScheme, Tensor] = {}
         if drift.any():
             diagonal = paired.diagonal().clone()
-            followed = Damped.of_(paired, self.damping)
-            for scheme, (part, total) in parts.items():
-                targets[scheme] = torch.empty_like(part)
-                own_drift = drift[self.group.share(total)] if outputs else drift
-                for start, stop in row_chunks(len(part), part.shape[1], compensated_at_once(part.device)):
-                    pull = own_drift[start:stop] if outputs else times(part[start:stop], own_drift)
-                    targets[scheme][start:stop] = compensated(part[start:stop], followed, pull)
-            del followed
+            move = self._divided(drift, Damped.of_(paired, self.damping))
+            for scheme, (part, _) in parts.items():
+                targets[scheme] = part + move if outputs else times(part, self.group.join(move, len(drift))).add_(part)
+            del move
             paired.diagonal().copy_(diagonal)
         del drift
         hessian = paired if hessian is None else hessian
@@ -117,6 +113,13 @@ class GroupSolver:
             solved = solve(part, damped, scheme, self.scale_dtype, target=target, kernels=self.kernels)
             found[scheme] = self._joined(*solved, total)
         return found
+
+    def _divided(self, drift: Tensor, followed: Damped) -> Tensor:
+        """This process's rows of a drift [R, I], used up, divided by the Hessian of the samples that show it."""
+        own = drift[self.group.share(len(drift))]
+        for start, stop in row_chunks(len(own), own.shape[1], divided_at_once(own.device)):
+            own[start:stop] = followed.divide(own[start:stop])
+        return own
 
     def _joined(self, quantized: QuantTensor, report: GptqReport, total: int) -> tuple[QuantTensor, GptqReport]:
         """The rows of all processes, on the CPU."""

@@ -5,6 +5,8 @@ Factors are upper triangular: most of what is done with one then multiplies part
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -63,10 +65,16 @@ def solve_upper_transposed(factor: Tensor, right: Tensor) -> Tensor:
     return found
 
 
-def upper_times(factor: Tensor, right: Tensor) -> Tensor:
-    """``factor @ right`` for an upper triangular factor [N, N] and [N, O]."""
+def upper_transposed_times(factor: Tensor, right: Tensor) -> Tensor:
+    """``factor.T @ right`` for an upper triangular factor [N, N] and [N, O]."""
     found = torch.empty_like(right)
-    step = max(_BLOCK, -(-len(factor) // _STRIPS))
-    for start in range(0, len(factor), step):
-        found[start : start + step] = times(factor[start : start + step, start:], right[start:])
+    for start, stop in _strips(len(factor)):
+        found[start:stop] = times(factor[:stop, start:stop].t(), right[:stop])
     return found
+
+
+def _strips(size: int) -> Iterator[tuple[int, int]]:
+    """Ranges of a factor's rows, of which each is multiplied without what is 0 beside it."""
+    step = max(_BLOCK, -(-size // _STRIPS))
+    for start in range(0, size, step):
+        yield start, min(start + step, size)

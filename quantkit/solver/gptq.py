@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import NonFiniteError
-from quantkit.solver.factor import cholesky, solve_upper, solve_upper_transposed, upper_times
-from quantkit.solver.grid import Grid, search_scales
-from quantkit.solver.panels import ColumnKernels, descend_in_panels, solve_in_panels
+from quantkit.solver.columns import TORCH, ColumnKernels
+from quantkit.solver.factor import cholesky, solve_upper, solve_upper_transposed, upper_transposed_times
+from quantkit.solver.grid import Grid
+from quantkit.solver.panels import descend, solve_codes
 from quantkit.solver.portions import refit_bytes, weights_at_once
 from quantkit.tensors.products import times
 from quantkit.tensors.qtensor import QuantTensor
@@ -29,7 +30,6 @@ from quantkit.tensors.scheme import QuantScheme
 
 DAMPING = 0.01
 _MOST_DAMPING = 1.0
-_BLOCK = 64
 
 
 class SingularError(ArithmeticError):
@@ -43,7 +43,8 @@ class GptqReport:
     Attributes:
         damping: share of the mean diagonal that was added to the Hessian.
         dead_columns: inputs that were zero throughout the calibration.
-        error, energy: [O] float64: squared output error and squared output of each row.
+        error, energy: [O] float64: of each row, the squared error of its outputs, and the squared outputs, both of what
+            the codes were to come close to.
     """
 
     damping: float
@@ -106,26 +107,23 @@ class Damped:
                 raise SingularError(f"the Hessian stays singular with {damping:g} of its mean diagonal added")
             damping = min(10 * damping, _MOST_DAMPING)
 
+    def divide(self, right: Tensor) -> Tensor:
+        """``right @ matrix^-1``, [N, I] float32.
 
-def compensated(weight: Tensor, hessian: Damped, pull: Tensor) -> Tensor:
-    """The weights [O, I] that on the inputs the layer will see come closest to what it should give.
-
-    Args:
-        weight: [O, I] float32.
-        hessian: ``X.T @ X`` over inputs X that the layer will see.
-        pull: [O, I] float32, ``weight @ (X_float - X).T @ X`` over the same, where X_float
-            are the inputs of the unquantized model.
-    """
-    inputs = hessian.order.flip(0)
-    solved = solve_upper(hessian.factor, solve_upper_transposed(hessian.factor, pull.t()[inputs]))
-    moved = torch.empty_like(weight)
-    moved[:, inputs] = solved.t()
-    return moved.add_(weight)
+        With ``right = weight @ (X_float - X).T @ X``, where X are inputs that the layer will see, of which this is the
+        Hessian, and X_float those of the unquantized model, it is by how much the weights [O, I] have to change to come
+        closest to what the layer should give.
+        """
+        inputs = self.order.flip(0)
+        solved = solve_upper(self.factor, solve_upper_transposed(self.factor, right.t()[inputs]))
+        found = torch.empty_like(right)
+        found[:, inputs] = solved.t()
+        return found
 
 
 def gptq(
     weight: Tensor, hessian: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, *, target: Tensor | None = None,
-    kernels: ColumnKernels | None = None,
+    kernels: ColumnKernels = TORCH,
 ) -> tuple[QuantTensor, GptqReport]:  # fmt: skip
     """Quantize a layer so that its outputs on the calibration inputs change least.
 
@@ -144,7 +142,7 @@ def gptq(
 
 def solve(
     weight: Tensor, hessian: Damped, scheme: QuantScheme, scale_dtype: torch.dtype, *, target: Tensor | None = None,
-    kernels: ColumnKernels | None = None,
+    kernels: ColumnKernels = TORCH,
 ) -> tuple[QuantTensor, GptqReport]:  # fmt: skip
     """`gptq` with a Hessian that is damped already.
 
@@ -153,8 +151,8 @@ def solve(
         hessian: not changed.
         scheme: the group size must divide I.
         scale_dtype: dtype the scales are stored in.
-        target: what the codes are to come close to, if not `weight`; see `compensated`.
-        kernels: of the device; None leaves each input to torch.
+        target: what the codes are to come close to, if not `weight`; see `Damped.divide`.
+        kernels: of the device.
 
     Raises:
         NonFiniteError: if the weight holds NaN or Inf.
@@ -165,85 +163,57 @@ def solve(
     step = max(1, weights_at_once(weight.device) // columns)
     parts = []
     for start in range(0, max(rows, 1), step):
-        part = weight[start : start + step].float()
-        wanted = part if target is None else target[start : start + step].float()
-        parts.append(_solve_rows(part, wanted, hessian, scheme, scale_dtype, kernels))
+        wanted = (weight if target is None else target)[start : start + step].float().t().contiguous()
+        parts.append(_solve_rows(wanted, hessian, scheme, scale_dtype, kernels))
     codes, scales, zeros, errors, energies = zip(*parts, strict=True)
     quantized = QuantTensor(torch.cat(codes), torch.cat(scales), None if scheme.symmetric else torch.cat(zeros), scheme)
     return quantized, GptqReport(hessian.damping, hessian.dead, torch.cat(errors), torch.cat(energies))
 
 
 def _solve_rows(
-    weight: Tensor, target: Tensor, hessian: Damped, scheme: QuantScheme, scale_dtype: torch.dtype,
-    kernels: ColumnKernels | None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
-    """Some rows [O, I] of a layer: codes, scale, zero point, and the row's error and energy."""
-    wanted = target.t().contiguous()
-    scale, zero = search_scales(wanted, hessian.diagonal, scheme, scale_dtype)
+    wanted: Tensor, hessian: Damped, scheme: QuantScheme, scale_dtype: torch.dtype, kernels: ColumnKernels
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    """Some outputs of a layer, for targets [I, O]: codes, scale, zero point, and each one's error and energy."""
+    scale, zero = kernels.search_scales(wanted, hessian.diagonal, scheme, scale_dtype)
     grid = Grid.of(scale, zero, scheme, len(wanted))
-    if kernels is None:
-        codes = solve_codes(wanted, hessian.factor, grid, hessian.order)
-    else:
-        codes = solve_in_panels(wanted, hessian.factor, grid, hessian.order, kernels)
-    pull = times(hessian.matrix, wanted)
-    scale = refit_scales(pull, codes, hessian.matrix, scale)
+    codes, whitened = solve_codes(wanted, hessian.factor, grid, hessian.order, kernels)
+    gradient = torch.empty_like(whitened)
+    gradient[hessian.order.flip(0)] = upper_transposed_times(hessian.factor, whitened)
+    loss = whitened.square_().sum(0, dtype=torch.float64)
+    del whitened
+    scale, gain, explained = refit_scales(gradient, codes, hessian.matrix, scale)
+    del gradient
+    energy = loss + explained
+    loss -= gain
     grid = Grid.of(scale, zero, scheme, len(wanted))
-    if kernels is None:
-        codes = descend(pull, codes, hessian.matrix, grid, hessian.order)
-    else:
-        codes = descend_in_panels(pull, codes, hessian.matrix, grid, hessian.order, kernels)
+    codes, gain = descend(wanted, codes, hessian.matrix, grid, hessian.order, kernels)
+    loss -= gain
     offset = scheme.levels // 2 if zero is None else zero.float().repeat_interleave(grid.size, dim=0)
     unsigned = (codes + offset).to(torch.uint8).t().contiguous()
-    scale, zero = scale.t().contiguous(), None if zero is None else zero.t().contiguous()
-    error = _row_energy(QuantTensor(unsigned, scale, zero, scheme).dequantize() - weight, hessian)
-    return unsigned, scale, zero, error, _row_energy(weight, hessian)
+    added = hessian.matrix.diagonal() - hessian.diagonal  # by damping, which the inputs know nothing of
+    error = loss.sub_(added @ grid.values(codes).sub_(wanted).square_()).clamp_(min=0)
+    energy.sub_(added @ wanted.square()).clamp_(min=0)
+    return unsigned, scale.t().contiguous(), None if zero is None else zero.t().contiguous(), error, energy
 
 
-def solve_codes(target: Tensor, factor: Tensor, grid: Grid, order: Tensor, *, block: int = _BLOCK) -> Tensor:
-    """Round input after input, letting those to come make up for each error.
-
-    Args:
-        target: [I, O] float32.
-        factor: [I, I] float32, see `reverse_factor`.
-        order: [I] the order of the inputs.
-        block: inputs per lazy update; changes nothing but speed.
-
-    Returns:
-        Codes less their zero points, float32 [I, O], in the inputs' own order.
-    """
-    wanted = target[order.flip(0)]  # the first to round is the last, as in the factor
-    errors, codes = torch.empty_like(wanted), torch.empty_like(wanted)
-    sequence = order.tolist()
-    for stop in range(len(sequence), 0, -block):
-        start = max(0, stop - block)
-        corner = (factor[start:stop, start:stop] / factor.diagonal()[start:stop].unsqueeze(1)).t()
-        here = wanted[start:stop].clone()
-        if stop < len(sequence):
-            made_up = times(factor[start:stop, stop:], errors[stop:])
-            here.add_(made_up.div_(factor.diagonal()[start:stop].unsqueeze(1)))
-        for i in reversed(range(stop - start)):
-            column = sequence[len(sequence) - 1 - (start + i)]
-            scale = grid.scale[column // grid.size]
-            code = grid.round_(torch.div(here[i], scale, out=codes[column]), column)
-            torch.addcmul(wanted[start + i], code, scale, value=-1, out=errors[start + i])
-            here[:i].addr_(corner[i, :i], errors[start + i])
-    return codes
-
-
-def refit_scales(pull: Tensor, codes: Tensor, hessian: Tensor, scale: Tensor) -> Tensor:
+def refit_scales(gradient: Tensor, codes: Tensor, hessian: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The scales [G, O] that fit given codes best, by least squares over an output's groups.
 
     A group whose fitted scale is not finite or changes sign keeps its old one.
 
     Args:
-        pull: [I, O] float32, Hessian times target.
+        gradient: [I, O] float32, Hessian times what the values of the codes lack of the target.
         codes: [I, O] float32, less their zero points.
         hessian: [I, I] float32, positive definite.
         scale: [G, O] the scales so far, in the dtype they are stored in.
+
+    Returns:
+        The scales; by how much the squared output error of each row is less, [O]; and by how much the squared outputs
+        of the target are more than that was, [O].
     """
     groups, rows = scale.shape
     size = codes.shape[0] // groups
-    fitted = torch.empty(groups, rows, device=codes.device)
+    found, gain, explained = torch.empty_like(scale), scale.new_empty(rows).float(), scale.new_empty(rows).float()
     step = max(1, refit_bytes(codes.device) // (4 * groups * (groups + 3 * size)))
     for start in range(0, rows, step):
         part = codes[:, start : start + step].contiguous()
@@ -255,42 +225,26 @@ def refit_scales(pull: Tensor, codes: Tensor, hessian: Tensor, scale: Tensor) ->
             sums = products.view(groups - group, size, count).sum(1)
             normal[group:, group] = sums
             normal[group, group:] = sums
-        right = (part * pull[:, start : start + step]).view(groups, size, count).sum(1)
+        right = (part * gradient[:, start : start + step]).view(groups, size, count).sum(1)
         system = normal.permute(2, 0, 1).contiguous()
+        del normal
         diagonal = system.diagonal(dim1=1, dim2=2)
         diagonal += 1e-6 * diagonal.mean(-1, keepdim=True) + 1e-20
-        fitted[:, start : start + step] = torch.linalg.solve_ex(system, right.t().unsqueeze(-1))[0].squeeze(-1).t()
-    stored = fitted.to(scale.dtype)
-    usable = torch.isfinite(stored) & (stored * scale.sign() > 0)
-    return torch.where(usable, stored, scale)
+        here = slice(start, start + step)
+        stored = scale[:, here]
+        fitted = torch.linalg.solve_ex(system, right.t().unsqueeze(-1))[0].squeeze(-1).t().add_(stored).to(scale.dtype)
+        usable = torch.isfinite(fitted) & (fitted * stored.sign() > 0)
+        found[:, here] = torch.where(usable, fitted, stored)
+        before, change = stored.float(), found[:, here].float() - stored.float()
+        gain[here] = _twice_less_square(change, right, system)
+        explained[here] = -_twice_less_square(-before, right, system)
+    return found, gain, explained
 
 
-def descend(pull: Tensor, codes: Tensor, hessian: Tensor, grid: Grid, order: Tensor, *, block: int = _BLOCK) -> Tensor:
-    """One sweep of coordinate descent: each input in turn takes its best codes given the others.
-
-    Args:
-        pull: [I, O] float32, Hessian times target.
-        codes: [I, O] float32, less their zero points; not changed.
-        hessian: [I, I] float32, positive definite.
-        grid, order, block: as for `solve_codes`.
-    """
-    codes = codes.clone()
-    values = grid.values(codes)
-    sequence = order.tolist()
-    for start in range(0, len(sequence), block):
-        columns = order[start : start + block]
-        rows = hessian[columns]
-        corner = rows[:, columns]
-        inverse = corner.diagonal().reciprocal().tolist()
-        here = pull[columns].sub_(times(rows, values))
-        for i, column in enumerate(sequence[start : start + block]):
-            scale, code = grid.scale[column // grid.size], codes[column]
-            best = grid.round_(torch.add(code, here[i] / scale, alpha=inverse[i]), column)
-            move = torch.sub(best, code).mul_(scale)
-            torch.mul(best, scale, out=values[column])
-            code.copy_(best)
-            here[i + 1 :].addr_(corner[i + 1 :, i], move, alpha=-1)
-    return codes
+def _twice_less_square(change: Tensor, right: Tensor, system: Tensor) -> Tensor:
+    """``2 * change @ right - change @ system @ change`` for each of N, with [G, N], [G, N] and [N, G, G]."""
+    products = torch.bmm(system, change.t().unsqueeze(-1)).squeeze(-1).t()
+    return (change * (2 * right - products)).sum(0)
 
 
 def reverse_factor(hessian: Tensor, order: Tensor) -> Tensor | None:
@@ -298,10 +252,3 @@ def reverse_factor(hessian: Tensor, order: Tensor) -> Tensor | None:
     is not positive definite."""
     inputs = order.flip(0)
     return cholesky(hessian[inputs.unsqueeze(1), inputs])
-
-
-def _row_energy(matrix: Tensor, hessian: Damped) -> Tensor:
-    """Diagonal of ``matrix @ H @ matrix.T`` for the Hessian H before it was damped, [O] float64."""
-    whole = upper_times(hessian.factor, matrix.t()[hessian.order.flip(0)]).square_().sum(0, dtype=torch.float64)
-    added = hessian.matrix.diagonal() - hessian.diagonal
-    return (whole - (matrix.square() @ added).double()).clamp_(min=0)

@@ -13,7 +13,8 @@ from quantkit.solver.portions import searched_weights
 from quantkit.tensors.scheme import QuantScheme
 
 _COARSE = tuple(1.05 - 0.05 * step for step in range(14))  # 1 is among them
-_FINE = (-0.025, -0.0125, 0.0125, 0.025)
+FINE = (-0.025, -0.0125, 0.0125, 0.025)
+"""The steps beside the best of them."""
 _NARROWEST = 16
 
 
@@ -30,14 +31,6 @@ class Grid:
     def of(cls, scale: Tensor, zero: Tensor | None, scheme: QuantScheme, columns: int) -> Grid:
         """The grid of stored scales and zero points."""
         return cls(scale.float(), None if zero is None else zero.float(), scheme, columns // scale.shape[0])
-
-    def round_(self, steps: Tensor, column: int) -> Tensor:
-        """The nearest codes less their zero point, in place, for one column [O] in units of its scale."""
-        if self.zero is None:
-            half = self.scheme.levels // 2
-            return steps.round_().clamp_(-half, half - 1)
-        zero = self.zero[column // self.size]
-        return steps.round_().add_(zero).clamp_(0, self.scheme.levels - 1).sub_(zero)
 
     def values(self, codes: Tensor) -> Tensor:
         """The weights [I, O] of codes less their zero points."""
@@ -93,6 +86,11 @@ def search_scales(
     return scale, zero
 
 
+def signed_steps(scheme: QuantScheme) -> list[float]:
+    """The steps that are tried first, in units of what spans a group."""
+    return [factor * sign for factor in _COARSE for sign in ((1, -1) if scheme.symmetric else (1,))]
+
+
 class _Search:
     """The search over one tile [G, size, O], small enough to stay in a core's cache."""
 
@@ -109,11 +107,10 @@ class _Search:
         self.scale = torch.ones_like(span, dtype=scale_dtype)
         self.offset = torch.full_like(span, scheme.levels // 2)
         self._best = torch.ones_like(span)
-        for factor in _COARSE:
-            for sign in (1, -1) if scheme.symmetric else (1,):
-                self._try(torch.full_like(span, factor * sign))
+        for factor in signed_steps(scheme):
+            self._try(torch.full_like(span, factor))
         coarse = self._best.clone()
-        for step in _FINE:
+        for step in FINE:
             self._try(coarse + step)
 
     def _try(self, factor: Tensor) -> None:

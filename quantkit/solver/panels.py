@@ -1,4 +1,4 @@
-"""The solver's two loops over inputs on a card: panels of inputs, of which kernels round a few at a time.
+"""The solver's two loops over inputs: panels of inputs, of which kernels round a few at a time.
 
 What the panels before have to give to one comes from a single product, and nothing is read on the host.
 """
@@ -6,98 +6,98 @@ What the panels before have to give to one comes from a single product, and noth
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from quantkit.solver.columns import TORCH, ColumnKernels
 from quantkit.solver.grid import Grid
+from quantkit.tensors.products import times
 
-_PANEL = 128
-_TOGETHER = 32
+_PANEL = 256
 
 
-class ColumnKernels(Protocol):
-    """What rounds some columns [C, O] of a weight in turn, on a device; all in float32, but for numbers in int64.
+def solve_codes(
+    target: Tensor, factor: Tensor, grid: Grid, order: Tensor, kernels: ColumnKernels = TORCH
+) -> tuple[Tensor, Tensor]:
+    """Round input after input, letting those to come make up for each error.
 
-    For both `ratios` [C, C] are how much of one column's error, by row, each later one takes up; `columns` are the
-    columns' numbers [C]; `scale` and `zero` those of groups [G, O] of `size` columns, where codes without zero points
-    are signed; `levels` is the number of codes; and `codes` [I, O] are less their zero points.
+    Args:
+        target: [I, O] float32.
+        factor: [I, I] float32, see `reverse_factor`.
+        order: [I] the order of the inputs.
+        kernels: of the device.
+
+    Returns:
+        Codes less their zero points, float32 [I, O], in the inputs' own order; and what they lack, times the factor,
+        [I, O] in the factor's order: its squares add up to the squared output errors.
     """
-
-    def round_in_turn(
-        self, start: Tensor, wanted: Tensor, ratios: Tensor, columns: Tensor, scale: Tensor, zero: Tensor | None,
-        levels: int, size: int, codes: Tensor, errors: Tensor,
-    ) -> None:  # fmt: skip
-        """Write the columns' codes, and what their values lack of `wanted` [C, O] to `errors` [C, O].
-
-        Args:
-            start: what is rounded, so far as earlier columns have moved it, [C, O].
-        """
-        ...
-
-    def improve_in_turn(
-        self, start: Tensor, inverse: Tensor, ratios: Tensor, columns: Tensor, scale: Tensor, zero: Tensor | None,
-        levels: int, size: int, codes: Tensor, values: Tensor, errors: Tensor,
-    ) -> None:  # fmt: skip
-        """Give the columns the codes that are best with all others as they are, also as `values` [I, O]; write how
-        much less these have become to `errors` [C, O].
-
-        Args:
-            start: Hessian times what the values lack, [C, O].
-            inverse: one over the Hessian's diagonal, [C].
-        """
-        ...
-
-
-def solve_in_panels(target: Tensor, factor: Tensor, grid: Grid, order: Tensor, kernels: ColumnKernels) -> Tensor:
-    """As `solve_codes`."""
-    wanted = target[order]
+    wanted = target[order.flip(0)]  # the first to round is the last, as in the factor; whitened errors take its place
     errors, codes = torch.empty_like(wanted), torch.empty_like(wanted)
-    diagonal = factor.diagonal().flip(0)
     inputs = len(order)
-    for first, last in _ranges(0, inputs, _PANEL):
-        # The inputs of the factor are in reverse order.
-        ratios = factor[inputs - last : inputs - first, inputs - last :].t().flip(0, 1) / diagonal[first:last]
-        start = _moved(wanted[first:last], ratios[:first], errors[:first])
-        for begin, end in _ranges(first, last, _TOGETHER):
-            own = slice(begin - first, end - first)
-            here = _moved(start[own], ratios[first:begin, own], errors[first:begin])
+    for first, last in _ranges(inputs, _PANEL):
+        here, later = slice(inputs - last, inputs - first), slice(inputs - first, inputs)
+        corner = factor[here, here]
+        diagonal = corner.diagonal().unsqueeze(1)
+        ratios = (corner / diagonal).t().flip(0, 1)
+        own, whitened = wanted[here].flip(0), None
+        start, wrong = own, torch.empty_like(own)
+        if first:
+            whitened = times(factor[here, later], errors[later])
+            start = own + (whitened / diagonal).flip(0)
+        for begin, end in _ranges(last - first, kernels.at_once):
+            some = slice(begin, end)
             kernels.round_in_turn(
-                here, wanted[begin:end], ratios[begin:end, own], order[begin:end], grid.scale, grid.zero,
-                grid.scheme.levels, grid.size, codes, errors[begin:end],
+                _moved(start[some], ratios[:begin, some], wrong[:begin]), own[some], ratios[some, some],
+                order[first + begin : first + end], grid.scale, grid.zero, grid.scheme.levels, grid.size, codes,
+                wrong[some],
             )  # fmt: skip
-    return codes
+        errors[here] = wrong.flip(0)
+        product = times(corner, errors[here])
+        wanted[here] = product if whitened is None else product.add_(whitened)
+    return codes, wanted
 
 
-def descend_in_panels(
-    pull: Tensor, codes: Tensor, hessian: Tensor, grid: Grid, order: Tensor, kernels: ColumnKernels
-) -> Tensor:
-    """As `descend`."""
+def descend(
+    target: Tensor, codes: Tensor, hessian: Tensor, grid: Grid, order: Tensor, kernels: ColumnKernels = TORCH
+) -> tuple[Tensor, Tensor]:
+    """One sweep of coordinate descent: each input in turn takes its best codes given the others.
+
+    Args:
+        target: [I, O] float32.
+        codes: [I, O] float32, less their zero points; not changed.
+        hessian: [I, I] float32, positive definite.
+        grid, order, kernels: as for `solve_codes`.
+
+    Returns:
+        The codes, and by how much the squared output error of each row is less, [O].
+    """
     codes = codes.clone()
-    values = grid.values(codes)
-    for first, last in _ranges(0, len(order), _PANEL):
+    missing = grid.values(codes).neg_().add_(target)
+    gain = torch.zeros(codes.shape[1], dtype=codes.dtype, device=codes.device)
+    for first, last in _ranges(len(order), _PANEL):
         columns = order[first:last]
         rows = hessian[columns]
         corner = rows[:, columns]
         inverse = corner.diagonal().reciprocal()
-        start = torch.addmm(pull[columns], rows, values, alpha=-1)
-        errors = torch.empty_like(start)
-        for begin, end in _ranges(0, last - first, _TOGETHER):
-            own = slice(begin, end)
-            here = _moved(start[own], corner[:begin, own], errors[:begin])
+        start = times(rows, missing)
+        moved = torch.empty_like(start)
+        for begin, end in _ranges(last - first, kernels.at_once):
+            some = slice(begin, end)
             kernels.improve_in_turn(
-                here, inverse[own], corner[own, own], columns[own], grid.scale, grid.zero,
-                grid.scheme.levels, grid.size, codes, values, errors[own],
+                _moved(start[some], corner[:begin, some], moved[:begin]), inverse[some], corner[some, some],
+                columns[some], grid.scale, grid.zero, grid.scheme.levels, grid.size, codes, moved[some],
             )  # fmt: skip
-    return codes
+        missing[columns] += moved
+        gain -= start.mul_(2).add_(times(corner, moved)).mul_(moved).sum(0)
+    return codes, gain
 
 
 def _moved(start: Tensor, ratios: Tensor, errors: Tensor) -> Tensor:
     """Columns [C, O] with the errors [N, O] of earlier ones made up for, by ratios [N, C]."""
-    return torch.addmm(start, ratios.t(), errors) if len(errors) else start
+    return start + times(ratios.t(), errors) if len(errors) else start
 
 
-def _ranges(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
-    for begin in range(start, stop, step):
+def _ranges(stop: int, step: int) -> Iterator[tuple[int, int]]:
+    for begin in range(0, stop, step):
         yield begin, min(begin + step, stop)

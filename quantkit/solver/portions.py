@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 WEIGHTS_AT_ONCE = 1 << 22
-_COMPENSATED_AT_ONCE = 1 << 23
+_DIVIDED_AT_ONCE = 1 << 23
 _CARD_WEIGHTS = 1 << 28
 _CARD_BYTES = 80  # of a card's memory for each weight: twice what the solver needs
 
@@ -21,9 +21,9 @@ def weights_at_once(device: torch.device) -> int:
     return min(_CARD_WEIGHTS, 1 << (fitting.bit_length() - 1))
 
 
-def compensated_at_once(device: torch.device) -> int:
-    """Weights that drift is made up for together: for each portion a factor is read twice."""
-    return weights_at_once(device) // 2 if device.type == "cuda" else _COMPENSATED_AT_ONCE
+def divided_at_once(device: torch.device) -> int:
+    """Elements that are divided by a Hessian together: for each portion its factor is read twice."""
+    return weights_at_once(device) // 2 if device.type == "cuda" else _DIVIDED_AT_ONCE
 
 
 def refit_bytes(device: torch.device) -> int:
