@@ -1,13 +1,14 @@
 """Measure how far quantized models are from their source, on texts the calibration has not seen.
 
     python scripts/measure_accuracy.py MODEL CALIBRATION TEXT... [--seeds 3] [--schemes int4-g128,...]
-                                       [--peer PYTHON]
+                                       [--peer PYTHON] [--autoround PYTHON [--iterations 200,1000]]
 
 Prints a table in Markdown: KL(source || quantized) per token in units of 1e-4, over 60 windows of
 256 tokens of each text, for rounding and for GPTQ with 128 samples of 256 tokens. The model is held
 in float32, scales included. PYTHON is an interpreter that has llm-compressor; its GPTQ is then run
 on the same tokens in between. Seconds are of the whole of `quantize`, with the share of the solver
-(streams and GPTQ) in parentheses; of llm-compressor's `oneshot`, without loading and saving.
+(streams and GPTQ) in parentheses; of llm-compressor's `oneshot`, without loading and saving. The other PYTHON has
+auto-round, which is run on the tokens of seed 0.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -29,10 +31,12 @@ from quantkit.calibration.data import load_calibration
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.layerwise import Batch
 from quantkit.quality.measures import compare_batches, text_windows
+from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.tokenizer import load_tokenizer
 
 WINDOW, WINDOWS, SAMPLES = 256, 60, 128
 PEER = Path(__file__).with_name("peer_llmcompressor.py")
+AUTOROUND = Path(__file__).with_name("peer_autoround.py")
 
 
 def windows(model: Path, text: Path) -> Tensor:
@@ -89,19 +93,33 @@ class Runs:
         return self._peer(scheme, seed, "imatrix_mse")
 
     def _peer(self, scheme: str, seed: int, recipe: str) -> tuple[Path, str]:
-        assert self.peer is not None
-        tokens, dst = self.folder / f"tokens-{seed}.safetensors", self._dst(recipe, scheme, seed)
+        dst = self._dst(recipe, scheme, seed)
+        command = [self.peer, PEER, self.source, self._tokens(seed), dst, "--scheme", scheme, "--recipe", recipe]
+        return dst, _told_seconds(command)
+
+    def autoround(self, python: str, iterations: int, scheme: str, seed: int) -> tuple[Path, str]:
+        dst, size = self._dst(f"autoround{iterations}", scheme, seed), QuantScheme.parse(scheme).group_size
+        command = [python, AUTOROUND, "tune", self.source, dst, self._tokens(seed), "--iterations", iterations]
+        return dst, _told_seconds([*command, "--group-size", size])
+
+    def _tokens(self, seed: int) -> Path:
+        """A file of the samples that quantkit draws."""
+        tokens = self.folder / f"tokens-{seed}.safetensors"
         if not tokens.exists():
             drawn = load_calibration(
                 self.calibration, load_tokenizer(self.source), samples=SAMPLES, length=WINDOW, seed=seed
             )
             save_file({"tokens": drawn.tokens}, tokens)
-        command = [self.peer, str(PEER), self.source, tokens, dst, "--scheme", scheme, "--recipe", recipe]
-        done = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
-        return dst, f"{json.loads(done.stdout)['seconds']:.1f}"
+        return tokens
 
     def _dst(self, name: str, scheme: str, seed: int) -> Path:
         return self.folder / f"{scheme}-{name}-{seed}"
+
+
+def _told_seconds(command: list[object]) -> str:
+    """The seconds that the last line of a peer's script tells."""
+    done = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
+    return f"{json.loads(done.stdout.splitlines()[-1])['seconds']:.1f}"
 
 
 def main() -> None:
@@ -112,6 +130,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--schemes", default="int4-g128,int4-g64,int4-g32")
     parser.add_argument("--peer", metavar="PYTHON")
+    parser.add_argument("--autoround", metavar="PYTHON")
+    parser.add_argument("--iterations", default="200,1000")
     options = parser.parse_args()
     print("| scheme | method | seed | s |", " | ".join(f"KL {text.stem}" for text in options.texts), "|")
     print("|---" * (4 + len(options.texts)) + "|")
@@ -127,9 +147,13 @@ def main() -> None:
         if options.peer is not None:
             methods["llm-compressor, imatrix_mse"] = runs.peer_imatrix_mse
             methods["llm-compressor, default"] = runs.peer_default
+        once: dict[str, Callable[[str, int], tuple[Path, str]]] = {"rtn": runs.rtn}
+        if options.autoround is not None:
+            for count in map(int, options.iterations.split(",")):
+                once[f"AutoRound, {count} iterations"] = partial(runs.autoround, options.autoround, count)
         for scheme in options.schemes.split(","):
             for seed in range(options.seeds):
-                for name, run in {**({} if seed else {"rtn": runs.rtn}), **methods}.items():
+                for name, run in {**({} if seed else once), **methods}.items():
                     dst, seconds = run(scheme, seed)
                     found = compare_batches(open_checkpoint(source), open_checkpoint(dst), batches)
                     values = " | ".join(f"{one.divergence.kl * 1e4:.2f}" for one in found)

@@ -2,6 +2,7 @@
 
     PEER scripts/peer_autoround.py make MODEL OUT ROUNDED --format auto_gptq --group-size 32 [--asym] [--positive]
     PEER scripts/peer_autoround.py weights OUT READ
+    PEER scripts/peer_autoround.py tune MODEL OUT TOKENS --iterations 200 --group-size 128
     python scripts/compare_with_owner.py OUT ROUNDED
     python scripts/compare_with_owner.py OUT READ
 
@@ -10,12 +11,16 @@ into OUT, and writes the float32 weights that AutoRound rounded to, before it pa
 its own linears make of what is packed. With `--positive` no weight in the first group of a row is negative, so that its
 zero point is 0, which GPTQ's version 1 does not hold as AutoRound packs it: there ROUNDED differs, and READ does not.
 What gptqmodel makes of OUT is told by `scripts/peer_gptqmodel.py`.
+
+`tune` quantizes MODEL on samples, a safetensors file whose `tokens` are [N, T] int64, into OUT, a folder of the floats
+that it rounded to, and prints one line of JSON with the `seconds` of that alone; `scripts/measure_accuracy.py` runs it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -79,20 +84,39 @@ def weights(options: argparse.Namespace) -> None:
     save_file(found, options.file)
 
 
+def tune(options: argparse.Namespace) -> None:
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    samples = load_file(options.file)["tokens"]
+    rows = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in samples]
+    rounder = AutoRound(
+        model, AutoTokenizer.from_pretrained(options.model), bits=4, group_size=options.group_size, sym=True,
+        iters=options.iterations, dataset=torch.utils.data.DataLoader(rows, batch_size=8), seqlen=samples.shape[1],
+        nsamples=len(samples), batch_size=8, amp=False, enable_torch_compile=False, device_map="cpu",
+    )  # fmt: skip
+    started = time.monotonic()
+    rounder.quantize()
+    seconds = time.monotonic() - started
+    rounder.save_quantized(options.out, format="fake")
+    print(json.dumps({"seconds": round(seconds, 1)}))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     jobs = parser.add_subparsers(dest="job", required=True)
-    made, read = jobs.add_parser("make"), jobs.add_parser("weights")
-    made.add_argument("model", type=Path)
-    for job in (made, read):
+    made, read, tuned = jobs.add_parser("make"), jobs.add_parser("weights"), jobs.add_parser("tune")
+    for job in (made, tuned):
+        job.add_argument("model", type=Path)
+    for job in (made, read, tuned):
         job.add_argument("out", type=Path)
         job.add_argument("file", type=Path)
+    for job in (made, tuned):
+        job.add_argument("--group-size", type=int, default=32)
+    tuned.add_argument("--iterations", type=int, default=200)
     made.add_argument("--format", choices=FORMATS, default="auto_gptq")
-    made.add_argument("--group-size", type=int, default=32)
     made.add_argument("--asym", action="store_true")
     made.add_argument("--positive", action="store_true")
     options = parser.parse_args()
-    {"make": make, "weights": weights}[options.job](options)
+    {"make": make, "weights": weights, "tune": tune}[options.job](options)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from quantkit.calibration.group_solver import GroupSolver
 from quantkit.distributed.group import SINGLE
 from quantkit.formats.detect import open_checkpoint
 from quantkit.solver import factor as factor_module
-from quantkit.solver.factor import cholesky, solve_upper, solve_upper_transposed, upper_transposed_times
+from quantkit.solver.factor import cholesky, solve_factored, upper_transposed_times
 from quantkit.tensors import products
 from quantkit.tensors.products import add_square_, bfloat16_linear, fill_lower_, multiplies_bfloat16, times
 
@@ -31,12 +31,14 @@ def test_products_are_torchs(shape: tuple[int, int, int], form: str, monkeypatch
     torch.testing.assert_close(times(a.double(), b.double()), a.double() @ b.double())
 
 
+@pytest.mark.parametrize("product", [1, 300, 1 << 20])
 @pytest.mark.parametrize("width", [1, 7, 8, 100, 129])
-def test_triangles_are_the_whole_square(width: int) -> None:
+def test_triangles_are_the_whole_square(width: int, product: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_PRODUCT", product)
     total, expected = torch.zeros(width, width), torch.zeros(width, width)
     for count in (1, 33):
         x = torch.randn(count, width)
-        add_square_(total, x)
+        add_square_(total, x.t())
         expected += x.t() @ x
     fill_lower_(total)
     torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
@@ -50,8 +52,7 @@ def test_factors_and_what_they_solve(size: int, monkeypatch: pytest.MonkeyPatch)
     found = cholesky(matrix.clone())
     assert found is not None
     torch.testing.assert_close(found, torch.linalg.cholesky(matrix, upper=True))
-    torch.testing.assert_close(found @ solve_upper(found, right), right)
-    torch.testing.assert_close(found.t() @ solve_upper_transposed(found, right), right)
+    torch.testing.assert_close(matrix @ solve_factored(found, right), right)
     torch.testing.assert_close(upper_transposed_times(found, right), found.t() @ right)
     assert cholesky(matrix - 10 * matrix.trace() * torch.eye(size)) is None
 

@@ -78,7 +78,7 @@ class ScaleSearch {
       if (grid_.scales == FloatType::bf16) lane = from_bf16(to_bf16(lane));
       if (grid_.scales == FloatType::f16) lane = from_f16(to_f16(lane));
     }
-    const Vector step = load(lanes), inverse = 1 / step;
+    const Vector step = load(lanes);
     Vector low = filled(-static_cast<float>(grid_.levels / 2)), offset = offset_;
     if (!grid_.symmetric) {
       offset = limited_to(nearest_whole(-low_ * factor / step), Vector{}, filled(top_));
@@ -88,10 +88,10 @@ class ScaleSearch {
     Vector loss = {};
     for (int64_t i = 0; i < grid_.size; ++i) {
       const Vector value = load(values_ + i * kLanes);
-      const Vector error = nearest_whole(limited_to(value * inverse, low, high)) * step - value;
+      const Vector error = nearest_whole(limited_to(value / step, low, high)) * step - value;
       loss += importance_[i] * error * error;
     }
-    const auto better = (loss < loss_) & (step != 0);  // never true of NaN
+    const auto better = (loss < loss_ * kLess) & (step != 0);  // never true of NaN
     loss_ = better ? loss : loss_;
     best_ = better ? factor : best_;
     scale_ = better ? step : scale_;
@@ -103,6 +103,8 @@ class ScaleSearch {
   Vector offset() const { return offset_; }
 
  private:
+  static constexpr float kLess = 1 - 1e-6f;  // steps of both signs often lose the same but for rounding
+
   const CodeGrid& grid_;
   const float *importance_, *values_;
   const float top_;

@@ -196,7 +196,7 @@ def _hessians(block: Block, groups: Sequence[InputGroup], sums: dict[str, tuple[
         def listen(module: nn.Module, given: tuple[Tensor, ...]) -> None:
             x = given[0].flatten(0, -2)
             total, count = sums.get(site) or (torch.zeros(x.shape[1], x.shape[1], device=x.device), 0)
-            add_square_(total, x)
+            add_square_(total, x.t().contiguous())
             sums[site] = total, count + len(x)
 
         return listen

@@ -17,10 +17,9 @@ from quantkit.tensors.scheme import QuantScheme
 
 _CPU_COLUMNS, _CARD_COLUMNS = 128, 32  # at once
 _ROWS = 40  # more than a program's
-_COLUMNS = {"cuda": 160, "cpu": 160}  # more than a panel
-_FEW_COLUMNS = 32
+_COLUMNS = 288  # more than a panel
 _SCHEMES = ("int4-g32", "int4-g32-asym")
-_TOLERANCE = 1e-3  # of the output error; a code may differ where two are as good
+_TOLERANCE = 0.01  # of the output error; codes may differ where two are as good, and others follow
 _log = logging.getLogger(__name__)
 
 
@@ -68,14 +67,13 @@ def card_kernels() -> ColumnKernels:
 def _what_is_wrong(kernels: ColumnKernels, device: torch.device) -> str | None:
     """What a small layer tells about kernels; None is nothing."""
     generator = torch.Generator().manual_seed(0)
-    columns = _COLUMNS.get(device.type, _FEW_COLUMNS)
-    inputs = torch.randn(2 * columns, columns, generator=generator).cumsum(1)
-    weight = torch.randn(_ROWS, columns, generator=generator).to(device)
+    inputs = torch.randn(2 * _COLUMNS, _COLUMNS, generator=generator).cumsum(1)
+    weight = torch.randn(_ROWS, _COLUMNS, generator=generator).to(device)
     hessian = (inputs.t() @ inputs).to(device)
     for name in _SCHEMES:
         scheme = QuantScheme.parse(name)
         (_, found), (_, expected) = (
-            gptq(weight, hessian, scheme, torch.float32, kernels=one) for one in (kernels, TORCH)
+            gptq(weight, hessian, scheme, torch.bfloat16, kernels=one) for one in (kernels, TORCH)
         )
         if not abs(found.output_error / expected.output_error - 1) <= _TOLERANCE:
             return f"their output error is {found.output_error:.4g}, that of torch {expected.output_error:.4g}"

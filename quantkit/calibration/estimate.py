@@ -18,6 +18,7 @@ _REFIT_COPIES = 3  # of the least squares that fit scales
 _FINEST = 32  # columns of a group
 _CARD_SHARE = 0.85  # of a card's free memory, the rest of which falls between what is allocated
 _OF_ONE_SQUARE = 0.5625  # of the products of a symmetric sum, what is computed
+_SOLVER_PRODUCTS = 3.6  # of a weight with a matrix of the size of its Hessian, where there is drift
 _LOGIT_FLOPS = 50  # that a softmax over one logit, and what is made of it, are worth
 _SECONDS_OF_BATCH = 0.001  # through the linears that share an input
 _SECONDS_OF_COLUMN = 1e-4  # of a weight that GPTQ solves
@@ -133,6 +134,6 @@ def solving_flops(config: ModelConfig, shape: Sequence[int], effort: Effort) -> 
         own = group.share * tokens
         summed = own if own >= group.columns else tokens
         squares = 2 * summed * (_OF_ONE_SQUARE + followed) * group.columns**2
-        solving = 6 * 2 * group.weights * group.columns + 2 * group.columns**3
+        solving = _SOLVER_PRODUCTS * 2 * group.weights * group.columns + 4 * group.columns**3
         total += count * (squares + solving)
     return int(total)

@@ -26,20 +26,26 @@ class HessianAccumulator:
         self.hessian: Tensor | None = None
         self.paired = torch.zeros(width, width, device=device)
         self.drift = torch.zeros(drift_width, width, device=device)
-        self._unpaired, self._inputs, self._differences = _Rows(), _Rows(), _Rows()
+        self._unpaired, self._inputs, self._differences = _Columns(), _Columns(), _Columns()
 
     def add(self, inputs: Tensor) -> None:
         """Take up inputs [..., I]."""
-        if self._unpaired.append(inputs):
-            self._sum_unpaired()
+        rows = inputs.flatten(0, -2)
+        while len(rows):
+            rows = self._unpaired.fill(rows)
+            if self._unpaired.full:
+                self._sum_unpaired()
 
     def add_pair(self, inputs: Tensor, difference: Tensor | None) -> None:
         """Take up inputs [..., I] and how far the unquantized model is from them, [..., R]; None, which is then so for
         all, is not at all."""
-        if difference is not None:
-            self._differences.append(difference)
-        if self._inputs.append(inputs):
-            self._sum_pairs()
+        rows = inputs.flatten(0, -2)
+        apart = None if difference is None else difference.flatten(0, -2)
+        while len(rows):
+            rows = self._inputs.fill(rows)
+            apart = None if apart is None else self._differences.fill(apart)
+            if self._inputs.full:
+                self._sum_pairs()
 
     def release(self) -> tuple[Tensor | None, Tensor, Tensor]:
         """Hessian, paired and drift, which are the caller's from here on."""
@@ -51,6 +57,8 @@ class HessianAccumulator:
         """Add up what all processes gathered."""
         self._sum_unpaired()
         self._sum_pairs()
+        for waiting in (self._unpaired, self._inputs, self._differences):
+            waiting.forget()
         unpaired = torch.tensor([float(self.hessian is not None)], device=self.paired.device)
         group.sum_(unpaired)
         if unpaired.any():
@@ -70,7 +78,7 @@ class HessianAccumulator:
         if x is not None:
             add_square_(self.paired, x)
             if difference is not None:
-                self.drift.add_(times(difference.t(), x))
+                self.drift.add_(times(difference, x.t()))
 
     @staticmethod
     def _gather(sums: Tensor, group: ProcessGroup) -> None:
@@ -78,20 +86,32 @@ class HessianAccumulator:
         fill_lower_(sums)
 
 
-class _Rows:
-    """Rows that wait until they are so many that the sums, which are large, are read and written seldom."""
+class _Columns:
+    """Rows [N, I] that wait, as columns, until they are so many that the sums, which are large, are read and written
+    seldom."""
 
     def __init__(self) -> None:
-        self._parts: list[Tensor] = []
+        self._columns: Tensor | None = None
         self._count = 0
 
-    def append(self, rows: Tensor) -> bool:
-        """Keep rows [..., I]; whether they are enough now."""
-        self._parts.append(rows.flatten(0, -2))
-        self._count += len(self._parts[-1])
-        return self._count >= _TOGETHER
+    @property
+    def full(self) -> bool:
+        return self._count == _TOGETHER
+
+    def fill(self, rows: Tensor) -> Tensor:
+        """Keep as many rows as there is room for; the others."""
+        if self._columns is None:
+            self._columns = rows.new_empty(rows.shape[1], _TOGETHER)
+        kept = min(len(rows), _TOGETHER - self._count)
+        self._columns[:, self._count : self._count + kept] = rows[:kept].t()
+        self._count += kept
+        return rows[kept:]
 
     def taken(self) -> Tensor | None:
-        """All rows [N, I], which are forgotten; None if there are none."""
-        parts, self._parts, self._count = self._parts, [], 0
-        return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else None
+        """All rows as columns [I, N], until more are kept; None if there are none."""
+        count, self._count = self._count, 0
+        return None if self._columns is None or count == 0 else self._columns[:, :count]
+
+    def forget(self) -> None:
+        """Let go of the memory."""
+        self._columns = None

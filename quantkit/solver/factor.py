@@ -41,27 +41,23 @@ def cholesky(matrix: Tensor) -> Tensor | None:
     return matrix
 
 
-def solve_upper(factor: Tensor, right: Tensor) -> Tensor:
-    """The X [N, O] with ``factor @ X = right`` for an upper triangular factor [N, N]."""
+def solve_factored(factor: Tensor, right: Tensor) -> Tensor:
+    """The X [N, O] with ``factor.T @ factor @ X = right`` for an upper triangular factor [N, N]."""
     found = right.clone()
-    for start in reversed(range(0, len(factor), _BLOCK)):
-        stop = min(start + _BLOCK, len(factor))
-        if stop < len(factor):
-            found[start:stop].sub_(times(factor[start:stop, stop:], found[stop:]))
+    blocks = [(start, min(start + _BLOCK, len(factor))) for start in range(0, len(factor), _BLOCK)]
+    identity = torch.eye(_BLOCK, dtype=factor.dtype, device=factor.device)
+    inverses = []  # of the blocks on the diagonal, so that all else is products
+    for start, stop in blocks:
         corner = factor[start:stop, start:stop]
-        found[start:stop] = torch.linalg.solve_triangular(corner, found[start:stop], upper=True)
-    return found
-
-
-def solve_upper_transposed(factor: Tensor, right: Tensor) -> Tensor:
-    """The X [N, O] with ``factor.T @ X = right`` for an upper triangular factor [N, N]."""
-    found = right.clone()
-    for start in range(0, len(factor), _BLOCK):
-        stop = min(start + _BLOCK, len(factor))
+        inverses.append(torch.linalg.solve_triangular(corner, identity[: len(corner), : len(corner)], upper=True))
+    for (start, stop), inverse in zip(blocks, inverses, strict=True):
         if start:
             found[start:stop].sub_(times(factor[:start, start:stop].t(), found[:start]))
-        corner = factor[start:stop, start:stop].t()
-        found[start:stop] = torch.linalg.solve_triangular(corner, found[start:stop], upper=False)
+        found[start:stop] = times(inverse.t(), found[start:stop])
+    for (start, stop), inverse in reversed(list(zip(blocks, inverses, strict=True))):
+        if stop < len(factor):
+            found[start:stop].sub_(times(factor[start:stop, stop:], found[stop:]))
+        found[start:stop] = times(inverse, found[start:stop])
     return found
 
 

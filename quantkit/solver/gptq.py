@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quantkit.errors import NonFiniteError
 from quantkit.solver.columns import TORCH, ColumnKernels
-from quantkit.solver.factor import cholesky, solve_upper, solve_upper_transposed, upper_transposed_times
+from quantkit.solver.factor import cholesky, solve_factored, upper_transposed_times
 from quantkit.solver.grid import Grid
 from quantkit.solver.panels import descend, solve_codes
 from quantkit.solver.portions import refit_bytes, weights_at_once
@@ -115,9 +115,8 @@ class Damped:
         closest to what the layer should give.
         """
         inputs = self.order.flip(0)
-        solved = solve_upper(self.factor, solve_upper_transposed(self.factor, right.t()[inputs]))
         found = torch.empty_like(right)
-        found[:, inputs] = solved.t()
+        found[:, inputs] = solve_factored(self.factor, right.t()[inputs]).t()
         return found
 
 

@@ -15,6 +15,7 @@ from quantkit.tensors.scheme import QuantScheme
 _COARSE = tuple(1.05 - 0.05 * step for step in range(14))  # 1 is among them
 FINE = (-0.025, -0.0125, 0.0125, 0.025)
 """The steps beside the best of them."""
+_LESS = 1 - 1e-6  # steps of both signs often lose the same but for rounding: the first is kept
 _NARROWEST = 16
 
 
@@ -129,7 +130,7 @@ class _Search:
             codes.add_(offset.unsqueeze(1)).clamp_(0, self._top).sub_(offset.unsqueeze(1))
         error = codes.mul_(step).sub_(self._grouped).square_()
         loss = torch.bmm(self._weights, error).squeeze(1)
-        better = loss < self._loss  # never true of NaN, which a step of zero gives
+        better = loss < self._loss * _LESS  # never true of NaN, which a step of zero gives
         self._loss = torch.where(better, loss, self._loss)
         self._best = torch.where(better, factor, self._best)
         self.scale = torch.where(better, stored, self.scale)

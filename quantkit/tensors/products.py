@@ -18,6 +18,7 @@ BFLOAT16_SETTING = "QUANTKIT_BF16"
 _LEAST = 1 << 20  # multiplications; of fewer the call is what takes time
 _FEWEST_ROWS = 16  # with fewer, reading is what takes time
 _STRIPS = 8
+_PRODUCT = 7 << 18  # elements of a product that is only added up: less than what is given pages of its own each time
 _STEP, _WIDE_STEP = 64, 128
 _CPU = torch.device("cpu")
 
@@ -36,12 +37,15 @@ def times(a: Tensor, b: Tensor) -> Tensor:
     return product[:rows]
 
 
-def add_square_(total: Tensor, x: Tensor) -> None:
-    """Add ``x.T @ x`` of [N, I] to the upper triangle of [I, I]; of what lies below, only parts are added."""
-    rows = (_padded(x) if _through_onednn(x.t(), x) else x).t().contiguous()
-    step = -(-len(rows) // _STRIPS)
-    for start in range(0, len(rows), step):
-        total[start : start + step, start:].add_(times(rows[start : start + step], rows[start:].t()))
+def add_square_(total: Tensor, columns: Tensor) -> None:
+    """Add ``columns @ columns.T`` of [I, N] to the upper triangle of [I, I]; of what lies below, only parts are
+    added."""
+    step = -(-len(columns) // _STRIPS)
+    width = max(step, _PRODUCT // step)
+    for start in range(0, len(columns), step):
+        for left in range(start, len(columns), width):
+            here = slice(start, start + step), slice(left, left + width)
+            total[here].add_(times(columns[here[0]], columns[here[1]].t()))
 
 
 def fill_lower_(total: Tensor) -> None:
