@@ -20,8 +20,9 @@ import torch
 from synthetic_checkpoint import shard
 
 import quantkit
-from quantkit.calibration.column_kernels import column_kernels
+from quantkit.calibration.column_kernels import card_kernels, column_kernels
 from quantkit.data.files import DEMO_MODEL
+from quantkit.solver.columns import TORCH
 from quantkit.solver.gptq import gptq
 from quantkit.tensors.scheme import QuantScheme
 
@@ -36,10 +37,10 @@ def solve(name: str, shape: tuple[int, int], rows: int, results: card.Results) -
     inputs = torch.randn(2 * shape[1], shape[1], generator=generator) * torch.rand(shape[1], generator=generator)
     hessian = (inputs.to(card.DEVICE).T @ inputs.to(card.DEVICE)).cpu()
     scheme = QuantScheme.parse("int4-g128" if shape[1] % 128 == 0 else "int4-g32")
-    kernels = column_kernels(card.DEVICE)
+    kernels, cpu = card_kernels() if card.DRY else column_kernels(card.DEVICE), torch.device("cpu")
     cases = {
-        "cpu": (torch.device("cpu"), weight[:rows], None), "card": (card.DEVICE, weight[:rows], kernels),
-        "whole": (card.DEVICE, weight, kernels), "whole_without_kernels": (card.DEVICE, weight, None),
+        "cpu": (cpu, weight[:rows], column_kernels(cpu)), "card": (card.DEVICE, weight[:rows], kernels),
+        "whole": (card.DEVICE, weight, kernels), "whole_without_kernels": (card.DEVICE, weight, TORCH),
     }  # fmt: skip
     codes, told = {}, {}
     for case, (device, part, of_device) in cases.items():
@@ -54,7 +55,7 @@ def solve(name: str, shape: tuple[int, int], rows: int, results: card.Results) -
         codes[case] = solved.codes.cpu()
     for one, other in (("cpu", "card"), ("whole", "whole_without_kernels")):
         told[f"equal_codes_{one}_{other}"] = (codes[one] == codes[other]).double().mean().item()
-    results.add(linear=name, shape=list(shape), rows=rows, kernels=kernels is not None, **told)
+    results.add(linear=name, shape=list(shape), rows=rows, kernels=kernels is not TORCH, **told)
 
 
 def quantize(layers: int, device: str, results: card.Results) -> None:

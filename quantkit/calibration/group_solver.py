@@ -100,7 +100,8 @@ class GroupSolver:
             diagonal = paired.diagonal().clone()
             move = self._divided(drift, Damped.of_(paired, self.damping))
             for scheme, (part, _) in parts.items():
-                targets[scheme] = part + move if outputs else times(part, self.group.join(move, len(drift))).add_(part)
+                own = move if outputs else times(part, self.group.join(move, len(drift)))
+                targets[scheme] = own.add_(part)
             del move
             paired.diagonal().copy_(diagonal)
         del drift
