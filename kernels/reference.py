@@ -46,7 +46,7 @@ class ReferenceBackend:
 def gated(gate: Tensor, up: Tensor, activation: str, limit: float | None, alpha: float = OAI_ALPHA) -> Tensor:
     """The product of an activated gate and `up`, [..., F] each; it may reuse their memory."""
     if activation == "silu":
-        return F.silu(gate).mul_(up)
+        return F.silu(gate, inplace=not gate.requires_grad).mul_(up)
     if activation == "gelu_tanh":
         return F.gelu(gate, approximate="tanh").mul_(up)
     assert activation == "swiglu_oai", activation

@@ -378,7 +378,7 @@ def test_without_a_compiler_the_reference_serves_and_the_reason_is_told(
     monkeypatch.delenv("CXX", raising=False)
     asked: list[str] = []
     monkeypatch.setattr(build.shutil, "which", asked.append)
-    build._loaded.cache_clear()
+    build._load_once.cache_clear()
     try:
         scheme = QuantScheme.parse("int8")
         assert select_backend(scheme, torch.device("cpu"), torch.float32, torch.bfloat16).name == "reference"
@@ -389,7 +389,7 @@ def test_without_a_compiler_the_reference_serves_and_the_reason_is_told(
         with pytest.raises(UnsupportedError, match="cpu-exact: there is no C"):
             select_backend(scheme, torch.device("cpu"), torch.float32, torch.bfloat16, "cpu-exact")
     finally:
-        build._loaded.cache_clear()
+        build._load_once.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -400,23 +400,23 @@ def test_a_compiler_that_fails_is_told(
 ) -> None:
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", compiler)
-    build._loaded.cache_clear()
+    build._load_once.cache_clear()
     try:
         with pytest.raises(UnsupportedError, match=reason):
             load_kernels("portable")
     finally:
-        build._loaded.cache_clear()
+        build._load_once.cache_clear()
 
 
 def test_a_cache_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "file"))
-    build._loaded.cache_clear()
+    build._load_once.cache_clear()
     try:
         with pytest.raises(UnsupportedError, match="QUANTKIT_CACHE"):
             load_kernels("portable")
     finally:
-        build._loaded.cache_clear()
+        build._load_once.cache_clear()
 
 
 def test_an_unknown_variant_is_refused_with_the_known_ones() -> None:
