@@ -6,6 +6,7 @@ import ctypes
 import os
 from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_void_p
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,41 +38,29 @@ def search_scales(
     _functions().quantkit_search_scales(
         *_sizes(inputs, outputs, size, levels), _floats(weight), _floats(importance),
         (c_float * len(coarse))(*coarse), c_int64(len(coarse)), (c_float * len(fine))(*fine), c_int64(len(fine)),
-        c_int64(_FLOAT_TYPES[scale_dtype]), _pointer(scale), _pointer(zero), torch.get_num_threads(),
+        c_int64(_FLOAT_TYPES[scale_dtype]), _pointer(scale, scale_dtype),
+        None if zero is None else _pointer(zero, torch.uint8), torch.get_num_threads(),
     )  # fmt: skip
     return scale, zero
 
 
-def round_in_turn(
-    start: Tensor, wanted: Tensor, ratios: Tensor, columns: Tensor, scale: Tensor, zero: Tensor | None, levels: int,
-    size: int, codes: Tensor, errors: Tensor,
-) -> None:  # fmt: skip
-    """See `ColumnKernels`."""
-    _in_turn(
-        _functions().quantkit_round_in_turn, start, wanted, ratios, columns, scale, zero, levels, size, codes, errors
-    )
-
-
-def improve_in_turn(
-    start: Tensor, inverse: Tensor, ratios: Tensor, columns: Tensor, scale: Tensor, zero: Tensor | None, levels: int,
-    size: int, codes: Tensor, errors: Tensor,
-) -> None:  # fmt: skip
-    """See `ColumnKernels`."""
-    _in_turn(
-        _functions().quantkit_improve_in_turn, start, inverse, ratios, columns, scale, zero, levels, size, codes, errors
-    )  # fmt: skip
-
-
 def _in_turn(
-    function: ctypes._NamedFuncPointer, start: Tensor, other: Tensor, ratios: Tensor, columns: Tensor, scale: Tensor,
-    zero: Tensor | None, levels: int, size: int, codes: Tensor, errors: Tensor,
+    name: str, start: Tensor, other: Tensor, ratios: Tensor, columns: Tensor, scale: Tensor, zero: Tensor | None,
+    levels: int, size: int, codes: Tensor, errors: Tensor,
 ) -> None:  # fmt: skip
     read = [one.contiguous() for one in (start, other, ratios)]  # held until the call is over
-    function(
-        *_sizes(*codes.shape, size, levels), c_int64(len(start)), *(_floats(one) for one in read), _pointer(columns),
-        _floats(scale), None if zero is None else _floats(zero), _floats(codes), _floats(errors),
-        torch.get_num_threads(),
+    getattr(_functions(), name)(
+        *_sizes(*codes.shape, size, levels), c_int64(len(start)), *(_floats(one) for one in read),
+        _pointer(columns, torch.int64), _floats(scale), None if zero is None else _floats(zero), _floats(codes),
+        _floats(errors), torch.get_num_threads(),
     )  # fmt: skip
+
+
+round_in_turn = partial(_in_turn, "quantkit_round_in_turn")
+"""See `RoundInTurn`."""
+
+improve_in_turn = partial(_in_turn, "quantkit_improve_in_turn")
+"""See `ImproveInTurn`."""
 
 
 def _functions() -> ctypes.CDLL:
@@ -83,12 +72,11 @@ def _sizes(*sizes: int) -> list[c_int64]:
 
 
 def _floats(tensor: Tensor) -> c_void_p:
-    assert tensor.dtype == torch.float32
-    return _pointer(tensor)
+    return _pointer(tensor, torch.float32)
 
 
-def _pointer(tensor: Tensor | None) -> c_void_p:
-    if tensor is None:
-        return c_void_p(None)
-    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+def _pointer(tensor: Tensor, dtype: torch.dtype) -> c_void_p:
+    """Where a tensor lies; what C++ would read wrongly is refused."""
+    if tensor.dtype != dtype or not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise ValueError(f"expected {dtype} without gaps on the CPU, found {tensor.dtype} on {tensor.device}")
     return c_void_p(tensor.data_ptr())

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quantkit.calibration import column_kernels as column_kernels_module
 from quantkit.calibration.column_kernels import column_kernels, cpu_kernels
+from quantkit.errors import RequestError
 from quantkit.kernels import build, cpu_gptq
 from quantkit.kernels.build import VARIANT_SETTING, VARIANTS
 from quantkit.solver.columns import TORCH
@@ -111,3 +112,16 @@ def test_torch_serves_where_there_is_no_compiler(
         assert column_kernels(CPU) is TORCH
     assert "the C++ compiler does not start" in caplog.text
     column_kernels.cache_clear()
+
+
+def test_an_unknown_variant_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIANT_SETTING, "sse9")
+    column_kernels.cache_clear()
+    with pytest.raises(RequestError, match="unknown variant"):
+        column_kernels(CPU)
+
+
+def test_what_the_kernels_would_read_wrongly_is_refused() -> None:
+    scheme = any_scheme("int4-g32")
+    with pytest.raises(ValueError, match="float32"):
+        cpu_kernels().search_scales(torch.randn(64, 3, dtype=torch.float64), torch.ones(64), scheme, torch.bfloat16)

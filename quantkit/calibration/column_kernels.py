@@ -8,6 +8,7 @@ import logging
 import torch
 from torch import Tensor
 
+from quantkit.errors import RequestError
 from quantkit.kernels import cpu_gptq
 from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.solver.columns import TORCH, ColumnKernels
@@ -25,7 +26,11 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def column_kernels(device: torch.device) -> ColumnKernels:
-    """The kernels of a device; torch in their place, which takes longer, is a warning on a card."""
+    """The kernels of a device; torch in their place, which takes longer, is a warning on a card.
+
+    Raises:
+        RequestError: for an unknown variant of the CPU kernels.
+    """
     if device.type == "cpu":
         make, level = cpu_kernels, logging.INFO
     elif TritonBackend().unsupported_reason(QuantScheme(8, None), device, torch.float32) is None:
@@ -35,6 +40,8 @@ def column_kernels(device: torch.device) -> ColumnKernels:
     try:
         kernels = make()
         wrong = _what_is_wrong(kernels, device)
+    except RequestError:
+        raise
     except Exception as error:  # of a driver or a compiler, which have kinds of their own
         wrong = f"they fail: {' '.join(str(error).split()) or type(error).__name__}"[:300]
     if wrong is None:

@@ -5,8 +5,6 @@ Factors are upper triangular: most of what is done with one then multiplies part
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -64,13 +62,8 @@ def solve_factored(factor: Tensor, right: Tensor) -> Tensor:
 def upper_transposed_times(factor: Tensor, right: Tensor) -> Tensor:
     """``factor.T @ right`` for an upper triangular factor [N, N] and [N, O]."""
     found = torch.empty_like(right)
-    for start, stop in _strips(len(factor)):
+    step = max(_BLOCK, -(-len(factor) // _STRIPS))
+    for start in range(0, len(factor), step):
+        stop = min(start + step, len(factor))
         found[start:stop] = times(factor[:stop, start:stop].t(), right[:stop])
     return found
-
-
-def _strips(size: int) -> Iterator[tuple[int, int]]:
-    """Ranges of a factor's rows, of which each is multiplied without what is 0 beside it."""
-    step = max(_BLOCK, -(-size // _STRIPS))
-    for start in range(0, size, step):
-        yield start, min(start + step, size)
