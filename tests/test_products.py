@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from quantkit.calibration import hessian as hessian_module
 from quantkit.calibration.block_pair import BlockPair, StreamLinear, linear_of
 from quantkit.calibration.group_solver import GroupSolver
+from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.distributed.group import SINGLE
 from quantkit.formats.detect import open_checkpoint
 from quantkit.solver import factor as factor_module
@@ -42,6 +44,21 @@ def test_triangles_are_the_whole_square(width: int, product: int, monkeypatch: p
         expected += x.t() @ x
     fill_lower_(total)
     torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("together", [1, 8, 64])
+def test_sums_over_inputs_are_the_same_however_many_wait(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hessian_module, "_TOGETHER", together)
+    found = HessianAccumulator(5, 3, torch.device("cpu"))
+    alone, paired, apart = (torch.randn(28, width) for width in (5, 5, 3))
+    for some in (slice(0, 3), slice(3, 23), slice(23, 28)):
+        found.add(alone[some].unsqueeze(0))
+        found.add_pair(paired[some], apart[some])
+    found.finish(SINGLE)
+    hessian, squares, drift = found.release()
+    torch.testing.assert_close(squares, paired.t() @ paired)
+    torch.testing.assert_close(hessian, alone.t() @ alone + squares)
+    torch.testing.assert_close(drift, apart.t() @ paired)
 
 
 @pytest.mark.parametrize("size", [1, 7, 32, 61])
