@@ -184,7 +184,10 @@ def test_starved_experts_are_told_in_one_line(made: quantkit.QuantizeResult) -> 
     )
 
 
-def test_experts_that_change_too_much_on_their_own_tokens_are_calibrated_on_all(text: Path, tmp_path: Path) -> None:
+def test_experts_that_change_too_much_on_their_own_tokens_are_calibrated_on_all(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_solver, "drift_damping", lambda inputs, tokens: 0.1)  # few tokens are believed much
     source = _saved("gpt-oss-square", tmp_path / "source", num_local_experts=16)
     made = _quantize(source, tmp_path / "made", text, accept_quality_loss=False)
     assert quantkit.verify(source, made.path).ok

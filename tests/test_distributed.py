@@ -103,8 +103,8 @@ def test_all_processes_add_up_the_same_whatever_they_saw(elsewhere: bool) -> Non
         def sum_(self, value: torch.Tensor) -> None:
             nonlocal calls
             calls += 1
-            if value.numel() == 1:  # how many have seen unpaired inputs
-                value += elsewhere
+            if value.shape == (2,):  # how many have seen unpaired inputs, and how many inputs in pairs
+                value += torch.tensor([int(elsewhere), 7])
 
     inputs = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
     for paired in (0, 20, 32):
@@ -116,6 +116,7 @@ def test_all_processes_add_up_the_same_whatever_they_saw(elsewhere: bool) -> Non
             statistics.add(inputs[paired:])
         calls = 0
         statistics.finish(Counted())
+        assert statistics.pairs == paired + 7
         hessian, pairs, drift = statistics.release()
         torch.testing.assert_close(pairs, inputs[:paired].t() @ inputs[:paired])
         torch.testing.assert_close(drift, pairs)

@@ -21,8 +21,12 @@ from quantkit.tensors.products import add_square_, bfloat16_linear, fill_lower_,
 
 @pytest.mark.parametrize("shape", [(3, 5, 7), (16, 300, 257), (130, 129, 140)])
 @pytest.mark.parametrize("form", ["dense", "transposed", "part"])
-def test_products_are_torchs(shape: tuple[int, int, int], form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("onednn", [True, False])
+def test_products_are_torchs(
+    shape: tuple[int, int, int], form: str, onednn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(products, "_LEAST", 1)
+    monkeypatch.setattr(products, "_is_faster_through_onednn", lambda: onednn)
     rows, inner, columns = shape
     a, b = torch.randn(rows, inner), torch.randn(inner, columns)
     if form == "transposed":
@@ -97,6 +101,25 @@ def test_bfloat16_goes_where_the_processor_multiplies_it_unless_it_is_forbidden(
     assert multiplies_bfloat16() is expected
 
 
+@pytest.mark.parametrize(
+    ("machine", "intel", "mkl", "expected"),
+    [
+        ("x86_64", False, True, True),
+        ("x86_64", True, True, False),
+        ("x86_64", True, False, True),
+        ("aarch64", False, False, False),
+    ],
+)
+def test_float32_goes_to_what_is_fastest_on_the_processor(
+    machine: str, intel: bool, mkl: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products.platform, "machine", lambda: machine)
+    monkeypatch.setattr(products, "_is_intel", lambda: intel)
+    monkeypatch.setattr(products, "_onednn_is_built_in", lambda: True)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
+    assert products._is_faster_through_onednn.__wrapped__() is expected
+
+
 @pytest.mark.parametrize("bfloat16", [False, True])
 def test_the_solver_has_float32_weights_whatever_samples_pass_through(
     bfloat16: bool, demo_model: Path, monkeypatch: pytest.MonkeyPatch
@@ -104,7 +127,7 @@ def test_the_solver_has_float32_weights_whatever_samples_pass_through(
     dtype = torch.bfloat16 if bfloat16 else torch.float32
     monkeypatch.setattr("quantkit.calibration.block_pair.passing_dtype", lambda device: dtype)
     source = open_checkpoint(demo_model)
-    pair = BlockPair.of(source, 0, GroupSolver({}, torch.float32, 0.1, SINGLE), torch.device("cpu"))
+    pair = BlockPair.of(source, 0, GroupSolver({}, torch.float32, SINGLE), torch.device("cpu"))
     group = pair.groups[0]
     pair.fill(group)
     linear = linear_of(pair.floats, group.modules[0])

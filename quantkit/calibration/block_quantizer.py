@@ -49,7 +49,7 @@ class BlockQuantizer:
         self._device = device
         self._group = group
         scale_dtype, kernels = DType(source.config.dtype).torch, column_kernels(device)
-        self._solver = GroupSolver(schemes, scale_dtype, effort.damping, group, kernels)
+        self._solver = GroupSolver(schemes, scale_dtype, group, kernels)
         embedding = source.load("model.embed_tokens.weight")
         assert isinstance(embedding, Tensor)
         own = tokens[group.share(len(tokens))]

@@ -22,6 +22,7 @@ ACTIVATION_MEMORY = 4 * 10**9
 _BATCH_TOKENS = 2048
 _BATCH_VALUES = 1 << 22  # of the feed-forward's inner states
 _MIN_FOLLOWED = 4  # batches
+_TELLING = 2  # tokens for each input of the widest linear; fewer tell little of its drift
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,14 @@ class Effort:
 
     Attributes:
         stride: the float stream takes every so many batches, though never fewer than four.
-        damping: least damping of the Hessian that tells drift from noise.
     """
 
     stride: int
-    damping: float
+
+    def for_samples(self, config: ModelConfig, shape: Sequence[int]) -> Effort:
+        """The same for samples of a shape [N, T]; half of it where they are too few to tell much of drift."""
+        few = math.prod(shape) < self.stride * _TELLING * inner_width(config)
+        return Effort(2 * self.stride) if few and self.stride > 1 else self
 
     def follows(self, index: int, batches: int) -> bool:
         """Whether the float stream takes a batch."""
@@ -48,8 +52,8 @@ class Effort:
         return max(1, min(self.stride, batches // _MIN_FOLLOWED))
 
 
-STANDARD = Effort(4, 0.1)
-THOROUGH = Effort(1, 0.01)
+STANDARD = Effort(4)
+THOROUGH = Effort(1)
 
 
 def batch_samples(config: ModelConfig, length: int) -> int:

@@ -14,11 +14,13 @@ from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.distributed.group import ProcessGroup
 from quantkit.quality.bounds import REPEATABLE, coarsest, weight_bound
 from quantkit.solver.columns import TORCH, ColumnKernels
-from quantkit.solver.gptq import Damped, GptqReport, SingularError, solve
+from quantkit.solver.gptq import DAMPING, Damped, GptqReport, SingularError, solve
 from quantkit.solver.portions import divided_at_once
 from quantkit.tensors.products import times
 from quantkit.tensors.qtensor import ROUNDING, QuantTensor, quantize_rtn, relative_error, row_chunks
 from quantkit.tensors.scheme import QuantScheme
+
+_NOISE = 3.0
 
 Result = tuple[QuantTensor, dict[str, object]]
 """Codes, and what the manifest says of how they were found."""
@@ -31,14 +33,12 @@ class GroupSolver:
     Attributes:
         schemes: by name of the linear.
         scale_dtype: dtype the scales are stored in.
-        damping: least damping of the Hessian that tells drift from noise.
         group: the processes; each solves its share of the rows, and all get all of them.
         kernels: of the device where the linears are.
     """
 
     schemes: Mapping[str, QuantScheme]
     scale_dtype: torch.dtype
-    damping: float
     group: ProcessGroup
     kernels: ColumnKernels = TORCH
 
@@ -98,7 +98,7 @@ class GroupSolver:
         targets: dict[QuantScheme, Tensor] = {}
         if drift.any():
             diagonal = paired.diagonal().clone()
-            move = self._divided(drift, Damped.of_(paired, self.damping))
+            move = self._divided(drift, Damped.of_(paired, drift_damping(len(paired), statistics.pairs)))
             for scheme, (part, _) in parts.items():
                 own = move if outputs else times(part, self.group.join(move, len(drift)))
                 targets[scheme] = own.add_(part)
@@ -131,6 +131,15 @@ class GroupSolver:
             QuantTensor(codes, scale, zero, quantized.scheme).to("cpu"),
             GptqReport(report.damping, report.dead_columns, error.cpu(), energy.cpu()),
         )
+
+
+def drift_damping(inputs: int, tokens: int) -> float:
+    """Damping, as a share of the mean diagonal, of the Hessian by which drift is divided.
+
+    That is a regression of the drift on the inputs: the fewer tokens it rests on for each of them, the more of what it
+    finds is noise.
+    """
+    return max(DAMPING, _NOISE * inputs / tokens)
 
 
 def _stacked(linears: Sequence[nn.Linear]) -> Tensor:

@@ -20,12 +20,14 @@ class HessianAccumulator:
         paired: the same of those whose counterparts are known.
         drift: [R, I] float32, ``D.T @ X`` over these, where D [N, R] is how far the unquantized
             model is from this one: in the layer's inputs, or in what the layer would give.
+        pairs: how many these are.
     """
 
     def __init__(self, width: int, drift_width: int, device: torch.device) -> None:
         self.hessian: Tensor | None = None
         self.paired = torch.zeros(width, width, device=device)
         self.drift = torch.zeros(drift_width, width, device=device)
+        self.pairs = 0
         self._unpaired, self._inputs, self._differences = _Columns(), _Columns(), _Columns()
 
     def add(self, inputs: Tensor) -> None:
@@ -40,6 +42,7 @@ class HessianAccumulator:
         """Take up inputs [..., I] and how far the unquantized model is from them, [..., R]; None, which is then so for
         all, is not at all."""
         rows = inputs.flatten(0, -2)
+        self.pairs += len(rows)
         apart = None if difference is None else difference.flatten(0, -2)
         while len(rows):
             rows = self._inputs.fill(rows)
@@ -59,9 +62,10 @@ class HessianAccumulator:
         self._sum_pairs()
         for waiting in (self._unpaired, self._inputs, self._differences):
             waiting.forget()
-        unpaired = torch.tensor([float(self.hessian is not None)], device=self.paired.device)
-        group.sum_(unpaired)
-        if unpaired.any():
+        counts = torch.tensor([int(self.hessian is not None), self.pairs], device=self.paired.device)
+        group.sum_(counts)
+        unpaired, self.pairs = counts.tolist()
+        if unpaired:
             self.hessian = self.paired.clone() if self.hessian is None else self.hessian.add_(self.paired)
             self._gather(self.hessian, group)
         self._gather(self.paired, group)

@@ -158,7 +158,8 @@ def estimate_quantization(
         flops += forward_flops(config, long.tokens) + long.attention_flops(config)
         seconds += _pass_seconds(config, 3 * len(long.windows))
     if settings is not None:
-        effort, shape = settings.effort, (settings.samples, settings.sample_length(source))
+        shape = settings.samples, settings.sample_length(source)
+        effort = settings.effort(config, shape)
         notes += too_few_tokens(shape, config)
         device = settings.device
         held, scratch, on_device = settings.activation_bytes(config, shape)

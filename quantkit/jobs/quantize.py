@@ -193,7 +193,8 @@ def quantize(
         scratch = settings.scratch_bytes(source, drawn)
         quantizer = GptqQuantizer(
             source, drawn, schemes, device=settings.device, memory_bytes=settings.memory_bytes,
-            effort=settings.effort, allow_nonfinite=allow_nonfinite, group=group, progress=progress,
+            effort=settings.effort(source.config, drawn.tokens.shape), allow_nonfinite=allow_nonfinite, group=group,
+            progress=progress,
         )  # fmt: skip
     if template is not None:
         options["template"] = Path(template).name

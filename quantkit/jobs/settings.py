@@ -61,10 +61,9 @@ class GptqSettings:
     memory_bytes: int
     device: torch.device
 
-    @property
-    def effort(self) -> Effort:
-        """What is done about drift."""
-        return THOROUGH if self.thorough else STANDARD
+    def effort(self, config: ModelConfig, shape: Sequence[int]) -> Effort:
+        """What is done about drift with samples of a shape [N, T]."""
+        return (THOROUGH if self.thorough else STANDARD).for_samples(config, shape)
 
     def scratch_bytes(self, source: Checkpoint, drawn: Calibration) -> int:
         """What of the activations goes to disk."""
@@ -73,7 +72,7 @@ class GptqSettings:
     def activation_bytes(self, config: ModelConfig, shape: Sequence[int]) -> tuple[int, int, int]:
         """What of the activations of samples of a shape [N, T] is in memory, on disk, and on the card that computes."""
         room = card_activation_bytes(config, shape, self.device)
-        return activation_bytes(config, shape, self.effort, self.memory_bytes, room)
+        return activation_bytes(config, shape, self.effort(config, shape), self.memory_bytes, room)
 
     def draw(
         self, tokenizer: Tokenizer | None, source: Checkpoint, *, group: ProcessGroup = SINGLE,
