@@ -110,7 +110,7 @@ def exact_float32() -> Iterator[None]:
 def _is_faster_through_onednn() -> bool:
     """Whether this is an x86 processor for which torch has nothing faster, and has oneDNN's operator."""
     x86 = platform.machine() in ("x86_64", "AMD64")
-    faster = x86 and not (_is_intel() and torch.backends.mkl.is_available())
+    faster = x86 and not (_is_intel() and torch.backends.mkl.is_available())  # type: ignore[no-untyped-call]
     return faster and _onednn_is_built_in() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
