@@ -36,7 +36,7 @@ class Effort:
     stride: int
 
     def for_samples(self, config: ModelConfig, shape: Sequence[int]) -> Effort:
-        """The same for samples of a shape [N, T]; half of it where they are too few to tell much of drift."""
+        """The same, or half of it where samples of a shape [N, T] are too few to tell much of drift."""
         few = math.prod(shape) < self.stride * _TELLING * inner_width(config)
         return Effort(2 * self.stride) if few and self.stride > 1 else self
 

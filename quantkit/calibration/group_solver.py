@@ -20,7 +20,7 @@ from quantkit.tensors.products import times
 from quantkit.tensors.qtensor import ROUNDING, QuantTensor, quantize_rtn, relative_error, row_chunks
 from quantkit.tensors.scheme import QuantScheme
 
-_NOISE = 3.0
+_NOISE = 3.0  # damping, in mean diagonals, where there is one token for each input
 
 Result = tuple[QuantTensor, dict[str, object]]
 """Codes, and what the manifest says of how they were found."""

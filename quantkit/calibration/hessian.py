@@ -20,7 +20,7 @@ class HessianAccumulator:
         paired: the same of those whose counterparts are known.
         drift: [R, I] float32, ``D.T @ X`` over these, where D [N, R] is how far the unquantized
             model is from this one: in the layer's inputs, or in what the layer would give.
-        pairs: how many these are.
+        pairs: how many inputs have a known counterpart: in this process, after `finish` in all.
     """
 
     def __init__(self, width: int, drift_width: int, device: torch.device) -> None:

@@ -22,7 +22,6 @@ _STRIPS = 16
 _PRODUCT = 7 << 18  # elements of a product that is only added up: less than what is given pages of its own each time
 _STEP, _WIDE_STEP = 64, 128
 _CPU = torch.device("cpu")
-_INTEL = "GenuineIntel"
 
 
 def times(a: Tensor, b: Tensor) -> Tensor:
@@ -116,7 +115,7 @@ def _is_faster_through_onednn() -> bool:
 
 def _is_intel() -> bool:
     processors = Path("/proc/cpuinfo")
-    return _INTEL in (processors.read_text() if processors.exists() else platform.processor())
+    return "GenuineIntel" in (processors.read_text() if processors.exists() else platform.processor())
 
 
 def _onednn_is_built_in() -> bool:
