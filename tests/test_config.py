@@ -489,11 +489,14 @@ def test_a_setting_that_is_not_computed_is_refused(changes: dict[str, Any], mess
             "gemma3_text",
             {"rope_parameters": {"rope_type": "linear", "factor": 8.0}},
             UnsupportedError,
-            "rope_parameters are not told apart by kind of layer .*factor",
+            "rope_parameters are not by kind of layer .*factor",
         ),
         (
             "gemma3_text",
-            {"rope_parameters": {"sliding_attention": {"rope_type": "dynamic", "factor": 8.0}}},
+            {
+                "rope_parameters": {"sliding_attention": {"rope_type": "dynamic", "factor": 8.0}},
+                "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+            },
             UnsupportedError,
             "rope scaling of layers with a window .*dynamic",
         ),

@@ -263,6 +263,7 @@ CASES = [
     Case("bad-config", change=_configured(num_attention_heads=0)),
     Case("bad-config", change=_configured(model_type=5)),
     Case("bad-config", change=_configured(rope_parameters=_ROPE, rope_theta=0)),
+    Case("rope-conflict", change=_configured(rope_parameters={**_ROPE, "rope_theta": 5e5})),
     Case("not-read-here", "awq", change=_setting(version="gemv")),
     Case("not-read-here", "mlx", change=lambda _, config: config["quantization"].update(mode="mxfp4")),
     Case("unknown-setting", change=_configured(hidden_act="relu2")),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,15 +26,15 @@ _OPTIONAL = {
     "longrope": ("factor", "attention_factor"),
 }
 _OLD_NAMES = {"su": "longrope"}
-_BY_LENGTH = {"dynamic", "longrope"}  # whose frequencies follow the length of a sequence
 FULL, SLIDING = "full_attention", "sliding_attention"
 """What configs call layers that see everything, and layers with a window."""
 _BETA, _CONTEXT = "llama_4_scaling_beta", "max_position_embeddings"
+_ORIGINAL = "original_max_position_embeddings"
 _LISTS = {"short_factor", "long_factor"}
 _BETA_FAST, _BETA_SLOW = 32.0, 1.0  # YaRN's own, where a config says nothing
 # Present in published files beside the settings of a type.
 _IGNORED = {
-    "rope_type", "type", "rope_theta", "finetuned", "original_max_position_embeddings", "partial_rotary_factor",
+    "rope_type", "type", "rope_theta", "finetuned", _ORIGINAL, "partial_rotary_factor",
 }  # fmt: skip
 # What numbers may be: far beyond what is published, and within what float32 computes without loss of sense.
 MAX_THETA = 1e15
@@ -180,7 +180,7 @@ class RopeConfig:
         if self.query_scaling_beta is not None:
             scaling[_BETA] = self.query_scaling_beta
         if self.original_context is not None:
-            scaling["original_max_position_embeddings"] = self.original_context
+            scaling[_ORIGINAL] = self.original_context
         partial = {} if self.rotary_dim is None else {"partial_rotary_factor": self.rotary_dim / head_dim}
         return {
             "rope_theta": self.theta,
@@ -191,48 +191,79 @@ class RopeConfig:
 
 
 def ropes_by_layer(
-    raw: Mapping[str, Any], path: object, default_theta: float, windowed_theta: tuple[str, float], *, head_dim: int
-) -> tuple[RopeConfig, RopeConfig]:
-    """The rotary positions of layers that see everything and of those with a window, where a family keeps them apart:
-    in ``rope_parameters`` by kind of layer, or in older keys, whose scaling is for the first only.
+    raw: Mapping[str, Any], path: object, default_theta: float, windowed_theta: tuple[str, float], *, head_dim: int,
+    windowed: Sequence[bool],
+) -> tuple[RopeConfig, RopeConfig | None]:  # fmt: skip
+    """The rotary positions of the layers that see everything, and of those with a window where these differ.
+
+    Read as by transformers, for families that keep them apart: ``rope_parameters`` by kind of layer, or older keys,
+    whose scaling is for layers that see everything only. Settings of a kind that no layer has are not read.
 
     Args:
         default_theta: of layers that see everything, where the file says nothing.
         windowed_theta: the key that says it of those with a window, and what it is where that says nothing.
+        windowed: of each layer, whether it has a window.
 
     Raises:
-        UnsupportedError, CheckpointError: as `RopeConfig.from_hf`; and where the kinds of layers are not told apart.
+        UnsupportedError, CheckpointError: as `RopeConfig.from_hf`; also if ``rope_parameters`` are not by kind of
+            layer, or a setting has another meaning in other releases of transformers.
     """
     whole = Settings(raw, path)
-    key, default_windowed = windowed_theta
     kinds = whole.inside("rope_parameters") if whole.has("rope_parameters") else Settings({}, path)
     if unknown := sorted(set(kinds.values) - {FULL, SLIDING}):
         raise UnsupportedError(
-            "rope_parameters are not told apart by kind of layer", path=whole.path, found=shown(unknown),
+            "rope_parameters are not by kind of layer", path=whole.path, found=shown(unknown),
             expected=f"{FULL} and {SLIDING}",
         )  # fmt: skip
-    full, windowed = (kinds.inside(kind).values if kinds.has(kind) else {} for kind in (FULL, SLIDING))
-    older = {**raw, "rope_scaling": None, "rope_parameters": None}
-    first = {**older, "rope_parameters": full}
-    if whole.has("rope_scaling") and whole.inside("rope_scaling").values:
-        theta = full.get("rope_theta", raw.get("rope_theta"))
-        first = {**older, "rope_theta": theta, "rope_scaling": raw["rope_scaling"]}
-    rope = RopeConfig.from_hf(first, path, default_theta, head_dim=head_dim)
-    second = {**older, "rope_theta": raw.get(key), "rope_parameters": windowed}
-    windowed_rope = RopeConfig.from_hf(second, path, default_windowed, head_dim=head_dim)
-    if windowed_rope.type in _BY_LENGTH:
+    # transformers does not look for the original context outside of these settings.
+    outer = {**raw, "rope_scaling": None, _ORIGINAL: None}
+
+    def read(settings: Mapping[str, Any], theta: Any, default: float) -> RopeConfig:
+        if settings.get("truncate", True) is not True:
+            raise UnsupportedError(
+                "'truncate' of rope scaling by kind of layer is used by some readers and ignored by transformers 5",
+                path=whole.path, found=shown(settings["truncate"]),
+                hint="remove the key to read it as transformers 5 does",
+            )  # fmt: skip
+        values = {**outer, "rope_theta": theta, "rope_parameters": dict(settings)}
+        return RopeConfig.from_hf(values, path, default, head_dim=head_dim)
+
+    found: dict[bool, RopeConfig] = {}
+    if not all(windowed):
+        found[False] = read(_whole_layers(whole, kinds), raw.get("rope_theta"), default_theta)
+    if any(windowed):
+        key, default = windowed_theta
+        found[True] = read(kinds.inside(SLIDING).values if kinds.has(SLIDING) else {}, raw.get(key), default)
+    if len(found) == 1:
+        return next(iter(found.values())), None
+    if found[True].follows_length:
         raise UnsupportedError(
-            "rope scaling of layers with a window is not supported", path=whole.path, found=windowed_rope.type
+            "rope scaling of layers with a window is not supported", path=whole.path, found=found[True].type
         )
-    return rope, windowed_rope
+    return found[False], None if found[True] == found[False] else found[True]
+
+
+def _whole_layers(whole: Settings, kinds: Settings) -> Mapping[str, Any]:
+    """The settings of layers that see everything: ``rope_scaling`` goes over ``rope_parameters``."""
+    own = kinds.inside(FULL).values if kinds.has(FULL) else {}
+    scaling = whole.inside("rope_scaling").values if whole.has("rope_scaling") else {}
+    if scaling and whole.has("rope_parameters") and not kinds.has(FULL):
+        raise CheckpointError(f"rope_scaling goes over rope_parameters, which lack '{FULL}'", path=whole.path)
+    merged = {**own, **scaling}
+    if not whole.has("rope_parameters") and "rope_type" not in scaling and scaling.get("type", "default") != "default":
+        raise UnsupportedError(
+            "'type' in rope_scaling is used by transformers 4 and ignored by transformers 5", path=whole.path,
+            found=shown(scaling["type"]), expected="'rope_type'",
+            hint="rename the key if positions are to be scaled; remove rope_scaling if not",
+        )  # fmt: skip
+    return merged
 
 
 def _original_context(kind: str, inner: Settings, whole: Settings) -> int | None:
     if kind not in ("llama3", "yarn", "longrope") and not inner.has(_BETA):
         return None
     least = 2 if kind == "longrope" else 1  # its logarithm divides
-    key = "original_max_position_embeddings"
-    for settings, name in ((whole, key), (inner, key), (whole, _CONTEXT)):
+    for settings, name in ((whole, _ORIGINAL), (inner, _ORIGINAL), (whole, _CONTEXT)):
         if settings.has(name):
             return settings.whole(name, least, _MAX_CONTEXT)
     return None

@@ -7,6 +7,7 @@ from typing import Any
 
 from quantkit.architectures.disk import DiskTensor
 from quantkit.architectures.families.opaque import is_extra_layer
+from quantkit.architectures.ignored_rope import ignored_rope_settings
 from quantkit.architectures.names import is_derived_buffer
 from quantkit.doctor.findings import Finding, Rule
 from quantkit.doctor.folder import CONFIG
@@ -49,6 +50,10 @@ WRONG_SHAPE = Rule(
 WRONG_TYPE = Rule(
     "wrong-type", "error", "a tensor that has to be floats is not", "write the model again from its source", _CONFIG
 )
+ROPE_CONFLICT = Rule(
+    "rope-conflict", "warning", "the config has two values of one rotary setting: which is used depends on the runtime",
+    "keep the value that the model was trained with, and remove the other", "transformers 4 and 5 read different keys",
+)  # fmt: skip
 NOT_READ_HERE = Rule(
     "not-read-here", "note", "quantkit's own reader refuses it; others may take it", "see what it says",
     "strict reading: `quantkit inspect`",
@@ -63,8 +68,8 @@ DROPPED_TOWER = Rule(
 )  # fmt: skip
 
 RULES = (
-    BAD_CONFIG, UNKNOWN_SETTING, TWO_FORMS, MISSING_TENSOR, EXTRA_TENSOR, WRONG_SHAPE, WRONG_TYPE, DROPPED_PREDICTION,
-    DROPPED_TOWER, NOT_READ_HERE,
+    BAD_CONFIG, UNKNOWN_SETTING, ROPE_CONFLICT, TWO_FORMS, MISSING_TENSOR, EXTRA_TENSOR, WRONG_SHAPE, WRONG_TYPE,
+    DROPPED_PREDICTION, DROPPED_TOWER, NOT_READ_HERE,
 )  # fmt: skip
 
 _PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers")
@@ -79,6 +84,9 @@ def check(view: View) -> Iterator[Finding]:
     base = view.folder.config.get("rope_theta")  # which readers look at beside rope_parameters
     if base is not None and view.problem is None and (type(base) not in (int, float) or base <= 0):
         yield Finding(BAD_CONFIG, CONFIG, f"rope_theta is {shown(base)}")
+    else:
+        for ignored in ignored_rope_settings(view.folder.config):
+            yield Finding(ROPE_CONFLICT, CONFIG, f"{ignored}, in transformers 5")
     if view.problem is not None:
         yield _about_config(view)
     if view.known:

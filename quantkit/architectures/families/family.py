@@ -55,6 +55,7 @@ class Family:
         fused: linears that are one on disk: the fused role of the topology to the module's name.
         stacked: experts that are one tensor on disk.
         interleaved_rotary: whether the dimensions of a pair that turns lie side by side on disk.
+        rope_by_layer: whether its configs have rotary settings by kind of layer: see `ropes_by_layer`.
         runs: whether the decoder computes all that its configs say.
     """
 
@@ -66,6 +67,7 @@ class Family:
     fused: Mapping[str, str] = field(default_factory=dict)
     stacked: tuple[StackedExperts, ...] = ()
     interleaved_rotary: bool = False
+    rope_by_layer: bool = False
     runs: bool = True
 
 
@@ -124,9 +126,9 @@ def read_config(
         ), None  # fmt: skip
     else:
         rope, window_rope = ropes_by_layer(
-            settings.values, settings.path, default_theta, windowed_theta, head_dim=head_dim
-        )
-    windows = any(layer.window is not None for layer in layers)
+            settings.values, settings.path, default_theta, windowed_theta, head_dim=head_dim,
+            windowed=[layer.window is not None for layer in layers],
+        )  # fmt: skip
     return ModelConfig(
         architecture=settings.text("model_type"),
         vocab_size=settings.whole("vocab_size", 1, MAX_WIDTH),
@@ -138,7 +140,7 @@ def read_config(
         head_dim=head_dim,
         norm_eps=settings.number("rms_norm_eps", MIN_EPS, MAX_EPS),
         rope=rope,
-        window_rope=window_rope if windows and window_rope != rope else None,
+        window_rope=window_rope,
         max_context=settings.whole("max_position_embeddings", 1, MAX_CONTEXT),
         tied_embeddings=settings.flag("tie_word_embeddings", tied_by_default),
         dtype=_dtype(settings),
@@ -146,6 +148,14 @@ def read_config(
         eos_token_ids=ends,
         **features,
     ).validated(settings.path)
+
+
+def with_default_rope(settings: Settings, default: Mapping[str, Any]) -> Settings:
+    """The settings of a family that scales positions where a config has no rotary settings: an empty ``rope_scaling``
+    is none, as in transformers."""
+    if settings.has("rope_parameters") or settings.values.get("rope_scaling"):
+        return settings
+    return Settings({**settings.values, "rope_parameters": default, "rope_scaling": None}, settings.path)
 
 
 def layer_count(settings: Settings) -> int:

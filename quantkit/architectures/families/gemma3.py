@@ -40,4 +40,4 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     return written
 
 
-FAMILY = Family("gemma3_text", "Gemma3ForCausalLM", _read, _write, names=NORMS)
+FAMILY = Family("gemma3_text", "Gemma3ForCausalLM", _read, _write, names=NORMS, rope_by_layer=True)

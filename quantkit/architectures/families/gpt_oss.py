@@ -18,6 +18,7 @@ from quantkit.architectures.families.family import (
     only_window,
     read_config,
     sliding_window,
+    with_default_rope,
     written_layer_types,
 )
 from quantkit.architectures.names import BLOCK
@@ -35,8 +36,7 @@ _SWIGLU = (1e-3, 1e6)
 
 
 def _read(settings: Settings) -> ModelConfig:
-    if not settings.has("rope_parameters") and not settings.has("rope_scaling"):
-        settings = Settings({**settings.values, "rope_scaling": _YARN}, settings.path)
+    settings = with_default_rope(settings, _YARN)
     count = layer_count(settings)
     types = layer_types(settings, count) or ["sliding_attention", "full_attention"] * count
     window = sliding_window(settings, _WINDOW)

@@ -8,7 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 from quantkit.architectures.config import LayerConfig, ModelConfig
-from quantkit.architectures.families.family import Family, layer_count, only_window, read_config, sliding_window
+from quantkit.architectures.families.family import (
+    Family,
+    layer_count,
+    only_window,
+    read_config,
+    sliding_window,
+    with_default_rope,
+)
 from quantkit.json_values import Settings
 
 _HEAD_DIM = 128
@@ -20,8 +27,7 @@ _ROPE = {
 
 
 def _read(settings: Settings) -> ModelConfig:
-    if not settings.has("rope_parameters") and not settings.has("rope_scaling"):
-        settings = Settings({**settings.values, "rope_parameters": _ROPE}, settings.path)
+    settings = with_default_rope(settings, _ROPE)
     layer = LayerConfig(window=sliding_window(settings, None))
     return read_config(settings, [layer] * layer_count(settings), head_dim=_HEAD_DIM, query_scaling=True)
 

@@ -23,10 +23,12 @@ _THETA = 500000.0
 
 
 def _read(settings: Settings) -> ModelConfig:
-    _require_one_base(settings)
+    layers = layers_by_kind(settings, _INTERVAL)
+    if any(layer.window is not None for layer in layers):
+        _require_one_base(settings)
     return read_config(
         settings,
-        layers_by_kind(settings, _INTERVAL),
+        layers,
         default_theta=_THETA,
         windowed_theta=("rope_theta", _THETA),
         **olmo_features(settings),
@@ -56,4 +58,4 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-FAMILY = Family("olmo3", "Olmo3ForCausalLM", _read, _write, names=NORMS)
+FAMILY = Family("olmo3", "Olmo3ForCausalLM", _read, _write, names=NORMS, rope_by_layer=True)

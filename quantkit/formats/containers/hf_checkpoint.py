@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit.architectures.disk import DiskTensor, disk_name, found_tensors, unread_experts
 from quantkit.architectures.families import config_from_hf, config_to_hf
 from quantkit.architectures.families.opaque import opaque_config
+from quantkit.architectures.ignored_rope import ignored_rope_settings
 from quantkit.architectures.names import is_derived_buffer, is_embedding, split_derived
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
@@ -81,6 +82,7 @@ class HFCheckpoint:
             self._take_tensors(raw, stated)
         else:
             self.config = config_from_hf(raw, self._config_path)
+            self.notes += [f"{self._config_path}: {one}" for one in ignored_rope_settings(raw)]
             owned = set(config_to_hf(self.config)) | NOT_CARRIED
             self.extra_config = {k: v for k, v in raw.items() if k not in owned}
             self._read_headers(kind)
