@@ -231,6 +231,14 @@ def _two_forms(tensors: build.Tensors, config: dict[str, Any]) -> None:
     config["num_local_experts"] = 1
 
 
+def _linear_attention(tensors: build.Tensors, config: dict[str, Any]) -> None:
+    """A hybrid, whose second layer's attention is linear."""
+    config.update(model_type="other")
+    for name in [name for name in tensors if "layers.1.self_attn" in name]:
+        tensors[name.replace("self_attn", "mixer")] = tensors.pop(name)
+    tensors["model.layers.1.mixer.A_log"] = torch.zeros(4)
+
+
 CASES = [
     # files
     Case("no-weights", damage=_removed("model.safetensors")),
@@ -319,6 +327,9 @@ CASES = [
     Case("act-order", "packed", change=lambda _, config: _weights(config).update(actorder="group")),
     Case("quantized-embedding", "packed", change=_both(
         _reencode(["model.embed_tokens"], build.packed), _second_group(["model.embed_tokens"]))),
+    Case("low-bit-state", "packed", change=_linear_attention),
+    Case("low-bit-state", "gptq", change=_linear_attention),
+    Case("low-bit-state", "mlx", change=_linear_attention),
     Case("zero-version", "gptq", change=_setting(checkpoint_format="gptq_v2")),
     Case("zero-version", "gptq-v2", change=_setting(checkpoint_format="gptq")),
     Case("zero-version", "gptq-asym", change=_setting(checkpoint_format="gptq_v2"), asked=DEEP),
@@ -393,6 +404,13 @@ def test_a_folder_that_is_broken_for_a_rule_is_found_by_it_alone(case: Case, tmp
 def test_sound_folders_have_nothing(form: str, shards: int, tmp_path: Path) -> None:
     folder = build.make(tmp_path / "model", form, shards)
     assert _names(quantkit.diagnose(folder, deep=True, tp=2)) == set()
+
+
+@pytest.mark.parametrize("form", ["floats", "packed-8", "int8", "fp8"])
+def test_linear_attention_of_eight_bits_is_sound(form: str, tmp_path: Path) -> None:
+    tensors, config = build.tensors(form), dict(build.FORMATS[form][1])
+    _linear_attention(tensors, config)
+    assert _names(quantkit.diagnose(build.write(tmp_path / "model", tensors, config))) == set()
 
 
 GGUF_CASES: list[tuple[str, Change, dict[str, Any]]] = [

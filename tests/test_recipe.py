@@ -34,6 +34,26 @@ def test_the_head_keeps_its_floats_unless_named() -> None:
     assert "lm_head" in _recipe("int8", ("*", "int8")).assign(COLUMNS)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "scheme", "named"),
+    [
+        ("*.self_attn.*", "int8", True),
+        ("*.0.self_attn.q_proj", "int8", True),
+        ("model.layers.0.*", "int8", False),
+        ("model.layers.0.*", None, True),
+        ("*.down_proj", "int8", False),
+    ],
+)
+def test_what_has_to_be_named_alone_is_named_by_no_pattern_for_others_too(
+    pattern: str, scheme: str | None, named: bool
+) -> None:
+    recipe = _recipe("int4", (pattern, scheme))
+    attention = {name for name in COLUMNS if "self_attn" in name}
+    assert recipe.naming(attention, COLUMNS.keys() - attention).overrides == (recipe.overrides if named else ())
+    everything = _recipe("int4", ("*", "int8"), ("*.*", "int8"))
+    assert everything.naming(COLUMNS, ()).overrides == ()
+
+
 def test_later_overrides_win() -> None:
     recipe = _recipe("int4-g32", ("*.down_proj", "int8"), ("model.layers.1.*", None), ("*.1.self_attn.*", "int4"))
     assigned = {module: str(scheme) for module, scheme in recipe.assign(COLUMNS).items()}

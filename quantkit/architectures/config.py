@@ -86,8 +86,9 @@ class OpaqueTensor:
     Attributes:
         dtype: of its elements, or of the floats that they stand for.
         role: what it is the weight of: ``linear``; ``head`` or ``tower``, linears that keep their floats unless a
-            recipe names them: an output head, or in a part for pictures or sound; ``float``, one that always does:
-            a router, a head that is the embedding over again. Empty for all others.
+            recipe names them: an output head, or in a part for pictures or sound; ``recurrent``, one that keeps its
+            floats unless a recipe names it alone, as it is in a module that carries a state from token to token;
+            ``float``, one that always does: a router, a head that is the embedding over again. Empty for all others.
         layer: its block's number among all that repeat, if it is in one.
         alias: what readers call the module of a linear where it is another name than that on disk.
     """

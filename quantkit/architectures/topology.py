@@ -225,10 +225,16 @@ def linear_columns(config: ModelConfig) -> dict[str, int]:
 
 def kept_unless_named(config: ModelConfig) -> frozenset[str]:
     """The linear modules that keep their floats unless a recipe names them: output heads; of a model known by its
-    tensors only also what is for pictures and sound."""
+    tensors only also what is for pictures and sound, and `recurrent_linears`."""
     if config.tensors is None:
         return frozenset({CANONICAL[HEAD.role]})
-    return frozenset(tensor.module for tensor in config.tensors if tensor.role in ("head", "tower"))
+    return frozenset(tensor.module for tensor in config.tensors if tensor.role in ("head", "tower", "recurrent"))
+
+
+def recurrent_linears(config: ModelConfig) -> frozenset[str]:
+    """The linear modules of a model known by its tensors only whose results go into a state that is carried from token
+    to token, or come out of it: of linear attention, state spaces and short convolutions."""
+    return frozenset(tensor.module for tensor in config.tensors or () if tensor.role == "recurrent")
 
 
 def summed_modules(config: ModelConfig) -> list[str]:

@@ -77,13 +77,19 @@ QUANTIZED_EMBEDDING = Rule(
     'convert it (`to="gguf"`, `to="mlx"`), or keep the embedding in floats',
     "vllm#45535, compressed-tensors#718, transformers#31474", ("transformers",),
 )  # fmt: skip
+LOW_BIT_STATE = Rule(
+    "low-bit-state", "warning",
+    "linear attention, a state space or a short convolution is in less than 8 bits: errors add up from token to token",
+    "quantize again with these modules in floats or int8", "nncf#4217, optimum-intel#1722",
+)  # fmt: skip
 
 RULES = (
     BAD_SETTINGS, TWO_SCHEMES, NOT_THERE, NOT_QUANTIZED, NOT_IN_CONFIG, OTHER_KIND, CODES_TYPE, INCOMPLETE,
     CODES_SHAPE, SCALE_SHAPE, UNEVEN_GROUPS, FUSED_SCHEMES, EXPERT_SCHEMES, TP_GROUPS, TP_HEADS, ACT_ORDER,
-    QUANTIZED_EMBEDDING,
+    QUANTIZED_EMBEDDING, LOW_BIT_STATE,
 )  # fmt: skip
 
+_STATE_BITS = 8
 _BY_ROWS = ("gptq", "awq")
 _NUMBER = re.compile(r"\d+")
 _FLOATS = Coded("", "", {})
@@ -139,6 +145,9 @@ def _module(view: View, module: str) -> Iterator[Finding]:
     elif claim is None and view.claims.certain:
         said = "no quantization_config" if view.folder.settings is None else "not among those it quantizes"
         yield Finding(NOT_IN_CONFIG, module, f"{TOLD[coded.kind]}, and in the config {said}")
+    bits = coded.bits if claim is None or claim.bits is None else claim.bits
+    if bits is not None and bits < _STATE_BITS and view.is_recurrent(module):
+        yield Finding(LOW_BIT_STATE, module, f"{TOLD[coded.kind]}, {bits} bits")
     yield from _types(coded)
     if claim is None:
         if coded.kind not in _KINDS.get(view.folder.method or "", (coded.kind,)):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import DiskTensor, found_tensors
 from quantkit.architectures.families import families
-from quantkit.architectures.families.opaque import named_roles, opaque_config
+from quantkit.architectures.families.opaque import Hints, named_roles, opaque_config
 from quantkit.architectures.names import is_embedding
 from quantkit.doctor.claims import Claims, read_claims
 from quantkit.doctor.folder import CONFIG, Folder
@@ -76,6 +77,10 @@ class View:
         """Whether a module is the embedding of tokens."""
         return is_embedding(module)
 
+    def is_recurrent(self, module: str) -> bool:
+        """Whether a module is in linear attention, a state space or a short convolution, by the tensors' names."""
+        return self._hints.is_recurrent(module)
+
     def rows_of_embedding(self) -> int | None:
         """How many tokens the embedding has rows for, by the tensors."""
         for name, tensor in self.stored.items():
@@ -98,6 +103,10 @@ class View:
         claim = self.claims.modules.get(module)
         bits = f" ({claim.bits} bits by the config)" if claim is not None and claim.bits != coded.bits else ""
         return coded.scheme + bits
+
+    @functools.cached_property
+    def _hints(self) -> Hints:
+        return Hints.of(self.folder.config, {name: tensor.shape for name, tensor in self.stored.items()})
 
     def _claims(self) -> Claims:
         folder = self.folder
@@ -135,5 +144,5 @@ class View:
         floats = {name: (one.shape, str(one.dtype)) for name, one in self.stored.items()}
         tensors = opaque_config(self.folder.config, floats).tensors or ()
         roles = named_roles(self.folder.config, tensors)
-        own = {one.module: one.shape for one in tensors if roles.get(one.name, ("",))[0] == "linear"}
+        own = {one.module: one.shape for one in tensors if roles.get(one.name, ("",))[0] in ("linear", "recurrent")}
         return {**own, **{module: None for module, one in self.coded.items() if one.kind}}

@@ -15,6 +15,7 @@ from quantkit.jobs.command import file_name
 from quantkit.jobs.labels import Labels
 from quantkit.jobs.scheme_map import SchemeMap
 from quantkit.jobs.settings import GptqSettings
+from quantkit.jobs.weights_only import kept_recurrent
 from quantkit.memory import size_text
 from quantkit.tensors.scheme import QuantScheme
 
@@ -68,6 +69,8 @@ def facts(source: Checkpoint, made: Made) -> list[str]:
     kept = [always, *([_layers(floats, chosen.modules)] if (floats := chosen.kept()) else [])]
     kept = kept if source.config.runnable else ["all other tensors"]
     rows["kept as floats"] = f"{'; '.join(kept)}{'' if chosen.embedding else also_head} ({source.config.dtype})"
+    if recurrent := kept_recurrent(source.config, chosen.schemes):
+        rows["kept as floats"] += "; " + recurrent.replace("*", r"\*")
     rows["method"] = _method(made)
     return ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items())]
 

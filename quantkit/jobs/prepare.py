@@ -25,7 +25,7 @@ from quantkit.formats.registry import Target
 from quantkit.jobs.scheme_map import SchemeMap
 from quantkit.jobs.settings import GptqSettings, Method, MethodOptions
 from quantkit.jobs.target import NATIVE
-from quantkit.jobs.weights_only import kept_parts
+from quantkit.jobs.weights_only import kept_parts, kept_recurrent
 from quantkit.json_values import shown
 from quantkit.model.transformers_linears import with_linears
 from quantkit.tensors.dtypes import DType
@@ -96,9 +96,12 @@ def prepare(
     if not source.config.runnable:
         source.config, linears_by, more = with_linears(source.config, source.extra_config, source.path)
         notes += [*more, *left_behind(source)]
-        if left := kept_parts(source.config, source.extra_config):
-            notes.append(f"{source.path}: kept as they are: {'; '.join(left)}")
     scheme_map, more = _assigned(source, recipe.keeping(kept), dst, target, strict=strict)
+    if not source.config.runnable:
+        if recurrent := kept_recurrent(source.config, scheme_map.schemes):
+            notes.append(f"{source.path}: {recurrent}; a recipe that names them alone may give them int8")
+        if left := kept_parts(source.config, source.extra_config, scheme_map.schemes):
+            notes.append(f"{source.path}: kept as they are: {'; '.join(left)}")
     settings = method.settings(scheme_map.schemes.values(), source, tokenizer)
     return Prepared(source, scheme_map, tokenizer, linears_by, settings, [*notes, *more])
 

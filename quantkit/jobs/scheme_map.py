@@ -9,13 +9,15 @@ from dataclasses import dataclass, field, replace
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import disk_tensors
 from quantkit.architectures.names import CANONICAL, EMBEDDING
-from quantkit.architectures.topology import kept_unless_named, linear_columns, parameters
+from quantkit.architectures.topology import kept_unless_named, linear_columns, parameters, recurrent_linears
 from quantkit.errors import QualityError, RequestError
 from quantkit.json_values import shown
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import EMBEDDING_SCHEME, QuantScheme
 
 _HEAD = CANONICAL["head"]
+_RECURRENT = "carries a state from token to token: keeps its floats unless a recipe names it alone"
+_FINE = 8  # bits that linears may have which carry a state
 
 
 @dataclass(frozen=True)
@@ -27,14 +29,14 @@ class SchemeMap:
         modules: every linear module, in layer order; before them the embedding, if it gets a scheme.
         schemes: the scheme of each that gets one.
         misfits: what was asked for, for those whose rows it does not divide.
-        too_far: why those keep their floats that rounding would change too much.
+        reasons: why modules keep their floats, where it is not because the recipe says so.
     """
 
     recipe: Recipe
     modules: tuple[str, ...]
     schemes: dict[str, QuantScheme]
     misfits: dict[str, QuantScheme]
-    too_far: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
 
     @property
     def assigned(self) -> dict[str, QuantScheme | None]:
@@ -49,20 +51,27 @@ class SchemeMap:
             RequestError: if nothing would be quantized, a pattern matches nothing, an override wants what cannot
                 be, or linears that are one module on disk would have several schemes.
         """
-        columns, kept = linear_columns(config), kept_unless_named(config)
+        columns, kept, recurrent = linear_columns(config), kept_unless_named(config), recurrent_linears(config)
         if not columns:
             raise RequestError("nothing would be quantized: no tensor is known for the weight of a linear layer")
         embedding = _embedding_scheme(recipe, config)
         if embedding is not None:
             columns, kept = {EMBEDDING: config.hidden_size, **columns}, kept | {EMBEDDING}
         on_disk = _names_on_disk(config, columns)
-        schemes = _of_stored(recipe, config).assign(columns, on_disk, _routers(config), kept)
+        _of_stored(recipe, config).require_matches([*columns, *on_disk.values()], _routers(config))
+        named = _naming(recipe, recurrent, columns, on_disk)
+        requested = {
+            module: (named if module in recurrent else recipe).requested(module, on_disk.get(module), kept)
+            for module in columns
+        }
+        _require_fine(named, {module: requested[module] for module in columns if module in recurrent}, on_disk)
+        schemes = {module: scheme.fitted(columns[module]) for module, scheme in requested.items() if scheme}
         if not schemes.keys() - {EMBEDDING}:
-            raise RequestError("the recipe keeps every layer; nothing would be quantized")
+            raise _nothing(recurrent, set(columns) - kept)
         _require_alike(schemes, config)
-        asked = {module: recipe.requested(module, on_disk.get(module), kept) for module in schemes}
-        misfits = {module: scheme for module, scheme in asked.items() if scheme and scheme != schemes[module]}
-        return cls(recipe, tuple(columns), schemes, misfits)
+        misfits = {module: scheme for module, scheme in requested.items() if scheme and scheme != schemes[module]}
+        reasons = dict.fromkeys((module for module in columns if module in recurrent - schemes.keys()), _RECURRENT)
+        return cls(recipe, tuple(columns), schemes, misfits, reasons)
 
     def without(self, too_far: Mapping[str, str]) -> SchemeMap:
         """The same with some modules that keep their floats.
@@ -81,7 +90,7 @@ class SchemeMap:
                 hint="choose a finer scheme",
             )  # fmt: skip
         misfits = {module: scheme for module, scheme in self.misfits.items() if module not in too_far}
-        return replace(self, schemes=schemes, misfits=misfits, too_far=dict(too_far))
+        return replace(self, schemes=schemes, misfits=misfits, reasons={**self.reasons, **too_far})
 
     @property
     def embedding(self) -> QuantScheme | None:
@@ -117,11 +126,53 @@ class SchemeMap:
 
     def _describe(self, module: str, record: Mapping[str, object]) -> dict[str, object]:
         if module not in self.schemes:
-            return {"scheme": None, "reason": self.too_far.get(module, "kept as float by the recipe")}
+            return {"scheme": None, "reason": self.reasons.get(module, "kept as float by the recipe")}
         facts: dict[str, object] = {"scheme": str(self.schemes[module]), **record}
         if module in self.misfits:
             facts["reason"] = f"{self.misfits[module]} does not divide the row"
         return facts
+
+
+def _naming(
+    recipe: Recipe, recurrent: Collection[str], modules: Collection[str], on_disk: Mapping[str, str]
+) -> Recipe:  # fmt: skip
+    """What a recipe says of linears that carry a state."""
+    others = {module for module in modules if module not in recurrent}
+    own, further = ({*some, *(on_disk[one] for one in some if one in on_disk)} for some in (recurrent, others))
+    return recipe.naming(own, further)
+
+
+def _require_fine(
+    recipe: Recipe, requested: Mapping[str, QuantScheme | None], on_disk: Mapping[str, str]
+) -> None:  # fmt: skip
+    """
+    Raises:
+        RequestError: if linears that carry a state are to have few bits.
+    """
+    for module, scheme in requested.items():
+        if scheme is not None and scheme.bits < _FINE:
+            names = (module, on_disk.get(module, module))
+            named = next(one for one in reversed(recipe.overrides) if any(map(one.matches, names)))
+            raise RequestError(
+                f"'{module}' carries a state from token to token: it takes int8, or keeps its floats",
+                found=f"{scheme} for {shown(named.pattern)}", expected='"int8" or "keep"',
+            )  # fmt: skip
+
+
+def _nothing(recurrent: Collection[str], others: Collection[str]) -> RequestError:
+    """The error where no linear gets a scheme."""
+    if recurrent and not others:
+        named = f'{{"pattern": "{_alike(min(recurrent))}", "scheme": "int8"}}'
+        return RequestError(
+            "nothing would be quantized: all linear layers carry a state from token to token, and keep their floats",
+            hint=f"a recipe that names them gives them int8: {named}",
+        )
+    return RequestError("the recipe keeps every layer; nothing would be quantized")
+
+
+def _alike(module: str) -> str:
+    """A pattern for all linears of a module, whatever their layer."""
+    return f"*.{module.split('.')[-2]}.*" if module.count(".") > 1 else module
 
 
 def _embedding_scheme(recipe: Recipe, config: ModelConfig) -> QuantScheme | None:

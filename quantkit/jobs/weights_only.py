@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from quantkit.architectures.config import ModelConfig, OpaqueTensor
@@ -22,35 +22,71 @@ _PARTS = {"tower": "linears of parts for pictures or sound", "head": "output hea
 _EXPERTS = re.compile(r"(.*\.)?[^.]*experts?[^.]*(\..*)?")
 _SMALL_SHARE = 0.005
 _NAMED = 4
+_NAMED_RECURRENT = 12
 
 
-def kept_parts(config: ModelConfig, raw: Mapping[str, Any]) -> list[str]:
+def kept_parts(config: ModelConfig, raw: Mapping[str, Any], quantized: Collection[str]) -> list[str]:
     """What of a model known by its tensors only is not rounded though it is large, in a few words for people.
 
     Args:
         raw: its config.json.
+        quantized: the linear modules that are.
     """
-    sizes = {tensor.name: math.prod(tensor.shape) for tensor in config.tensors or ()}
-    total = max(1, sum(sizes.values()))
-    parts: dict[str, dict[str, list[int]]] = {}
+    parts: dict[str, list[OpaqueTensor]] = {}
     for tensor in config.tensors or ():
-        part = _part(tensor, raw)
+        part = None if tensor.module in quantized else _part(tensor, raw)
         if part is not None:
-            alike = re.sub(r"(?<=\.)\d+(?=\.)", "*", tensor.name)
-            parts.setdefault(part, {}).setdefault(alike, []).append(sizes[tensor.name])
+            parts.setdefault(part, []).append(tensor)
+    total = _parameters(config.tensors or ())
     found = []
-    for part, names in parts.items():
+    for part, tensors in parts.items():
+        alike = _alike(tensors)
         if part == _OTHERS:
-            names = {name: own for name, own in names.items() if sum(own) >= _SMALL_SHARE * total}
-        count, size = sum(map(len, names.values())), sum(map(sum, names.values()))
+            alike = {name: own for name, own in alike.items() if _parameters(own) >= _SMALL_SHARE * total}
+        count, size = sum(map(len, alike.values())), sum(map(_parameters, alike.values()))
         if count:
-            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-            listed = f"{', '.join(sorted(names, key=lambda name: -sum(names[name]))[:_NAMED])}{more}"
             found.append(
-                f"{part}: {count_text(size)} parameters in {count} tensor{'s' * (count > 1)} ({listed}),"
-                f" {size / total:.1%} of the parameters"
+                f"{part}: {count_text(size)} parameters in {count} tensor{'s' * (count > 1)}"
+                f" ({_listed(alike, _NAMED)}), {size / total:.1%} of the parameters"
             )
     return found
+
+
+def kept_recurrent(config: ModelConfig, quantized: Collection[str]) -> str | None:
+    """Which linears that carry a state keep their floats, and why, in a sentence for people; None if none does.
+
+    Args:
+        quantized: the linear modules that are.
+    """
+    kept = [one for one in config.tensors or () if one.role == "recurrent" and one.module not in quantized]
+    if not kept:
+        return None
+    share = _parameters(kept) / _parameters(config.tensors or ())
+    several = len(kept) > 1
+    return (
+        f"{len(kept)} linear{'s' * several} of linear attention, state spaces or short convolutions"
+        f" keep{'s' * (not several)} {'their' if several else 'its'} floats"
+        f" ({_listed(_alike(kept), _NAMED_RECURRENT)}; {share:.1%} of the parameters), as errors there add up"
+        " from token to token"
+    )
+
+
+def _alike(tensors: Iterable[OpaqueTensor]) -> dict[str, list[OpaqueTensor]]:
+    """Tensors by their names, those of all layers and experts together."""
+    found: dict[str, list[OpaqueTensor]] = {}
+    for tensor in tensors:
+        found.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", tensor.name), []).append(tensor)
+    return found
+
+
+def _listed(alike: Mapping[str, Iterable[OpaqueTensor]], most: int) -> str:
+    """Their names, the largest first."""
+    names = sorted(alike, key=lambda name: -_parameters(alike[name]))
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _parameters(tensors: Iterable[OpaqueTensor]) -> int:
+    return sum(math.prod(tensor.shape) for tensor in tensors)
 
 
 _OTHERS = "other matrices"
@@ -61,7 +97,7 @@ def _part(tensor: OpaqueTensor, raw: Mapping[str, Any]) -> str | None:
     if tensor.role in _PARTS:
         return _PARTS[tensor.role]
     last = tensor.module.rpartition(".")[2]
-    if tensor.role == "linear" or last in ROUTERS or (tensor.role == "float" and last in HEADS):
+    if tensor.role in ("linear", "recurrent") or last in ROUTERS or (tensor.role == "float" and last in HEADS):
         return None
     if len(tensor.shape) < 2 or tensor.dtype not in FLOATS or is_table(tensor.name):
         return "further layers for prediction" if not tensor.role and is_extra_layer(tensor.name, raw) else None

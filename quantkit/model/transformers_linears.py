@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import inspect
 import logging
+import re
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +20,19 @@ from torch import nn
 from quantkit.architectures.config import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH, ModelConfig, OpaqueTensor
 from quantkit.architectures.families.opaque import (
     LINEARS,
-    expert_counts,
-    has_language_part,
+    Hints,
     is_tied,
     may_be_linear,
     named_roles,
-    never_or_named,
     with_roles,
 )
+from quantkit.architectures.recurrent import recurrent_modules
 from quantkit.errors import UnsupportedError
 from quantkit.json_values import shown, within
 
 Role = tuple[str, str | None]
-_COUNTS = ("layers", "layer", "blocks", "depth", "experts")
+_COUNTED = re.compile(r"(.+_)?(layers?|blocks|stages|depths?|experts)")  # what is counted stands last in such names
+_STATES = frozenset({"update_recurrent_state", "update_conv_state"})  # of transformers' cache
 _NOT_OF_THE_MODEL = ("quantization_config", "auto_map", "_name_or_path")
 
 
@@ -100,7 +103,8 @@ def _on_meta(transformers: Any, raw: Mapping[str, Any]) -> Any:
         raise _NotKnown(f"transformers does not know {shown(kind)}")
     _require_sane(raw)
     stated = {key: value for key, value in raw.items() if key not in _NOT_OF_THE_MODEL}
-    config = CONFIG_MAPPING[kind].from_dict(copy.deepcopy(stated))
+    known = CONFIG_MAPPING[kind]
+    config = known.from_dict(known._decode_special_floats(copy.deepcopy(stated)))  # infinities, as its own files spell
     found: Any = None
     for name in classes if isinstance(classes, list) else []:
         one = getattr(transformers, name, None) if isinstance(name, str) else None
@@ -119,9 +123,9 @@ def _require_sane(raw: Mapping[str, Any]) -> None:
     """Refuse numbers of layers and experts for which modules would fill the memory."""
     for part in within(dict(raw)):
         for key, value in part.items() if isinstance(part, dict) else ():
-            most = MAX_LAYERS if "expert" not in key else MAX_EXPERTS
-            counted = any(word in key for word in _COUNTS)
-            if type(value) is int and not -MAX_WIDTH <= value <= (most if counted else 2**40):
+            counted = _COUNTED.fullmatch(key)
+            most = 2**40 if counted is None else MAX_EXPERTS if counted[2] == "experts" else MAX_LAYERS
+            if type(value) is int and not -MAX_WIDTH <= value <= most:
                 raise _NotKnown(f"its config's '{key}' is {shown(value)}")
 
 
@@ -157,7 +161,8 @@ def _told(
     inside = None if model.base_model is model else {id(module) for module in model.base_model.modules()}
     tied = is_tied(raw) or getattr(model.config.get_text_config(), "tie_word_embeddings", False) is True
     precise = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
-    hints: Any = {"experts": expert_counts(raw), "tied": tied, "sided": has_language_part(raw)}
+    on_disk = Hints.of(raw, {tensor.name: tensor.shape for tensor in tensors})
+    hints = replace(on_disk, tied=tied, recurrent=on_disk.recurrent | _recurrent(modules))
     found: dict[str, Role] = {}
     for tensor in tensors:
         if tensor.name not in names:
@@ -165,7 +170,7 @@ def _told(
         name, alone = names[tensor.name]
         called = name.rpartition(".")[0]
         module = modules.get(called)
-        hinted = never_or_named(tensor, called, **hints)
+        hinted = hints.role(tensor, called)
         alias = None if called == tensor.module else called
         if not isinstance(module, nn.Linear):
             if not alone and hinted is None and _is_expert(tensor):
@@ -181,6 +186,21 @@ def _told(
             role = hinted or ("linear" if inside is None or id(module) in inside else "head")
         found[tensor.name] = role, alias
     return found
+
+
+def _recurrent(modules: Mapping[str, nn.Module]) -> frozenset[str]:
+    """The names of modules that carry a state: by what they hold, and by what their code does with a cache."""
+    model = modules[""]
+    held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    classes = {cls for cls in {type(module) for module in modules.values()} if _updates_state(cls)}
+    by_code = {name for name, module in modules.items() if name and type(module) in classes}
+    return recurrent_modules({name: tuple(tensor.shape) for name, tensor in held.items()}) | by_code
+
+
+def _updates_state(cls: type) -> bool:
+    """Whether the code of a module's class updates the state of linear attention or of a convolution in a cache."""
+    functions = (inspect.unwrap(one) for own in cls.__mro__ for one in vars(own).values() if inspect.isfunction(one))
+    return any(not _STATES.isdisjoint(function.__code__.co_names) for function in functions)
 
 
 def _routes(module: nn.Linear) -> bool:

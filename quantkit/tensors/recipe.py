@@ -6,7 +6,6 @@ import fnmatch
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from quantkit.arguments import as_path, as_text, as_texts, require_instance, wrong_type
@@ -41,7 +40,8 @@ class Override:
 class Recipe:
     """A default scheme for all decoder linears and per-layer overrides, later ones winning.
 
-    ``lm_head`` keeps its floats unless an override names it, as do a few others of models known by their tensors only.
+    ``lm_head`` keeps its floats unless an override names it, as do a few others of models known by their tensors only;
+    linear attention and state spaces have to be named by a pattern that matches nothing else.
 
     Raises:
         RequestError: for values of other types.
@@ -118,26 +118,47 @@ class Recipe:
                 return override.scheme
         return None if module in kept else self.default
 
-    def assign(
-        self, columns: Mapping[str, int], on_disk: Mapping[str, str] = MappingProxyType({}),
-        routers: Collection[str] = (),
-        kept: Collection[str] = _HEADS,
-    ) -> dict[str, QuantScheme]:  # fmt: skip
+    def naming(self, modules: Collection[str], others: Collection[str]) -> Recipe:
+        """This recipe for modules that have to be named alone: the overrides that keep floats, and those that match
+        some of them and none of the others. What matches everything names nothing.
+
+        Args:
+            modules, others: all names that they have.
+        """
+
+        def names(one: Override) -> bool:
+            alone = one.pattern.strip("*?.") and not any(map(one.matches, others))
+            return bool(alone) and any(map(one.matches, modules))
+
+        return Recipe(self.default, tuple(one for one in self.overrides if one.scheme is None or names(one)))
+
+    def assign(self, columns: Mapping[str, int]) -> dict[str, QuantScheme]:
         """The scheme of every module that gets one, fitted to its columns.
 
         Args:
             columns: every linear module by name with its number of inputs.
-            on_disk: what modules are called there, where otherwise.
-            routers: names of linears that never get one; a pattern may keep them.
-            kept: see `requested`.
 
         Raises:
             RequestError: if an override matches no module.
         """
+        self.require_matches(columns)
+        requested = {module: self.requested(module) for module in columns}
+        return {m: s.fitted(columns[m]) for m, s in requested.items() if s is not None}
+
+    def require_matches(self, names: Collection[str], routers: Collection[str] = ()) -> None:
+        """Require that each override matches something.
+
+        Args:
+            names: of all linear modules, those on disk among them.
+            routers: of linears that never get a scheme; a pattern may keep them.
+
+        Raises:
+            RequestError: if one matches no module, or wants a scheme for routers alone.
+        """
         for override in self.overrides:
-            if any(override.matches(name) for name in (*columns, *on_disk.values())):
+            if any(map(override.matches, names)):
                 continue
-            router = any(override.matches(name) for name in routers)
+            router = any(map(override.matches, routers))
             if router and override.scheme is not None:
                 raise RequestError(
                     "routers and gates of shared experts keep their floats", found=shown(override.pattern)
@@ -148,8 +169,6 @@ class Recipe:
                     found=shown(override.pattern),
                     expected="a glob such as 'model.layers.0.*' or '*.down_proj'",
                 )
-        requested = {module: self.requested(module, on_disk.get(module), kept) for module in columns}
-        return {m: s.fitted(columns[m]) for m, s in requested.items() if s is not None}
 
 
 def _require_scheme(name: str, scheme: object) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quantkit.architectures.config import MAX_CONTEXT, LayerConfig, ModelConfig, OpaqueTensor
+from quantkit.architectures.recurrent import is_within, recurrent_modules
 from quantkit.architectures.rope import RopeConfig
 
 LINEARS = frozenset(
@@ -100,45 +101,74 @@ def with_roles(
     return replace(config, tensors=tuple(told), unstored=unstored)
 
 
-def named_roles(raw: Mapping[str, Any], tensors: Iterable[OpaqueTensor]) -> dict[str, tuple[str, str | None]]:
-    """The roles of tensors as their names alone tell them: matrices whose module is called as in `LINEARS`."""
-    found: dict[str, tuple[str, str | None]] = {}
-    experts = expert_counts(raw)
-    tied, sided = is_tied(raw), has_language_part(raw)
-    for tensor in tensors:
-        if not may_be_linear(tensor):
-            continue
-        role = never_or_named(tensor, tensor.module, experts=experts, tied=tied, sided=sided)
-        last = tensor.module.rpartition(".")[2]
-        if role is None and last in LINEARS:
-            role = "linear"
-        elif role is None and last in HEADS:
-            role = "float" if tied else "head"
-        if role is not None:
-            found[tensor.name] = (role, None)
-    return found
+@dataclass(frozen=True)
+class Hints:
+    """What a model's config.json and the names of its tensors tell of its linears.
 
-
-def never_or_named(
-    tensor: OpaqueTensor, module: str, *, experts: frozenset[int], tied: bool, sided: bool
-) -> str | None:  # fmt: skip
-    """The role of a linear's weight where its name tells more than that it is one; None where it does not.
-
-    Args:
-        module: the linear's, on disk or as readers call it.
+    Attributes:
         experts: how many experts the model's mixtures have.
         tied: whether an output head is the embedding over again.
         sided: whether the model has parts besides that for language.
+        recurrent: the modules that carry a state, by any name that they have.
     """
-    *parents, last = module.split(".")
-    routes = tensor.shape[0] in experts and last not in LINEARS and any(word in last for word in _ROUTING)
-    if last in ROUTERS or last in NEVER or routes or not ROUTERS.isdisjoint(parents):
-        return "float"
-    if last == "lm_head":
-        return "float" if tied else "head"
-    if sided and any(_TOWER.fullmatch(part) for part in (*parents, last)):
-        return "tower"
-    return None
+
+    experts: frozenset[int]
+    tied: bool
+    sided: bool
+    recurrent: frozenset[str]
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Hints:
+        """
+        Args:
+            raw: the config.json.
+            shapes: of all tensors, by name.
+        """
+        return cls(_expert_counts(raw), is_tied(raw), _has_language_part(raw), recurrent_modules(shapes))
+
+    def is_recurrent(self, module: str) -> bool:
+        """Whether a linear is in a module that carries a state; parts for pictures and sound see all at once."""
+        return is_within(module, self.recurrent) and not self._is_tower(module)
+
+    def role(self, tensor: OpaqueTensor, module: str) -> str | None:
+        """The role of a linear's weight where more is known of it than that it is one; None where it is not.
+
+        Args:
+            module: the linear's, on disk or as readers call it.
+        """
+        *parents, last = module.split(".")
+        routes = tensor.shape[0] in self.experts and last not in LINEARS and any(word in last for word in _ROUTING)
+        if last in ROUTERS or last in NEVER or routes or not ROUTERS.isdisjoint(parents):
+            return "float"
+        if last == "lm_head":
+            return "float" if self.tied else "head"
+        if self._is_tower(module):
+            return "tower"
+        return "recurrent" if self.is_recurrent(module) or self.is_recurrent(tensor.module) else None
+
+    def _is_tower(self, module: str) -> bool:
+        return self.sided and any(_TOWER.fullmatch(part) for part in module.split("."))
+
+
+def named_roles(raw: Mapping[str, Any], tensors: Sequence[OpaqueTensor]) -> dict[str, tuple[str, str | None]]:
+    """The roles of tensors as their names alone tell them: matrices whose module is called as in `LINEARS`, and those
+    in modules that carry a state."""
+    found: dict[str, tuple[str, str | None]] = {}
+    hints = Hints.of(raw, {tensor.name: tensor.shape for tensor in tensors})
+    for tensor in tensors:
+        if not may_be_linear(tensor):
+            continue
+        role = hints.role(tensor, tensor.module)
+        last = tensor.module.rpartition(".")[2]
+        if role == "recurrent" and last not in LINEARS and is_table(tensor.name):
+            role = None
+        elif role is None and last in LINEARS:
+            role = "linear"
+        elif role is None and last in HEADS:
+            role = "float" if hints.tied else "head"
+        if role is not None:
+            found[tensor.name] = (role, None)
+    return found
 
 
 def may_be_linear(tensor: OpaqueTensor) -> bool:
@@ -170,7 +200,7 @@ def is_table(name: str) -> bool:
     return _TABLE.search(".".join(name.removesuffix(".weight").split(".")[-2:])) is not None
 
 
-def expert_counts(raw: Mapping[str, Any]) -> frozenset[int]:
+def _expert_counts(raw: Mapping[str, Any]) -> frozenset[int]:
     """How many experts a config.json says that mixtures have."""
     values = (part.get(key) for part in (raw, _language(raw)) for key in _EXPERTS)
     return frozenset(one for one in values if type(one) is int and one > 1)
@@ -181,7 +211,7 @@ def is_tied(raw: Mapping[str, Any]) -> bool:
     return any(part.get("tie_word_embeddings") is True for part in (raw, _language(raw)))
 
 
-def has_language_part(raw: Mapping[str, Any]) -> bool:
+def _has_language_part(raw: Mapping[str, Any]) -> bool:
     """Whether a config.json sets the part for language apart from others."""
     return any(isinstance(raw.get(key), dict) for key in (*_LANGUAGE, "vision_config", "audio_config"))
 
