@@ -74,7 +74,7 @@ def inspect(path: Path, weights: WeightKind | None, tensors_only: bool, data: st
 @options.target("what SRC is: hf of floats, SRC's own of quantized models")
 @options.split_max_size
 @click.option("--dequantize", is_flag=True, help="Write the floats that a quantized model means.")
-@click.option("--requantize", is_flag=True, help="Round anew what the target cannot hold exactly.")
+@click.option("--requantize", is_flag=True, help="Cast scales or round anew where the target is not exact.")
 @click.option("--mp", type=int, default=1, show_default=True, help="Number of Meta model-parallel shards.")
 @options.dtype
 @options.template

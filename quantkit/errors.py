@@ -93,6 +93,10 @@ class UnsupportedError(QuantkitError):
     exit_code = 4
 
 
+class NotHeldError(UnsupportedError):
+    """A format has no codes, scales or zero points that are exactly those of a quantized tensor."""
+
+
 class DestinationError(QuantkitError):
     """The destination exists, cannot be written, or has too little space."""
 

@@ -84,6 +84,9 @@ class Steps:
         scale = raw.read("steps", part if part is not None and part.axis == 0 else None)
         return QuantTensor(codes, scale.unsqueeze(1), None, INT8)
 
+    def misfit(self, shape: tuple[int, ...]) -> None:
+        return None
+
     def encode(self, value: QuantTensor) -> list[Tensor] | Reason:
         if (value.scale < 0).any():
             return Reason("a scale is negative", found=value.scale.min().item())
@@ -132,8 +135,11 @@ class Backwards:
         value = raw.read("weight", rows).flip(1).view(torch.bfloat16)
         return part.of(value) if part is not None and rows is None else value
 
-    def encode(self, value: QuantTensor) -> Reason:
+    def misfit(self, shape: tuple[int, ...]) -> Reason:
         return Reason("it is only read")
+
+    def encode(self, value: QuantTensor) -> Reason:
+        return self.misfit(value.shape)
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,13 @@ import oracle
 import pytest
 import torch
 from command import Capture, run
+from quantized_folders import quantized
 from safetensors.torch import load_file, save_file
 
 import quantkit
-from quantkit.architectures.topology import linear_columns
 from quantkit.data.files import DEMO_MODEL, EXCERPT
 from quantkit.errors import NonFiniteError, QuantkitError, RequestError, UnsupportedError
 from quantkit.formats.checkpoint import schemes
-from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.codecs.gptq_linear import GptqLinear
 from quantkit.formats.detect import open_checkpoint
 from quantkit.quality.transcoded import equal_as_numbers
@@ -51,28 +49,9 @@ def folders(floats: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     """Models in compressed-tensors as quantkit lays them out, every third of their scales negative."""
     made, base = {}, tmp_path_factory.mktemp("quantized")
     for scheme in ("int4-g32", "int4-g64", "int4-g128", "int4-g64-asym", "int8"):
-        source = _quantized(floats, base / f"{scheme}-source", QuantScheme.parse(scheme))
+        source = quantized(floats, base / f"{scheme}-source", QuantScheme.parse(scheme))
         made[scheme] = quantkit.convert(source, base / scheme, source_check=False).path
     return made
-
-
-def _quantized(floats: Path, folder: Path, scheme: QuantScheme) -> Path:
-    """A folder in compressed-tensors, written by the safetensors library."""
-    method, source = CompressedTensors(), open_checkpoint(floats)
-    modules = [module for module in linear_columns(source.config) if module != "lm_head"]
-    oracle.copy(floats, folder)
-    tensors = load_file(folder / "model.safetensors")
-    for module in modules:
-        spec, weight = source.info(f"{module}.weight"), tensors.pop(f"{module}.weight")
-        value = quantize_rtn(weight, scheme, torch.bfloat16)
-        value.scale.view(-1)[::3] *= -1
-        stored = method.codec(scheme).stored(replace(spec, scheme=scheme))
-        encoded = method.codec(scheme).encode(value)
-        tensors |= {one.name: tensor for one, tensor in zip(stored, encoded, strict=True)}
-    settings = method.write_settings(dict.fromkeys(modules, scheme), [*modules, "lm_head"])
-    oracle.edit_json(folder / "config.json", quantization_config=settings)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return folder
 
 
 def _change(folder: Path, change: Any) -> None:
@@ -194,7 +173,7 @@ def test_what_cannot_be_held_exactly_is_refused_by_the_first_tensors_name(
         code, _, err = run(capfd, *words, folders[scheme], tmp_path / "out", "--to", to, "--no-source-check")
         assert code == 4
         assert f"tensor 'model.layers.0.self_attn.q_proj.weight' cannot be held exactly as {to}: {reason}" in err
-        assert "--requantize of convert" in err
+        assert "--requantize casts scales" in err
     assert not list(tmp_path.iterdir())
 
 

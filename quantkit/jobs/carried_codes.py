@@ -1,10 +1,10 @@
 """What becomes of quantized weights in another format: the same codes, with scales of which type; or, where that is
-allowed, codes rounded anew of those that it cannot hold exactly."""
+allowed, the least change of those that it cannot hold exactly: scales of another type, else codes rounded anew."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from quantkit.formats.codecs.compressed_tensors import CompressedTensors, Int8Ac
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.finite import all_finite, checked_cast
-from quantkit.tensors.qtensor import ROUNDING, QuantTensor, quantize_rtn, relative_error
+from quantkit.tensors.qtensor import ROUNDING, SCALES_CAST, QuantTensor, cast_scales, quantize_rtn, relative_error
 from quantkit.tensors.scheme import QuantScheme
 
 _MOST_BITS_OF_INT4 = 5.2
@@ -42,10 +42,37 @@ class Rounding:
     reason: str
 
 
-def to_be_rounded(source: StoredCheckpoint, codes: CodeFormat, *, weights: bool) -> dict[str, Rounding]:
-    """The weights that a format cannot hold exactly, by name.
+@dataclass(frozen=True)
+class ScaleCast:
+    """What becomes of a weight of which a format cannot hold the scales alone.
 
-    Integers whose codes are not carried are rounded in the linears that `quantize` takes; others become floats.
+    Attributes:
+        dtypes: to which they are rounded, one after the other.
+        reason: why, in words.
+    """
+
+    dtypes: tuple[DType, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What becomes of the weights that a format cannot hold exactly, by name; none is in both.
+
+    Attributes:
+        rounded: those whose codes are rounded anew.
+        cast: those that keep their codes and zero points.
+    """
+
+    rounded: Mapping[str, Rounding] = field(default_factory=dict)
+    cast: Mapping[str, ScaleCast] = field(default_factory=dict)
+
+
+def needed_changes(source: StoredCheckpoint, codes: CodeFormat, *, weights: bool) -> Changes:
+    """What becomes of the weights that a format cannot hold exactly: the least that lets it hold them.
+
+    Where only the scales do not fit they are cast, unless that moves a weight by more than half a step. Integers whose
+    codes are not carried are rounded in the linears that `quantize` takes; others become floats.
 
     Args:
         codes: the format.
@@ -54,19 +81,23 @@ def to_be_rounded(source: StoredCheckpoint, codes: CodeFormat, *, weights: bool)
     Raises:
         UnsupportedError: if it has nothing for such a weight at all.
     """
-    found = {}
+    found: dict[str, Rounding] = {}
+    cast: dict[str, ScaleCast] = {}
     for module, scheme in schemes(source).items():
         name = f"{module}.weight"
         if widened(source, module, codes):
             continue
         reason = _reason(source, name, scheme, codes, weights=weights)
-        if reason is not None:
+        if isinstance(reason, ScaleCast):
+            cast[name] = reason
+        elif reason is not None:
             found[name] = Rounding(_closest(source, name, scheme, codes), reason.problem)
     linears = linear_columns(source.config).keys() - kept_unless_named(source.config)
     for name, stored_as in read_as_floats(source).items():
         if name.removesuffix(".weight") in linears:
             found[name] = Rounding(_closest(source, name, _suggested(source, name), codes), f"it is {stored_as}")
-    return found | _together(source, found)
+    found |= _together(source, found)
+    return Changes(found, {name: one for name, one in cast.items() if name not in found})
 
 
 def widened(source: Checkpoint, module: str, codes: CodeFormat) -> bool:
@@ -83,37 +114,40 @@ def widened(source: Checkpoint, module: str, codes: CodeFormat) -> bool:
 def require_held(source: Checkpoint, codes: CodeFormat, to_round: Mapping[str, Rounding]) -> None:
     """
     Raises:
-        UnsupportedError: naming the first tensor of a scheme that a format has not.
+        NotHeldError: naming the first tensor of a scheme, or of sizes, that a format has not.
     """
     for module, scheme in schemes(source).items():
-        if widened(source, module, codes):
+        name = f"{module}.weight"
+        if name in to_round or widened(source, module, codes):
             continue
-        reason = codes.codec(scheme, embedding=module == EMBEDDING) if f"{module}.weight" not in to_round else None
-        if isinstance(reason, Reason):
-            raise reason.error(f"{module}.weight", codes.name)
+        if (reason := _told_by_header(source, name, scheme, codes)) is not None:
+            raise reason.error(name, codes.name)
 
 
-def common_scale_dtype(
-    source: Checkpoint, codes: CodeFormat, to_round: Mapping[str, Rounding], *, look: bool
-) -> DType | None:  # fmt: skip
-    """The type of all scales: the format's or the model's; None where each weight's own has to stay.
+def common_scale_dtype(source: Checkpoint, codes: CodeFormat, changes: Changes, *, look: bool) -> DType | None:
+    """The type of all scales: the format's, that of the cast ones, or the model's; None where each weight's own has to
+    stay.
 
     Args:
         look: whether to look at scales of other types, and not at headers alone.
     """
     if codes.scale_dtype is not None:
         return codes.scale_dtype
+    if changes.cast:
+        return next(iter(changes.cast.values())).dtypes[-1]
     model = DType(source.config.dtype)
     quantized = (module for module, scheme in schemes(source).items() if not widened(source, module, codes))
-    carried = [name for module in quantized if (name := f"{module}.weight") not in to_round]
+    carried = [name for module in quantized if (name := f"{module}.weight") not in changes.rounded]
     others = [name for name in carried if source.info(name).dtype != model]
-    return model if all(look and _exact_in(source, name, model) for name in others) else None
+    return model if all(look and _held_in(source, name, model, codes) for name in others) else None
 
 
-def _exact_in(source: Checkpoint, name: str, dtype: DType) -> bool:
+def _held_in(source: Checkpoint, name: str, dtype: DType, codes: CodeFormat) -> bool:
+    """Whether a format holds a weight exactly, with scales of another type."""
     value = source.load(name)
     assert isinstance(value, QuantTensor)
-    return with_scales(value, dtype) is not None
+    told, codec = with_scales(value, dtype), codes.codec(value.scheme, embedding=name == f"{EMBEDDING}.weight")
+    return told is not None and not isinstance(codec, Reason) and not isinstance(codec.encode(told), Reason)
 
 
 def with_scales(value: QuantTensor, dtype: DType) -> QuantTensor | None:
@@ -154,27 +188,51 @@ def rounded(
     return found, {"solver": ROUNDING, "relative_error": float(f"{relative_error(found, floats):.4g}")}
 
 
+def cast(value: QuantTensor, dtypes: tuple[DType, ...]) -> tuple[QuantTensor, Mapping[str, object]]:
+    """A weight with scales of another type, see `ScaleCast`, with what the manifest says of it."""
+    found = cast_scales(value, *(dtype.torch for dtype in dtypes))
+    assert found is not None, "it was cast when the conversion was planned"
+    error = relative_error(found, value.dequantize())
+    return found, {"solver": SCALES_CAST, "relative_error": float(f"{error:.4g}")}
+
+
 def _reason(
     source: StoredCheckpoint, name: str, scheme: QuantScheme, codes: CodeFormat, *, weights: bool
-) -> Reason | None:
-    """Why a weight cannot be held exactly; None if it can."""
+) -> Reason | ScaleCast | None:
+    """Why a weight cannot be held exactly, or what is done to its scales so that it can; None if it can."""
+    told = _told_by_header(source, name, scheme, codes)
     codec = codes.codec(scheme, embedding=name == f"{EMBEDDING}.weight")
-    if isinstance(codec, Reason) or not weights:
-        return codec if isinstance(codec, Reason) else None
+    if told is not None or isinstance(codec, Reason) or not weights:
+        return told
     value = source.load(name)
     assert isinstance(value, QuantTensor)
     stored = codec.encode(value)
-    return stored if isinstance(stored, Reason) else None
+    if not isinstance(stored, Reason):
+        return None
+    other = cast_scales(value, *(dtype.torch for dtype in stored.scale_types)) if stored.scale_types else None
+    held = other is not None and not isinstance(codec.encode(other), Reason)
+    return ScaleCast(stored.scale_types, stored.problem) if held else stored
+
+
+def _told_by_header(source: Checkpoint, name: str, scheme: QuantScheme, codes: CodeFormat) -> Reason | None:
+    """Why a weight of a scheme and of its sizes cannot be held; None if some such can."""
+    codec = codes.codec(scheme, embedding=name == f"{EMBEDDING}.weight")
+    return codec if isinstance(codec, Reason) else codec.misfit(source.info(name).shape)
 
 
 def _closest(source: StoredCheckpoint, name: str, scheme: QuantScheme, codes: CodeFormat) -> QuantScheme:
     """Of the schemes that a format has, the one that loses least: as many bits or more, groups that are no longer."""
-    columns = source.info(name).shape[1]
-    fitting = [one for one in codes.schemes if one.group_size is None or columns % one.group_size == 0]
+    rows, columns = source.info(name).shape
+    fitting = [
+        one for one in codes.schemes
+        if (one.group_size is None or columns % one.group_size == 0)
+        and _told_by_header(source, name, one, codes) is None
+    ]  # fmt: skip
     if not fitting:
         raise UnsupportedError(
-            f"tensor '{name}' cannot be rounded to {codes.name}", path=source.path, found=f"{columns} columns",
-            expected=", ".join(map(str, codes.schemes)),
+            f"tensor '{name}' cannot be rounded to {codes.name}", path=source.path, found=f"{rows} x {columns}",
+            expected=f"sizes that one of {', '.join(map(str, codes.schemes))} goes with",
+            hint="choose another format, or write floats with `dequantize=True`",
         )  # fmt: skip
     wanted = columns // scheme.groups(columns)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,14 +14,14 @@ from torch import Tensor
 from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import linear_columns
 from quantkit.arguments import as_path, as_whole, require_flags
-from quantkit.errors import RequestError, UnsupportedError
+from quantkit.errors import NotHeldError, RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, read_as_floats, schemes
 from quantkit.formats.container import Output, StoredCheckpoint
 from quantkit.formats.detect import WeightKind, open_checkpoint
 from quantkit.formats.folder import carried_templates, checked_tokenizer, left_behind
 from quantkit.formats.output.staging import require_name, require_new_names
 from quantkit.formats.registry import CONTAINERS, GGUF, Target
-from quantkit.jobs.carried_codes import Rounding, common_scale_dtype, require_held, to_be_rounded, widened
+from quantkit.jobs.carried_codes import Changes, common_scale_dtype, needed_changes, require_held, widened
 from quantkit.jobs.labels import model_name
 from quantkit.jobs.output import SHARD_BYTES, Work
 from quantkit.jobs.target import asked_target, shard_bytes, target_of
@@ -38,14 +39,14 @@ class Conversion:
     Attributes:
         work: what is to be written.
         target: as what.
-        rounded: what becomes of weights that it cannot hold exactly, by name.
-        precise: the source as these are read, in float32 where they are read as floats.
+        changes: what becomes of weights that it cannot hold exactly.
+        precise: the source as those that are rounded are read, in float32 where they are read as floats.
         notes: for the user.
     """
 
     work: Work
     target: Target
-    rounded: Mapping[str, Rounding]
+    changes: Changes
     precise: Checkpoint
     notes: list[str]
 
@@ -80,23 +81,25 @@ def conversion(
     notes += left_behind(source)
     _require_convertible(source, target, cast, dequantize=dequantize, requantize=requantize)
     config = source.config if cast is None else source.config.with_dtype(cast)
-    to_round: dict[str, Rounding] = {}
+    changes = Changes()
     scale_dtype = None
     if target.codes is not None and not dequantize:
-        to_round = to_be_rounded(source, target.codes, weights=look) if requantize else {}
-        require_held(source, target.codes, to_round)
-        if to_round.keys() & read_as_floats(source).keys():
+        changes = needed_changes(source, target.codes, weights=look) if requantize else changes
+        with advising(requantize=requantize):
+            require_held(source, target.codes, changes.rounded)
+        if changes.rounded.keys() & read_as_floats(source).keys():
             precise = open_checkpoint(src, weights, tensors_only=tensors_only, floats_as=DType.FLOAT32)
-        scale_dtype = common_scale_dtype(source, target.codes, to_round, look=look)
-        notes += _carrying_notes(source, dst, target, scale_dtype, to_round, requantize=requantize)
-    specs = _specs(source, cast, None if dequantize else to_round, scale_dtype, target)
+        scale_dtype = common_scale_dtype(source, target.codes, changes, look=look)
+        notes += _carrying_notes(source, dst, target, scale_dtype, changes, requantize=requantize)
+    specs = _specs(source, cast, None if dequantize else changes, scale_dtype, target)
     templates = carried_templates(source, tokenizer, template)
     most = shard_bytes(split_max_size, container, SHARD_BYTES)
     output = Output(
         source, config, specs, most, tokenizer, mp, target.method, templates, model_name(source), dst
     )  # fmt: skip
-    side_files = container.side_files(output)
-    encoder = container.encoder(output)
+    with advising(requantize=requantize):
+        side_files = container.side_files(output)
+        encoder = container.encoder(output)
     notes += container.notes(output)
     options: dict[str, object] = {
         "to": target.name, "mp": mp, "dtype": None if cast is None else _SHORT[cast],
@@ -108,7 +111,25 @@ def conversion(
     }  # fmt: skip
     options |= {name: value for name, value in given.items() if value}
     work = Work("convert", source, encoder, side_files, options)
-    return Conversion(work, target, to_round, precise, [*source.notes, *notes])
+    return Conversion(work, target, changes, precise, [*source.notes, *notes])
+
+
+@contextmanager
+def advising(*, requantize: bool) -> Iterator[None]:
+    """Have an error about a tensor that a format cannot hold name the option that lets it change, unless it is given.
+
+    Raises:
+        NotHeldError: of what is done within.
+    """
+    try:
+        yield
+    except NotHeldError as error:
+        if requantize:
+            raise
+        raise NotHeldError(
+            error.problem, path=error.path, found=error.found, expected=error.expected,
+            hint="`requantize=True` casts scales that do not fit, and rounds anew what else cannot be held",
+        ) from error  # fmt: skip
 
 
 def _require_convertible(
@@ -154,12 +175,17 @@ def _require_convertible(
 
 
 def _carrying_notes(
-    source: Checkpoint, dst: Path, target: Target, scale_dtype: DType | None, to_round: Mapping[str, Rounding], *,
-    requantize: bool,
-) -> list[str]:  # fmt: skip
+    source: Checkpoint, dst: Path, target: Target, scale_dtype: DType | None, changes: Changes, *, requantize: bool
+) -> list[str]:
     """What a user should know of the codes that are written."""
-    notes = []
+    notes, to_round = [], changes.rounded
     total = len(schemes(source)) + sum(name.removesuffix(".weight") not in schemes(source) for name in to_round)
+    if changes.cast:
+        name, cast = next(iter(changes.cast.items()))
+        notes.append(
+            f"{dst}: {len(changes.cast)} of {total} quantized tensors keep their codes, and their scales are cast to"
+            f" {cast.dtypes[-1]} ('{name}': {cast.reason})"
+        )
     if to_round:
         name, first = next(iter(to_round.items()))
         kinds = ", ".join(sorted({str(one.scheme) for one in to_round.values()}))
@@ -167,7 +193,7 @@ def _carrying_notes(
             f"{dst}: {len(to_round)} of {total} quantized tensors cannot be held exactly as {target.name} and are"
             f" rounded anew to {kinds} ('{name}': {first.reason})"
         )
-    elif requantize:
+    elif requantize and not changes.cast:
         notes.append(f"{dst}: `requantize=True` was not needed: {target.name} holds every quantized tensor exactly")
     if target.codes is not None and EMBEDDING in schemes(source) and widened(source, EMBEDDING, target.codes):
         notes.append(
@@ -187,13 +213,12 @@ def _carrying_notes(
 
 
 def _specs(
-    source: Checkpoint, cast: DType | None, to_round: Mapping[str, Rounding] | None, scale_dtype: DType | None,
-    target: Target,
-) -> list[TensorSpec]:  # fmt: skip
+    source: Checkpoint, cast: DType | None, changes: Changes | None, scale_dtype: DType | None, target: Target
+) -> list[TensorSpec]:
     """The tensors of the output, in order.
 
     Args:
-        to_round: weights that get other codes; None where all become floats.
+        changes: of weights that do not stay as they are; None where all become floats.
         scale_dtype: of all scales; None where each weight's own stays.
     """
     config = replace(
@@ -201,6 +226,7 @@ def _specs(
     )
     model = DType(config.dtype)
     assigned = {}
+    to_round = None if changes is None else changes.rounded
     if to_round is not None:
         assigned = {f"{module}.weight": scheme for module, scheme in schemes(source).items()}
         assigned |= {name: one.scheme for name, one in to_round.items()}

@@ -14,8 +14,8 @@ from quantkit.arguments import require_flags
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.container import StoredCheckpoint, weight_size
 from quantkit.formats.detect import WeightKind
-from quantkit.jobs.carried_codes import rounded, with_scales
-from quantkit.jobs.conversion import Conversion, conversion, stored_name
+from quantkit.jobs.carried_codes import cast, rounded, with_scales
+from quantkit.jobs.conversion import Conversion, advising, conversion, stored_name
 from quantkit.jobs.output import JobWriter, Work, model_summary, writing
 from quantkit.jobs.result import ConvertResult
 from quantkit.jobs.target import TargetName
@@ -62,8 +62,9 @@ def convert(
         dtype: ``bf16``, ``fp16``, ``fp32``, or torch's; None keeps each tensor's own. Of quantized models it goes with
             GGUF, for the tensors that are floats, and with `dequantize`.
         dequantize: write the floats that a quantized model means, each rounded once to the model's float type.
-        requantize: round anew what `to` cannot hold exactly; the result is then held against the source, and refused
-            where it is too far from it.
+        requantize: change as little as needed of what `to` cannot hold exactly: cast scales to a type that it holds,
+            codes and zero points as they are, else round the weight anew. The result is then compared with the
+            source, and refused if it is too far from it.
         split_max_size: bytes of the largest file of weights, by default 2 GiB, and all of them in GGUF.
         template: of conversations, for an instruct model that brings none: ``llama2`` or ``llama3``, which say what
             Meta's code does, or a file ``*.jinja``; None carries those of `src`.
@@ -96,21 +97,24 @@ def convert(
     work, source = planned.work, planned.work.source
     exact: Exact | None = None
     gate: Gate | None = None
+    changes = planned.changes
     with writing(work, Path(dst), resume=resume, source_check=source_check, progress=progress) as writer:
         writer.tell()
-        for spec in writer.missing:
-            writer.put(spec.name, *_value(planned, spec, allow_nonfinite))
+        with advising(requantize=requantize):
+            for spec in writer.missing:
+                writer.put(spec.name, *_value(planned, spec, allow_nonfinite))
         result = writer.seal()
         size = weight_size(result)
         if not dequantize and planned.target.codes is not None:
-            exact = require_exact(source, result, planned.rounded, progress=progress)
-        if planned.rounded:
+            dtypes = {name: one.dtypes for name, one in changes.cast.items()}
+            exact = require_exact(source, result, changes.rounded, dtypes, progress=progress)
+        if changes.rounded or changes.cast:
             gate = run_gate(source, result, writer.records, asked=_asked(work), progress=in_phase(progress, "gate"))
             require_passed(gate, source, result, Path(dst), remedy="start from the float model")
         details = _details(planned, writer, result, float_name(dtype) or source.config.dtype, exact, gate)
         manifest = writer.commit(details)
     return ConvertResult(
-        Path(dst), *size, exact, len(planned.rounded), gate, time.monotonic() - began,
+        Path(dst), *size, exact, len(changes.rounded), gate, time.monotonic() - began,
         [*planned.notes, *writer.notes], manifest,
     )  # fmt: skip
 
@@ -119,14 +123,17 @@ def _value(
     planned: Conversion, spec: TensorSpec, allow_nonfinite: bool
 ) -> tuple[Tensor | QuantTensor, Mapping[str, object] | None]:
     """A tensor of the output, and what the manifest says of how it was found."""
-    source = planned.precise if spec.name in planned.rounded else planned.work.source
+    changes = planned.changes
+    source = planned.precise if spec.name in changes.rounded else planned.work.source
     value = source.load(stored_name(source, spec.name))
     if isinstance(value, QuantTensor) and spec.scheme is not None:
         checked_codes(value, spec.name, source.path, allow_nonfinite)
-    if spec.scheme is not None and spec.name in planned.rounded:
+    if spec.scheme is not None and spec.name in changes.rounded:
         return rounded(value, spec.scheme, spec.dtype.torch, spec.name, source.path)
     if isinstance(value, Tensor):
         return checked_cast(value, spec.dtype.torch, spec.name, source.path, allow_nonfinite), None
+    if spec.scheme is not None and spec.name in changes.cast:
+        return cast(value, changes.cast[spec.name].dtypes)
     if spec.scheme is not None:
         return with_scales(value, spec.dtype) or value, {"solver": CARRIED}
     floats = torch.empty(value.shape, dtype=spec.dtype.torch)

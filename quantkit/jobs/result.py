@@ -23,9 +23,10 @@ class ConvertResult:
         path: the new folder.
         weight_bytes: what the tensors occupy on disk.
         bits_per_weight: their average over all parameters.
-        exact: what of a quantized source was read back and found equal; None where no codes were carried.
+        exact: what of a quantized source was read back and found equal, or equal but for the type of its scales; None
+            where no codes were carried.
         rounded: how many quantized tensors were rounded anew, as `requantize` allows.
-        quality: what the gate measured of them; None where there are none.
+        quality: what the gate measured of them, and of those whose scales were cast; None where there are none.
         seconds: what it took; a resumed run counts its own time.
         notes: what one should know though it is no error.
         manifest: what ``quantkit.json`` holds.
@@ -52,7 +53,7 @@ class ConvertResult:
         if self.exact is not None and not (self.rounded and not self.exact.tensors):
             facts.append(self.exact.line())
         if self.quality is not None:
-            facts += [f"{self.rounded} rounded anew", *_lost(self.quality)]
+            facts += [*([f"{self.rounded} rounded anew"] if self.rounded else []), *_lost(self.quality)]
         return [f"wrote {self.path}: {', '.join([*facts, _time(self.seconds)])}"]
 
 

@@ -19,7 +19,7 @@ from quantkit.quality.bounds import BOUNDS, coarser, coarsest, weight_bound, wor
 from quantkit.quality.figures import Estimate
 from quantkit.quality.measures import Quality, compare_texts
 from quantkit.quality.windows import WINDOW, measured_windows
-from quantkit.tensors.qtensor import CARRIED, ROUNDING, QuantTensor, relative_error
+from quantkit.tensors.qtensor import CARRIED, ROUNDING, SCALES_CAST, QuantTensor, relative_error
 from quantkit.tensors.scheme import QuantScheme
 
 _WORST = 3
@@ -254,8 +254,8 @@ def _distorted(
             if not error <= bound:
                 found[module] = (_rounded(error), _rounded(bound))
             continue
-        if record.get("solver") in (ROUNDING, CARRIED):
-            continue  # its error is that of rounding, or it has none
+        if record.get("solver") in (ROUNDING, SCALES_CAST, CARRIED):
+            continue  # its error is that of rounding, or less, or it has none
         error = float(record.get("relative_error", math.nan))
         bound = weight_bound(*_pair(source, result, module), worst)
         if not error <= bound:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +15,8 @@ from quantkit.errors import QuantkitError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.progress import Progress, silent
 from quantkit.quality.bounds import same_bits
-from quantkit.tensors.qtensor import QuantTensor, row_chunks
+from quantkit.tensors.dtypes import DType
+from quantkit.tensors.qtensor import QuantTensor, cast_scales, row_chunks
 from quantkit.tensors.tensor_slice import TensorSlice
 
 _AT_ONCE = 1 << 23  # floats that are compared at a time
@@ -30,40 +31,48 @@ class Exact:
         equal: how many of them are the same numbers as in the source.
         floats: how many tensors of floats have the source's type, and each of its bits.
         norms: how many norms are not the source's, as GGUF has them with one added, which rounds small weights.
+        scales_cast: how many of the quantized ones have the source's codes and zero points, and its scales rounded to
+            another type.
     """
 
     tensors: int
     equal: int
     floats: int
     norms: int = 0
+    scales_cast: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """The manifest's form."""
-        return {name: count for name, count in asdict(self).items() if count or name != "norms"}
+        return {name: count for name, count in asdict(self).items() if count or name not in ("norms", "scales_cast")}
 
     def line(self) -> str:
         """For people."""
         lost = f", but {self.norms} norms rounded, to which GGUF adds 1" if self.norms else ""
         if not self.tensors:
             return f"all {self.floats} tensors that were not cast equal bit for bit{lost}"
+        if self.scales_cast:
+            count = f"{self.equal} of {self.tensors} quantized tensors"
+            return f"{count} equal as numbers, {self.scales_cast} in codes and zero points, with scales cast{lost}"
         return f"all {self.equal} quantized tensors equal as numbers{lost}"
 
 
 def require_exact(
-    source: Checkpoint, result: Checkpoint, rounded: Collection[str] = (), *, progress: Progress = silent
-) -> Exact:
+    source: Checkpoint, result: Checkpoint, rounded: Collection[str] = (),
+    cast: Mapping[str, tuple[DType, ...]] | None = None, *, progress: Progress = silent,
+) -> Exact:  # fmt: skip
     """Hold what was written, as its own reader gives it, against its source.
 
     Tensors that were cast to another float type are left out; norms to which GGUF adds one may differ, and are counted.
 
     Args:
         rounded: the tensors whose codes were not carried.
+        cast: the types through which the scales of others went, by name.
 
     Raises:
         QuantkitError: if a tensor differs: quantkit, or the disk, has changed it.
     """
     names, own = result.names(), frozenset(source.names())
-    quantized = floats = norms = 0
+    quantized = floats = norms = scales_cast = 0
     for index, name in enumerate(names):
         progress("exact", index, len(names), "tensors")
         before = source.info(name if name in own else "model.embed_tokens.weight")
@@ -72,6 +81,9 @@ def require_exact(
         if before.scheme is not None:
             quantized += 1
             equal = _same_codes(source, result, before.name, name)
+            if not equal and name in (cast or {}):
+                equal = _same_codes(source, result, before.name, name, (cast or {})[name])
+                scales_cast += equal
         elif _offset(result, name):
             norms += not _same_when_rounded(source, result, name)
             continue
@@ -86,7 +98,7 @@ def require_exact(
                 hint="a bug in quantkit, or a disk that fails; nothing is kept",
             )  # fmt: skip
     progress("exact", len(names), len(names), "tensors")
-    return Exact(quantized, quantized, floats, norms)
+    return Exact(quantized, quantized - scales_cast, floats, norms, scales_cast)
 
 
 def equal_as_numbers(a: QuantTensor, b: QuantTensor) -> bool:
@@ -113,8 +125,16 @@ def _offset(result: Checkpoint, name: str) -> bool:
     return result.format == "gguf" and result.config.norm_offset != 0 and "norm" in name
 
 
-def _same_codes(source: Checkpoint, result: Checkpoint, before_name: str, name: str) -> bool:
+def _same_codes(
+    source: Checkpoint, result: Checkpoint, before_name: str, name: str, cast: tuple[DType, ...] = ()
+) -> bool:  # fmt: skip
+    """
+    Args:
+        cast: the types through which the source's scales went.
+    """
     before, after = source.load(before_name), result.load(name)
+    if isinstance(before, QuantTensor) and cast:
+        before = cast_scales(before, *(dtype.torch for dtype in cast)) or before
     if isinstance(before, QuantTensor) and isinstance(after, Tensor) and name == f"{EMBEDDING}.weight":
         chunks = row_chunks(*before.shape)  # a format that has codes of linears only
         return before.shape == after.shape and all(

@@ -15,6 +15,8 @@ ROUNDING = "round-to-nearest"
 """What manifests call the solver that only rounds: `quantize_rtn`."""
 CARRIED = "carried"
 """What they call it where codes are those of the source."""
+SCALES_CAST = "scales cast"
+"""What they call it where codes and zero points are those of the source, and scales are rounded to another type."""
 
 _CHUNK_ELEMENTS = 1 << 20
 _CACHED_ELEMENTS = 1 << 17  # whose float32 temporaries stay in a core's cache
@@ -94,6 +96,28 @@ class QuantTensor:
         zero = self.scheme.levels // 2 if self.zero is None else self.zero.float().unsqueeze(-1)
         values = self.codes.view(rows, groups, -1).float().sub_(zero)
         return values.mul_(self.scale.float().unsqueeze(-1)).view(rows, columns)
+
+
+def cast_scales(value: QuantTensor, *dtypes: torch.dtype) -> QuantTensor | None:
+    """The same codes and zero points, with scales that are rounded to each type in turn.
+
+    Scales that are NaN or infinite stay so.
+
+    Returns:
+        None where a weight would move by more than half a step, as by rounding it anew: where a scale overflows, or
+        becomes zero or subnormal, in a group that has other weights than zeros.
+    """
+    scale = value.scale
+    for dtype in dtypes:
+        scale = scale.to(dtype)
+    rows, groups = scale.shape
+    zero = value.scheme.levels // 2 if value.zero is None else value.zero.short().unsqueeze(-1)
+    steps = (value.codes.view(rows, groups, -1).short() - zero).abs().amax(-1)  # of the largest weight
+    before, after = value.scale.double(), scale.double()
+    moved = steps * (after - before).abs() <= before.abs() / 2
+    if not (moved | ~before.isfinite()).all():
+        return None
+    return QuantTensor(value.codes, scale, value.zero, value.scheme)
 
 
 def quantize_rtn(weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) -> QuantTensor:

@@ -59,8 +59,7 @@ class AwqLinear:
                 f"'{raw.name}' is quantized, but its {' and '.join(missing)} are missing", path=raw.path,
                 hint="a weight file is missing or damaged; download it again",
             )  # fmt: skip
-        rows, columns = expected.shape
-        if reason := self._unsupported(rows, columns):
+        if reason := self.misfit(expected.shape):
             raise UnsupportedError(
                 f"'{raw.name}' is quantized, but {reason.problem}", path=raw.path, found=reason.found,
                 expected=reason.expected,
@@ -112,11 +111,19 @@ class AwqLinear:
         value = QuantTensor(codes, raw.read(SCALES, groups).t().contiguous(), zero, spec.scheme)
         return value if (first, last) == (start, stop) else value.columns(start - first, stop - first)
 
+    def misfit(self, shape: tuple[int, ...]) -> Reason | None:
+        rows, columns = shape
+        if rows % _PER_WORD:
+            return Reason("its outputs fill no whole words", found=rows, expected=f"a multiple of {_PER_WORD}")
+        if self.scheme.group_size is not None and columns % self.scheme.group_size:
+            return Reason("the group size does not divide its row", found=f"{columns} columns", expected=self.scheme)
+        return None
+
     def encode(self, value: QuantTensor) -> list[Tensor] | Reason:
         import torch
 
         rows, columns = value.shape
-        if reason := self._unsupported(rows, columns):
+        if reason := self.misfit(value.shape):
             return reason
         scale = exact_scale(value.scale, DType.FLOAT16)
         if isinstance(scale, Reason):
@@ -134,14 +141,6 @@ class AwqLinear:
             StoredTensor(module + QZEROS, DType.INT32, (groups, rows // _PER_WORD)),
             StoredTensor(module + SCALES, scales, (groups, rows)),
         ]
-
-    def _unsupported(self, rows: int, columns: int) -> Reason | None:
-        """Why a weight of some size has no such tensors; None if it has."""
-        if rows % _PER_WORD:
-            return Reason("its outputs fill no whole words", found=rows, expected=f"a multiple of {_PER_WORD}")
-        if self.scheme.group_size is not None and columns % self.scheme.group_size:
-            return Reason("the group size does not divide its row", found=f"{columns} columns", expected=self.scheme)
-        return None
 
 
 class Awq:

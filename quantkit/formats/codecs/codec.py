@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.errors import CheckpointError, NotHeldError
 from quantkit.files.tensor_file import Home, StoredTensor, TensorFile
 from quantkit.json_values import Settings
 from quantkit.tensors.dtypes import DType
@@ -23,16 +23,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a tensor cannot be held exactly, in the words of the error that it becomes."""
+    """Why a tensor cannot be held exactly, in the words of the error that it becomes.
+
+    Attributes:
+        scale_types: the float types to which its scales may be rounded, one after the other, so that it can be held;
+            none if something else than its scales does not fit.
+    """
 
     problem: str
     found: object = None
     expected: object = None
+    scale_types: tuple[DType, ...] = ()
 
-    def error(self, name: str, method: str) -> UnsupportedError:
-        return UnsupportedError(
+    def error(self, name: str, method: str) -> NotHeldError:
+        return NotHeldError(
             f"tensor '{name}' cannot be held exactly as {method}: {self.problem}", found=self.found,
-            expected=self.expected, hint="`requantize=True` of convert rounds anew what cannot be held",
+            expected=self.expected, hint="choose another format or scheme",
         )  # fmt: skip
 
 
@@ -45,9 +51,7 @@ def exact_scale(scale: Tensor, dtype: DType) -> Tensor | Reason:
     lost = ~((found.float() == scale.float()) | (found.isnan() & scale.isnan()))
     if not lost.any():
         return found
-    return Reason(
-        f"a scale is no number that {dtype} has", found=f"{scale[lost][0].item():.9g}", expected=f"{dtype} scales"
-    )
+    return Reason(f"a scale is no number that {dtype} has", f"{scale[lost][0].item():.9g}", f"{dtype} scales", (dtype,))
 
 
 class RawModule:
@@ -162,6 +166,10 @@ class Codec(Protocol):
         """
         ...
 
+    def misfit(self, shape: tuple[int, ...]) -> Reason | None:
+        """Why no weight of a shape [O, I] can be held; None if one can."""
+        ...
+
     def encode(self, value: QuantTensor) -> list[Tensor] | Reason:
         """The tensors of `stored`, in its order; codes, scales and zero points stay what they are."""
         ...
@@ -201,12 +209,19 @@ class ReadAsFloats:
             floats[start:stop] = value.rows(start, stop).dequantize()
         return floats
 
-    def encode(self, value: QuantTensor) -> Reason:
+    def misfit(self, shape: tuple[int, ...]) -> Reason:
         return Reason("it has no codes")
+
+    def encode(self, value: QuantTensor) -> Reason:
+        return self.misfit(value.shape)
 
 
 class HoldsCodes(Protocol):
     """What turns codes into what is stored."""
+
+    def misfit(self, shape: tuple[int, ...]) -> Reason | None:
+        """Why no weight of a shape [O, I] can be held; None if one can."""
+        ...
 
     def encode(self, value: QuantTensor) -> Any | Reason:
         """What is stored, or why there is nothing that says exactly the same."""

@@ -98,6 +98,9 @@ class PackQuantized:
             zero = None if zero is None else zero[:, first // unit : last // unit]
         return QuantTensor(codes, scale, zero, scheme).columns(start - first, stop - first)
 
+    def misfit(self, shape: tuple[int, ...]) -> None:
+        return None
+
     def encode(self, value: QuantTensor) -> list[Tensor]:
         import torch
 
@@ -171,6 +174,9 @@ class IntQuantized:
         groups = slice(first // size, last // size)
         value = QuantTensor(codes, scale[:, groups], None if zero is None else zero[:, groups], scheme)
         return value.columns(part.ranges[0][0] - first, part.ranges[0][1] - first)
+
+    def misfit(self, shape: tuple[int, ...]) -> None:
+        return None
 
     def encode(self, value: QuantTensor) -> list[Tensor]:
         import torch

@@ -65,6 +65,9 @@ class BlockType:
         codes = data ^ 0x80 if self.scheme.bits == 8 else torch.cat((data & 0xF, data >> 4), -1)
         return QuantTensor(codes.reshape(count, -1), scale.view(torch.float16).squeeze(-1), None, self.scheme)
 
+    def misfit(self, shape: tuple[int, ...]) -> Reason | None:
+        return self.unsupported(self.scheme, shape[-1])
+
     def encode(self, value: QuantTensor) -> Tensor | Reason:
         """The blocks of a weight, codes and scales as they are: [O, N] uint8; or why it has none."""
         import torch

@@ -105,15 +105,18 @@ class GptqLinear:
         value = QuantTensor(codes, scale[:, within], None if zero is None else zero[:, within], spec.scheme)
         return value if (first, last) == (start, stop) else value.columns(start - first, stop - first)
 
+    def misfit(self, shape: tuple[int, ...]) -> Reason | None:
+        return odd_sizes(self.packed(TensorSpec("", shape, DType.FLOAT16)))
+
     def encode(self, value: QuantTensor) -> list[Tensor] | Reason:
         import torch
 
         from quantkit.tensors.qtensor import pack_int32
 
+        if (reason := self.misfit(value.shape)) is not None:
+            return reason
         rows, columns = value.shape
         packed = self.packed(TensorSpec("", value.shape, DType.FLOAT16))
-        if (reason := odd_sizes(packed)) is not None:
-            return reason
         scale = exact_scale(value.scale, DType.FLOAT16)
         if isinstance(scale, Reason):
             return scale

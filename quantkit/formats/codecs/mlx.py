@@ -35,6 +35,11 @@ _GROUP_SIZES = (128, 64, 32)  # that MLX computes with
 _BITS = (2, 3, 4, 5, 6, 8)
 _MOST_COLUMNS = 2**24
 _CHUNK = 1 << 17  # scales at a time
+_EXACT_OFFSETS = {
+    DType.FLOAT16: (DType.FLOAT32,), DType.BFLOAT16: (DType.FLOAT32,), DType.FLOAT32: (DType.FLOAT16, DType.FLOAT32),
+}  # fmt: skip
+"""The types through which scales go so that float32 has each offset: 24 bits hold 11 of a scale times 8 of a zero
+point."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,11 @@ class Affine:
         value = QuantTensor(codes, scale[:, ::repeats].contiguous(), zero, scheme)
         return value if part is None or part.axis == 0 else value.columns(start - first, stop - first)
 
+    def misfit(self, shape: tuple[int, ...]) -> Reason | None:
+        assert self.scheme is not None, "what is written has a scheme"
+        found = _written_group_size(self.scheme, shape[-1])
+        return found if isinstance(found, Reason) else None
+
     def encode(self, value: QuantTensor) -> list[Tensor] | Reason:
         import torch
 
@@ -125,13 +135,14 @@ class Affine:
         scale = value.scale
         zero = torch.tensor(scheme.levels // 2) if value.zero is None else value.zero
         offset = (scale.double() * -zero.double()).to(scale.dtype)
-        wrong = (offset.double() != scale.double() * -zero.double()) | ~offset.isfinite()
-        wrong |= (scale == 0) & (zero != scheme.levels // 2)  # which the offset does not tell
-        if wrong.any():
+        rounded = (offset.double() != scale.double() * -zero.double()) | ~offset.isfinite()
+        lost = ~scale.isfinite() | ((scale == 0) & (zero != scheme.levels // 2))  # which no offset tells
+        if (wrong := rounded | lost).any():
             step, point = (one.expand(scale.shape)[wrong][0].item() for one in (scale, zero))
             return Reason(
                 f"{DType.of(scale.dtype)} does not hold the offset of a group", found=f"-{point} steps of {step:g}",
                 expected="an offset that is exact in the type of the scales",
+                scale_types=() if lost.any() else _EXACT_OFFSETS[DType.of(scale.dtype)],
             )  # fmt: skip
         repeats = columns // group_size // scale.shape[1]
         groups = [one.repeat_interleave(repeats, 1) if repeats > 1 else one.contiguous() for one in (scale, offset)]

@@ -81,8 +81,11 @@ class Plain:
             value = QuantTensor(codes, scale.contiguous(), points, spec.scheme)
         return value if inside is None else inside.of_weight(value)
 
-    def encode(self, value: QuantTensor) -> Reason:
+    def misfit(self, shape: tuple[int, ...]) -> Reason:
         return Reason("it is only read")
+
+    def encode(self, value: QuantTensor) -> Reason:
+        return self.misfit(value.shape)
 
 
 @dataclass(frozen=True)
