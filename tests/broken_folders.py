@@ -119,6 +119,16 @@ def int8(weight: Tensor) -> Tensors:
     return {"weight": (weight.float() / scale).round().char(), "weight_scale": scale.bfloat16()}
 
 
+KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+"""Of a key/value cache in FP8, as compressed-tensors has it."""
+
+
+def kv_scales() -> Tensors:
+    """The scales of such a cache, by the names of compressed-tensors."""
+    names = [f"model.layers.{layer}.self_attn.{one}_scale" for layer in range(LAYERS) for one in "kv"]
+    return {name: torch.tensor([0.01 + place / 64]).bfloat16() for place, name in enumerate(names)}
+
+
 def groups(form: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
     """Settings of compressed-tensors."""
     scheme = {
@@ -142,6 +152,7 @@ FORMATS: dict[str, tuple[Callable[[Tensor], Tensors] | None, dict[str, Any]]] = 
     "floats": (None, config()),
     "packed": (packed, config(groups())),
     "packed-asym": (lambda weight: packed(weight, zero=True), config(groups(**ASYM))),
+    "packed-kv": (packed, config({**groups(), "kv_cache_scheme": KV_SCHEME})),
     "packed-8": (lambda weight: packed(weight, 8), config(groups(num_bits=8))),
     "int8": (int8, config(groups("int-quantized", **CHANNEL))),
     "gptq": (gptq, config(GPTQ)),
@@ -161,7 +172,7 @@ def tensors(form: str) -> Tensors:
         return found
     for name in LINEARS:
         found |= {f"{name}.{leaf}": one for leaf, one in encode(found.pop(f"{name}.weight")).items()}
-    return found
+    return found | (kv_scales() if form.endswith("-kv") else {})
 
 
 def tokenizer() -> dict[str, Any]:

@@ -40,6 +40,7 @@ class LoudCheckpoint:
     format = "loud"
     layout = "loud (one file)"
     method: str | None = None
+    kv_cache = None
 
     def __init__(self, path: Path) -> None:
         self.path = path

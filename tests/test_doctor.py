@@ -200,6 +200,7 @@ _LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 _ONE_OF_ONE = "model-00001-of-00001.safetensors"
 _ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
 _GATE, _UP = (f"model.layers.1.mlp.{one}_proj" for one in ("gate", "up"))
+_V_SCALE = "model.layers.1.self_attn.v_scale"
 _EXPERTS = {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1}
 
 
@@ -333,6 +334,18 @@ CASES = [
     Case("zero-version", "gptq", change=_setting(checkpoint_format="gptq_v2")),
     Case("zero-version", "gptq-v2", change=_setting(checkpoint_format="gptq")),
     Case("zero-version", "gptq-asym", change=_setting(checkpoint_format="gptq_v2"), asked=DEEP),
+    Case("kv-scales-missing", "packed-kv", change=_without(_V_SCALE)),
+    Case("kv-scales-missing", "packed-kv", change=_without(_V_SCALE, _V_SCALE.replace("v_scale", "k_scale"))),
+    Case("kv-no-scales", "packed", change=_setting(kv_cache_scheme=build.KV_SCHEME)),
+    Case("kv-no-scales", "fp8", change=_setting(kv_cache_scheme="static")),
+    Case("kv-no-scheme", "packed-kv", change=_setting(kv_cache_scheme=None)),
+    Case("kv-no-scheme", change=lambda tensors, _: tensors.update(build.kv_scales())),
+    Case("kv-scale-value", "packed-kv", change=_filled(_V_SCALE, float("nan"))),
+    Case("kv-scale-value", "packed-kv", change=_filled(_V_SCALE, float("inf"))),
+    Case("kv-scale-value", "packed-kv", change=_filled(_V_SCALE, 0)),
+    Case("kv-scale-value", "packed-kv", change=_filled(_V_SCALE, -0.1)),
+    Case("kv-scale-value", "packed-kv", change=_changed(_V_SCALE, lambda scale: scale.short())),
+    Case("bad-settings", "packed-kv", change=_setting(kv_cache_scheme=[8])),
     # text
     Case("no-tokenizer", damage=_removed("tokenizer.json", "tokenizer_config.json")),
     Case("damaged-tokenizer", damage=_written("tokenizer.json", b'{"model": {}}')),

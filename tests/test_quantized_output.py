@@ -343,7 +343,6 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "floats": ({}, {**W4, "type": "float"}, r"found float4 per group"),
     "one scale per block": ({}, {"num_bits": 8, "strategy": "block", "symmetric": True}, r"found int8 per block"),
     "dynamic weights": ({}, {**W4, "dynamic": True}, "this compressed-tensors scheme is not read"),
-    "a quantized cache": ({"kv_cache_scheme": {"num_bits": 8}}, W4, "quantized KV cache"),
     "another method": ({"quant_method": "quip", "bits": 4}, W4, r"found quip 4"),
     "no method": ({"quant_method": None}, W4, "an unnamed scheme"),
 }

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from quantkit.arguments import as_path, as_text, as_whole, require_flags
-from quantkit.doctor import files, gguf, quantization, readers, text, weights, zero_points
+from quantkit.doctor import files, gguf, kv_cache, quantization, readers, text, weights, zero_points
 from quantkit.doctor.findings import RUNTIMES, Finding, Rule, Runtime, ordered
 from quantkit.doctor.folder import Folder
 from quantkit.doctor.report import Diagnosis, LayerError
@@ -94,6 +94,7 @@ class _Patient:
             yield from weights.check(view)
             yield from quantization.check(view, self.tp)
             yield from zero_points.check(view, deep=self.deep)
+            yield from kv_cache.check(view)
             if self.runtime is not None:
                 yield from readers.check(view, self.runtime)
         if folder.kind in ("safetensors", "bin", "meta"):
@@ -164,7 +165,7 @@ def rules() -> Mapping[str, tuple[Rule, ...]]:
     return {
         "Files": files.RULES,
         "Tensors against config.json": weights.RULES,
-        "Quantized weights": (*quantization.RULES, *zero_points.RULES),
+        "Quantized weights": (*quantization.RULES, *zero_points.RULES, *kv_cache.RULES),
         "Text": text.RULES,
         "GGUF": gguf.RULES,
         "One runtime, where it is named": readers.RULES,

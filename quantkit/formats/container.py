@@ -13,6 +13,7 @@ from quantkit.files.gguf_types import GGUF, STEM
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.checkpoint import Checkpoint, parameter_count
 from quantkit.formats.codecs.codec import CodeFormat, QuantMethod
+from quantkit.formats.kv_cache import KvCache
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
@@ -28,6 +29,11 @@ Chunk = tuple[str, bytes | memoryview]
 
 class StoredCheckpoint(Checkpoint, Protocol):
     """A checkpoint as it lies on disk."""
+
+    @property
+    def kv_cache(self) -> KvCache | None:
+        """What it says of a quantized key/value cache; None if nothing."""
+        ...
 
     @property
     def method(self) -> str | None:
@@ -123,6 +129,7 @@ class Output:
         templates: of conversations, by name.
         name: of the model, for people.
         dst: where it goes: a folder, or a file.
+        kv_cache: the scheme and scales of a quantized key/value cache to write; None for none.
         found: what a container has found out about it that takes long, by names of its own.
     """
 
@@ -136,6 +143,7 @@ class Output:
     templates: Mapping[str, str] = field(default_factory=dict)
     name: str = ""
     dst: Path = Path()
+    kv_cache: KvCache | None = None
     found: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property

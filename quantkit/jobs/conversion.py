@@ -19,9 +19,11 @@ from quantkit.formats.checkpoint import Checkpoint, read_as_floats, schemes
 from quantkit.formats.container import Output, StoredCheckpoint
 from quantkit.formats.detect import WeightKind, open_checkpoint
 from quantkit.formats.folder import carried_templates, checked_tokenizer, left_behind
+from quantkit.formats.kv_cache import KvCache
 from quantkit.formats.output.staging import require_name, require_new_names
 from quantkit.formats.registry import CONTAINERS, GGUF, Target
 from quantkit.jobs.carried_codes import Changes, common_scale_dtype, needed_changes, require_held, widened
+from quantkit.jobs.kv_cache import kept_kv_cache
 from quantkit.jobs.labels import model_name
 from quantkit.jobs.output import SHARD_BYTES, Work
 from quantkit.jobs.target import asked_target, shard_bytes, target_of
@@ -42,6 +44,7 @@ class Conversion:
         changes: what becomes of weights that it cannot hold exactly.
         precise: the source as those that are rounded are read, in float32 where they are read as floats.
         notes: for the user.
+        kv_cache: what is written of a quantized key/value cache.
     """
 
     work: Work
@@ -49,6 +52,7 @@ class Conversion:
     changes: Changes
     precise: Checkpoint
     notes: list[str]
+    kv_cache: KvCache | None = None
 
 
 def conversion(
@@ -92,10 +96,12 @@ def conversion(
         scale_dtype = common_scale_dtype(source, target.codes, changes, look=look)
         notes += _carrying_notes(source, dst, target, scale_dtype, changes, requantize=requantize)
     specs = _specs(source, cast, None if dequantize else changes, scale_dtype, target)
+    kv_cache, more = kept_kv_cache(source, target, dst, dequantize=dequantize, allow_nonfinite=allow_nonfinite)
+    notes += more
     templates = carried_templates(source, tokenizer, template)
     most = shard_bytes(split_max_size, container, SHARD_BYTES)
     output = Output(
-        source, config, specs, most, tokenizer, mp, target.method, templates, model_name(source), dst
+        source, config, specs, most, tokenizer, mp, target.method, templates, model_name(source), dst, kv_cache
     )  # fmt: skip
     with advising(requantize=requantize):
         side_files = container.side_files(output)
@@ -111,7 +117,7 @@ def conversion(
     }  # fmt: skip
     options |= {name: value for name, value in given.items() if value}
     work = Work("convert", source, encoder, side_files, options)
-    return Conversion(work, target, changes, precise, [*source.notes, *notes])
+    return Conversion(work, target, changes, precise, [*source.notes, *notes], kv_cache)
 
 
 @contextmanager

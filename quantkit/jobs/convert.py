@@ -21,7 +21,7 @@ from quantkit.jobs.result import ConvertResult
 from quantkit.jobs.target import TargetName
 from quantkit.progress import Progress, heard, in_phase
 from quantkit.quality.gate import Gate, require_passed, run_gate
-from quantkit.quality.transcoded import Exact, require_exact
+from quantkit.quality.transcoded import Exact, require_exact, require_same_kv_cache
 from quantkit.quality.weights_only import carried_tensors
 from quantkit.tensors.dtypes import FloatName, float_name
 from quantkit.tensors.finite import checked_cast, checked_codes
@@ -105,6 +105,8 @@ def convert(
                 writer.put(spec.name, *_value(planned, spec, allow_nonfinite))
         result = writer.seal()
         size = weight_size(result)
+        if planned.kv_cache is not None:
+            require_same_kv_cache(planned.kv_cache, result)
         if not dequantize and planned.target.codes is not None:
             dtypes = {name: one.dtypes for name, one in changes.cast.items()}
             exact = require_exact(source, result, changes.rounded, dtypes, progress=progress)

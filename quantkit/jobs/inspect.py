@@ -47,6 +47,7 @@ class Inspection:
         runnable: whether it can be run here; of a model known by its tensors only sizes are what its config says, 0
             where it does not.
         positions: what it lost by position, where it was made with a certificate for long contexts.
+        kv_cache: the scheme and scales of a quantized key/value cache, which are not used here; None for none.
     """
 
     path: str
@@ -74,6 +75,7 @@ class Inspection:
     runnable: bool = True
     schemes_chosen: str | None = None
     positions: PositionCertificate | None = None
+    kv_cache: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as plain values."""
@@ -94,6 +96,7 @@ class Inspection:
             *([self._experts_line()] if self.experts else []),
             f"  tensors: {kinds}",
             *([f"  tokenizer: {self.tokenizer}"] if self.runnable else []),
+            *([f"  KV cache: {self.kv_cache}"] if self.kv_cache else []),
             f"  loads in: {self.readers}",
             *([f"  made by: {self.made_by}"] if self.made_by else []),
             *([f"  schemes: {self.schemes_chosen}"] if self.schemes_chosen else []),
@@ -159,6 +162,7 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None, tensors_only
         notes=[*checkpoint.notes, *notes],
         runnable=config.runnable,
         schemes_chosen=_schemes_chosen(made),
+        kv_cache=None if checkpoint.kv_cache is None else checkpoint.kv_cache.line(),
         positions=None if made.get("positions") is None else PositionCertificate.from_json(made["positions"], path),
     )
 

@@ -26,6 +26,7 @@ from quantkit.jobs.command import file_name
 from quantkit.jobs.estimate import Estimate, estimate_quantization, require_buildable
 from quantkit.jobs.fit_to_size import OPTION as BIT_ALLOCATION
 from quantkit.jobs.fit_to_size import SizeFit, asked_recipe
+from quantkit.jobs.kv_cache import dropped_kv_cache
 from quantkit.jobs.labels import Labels, model_name
 from quantkit.jobs.output import SHARD_BYTES, JobWriter, Work, model_summary, writing
 from quantkit.jobs.prepare import Prepared, planned_output, prepare, starved_experts, tensor_blocks, too_few_tokens
@@ -167,6 +168,7 @@ def quantize(
             long, on_estimate, resume=resume, source_check=source_check, group=group, progress=progress
         )
     source, scheme_map, settings, notes = prepared.source, prepared.scheme_map, prepared.settings, prepared.notes
+    notes += dropped_kv_cache(source, dst)
     runnable = source.config.runnable
     if not runnable:
         scheme_map, more = within_bounds(source, scheme_map, allow_nonfinite=allow_nonfinite, progress=progress)

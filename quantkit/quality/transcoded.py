@@ -13,12 +13,15 @@ from torch import Tensor
 from quantkit.architectures.names import EMBEDDING
 from quantkit.errors import QuantkitError
 from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.container import StoredCheckpoint
+from quantkit.formats.kv_cache import KvCache
 from quantkit.progress import Progress, silent
 from quantkit.quality.bounds import same_bits
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor, cast_scales, row_chunks
 from quantkit.tensors.tensor_slice import TensorSlice
 
+_BUG = "a bug in quantkit, or a disk that fails; nothing is kept"
 _AT_ONCE = 1 << 23  # floats that are compared at a time
 
 
@@ -95,10 +98,21 @@ def require_exact(
         if not equal:
             raise QuantkitError(
                 f"tensor '{name}' is not what the source holds, as it is read back", path=result.path,
-                hint="a bug in quantkit, or a disk that fails; nothing is kept",
+                hint=_BUG,
             )  # fmt: skip
     progress("exact", len(names), len(names), "tensors")
     return Exact(quantized, quantized - scales_cast, floats, norms, scales_cast)
+
+
+def require_same_kv_cache(source: KvCache, result: StoredCheckpoint) -> None:
+    """Compare what was written of a quantized key/value cache with its source, byte by byte.
+
+    Raises:
+        QuantkitError: if it differs: quantkit, or the disk, has changed it.
+    """
+    found = result.kv_cache
+    if found is None or (found.scheme, found.stored()) != (source.scheme, source.stored()):
+        raise QuantkitError("the scales of the KV cache are not what the source holds", path=result.path, hint=_BUG)
 
 
 def equal_as_numbers(a: QuantTensor, b: QuantTensor) -> bool:

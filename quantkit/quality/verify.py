@@ -19,6 +19,7 @@ from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, read_as_floats, schemes
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_pair
+from quantkit.formats.kv_cache import one_sided
 from quantkit.model.layerwise import Batch
 from quantkit.progress import Progress, heard, in_phase
 from quantkit.quality.bounds import BOUNDS, Bound, coarser, coarsest, exceeds
@@ -100,6 +101,8 @@ class VerifyReport:
         differing: those that are not equal, worst first.
         probes: logits on the texts of the gate, on random tokens and on spread-out positions.
         bound: on the probes: on all between float types, on the gate's where a model is quantized.
+        kv_cache: which of the two alone has scales of a quantized key/value cache, in words; the weights may be the
+            same nevertheless. Scales that differ are a problem.
         weights_only: whether the models cannot be run, so that there are no probes.
         not_certified: of models that were kept though they did not pass their certificate for long contexts, why.
     """
@@ -114,6 +117,7 @@ class VerifyReport:
     bound: Bound
     weights_only: bool = False
     not_certified: list[str] = field(default_factory=list)
+    kv_cache: str | None = None
 
     __bool__ = neither_true_nor_false
 
@@ -142,6 +146,7 @@ class VerifyReport:
             "probes": {name: asdict(probe) for name, probe in self.probes.items()},
             "bound": asdict(self.bound),
             "weights_only": self.weights_only,
+            "kv_cache": self.kv_cache,
         }
 
     def lines(self) -> list[str]:
@@ -160,6 +165,7 @@ class VerifyReport:
                 f"worst tensor: {worst.name}, relative error {worst.relative_error:.3g} ({allowed}),"
                 f" largest difference {worst.largest:.3g}"
             )
+        out += [f"KV cache: {self.kv_cache}"] if self.kv_cache is not None else []
         out += self._of_logits()
         words = {
             Verdict.SAME: "the same model",
@@ -235,6 +241,9 @@ def _verify_pair(a: Path, b: Path, progress: Progress) -> VerifyReport:
     not_certified = [told for one in (reference, other) if (told := failed_certificate(one.path)) is not None]
     problems = _config_problems(reference, other)
     comparable, runnable = not problems, reference.config.runnable
+    kv_cache = one_sided(reference.kv_cache, other.kv_cache, (reference.path, other.path))
+    if reference.kv_cache is not None and other.kv_cache is not None:
+        problems += [told] if (told := reference.kv_cache.difference(other.kv_cache)) is not None else []
     problems += token_problems(reference, other) if runnable else []
     problems += [] if runnable else [*summary_problems(reference), *summary_problems(other)]
     if schemes(reference) and not schemes(other):
@@ -262,7 +271,7 @@ def _verify_pair(a: Path, b: Path, progress: Progress) -> VerifyReport:
         verdict = Verdict.BEYOND_CERTIFICATE
     tensors = len(names) if comparable else 0
     return VerifyReport(
-        verdict, problems, formats, tensors, on_codes, differing, probes, bound, not runnable, not_certified
+        verdict, problems, formats, tensors, on_codes, differing, probes, bound, not runnable, not_certified, kv_cache
     )  # fmt: skip
 
 

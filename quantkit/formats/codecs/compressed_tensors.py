@@ -21,9 +21,12 @@ from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import SCHEMES, QuantScheme
 
+KV_CACHE_SCHEME = "kv_cache_scheme"
+"""The key of the settings under which the scheme of a quantized key/value cache lies."""
+
 _MOST_GROUPS = 64
 _MOST_COLUMNS = 2**24
-_PACK, _INT = "pack-quantized", "int-quantized"
+_PACK, _INT, _DENSE = "pack-quantized", "int-quantized", "dense"
 _OF_BYTES = (_INT, "naive-quantized")
 _OF_FLOATS = ("float-quantized", "naive-quantized")  # read as floats, see `dequantized`
 _EXPERTS = r".*\.experts\.\d+\..*"
@@ -46,14 +49,13 @@ class CompressedTensors:
     def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
         """
         Raises:
-            UnsupportedError: for another format, a quantized KV cache, transforms, and other than integer weights of 4
-                or 8 bits, grouped, per channel or per tensor.
+            UnsupportedError: for another format, transforms, and other than integer weights of 4 or 8 bits, grouped,
+                per channel or per tensor.
             CheckpointError: if the settings lack a key, a value is of the wrong type, a pattern is invalid or
                 takes too long, or two groups that name a module alike give it different schemes.
         """
-        for key, what in (("kv_cache_scheme", "a quantized KV cache is"), ("transform_config", "transforms are")):
-            if settings.values.get(key):
-                raise UnsupportedError(f"{what} not supported", path=settings.path)
+        if settings.values.get("transform_config"):
+            raise UnsupportedError("transforms are not supported", path=settings.path)
         deadline = Deadline(settings.path)
         groups = _groups(settings, deadline)
         ignored = Targets(settings.texts("ignore") if settings.has("ignore") else [], deadline)
@@ -159,11 +161,11 @@ def _written(
     groups += [_group(scheme, ["Embedding"], form, None) for scheme in embedding.values()]
     return {
         "quant_method": "compressed-tensors",
-        "format": form,
+        "format": form if schemes else _DENSE,
         "quantization_status": "compressed",
         "config_groups": {f"group_{index}": group for index, group in enumerate(groups)},
         "ignore": [module for module in modules if module not in schemes],
-        "kv_cache_scheme": None,
+        KV_CACHE_SCHEME: None,
     }
 
 

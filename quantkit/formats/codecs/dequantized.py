@@ -19,7 +19,9 @@ from quantkit.tensors.tensor_slice import TensorSlice
 if TYPE_CHECKING:
     from torch import Tensor
 
-METHODS = frozenset({"fp8", "fbgemm_fp8", "mxfp4", bitsandbytes.METHOD})
+MODEL_OPTIMIZER = "modelopt"
+"""NVIDIA's, of which FP8 with a scale for each weight is read."""
+METHODS = frozenset({"fp8", "fbgemm_fp8", "mxfp4", MODEL_OPTIMIZER, bitsandbytes.METHOD})
 """``quant_method`` of folders all of whose quantized weights are read as floats."""
 _ALSO = "compressed-tensors"  # some of whose formats are
 _OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_scale_ub", "input_zero_point")

@@ -49,6 +49,7 @@ class GgufCheckpoint:
     """
 
     format = "gguf"
+    kv_cache = None
 
     def __init__(self, path: Path, floats_as: DType | None = None) -> None:
         """Open a file, with the other parts if it is one of several; headers only.

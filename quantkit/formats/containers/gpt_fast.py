@@ -103,6 +103,7 @@ class GptFastCheckpoint:
     """A file of gpt-fast, read lazily."""
 
     format = "gpt-fast"
+    kv_cache = None
 
     def __init__(self, path: Path, weights: Path) -> None:
         """Open one of the files of a folder; headers only.

@@ -15,7 +15,7 @@ from quantkit.architectures.families.opaque import carried_modules, with_dtype
 from quantkit.architectures.topology import Parameter, parameters
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.codec import QuantMethod
-from quantkit.formats.codecs.compressed_tensors import Int8Activations
+from quantkit.formats.codecs.compressed_tensors import KV_CACHE_SCHEME, Int8Activations
 from quantkit.formats.container import Output
 from quantkit.formats.containers.hf_checkpoint import HFCheckpoint, index_path, weight_kinds
 from quantkit.formats.containers.hf_settings import SETTINGS, read_codecs, without_settings
@@ -87,17 +87,21 @@ class HuggingFace:
     def encoder(self, output: Output) -> SafetensorsEncoder:
         from quantkit.formats.containers.hf_encoder import SafetensorsEncoder
 
-        return SafetensorsEncoder(output.planned, output.config, output.shard_bytes, output.method or self.native)
+        beside = () if output.kv_cache is None else output.kv_cache.stored()
+        method = output.method or self.native
+        return SafetensorsEncoder(output.planned, output.config, output.shard_bytes, method, beside)
 
     def side_files(self, output: Output) -> dict[str, bytes | Path]:
         source, config = output.source, output.config
         raw, beside = _config(source, config), dict[str, bytes]()
         raw = raw if output.schemes else without_settings(raw)
-        if output.schemes and SETTINGS not in raw:
+        if (output.schemes or output.kv_cache is not None) and SETTINGS not in raw:
             every = config.tensors is None or config.unstored is not None
             method = output.method or self.native
             schemes, modules = _on_disk(output.schemes, config, method)
             settings = method.write_settings(schemes, modules, every=every)
+            if output.kv_cache is not None:
+                settings[KV_CACHE_SCHEME] = output.kv_cache.scheme
             raw |= dict.fromkeys(method.keys, settings)
             beside = method.side_files(settings)
         files: dict[str, bytes | Path] = {self.config_file: json_bytes(raw), **beside}

@@ -22,12 +22,18 @@ from quantkit.files.source import SourceFile
 from quantkit.files.tensor_file import Home, StoredTensor, TensorFile, same_tensor
 from quantkit.formats.checkpoint import require_tensors, require_unquantized, schemes
 from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule, ReadAsFloats
-from quantkit.formats.codecs.compressed_tensors import packed_shapes, read_here_alone
+from quantkit.formats.codecs.compressed_tensors import (
+    CompressedTensors,
+    Int8Activations,
+    packed_shapes,
+    read_here_alone,
+)
 from quantkit.formats.codecs.compressed_weights import PACKED, PLAIN, SCALE
 from quantkit.formats.codecs.dequantized import DequantizedTensor, by_small_floats, dequantized
 from quantkit.formats.containers.hf_parts import decode, read_dequantized, read_floats, share, zero_biases
 from quantkit.formats.containers.hf_settings import NOT_CARRIED, SETTINGS, read_codecs, settings_in, without_settings
 from quantkit.formats.folder import QUANTIZED_ELSEWHERE
+from quantkit.formats.kv_cache import KvCache, take_kv_cache
 from quantkit.json_values import Settings, read_json, read_settings
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.spec import TensorSpec
@@ -76,6 +82,7 @@ class HFCheckpoint:
         self._stored: dict[str, StoredTensor] = {}
         self._files: dict[str, TensorFile] = {}
         self._home: dict[str, Home] = {}
+        self.kv_cache: KvCache | None = None
         self.extra_config: Mapping[str, Any]
         if tensors_only:
             self._read_headers(kind, derived=True)
@@ -86,6 +93,7 @@ class HFCheckpoint:
             owned = set(config_to_hf(self.config)) | NOT_CARRIED
             self.extra_config = {k: v for k, v in raw.items() if k not in owned}
             self._read_headers(kind)
+            self._take_kv_cache(raw)
             if raw.get("dtype") is None and raw.get("torch_dtype") is None:
                 self._take_dtype()
             self._dequantize(raw)
@@ -94,6 +102,10 @@ class HFCheckpoint:
         self._modules = {name.rpartition(".")[0] for name in self._stored}
         modules = {tensor.module: name for name, tensor in tensors.items() if self._may_have_codec(tensor)}
         self._method, codecs = read_codecs(raw, modules, self._config_path, methods, self._stored)
+        if self.kv_cache is not None:
+            as_stored = not any(isinstance(home, DequantizedTensor) for home in self._home.values())
+            own = self._method is not None and self._method.name in (CompressedTensors.name, Int8Activations.name)
+            self.kv_cache = replace(self.kv_cache, rewritable=own and as_stored)
         self._codecs: dict[str, Codec] = {}
         for module, codec in codecs.items():
             tensor = tensors[modules[module]]
@@ -118,7 +130,8 @@ class HFCheckpoint:
         return TensorSpec(name, place.shape, stored.dtype, stored.scheme, stored.stored_as)
 
     def files(self) -> list[SourceFile]:
-        homes = {home.source for home in self._files.values()}
+        beside = () if self.kv_cache is None else self.kv_cache.tensors.values()
+        homes = {home.source for home in (*self._files.values(), *beside)}
         return [*sorted(homes, key=lambda home: home.path), *self._settings]
 
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
@@ -212,10 +225,25 @@ class HFCheckpoint:
         self.config = replace(opaque_config(raw, found), dtype=self.config.dtype)
         self.extra_config = stated if shapes else without_settings(stated)
 
+    def _take_kv_cache(self, raw: Mapping[str, Any]) -> None:
+        """Set the scales of a quantized cache apart from the model's tensors."""
+        settings, layers = self._stated_settings(raw), self.config.num_layers
+        self.kv_cache = take_kv_cache(self._stored, self._files, settings, layers, self.path)
+        if self.kv_cache is not None:
+            self.notes.append(f"{self.path}: the KV cache is to be quantized ({self.kv_cache.line()}); not used here")
+
+    def _stated_settings(self, raw: Mapping[str, Any]) -> Settings | None:
+        """The settings of a quantization; None where there are none.
+
+        Args:
+            raw: see `settings_in`.
+        """
+        stated = raw.get(SETTINGS)
+        return Settings(stated, self._config_path, SETTINGS) if isinstance(stated, dict) else None
+
     def _dequantize(self, raw: Mapping[str, Any]) -> None:
         """Put floats in the place of weights in small floats with scales."""
-        stated = raw.get(SETTINGS)
-        settings = Settings(stated, self._config_path, SETTINGS) if isinstance(stated, dict) else None
+        settings = self._stated_settings(raw)
         self._stored, self._home, notes = dequantized(self._stored, self._files, settings, self._floats_as)
         self.notes += [f"{self.path}: {note}" for note in notes]
 

@@ -53,18 +53,21 @@ class SafetensorsEncoder:
     family has on disk. The parts of one follow each other in the plan, and are held until they are all there."""
 
     def __init__(
-        self, planned: Sequence[TensorSpec], config: ModelConfig, shard_bytes: int, method: QuantMethod
+        self, planned: Sequence[TensorSpec], config: ModelConfig, shard_bytes: int, method: QuantMethod,
+        beside: Sequence[tuple[StoredTensor, bytes]] = (),
     ) -> None:  # fmt: skip
         """
         Args:
             planned: canonical tensors, in the order of `disk_tensors`.
             method: of the quantized modules.
+            beside: small tensors that are none of the model's, with their bytes; they end the last file.
 
         Raises:
             UnsupportedError: if it has no codec for a scheme, or the parts of a tensor differ in scheme or float type.
         """
         self.planned = planned
         self._method = method.name
+        self._beside = beside
         self._tensors = _written(planned, config, method)
         self._unit_of = [number for number, one in enumerate(self._tensors) for _ in one.tensor.places]
         self._held: list[Tensor | QuantTensor] = []
@@ -101,8 +104,11 @@ class SafetensorsEncoder:
         return bool(self._held)
 
     def total_bytes(self) -> int:
-        data = sum(tensor.nbytes for tensor in self._tensors)
-        return data + sum(self._header_sizes)
+        return self._data_bytes + sum(self._header_sizes)
+
+    @property
+    def _data_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors) + sum(len(data) for _, data in self._beside)
 
     def files(self) -> Sequence[str]:
         return self._names
@@ -139,7 +145,8 @@ class SafetensorsEncoder:
         return decode(unit.codec, raw, unit.spec, place, None)
 
     def finish(self) -> Iterator[Chunk]:
-        return iter(())
+        for _, data in self._beside:
+            yield self._names[-1], data
 
     def state(self) -> Any:
         return None
@@ -150,13 +157,8 @@ class SafetensorsEncoder:
     def extra_files(self) -> dict[str, bytes]:
         if len(self._names) == 1:
             return {}
-        total = sum(tensor.nbytes for tensor in self._tensors)
-        weight_map = {
-            stored.name: self._names[shard]
-            for tensor, shard in zip(self._tensors, self._shard_of, strict=True)
-            for stored in tensor.stored
-        }
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        weight_map = {stored.name: name for shard, name in enumerate(self._names) for stored in self._listed(shard)}
+        index = {"metadata": {"total_size": self._data_bytes}, "weight_map": weight_map}
         return {"model.safetensors.index.json": json.dumps(index, indent=2).encode() + b"\n"}
 
     @cached_property
@@ -164,8 +166,13 @@ class SafetensorsEncoder:
         return [len(self._header(shard)) for shard in range(len(self._names))]
 
     def _header(self, shard: int) -> bytes:
+        return build_header(self._listed(shard))
+
+    def _listed(self, shard: int) -> list[StoredTensor]:
+        """The tensors of a file."""
         pairs = zip(self._tensors, self._shard_of, strict=True)
-        return build_header([stored for tensor, home in pairs if home == shard for stored in tensor.stored])
+        found = [stored for tensor, home in pairs if home == shard for stored in tensor.stored]
+        return found + [stored for stored, _ in self._beside] if shard == len(self._names) - 1 else found
 
     def _encoded(self, unit: _Written, value: Tensor | QuantTensor) -> list[Tensor]:
         """What a value is stored as."""

@@ -10,14 +10,15 @@ from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.codecs import auto_round
 from quantkit.formats.codecs.codec import Codec, QuantMethod
 from quantkit.formats.codecs.dequantized import METHODS as READ_AS_FLOATS
-from quantkit.formats.codecs.dequantized import method_in
+from quantkit.formats.codecs.dequantized import MODEL_OPTIMIZER, method_in
 from quantkit.json_values import Settings, read_json, shown
 
 SETTINGS = "quantization_config"
 """The key of config.json under which the settings of a quantization lie."""
 _MLX_SETTINGS = "quantization"
-_SETTINGS_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+_SETTINGS_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": MODEL_OPTIMIZER}
 """Where settings lie that config.json does not hold, and whose they are where they do not say."""
+_FLOAT8 = "FP8"
 NOT_CARRIED = {SETTINGS, _MLX_SETTINGS, "dtype", "rope_scaling", "_name_or_path", "auto_map"}
 """Keys of config.json that are no part of what an output's says besides its config."""
 
@@ -48,6 +49,8 @@ def read_codecs(
     if method_in(settings) == auto_round.METHOD:
         settings = auto_round.plain(settings)
     name = method_in(settings)
+    if name == MODEL_OPTIMIZER:
+        _require_float8(settings)
     if name in READ_AS_FLOATS:
         return None, {}
     if name is None or name not in methods:
@@ -80,8 +83,27 @@ def settings_in(raw: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
     found = next((one for one in (raw.get(SETTINGS), *nested) if one is not None), None)
     if found is None and folder is not None:
         beside = [(folder / name, method) for name, method in _SETTINGS_FILES.items() if (folder / name).is_file()]
-        found = next(({"quant_method": method, **read_json(path)} for path, method in beside), None)
+        found = next(({"quant_method": method, **_plain(read_json(path))} for path, method in beside), None)
     return {**raw, SETTINGS: found}
+
+
+def _plain(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Settings in a file of their own, which Model Optimizer puts into a part of it."""
+    inner = settings.get(_MLX_SETTINGS)
+    return inner if isinstance(inner, dict) else settings
+
+
+def _require_float8(settings: Settings) -> None:
+    """
+    Raises:
+        UnsupportedError: for settings of Model Optimizer that name other weights than FP8.
+    """
+    stated = settings.values.get("quant_algo")
+    if stated != _FLOAT8:
+        raise UnsupportedError(
+            "this algorithm of Model Optimizer is not read", path=settings.path, found=shown(stated),
+            expected=_FLOAT8, hint="start from the float model",
+        )  # fmt: skip
 
 
 def without_settings(raw: Mapping[str, Any]) -> dict[str, Any]:

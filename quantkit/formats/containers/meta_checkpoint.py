@@ -45,6 +45,7 @@ class MetaCheckpoint:
     """A Meta folder, read lazily in canonical names and layout."""
 
     format = "meta"
+    kv_cache = None
 
     def __init__(self, path: Path) -> None:
         """Open a folder; headers only.

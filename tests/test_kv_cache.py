@@ -1,0 +1,375 @@
+"""The scales of a quantized key/value cache: carried bit for bit, or dropped with a note; never used, never lost."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from command import Capture, run
+from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import quantkit
+from quantkit.data.files import DEMO_MODEL
+from quantkit.errors import CheckpointError, NonFiniteError, QuantkitError, UnsupportedError
+from quantkit.formats.containers.hf_encoder import SafetensorsEncoder
+from quantkit.formats.detect import open_checkpoint
+from quantkit.quality.verify import Verdict, verify
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.text.tokenizer import load_tokenizer
+
+LAYERS = 2
+ATTENTION = "model.layers.{}.self_attn"
+SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+K, V = (f"{ATTENTION.format(1)}.{one}_scale" for one in "kv")
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS,
+    "vocab_size": load_tokenizer(DEMO_MODEL).vocab_size,
+}  # fmt: skip
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "int4": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
+    "int8": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
+}
+Tensors = dict[str, torch.Tensor]
+
+
+def _made(folder: Path, weights: str | None) -> Path:
+    """A folder that compressed-tensors itself writes, with scales of its cache set to small numbers."""
+    groups = {"group_0": {"targets": ["Linear"], "weights": WEIGHTS[weights]}} if weights else {}
+    form = "pack-quantized" if weights else "dense"
+    config = QuantizationConfig(config_groups=groups, ignore=["lm_head"], kv_cache_scheme=SCHEME, format=form)
+    model = oracle.make("llama", **SIZES).to(torch.bfloat16)
+    apply_quantization_config(model, config, show_progress=False)
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("k_scale", "v_scale")):
+            parameter.data.copy_(torch.rand(1, generator=generator) + 0.01)
+        elif name.endswith("weight_scale"):
+            weight = model.get_parameter(name.removesuffix("_scale"))
+            parameter.data.copy_(weight.view(*parameter.shape, -1).abs().amax(-1) / (7 if weights == "int4" else 127))
+    compressor = ModelCompressor.from_pretrained_model(model)
+    if weights:
+        compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(folder)
+    shutil.copyfile(DEMO_MODEL / "tokenizer.model", folder / "tokenizer.model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("made")
+    return {name: _made(base / name, None if name == "floats" else name) for name in (*WEIGHTS, "floats")}
+
+
+def _scales(folder: Path) -> Tensors:
+    found: Tensors = {}
+    for file in folder.glob("*.safetensors"):
+        found |= {name: one for name, one in load_file(file).items() if "_proj.weight" not in name and "_scale" in name}
+    return found
+
+
+def _settings(folder: Path) -> Any:
+    return json.loads((folder / "config.json").read_text()).get("quantization_config")
+
+
+def _equal(first: Tensors, second: Tensors) -> bool:
+    return first.keys() == second.keys() and all(
+        one.dtype == second[name].dtype and one.shape == second[name].shape and torch.equal(one, second[name])
+        for name, one in first.items()
+    )
+
+
+def _edit(folder: Path, change: Callable[[Tensors], object], **settings: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    if settings:
+        oracle.edit_json(folder / "config.json", quantization_config={**_settings(folder), **settings})
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8", "floats"])
+def test_a_folder_of_compressed_tensors_goes_round_and_loads_in_transformers(
+    weights: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    source = folders[weights]
+    made = quantkit.convert(source, tmp_path / "out", source_check=False)
+    before = _scales(source)
+    assert len(before) == 2 * LAYERS
+    assert _equal(_scales(made.path), before)
+    assert _settings(made.path)["kv_cache_scheme"] == _settings(source)["kv_cache_scheme"]
+    assert QuantizationConfig.model_validate(_settings(made.path)).kv_cache_scheme is not None
+    assert any("scheme and scales of the KV cache are carried as they are" in note for note in made.notes)
+    told = f"float8 per tensor, static, scales of {LAYERS} of {LAYERS} layers"
+    assert any(told in note and note.endswith("not used here") for note in made.notes)
+    assert f"  KV cache: {told}" in quantkit.inspect(made.path).lines()
+    report = verify(source, made.path)
+    assert (report.verdict, report.kv_cache) == (Verdict.SAME, None)
+    assert quantkit.diagnose(made.path).findings == []
+    loaded = AutoModelForCausalLM.from_pretrained(made.path).state_dict()
+    assert _equal({name: loaded[name] for name in before}, before)
+
+
+def test_weights_are_read_as_without_such_a_cache(folders: dict[str, Path], tmp_path: Path) -> None:
+    source, plain = folders["int4"], oracle.copy(folders["int4"], tmp_path / "plain")
+    _edit(plain, lambda tensors: [tensors.pop(name) for name in _scales(plain)], kv_cache_scheme=None)
+    one, other = open_checkpoint(source), open_checkpoint(plain)
+    assert one.names() == other.names()
+    for name in one.names():
+        first, second = one.load(name), other.load(name)
+        first, second = (x.dequantize() if isinstance(x, QuantTensor) else x for x in (first, second))
+        assert torch.equal(first, second)
+    model, _ = quantkit.load(source, dtype="fp32", device="cpu")
+    assert not [name for name, _ in model.named_parameters() if name.endswith(("k_scale", "v_scale"))]
+
+
+def test_scales_end_the_last_of_several_files(folders: dict[str, Path], tmp_path: Path) -> None:
+    made = quantkit.convert(folders["int4"], tmp_path / "out", split_max_size=20_000, source_check=False)
+    files = sorted(path.name for path in made.path.glob("*.safetensors"))
+    assert len(files) > 2
+    assert _equal(_scales(made.path), _scales(folders["int4"]))
+    index = json.loads((made.path / "model.safetensors.index.json").read_text())
+    assert {index["weight_map"][name] for name in _scales(made.path)} == {files[-1]}
+    sizes = [one.nbytes for file in files for one in load_file(made.path / file).values()]
+    assert index["metadata"]["total_size"] == sum(sizes)
+    assert verify(folders["int4"], made.path).same
+
+
+def test_a_form_with_activations_in_int8_holds_them_too(folders: dict[str, Path], tmp_path: Path) -> None:
+    made = quantkit.convert(folders["int8"], tmp_path / "out", to="int-quantized", source_check=False)
+    assert _equal(_scales(made.path), _scales(folders["int8"]))
+    assert _settings(made.path)["kv_cache_scheme"] == SCHEME | {"group_size": None}
+
+
+OTHERS: list[dict[str, Any]] = [{"to": "gptq"}, {"to": "awq"}, {"to": "mlx"}, {"to": "hf", "dequantize": True}]
+
+
+@pytest.mark.parametrize("options", OTHERS, ids=str)
+def test_what_has_no_place_for_them_says_that_they_are_dropped(
+    options: dict[str, Any], folders: dict[str, Path], tmp_path: Path, capfd: Capture
+) -> None:
+    made = quantkit.convert(folders["int4"], tmp_path / "out", requantize="dequantize" not in options,
+                            source_check=False, **options)  # fmt: skip
+    assert any("the scheme and scales of the KV cache are dropped" in note for note in made.notes)
+    assert _scales(made.path) == {}
+    assert "kv_cache_scheme" not in json.dumps(json.loads((made.path / "config.json").read_text()))
+    assert quantkit.inspect(made.path).kv_cache is None
+    report = verify(folders["int4"], made.path)
+    assert report.kv_cache is not None
+    assert f"KV cache: {folders['int4']} has scales" in "\n".join(report.lines())
+    assert report.ok
+    code, out, _ = run(capfd, "verify", made.path, folders["int4"])
+    assert f"{made.path} has none" in out
+    assert code == report.verdict.value
+
+
+def test_a_gguf_file_has_no_place_for_them(folders: dict[str, Path], tmp_path: Path) -> None:
+    made = quantkit.convert(folders["int4"], tmp_path / "out.gguf", requantize=True, source_check=False)
+    assert any("the scheme and scales of the KV cache are dropped" in note for note in made.notes)
+    assert open_checkpoint(made.path).kv_cache is None
+
+
+def _float8(folder: Path) -> Path:
+    """A small model in FP8, a scale for each weight, and static scales of activations."""
+    oracle.save(oracle.make("llama", **SIZES), folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if "_proj" in name]:
+        scale = tensors[name].abs().max() / 448
+        tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+        tensors |= {f"{name}_scale": scale, name.removesuffix("weight") + "input_scale": torch.tensor(0.25)}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+AUTO_FP8 = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+OPTIMIZER = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+PUBLISHED: dict[str, tuple[list[str], dict[str, Any], str]] = {
+    "AutoFP8": (["k_proj.output_scale", "v_proj.output_scale"], {**AUTO_FP8, "kv_cache_scheme": "static"}, "config"),
+    "AutoFP8, first": (["kv_scale"], {**AUTO_FP8, "kv_cache_scheme": "static"}, "config"),
+    "fp8": (["k_scale", "v_scale"], {**AUTO_FP8, "kv_cache_scheme": SCHEME}, "config"),
+    "Model Optimizer": (["k_proj.k_scale", "v_proj.v_scale"], {"quant_method": "modelopt", **OPTIMIZER}, "config"),
+    "Model Optimizer's file": (["k_proj.k_scale", "v_proj.v_scale"], OPTIMIZER, "hf_quant_config"),
+    "no scheme": (["k_scale", "v_scale"], AUTO_FP8, "config"),
+}
+
+
+def _published(kind: str, folder: Path) -> Path:
+    leaves, settings, place = PUBLISHED[kind]
+    _float8(folder)
+    names = [f"{ATTENTION.format(layer)}.{leaf}" for layer in range(LAYERS) for leaf in leaves]
+    _edit(folder, lambda tensors: tensors.update({name: torch.tensor(0.125) for name in names}))
+    if place == "config":
+        oracle.edit_json(folder / "config.json", quantization_config=settings)
+    else:
+        (folder / f"{place}.json").write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": settings}))
+    return folder
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_folders_in_fp8_are_read_with_a_note(kind: str, tmp_path: Path) -> None:
+    source, plain = _published(kind, tmp_path / "source"), _float8(tmp_path / "plain")
+    oracle.edit_json(plain / "config.json", quantization_config=AUTO_FP8)
+    checkpoint, other = open_checkpoint(source), open_checkpoint(plain)
+    assert checkpoint.kv_cache is not None
+    stated = "no scheme stated" if kind == "no scheme" else "float8"
+    assert checkpoint.kv_cache.line().startswith(stated)
+    assert checkpoint.kv_cache.line().endswith(f"scales of {LAYERS} of {LAYERS} layers")
+    assert any("the KV cache is to be quantized" in note for note in checkpoint.notes)
+    assert not [note for note in checkpoint.notes if "nothing tells their use" in note]
+    for name in other.names():
+        assert torch.equal(checkpoint.load(name), other.load(name))  # type: ignore[arg-type]
+    for job in (
+        lambda: quantkit.convert(source, tmp_path / "out", source_check=False),
+        lambda: quantkit.quantize(source, tmp_path / "int8", "int8", source_check=False, accept_quality_loss=True),
+    ):
+        made: Any = job()
+        assert any("the scheme and scales of the KV cache are dropped" in note for note in made.notes)
+        assert open_checkpoint(made.path).kv_cache is None
+        assert not [
+            name for name in load_file(made.path / "model.safetensors") if name.endswith(("k_scale", "v_scale"))
+        ]
+    assert "errors" not in quantkit.diagnose(source).lines()[-1]
+
+
+def test_older_names_are_kept_and_mean_the_same(folders: dict[str, Path], tmp_path: Path) -> None:
+    older = oracle.copy(folders["int4"], tmp_path / "older")
+
+    def rename(tensors: Tensors) -> None:
+        for name in _scales(older):
+            attention, _, leaf = name.rpartition(".")
+            tensors[f"{attention}.{leaf[0]}_proj.output_scale"] = tensors.pop(name)
+
+    _edit(older, rename)
+    made = quantkit.convert(older, tmp_path / "out", source_check=False)
+    names = {name for name in load_file(made.path / "model.safetensors") if name.endswith("_proj.output_scale")}
+    assert len(names) == 2 * LAYERS
+    assert verify(made.path, folders["int4"]).same
+
+
+DIFFERENT: dict[str, tuple[Callable[[Tensors], object], dict[str, Any], str]] = {
+    "a scale": (lambda t: t[V].mul_(2), {}, "scales of the KV cache differ in 1 places: layer 1, v: "),
+    "one missing": (lambda t: t.pop(K), {}, r"differ in 1 places: layer 1, k: .* and none"),
+    "scheme": (
+        lambda _: None,
+        {"kv_cache_scheme": {**SCHEME, "num_bits": 4}},
+        "schemes of the KV cache differ: float8",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_verify_says_what_differs(what: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    change, settings, problem = DIFFERENT[what]
+    other = oracle.copy(folders["int4"], tmp_path / "other")
+    _edit(other, change, **settings)
+    report = verify(folders["int4"], other)
+    assert report.verdict is Verdict.DIFFERENT
+    assert re.search(problem, report.problems[0])
+    assert report.tensors
+    assert not report.differing
+
+
+UNSOUND: dict[str, tuple[float, type[QuantkitError], str]] = {
+    "NaN": (math.nan, NonFiniteError, "is NaN or Inf"),
+    "Inf": (math.inf, NonFiniteError, "is NaN or Inf"),
+    "zero": (0.0, CheckpointError, r"is not positive \(found 0\)"),
+    "negative": (-0.5, CheckpointError, r"is not positive \(found -0\.5\)"),
+}
+
+
+@pytest.mark.parametrize("what", UNSOUND)
+def test_scales_that_are_none_are_not_written_again(what: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    value, error, problem = UNSOUND[what]
+    source = oracle.copy(folders["int4"], tmp_path / "source")
+    _edit(source, lambda tensors: tensors[V].fill_(value))
+    with pytest.raises(error, match=rf"'{re.escape(V)}', a scale of the KV cache, {problem}"):
+        quantkit.convert(source, tmp_path / "out", source_check=False)
+    if error is NonFiniteError:
+        made = quantkit.convert(source, tmp_path / "out", allow_nonfinite=True, source_check=False)
+        assert not load_file(made.path / "model.safetensors")[V].isfinite().any()
+    quantkit.convert(source, tmp_path / "floats", dequantize=True, source_check=False)
+
+
+REFUSED: dict[str, tuple[Callable[[Tensors], object], dict[str, Any], type[QuantkitError], str]] = {
+    "a list": (lambda _: None, {"kv_cache_scheme": [8]}, CheckpointError, "scheme of the KV cache is none"),
+    "a name": (lambda _: None, {"kv_cache_scheme": "int9"}, CheckpointError, "found 'int9'"),
+    "twice": (
+        lambda t: t.update({f"{ATTENTION.format(1)}.v_proj.output_scale": torch.ones(1)}), {}, CheckpointError,
+        "the KV cache of layer 1 has two scales of its v",
+    ),
+    "of no layer": (
+        lambda t: t.update({f"{ATTENTION.format(LAYERS)}.k_scale": torch.ones(1)}), {}, CheckpointError,
+        "of a layer that the config does not count",
+    ),
+    "integers": (lambda t: t.update({V: torch.ones(1).int()}), {}, UnsupportedError, "is no float"),
+    "of something else": (
+        lambda t: t.update({f"{ATTENTION.format(1)}.o_scale": torch.ones(1)}), {}, CheckpointError,
+        r"unexpected tensor 'model\.layers\.1\.self_attn\.o_scale'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_understood_is_refused_by_name(what: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    change, settings, error, problem = REFUSED[what]
+    source = oracle.copy(folders["int4"], tmp_path / "source")
+    _edit(source, change, **settings)
+    with pytest.raises(error, match=problem):
+        open_checkpoint(source)
+
+
+def test_other_weights_of_model_optimizer_are_refused_by_name(tmp_path: Path) -> None:
+    source = _published("Model Optimizer", tmp_path / "source")
+    settings = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    oracle.edit_json(source / "config.json", quantization_config=settings)
+    with pytest.raises(
+        UnsupportedError, match=r"algorithm of Model Optimizer is not read \(found 'NVFP4', expected FP8"
+    ):
+        open_checkpoint(source)
+
+
+def test_an_interrupted_conversion_goes_on_to_the_same_bytes(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantkit.formats.output.writer._CHECKPOINT_BYTES", 1)
+    whole = quantkit.convert(folders["int4"], tmp_path / "whole", source_check=False)
+
+    def stop(phase: str, done: int, total: int, unit: str) -> None:
+        if phase == "convert" and done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantkit.convert(folders["int4"], tmp_path / "out", source_check=False, progress=stop)
+    quantkit.convert(folders["int4"], tmp_path / "out", source_check=False, resume=True)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (whole.path / "model.safetensors").read_bytes()
+
+
+def test_scales_that_come_back_otherwise_are_a_failure_that_leaves_nothing(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = SafetensorsEncoder.finish
+
+    def altered(self: SafetensorsEncoder) -> Any:
+        return ((name, bytes(byte ^ 1 for byte in data)) for name, data in finish(self))
+
+    monkeypatch.setattr(SafetensorsEncoder, "finish", altered)
+    with pytest.raises(QuantkitError, match="scales of the KV cache are not what the source holds") as failed:
+        quantkit.convert(folders["int4"], tmp_path / "out", source_check=False)
+    assert failed.value.exit_code == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_known_by_its_tensors_carries_them_as_such(folders: dict[str, Path], tmp_path: Path) -> None:
+    made = quantkit.convert(folders["int4"], tmp_path / "out", tensors_only=True, source_check=False)
+    assert _equal(_scales(made.path), _scales(folders["int4"]))
+    assert _settings(made.path) == _settings(folders["int4"])
