@@ -4,7 +4,10 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: demo test lint clean
+# What of the CPU kernels' instruction sets the machine has, beside its own.
+VARIANTS := $(shell grep -qs avx2 /proc/cpuinfo && echo avx2) portable
+
+.PHONY: demo test test-kernels lint clean
 
 demo: .venv/installed
 	$(BIN)/quantkit demo
@@ -12,6 +15,12 @@ demo: .venv/installed
 # A file's tests stay together: what they share is made once.
 test: .venv/installed-test
 	$(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+
+# The tests of the CPU kernels, once for each instruction set that is not the machine's own.
+test-kernels: .venv/installed-test
+	for variant in $(VARIANTS); do \
+	    QUANTKIT_CPU=$$variant $(BIN)/pytest -m "cpu_kernels and not compiles" --numprocesses auto --maxprocesses 8 --dist loadfile || exit 1; \
+	done
 
 lint: .venv/installed-test
 	$(BIN)/ruff check .

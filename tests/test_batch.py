@@ -33,6 +33,8 @@ from quantkit.runtime.request import Request
 from quantkit.runtime.sampling_params import SamplingParams
 from quantkit.tensors.qtensor import QuantTensor
 
+pytestmark = pytest.mark.cpu_kernels
+
 LENGTHS = (1, 400, 2, 17, 16, 239, 240, 241, 33, 300, 5, 64, 120, 8, 257, 15)
 """Of prompts, around what is read at a time (240) and what kernels take as few rows (16)."""
 NEAR = 2e-3
@@ -231,6 +233,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
 # What is compiled
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("backend", ["cpu-exact", "reference"])
 def test_nothing_is_compiled_after_the_warm_up(
     backend: str, folders: Path, graphs: Callable[[], int], monkeypatch: pytest.MonkeyPatch
@@ -257,6 +260,7 @@ def test_eager_engines_need_no_warm_up(folders: Path) -> None:
     assert Engine(_model(folders / "llama-int8"), 20).warm_up() == 0
 
 
+@pytest.mark.compiles
 def test_a_warm_up_covers_more_rows_than_a_slot_holds(folders: Path, graphs: Callable[[], int]) -> None:
     model = _model(folders / "llama-int8", "cpu-exact")
     model.config = replace(model.config, max_context=20)

@@ -18,6 +18,8 @@ from quantkit.tensors.cached_rows import CachedRows, cached_rows
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
 
+pytestmark = pytest.mark.cpu_kernels
+
 INT8 = QuantScheme.parse("int8")
 SCORES = {
     "capped": (0.3, 4.0, False, None),

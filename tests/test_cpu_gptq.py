@@ -21,6 +21,8 @@ from quantkit.solver.columns import TORCH
 from quantkit.solver.gptq import gptq
 from quantkit.solver.grid import search_scales
 
+pytestmark = pytest.mark.cpu_kernels
+
 CPU = torch.device("cpu")
 SCHEMES = ("int4-g32", "int4-g32-asym", "int4-g128", "int4-g128-asym", "int4", "int8")
 SHAPES = ((64, 384), (37, 256), (1, 128), (530, 128))

@@ -27,6 +27,8 @@ from quantkit.tensors.cached_rows import cached_rows
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
 
+pytestmark = pytest.mark.cpu_kernels
+
 
 def _has_avx2() -> bool:
     info = Path("/proc/cpuinfo")
@@ -424,6 +426,7 @@ def test_an_unknown_variant_is_refused_with_the_known_ones() -> None:
         load_kernels("sse9")
 
 
+@pytest.mark.compiles
 def test_the_program_that_checks_other_processors_fits_the_kernels() -> None:
     root = Path(__file__).resolve().parent.parent
     compiler = os.environ.get("CXX", "c++")
@@ -431,6 +434,7 @@ def test_the_program_that_checks_other_processors_fits_the_kernels() -> None:
     subprocess.run([*command, str(root / "scripts" / "check_arm.cpp")], check=True)
 
 
+@pytest.mark.compiles
 def test_two_processes_at_once_compile_one_library_and_a_third_finds_it(tmp_path: Path) -> None:
     code = "from quantkit.kernels.build import load_kernels; print(load_kernels('portable').instructions())"
     environment = {**os.environ, "QUANTKIT_CACHE": str(tmp_path)}

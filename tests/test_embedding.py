@@ -32,6 +32,8 @@ from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
 from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import SCHEMES, QuantScheme
 
+pytestmark = pytest.mark.cpu_kernels
+
 EMBEDDING = "model.embed_tokens"
 WEIGHT = f"{EMBEDDING}.weight"
 KINDS = ("tied", "untied")

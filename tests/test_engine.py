@@ -25,6 +25,8 @@ from quantkit.runtime import engine as engine_module
 from quantkit.runtime.engine import Engine, bucket
 from quantkit.tensors.cached_rows import CachedRows
 
+pytestmark = pytest.mark.cpu_kernels
+
 
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -44,6 +46,7 @@ def _without_end(path: Path, backend: str | None = None) -> Decoder:
     return model
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("backend", ["cpu-exact", "reference"])
 def test_compiled_steps_are_one_graph_a_bucket_and_give_the_eager_tokens(quantized: Path, backend: str) -> None:
     model = _without_end(quantized, backend=backend)

@@ -26,6 +26,8 @@ from quantkit.model.load import load_model
 from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import QuantScheme
 
+pytestmark = pytest.mark.cpu_kernels
+
 CPU = torch.device("cpu")
 
 

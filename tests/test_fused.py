@@ -26,6 +26,8 @@ from quantkit.model.load import load_model
 from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import QuantScheme
 
+pytestmark = pytest.mark.cpu_kernels
+
 
 def _logits(model: Decoder, tokens: Tensor, steps: list[int], dtype: torch.dtype, *, first: bool = False) -> Tensor:
     """Logits [B, T, V], so many tokens at a time through the cache, the first among themselves if `first`."""

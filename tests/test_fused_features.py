@@ -28,6 +28,8 @@ from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.tensor_slice import TensorSlice
 
+pytestmark = pytest.mark.cpu_kernels
+
 WINDOWED = (LayerConfig(window=6), LayerConfig(), LayerConfig(window=6))
 PLAIN_ROPE = RopeConfig(theta=10000.0)
 FEATURES: dict[str, dict[str, Any]] = {

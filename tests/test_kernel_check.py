@@ -20,6 +20,8 @@ from quantkit.kernels.reference import ReferenceBackend
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
+pytestmark = pytest.mark.cpu_kernels
+
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCHEMES = ("int8", "int8-asym", "int4", "int4-g32-asym", "int4-g64", "int4-g128")

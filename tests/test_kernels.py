@@ -19,6 +19,8 @@ from quantkit.model.linear import QuantLinear
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
 
+pytestmark = pytest.mark.cpu_kernels
+
 CPU = torch.device("cpu")
 SCHEMES = ["int8", "int8-asym", "int4-g32", "int4-g64", "int4-g128", "int4-g32-asym", "int4-g128-asym"]
 SIZES = [1, 2, 3, 15, 16, 17, 64]

@@ -25,6 +25,8 @@ from quantkit.runtime.speculative import speculate
 from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import QuantScheme
 
+pytestmark = pytest.mark.cpu_kernels
+
 COUNTS = (1, 8, 9, 16, 33)  # few rows, and more than the kernels for few take
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MODES = {"cpu-exact": 1e-3, "cpu-fast": 0.2, "reference": 1e-5}

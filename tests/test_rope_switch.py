@@ -25,6 +25,8 @@ from quantkit.runtime.request import Request, checked_length
 from quantkit.runtime.slots import SlotTable
 from quantkit.runtime.speculative import speculate
 
+pytestmark = pytest.mark.cpu_kernels
+
 SWITCH, CONTEXT = 40, 160
 LENGTHS = (30, 5, 39, 40, 41, 90, 25)
 """Of prompts, on both sides of the switch and at it."""

@@ -22,6 +22,8 @@ from quantkit.runtime.generation import Generation
 from quantkit.runtime.request import Request
 from quantkit.runtime.slots import Held, SlotTable, common, exact
 
+pytestmark = pytest.mark.cpu_kernels
+
 CHUNK = 64
 BORDERS = (1, 2, 15, 16, 17, 47, 48, 49, 63, 64, 65, 80, 81, 127, 128, 129, 145)
 
