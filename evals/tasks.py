@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from quantkit.errors import QuantkitError, RequestError
+from quantkit.errors import CheckpointError, QuantkitError, RequestError
 from quantkit.evals.extras import optional
 from quantkit.evals.texts import articles
+from quantkit.files.hub_answers import checked_answers
 from quantkit.progress import Progress, silent
 from quantkit.quality.figures import Estimate
 
@@ -194,8 +195,10 @@ def _load(name: str, file: Path | None, scratch: str) -> list[Any]:
             raise RequestError(f"'{name}' is a group; local data are for single tasks", path=file)
         spec = {"group": "local data", "task": [_local_task(name, file, scratch)]}
     try:
-        with _quiet():
+        with _quiet(), checked_answers(name):
             loaded = _manager().load([spec])
+    except CheckpointError:
+        raise
     except Exception as error:  # whatever the harness, a task's own code or the data's reader raise
         if file is not None:
             line, cause = _first_bad_line(name, file, scratch), error.__cause__ or error  # datasets wraps its reader's

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
@@ -14,16 +15,34 @@ from typing import Any
 Files = Mapping[str, bytes]
 COMMIT = "1" * 40
 """Of all that is served."""
+_LFS = (".pth", ".bin", ".safetensors", ".gguf", ".parquet", ".model")
+
+
+@dataclass(frozen=True)
+class Hostile:
+    """What of a hub's answers about one repository is not as it should be.
+
+    Attributes:
+        info: changes the answer about the repository; called with it, returns another one.
+        headers: changes the headers of the answer about a file; called with its path and them, returns others. The
+            file may be one that is not there.
+    """
+
+    info: Callable[[Any], object] = lambda info: info
+    headers: Callable[[str, dict[str, str]], Mapping[str, str]] = lambda path, headers: headers
 
 
 @contextmanager
 def hub(
-    repositories: Mapping[str, Files], before: Callable[[str], object] = lambda path: None
+    repositories: Mapping[str, Files],
+    before: Callable[[str], object] = lambda path: None,
+    hostile: Mapping[str, Hostile] = {},
 ) -> Iterator[tuple[str, list[str]]]:
     """Serve datasets and models, each the files by their paths.
 
     Args:
         before: called with a file's path before it is sent.
+        hostile: by repository, what its answers are changed to.
 
     Returns:
         The hub's address, and a list that grows by the path of every file sent.
@@ -49,25 +68,25 @@ def hub(
             if asked is None or asked[2] not in repositories:
                 return self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
             api, name, verb, path = asked.groups(default="")
-            files = repositories[name]
+            files, changed = repositories[name], hostile.get(name, Hostile())
             if verb.startswith("/tree"):
                 found = _entries(files, f"{path}/" if path else "")
                 return self._send(200, json.dumps(found).encode()) if found else self._missing()
             if api and path not in ("", "revision/main"):
                 return self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
             if api:
-                return self._send(200, json.dumps(_told(name, files)).encode())
+                return self._send(200, json.dumps(changed.info(_info(name, files))).encode())
+            headers = {"X-Repo-Commit": COMMIT}
             if path not in files:
-                return self._missing()
+                return self._missing(changed.headers(path, headers))
             if self.command == "GET":
                 before(path)
                 sent.append(path)
-            self._send(
-                200, files[path], {"X-Repo-Commit": COMMIT, "ETag": _etag(files[path]), "Accept-Ranges": "bytes"}
-            )
+            headers |= {"ETag": f'"{_digest(path, files[path])}"', "Accept-Ranges": "bytes"}
+            self._send(200, files[path], changed.headers(path, headers))
 
-        def _missing(self) -> None:
-            self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
+        def _missing(self, headers: Mapping[str, str] = {}) -> None:
+            self._send(404, b"{}", {"X-Error-Code": "EntryNotFound", **headers})
 
         def _send(self, status: int, body: bytes, headers: Mapping[str, str] = {}) -> None:
             span = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
@@ -91,14 +110,30 @@ def hub(
         server.server_close()
 
 
-def _etag(content: bytes) -> str:
-    return f'"{hashlib.sha256(content).hexdigest()}"'
+def _digest(path: str, content: bytes) -> str:
+    """What the hub calls a file by: the sha256 of one that lies in LFS, else git's name for it."""
+    return hashlib.sha256(content).hexdigest() if path.endswith(_LFS) else git_name(content)
 
 
-def _told(name: str, files: Files) -> dict[str, object]:
-    """What the hub says of a repository."""
-    siblings = [{"rfilename": path, "size": len(data)} for path, data in files.items()]
-    return {"id": name, "sha": COMMIT, "siblings": siblings}
+def git_name(content: bytes) -> str:
+    """What git calls a file's content, its blob id."""
+    return hashlib.sha1(b"blob %d\0%b" % (len(content), content)).hexdigest()
+
+
+def _info(name: str, files: Files) -> dict[str, Any]:
+    """The hub's answer about a repository."""
+    return {"id": name, "sha": COMMIT, "siblings": [_sibling(path, content) for path, content in files.items()]}
+
+
+def _sibling(path: str, content: bytes) -> dict[str, Any]:
+    """What the hub announces of a file: one in LFS has its own hash, and git has a pointer to it."""
+    found = {"rfilename": path, "size": len(content), "blobId": git_name(content)}
+    if not path.endswith(_LFS):
+        return found
+    sha256 = _digest(path, content)
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {len(content)}\n".encode()
+    lfs = {"sha256": sha256, "size": len(content), "pointerSize": len(pointer)}
+    return {**found, "blobId": git_name(pointer), "lfs": lfs}
 
 
 def _entries(files: Files, prefix: str) -> list[dict[str, object]]:

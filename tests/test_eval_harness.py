@@ -7,16 +7,18 @@ import os
 import random
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fake_hub import Hostile, hub
 
 import quantkit
 from quantkit.data.files import excerpt
-from quantkit.errors import NonFiniteError, RequestError
+from quantkit.errors import CheckpointError, NonFiniteError, RequestError
 from quantkit.evals import tasks
 from quantkit.evals.harness import as_lm
 from quantkit.evals.rolling import score_documents
@@ -227,3 +229,26 @@ def test_an_unknown_task_is_named_with_those_near_it(monkeypatch: pytest.MonkeyP
         open_tasks(["helaswag"], None),
     ):
         pass
+
+
+def test_a_hub_that_writes_outside_its_cache_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also from the threads that `datasets` downloads with; the hub's library is left as it was."""
+    from huggingface_hub import file_download, hf_hub_download
+
+    before, home = dict(vars(file_download)), tmp_path / "a" / "b"
+    climbs = Hostile(headers=lambda path, headers: {**headers, "ETag": '"../../../../evil"'})
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with hub({"some/data": {"a.json": b"{}"}}, hostile={"some/data": climbs}) as (address, _):
+
+        def load(_: object) -> dict[str, Any]:
+            options = {"repo_type": "dataset", "cache_dir": home, "endpoint": address}
+            with ThreadPoolExecutor(1) as threads:
+                threads.submit(hf_hub_download, "some/data", "a.json", **options).result()
+            return {"tasks": {}}
+
+        monkeypatch.setattr(tasks, "_manager", lambda: SimpleNamespace(task_index={"some": None}, load=load))
+        monkeypatch.setattr(tasks, "_hub_answers", lambda: True)
+        with pytest.raises(CheckpointError, match="an ETag that is no name"), open_tasks(["some"], None):
+            pass
+    assert list(tmp_path.rglob("*evil*")) == []
+    assert dict(vars(file_download)) == before

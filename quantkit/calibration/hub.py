@@ -17,8 +17,9 @@ from pathlib import Path
 
 from quantkit.calibration.documents import TEXT, joined, require_text
 from quantkit.calibration.files import JSON_LINES, PARQUET
-from quantkit.errors import RequestError
+from quantkit.errors import QuantkitError, RequestError
 from quantkit.files.hub import SECONDS, UnknownError, asked_in_time, short
+from quantkit.files.hub_answers import checked_answers, checked_commit
 
 _SPELLING = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?::([^:/]*))?(?::([\w.]+))?", re.ASCII)
 _SUFFIXES = (".txt", *JSON_LINES, PARQUET)
@@ -56,13 +57,14 @@ def hub_text(dataset: HubId, limit: int) -> str:
     Raises:
         UnreachableError: if the hub does not answer in 8 seconds.
         RequestError: if it does not know the dataset, or the split cannot be read or has no ``text``.
+        CheckpointError: if the hub's answer names no commit, or a file of it leads out of the hub's cache.
     """
     path = str(dataset)
-    with _quietly():
+    with _quietly(), checked_answers(path):
         revision = _revision(dataset.name, path)
         try:
             return joined(_documents(dataset, revision), limit)
-        except RequestError:
+        except QuantkitError:
             raise
         except Exception as error:  # of datasets, fsspec, pyarrow and the HTTP client alike
             raise RequestError(
@@ -87,7 +89,7 @@ def _revision(name: str, path: str) -> str:
     """The dataset's commit.
 
     Raises:
-        UnreachableError, RequestError: see `asked_in_time`.
+        UnreachableError, RequestError, CheckpointError: see `hub_text`.
     """
     from huggingface_hub import HfApi
 
@@ -98,7 +100,7 @@ def _revision(name: str, path: str) -> str:
             f"no such file, and {error.problem}", path=path,
             hint=error.hint if isinstance(error, UnknownError) else _LOCAL,
         ) from error  # fmt: skip
-    return str(info.sha)
+    return checked_commit(info.sha, path)
 
 
 @contextmanager

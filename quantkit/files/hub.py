@@ -1,10 +1,13 @@
-"""Models on the Hugging Face hub, ``hf:owner/name``: what of one is needed is downloaded into the hub's own cache."""
+"""Models on the Hugging Face hub, ``hf:owner/name``: what of one is needed is downloaded into the hub's own cache.
+
+Files are downloaded one by one with `hf_hub_download`, in daemon threads. `snapshot_download` waits for its own threads
+before the process may end, which would hold up Ctrl-C until the files that they download are there.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import os
 import queue
@@ -13,14 +16,22 @@ import shutil
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
-from quantkit.errors import CheckpointError, NoSpaceError, RequestError, UnreachableError
+from quantkit.errors import CheckpointError, NoSpaceError, QuantkitError, RequestError, UnreachableError
+from quantkit.files.hub_answers import (
+    COMMIT,
+    HubFile,
+    announced_file,
+    checked_answers,
+    checked_commit,
+    siblings_by_name,
+)
+from quantkit.files.hub_cache import CachedModel
 from quantkit.json_values import shown
 
 PREFIX = "hf:"
@@ -34,7 +45,8 @@ class UnknownError(RequestError):
 
 _Answer = TypeVar("_Answer")
 _PART = r"[A-Za-z0-9][\w.-]*"
-_NAME = re.compile(rf"{PREFIX}({_PART}/{_PART})(?:/([^@]+\.(?i:gguf)))?(?:@([\w./-]+))?", re.ASCII)
+_REVISION = r"[\w-][\w.-]*(?:/[\w-][\w.-]*)*"  # a path of the cache is made of it: no part is ".."
+_NAME = re.compile(rf"{PREFIX}({_PART}/{_PART})(?:/([^@]+\.(?i:gguf)))?(?:@({_REVISION}))?", re.ASCII)
 _SNAPSHOT = re.compile(rf"models--({_PART}?)--({_PART})/snapshots/([^/]+)", re.ASCII)
 SECONDS = 8.0
 """How long an answer of the hub is waited for."""
@@ -51,7 +63,6 @@ _WEIGHTS = (  # in the order in which a folder that holds several is read
     re.compile(r"pytorch_model[^/]*\.bin(\.index\.json)?"),
     re.compile(r"consolidated\.\d+\.pth"),
 )
-_NO_FILE = re.compile(r"[\\\x00-\x1f\x7f]")
 _SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 
@@ -96,9 +107,9 @@ def download(model: HubModel) -> Path:
         UnreachableError: if the hub does not answer in 8 seconds, or breaks off.
         RequestError: if it does not know the model, does not give it to us, or it has no weights that are read.
         NoSpaceError: if the disk of the cache has too little space.
-        CheckpointError: if what came is not what the hub announced.
+        CheckpointError: if the hub's answer makes no sense, or what came is not what it announced.
     """
-    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub import HfApi
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
     with _quietly():
@@ -114,54 +125,42 @@ def download(model: HubModel) -> Path:
             if not HF_HUB_OFFLINE:
                 _log.warning("%s: the hub cannot be reached; what its cache holds is taken", model)
             return found
-        sizes = {one.rfilename: int(one.size or 0) for one in info.siblings or ()}
-        wanted = needed_files(sizes, model)
-        missing = [
-            name for name in wanted
-            if not isinstance(try_to_load_from_cache(model.name, name, revision=info.sha), str)
-        ]  # fmt: skip
-        _require_space(sum(sizes[name] for name in missing), model)
-        _fetch(model, wanted)
-    folder = _cache(model) / "snapshots" / info.sha
-    for name in wanted:
-        there = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if there != sizes[name]:
-            raise CheckpointError(
-                "is not what the hub announced", path=folder / name,
-                found="nothing" if there is None else f"{there} bytes", expected=f"{sizes[name]} bytes",
-                hint="delete it from the cache, and try again",
-            )  # fmt: skip
-    _record_complete(model, info.sha, {name: sizes[name] for name in wanted})
-    return _opened(folder, model, wanted)
+        expected = model.revision if COMMIT.fullmatch(model.revision or "") else None
+        commit = checked_commit(info.sha, str(model), expected)
+        siblings = siblings_by_name(info, str(model))
+        files = [announced_file(siblings[name], str(model)) for name in needed_files(siblings, model)]
+        cached = CachedModel(model.name, model.file)
+        missing = [file for file in files if not (cached.snapshot(commit) / file.name).is_file()]
+        _require_space(sum(file.size for file in missing), model)
+        _fetch(model, commit, files, cached.recorded(commit).difference(missing))
+    cached.record(commit, files)
+    return _opened(cached.snapshot(commit), model, [file.name for file in files])
 
 
-def needed_files(sizes: Mapping[str, int], model: HubModel) -> list[str]:
+def needed_files(names: Collection[str], model: HubModel) -> list[str]:
     """What of a repository is downloaded: configs, tokenizer, templates, licences, and one set of weights.
 
     Raises:
-        RequestError: if it has no weights that are read, several of GGUF, or a name that is none of a file.
+        RequestError: if it has no weights that are read, or several of GGUF.
     """
-    for name in sizes:
-        if _NO_FILE.search(name) or any(part in ("", ".", "..") for part in name.split("/")):
-            raise RequestError("the repository has a file whose name is none", path=str(model), found=shown(name))
-    beside = [name for name in sizes if _BESIDE.fullmatch(name) and not name.endswith(_INDEX)]
+    beside = [name for name in names if _BESIDE.fullmatch(name) and not name.endswith(_INDEX)]
     if model.file is not None:
-        if model.file not in sizes:
+        if model.file not in names:
             raise RequestError("the repository has no such file", path=str(model), found=shown(model.file))
-        return _parts(model.file, sizes)
+        return _parts(model.file, names)
     for kind in _WEIGHTS:
-        found = [name for name in sizes if kind.fullmatch(name)]
+        found = [name for name in names if kind.fullmatch(name)]
         if not all(name.endswith(_INDEX) for name in found):
             return sorted({*beside, *found})
-    first = sorted({_parts(name, sizes)[0] for name in sizes if name.lower().endswith(".gguf")})
+    first = sorted({_parts(name, names)[0] for name in names if name.lower().endswith(".gguf")})
     if len(first) > 1:
         raise RequestError(
             "the repository has several GGUF models", path=str(model), found=f"{len(first)}, such as {first[0]}",
             expected=f"one of them: {HubModel(model.name, first[0], model.revision)}",
         )  # fmt: skip
     if first:
-        return sorted({*beside, *_parts(first[0], sizes)})
-    if "adapter_config.json" in sizes:
+        return sorted({*beside, *_parts(first[0], names)})
+    if "adapter_config.json" in names:
         return beside  # whoever opens it says what it is
     raise RequestError("the repository has no weights that are read", path=str(model))
 
@@ -176,6 +175,7 @@ def asked_in_time(ask: Callable[[], _Answer], path: str, what: str) -> _Answer:
     Raises:
         UnreachableError: if the hub does not answer in 8 seconds, or not now.
         RequestError: if it knows no such repository, or must not be asked.
+        CheckpointError: if its answer does not have the form of one.
     """
     answers: queue.SimpleQueue[tuple[_Answer | None, Exception | None]] = queue.SimpleQueue()
 
@@ -191,6 +191,10 @@ def asked_in_time(ask: Callable[[], _Answer], path: str, what: str) -> _Answer:
         answer, error = answers.get(timeout=SECONDS)
     except queue.Empty:
         answer, error = None, TimeoutError(f"no answer in {SECONDS:.0f} seconds")
+    if type(error) is ValueError or isinstance(error, LookupError | TypeError | AttributeError):
+        raise CheckpointError(
+            f"the hub's answer cannot be read: {short(error)}", path=path, hint="try again"
+        ) from error
     if error is not None:
         raise _failure(error, path, what) from error
     return answer  # type: ignore[return-value]
@@ -203,8 +207,9 @@ def short(error: Exception) -> str:
 
 def _failure(error: Exception, path: str, what: str) -> Exception:
     """One of our errors for one of the hub's library."""
-    from huggingface_hub import errors
+    import huggingface_hub.utils
 
+    errors: Any = huggingface_hub.utils
     if isinstance(error, errors.OfflineModeIsEnabled):
         return RequestError("HF_HUB_OFFLINE keeps from the hub", path=path, hint="unset it, or give a path")
     if isinstance(error, errors.GatedRepoError):
@@ -229,57 +234,49 @@ def _failure(error: Exception, path: str, what: str) -> Exception:
     return kind(f"the hub cannot be reached for a {what}: {reason}", path=path, hint="try again, or give a path")
 
 
-def _fetch(model: HubModel, wanted: Sequence[str]) -> None:
-    """Download files into the cache, some at a time.
+def _fetch(model: HubModel, commit: str, files: Sequence[HubFile], checked: Collection[HubFile]) -> None:
+    """Download files into the cache, some at a time, and compare each with what the hub announced.
 
-    In threads that end with the process: those of the hub's library are waited for, so that Ctrl-C would not end it.
+    Args:
+        checked: those of which only the size is compared.
 
     Raises:
-        UnreachableError, RequestError, NoSpaceError: see `download`.
+        UnreachableError, RequestError, NoSpaceError, CheckpointError: see `download`.
     """
     from huggingface_hub import hf_hub_download
 
-    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+    waiting: queue.SimpleQueue[HubFile] = queue.SimpleQueue()
     answers: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-    for name in wanted:
-        waiting.put(name)
+    ended = threading.Event()
+    cached = CachedModel(model.name, model.file)
+    for file in files:
+        waiting.put(file)
 
     def run() -> None:
         with contextlib.suppress(queue.Empty):
-            while True:
-                name = waiting.get_nowait()
+            while not ended.is_set():
+                file = waiting.get_nowait()
                 try:
-                    hf_hub_download(model.name, name, revision=model.revision)  # by its branch: the cache notes that
+                    with checked_answers(str(model), commit, file):
+                        # by its branch: the cache notes that
+                        hf_hub_download(model.name, file.name, revision=model.revision)
+                    cached.require_announced(commit, file, file in checked)
                 except Exception as error:  # of the hub's library and the HTTP client alike
                     answers.put(error)
                 else:
                     answers.put(None)
 
-    for _ in range(min(_AT_ONCE, len(wanted))):
+    for _ in range(min(_AT_ONCE, len(files))):
         threading.Thread(target=run, name="quantkit-hub", daemon=True).start()
-    for _ in wanted:
-        if (error := answers.get()) is not None:
-            raise _failure(error, str(model), "model") from error
-
-
-def _cache(model: HubModel) -> Path:
-    """What the hub's cache calls a model's folder."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    return Path(HF_HUB_CACHE, f"models--{model.name.replace('/', '--')}")
-
-
-def _record(model: HubModel, commit: str) -> Path:
-    """Where is noted what was needed of a model, once all of it was there."""
-    asked = "" if model.file is None else f"-{sha256(model.file.encode()).hexdigest()[:16]}"
-    return _cache(model) / "quantkit" / f"{commit}{asked}.json"
-
-
-def _record_complete(model: HubModel, commit: str, sizes: Mapping[str, int]) -> None:
-    path = _record(model, commit)
-    with contextlib.suppress(OSError):  # of a cache that others own: it is asked for again
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(sizes))
+    try:
+        for _ in files:
+            error = answers.get()
+            if isinstance(error, QuantkitError):
+                raise error
+            if error is not None:
+                raise _failure(error, str(model), "model") from error
+    finally:
+        ended.set()
 
 
 def _cached(model: HubModel, unreachable: RequestError) -> Path:
@@ -288,35 +285,11 @@ def _cached(model: HubModel, unreachable: RequestError) -> Path:
     Raises:
         RequestError: the one that is given, if it holds nothing, or perhaps not everything.
     """
-    cache, revision = _cache(model), model.revision or "main"
-    branch = cache / "refs" / revision
-    commit = branch.read_text().strip() if branch.is_file() else revision
-    folder, record = cache / "snapshots" / commit, _record(model, commit)
-    try:
-        sizes: dict[str, int] = json.loads(record.read_text())
-        complete = all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, AttributeError, TypeError):
-        sizes, complete = {}, False
-    if not complete:
-        sizes = _whole(model, folder)
-    if not sizes:
+    found = CachedModel(model.name, model.file).complete(model.revision)
+    if found is None:
         raise unreachable
-    return _opened(folder, model, needed_files(sizes, model))
-
-
-def _whole(model: HubModel, folder: Path) -> dict[str, int]:
-    """The files of a snapshot that the hub's library knows to be complete; none of another."""
-    from huggingface_hub import errors, snapshot_download
-
-    listed = _cache(model) / "trees" / f"{folder.name}.json"  # without it, and before 1.0, it takes what is there
-    if not listed.is_file() or not hasattr(errors, "IncompleteSnapshotError"):
-        return {}
-    try:
-        snapshot_download(model.name, revision=model.revision, local_files_only=True)
-    except Exception:
-        return {}
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+    folder, names = found
+    return _opened(folder, model, needed_files(names, model))
 
 
 def _opened(folder: Path, model: HubModel, wanted: Sequence[str]) -> Path:
@@ -327,7 +300,7 @@ def _opened(folder: Path, model: HubModel, wanted: Sequence[str]) -> Path:
     return folder / gguf[0] if gguf else folder
 
 
-def _parts(file: str, names: Mapping[str, int]) -> list[str]:
+def _parts(file: str, names: Collection[str]) -> list[str]:
     """The files that a GGUF model is split into, of which one is named."""
     stem = _SPLIT.sub("", file)
     if stem == file:
@@ -338,7 +311,7 @@ def _parts(file: str, names: Mapping[str, int]) -> list[str]:
 def _require_space(size: int, model: HubModel) -> None:
     from quantkit.memory import size_text
 
-    cache = _cache(model).parent.absolute()
+    cache = CachedModel(model.name, model.file).folder.parent.absolute()
     there = next(parent for parent in (cache, *cache.parents) if parent.is_dir())
     if size and (free := shutil.disk_usage(there).free) < size + _SPARE_BYTES:
         raise NoSpaceError(

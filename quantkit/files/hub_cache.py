@@ -1,0 +1,136 @@
+"""Models in the cache of the hub's library, and what of each was checked.
+
+A file is hashed once: after this process downloaded it, or when it lies in the cache and no record says that it was
+checked. The record, a file next to the snapshots, holds sizes and hashes; later only sizes are compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantkit.errors import CheckpointError
+from quantkit.files.hub_answers import COMMIT, HubFile
+from quantkit.files.source import SourceFile
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """The folder of a model in the cache.
+
+    Attributes:
+        name: ``owner/name``.
+        file: the one file that was requested of it; None for the model.
+    """
+
+    name: str
+    file: str | None
+
+    @property
+    def folder(self) -> Path:
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        return Path(HF_HUB_CACHE, f"models--{self.name.replace('/', '--')}")
+
+    def snapshot(self, commit: str) -> Path:
+        return self.folder / "snapshots" / commit
+
+    def _record(self, commit: str) -> Path:
+        one = "" if self.file is None else f"-{hashlib.sha256(self.file.encode()).hexdigest()[:16]}"
+        return self.folder / "quantkit" / f"{commit}{one}.json"
+
+    def record(self, commit: str, files: Iterable[HubFile]) -> None:
+        """Note what was needed, once all of it is there and checked."""
+        path = self._record(commit)
+        content = {file.name: {"size": file.size, "digest": file.digest} for file in files}
+        with contextlib.suppress(OSError):  # of a cache that others own: it is checked again
+            path.parent.mkdir(exist_ok=True)
+            partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")  # no link of others lies there
+            partial.write_text(json.dumps(content))
+            os.replace(partial, path)
+
+    def recorded(self, commit: str) -> set[HubFile]:
+        """What was noted; nothing if that is damaged."""
+        try:
+            content = json.loads(self._record(commit).read_bytes())
+            return {HubFile(name, int(one["size"]), str(one["digest"])) for name, one in content.items()}
+        except (OSError, ValueError, AttributeError, KeyError, TypeError):
+            return set()
+
+    def complete(self, revision: str | None) -> tuple[Path, set[str]] | None:
+        """The snapshot of a revision and the names in it, if it holds all that was needed, or all there is."""
+        branch = self.folder / "refs" / (revision or "main")
+        try:
+            commit = branch.read_text().strip() if branch.is_file() else str(revision)
+        except (OSError, ValueError):
+            return None
+        if not COMMIT.fullmatch(commit):  # it comes from a hub, through whichever program wrote it
+            return None
+        folder = self.snapshot(commit)
+        try:
+            there = {file.name: (folder / file.name).stat().st_size == file.size for file in self.recorded(commit)}
+        except OSError:
+            there = {}
+        names = set(there) if all(there.values()) else set()
+        names = names or self._whole(folder, revision)
+        return (folder, names) if names else None
+
+    def _whole(self, folder: Path, revision: str | None) -> set[str]:
+        """The files of a snapshot that the hub's library knows to be complete; none of another."""
+        from huggingface_hub import errors, snapshot_download
+
+        listed = self.folder / "trees" / f"{folder.name}.json"  # without it, and before 1.0, it takes what is there
+        if not listed.is_file() or not hasattr(errors, "IncompleteSnapshotError"):
+            return set()
+        try:
+            snapshot_download(self.name, revision=revision, local_files_only=True)
+        except Exception:
+            return set()
+        return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+    def require_announced(self, commit: str, file: HubFile, checked: bool) -> None:
+        """Compare a file with what the hub announced.
+
+        Args:
+            checked: its content was compared before: only its size is.
+
+        Raises:
+            CheckpointError: if the file is missing or another one. If it is named for this hash in the cache, it is
+                removed, so that the next download brings it anew.
+        """
+        path = self.snapshot(commit) / file.name
+        source = SourceFile(path)
+        if checked and source.size == file.size:
+            return
+        digest = _digest(source, file)
+        if (source.size, digest) == (file.size, file.digest):
+            return
+        is_size = source.size != file.size
+        raise CheckpointError(
+            "is not what the hub announced", path=path, found=f"{source.size} bytes" if is_size else digest,
+            expected=f"{file.size} bytes" if is_size else file.digest,
+            hint="try again" if digest == file.digest else self._remove(path, file),
+        )  # fmt: skip
+
+    def _remove(self, path: Path, file: HubFile) -> str:
+        """Remove a blob that is not what its name says. Returns what to do next."""
+        blob, real = self.folder / "blobs" / file.digest, path.resolve()
+        with contextlib.suppress(OSError):
+            if blob.samefile(path):
+                blob.unlink()
+        return f"delete {real}, and try again" if real.exists() else "it was removed from the cache; try again"
+
+
+def _digest(source: SourceFile, file: HubFile) -> str:
+    """A file's hash, of the kind that was announced."""
+    if len(file.digest) == hashlib.sha256().digest_size * 2:
+        return source.sha256()
+    start = b"blob %d\0" % source.size  # see git hash-object
+    with source.stream() as stream:
+        return hashlib.file_digest(stream, lambda: hashlib.sha1(start, usedforsecurity=False)).hexdigest()
