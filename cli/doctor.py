@@ -18,7 +18,7 @@ from quantkit.doctor.findings import RUNTIMES, Runtime
 @click.argument("path", type=click.Path())
 @click.option("--for", "runtime", type=click.Choice(RUNTIMES), help="Also what this runtime minds.")
 @click.option("--tp", type=int, default=1, show_default=True, help="Degree of tensor parallelism it shall run at.")
-@click.option("--deep", is_flag=True, help="Read the weights too, not headers alone.")
+@click.option("--deep", is_flag=True, help="Read the weights too, and run a small model on a text.")
 @click.option("--against", type=click.Path(), metavar="SRC", help="Say how far each layer is from its float source.")
 @options.data
 def doctor(

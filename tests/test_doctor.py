@@ -20,6 +20,7 @@ from command import Capture, run
 from safetensors.torch import load_file, save_file
 
 import quantkit
+from quantkit.doctor import predictions
 from quantkit.doctor.diagnose import rules
 from quantkit.doctor.findings import RUNTIMES, Finding, Rule
 from quantkit.errors import CheckpointError, RequestError
@@ -520,7 +521,8 @@ def test_names_that_no_terminal_shows_are_spelled_out(tmp_path: Path) -> None:
 
 def test_every_rule_has_a_case() -> None:
     tried = {case.rule for case in CASES} | {rule for rule, _, _ in (*GGUF_CASES, *AGAINST)}
-    assert tried | {"refused", "other-scheme", "slow-groups"} == set(ALL)
+    elsewhere = {"unusual-norm", "not-as-written", *(rule.name for rule in predictions.RULES)}  # test_doctor_deep.py
+    assert tried | elsewhere | {"refused", "other-scheme", "slow-groups"} == set(ALL)
 
 
 def test_scalars_of_other_bits_and_groups_are_told_for_vllm(tmp_path: Path) -> None:
@@ -570,7 +572,7 @@ def test_the_command_tells_and_ends_with_its_code(tmp_path: Path, capfd: Capture
     code, out, _ = run(capfd, "doctor", folder)
     assert code == 0
     assert "nothing found" in out
-    assert "not looked at: the weights themselves (--deep)" in out
+    assert "not looked at: the weights themselves, and what it predicts (--deep)" in " ".join(out.split())
     code, out, _ = run(capfd, "doctor", folder, "--for", "vllm", "--json", tmp_path / "found.json")
     assert code == 12
     (told,) = [line for line in out.splitlines() if line.strip().startswith("error ")]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from quantkit.arguments import as_path, as_text, as_whole, require_flags
 from quantkit.doctor import files, gguf, kv_cache, quantization, readers, text, weights, zero_points
@@ -35,7 +36,9 @@ def diagnose(
         path: a folder, or a file of weights.
         runtime: ``vllm``, ``transformers``, ``llama.cpp`` or ``mlx``: also what this one minds.
         tp: the degree of tensor parallelism that it shall run at.
-        deep: read the weights too: NaN, what was never written, scales out of line, zero points off by one.
+        deep: read the weights too: NaN, what was never written, sizes out of line, zero points off by one; compare the
+            files with quantkit.json, if there is one; run the model on a short text, if it is small and no error was
+            found before.
         against: the float model that it was made of: how far each linear is from it.
         progress: is told how far the reading of weights is.
 
@@ -65,8 +68,11 @@ def diagnose(
         from quantkit.doctor import values
 
         findings += values.check(folder, patient.view, progress)
-    if not any(finding.rule.severity == "error" for finding in findings):
+        findings += patient.check_written(progress)
+    if not _has_errors(findings):
         findings += files.check_opened(folder) if patient.is_read_strictly else patient.check_read()
+    if deep:
+        findings += patient.check_predictions(progress, sound=not _has_errors(findings))
     if source is not None:
         from quantkit.doctor import against as compared
 
@@ -78,12 +84,19 @@ def diagnose(
     )  # fmt: skip
 
 
+def _has_errors(findings: Sequence[Finding]) -> bool:
+    return any(finding.rule.severity == "error" for finding in findings)
+
+
 class _Patient:
     """What is looked at, and by which rules."""
 
     def __init__(self, folder: Folder, runtime: Runtime | None, tp: int, deep: bool) -> None:
         self.folder, self.runtime, self.tp, self.deep = folder, runtime, tp, deep
         self.view = View(folder) if folder.kind in ("safetensors", "bin", "file") else None
+        self._manifest: Mapping[str, Any] = {}
+        self._read: list[str] = []
+        self._unread: list[str] = []
 
     def findings(self) -> Iterator[Finding]:
         folder, view = self.folder, self.view
@@ -107,6 +120,33 @@ class _Patient:
         view = self.view
         if view is not None and view.is_read:
             yield from weights.check_read(view, deep=self.deep)
+
+    def check_written(self, progress: Progress) -> list[Finding]:
+        """Whether the files are those of quantkit's manifest, where there is one."""
+        from quantkit.doctor import written
+
+        found = written.check(self.folder, progress)
+        self._manifest = found.manifest
+        self._read += [] if found.compared is None else [found.compared]
+        return found.findings
+
+    def check_predictions(self, progress: Progress, *, sound: bool) -> list[Finding]:
+        """What the model predicts.
+
+        Args:
+            sound: whether no error was found before.
+        """
+        if self.folder.kind not in ("safetensors", "bin", "meta", "gguf") or (self.view and not self.view.is_read):
+            return []
+        if not sound:
+            self._unread.append("what it predicts: it is not run where there are errors")
+            return []
+        from quantkit.doctor import predictions
+
+        found = predictions.check(self.folder, self._manifest, progress)
+        self._read += [] if found.figures is None else [found.figures]
+        self._unread += [] if found.left_out is None else [found.left_out]
+        return found.findings
 
     @property
     def is_read_strictly(self) -> bool:
@@ -140,12 +180,12 @@ class _Patient:
             f"{'weights' if self.deep else 'headers'} of {count} file{'s' if count != 1 else ''}, {tensors} tensors"
         ]
         beside = [name for name in _BESIDE if name in folder.names]
-        return told if folder.kind == "mistral" else told + beside
+        return told if folder.kind == "mistral" else [*told, *beside, *self._read]
 
     def left_out(self, compared: bool) -> list[str]:
         """What was not, and what would have it looked at."""
         view = self.view
-        told = [] if self.deep else ["the weights themselves (`deep=True`)"]
+        told = self._unread if self.deep else ["the weights themselves, and what it predicts (`deep=True`)"]
         told += [] if compared else ["how far it is from its source (`against=SRC`)"]
         if self.runtime is None:
             told.append("what one runtime minds (`runtime=NAME`)")
@@ -160,7 +200,7 @@ class _Patient:
 
 def rules() -> Mapping[str, tuple[Rule, ...]]:
     """Every rule there is, by what it is about."""
-    from quantkit.doctor import against, values
+    from quantkit.doctor import against, predictions, values, written
 
     return {
         "Files": files.RULES,
@@ -169,6 +209,7 @@ def rules() -> Mapping[str, tuple[Rule, ...]]:
         "Text": text.RULES,
         "GGUF": gguf.RULES,
         "One runtime, where it is named": readers.RULES,
-        "Numbers, where weights are read": values.RULES,
+        "Numbers, where weights are read": (*values.RULES, *written.RULES),
+        "Predictions, where the model is run": predictions.RULES,
         "Against its source, where it is given": against.RULES,
     }

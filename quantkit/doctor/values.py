@@ -1,4 +1,4 @@
-"""Rules about the numbers themselves: NaN, what was never written, scales out of line; for all tensors, in pieces."""
+"""Rules about the numbers themselves: NaN, what was never written, sizes out of line; for all tensors, in pieces."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from quantkit.doctor import norms
 from quantkit.doctor.findings import Finding, Rule
 from quantkit.doctor.folder import Folder
 from quantkit.doctor.stored_values import Part, parts
@@ -57,8 +58,8 @@ COLUMN_ORDER = Rule(
 )  # fmt: skip
 
 RULES = (
-    NAN, NEVER_WRITTEN, PARTLY_WRITTEN, EQUAL_SCALES, ZERO_SCALES, ABSURD_SCALE, NEGATIVE_SCALES, TIED_HEAD,
-    COLUMN_ORDER,
+    NAN, NEVER_WRITTEN, PARTLY_WRITTEN, EQUAL_SCALES, ZERO_SCALES, ABSURD_SCALE, norms.UNUSUAL_NORM, NEGATIVE_SCALES,
+    TIED_HEAD, COLUMN_ORDER,
 )  # fmt: skip
 
 _ABSURD = 1000.0
@@ -79,6 +80,7 @@ class _Facts:
     high: float = -math.inf
     rows: int = 0
     zero_tail: int = 0
+    squares: float = 0.0
     largest: list[float] = field(default_factory=list)
 
     def add(self, piece: Tensor) -> None:
@@ -101,6 +103,7 @@ class _Facts:
         self.rows += len(empty)
         if floats:
             self.largest.append(wide.abs().max().item())
+            self.squares += torch.linalg.vector_norm(wide, dtype=torch.float64).item() ** 2
 
     @property
     def all_equal(self) -> bool:
@@ -111,6 +114,7 @@ def check(folder: Folder, view: View | None, progress: Progress) -> list[Finding
     """What is wrong with the numbers of a folder or file."""
     found: list[Finding] = []
     scales: dict[str, list[tuple[str, float]]] = {}
+    sizes: dict[str, float] = {}
     listed = parts(folder, view)
     for index, part in enumerate(listed):
         progress("weights", index, len(listed), "tensors")
@@ -125,8 +129,11 @@ def check(folder: Folder, view: View | None, progress: Progress) -> list[Finding
         found += _judged(part, facts)
         if part.kind == "scale" and facts.largest:
             scales.setdefault(_NUMBER.sub("*", part.name), []).append((part.name, max(facts.largest)))
+        if part.kind in ("weight", "scale") and facts.count:
+            sizes.setdefault(part.name, math.sqrt(facts.squares / facts.count))
     progress("weights", len(listed), len(listed), "tensors")
     found += _absurd(scales)
+    found += norms.check(sizes)
     if view is not None:
         found += _tied_head(view)
         found += _column_order(view)

@@ -135,9 +135,7 @@ def verify_model(model: str | Path, *, progress: Progress = silent) -> FolderRep
     """
     model = Path(model)
     require_finished(model, manifest.NAME)
-    path = manifest_path(model)
-    if not path.exists() and (file := gguf_file(model)) is not None and manifest_path(file).exists():
-        model, path = file, manifest_path(file)
+    model, path = placed_manifest(model)
     if not path.exists():
         open_checkpoint(model)  # which says what else may be wrong with it
         beside = "" if model.is_dir() else " beside it, under which quantkit writes a file's manifest"
@@ -145,10 +143,7 @@ def verify_model(model: str | Path, *, progress: Progress = silent) -> FolderRep
             f"has no {path.name}{beside or ': quantkit did not make it'}", path=model,
             hint=f"{'bring it along, or ' if beside else ''}give the model that it is to be compared with",
         )  # fmt: skip
-    made = manifest.read(model)
-    if model.is_dir():
-        _require_no_more(model, made["files"])
-    edited = _edited(path.parent, made["files"], progress)
+    made, edited = require_as_written(model, progress=progress)
     readable = model if model.exists() else path.parent / min(made["files"], default="")
     quantized = made.get("job") == "quantize" or "quality" in made
     texts: list[TextCheck] = []
@@ -159,6 +154,31 @@ def verify_model(model: str | Path, *, progress: Progress = silent) -> FolderRep
     elif quantized:
         texts = recheck(readable, made, progress=progress)
     return FolderReport(model, len(made["files"]) - len(edited), edited, texts, made, weights)
+
+
+def placed_manifest(model: Path) -> tuple[Path, Path]:
+    """A model, or the only GGUF file of a folder if it is that which has a manifest; and where its manifest is, or
+    would be."""
+    path = manifest_path(model)
+    if not path.exists() and (file := gguf_file(model)) is not None and manifest_path(file).exists():
+        return file, manifest_path(file)
+    return model, path
+
+
+def require_as_written(model: Path, *, progress: Progress = silent) -> tuple[dict[str, Any], dict[str, str]]:
+    """Compare the sha256 of a model's files with its manifest.
+
+    Returns:
+        The manifest, and what became of a file that people may change, by its name.
+
+    Raises:
+        CheckpointError: if there is no manifest, a file is missing or changed, or one of weights,
+            of the config or of the tokenizer was added.
+    """
+    made = manifest.read(model)
+    if model.is_dir():
+        _require_no_more(model, made["files"])
+    return made, _edited(manifest_path(model).parent, made["files"], progress)
 
 
 def _require_no_more(folder: Path, listed: Mapping[str, str]) -> None:

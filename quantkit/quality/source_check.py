@@ -99,7 +99,7 @@ def check_source(
     perplexity = math.exp(min(loss, 700))
     if not loss < math.log(guess):
         raise CheckpointError(
-            "the source predicts a plain English text no better than a uniform guess", path=source.path,
+            "the model predicts a plain English text no better than a uniform guess", path=source.path,
             found=f"perplexity {perplexity:.4g}", expected=f"less than its {guess} tokens",
             hint=f"weights or tokenizer are damaged or another model's; {_SKIP}",
         )  # fmt: skip
@@ -127,7 +127,7 @@ def _loss(source: Checkpoint, hidden: Tensor, window: Tensor) -> float:
             low, high = torch.minimum(low, logits.amin(0)), torch.maximum(high, logits.amax(0))
     if (high - low).max() <= _FLAT * (high.max() - low.min()):
         raise CheckpointError(
-            "the source's logits do not depend on its input", path=source.path,
+            "the model's logits do not depend on its input", path=source.path,
             found="the same prediction after every token of a text",
             hint=f"weights are missing, zero or all equal; {_SKIP}",
         )  # fmt: skip

@@ -1,0 +1,197 @@
+"""Rules about what a model predicts: it is run on packaged texts, as its config says and in other ways."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.data.files import excerpt
+from quantkit.doctor.findings import Finding, Rule
+from quantkit.doctor.folder import Folder
+from quantkit.doctor.readings import readings
+from quantkit.errors import CheckpointError, NonFiniteError, QuantkitError
+from quantkit.formats.checkpoint import Checkpoint, parameter_count, schemes
+from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.folder import checked_tokenizer
+from quantkit.progress import Progress, in_phase
+from quantkit.quality.bounds import BOUNDS, coarsest
+from quantkit.quality.figures import mean_estimate
+from quantkit.quality.measures import token_losses
+from quantkit.quality.source_check import SourceCheck, check_source
+from quantkit.quality.windows import measured_windows
+from quantkit.text.tokenizer import Tokenizer
+
+MAX_PARAMETERS = 2 * 10**9
+"""Of a model that is run: minutes on two cores."""
+
+_MEASURED = "measured on trained models: scripts/measure_deep.py"
+
+NO_PREDICTION = Rule(
+    "no-prediction", "error", "its logits are NaN or constant, or it predicts English no better than a uniform guess",
+    "compare it with its source (`against=SRC`); a model that is not trained, or not on English, is so too",
+    "the check of a source before `quantkit convert`",
+)  # fmt: skip
+POOR_PREDICTION = Rule(
+    "poor-prediction", "warning", "it predicts English no better than the frequencies of tokens do",
+    "compare it with its source (`against=SRC`); a model that is not trained on English is so too", _MEASURED,
+)  # fmt: skip
+WORSE_THAN_SOURCE = Rule(
+    "worse-than-source", "warning", "its perplexity is far above that of its source, which quantkit.json records",
+    "make it again from its source", "quantkit.json",
+)  # fmt: skip
+OTHER_READING = Rule(
+    "other-reading", "warning", "it predicts better with other heads, rope base or order of q and k rows",
+    "check config.json and the tool that wrote the weights against the source", _MEASURED,
+)  # fmt: skip
+
+RULES = (NO_PREDICTION, POOR_PREDICTION, WORSE_THAN_SOURCE, OTHER_READING)
+
+_SPEECH = "speech"
+_FEWEST = 32  # tokens of a text
+_SURE = 3.0  # standard errors
+_LEAST_GAIN = 0.05  # nats a token; sound models gain at most 0.00 from another reading
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What a model makes of the packaged texts.
+
+    Attributes:
+        figures: what was measured, for people; None where nothing was.
+        left_out: why nothing was measured; None where it was.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    figures: str | None = None
+    left_out: str | None = None
+
+
+def check(folder: Folder, recorded: Mapping[str, Any], progress: Progress) -> Predictions:
+    """Run a model, one block in memory at a time.
+
+    Args:
+        recorded: its manifest; empty where it has none.
+    """
+    try:
+        model = open_checkpoint(folder.path)
+        tokenizer, _ = checked_tokenizer(model)
+        if tokenizer is None:
+            return Predictions(left_out="what it predicts: it has no tokenizer")
+        if (count := parameter_count(model)) > MAX_PARAMETERS:
+            told = f"it has {count / 1e9:.1f}e9 parameters, and is run up to {MAX_PARAMETERS / 1e9:.0f}e9"
+            return Predictions(left_out=f"what it predicts: {told}")
+        texts = {name: windows[:1] for name, (_, windows) in measured_windows(model).items()}
+        speech = texts.pop(_SPEECH, torch.empty(1, 0))
+        if not _is_text(speech):
+            return Predictions(left_out="what it predicts: the tokenizer makes no tokens of English")
+        run = _Run(model, speech, list(texts.values()), _frequency_loss(tokenizer, speech), progress)
+        findings = list(run.findings(folder.path.name, recorded))
+    except QuantkitError as error:
+        return Predictions(left_out=f"what it predicts: {error}")
+    return Predictions(findings, run.figures)
+
+
+def _is_text(window: Tensor) -> bool:
+    """Whether tokens [1, T] are those of a text: enough of them, and not one over and over, as of unknown words."""
+    return window.numel() >= _FEWEST and 2 * int(window.flatten().bincount().max()) <= window.numel()
+
+
+class _Run:
+    """A model on the texts.
+
+    Attributes:
+        figures: of the model as its config reads it.
+    """
+
+    def __init__(
+        self, model: Checkpoint, speech: Tensor, others: Sequence[Tensor], frequency_loss: float, progress: Progress
+    ) -> None:
+        """
+        Args:
+            speech, others: a window [1, T] of each text.
+            frequency_loss: what frequencies of tokens make of the first, in nats a token.
+        """
+        self._model = model
+        self._windows = [speech, *others]
+        self._frequency_loss = frequency_loss
+        self._progress = in_phase(progress, "predictions")
+        self.figures: str | None = None
+
+    def findings(self, where: str, recorded: Mapping[str, Any]) -> Iterator[Finding]:
+        """What is wrong."""
+        checked: SourceCheck | str | None = None
+        try:
+            own = self._losses(self._windows)
+            checked = check_source(self._model, progress=self._progress)
+        except NonFiniteError as error:
+            yield Finding(NO_PREDICTION, where, str(error))
+            return
+        except CheckpointError as error:
+            found = f" ({error.found})" if error.found is not None else ""
+            yield Finding(NO_PREDICTION, where, f"{error.problem}{found}")
+        if isinstance(checked, SourceCheck):
+            self.figures = f"perplexity {checked.perplexity:.4g} on {checked.tokens} tokens of English"
+            yield from self._worse_than_source(where, checked, recorded)
+            yield from self._poor(where, own[0].mean().item())
+        yield from self._other_reading(where, own)
+
+    def _losses(self, windows: list[Tensor], model: Checkpoint | None = None) -> list[Tensor]:
+        """Minus log probabilities [W * (T - 1)] of each token of windows [W, T] after the first."""
+        found = token_losses(model or self._model, windows, progress=self._progress)
+        return [one.flatten() for one in found]
+
+    def _worse_than_source(self, where: str, checked: SourceCheck, recorded: Mapping[str, Any]) -> Iterator[Finding]:
+        """A perplexity that what was done to the model does not explain."""
+        source = recorded.get("source_check")
+        source = source if isinstance(source, dict) else {}  # why there was no check
+        before = source.get("perplexity")
+        same_text = (source.get("text"), source.get("tokens")) == (checked.text, checked.tokens)
+        if not (same_text and isinstance(before, float)):
+            return
+        found = schemes(self._model).values()
+        bound = BOUNDS.get(f"int{coarsest(found).bits}", BOUNDS["int4"]) if found else BOUNDS["bfloat16"]
+        most = before * (1 + 2 * (bound.perplexity_ratio - 1))  # of one window, where bounds are for several
+        if checked.perplexity > most:
+            told = f"perplexity {checked.perplexity:.4g}; its source's was {before:.4g}, and up to {most:.4g} is usual"
+            yield Finding(WORSE_THAN_SOURCE, where, told)
+
+    def _poor(self, where: str, loss: float) -> Iterator[Finding]:
+        if loss >= (bound := self._frequency_loss):
+            found = f"perplexity {math.exp(loss):.4g}; {math.exp(bound):.4g} from the frequencies of tokens alone"
+            yield Finding(POOR_PREDICTION, where, found)
+
+    def _other_reading(self, where: str, own: list[Tensor]) -> Iterator[Finding]:
+        """The reading that predicts best, if it predicts the text at all, and better than the config's; tried on one
+        window first."""
+        before = torch.cat(own)
+        best: tuple[float, str] = (_LEAST_GAIN, "")
+        for reading in readings(self._model):
+            try:
+                (first,) = self._losses(self._windows[:1], reading)
+                if first.mean() > min(own[0].mean().item(), self._frequency_loss):
+                    continue
+                after = torch.cat([first, *self._losses(self._windows[1:], reading)])
+            except NonFiniteError:
+                continue
+            gain = mean_estimate(before - after)
+            if gain.error is not None and gain.value > max(best[0], _SURE * gain.error):
+                found, now = (math.exp(one.mean().item()) for one in (after, before))
+                best = gain.value, f"perplexity {found:.4g} with {reading.what}; {now:.4g} as it is"
+        if best[1]:
+            yield Finding(OTHER_READING, where, best[1])
+
+
+def _frequency_loss(tokenizer: Tokenizer, windows: Tensor) -> float:
+    """What the frequencies of tokens in the rest of the text make of windows [W, T], in nats a token; those that are
+    not in it share what Witten and Bell's estimate (IEEE Trans. Inf. Theory 37, 1991) leaves for them."""
+    rest = Counter(tokenizer.encode(excerpt())[windows.numel() :])
+    count, distinct = rest.total(), len(rest)
+    unseen = distinct / tokenizer.vocab_size
+    targets = windows[:, 1:].flatten().tolist()
+    return -sum(math.log((rest[one] + unseen) / (count + distinct)) for one in targets) / len(targets)
