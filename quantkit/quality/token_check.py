@@ -8,7 +8,7 @@ from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.registry import CONTAINERS
 from quantkit.runtime.generation_config import end_tokens
 from quantkit.text.chat_template import ChatTemplates
-from quantkit.text.compare import first_difference, vocabulary_texts
+from quantkit.text.compare import first_difference
 
 
 def token_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
@@ -25,9 +25,9 @@ def token_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
         if first is not second:
             problems.append(f"{(a if first is None else b).path} has no tokenizer")
     else:
-        text = first_difference(first, second, (*gate_texts().values(), *vocabulary_texts(first)))
-        if text is not None:
-            problems.append(f"tokenizers differ on {text[:40]!r}")
+        difference = first_difference(first, second, gate_texts().values())
+        if difference is not None:
+            problems.append(f"tokenizers differ on {difference}")
     return problems + _template_problems(a, b)
 
 

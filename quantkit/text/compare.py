@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
 from collections.abc import Iterable, Iterator, Mapping
+from ctypes import c_float
 
+from quantkit.text.canonical_vocabulary import AddedToken, CanonicalVocabulary, Kind, Token
+from quantkit.text.merge_order import merge_difference, order_probes, scores_difference
+from quantkit.text.merges import merges_make_all
 from quantkit.text.tokenizer import Tokenizer
 
 _SAMPLES = (
@@ -14,27 +21,165 @@ _SAMPLES = (
     "<s> <unk> </s> <|begin_of_text|> <0x41>",
     "e\u0301 \u00e9 \ufb01 \u2167 \u00a0 \u200b \x00 \x7f",
 )
-_MOST_PIECES = 1 << 15  # of a vocabulary, evenly spaced
-_NO_TEXT = "\ufffd"  # stands for bytes that are no text by themselves
+_SAME_KINDS = ({Kind.TEXT, Kind.UNUSED}, {Kind.SPECIAL, Kind.SET_APART}, {Kind.ADDED, Kind.SET_APART})
+_MOST_PROBES = 1 << 12
+_LONGEST = 60
+_BEFORE = 20
 
 
 def first_difference(first: Tokenizer, second: Tokenizer, texts: Iterable[str]) -> str | None:
-    """The first of some texts, and of built-in samples before them, that two tokenizers read differently, if any; or
-    a special token that they number differently."""
-    own, others = (_as_spaces(one.special_tokens) for one in (first, second))
-    if own is not None and others is not None and own != others:
-        return min(spelling for spelling, _ in own.items() ^ others.items())
-    return next((text for text in (*_SAMPLES, *texts) if first.encode(text) != second.encode(text)), None)
+    """The first difference between two tokenizers, None where there is none. Compared are
+
+    - for every id, the bytes and the kind of its token;
+    - how added tokens are found, the settings that cut texts, merges and scores, BOS and EOS: what both formats hold;
+    - the tokens of some texts, and of built-in samples, and what they are decoded to.
+
+    Raises:
+        CheckpointError: if a file is damaged.
+    """
+    own, others = first.canonical(), second.canonical()
+    return (
+        _token_difference(own, others)
+        or _added_difference(own, others)
+        or _settings_difference(own, others)
+        or _order_difference(own, others)
+        or _end_difference(first, second, stated=_both_stated(own, others))
+        or _text_difference(first, second, itertools.chain(_SAMPLES, texts, _probes(own, others)), own.kinds)
+    )
 
 
-def _as_spaces(specials: Mapping[str, int] | None) -> dict[str, int] | None:
-    """Tokens by their spellings; U+2581 in them is a space, as in GGUF."""
-    return None if specials is None else {spelling.replace("\u2581", " "): n for spelling, n in specials.items()}
+def _token_difference(first: CanonicalVocabulary, second: CanonicalVocabulary) -> str | None:
+    if first.contents == second.contents and first.kinds == second.kinds:
+        return None
+    numbers = first.contents.keys() | second.contents.keys()
+    differing = [number for number in numbers if not _same(first.token(number), second.token(number))]
+    if not differing:
+        return None
+    at = min(differing)
+    one, other = first.token(at), second.token(at)
+    kinds = one is not None and other is not None and one.kind is not other.kind
+    what = " against ".join(_shown_token(token, kind=kinds) for token in (one, other))
+    return f"{len(differing)} of {len(numbers)} token ids; the first is {at}: {what}"
 
 
-def vocabulary_texts(tokenizer: Tokenizer) -> Iterator[str]:
-    """The texts of a tokenizer's tokens, of some of them where they are very many."""
-    for token in range(0, tokenizer.vocab_size, -(-tokenizer.vocab_size // _MOST_PIECES)):
-        text = tokenizer.decode([token])
-        if text and _NO_TEXT not in text:
-            yield text
+def _same(first: Token | None, second: Token | None) -> bool:
+    """Whether an id means the same; where it is unused, a format may have any filler or no token."""
+    if first == second:
+        return True
+    used = [token for token in (first, second) if token is not None and token.kind is not Kind.UNUSED]
+    if first is None or second is None or not used:
+        return not used
+    return first.content == second.content and any({first.kind, second.kind} <= kinds for kinds in _SAME_KINDS)
+
+
+def _shown_token(token: Token | None, *, kind: bool) -> str:
+    if token is None:
+        return "no token"
+    name = f"{token.kind.value} " if kind or token.kind is not Kind.TEXT else ""
+    return f"{name}{token.content[:_LONGEST]!r}"
+
+
+def _added_difference(first: CanonicalVocabulary, second: CanonicalVocabulary) -> str | None:
+    """How added tokens are found, where both say it; of one alone, whether its list has other ids than its tokens."""
+    for number in sorted((first.added or {}).keys() | (second.added or {}).keys()):
+        one, other = ((side.added or {}).get(number) for side in (first, second))
+        own = (one or AddedToken(number))._asdict()
+        others = (other or AddedToken(number))._asdict()
+        names = own if one is not None and other is not None else ["id"]
+        name = next((name for name in names if own[name] != others[name]), None)
+        if name is not None:
+            content = (first if one is not None else second).contents[number]
+            return f"added token {number} ({content!r}): {name} {_shown(own[name], others[name])}"
+    return None
+
+
+def _settings_difference(first: CanonicalVocabulary, second: CanonicalVocabulary) -> str | None:
+    for name, own in first.settings.items():
+        if name not in second.settings or own == (others := second.settings[name]):
+            continue
+        if name == "ignore_merges" and (first.converted or second.converted) and _makes_all(first, second):
+            continue
+        return f"{name}: {_shown(own, others)}"
+    return None
+
+
+def _shown(first: object, second: object) -> str:
+    """Two values, long ones from a little before where they differ."""
+    texts = [json.dumps(value, ensure_ascii=False) for value in (first, second)]
+    common = next((at for at, pair in enumerate(zip(*texts, strict=False)) if pair[0] != pair[1]), 0)
+    start = max(common - _BEFORE, 0)
+    shown = [
+        ("..." * (start > 0) + text[start : start + _LONGEST] + "..." * (len(text) > start + _LONGEST))
+        if len(text) > _LONGEST else text for text in texts
+    ]  # fmt: skip
+    return " against ".join(shown)
+
+
+def _makes_all(first: CanonicalVocabulary, second: CanonicalVocabulary) -> bool:
+    """Whether it is the same to merge a word of the vocabulary and to take it as it is."""
+    one = first if first.merges is not None else second
+    pieces = [piece for piece, number in one.spellings.items() if one.kinds.get(number) in (None, Kind.UNUSED)]
+    return one.merges is not None and merges_make_all(pieces, one.spellings, one.merges)
+
+
+def _order_difference(first: CanonicalVocabulary, second: CanonicalVocabulary) -> str | None:
+    if first.merges is not None and second.merges is not None:
+        apart = {Kind.ADDED, Kind.SET_APART} | ({Kind.SPECIAL} if first.converted or second.converted else set())
+        ignored = {
+            piece for one in (first, second) for piece, number in one.spellings.items()
+            if one.kinds.get(number) in apart
+        }  # fmt: skip
+        return merge_difference(first.merges, second.merges, ignored)
+    if first.scores is not None and second.scores is not None:
+        pairs = (
+            (piece, score, second.scores[piece]) for piece, score in first.scores.items() if piece in second.scores
+        )
+        return next(
+            (f"the score of {piece!r}: {a:g} against {b:g}" for piece, a, b in pairs if not _same_score(a, b)), None
+        )
+    for one, other in ((first, second), (second, first)):
+        if one.merges is not None and other.scores is not None:
+            return scores_difference(one.merges, other.scores)
+    return None
+
+
+def _same_score(first: float, second: float) -> bool:
+    """Whether two scores are one number in single precision, which sentencepiece has."""
+    return first == second or c_float(first).value == c_float(second).value
+
+
+def _both_stated(first: CanonicalVocabulary, second: CanonicalVocabulary) -> bool:
+    """Whether both come from a tokenizer.json whose files say which tokens begin and end a text."""
+    return all(one.added is not None and one.merges is not None and not one.converted for one in (first, second))
+
+
+def _end_difference(first: Tokenizer, second: Tokenizer, *, stated: bool) -> str | None:
+    """A difference in the tokens that begin and end a text. Formats but tokenizer.json need not have them, and Meta's
+    tiktoken files have several that end one."""
+    begins = [set[int]() if one.bos_id is None else {one.bos_id} for one in (first, second)]
+    ends = [set(one.eos_ids) for one in (first, second)]
+    for name, (own, others) in (("BOS", begins), ("EOS", ends)):
+        if own != others and (stated or not (own <= others or others <= own)):
+            return f"{name}: {_shown(sorted(own), sorted(others))}"
+    return None
+
+
+def _text_difference(
+    first: Tokenizer, second: Tokenizer, texts: Iterable[str], kinds: Mapping[int, Kind]
+) -> str | None:  # fmt: skip
+    for text in texts:
+        ids = first.encode(text)
+        if ids != second.encode(text):
+            return f"the text {text[:40]!r}"
+        known = [one for one in ids if kinds.get(one) is not Kind.SPECIAL]  # some formats decode <unk> to a sign
+        if first.decode(known) != second.decode(known):
+            return f"what the tokens of {text[:40]!r} are decoded to"
+    return None
+
+
+def _probes(first: CanonicalVocabulary, second: CanonicalVocabulary) -> Iterator[str]:
+    if first.merges is not None and second.merges is not None:
+        for pieces in itertools.islice(order_probes(first.merges, second.merges), _MOST_PROBES):
+            content = b"".join(first.contents[first.spellings[piece]] for piece in pieces)
+            with contextlib.suppress(UnicodeDecodeError):
+                yield content.decode()

@@ -8,24 +8,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.errors import UnsupportedError
 from quantkit.json_values import Settings, read_json, shown
 from quantkit.text import gguf_vocabulary as keys
 from quantkit.text.gguf_tokenizer import PIPELINE_PARTS, TOKEN_FLAGS
 from quantkit.text.gguf_vocabulary import Vocabulary
-from quantkit.text.merges import Pair, merges_by_rank, ranks_of_merges
+from quantkit.text.merges import merges_by_rank, merges_make_all, pairs_of, ranks_of_merges
+from quantkit.text.pipeline import CUT_AT_SPACES, PREPEND_SPACE, REPLACE_SPACES, SPACE
 from quantkit.text.pre_tokenizers import SIMPLER, names_of, patterns_of
 from quantkit.text.sentencepiece_file import PieceType, read_sentencepiece
-from quantkit.text.special_tokens import special_tokens
+from quantkit.text.special_tokens import added_tokens, special_tokens
 from quantkit.text.tiktoken_file import LLAMA3_PATTERN, is_tiktoken, llama3_specials, read_tiktoken
 from quantkit.text.token_bytes import spelled_bytes
 
-_SPACE = "\u2581"
 UNREACHED = -1000.0
 """The score of what no pairs make, as llama.cpp's converter has it."""
-_REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-_PREPEND = {"type": "Prepend", "prepend": _SPACE}
-_AT_SPACES = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
 
 
 @dataclass
@@ -75,7 +72,7 @@ def _from_sentencepiece(path: Path) -> FoundTokenizer:
         (_as_in_texts(spelling) if kind is PieceType.USER_DEFINED else spelling, score, kind)
         for spelling, score, kind in model.pieces
     ]
-    for number, spelling, special in _added_beside(path.parent):
+    for number, spelling, special in added_tokens(path.parent):
         if number < len(pieces):
             continue
         pieces += [(keys.filler(row), UNREACHED, PieceType.UNUSED) for row in range(len(pieces), number)]
@@ -83,23 +80,6 @@ def _from_sentencepiece(path: Path) -> FoundTokenizer:
     tokens, scores, types = zip(*pieces, strict=True)
     ids = {f"{name}_token": number for name, number in model.ids.items() if number >= 0}
     return FoundTokenizer(Vocabulary(keys.SPM, tokens, types, scores, [], "", model.space_prefix), ids)
-
-
-def _added_beside(folder: Path) -> list[tuple[int, str, bool]]:
-    """Tokens that files beside a sentencepiece model add to it: number, spelling, and whether it is a special one."""
-    found: dict[int, tuple[str, bool]] = {}
-    if (path := folder / "added_tokens.json").is_file():
-        added = Settings(read_json(path), path)
-        found |= {added.whole(spelling, 0, 2**31): (spelling, False) for spelling in added.values}
-    if (path := folder / "tokenizer_config.json").is_file():
-        config = Settings(read_json(path), path)
-        decoder = config.inside("added_tokens_decoder") if config.has("added_tokens_decoder") else Settings({}, path)
-        for number in decoder.values:
-            token = decoder.inside(number)
-            if not number.isdecimal():
-                raise CheckpointError("lists a token by something else than its number", path=path, found=shown(number))
-            found[int(number)] = token.text("content"), token.flag("special", False)
-    return [(number, *found[number]) for number in sorted(found)]
 
 
 def _from_json(folder: Path) -> FoundTokenizer:
@@ -113,7 +93,7 @@ def _from_json(folder: Path) -> FoundTokenizer:
     added: list[dict[str, Any]] = raw.get("added_tokens") or []
     by_number = {number: token for token, number in vocabulary.items()} | {one["id"]: one["content"] for one in added}
     tokens = [by_number.get(number, keys.filler(number)) for number in range(max(by_number, default=-1) + 1)]
-    merges = [_pair(one) for one in model.values.get("merges", [])]
+    merges = pairs_of(model.values.get("merges", []))
     types = [PieceType.NORMAL if number in by_number else PieceType.UNUSED for number in range(len(tokens))]
     for one in added:
         types[one["id"]] = PieceType.CONTROL if one["special"] else PieceType.USER_DEFINED
@@ -145,8 +125,13 @@ def _cut(found: FoundTokenizer, whole: bool, vocabulary: Mapping[str, int], fold
     has_bos = special_tokens(folder, vocabulary, ("bos_token",)).get("bos_token") is not None
     names = names_of(patterns, has_bos=has_bos) if patterns is not None else {}
     name = names.get(whole)
-    if name is None and names and _merges_make_all(found.vocabulary, vocabulary):
-        (name,) = names.values()
+    if name is None and names:
+        normal = (
+            token for token, kind in zip(found.vocabulary.tokens, found.vocabulary.types, strict=True)
+            if kind is PieceType.NORMAL
+        )  # fmt: skip
+        if merges_make_all(normal, vocabulary, found.vocabulary.merges):
+            (name,) = names.values()
     if name is None:
         _refuse(path, "a pre_tokenizer" if not names else f"ignore_merges {str(whole).lower()} with its pre_tokenizer")
     if name in SIMPLER:
@@ -155,22 +140,15 @@ def _cut(found: FoundTokenizer, whole: bool, vocabulary: Mapping[str, int], fold
     return found
 
 
-def _merges_make_all(found: Vocabulary, vocabulary: Mapping[str, int]) -> bool:
-    """Whether merges make each token out of its letters, so that it is the same to take it as it is."""
-    from tokenizers import models
-
-    pairs = models.BPE(vocab=dict(vocabulary), merges=list(found.merges))
-    normal = [found.tokens[number] for number, kind in enumerate(found.types) if kind is PieceType.NORMAL]
-    return all(len(pairs.tokenize(token)) == 1 for token in normal)
-
-
 def _scored(found: FoundTokenizer, unknown: Any, vocabulary: Mapping[str, int], path: Path) -> FoundTokenizer:
     """A tokenizer of sentencepiece's kind, whose list of pairs becomes scores."""
     _require_bytes(vocabulary, path)
     cutter, normalizer = found.pipeline["pre_tokenizer"], found.pipeline["normalizer"]
     if isinstance(cutter, dict) and cutter.get("type") == "Metaspace":
         scheme = cutter.get("prepend_scheme", "always")
-        known = cutter.get("replacement") == _SPACE and cutter.get("split") is False and normalizer in (None, _REPLACE)
+        known = (
+            cutter.get("replacement") == SPACE and cutter.get("split") is False and normalizer in (None, REPLACE_SPACES)
+        )
         prefix = scheme != "never"
         if prefix:
             where = "the whole text" if scheme == "first" else "each that begins with none"
@@ -178,8 +156,8 @@ def _scored(found: FoundTokenizer, unknown: Any, vocabulary: Mapping[str, int], 
                 f"llama.cpp puts a space before each piece of text between special tokens, the tokenizer before {where}"
             )
     else:
-        prefix = normalizer == {"type": "Sequence", "normalizers": [_PREPEND, _REPLACE]}
-        known = (prefix or normalizer == _REPLACE) and cutter in (None, _AT_SPACES)
+        prefix = normalizer == {"type": "Sequence", "normalizers": [PREPEND_SPACE, REPLACE_SPACES]}
+        known = (prefix or normalizer == REPLACE_SPACES) and cutter in (None, CUT_AT_SPACES)
     if not known:
         _refuse(path, "a tokenizer of sentencepiece's kind with another normalizer or pre_tokenizer")
     old = found.vocabulary
@@ -211,7 +189,7 @@ def _scored_type(token: str, kind: PieceType, unknown: Any) -> PieceType:
 
 def _as_in_texts(token: str) -> str:
     """A token that is set apart, as llama.cpp looks for it: before it puts U+2581 for spaces."""
-    return token.replace(_SPACE, " ")
+    return token.replace(SPACE, " ")
 
 
 def _original_scores(path: Path, tokens: Sequence[str], ranks: Mapping[str, int]) -> list[float] | None:
@@ -231,11 +209,6 @@ def _original_scores(path: Path, tokens: Sequence[str], ranks: Mapping[str, int]
 def _require_bytes(tokens: Collection[str], path: Path) -> None:
     if any(f"<0x{byte:02X}>" not in tokens for byte in range(256)):
         _refuse(path, "a tokenizer of sentencepiece's kind without tokens for all bytes")
-
-
-def _pair(merge: Any) -> Pair:
-    first, second = merge.split(" ") if isinstance(merge, str) else merge
-    return first, second
 
 
 def _refuse(path: Path, what: str) -> NoReturn:

@@ -60,7 +60,7 @@ def folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     if vocabulary.model == keys.BPE or scores_are_ranks(_mergeable(vocabulary), vocabulary.numbers()):
         raw = tokenizer_json(vocabulary, ids, adds)
-        raw = _with_own(raw, own) if own.values else _with_phi3(raw, metadata)
+        raw = _with_own(raw, own) if keys.PIPELINE in metadata else _with_phi3(raw, metadata)
         files["tokenizer.json"] = _json(raw, indent=None)
     if vocabulary.model == keys.SPM and vocabulary.types.count(PieceType.UNKNOWN) == 1:
         files["tokenizer.model"] = _sentencepiece(vocabulary, ids)

@@ -13,17 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.json_values import Settings, read_settings, shown
+from quantkit.json_values import Settings, read_settings
 from quantkit.text import gguf_vocabulary as keys
 from quantkit.text.chat_template import ChatTemplates
-from quantkit.text.compare import first_difference, vocabulary_texts
+from quantkit.text.compare import first_difference
 from quantkit.text.folder_vocabulary import UNREACHED, FoundTokenizer, folder_vocabulary
 from quantkit.text.gguf_tokenizer import SAMPLING, folder_files, tokenizer_json
+from quantkit.text.gguf_unstated import gguf_unstated
 from quantkit.text.gguf_vocabulary import Vocabulary
 from quantkit.text.sentencepiece_file import PieceType
 from quantkit.text.special_tokens import special_tokens
 from quantkit.text.text_folder import text_folder
-from quantkit.text.tokenizer import Tokenizer, load_tokenizer
+from quantkit.text.tokenizer import Tokenizer, folder_tokenizer, load_tokenizer
 
 _TRIED_SPECIALS = 64
 
@@ -63,7 +64,7 @@ def tokenizer_metadata(
     own = _own_parts(found, ids, around)
     if tokenizer.bos_id is None and "bos_token" in ids and not around[0]:
         own["bos_token"] = None
-    if own:
+    if own or found.pipeline:  # empty, it says that there is nothing that GGUF has no keys for
         metadata[keys.PIPELINE] = json.dumps(own, ensure_ascii=False)
     notes = [*found.notes, *_require_alike(tokenizer, found.vocabulary, metadata, folder)]
     if others := sorted(keys.end_numbers(found.vocabulary.numbers()) - {*(stated or ends)}):
@@ -199,7 +200,7 @@ def _require_alike(original: Tokenizer, vocabulary: Vocabulary, metadata: Mappin
     """Hold what was written against the folder's tokenizer.
 
     Returns:
-        Notes on tokens that llama.cpp sets apart by their spelling; texts that hold one are not compared.
+        Notes on tokens that llama.cpp sets apart by their spelling.
 
     Raises:
         UnsupportedError: if it does not tokenize as the folder does.
@@ -207,22 +208,21 @@ def _require_alike(original: Tokenizer, vocabulary: Vocabulary, metadata: Mappin
     with tempfile.TemporaryDirectory() as scratch:
         for name, content in folder_files(metadata, folder).items():
             (Path(scratch) / name).write_bytes(content)
-        written = load_tokenizer(scratch)
+        written = folder_tokenizer(Path(scratch), gguf_unstated(metadata, folder))
+        different = first_difference(original, written, ())
     control = keys.control_tokens(vocabulary)
     apart = [
         vocabulary.tokens[number] for number in sorted(control)
         if vocabulary.types[number] not in (PieceType.CONTROL, PieceType.UNKNOWN)
     ]  # fmt: skip
-    texts = (text for text in vocabulary_texts(original) if not any(one in text for one in apart))
-    different = first_difference(original, written, texts)
     if different is None and original.special_tokens is not None:
         for spelling in list(original.special_tokens)[:_TRIED_SPECIALS]:
             text = f"a{spelling}b {spelling} c\n".replace("\u2581", " ")
             if original.encode(text, specials=True) != written.encode(text, specials=True):
-                different = text
+                different = f"the text {text!r}"
     if different is not None:
         raise UnsupportedError(
-            "llama.cpp would tokenize otherwise", path=folder, found=f"a difference in {shown(different)}",
+            "llama.cpp would tokenize otherwise", path=folder, found=f"a difference in {different}",
             hint="write another format",
         )  # fmt: skip
     return [f"llama.cpp takes {', '.join(apart)} for special tokens, by their spelling"] if apart else []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 Pair = tuple[str, str]
 
@@ -16,7 +17,7 @@ def merges_by_rank(order: Mapping[str, float], vocabulary: Mapping[str, int]) ->
     """
     merges: list[Pair] = []
     for piece in sorted(order, key=lambda p: order[p]):
-        known = [(vocabulary[a], vocabulary[b], a, b) for a, b in _splits(piece, vocabulary)]
+        known = [(vocabulary[a], vocabulary[b], a, b) for a, b in splits(piece, vocabulary)]
         merges += [(a, b) for _, _, a, b in sorted(known)]
     return merges
 
@@ -43,7 +44,7 @@ def ranks_of_merges(
     listed = set(merges)
     for piece in vocabulary:
         if piece not in apart:
-            missing = (pair for pair in _splits(piece, vocabulary) if pair not in listed)
+            missing = (pair for pair in splits(piece, vocabulary) if pair not in listed)
             if not all(pair[0] in apart or pair[1] in apart for pair in missing):
                 return None
     return ranks
@@ -57,7 +58,7 @@ def scores_are_ranks(scores: Mapping[str, float], vocabulary: Mapping[str, int])
     """
     long = [piece for piece in scores if len(piece) > 1]
     often = Counter(scores[piece] for piece in long)
-    made = [scores[piece] for piece in long if often[scores[piece]] > 1 and any(_splits(piece, vocabulary))]
+    made = [scores[piece] for piece in long if often[scores[piece]] > 1 and any(splits(piece, vocabulary))]
     if len(set(made)) < len(made):
         return False
     return not any(
@@ -67,7 +68,20 @@ def scores_are_ranks(scores: Mapping[str, float], vocabulary: Mapping[str, int])
     )
 
 
-def _splits(piece: str, vocabulary: Mapping[str, int]) -> Iterator[Pair]:
+def merges_make_all(pieces: Iterable[str], vocabulary: Mapping[str, int], merges: Sequence[Pair]) -> bool:
+    """Whether merges make each of some pieces out of its letters, so that it is the same to take it as it is."""
+    from tokenizers import models
+
+    pairs = models.BPE(vocab=dict(vocabulary), merges=list(merges))
+    return all(len(pairs.tokenize(piece)) == 1 for piece in pieces)
+
+
+def pairs_of(merges: Iterable[Any]) -> list[Pair]:
+    """Pairs as tokenizer.json lists them: each in one text, or in two."""
+    return [(first, second) for first, second in (one.split(" ") if isinstance(one, str) else one for one in merges)]
+
+
+def splits(piece: str, vocabulary: Container[str]) -> Iterator[Pair]:
     """The ways to make a piece of two that are known."""
     for cut in range(1, len(piece)):
         if piece[:cut] in vocabulary and piece[cut:] in vocabulary:

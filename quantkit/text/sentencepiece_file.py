@@ -10,6 +10,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from hashlib import sha256
 from pathlib import Path
 
 from quantkit.errors import CheckpointError
@@ -42,6 +43,7 @@ class SentencePieceFile:
         byte_pair: whether it merges pairs, best scores first; else it is another kind of model.
         space_prefix: whether a space is put before a text.
         plain: whether a text is taken as it is, but for its spaces, each of which becomes U+2581.
+        rules: a digest of how it rewrites a text otherwise; empty where it is plain.
         ids: of the special tokens by ``unk``, ``bos``, ``eos`` and ``pad``; less than 0 for none.
     """
 
@@ -50,6 +52,7 @@ class SentencePieceFile:
     space_prefix: bool
     plain: bool
     ids: dict[str, int]
+    rules: str = ""
 
 
 def read_sentencepiece(path: Path) -> SentencePieceFile:
@@ -95,11 +98,11 @@ def _parsed(data: bytes) -> SentencePieceFile:
     }
     spelled = {name: _text(training.get(_PIECE_FIELDS[name], text.encode())) for name, text in _SPELLED.items()}
     ids = {name: special.get(spelling.decode(), -1) for name, spelling in spelled.items()}
-    plain = (
-        not normal.get(2) and normal.get(4, 1) == 0 and normal.get(5, 1) == 1  # rules, trimming, U+2581 for a space
-        and not training.get(24)  # spaces at the ends of words
-    )  # fmt: skip
-    return SentencePieceFile(pieces, training.get(3, 1) == _BPE, normal.get(3, 1) == 1, plain, ids)
+    # rules, trimming, U+2581 for a space, spaces at the ends of words
+    rewriting = (normal.get(2, b""), normal.get(4, 1), normal.get(5, 1), training.get(24, 0))
+    plain = rewriting == (b"", 0, 1, 0)
+    rules = "" if plain else sha256(repr(rewriting).encode()).hexdigest()
+    return SentencePieceFile(pieces, training.get(3, 1) == _BPE, normal.get(3, 1) == 1, plain, ids, rules)
 
 
 def _piece(data: bytes) -> tuple[str, float, PieceType]:
@@ -136,6 +139,9 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _varint(data: bytes, place: int) -> tuple[int, int]:
+    value = data[place]
+    if value < 0x80:  # most are a single byte
+        return value, place + 1
     value = 0
     for index in range(_LONGEST_VARINT):
         byte = data[place + index]

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from quantkit.json_values import Settings, read_json
+from quantkit.errors import CheckpointError
+from quantkit.json_values import Settings, read_json, shown
 
 TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """What transformers and its chat templates call them."""
@@ -58,6 +59,27 @@ def special_tokens(
         elif (spelling := _numbered(config, name, known)) is not None:
             found[name] = spelling
     return found
+
+
+def added_tokens(folder: Path) -> list[tuple[int, str, bool]]:
+    """Tokens that files next to a sentencepiece model add to it: id, spelling, and whether it is a special one.
+
+    Raises:
+        CheckpointError: if a file is damaged.
+    """
+    found: dict[int, tuple[str, bool]] = {}
+    if (path := folder / "added_tokens.json").is_file():
+        added = Settings(read_json(path), path)
+        found |= {added.whole(spelling, 0, 2**31): (spelling, False) for spelling in added.values}
+    if (path := folder / "tokenizer_config.json").is_file():
+        config = Settings(read_json(path), path)
+        decoder = config.inside("added_tokens_decoder") if config.has("added_tokens_decoder") else Settings({}, path)
+        for number in decoder.values:
+            token = decoder.inside(number)
+            if not number.isdecimal():
+                raise CheckpointError("lists a token by something else than its number", path=path, found=shown(number))
+            found[int(number)] = token.text("content"), token.flag("special", False)
+    return [(number, *found[number]) for number in sorted(found)]
 
 
 def _defaults(stated: Settings, config: Settings) -> Mapping[str, str | None]:

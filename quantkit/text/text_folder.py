@@ -11,9 +11,11 @@ from quantkit.errors import name_as
 from quantkit.files.gguf_parts import gguf_file, read_parts
 from quantkit.files.located import located
 from quantkit.text.gguf_tokenizer import folder_files
+from quantkit.text.gguf_unstated import GgufUnstated, gguf_unstated
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 _made: dict[tuple[Path, int, int], Path] = {}
+_unstated: dict[Path, GgufUnstated] = {}
 
 
 def text_folder(path: str | Path) -> Path:
@@ -31,10 +33,18 @@ def text_folder(path: str | Path) -> Path:
     state = file.stat()
     version = (file.resolve(), state.st_size, state.st_mtime_ns)
     if version not in _made or not _made[version].is_dir():
-        files = folder_files(read_parts(file)[0].metadata, file)
+        metadata = read_parts(file)[0].metadata
+        files, unstated = folder_files(metadata, file), gguf_unstated(metadata, file)
         _made[version] = folder = Path(tempfile.mkdtemp(prefix="quantkit-"))
+        if unstated is not None:
+            _unstated[folder] = unstated
         name_as(folder, file)
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         for name, content in files.items():
             (folder / name).write_bytes(content)
     return _made[version]
+
+
+def unstated_in(folder: Path) -> GgufUnstated | None:
+    """What the GGUF file leaves open that a folder of `text_folder` is made of; None of any other folder."""
+    return _unstated.get(folder)

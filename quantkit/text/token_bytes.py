@@ -75,7 +75,7 @@ def letters_bytes(spelled: Callable[[int], str | None]) -> TokenBytes:
 
 def spelled_bytes(token: bytes) -> str:
     """A token's spelling in GPT-2's letters."""
-    return "".join(BYTE_LETTERS[byte] for byte in token)
+    return token.decode("latin-1").translate(BYTE_LETTERS)
 
 
 def _byte_letters() -> dict[int, str]:

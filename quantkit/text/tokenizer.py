@@ -14,9 +14,13 @@ from typing import Any, Protocol
 from quantkit.arguments import as_text, require_flags, token_rows, wrong_type
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.json_values import Settings, read_json, require_plain_file
+from quantkit.text import canonical_vocabulary
+from quantkit.text.canonical_vocabulary import CanonicalVocabulary
 from quantkit.text.contained import contained, is_panic, quiet_on_failure
-from quantkit.text.special_tokens import special_tokens
-from quantkit.text.text_folder import text_folder
+from quantkit.text.gguf_unstated import GgufUnstated
+from quantkit.text.sentencepiece_file import read_sentencepiece
+from quantkit.text.special_tokens import added_tokens, special_tokens
+from quantkit.text.text_folder import text_folder, unstated_in
 from quantkit.text.tiktoken_file import LLAMA3_PATTERN, is_tiktoken, llama3_specials, read_tiktoken, require_length
 from quantkit.text.token_bytes import TokenBytes, fallback_bytes, letters_bytes
 
@@ -88,6 +92,14 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def canonical(self) -> CanonicalVocabulary:
+        """The vocabulary in the form in which tokenizers are compared, whatever their formats.
+
+        Raises:
+            CheckpointError: if the file is damaged.
+        """
+        ...
+
 
 class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece model (Llama 1 and 2, CodeLlama, Mistral)."""
@@ -96,14 +108,18 @@ class SentencePieceTokenizer(Tokenizer):
     byte_level = False
     special_tokens: dict[str, int] | None = None
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, alone: bool = True, unstated: GgufUnstated | None = None) -> None:
         """
+        Args:
+            alone: whether files next to it add no tokens to its vocabulary; it never finds such tokens in a text.
+            unstated: what the GGUF file leaves open that the file is made of.
+
         Raises:
             CheckpointError: if the file is damaged.
         """
         from sentencepiece import SentencePieceProcessor
 
-        self._path = path
+        self._path, self._alone, self._unstated = path, alone, unstated
         require_plain_file(path)
         with quiet_on_failure(), contained(path, "is not a sentencepiece model"):
             self._model: Any = SentencePieceProcessor(model_file=str(path))
@@ -132,6 +148,11 @@ class SentencePieceTokenizer(Tokenizer):
             text: str = self._model.decode(known)
         return text
 
+    def canonical(self) -> CanonicalVocabulary:
+        added = [] if self._alone else added_tokens(self._path.parent)
+        found = canonical_vocabulary.of_sentencepiece(read_sentencepiece(self._path), added)
+        return found if self._unstated is None else canonical_vocabulary.as_in_gguf(found, self._unstated)
+
 
 class TiktokenTokenizer(Tokenizer):
     """Llama 3's byte-pair ranks, with its 256 special tokens after them."""
@@ -147,7 +168,7 @@ class TiktokenTokenizer(Tokenizer):
         import tiktoken
 
         self._path = path
-        ranks = read_tiktoken(path)
+        ranks = self._ranks = read_tiktoken(path)
         self._ordinary = len(ranks)
         self._specials = llama3_specials(len(ranks))
         self.special_tokens: dict[str, int] | None = self._specials
@@ -176,6 +197,9 @@ class TiktokenTokenizer(Tokenizer):
         with contained(self._path, _NO_TOKENS):
             return self._encoding.decode([one for one in known if one not in left_out])
 
+    def canonical(self) -> CanonicalVocabulary:
+        return canonical_vocabulary.of_tiktoken(self._ranks, self._specials)
+
     def _bytes(self, token: int) -> bytes:
         return self._encoding.decode_single_token_bytes(token) if token < self._ordinary else b""
 
@@ -185,14 +209,17 @@ class JsonTokenizer(Tokenizer):
 
     kind = "tokenizer.json"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, unstated: GgufUnstated | None = None) -> None:
         """
+        Args:
+            unstated: what the GGUF file leaves open that the file is made of.
+
         Raises:
             CheckpointError: if the file is damaged, or ``tokenizer_config.json`` beside it is.
         """
         from tokenizers import Tokenizer as Engine
 
-        self._path = path
+        self._path, self._unstated = path, unstated
         require_plain_file(path)
         settings_path = path.with_name("tokenizer_config.json")
         settings = Settings(read_json(settings_path) if settings_path.exists() else {}, settings_path)
@@ -232,8 +259,21 @@ class JsonTokenizer(Tokenizer):
             text: str = self._engine.decode(known, skip_special_tokens=not specials)
         return text
 
+    def canonical(self) -> CanonicalVocabulary:
+        with contained(self._path, "is not a tokenizer"):
+            raw = json.loads(self._path.read_bytes())
+            parts = {name: self._part(name) for name in ("normalizer", "pre_tokenizer", "decoder")}
+            added = self._engine.get_added_tokens_decoder()
+            found = canonical_vocabulary.of_json(raw, added, parts, type(self._engine.model).__name__)
+        return found if self._unstated is None else canonical_vocabulary.as_in_gguf(found, self._unstated)
+
+    def _part(self, name: str) -> Any:
+        """A part of the tokenizer with all its settings, those that the file leaves out among them."""
+        part = getattr(self._engine, name)
+        return None if part is None else json.loads(part.__getstate__())
+
     def _token_bytes(self, vocabulary: Mapping[str, int]) -> TokenBytes | None:
-        decoder = json.loads(self._engine.decoder.__getstate__()) if self._engine.decoder is not None else {}
+        decoder = self._part("decoder") or {}
         kinds = {one.get("type") for one in decoder.get("decoders", [decoder])}
         if "ByteFallback" in kinds:
             return fallback_bytes(vocabulary, self.decode)
@@ -254,16 +294,30 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         CheckpointError: if there is none, or the file is of no known kind.
     """
     folder = text_folder(folder)
+    return folder_tokenizer(folder, unstated_in(folder))
+
+
+def folder_tokenizer(folder: Path, unstated: GgufUnstated | None) -> Tokenizer:
+    """The tokenizer of a folder that may be made of a GGUF file's metadata.
+
+    Args:
+        unstated: what that file leaves open; None if there is none.
+
+    Raises:
+        CheckpointError: as `load_tokenizer` does.
+    """
     if (folder / "tokenizer.json").is_file():
-        return JsonTokenizer(folder / "tokenizer.json")
+        return JsonTokenizer(folder / "tokenizer.json", unstated=unstated)
     path = folder / "tokenizer.model"
     if not path.is_file():
         raise CheckpointError("has no tokenizer", path=folder, expected="tokenizer.json or tokenizer.model")
-    return original_tokenizer(path)
+    return (
+        TiktokenTokenizer(path) if is_tiktoken(path) else SentencePieceTokenizer(path, alone=False, unstated=unstated)
+    )
 
 
 def original_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a ``tokenizer.model``, whose content tells its kind.
+    """The tokenizer of a ``tokenizer.model`` by itself, whose content decides its kind.
 
     Raises:
         CheckpointError: if it is damaged.

@@ -17,7 +17,7 @@ from quantkit.formats.container import Output
 from quantkit.formats.containers.meta_checkpoint import MetaCheckpoint, shard_paths
 from quantkit.formats.folder import OTHER_FILES, json_bytes, present, with_templates
 from quantkit.tensors.dtypes import DType
-from quantkit.text.compare import first_difference, vocabulary_texts
+from quantkit.text.compare import first_difference
 from quantkit.text.text_folder import text_folder
 from quantkit.text.tokenizer import load_tokenizer, original_tokenizer
 
@@ -93,9 +93,9 @@ class Meta:
 
 def _require_same_tokens(folder: Path, path: Path) -> None:
     used, original = load_tokenizer(folder), original_tokenizer(path)
-    text = first_difference(original, used, (*gate_texts().values(), *vocabulary_texts(original)))
-    if text is not None:
+    difference = first_difference(original, used, gate_texts().values())
+    if difference is not None:
         raise CheckpointError(
             "tokenizer.model is another tokenizer than tokenizer.json", path=path,
-            found=f"other tokens for {text[:40]!r}", hint="remove the one that is not the model's",
+            found=f"a difference in {difference}", hint="remove the one that is not the model's",
         )  # fmt: skip

@@ -1,0 +1,254 @@
+"""A tokenizer in one form, whatever file it comes from: the bytes and the kind of each token, the order of merges, and
+the settings that decide how a text is cut.
+
+What a format does not hold is absent here, so that two formats are compared on what both hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, NamedTuple
+
+from quantkit.text.gguf_unstated import GgufUnstated
+from quantkit.text.gguf_vocabulary import filler
+from quantkit.text.merges import Pair, pairs_of
+from quantkit.text.pipeline import SPACE, canonical_steps, cutting_settings, decoder_settings
+from quantkit.text.sentencepiece_file import PieceType, SentencePieceFile
+from quantkit.text.tiktoken_file import LLAMA3_PATTERN
+from quantkit.text.token_bytes import BYTE_LETTERS, spelled_bytes
+
+_BYTE_TOKENS = {f"<0x{value:02X}>": bytes([value]) for value in range(256)}
+_NO_BYTE, _BETWEEN = "\ud800", "\udfff"  # which no spelling holds: they are halves of characters
+_LETTER_BYTES = dict.fromkeys(range(256), _NO_BYTE) | {
+    ord(letter): chr(value) for value, letter in BYTE_LETTERS.items()
+}
+_UTF8_BYTES = (*range(0xC0), *range(0xC2, 0xF5))
+_BPE_DEFAULTS = {
+    "ignore_merges": False, "byte_fallback": False, "dropout": None, "unk_token": None, "fuse_unk": False,
+    "continuing_subword_prefix": None, "end_of_word_suffix": None,
+}  # fmt: skip
+
+
+class Kind(Enum):
+    """How a token comes about in a text; the value is its name in messages."""
+
+    TEXT = "token"
+    BYTE = "byte token"
+    SPECIAL = "special token"
+    ADDED = "added token"
+    SET_APART = "special or added token"
+    """Of a format that does not say which."""
+    UNUSED = "unused token"
+    """Fills an id; a format may as well have no token there."""
+
+
+_PIECE_KINDS = {
+    PieceType.BYTE: Kind.BYTE, PieceType.UNUSED: Kind.UNUSED, PieceType.USER_DEFINED: Kind.SET_APART,
+    PieceType.CONTROL: Kind.SPECIAL, PieceType.UNKNOWN: Kind.SPECIAL,
+}  # fmt: skip
+
+
+class Token(NamedTuple):
+    """What an id means. A U+2581 that stands for a space is a space."""
+
+    content: bytes
+    kind: Kind
+
+
+class AddedToken(NamedTuple):
+    """How tokenizer.json looks for an added token in a text.
+
+    Attributes:
+        id: as the list of added tokens states it.
+    """
+
+    id: int
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = False
+
+
+@dataclass(frozen=True)
+class CanonicalVocabulary:
+    """A tokenizer as its file states it.
+
+    Attributes:
+        contents: of the tokens, by id.
+        kinds: of the tokens that are not `Kind.TEXT`.
+        spellings: of the tokens, in the letters that `merges` and `scores` have, with their ids.
+        merges: pairs, best first; None where scores decide, and for models that merge no pairs.
+        scores: of what is made of letters: the highest is merged first. Of unigram models, log probabilities. None
+            where a list of pairs decides.
+        added: how added tokens are found; None where the format does not say it.
+        settings: by name, in a form that can be compared.
+        converted: whether it comes from a GGUF file: `ignore_merges` is what the name of a pre-tokenizer implies.
+    """
+
+    contents: Mapping[int, bytes]
+    kinds: Mapping[int, Kind]
+    spellings: Mapping[str, int]
+    merges: Sequence[Pair] | None
+    scores: Mapping[str, float] | None
+    added: Mapping[int, AddedToken] | None
+    settings: Mapping[str, object] = field(default_factory=dict)
+    converted: bool = False
+
+    def token(self, number: int) -> Token | None:
+        """What an id means; None where there is no token."""
+        content = self.contents.get(number)
+        return None if content is None else Token(content, self.kinds.get(number, Kind.TEXT))
+
+
+def of_tiktoken(ranks: Mapping[bytes, int], specials: Mapping[str, int]) -> CanonicalVocabulary:
+    """Llama 3's ranks, which are ids: of two pairs, that with the lower id is merged first."""
+    spellings = {spelled_bytes(content): rank for content, rank in ranks.items()}
+    settings: dict[str, object] = {
+        "model": "BPE", "ignore_merges": True, "normalizer": [], "pre_tokenizer": [LLAMA3_PATTERN],
+        "decoder beyond bytes": [],
+    }  # fmt: skip
+    return CanonicalVocabulary(
+        contents={rank: content for content, rank in ranks.items()}
+        | {number: name.encode() for name, number in specials.items()},
+        kinds=dict.fromkeys(specials.values(), Kind.SPECIAL),
+        spellings=spellings | dict(specials),
+        merges=None,
+        scores={spelling: float(-rank) for spelling, rank in spellings.items()},
+        added={number: AddedToken(number) for number in specials.values()},
+        settings=settings,
+    )
+
+
+def of_sentencepiece(model: SentencePieceFile, added: Collection[tuple[int, str, bool]]) -> CanonicalVocabulary:
+    """A sentencepiece model.
+
+    Args:
+        added: tokens that files next to it add: id, spelling, and whether it is a special one.
+    """
+    spellings = [spelling for spelling, _, _ in model.pieces]
+    contents = dict(enumerate(_unspaced(spellings)))
+    kinds = {
+        number: _PIECE_KINDS[kind] for number, (_, _, kind) in enumerate(model.pieces) if kind is not PieceType.NORMAL
+    }
+    contents |= {number: _BYTE_TOKENS.get(spellings[number], b"") for number in kinds if kinds[number] is Kind.BYTE}
+    beyond = [one for one in added if one[0] >= len(spellings)]
+    contents |= {
+        number: content
+        for (number, _, _), content in zip(beyond, _unspaced(spelling for _, spelling, _ in beyond), strict=True)
+    }
+    kinds |= {number: Kind.SPECIAL if special else Kind.ADDED for number, _, special in beyond}
+    settings: dict[str, object] = {
+        "model": "BPE" if model.byte_pair else "Unigram", "sentencepiece rules": model.rules,
+        "ignore_merges": False, "space prefix": model.space_prefix, "pre_tokenizer": [], "decoder beyond bytes": [],
+    }  # fmt: skip
+    if model.plain:
+        settings["normalizer"] = []
+    if Kind.BYTE not in kinds.values():
+        unknown = next((spelling for spelling, _, kind in model.pieces if kind is PieceType.UNKNOWN), None)
+        settings |= {"unk_token": unknown, "fuse_unk": True}
+    return CanonicalVocabulary(
+        contents=contents,
+        kinds=kinds,
+        spellings={spelling: number for number, spelling in enumerate(spellings)}
+        | {spelling: number for number, spelling, _ in beyond},
+        merges=None,
+        scores={spelling: score for spelling, score, kind in model.pieces if kind is PieceType.NORMAL},
+        added=None,
+        settings=settings,
+    )
+
+
+def of_json(
+    raw: Mapping[str, Any], added: Mapping[int, Any], parts: Mapping[str, Any], algorithm: str
+) -> CanonicalVocabulary:  # fmt: skip
+    """A tokenizer.json, as its library has read it.
+
+    Args:
+        raw: the file's content.
+        added: the library's added tokens by their ids.
+        parts: `normalizer`, `pre_tokenizer` and `decoder` with all their settings.
+        algorithm: the model's type.
+    """
+    model = raw["model"]
+    listed, merges = model["vocab"], model.get("merges")
+    scores = dict(listed) if isinstance(listed, list) else None
+    ids = listed if scores is None else {piece: number for number, (piece, _) in enumerate(listed)}
+    letters = any(step.get("type") == "ByteLevel" for part in parts.values() for step in canonical_steps(part))
+    contents = _by_id(ids, _letters(ids) if letters else _unspaced(ids))
+    kinds = {number: Kind.UNUSED for piece, number in ids.items() if piece[:4] == "[PAD" and piece == filler(number)}
+    if model.get("byte_fallback"):
+        found = {ids[piece]: content for piece, content in _BYTE_TOKENS.items() if piece in ids}
+        contents |= found
+        kinds |= dict.fromkeys(found, Kind.BYTE)
+    contents |= dict(zip(added, _unspaced(one.content for one in added.values()), strict=True))
+    kinds |= {number: Kind.SPECIAL if one.special else Kind.ADDED for number, one in added.items()}
+    stated = {one["content"]: one["id"] for one in raw.get("added_tokens") or []}
+    return CanonicalVocabulary(
+        contents=contents,
+        kinds=kinds,
+        spellings=ids | {one.content: number for number, one in added.items()},
+        merges=None if merges is None else pairs_of(merges),
+        scores=scores,
+        added={
+            number: AddedToken(stated.get(one.content, number), one.single_word, one.lstrip, one.rstrip, one.normalized)
+            for number, one in added.items()
+        },
+        settings={
+            "model": algorithm,
+            **_model_settings(model, algorithm, ids, letters=letters),
+            **cutting_settings(parts["normalizer"], parts["pre_tokenizer"]),
+            **decoder_settings(parts["decoder"]),
+        },
+    )
+
+
+def as_in_gguf(made: CanonicalVocabulary, unstated: GgufUnstated) -> CanonicalVocabulary:
+    """The vocabulary of a folder that is made of a GGUF file's metadata, without what the file does not say."""
+    kinds = {
+        **made.kinds,
+        **dict.fromkeys(unstated.unused & made.contents.keys(), Kind.UNUSED),
+        **dict.fromkeys(unstated.set_apart & made.contents.keys(), Kind.SET_APART),
+    }
+    left_out = {"unk_token", "fuse_unk", "byte_fallback"}
+    if not unstated.pipeline:
+        left_out |= {"decoder", "prepend_scheme"}
+    settings = {name: value for name, value in made.settings.items() if name not in left_out}
+    added = made.added if unstated.pipeline else None
+    return replace(made, kinds=kinds, added=added, settings=settings, converted=True)
+
+
+def _model_settings(
+    model: Mapping[str, Any], kind: str, vocabulary: Collection[str], *, letters: bool
+) -> dict[str, object]:  # fmt: skip
+    if kind != "BPE":
+        return {"model settings": {key: value for key, value in model.items() if key not in ("vocab", "type")}}
+    found = {name: model.get(name) or default for name, default in _BPE_DEFAULTS.items()}
+    spelled = [BYTE_LETTERS[byte] if letters else f"<0x{byte:02X}>" for byte in _UTF8_BYTES]
+    if (letters or found["byte_fallback"]) and all(one in vocabulary for one in spelled):
+        del found["unk_token"], found["fuse_unk"]  # nothing is unknown
+    return found
+
+
+def _by_id(ids: Mapping[str, int], contents: Iterable[bytes]) -> dict[int, bytes]:
+    found: dict[int, bytes] = {}
+    for number, content in zip(ids.values(), contents, strict=True):
+        if number in found:  # two tokens with one id, of which the library takes any
+            content = b" and ".join(sorted((found[number], content)))
+        found[number] = content
+    return found
+
+
+def _unspaced(spellings: Iterable[str]) -> list[bytes]:
+    """The bytes of spellings in which U+2581 is a space."""
+    return [spelling.replace(SPACE, " ").encode() for spelling in spellings]
+
+
+def _letters(spellings: Collection[str]) -> list[bytes]:
+    """The bytes of spellings in GPT-2's letters; one that has other letters stands for itself."""
+    translated = _BETWEEN.join(spellings).translate(_LETTER_BYTES).split(_BETWEEN)  # all at once, which is faster
+    return [
+        spelling.encode() if _NO_BYTE in made or (not made.isascii() and max(made) > "\xff") else made.encode("latin-1")
+        for spelling, made in zip(spellings, translated, strict=True)
+    ]
