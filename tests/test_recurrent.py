@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import quantkit
 from quantkit.architectures.families.opaque import named_roles
-from quantkit.architectures.recurrent import is_within
+from quantkit.architectures.recurrent import is_within, recurrent_modules
 from quantkit.errors import RequestError
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model import transformers_linears
@@ -226,3 +226,23 @@ def test_absurd_numbers_of_layers_are_refused_whatever_a_config_calls_them(kind:
         transformers_linears._require_sane(stated)
         with pytest.raises(transformers_linears._NotKnown, match=key):
             transformers_linears._require_sane({**stated, key: 10**6})
+
+
+@pytest.mark.parametrize(
+    ("tensors", "expected"),
+    [
+        ({"conv.conv.weight": (64, 3, 1)}, "layers.0.conv"),  # as MLX lays it out
+        ({"conv.conv.weight": (64, 1, 3)}, "layers.0.conv"),
+        ({"mixer.rglru.a_param": (64,)}, "layers.0.mixer"),
+        ({"mixer.short_filter.weight": (192, 1, 3)}, "layers.0.mixer"),
+        ({"seq_modeling_block.learnable_ttt_lr_weight": (2, 32)}, "layers.0.seq_modeling_block"),
+        ({"retention.q_proj.weight": (64, 64)}, "layers.0.retention"),
+        ({"att.x_r": (1, 1, 64)}, "layers.0.att"),
+        ({"self_attn.q_proj.weight": (64, 64), "mlp.conv.weight": (64, 1, 9)}, None),
+    ],
+)
+def test_modules_that_carry_a_state_are_known_by_names_and_shapes(
+    tensors: dict[str, tuple[int, ...]], expected: str | None
+) -> None:
+    found = recurrent_modules({f"layers.0.{name}": shape for name, shape in tensors.items()})
+    assert found == (set() if expected is None else {expected})

@@ -12,18 +12,24 @@ from collections.abc import Iterator, Mapping, Set
 _MARKS = frozenset(
     {
         "A_log", "dt_bias", "in_proj_ba", "in_proj_qkvz",  # Mamba, gated delta nets
-        "time_decay", "recurrent_param",  # RWKV, RG-LRU
+        "time_decay", "x_r", "recurrent_param", "rglru",  # RWKV, RG-LRU
+        "learnable_ttt_lr_weight", "short_filter",  # TTT, Hyena
         "igate_preact", "fgate_preact",  # xLSTM
         "slope_rate", "output_gate", "g_norm", "g_norm_swish_gate", "gk_proj",  # lightning attention and its like
     }
 )  # fmt: skip
 """Tensors and modules that lie in such modules, and in no others."""
 _NAMES = frozenset(
-    {"linear_attn", "linear_attention", "mamba", "mamba2", "ssm", "delta_net", "mlstm_layer", "slstm_layer"}
-)
+    {
+        "linear_attn", "linear_attention", "mamba", "mamba2", "ssm", "delta_net", "mlstm_layer", "slstm_layer",
+        "retention",
+    }
+)  # fmt: skip
 """What such modules are called within a layer, where their marks lie in files that are not there."""
 
 _SHORT = 4  # inputs of a convolution over tokens; those over sound have more
+_SHORT_FILTERS = frozenset(shape for size in range(1, _SHORT + 1) for shape in ((1, size), (size, 1)))
+"""Of one channel each, as torch and MLX lay them out."""
 
 
 def recurrent_modules(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
@@ -51,7 +57,7 @@ def _modules(name: str, shape: tuple[int, ...]) -> Iterator[str]:
     for index, part in enumerate(parts):
         if part in _NAMES and any(map(str.isdecimal, parts[:index])):
             yield ".".join(parts[: index + 1])
-    short = len(shape) == 3 and shape[1] == 1 and shape[2] <= _SHORT and parts[-1] == "weight"
+    short = len(shape) == 3 and shape[1:] in _SHORT_FILTERS and parts[-1] == "weight"
     if short and len(parts) > 2 and "conv" in parts[-2]:
         *layer, own = parts[:-2]
         if any(map(str.isdecimal, layer)) and not own.isdecimal():
