@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from fake_hub import COMMIT, Hostile, git_name, hub
 
 from quantkit.data.files import DEMO_MODEL
 from quantkit.errors import CheckpointError
-from quantkit.files.hub_answers import HubFile
+from quantkit.files.hub_answers import HubFile, checked_answers
 from quantkit.files.hub_cache import CachedModel
 
 FILES = {path.name: path.read_bytes() for path in Path(DEMO_MODEL).iterdir() if path.is_file()}
@@ -346,6 +348,60 @@ def test_a_branch_in_the_cache_that_leads_out_of_it_is_not_taken(tmp_path: Path)
     (cached / "refs" / "main").write_text(f"../snapshots/{COMMIT}")
     run = _run(tmp_path, address, name, HF_HUB_OFFLINE="1")[name]
     assert (run.code, run.err.count("\n")) == (2, 1)
+
+
+def test_a_body_without_end_stops_at_the_announced_size(tmp_path: Path) -> None:
+    from huggingface_hub import file_download
+
+    class Endless(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(ConnectionError):
+                for _ in range(64):
+                    self.wfile.write(bytes(1 << 16))
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Endless)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url, path = f"http://127.0.0.1:{server.server_port}/resolve/x", tmp_path / "file"
+    try:
+        with (
+            path.open("wb") as file, checked_answers("hf:case/endless", file=HubFile("x", 100_000, "0" * 40)),
+            pytest.raises(CheckpointError, match=r"sends more of 'x' than it announced .*expected 100000 bytes"),
+        ):  # fmt: skip
+            file_download.http_get(url, file)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert path.stat().st_size <= 100_000
+
+
+@pytest.mark.parametrize(
+    ("file_hash", "route", "problem"),
+    [
+        ("../../evil", "/api/xet", "names no hash for its storage"),
+        ("0" * 64, "http://127.0.0.2:1/xet", "leads to another host for its storage"),
+        ("0" * 64, "/api/xet", None),
+    ],
+)
+def test_storage_on_another_host_gets_no_token(file_hash: str, route: str, problem: str | None) -> None:
+    headers = {"X-Xet-Hash": file_hash, "X-Xet-Refresh-Route": route}
+    from huggingface_hub import file_download, hf_hub_url
+
+    hostile = {"case/xet": Hostile(headers=lambda path, own: {**own, **headers})}
+    with hub({"case/xet": FILES}, hostile=hostile) as (address, _):
+        headers["X-Xet-Refresh-Route"] = route if route.startswith("http") else address + route
+        name = next(iter(FILES))
+        url = hf_hub_url("case/xet", name, endpoint=address)
+        with checked_answers("hf:case/xet"):
+            if problem is None:
+                assert file_download.get_hf_file_metadata(url, endpoint=address).xet_file_data is not None
+                return
+            with pytest.raises(CheckpointError, match=problem):
+                file_download.get_hf_file_metadata(url, endpoint=address)
 
 
 def test_a_commit_that_is_named_is_the_one_that_is_taken(tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def asked_in_time(ask: Callable[[], _Answer], path: str, what: str) -> _Answer:
         answer, error = answers.get(timeout=SECONDS)
     except queue.Empty:
         answer, error = None, TimeoutError(f"no answer in {SECONDS:.0f} seconds")
-    if type(error) is ValueError or isinstance(error, LookupError | TypeError | AttributeError):
+    if type(error) is ValueError or isinstance(error, LookupError | TypeError | AttributeError | RecursionError):
         raise CheckpointError(
             f"the hub's answer cannot be read: {short(error)}", path=path, hint="try again"
         ) from error

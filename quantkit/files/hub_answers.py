@@ -167,12 +167,58 @@ def _install(file_download: Any) -> None:
         if (found.commit_hash, expected.commit) != (None, None):  # without one the library downloads nothing
             checked_commit(found.commit_hash, expected.path, expected.commit)
         _require_matching(found, expected)
+        _require_own_storage(getattr(found, "xet_file_data", None), url, expected.path)
         return found
 
     file_download.get_hf_file_metadata = checked
+    download = _replaced["http_get"] = file_download.http_get
+
+    def limited(url: str, temp_file: Any, *arguments: Any, **options: Any) -> Any:
+        expected = _expected.get()
+        if expected.file is not None:
+            temp_file = _Limited(temp_file, expected.file, expected.path)
+        return download(url, temp_file, *arguments, **options)
+
+    file_download.http_get = limited
     if hasattr(file_download, "read_tree_cache"):  # other programs keep there what a hub answered: ETags, unchecked
         _replaced["read_tree_cache"] = file_download.read_tree_cache
         file_download.read_tree_cache = lambda *_, **__: None
+
+
+class _Limited:
+    """A file that takes no more bytes than the hub announced: a body may go on without end."""
+
+    def __init__(self, inner: Any, file: HubFile, path: str | None) -> None:
+        self._inner, self._file, self._path = inner, file, path
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def write(self, chunk: bytes) -> Any:
+        """
+        Raises:
+            CheckpointError: if the file becomes larger than announced.
+        """
+        if self._inner.tell() + len(chunk) > self._file.size:
+            name, size = shown(self._file.name), self._file.size
+            raise _refused(f"sends more of {name} than it announced", self._path, f"over {size} bytes", f"{size} bytes")
+        return self._inner.write(chunk)
+
+
+def _require_own_storage(xet: Any, url: str, path: str | None) -> None:
+    """Require that the storage that an answer names for a file is asked for through the hub itself: the library sends
+    the user's token there.
+
+    Raises:
+        CheckpointError: if it is another host, or the file's hash there is none.
+    """
+    if xet is None:
+        return
+    if not isinstance(xet.file_hash, str) or not _SHA256.fullmatch(xet.file_hash):
+        raise _refused("names no hash for its storage", path, xet.file_hash, "64 hexadecimal digits")
+    route, own = urlsplit(str(xet.refresh_route)), urlsplit(url)
+    if (route.scheme, route.netloc) != (own.scheme, own.netloc):
+        raise _refused("leads to another host for its storage", path, xet.refresh_route, own.netloc)
 
 
 def _require_matching(found: Any, expected: _Expected) -> None:
