@@ -43,6 +43,10 @@ BOUNDS = {
 TIMES_ROUNDING = 3.0
 """How many times the error of rounding it to nearest a quantized weight may have (Frobenius norms)."""
 
+MAX_ERROR = 0.9
+"""The relative error (Frobenius norms) from which nothing of a weight is left, by whatever method: scales too small for
+their type make zeros of all its weights, and rounding in the same scheme loses them as well."""
+
 _LEAST_ERROR = 2.0**-8
 """That a quantized weight may always have: its scales are rounded too."""
 
@@ -92,7 +96,7 @@ def weight_bound(quantized: QuantTensor, weight: Tensor | QuantTensor, coarsest:
     if (scheme.bits, scheme.group_size) != (quantized.scheme.bits, quantized.scheme.group_size):
         floats = weight.dequantize() if isinstance(weight, QuantTensor) else weight
         error = max(error, relative_error(quantize_rtn(floats, scheme, scale_dtype), floats))
-    return max(_LEAST_ERROR, TIMES_ROUNDING * error)
+    return min(MAX_ERROR, max(_LEAST_ERROR, TIMES_ROUNDING * error))
 
 
 def worst_row(quantized: QuantTensor, weight: Tensor) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from quantkit.errors import CheckpointError, QualityError
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.progress import Progress, silent
 from quantkit.quality.baseline import is_baseline, rtn_baseline
-from quantkit.quality.bounds import BOUNDS, coarser, coarsest, weight_bound, worst_row
+from quantkit.quality.bounds import BOUNDS, MAX_ERROR, coarser, coarsest, weight_bound, worst_row
 from quantkit.quality.figures import Estimate
 from quantkit.quality.measures import Quality, compare_texts
 from quantkit.quality.windows import WINDOW, measured_windows
@@ -254,10 +254,11 @@ def _distorted(
             if not error <= bound:
                 found[module] = (_rounded(error), _rounded(bound))
             continue
-        if record.get("solver") in (ROUNDING, SCALES_CAST, CARRIED):
-            continue  # its error is that of rounding, or less, or it has none
+        if record.get("solver") == CARRIED:
+            continue  # it has none
         error = float(record.get("relative_error", math.nan))
-        bound = weight_bound(*_pair(source, result, module), worst)
+        as_rounded = record.get("solver") in (ROUNDING, SCALES_CAST)  # its error is that of rounding, or less
+        bound = MAX_ERROR if as_rounded else weight_bound(*_pair(source, result, module), worst)
         if not error <= bound:
             found[module] = (_rounded(error), _rounded(bound))
     progress("weights", len(assigned), len(assigned), "layers")

@@ -17,16 +17,23 @@ _OF_CODES = "repair the source; `allow_nonfinite=True` carries its scales all th
 def checked_cast(
     tensor: Tensor, dtype: torch.dtype, name: str, path: Path, allow_nonfinite: bool, hint: str = _HINT
 ) -> Tensor:
-    """The tensor in another float type, unless values would be, or are, NaN or Inf.
+    """The tensor in another float type, unless values would be, or are, NaN or Inf, or nothing would be left of it.
 
     Args:
-        hint: what to do about them.
+        hint: what to do about NaN and Inf.
 
     Raises:
-        NonFiniteError: naming the tensor and the count.
+        NonFiniteError: naming the tensor and the count; also if all values become zero, and some were not.
     """
     result = tensor if tensor.dtype == dtype else tensor.to(dtype)
-    if allow_nonfinite or all_finite(result):
+    if allow_nonfinite:
+        return result
+    if all_finite(result):
+        if dtype == torch.float16 and tensor.dtype != dtype and not result.any() and tensor.any():
+            raise NonFiniteError(
+                f"tensor '{name}' holds only values that {dtype} has as zero", path=path,
+                found=f"at most {tensor.abs().max().item():.3g}", hint='use `dtype="bf16"`',
+            )  # fmt: skip
         return result
     before, after = _count_nonfinite(tensor), _count_nonfinite(result)
     what = f"{before} values that are NaN or Inf" if before else f"{after} values that overflow {dtype}"
