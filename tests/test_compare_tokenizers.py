@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from vocabularies import train, train_gemma, write_byte_level, write_gemma_json, write_tiktoken
 
 import quantkit
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.gguf_io import build_header
 from quantkit.text.canonical_vocabulary import Kind
 from quantkit.text.compare import first_difference
@@ -26,7 +27,7 @@ from quantkit.text.export import export_json
 from quantkit.text.gguf_tokenizer_keys import tokenizer_metadata
 from quantkit.text.merge_order import merge_difference, order_probes
 from quantkit.text.pre_tokenizers import named, pre_tokenizer
-from quantkit.text.sentencepiece_file import SentencePieceFile, read_sentencepiece, sentencepiece_bytes
+from quantkit.text.sentencepiece_file import PieceType, SentencePieceFile, read_sentencepiece, sentencepiece_bytes
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
 
 Edit = Callable[[dict[str, Any]], object]
@@ -229,6 +230,56 @@ def test_another_score_is_seen_in_a_sentencepiece_model(
     assert "the score of " in str(_difference(tokenizers["sentencepiece"], changed))
     for other in OTHERS["sentencepiece-json"][1:]:
         assert "whose score is higher" in str(_difference(tokenizers[other], changed))
+
+
+@pytest.mark.parametrize("place", [0, 5])
+def test_an_unused_piece_that_merges_make_is_seen_and_not_exported(
+    place: int, folders: dict[str, Path], tokenizers: dict[str, Tokenizer], tmp_path: Path
+) -> None:
+    """sentencepiece goes on from it, and cuts it again where it is left over; no other format does."""
+    model = read_sentencepiece(folders["sentencepiece"] / "tokenizer.model")
+    made = [piece for piece, _, kind in model.pieces if kind is PieceType.NORMAL and len(piece) > 1][place]
+    pieces = [(piece, score, PieceType.UNUSED if piece == made else kind) for piece, score, kind in model.pieces]
+    (tmp_path / "tokenizer.model").write_bytes(
+        sentencepiece_bytes(SentencePieceFile(pieces, True, True, True, model.ids))
+    )
+    changed = load_tokenizer(tmp_path)
+    for other in ("sentencepiece", *OTHERS["sentencepiece-json"]):
+        assert "unused pieces that merges make: " in str(_difference(tokenizers[other], changed)), other
+    (tmp_path / "json").mkdir()
+    assert not export_json(tmp_path / "tokenizer.model", tmp_path / "json")
+    with pytest.raises(UnsupportedError):
+        tokenizer_metadata(tmp_path, changed.vocab_size)
+
+
+def test_merges_of_an_added_token_that_is_found_as_a_word_alone_are_compared(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Within other words pairs make it."""
+    raw = json.loads((folders["smollm"] / "tokenizer.json").read_text())
+    operands = [one for pair in raw["model"]["merges"] for one in pair]
+    piece = next(a + b for a, b in raw["model"]["merges"] if (a + b).isalpha() and a + b in operands)
+
+    def add(raw: dict[str, Any], *, kept: bool) -> None:
+        token = {"id": raw["model"]["vocab"][piece], "content": piece, "single_word": True, "lstrip": False}
+        raw["added_tokens"].append({**token, "rstrip": False, "normalized": False, "special": False})
+        if not kept:
+            raw["model"]["merges"] = [pair for pair in raw["model"]["merges"] if piece not in pair]
+
+    one, other = (
+        _edited(folders["smollm"], tmp_path / str(kept), functools.partial(add, kept=kept)) for kept in (True, False)
+    )
+    assert "merges: " in str(_difference(one, other))
+
+
+def test_an_added_token_with_a_space_is_another_than_with_the_sign_for_it(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    one, other = (
+        _edited(folders["smollm"], tmp_path / str(ord(sign)), _added(content=f"{sign}zebra"))
+        for sign in (" ", "\u2581")
+    )
+    assert "zebra'): spelling " in str(_difference(one, other))
 
 
 def test_merges_of_one_piece_may_be_listed_in_any_order_that_shows_in_no_text(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from quantkit.text.gguf_unstated import GgufUnstated
 from quantkit.text.gguf_vocabulary import filler
-from quantkit.text.merges import Pair, pairs_of
+from quantkit.text.merges import Pair, pairs_of, splits
 from quantkit.text.pipeline import SPACE, canonical_steps, cutting_settings, decoder_settings
 from quantkit.text.sentencepiece_file import PieceType, SentencePieceFile
 from quantkit.text.tiktoken_file import LLAMA3_PATTERN
@@ -25,6 +25,7 @@ _LETTER_BYTES = dict.fromkeys(range(256), _NO_BYTE) | {
     ord(letter): chr(value) for value, letter in BYTE_LETTERS.items()
 }
 _UTF8_BYTES = (*range(0xC0), *range(0xC2, 0xF5))
+_MADE_UNUSED = "unused pieces that merges make"
 _BPE_DEFAULTS = {
     "ignore_merges": False, "byte_fallback": False, "dropout": None, "unk_token": None, "fuse_unk": False,
     "continuing_subword_prefix": None, "end_of_word_suffix": None,
@@ -62,9 +63,11 @@ class AddedToken(NamedTuple):
 
     Attributes:
         id: as the list of added tokens states it.
+        spelling: as a text has it; a U+2581 in it is no space.
     """
 
     id: int
+    spelling: str = ""
     single_word: bool = False
     lstrip: bool = False
     rstrip: bool = False
@@ -107,7 +110,7 @@ def of_tiktoken(ranks: Mapping[bytes, int], specials: Mapping[str, int]) -> Cano
     spellings = {spelled_bytes(content): rank for content, rank in ranks.items()}
     settings: dict[str, object] = {
         "model": "BPE", "ignore_merges": True, "normalizer": [], "pre_tokenizer": [LLAMA3_PATTERN],
-        "decoder beyond bytes": [],
+        "decoder beyond bytes": [], _MADE_UNUSED: [],
     }  # fmt: skip
     return CanonicalVocabulary(
         contents={rank: content for content, rank in ranks.items()}
@@ -116,7 +119,7 @@ def of_tiktoken(ranks: Mapping[bytes, int], specials: Mapping[str, int]) -> Cano
         spellings=spellings | dict(specials),
         merges=None,
         scores={spelling: float(-rank) for spelling, rank in spellings.items()},
-        added={number: AddedToken(number) for number in specials.values()},
+        added={number: AddedToken(number, name) for name, number in specials.items()},
         settings=settings,
     )
 
@@ -142,6 +145,7 @@ def of_sentencepiece(model: SentencePieceFile, added: Collection[tuple[int, str,
     settings: dict[str, object] = {
         "model": "BPE" if model.byte_pair else "Unigram", "sentencepiece rules": model.rules,
         "ignore_merges": False, "space prefix": model.space_prefix, "pre_tokenizer": [], "decoder beyond bytes": [],
+        _MADE_UNUSED: _made_unused(model),
     }  # fmt: skip
     if model.plain:
         settings["normalizer"] = []
@@ -192,11 +196,14 @@ def of_json(
         merges=None if merges is None else pairs_of(merges),
         scores=scores,
         added={
-            number: AddedToken(stated.get(one.content, number), one.single_word, one.lstrip, one.rstrip, one.normalized)
+            number: AddedToken(
+                stated.get(one.content, number), one.content, one.single_word, one.lstrip, one.rstrip, one.normalized
+            )
             for number, one in added.items()
         },
         settings={
             "model": algorithm,
+            _MADE_UNUSED: [],
             **_model_settings(model, algorithm, ids, letters=letters),
             **cutting_settings(parts["normalizer"], parts["pre_tokenizer"]),
             **decoder_settings(parts["decoder"]),
@@ -229,6 +236,16 @@ def _model_settings(
     if (letters or found["byte_fallback"]) and all(one in vocabulary for one in spelled):
         del found["unk_token"], found["fuse_unk"]  # nothing is unknown
     return found
+
+
+def _made_unused(model: SentencePieceFile) -> list[str]:
+    """The unused pieces that merges make: sentencepiece cuts them again where they are left over. No other format has
+    such tokens; one that no merge makes is never met."""
+    unused = [spelling for spelling, _, kind in model.pieces if kind is PieceType.UNUSED]
+    if not unused or not model.byte_pair:
+        return []
+    known = {*unused, *(spelling for spelling, _, kind in model.pieces if kind is PieceType.NORMAL)}
+    return sorted(one for one in unused if len(one) == 1 or any(splits(one, known)))
 
 
 def _by_id(ids: Mapping[str, int], contents: Iterable[bytes]) -> dict[int, bytes]:

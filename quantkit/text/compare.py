@@ -22,6 +22,7 @@ _SAMPLES = (
     "e\u0301 \u00e9 \ufb01 \u2167 \u00a0 \u200b \x00 \x7f",
 )
 _SAME_KINDS = ({Kind.TEXT, Kind.UNUSED}, {Kind.SPECIAL, Kind.SET_APART}, {Kind.ADDED, Kind.SET_APART})
+_ANYWHERE = AddedToken(0)  # found before pairs are merged, wherever it stands
 _MOST_PROBES = 1 << 12
 _LONGEST = 60
 _BEFORE = 20
@@ -127,7 +128,7 @@ def _order_difference(first: CanonicalVocabulary, second: CanonicalVocabulary) -
         apart = {Kind.ADDED, Kind.SET_APART} | ({Kind.SPECIAL} if first.converted or second.converted else set())
         ignored = {
             piece for one in (first, second) for piece, number in one.spellings.items()
-            if one.kinds.get(number) in apart
+            if one.kinds.get(number) in apart and not (one.added or {}).get(number, _ANYWHERE).single_word
         }  # fmt: skip
         return merge_difference(first.merges, second.merges, ignored)
     if first.scores is not None and second.scores is not None:
