@@ -94,7 +94,18 @@ class UnsupportedError(QuantkitError):
 
 
 class NotHeldError(UnsupportedError):
-    """A format has no codes, scales or zero points that are exactly those of a quantized tensor."""
+    """A format has no codes, scales or zero points that are exactly those of a quantized tensor.
+
+    Attributes:
+        by_scales: whether scales do not fit, which a cast to another float type may mend.
+    """
+
+    def __init__(
+        self, problem: str, *, path: str | Path | None = None, found: object = None, expected: object = None,
+        hint: str | None = None, by_scales: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(problem, path=path, found=found, expected=expected, hint=hint)
+        self.by_scales = by_scales
 
 
 class DestinationError(QuantkitError):

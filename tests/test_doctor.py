@@ -112,6 +112,10 @@ def _changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Chang
     return lambda tensors, _: tensors.update({name: change(tensors[name])})
 
 
+def _added_tensor(name: str, value: torch.Tensor) -> Change:
+    return lambda tensors, _: tensors.update({name: value})
+
+
 def _cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-64])
 
@@ -202,6 +206,7 @@ _ONE_OF_ONE = "model-00001-of-00001.safetensors"
 _ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
 _GATE, _UP = (f"model.layers.1.mlp.{one}_proj" for one in ("gate", "up"))
 _V_SCALE = "model.layers.1.self_attn.v_scale"
+_Q_SCALE, _V_ZERO = _V_SCALE.replace("v_", "q_"), _V_SCALE.replace("scale", "zero_point")
 _EXPERTS = {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1}
 
 
@@ -346,7 +351,17 @@ CASES = [
     Case("kv-scale-value", "packed-kv", change=_filled(_V_SCALE, 0)),
     Case("kv-scale-value", "packed-kv", change=_filled(_V_SCALE, -0.1)),
     Case("kv-scale-value", "packed-kv", change=_changed(_V_SCALE, lambda scale: scale.short())),
+    Case("kv-scale-value", "packed-kv", change=_added_tensor(_Q_SCALE, torch.tensor([-0.1]))),
+    Case("kv-scale-value", "packed-kv", change=_added_tensor(_Q_SCALE, torch.tensor([float("nan")]))),
+    Case("kv-scale-value", "packed-kv", change=_added_tensor(_V_ZERO, torch.tensor([float("nan")]))),
+    Case("kv-scale-shape", "packed-kv", change=_changed(_V_SCALE, lambda scale: scale.repeat(2))),
+    Case("kv-scale-shape", "packed-kv", change=_added_tensor(_V_ZERO, torch.zeros(2))),
+    Case("kv-scale-shape", "packed-kv", change=_added_tensor(_Q_SCALE, torch.ones(4))),
+    Case("kv-no-zero-points", "packed-kv", change=_setting(kv_cache_scheme={**build.KV_SCHEME, "symmetric": False})),
+    Case("kv-no-zero-points", "packed-kv", change=_both(
+        _setting(kv_cache_scheme={**build.KV_SCHEME, "symmetric": False}), _added_tensor(_V_ZERO, torch.zeros(1)))),
     Case("bad-settings", "packed-kv", change=_setting(kv_cache_scheme=[8])),
+    Case("bad-settings", "packed-kv", change=_setting(kv_cache_scheme={"num_bits": "x"})),
     # text
     Case("no-tokenizer", damage=_removed("tokenizer.json", "tokenizer_config.json")),
     Case("damaged-tokenizer", damage=_written("tokenizer.json", b'{"model": {}}')),

@@ -15,7 +15,7 @@ import pytest
 import torch
 from command import Capture, run
 from compressed_tensors.compressors import ModelCompressor
-from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, apply_quantization_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -24,6 +24,8 @@ from quantkit.data.files import DEMO_MODEL
 from quantkit.errors import CheckpointError, NonFiniteError, QuantkitError, UnsupportedError
 from quantkit.formats.containers.hf_encoder import SafetensorsEncoder
 from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.kv_cache_scheme import stated_scheme
+from quantkit.json_values import Settings
 from quantkit.quality.verify import Verdict, verify
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.text.tokenizer import load_tokenizer
@@ -257,14 +259,14 @@ def test_older_names_are_kept_and_mean_the_same(folders: dict[str, Path], tmp_pa
 
 
 DIFFERENT: dict[str, tuple[Callable[[Tensors], object], dict[str, Any], str]] = {
-    "a scale": (lambda t: t[V].mul_(2), {}, "scales of the KV cache differ in 1 places: layer 1, v: "),
-    "one missing": (lambda t: t.pop(K), {}, r"differ in 1 places: layer 1, k: .* and none"),
-    "scheme": (
-        lambda _: None,
-        {"kv_cache_scheme": {**SCHEME, "num_bits": 4}},
-        "schemes of the KV cache differ: float8",
+    "a scale": (
+        lambda t: t[V].mul_(2), {}, "scales or zero points of the KV cache differ in 1 places: layer 1, v_scale: ",
     ),
-}
+    "one missing": (lambda t: t.pop(K), {}, r"differ in 1 places: layer 1, k_scale: .* and none"),
+    "scheme": (
+        lambda _: None, {"kv_cache_scheme": {**SCHEME, "num_bits": 4}}, "schemes of the KV cache differ: float8",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
@@ -277,6 +279,48 @@ def test_verify_says_what_differs(what: str, folders: dict[str, Path], tmp_path:
     assert re.search(problem, report.problems[0])
     assert report.tensors
     assert not report.differing
+
+
+ATTENTION_1 = ATTENTION.format(1)
+OTHER_TENSORS: dict[str, tuple[str, torch.Tensor]] = {
+    "keys' zero point": (f"{ATTENTION_1}.k_zero_point", torch.tensor([3], dtype=torch.int8)),
+    "values' zero point, by its older name": (
+        f"{ATTENTION_1}.v_proj.output_zero_point", torch.tensor([1.0]).to(torch.float8_e4m3fn),
+    ),
+    "zero point of both": (f"{ATTENTION_1}.kv_zero_point", torch.tensor([2**60 + 1])),
+    "queries": (f"{ATTENTION_1}.q_scale", torch.tensor([0.25], dtype=torch.bfloat16)),
+    "queries, by their older name": (f"{ATTENTION_1}.q_proj.output_scale", torch.tensor(0.25)),
+    "probabilities": (f"{ATTENTION_1}.prob_output_scale", torch.tensor(0.25)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", OTHER_TENSORS)
+def test_verify_compares_every_tensor_of_the_cache(what: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    name, tensor = OTHER_TENSORS[what]
+    first, second = (oracle.copy(folders["int4"], tmp_path / one) for one in ("first", "second"))
+    _edit(first, lambda tensors: tensors.update({name: tensor}))
+    assert verify(first, first).same
+    other = tensor - 1 if tensor.dtype == torch.int64 else (tensor.float() * 2).to(tensor.dtype)
+    for held in ({}, {name: other}):
+        _edit(second, lambda tensors, held=held: tensors.update(held))
+        report = verify(first, second)
+        assert report.verdict is Verdict.DIFFERENT
+        assert "scales or zero points of the KV cache differ in" in report.problems[0]
+        assert not report.differing
+
+
+def test_names_and_types_of_zero_points_make_no_difference(folders: dict[str, Path], tmp_path: Path) -> None:
+    first, second = (oracle.copy(folders["int4"], tmp_path / one) for one in ("first", "second"))
+    _edit(first, lambda tensors: tensors.update({f"{ATTENTION_1}.k_zero_point": torch.tensor([3], dtype=torch.int8)}))
+    _edit(second, lambda tensors: tensors.update({f"{ATTENTION_1}.k_proj.output_zero_point": torch.tensor(3.0)}))
+    assert verify(first, second).same
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_folder_with_nan_scales_equals_itself(dtype: torch.dtype, folders: dict[str, Path], tmp_path: Path) -> None:
+    source = oracle.copy(folders["int4"], tmp_path / "source")
+    _edit(source, lambda tensors: tensors.update({K: torch.tensor([math.nan], dtype=dtype)}))
+    assert verify(source, source).same
 
 
 UNSOUND: dict[str, tuple[float, type[QuantkitError], str]] = {
@@ -300,6 +344,82 @@ def test_scales_that_are_none_are_not_written_again(what: str, folders: dict[str
     quantkit.convert(source, tmp_path / "floats", dequantize=True, source_check=False)
 
 
+ASYMMETRIC = {**SCHEME, "type": "int", "symmetric": False}
+PER_HEAD = {**SCHEME, "strategy": "attn_head"}
+ZERO_POINTS = {f"{ATTENTION.format(layer)}.{part}_zero_point" for layer in range(LAYERS) for part in "kv"}
+Q_SCALE, K_ZERO_POINT = f"{ATTENTION_1}.q_scale", f"{ATTENTION_1}.k_zero_point"
+
+
+def _zero_points(tensors: Tensors) -> None:
+    tensors |= {name: torch.tensor([place], dtype=torch.int8) for place, name in enumerate(sorted(ZERO_POINTS))}
+
+
+def _per_head(tensors: Tensors) -> None:
+    """Scales for each head, as compressed-tensors' `initialize_qparams` has them."""
+    heads = oracle.make("llama", **SIZES).config.num_key_value_heads
+    for name in [name for name in tensors if name.endswith((".k_scale", ".v_scale"))]:
+        tensors[name] = tensors[name].repeat(heads).reshape(heads, 1, 1)
+
+
+def _with(name: str, value: torch.Tensor) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.update({name: value})
+
+
+NOT_WRITTEN: dict[str, tuple[list[Callable[[Tensors], object]], dict[str, Any], type[QuantkitError], str]] = {
+    "NaN of queries": ([_with(Q_SCALE, torch.tensor([math.nan]))], SCHEME, NonFiniteError, "'.*q_scale', .*is NaN"),
+    "negative of queries": ([_with(Q_SCALE, torch.tensor([-1.0]))], SCHEME, CheckpointError, "'.*q_scale', .*not pos"),
+    "NaN zero point": (
+        [_zero_points, _with(K_ZERO_POINT, torch.tensor([math.nan]))], ASYMMETRIC, NonFiniteError,
+        "'.*k_zero_point', a zero point of the KV cache, is NaN",
+    ),
+    "two for a tensor": (
+        [_with(K, torch.ones(2))], SCHEME, CheckpointError, r"'.*k_scale', .*fit the scheme \(found shape \[2\]",
+    ),
+    "two zero points": (
+        [_zero_points, _with(K_ZERO_POINT, torch.zeros(2))], ASYMMETRIC, CheckpointError, "'.*k_zero_point', .*fit the",
+    ),
+    "too few heads": ([_per_head, _with(K, torch.ones(1, 1, 1))], PER_HEAD, CheckpointError, "'.*k_scale', .*fit the"),
+    "queries have other heads": (
+        [_per_head, _with(Q_SCALE, torch.ones(7, 1, 1))], PER_HEAD, CheckpointError, "'.*q_scale', .*fit the scheme",
+    ),
+    "no zero points": ([], ASYMMETRIC, CheckpointError, r"lacks the zero points of layer 0's k"),
+    "one zero point missing": (
+        [_zero_points, lambda tensors: tensors.pop(K_ZERO_POINT)], ASYMMETRIC, CheckpointError,
+        r"lacks the zero points of layer 1's k",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", NOT_WRITTEN)
+def test_a_cache_that_no_reader_loads_is_not_written_again(
+    what: str, folders: dict[str, Path], tmp_path: Path
+) -> None:  # fmt: skip
+    changes, scheme, error, problem = NOT_WRITTEN[what]
+    source = oracle.copy(folders["int4"], tmp_path / "source")
+    _edit(source, lambda tensors: [change(tensors) for change in changes], kv_cache_scheme=scheme)
+    with pytest.raises(error, match=problem):
+        quantkit.convert(source, tmp_path / "out", source_check=False)
+    assert quantkit.diagnose(source).broken
+    quantkit.convert(source, tmp_path / "floats", dequantize=True, source_check=False)
+
+
+@pytest.mark.parametrize(("change", "scheme"), [(_zero_points, ASYMMETRIC), (_per_head, PER_HEAD)])
+def test_zero_points_and_scales_for_each_head_are_carried(
+    change: Callable[[Tensors], object], scheme: dict[str, Any], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    source = oracle.copy(folders["int4"], tmp_path / "source")
+    _edit(source, change, kv_cache_scheme=scheme)
+    made = quantkit.convert(source, tmp_path / "out", source_check=False)
+    before, after = (load_file(path / "model.safetensors") for path in (source, made.path))
+    names = {name for name in before if name.endswith(("k_scale", "v_scale", "_zero_point"))}
+    assert len(names) >= 2 * LAYERS
+    assert _equal({name: after[name] for name in names}, {name: before[name] for name in names})
+    assert verify(source, made.path).same
+    assert quantkit.diagnose(made.path).findings == []
+    loaded = AutoModelForCausalLM.from_pretrained(made.path).state_dict()
+    assert all(torch.equal(loaded[name], before[name]) for name in names)
+
+
 REFUSED: dict[str, tuple[Callable[[Tensors], object], dict[str, Any], type[QuantkitError], str]] = {
     "a list": (lambda _: None, {"kv_cache_scheme": [8]}, CheckpointError, "scheme of the KV cache is none"),
     "a name": (lambda _: None, {"kv_cache_scheme": "int9"}, CheckpointError, "found 'int9'"),
@@ -310,6 +430,18 @@ REFUSED: dict[str, tuple[Callable[[Tensors], object], dict[str, Any], type[Quant
     "of no layer": (
         lambda t: t.update({f"{ATTENTION.format(LAYERS)}.k_scale": torch.ones(1)}), {}, CheckpointError,
         "of a layer that the config does not count",
+    ),
+    "bits": (
+        lambda _: None, {"kv_cache_scheme": {**SCHEME, "num_bits": "x"}}, CheckpointError,
+        r"compressed-tensors does not accept kv_cache_scheme\.num_bits \(found 'x'",
+    ),
+    "zero points twice": (
+        lambda t: t.update({f"{ATTENTION_1}.{one}": torch.ones(1) for one in ("k_zero_point", "kv_zero_point")}), {},
+        CheckpointError, "the KV cache of layer 1 has two zero points of its k",
+    ),
+    "a zero point that is none": (
+        lambda t: t.update({f"{ATTENTION_1}.k_zero_point": torch.ones(1).bool()}), {}, UnsupportedError,
+        "a zero point of the KV cache, is no number",
     ),
     "integers": (lambda t: t.update({V: torch.ones(1).int()}), {}, UnsupportedError, "is no float"),
     "of something else": (
@@ -325,6 +457,70 @@ def test_what_cannot_be_understood_is_refused_by_name(what: str, folders: dict[s
     source = oracle.copy(folders["int4"], tmp_path / "source")
     _edit(source, change, **settings)
     with pytest.raises(error, match=problem):
+        open_checkpoint(source)
+
+
+VALUES: dict[str, list[Any]] = {
+    "num_bits": [8, 6, 5, "x", 8.5, None],
+    "type": ["int", "Float", "bfloat", None, 8],
+    "symmetric": [True, False, None, "x"],
+    "dynamic": [False, True, "local", "x", None],
+}
+STRATEGIES: list[dict[str, Any]] = [
+    {"strategy": strategy, **beside}
+    for strategy in ("tensor", "Channel", "group", "block", "token", "tensor_group", "attn_head", "head", 3, None)
+    for beside in ({}, {"group_size": 16}, {"group_size": 0}, {"group_size": -1}, {"group_size": -2},
+                   {"block_structure": [8, 8]})
+]  # fmt: skip
+
+
+def _accepted_by_compressed_tensors(scheme: dict[str, Any]) -> bool:
+    try:
+        QuantizationArgs.model_validate(scheme)
+    except (ValueError, NotImplementedError):
+        return False
+    return True
+
+
+def test_schemes_are_read_that_compressed_tensors_accepts() -> None:
+    ones = [{**SCHEME, key: value} for key, values in VALUES.items() for value in values]
+    floats = [{**ones[0], **strategy, "dynamic": dynamic} for strategy in STRATEGIES for dynamic in VALUES["dynamic"]]
+    integers = [{**SCHEME, "type": "int", "num_bits": bits} for bits in VALUES["num_bits"]]
+    accepted = [scheme for scheme in (*ones, *floats, *integers) if _accepted_by_compressed_tensors(scheme)]
+    assert len(accepted) > 20
+    for scheme in accepted:
+        assert stated_scheme(Settings({"kv_cache_scheme": scheme}, "config.json")) == scheme
+    for scheme in [scheme for scheme in (*ones, *floats, *integers) if scheme not in accepted]:
+        with pytest.raises(CheckpointError, match=r"does not accept kv_cache_scheme\.\w+ \(found"):
+            stated_scheme(Settings({"kv_cache_scheme": scheme}, "config.json"))
+
+
+def _floats_with_cache(folder: Path) -> Path:
+    """A model in bfloat16 of which Model Optimizer quantizes the cache alone."""
+    oracle.save(oracle.make("llama", **SIZES).bfloat16(), folder)
+    names = [f"{ATTENTION.format(layer)}.{one}_proj.{one}_scale" for layer in range(LAYERS) for one in "kv"]
+    _edit(folder, lambda tensors: tensors.update({name: torch.tensor(0.125) for name in names}))
+    settings = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": settings}))
+    return folder
+
+
+def test_floats_with_a_cache_of_model_optimizer_are_read(tmp_path: Path) -> None:
+    source, plain = _floats_with_cache(tmp_path / "source"), tmp_path / "plain"
+    oracle.save(oracle.make("llama", **SIZES).bfloat16(), plain)
+    assert {finding.rule.name for finding in quantkit.diagnose(source).findings} == {"no-tokenizer"}
+    made = quantkit.convert(source, tmp_path / "out", source_check=False)
+    assert any("the scheme and scales of the KV cache are dropped" in note for note in made.notes)
+    assert not (made.path / "hf_quant_config.json").exists()
+    before, after = (load_file(path / "model.safetensors") for path in (plain, made.path))
+    assert _equal(before, after)
+    AutoModelForCausalLM.from_pretrained(made.path)
+
+
+def test_model_optimizer_that_states_neither_weights_nor_cache_is_refused(tmp_path: Path) -> None:
+    source = _floats_with_cache(tmp_path / "source")
+    (source / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": None}}))
+    with pytest.raises(UnsupportedError, match="algorithm of Model Optimizer is not read"):
         open_checkpoint(source)
 
 
@@ -369,7 +565,33 @@ def test_scales_that_come_back_otherwise_are_a_failure_that_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_known_by_its_tensors_carries_them_as_such(folders: dict[str, Path], tmp_path: Path) -> None:
-    made = quantkit.convert(folders["int4"], tmp_path / "out", tensors_only=True, source_check=False)
-    assert _equal(_scales(made.path), _scales(folders["int4"]))
-    assert _settings(made.path) == _settings(folders["int4"])
+@pytest.mark.parametrize("weights", ["int4", "floats"])
+def test_a_model_known_by_its_tensors_carries_scheme_and_scales(
+    weights: str, folders: dict[str, Path], tmp_path: Path
+) -> None:  # fmt: skip
+    source = folders[weights]
+    made = quantkit.convert(source, tmp_path / "out", tensors_only=True, source_check=False)
+    assert _equal(_scales(made.path), _scales(source))
+    assert _settings(made.path)["kv_cache_scheme"] == _settings(source)["kv_cache_scheme"]
+    assert any("scheme and scales of the KV cache are carried as they are" in note for note in made.notes)
+    assert verify(source, made.path).same
+
+
+def test_quantize_drops_scheme_and_scales_of_a_model_known_by_its_tensors(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    made = quantkit.quantize(folders["floats"], tmp_path / "out", "int8", tensors_only=True, source_check=False)
+    assert any("the scheme and scales of the KV cache are dropped" in note for note in made.notes)
+    assert not [name for name in load_file(made.path / "model.safetensors") if name.endswith(("k_scale", "v_scale"))]
+    assert _settings(made.path).get("kv_cache_scheme") is None
+
+
+def test_tensors_of_such_names_that_no_scheme_explains_stay_the_models(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    source = oracle.copy(folders["floats"], tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    del config["quantization_config"]
+    (source / "config.json").write_text(json.dumps(config))
+    made = quantkit.convert(source, tmp_path / "out", tensors_only=True, source_check=False)
+    assert _equal(_scales(made.path), _scales(source))

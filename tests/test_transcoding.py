@@ -124,10 +124,10 @@ def test_blocks_of_gguf_are_the_same_numbers(scheme: str, folders: dict[str, Pat
 
 
 REFUSED = [
-    ("int4-g64-asym", "gguf", "it has zero points", True),
-    ("int8", "awq", "it holds codes of other bits", True),
-    ("int4-g32", "int-quantized", "its readers multiply int8 per row alone", True),
-    ("int4-g64-asym", "mlx", "bfloat16 does not hold", False),
+    ("int4-g64-asym", "gguf", "it has zero points", True, False),
+    ("int8", "awq", "it holds codes of other bits", True, False),
+    ("int4-g32", "int-quantized", "its readers multiply int8 per row alone", True, False),
+    ("int4-g64-asym", "mlx", "bfloat16 does not hold", False, True),
 ]
 
 
@@ -165,15 +165,17 @@ def test_scales_that_are_no_numbers_are_not_carried(
         assert made.exact.equal == made.exact.tensors == 14
 
 
-@pytest.mark.parametrize(("scheme", "to", "reason", "headers_tell"), REFUSED, ids=str)
+@pytest.mark.parametrize(("scheme", "to", "reason", "headers_tell", "by_scales"), REFUSED, ids=str)
 def test_what_cannot_be_held_exactly_is_refused_by_the_first_tensors_name(
-    scheme: str, to: str, reason: str, headers_tell: bool, folders: dict[str, Path], tmp_path: Path, capfd: Capture
-) -> None:
+    scheme: str, to: str, reason: str, headers_tell: bool, by_scales: bool, folders: dict[str, Path], tmp_path: Path,
+    capfd: Capture,
+) -> None:  # fmt: skip
     for words in (("convert",), *([("plan", "convert")] if headers_tell else [])):
         code, _, err = run(capfd, *words, folders[scheme], tmp_path / "out", "--to", to, "--no-source-check")
         assert code == 4
         assert f"tensor 'model.layers.0.self_attn.q_proj.weight' cannot be held exactly as {to}: {reason}" in err
-        assert "--requantize casts scales" in err
+        assert ("--requantize casts scales" in err) == by_scales
+        assert ("--requantize rounds it anew" in err) != by_scales
     assert not list(tmp_path.iterdir())
 
 

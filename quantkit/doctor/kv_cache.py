@@ -10,8 +10,17 @@ from quantkit.doctor.quantization import BAD_SETTINGS
 from quantkit.doctor.view import View
 from quantkit.errors import CheckpointError
 from quantkit.formats.codecs.compressed_tensors import KV_CACHE_SCHEME
-from quantkit.formats.kv_cache import cache_tensor, layers_without_scales, scheme_text, stated_scheme
-from quantkit.tensors.dtypes import FLOATS
+from quantkit.formats.containers.hf_settings import SETTINGS
+from quantkit.formats.kv_cache import (
+    TYPES,
+    CacheTensor,
+    cache_tensor,
+    layers_without_scales,
+    misfit,
+    without_zero_points,
+)
+from quantkit.formats.kv_cache_scheme import needs_zero_points, scheme_text, stated_scheme
+from quantkit.json_values import Settings
 
 _AGAIN = "quantize the cache again, or take its scales and kv_cache_scheme out of the folder"
 _SOURCE = "vLLM's BaseKVCacheMethod"
@@ -28,10 +37,20 @@ NO_SCHEME = Rule(
     f"write {KV_CACHE_SCHEME} into quantization_config, or take the scales out", _SOURCE,
 )  # fmt: skip
 SCALE_VALUE = Rule(
-    "kv-scale-value", "error", "a scale of the KV cache is NaN, infinite, zero or negative", _AGAIN, _SOURCE
-)
+    "kv-scale-value", "error",
+    "a scale of the KV cache is NaN, infinite, zero or negative, or a zero point NaN or infinite", _AGAIN, _SOURCE,
+)  # fmt: skip
+SCALE_SHAPE = Rule(
+    "kv-scale-shape", "error",
+    "a scale or zero point of the KV cache has not one element for all, or for each head, as the scheme says", _AGAIN,
+    "compressed-tensors' initialize_qparams",
+)  # fmt: skip
+NO_ZERO_POINTS = Rule(
+    "kv-no-zero-points", "error", "the scheme of the KV cache is asymmetric, and zero points are missing", _AGAIN,
+    "compressed-tensors' initialize_qparams",
+)  # fmt: skip
 
-RULES = (SCALES_MISSING, NO_SCALES, NO_SCHEME, SCALE_VALUE)
+RULES = (SCALES_MISSING, NO_SCALES, NO_SCHEME, SCALE_VALUE, SCALE_SHAPE, NO_ZERO_POINTS)
 
 _MOST_BYTES = 1 << 20
 
@@ -39,33 +58,43 @@ _MOST_BYTES = 1 << 20
 def check(view: View) -> Iterator[Finding]:
     """What is wrong with the scheme and scales of the cache; the scales, a few bytes each, are read."""
     folder = view.folder
-    scales = {name: told for name in view.stored if (told := cache_tensor(name)) is not None and told.parts}
+    tensors = {name: told for name in view.stored if (told := cache_tensor(name)) is not None}
+    scales = {name: told for name, told in tensors.items() if told.kind == "scale" and {*told.parts} & {"k", "v"}}
+    stated = None if folder.settings is None else Settings(folder.settings, folder.root / CONFIG, SETTINGS)
     try:
-        scheme = stated_scheme(folder.settings)
-    except ValueError as error:
-        yield Finding(BAD_SETTINGS, CONFIG, f"{KV_CACHE_SCHEME} is {error}")
+        scheme = stated_scheme(stated)
+    except CheckpointError as error:
+        yield Finding(BAD_SETTINGS, CONFIG, f"{error.problem}: found {error.found}, expected {error.expected}")
         return
     if scales and scheme is None:
         yield Finding(NO_SCHEME, CONFIG, f"{len(scales)} scales: {next(iter(scales))}")
     if folder.complete and scheme is not None and not scales and not scheme.get("dynamic"):
         yield Finding(NO_SCALES, CONFIG, scheme_text(scheme))
+    highest = max((told.layer for told in tensors.values()), default=0)
+    layers = highest + 1 if view.config is None else view.config.num_layers
     if folder.complete and scales:
-        layers = max(told.layer for told in scales.values()) + 1 if view.config is None else view.config.num_layers
         for layer in layers_without_scales(scales, layers):
             found = ", ".join(name for name, told in scales.items() if told.layer == layer) or "none"
             yield Finding(SCALES_MISSING, f"layer {layer}", f"found {found}, expected scales of keys and values")
-    for name in scales:
-        yield from _value(view, name)
+    if folder.complete and needs_zero_points(scheme):
+        for layer, part in without_zero_points(tensors, layers):
+            yield Finding(NO_ZERO_POINTS, f"layer {layer}", f"found none of its {part}")
+    heads = (0, 0) if view.config is None else (view.config.num_heads, view.config.num_kv_heads)
+    for name, told in tensors.items():
+        if (count := misfit(told, view.stored[name], scheme, *heads)) is not None:
+            yield Finding(SCALE_SHAPE, name, f"found {list(view.stored[name].shape)}, expected {count} elements")
+        yield from _value(view, name, told)
 
 
-def _value(view: View, name: str) -> Iterator[Finding]:
-    tensor = view.stored[name]
-    if tensor.dtype not in FLOATS or not 0 < tensor.nbytes <= _MOST_BYTES:
-        yield Finding(SCALE_VALUE, name, f"found {tensor.dtype} {list(tensor.shape)}, expected floats")
+def _value(view: View, name: str, told: CacheTensor) -> Iterator[Finding]:
+    tensor, is_scale = view.stored[name], told.kind == "scale"
+    if tensor.dtype not in TYPES[told.kind] or not 0 < tensor.nbytes <= _MOST_BYTES:
+        expected = "floats" if is_scale else "numbers"
+        yield Finding(SCALE_VALUE, name, f"found {tensor.dtype} {list(tensor.shape)}, expected {expected}")
         return
     try:
-        value = view.folder.homes[name].read(name).float()
+        value = view.folder.homes[name].read(name).double()
     except CheckpointError:
         return  # rules about files tell of it
-    if not (value.isfinite() & (value > 0)).all():
+    if not value.isfinite().all() or (is_scale and not (value > 0).all()):
         yield Finding(SCALE_VALUE, name, f"found {value.min().item():g}")

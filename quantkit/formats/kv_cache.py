@@ -10,12 +10,12 @@ layer N's attention ``A = model.layers.N.self_attn``:
 ``A.kv_scale``                                      the first releases of AutoFP8: one for both
 ==================================================  ==========================================================
 
-The scheme is ``kv_cache_scheme`` in the settings: an object, or ``static`` in AutoFP8's; Model Optimizer's
-``kv_cache_quant_algo`` is a name. Sources: compressed-tensors' `KVCacheScaleType` and vLLM's mapping of these names.
+Sources: compressed-tensors' `KVCacheScaleType` and vLLM's mapping of these names.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -24,21 +24,32 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import CheckpointError, NonFiniteError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor, TensorFile
-from quantkit.formats.codecs.compressed_tensors import KV_CACHE_SCHEME
-from quantkit.json_values import Settings, shown
-from quantkit.tensors.dtypes import FLOATS
+from quantkit.formats.kv_cache_scheme import expected_elements, needs_zero_points, scheme_text, stated_scheme
+from quantkit.json_values import Settings
+from quantkit.tensors.dtypes import FLOATS, DType
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ALGORITHM = "kv_cache_quant_algo"
-_BY_NAME = ("static", "dynamic")
+    from quantkit.architectures.config import ModelConfig
+
+TYPES: Mapping[str, tuple[DType, ...]] = {
+    "scale": FLOATS,
+    "zero_point": (
+        *FLOATS, DType.FLOAT8_E4M3FN, DType.FLOAT8_E4M3FNUZ, DType.FLOAT8_E5M2, DType.FLOAT8_E5M2FNUZ, DType.INT8,
+        DType.INT16, DType.INT32, DType.INT64, DType.UINT8,
+    ),
+}  # fmt: skip
+"""In which scales and zero points are read."""
+_AGAIN = "quantize the cache again, or drop its scales: `dequantize=True` writes floats"
+Place = tuple[int, str, str]
+"""Layer, part and kind of a tensor, see `CacheTensor`."""
 _NAME = re.compile(
     r"(?:.+\.)?layers\.(?P<layer>\d{1,9})\.(?:self_attn|attention)\.(?:attn\.)?(?:"
     r"(?P<own>[qkv]|kv)_(?P<kind>scale|zero_point)"
     r"|(?:k|v|qkv)_proj\.(?P<inside>[kv])_scale"
     r"|(?P<output>[qkv])_proj\.output_(?P<output_kind>scale|zero_point)"
-    r"|prob_output_scale)"
+    r"|(?P<probabilities>prob_output)_scale)"
 )
 
 
@@ -48,40 +59,27 @@ class CacheTensor:
 
     Attributes:
         layer: its number.
-        parts: ``k``, ``v`` or both, of which it is the scale; none of queries, probabilities and zero points.
+        parts: what it scales: ``q``, ``k``, ``v``, the last two together, or ``prob_output``.
+        kind: ``scale`` or ``zero_point``.
     """
 
     layer: int
     parts: tuple[str, ...]
+    kind: str
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Its places in the cache."""
+        return tuple((self.layer, part, self.kind) for part in self.parts)
 
 
 def cache_tensor(name: str) -> CacheTensor | None:
     """What a tensor is in a quantized cache; None if its name is no such tensor's."""
     if (match := _NAME.fullmatch(name)) is None:
         return None
-    zeros = "zero_point" in (match["kind"], match["output_kind"])
-    own = match["own"] or match["inside"] or match["output"] or ""
-    return CacheTensor(int(match["layer"]), () if zeros else tuple(one for one in own if one in "kv"))
-
-
-def stated_scheme(settings: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """The scheme of the cache as settings of a quantization state it; None if they state none.
-
-    Raises:
-        ValueError: for one that is neither an object nor a known name; its text shows the value.
-    """
-    value, named = (None if settings is None else settings.get(key) for key in (KV_CACHE_SCHEME, _ALGORITHM))
-    if isinstance(value, Mapping):
-        return value or None
-    if value in _BY_NAME and isinstance(value, str):
-        return {"num_bits": 8, "type": "float", "dynamic": value == "dynamic"}
-    if value is not None:
-        raise ValueError(shown(value))
-    if named is not None and not isinstance(named, str):
-        raise ValueError(shown(named))
-    if named == "FP8":
-        return {"num_bits": 8, "type": "float", "dynamic": False}
-    return {"type": named} if named else None
+    letters = match["own"] or match["inside"] or match["output"]
+    parts = (match["probabilities"],) if letters is None else tuple(letters)
+    return CacheTensor(int(match["layer"]), parts, match["kind"] or match["output_kind"] or "scale")
 
 
 @dataclass(frozen=True)
@@ -89,16 +87,20 @@ class KvCache:
     """A folder's account of a quantized key/value cache.
 
     Attributes:
+        path: of the folder.
         scheme: as the settings state it; None if they do not.
         tensors: scales and zero points by name, in the order of the layers, and the files that hold them.
-        layers: how many there are in the model.
+        layers, num_heads, num_kv_heads: of the model; 0 heads if they are unknown.
         rewritable: whether a folder that is written can say the same: the settings are those of compressed-tensors, and
             no weight is read as other numbers than are stored.
     """
 
+    path: Path
     scheme: Mapping[str, Any] | None
     tensors: Mapping[str, TensorFile]
     layers: int
+    num_heads: int
+    num_kv_heads: int
     rewritable: bool = False
 
     @property
@@ -110,37 +112,45 @@ class KvCache:
         """The tensors as they lie, with their bytes."""
         return [(file.tensors[name], file.read_bytes(name)) for name, file in self.tensors.items()]
 
-    def values(self) -> dict[tuple[int, str], Tensor]:
-        """The scales in float32 by layer and part, whatever their names."""
-        found: dict[tuple[int, str], Tensor] = {}
+    def values(self) -> dict[Place, Tensor]:
+        """The scales and zero points, flat and in the types in which they are stored, whatever their names."""
+        found: dict[Place, Tensor] = {}
         for name, file in self.tensors.items():
-            told = cache_tensor(name)
-            assert told is not None, "only such tensors are taken"
-            value = file.read(name).float().flatten()
-            found |= {(told.layer, part): value for part in told.parts}
+            value = file.read(name).flatten()
+            found |= dict.fromkeys(_told(name).places, value)
         return found
 
     def require_sound(self, *, allow_nonfinite: bool) -> None:
-        """Check the scales before they are written again.
+        """Check scales and zero points before they are written again.
 
         Raises:
             NonFiniteError: for NaN and Inf, unless they are allowed.
-            CheckpointError: for a scale that is not positive.
+            CheckpointError: for a scale that is not positive, a tensor whose number of elements does not fit the
+                scheme, and an asymmetric scheme without zero points.
         """
         for name, file in self.tensors.items():
-            told = cache_tensor(name)
-            if told is None or not told.parts:
-                continue
-            value = file.read(name).float()
+            told, tensor = _told(name), file.tensors[name]
+            what = f"tensor '{name}', a {told.kind.replace('_', ' ')} of the KV cache,"
+            if (count := misfit(told, tensor, self.scheme, self.num_heads, self.num_kv_heads)) is not None:
+                raise CheckpointError(
+                    f"{what} does not fit the scheme", path=file.path, found=f"shape {list(tensor.shape)}",
+                    expected=f"{count} elements" if count > 1 else "one element", hint=_AGAIN,
+                )  # fmt: skip
+            value = file.read(name).double()
             if not value.isfinite().all():
                 if allow_nonfinite:
                     continue
-                raise NonFiniteError(f"tensor '{name}', a scale of the KV cache, is NaN or Inf", path=file.path)
-            if not (value > 0).all():
+                raise NonFiniteError(f"{what} is NaN or Inf", path=file.path)
+            if told.kind == "scale" and not (value > 0).all():
                 raise CheckpointError(
-                    f"tensor '{name}', a scale of the KV cache, is not positive", path=file.path,
-                    found=f"{value.min().item():g}", hint="quantize the cache again",
-                )  # fmt: skip
+                    f"{what} is not positive", path=file.path, found=f"{value.min().item():g}", hint=_AGAIN
+                )
+        if needs_zero_points(self.scheme) and (lacking := without_zero_points(self.tensors, self.layers)):
+            layer, part = lacking[0]
+            raise CheckpointError(
+                f"the KV cache lacks the zero points of layer {layer}'s {part}", path=self.path,
+                found="an asymmetric scheme", expected=f"a tensor '{part}_zero_point' of this layer", hint=_AGAIN,
+            )  # fmt: skip
 
     def line(self) -> str:
         """For people."""
@@ -154,13 +164,29 @@ class KvCache:
         own, others = self.values(), other.values()
         differing = sorted(
             key for key in {*own, *others}
-            if key not in own or key not in others or not own[key].equal(others[key])
+            if key not in own or key not in others or not _same(own[key], others[key])
         )  # fmt: skip
         if not differing:
             return None
-        layer, part = differing[0]
-        told = (f"{one[layer, part].tolist()}"[:40] if (layer, part) in one else "none" for one in (own, others))
-        return f"scales of the KV cache differ in {len(differing)} places: layer {layer}, {part}: {' and '.join(told)}"
+        layer, part, kind = first = differing[0]
+        told = (f"{one[first].tolist()}"[:40] if first in one else "none" for one in (own, others))
+        return (
+            f"scales or zero points of the KV cache differ in {len(differing)} places:"
+            f" layer {layer}, {part}_{kind}: {' and '.join(told)}"
+        )
+
+
+def _told(name: str) -> CacheTensor:
+    told = cache_tensor(name)
+    assert told is not None, "only such tensors are taken"
+    return told
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors are equal to the bit, or the same numbers where their types differ."""
+    if first.dtype == second.dtype:
+        return first.view(DType.UINT8.torch).equal(second.view(DType.UINT8.torch))
+    return first.double().equal(second.double())
 
 
 def _said(scheme: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -168,75 +194,84 @@ def _said(scheme: Mapping[str, Any] | None) -> dict[str, Any]:
     return {key: value for key, value in (scheme or {}).items() if value is not None}
 
 
-def scheme_text(scheme: Mapping[str, Any] | None) -> str:
-    """A scheme for people."""
-    if scheme is None:
-        return "no scheme stated"
-    bits, strategy = scheme.get("num_bits", ""), scheme.get("strategy")
-    kind = "dynamic" if scheme.get("dynamic") else "static"
-    return f"{scheme.get('type', 'int')}{bits}{f' per {strategy}' if strategy else ''}, {kind}"[:80]
-
-
 def layers_without_scales(names: Iterable[str], layers: int) -> list[int]:
     """The layers that lack a scale of their keys or values."""
-    found = {(told.layer, part) for name in names if (told := cache_tensor(name)) is not None for part in told.parts}
-    return [layer for layer in range(layers) if not {(layer, "k"), (layer, "v")} <= found]
+    found = _places(names)
+    return [layer for layer in range(layers) if not {(layer, "k", "scale"), (layer, "v", "scale")} <= found]
+
+
+def without_zero_points(names: Iterable[str], layers: int) -> list[tuple[int, str]]:
+    """The layers and parts that have a scale and no zero point; if there are no scales, all keys and values."""
+    found = _places(names)
+    scaled = {(layer, part) for layer, part, kind in found if kind == "scale" and part in ("q", "k", "v")}
+    scaled = scaled or {(layer, part) for layer in range(layers) for part in ("k", "v")}
+    return sorted(place for place in scaled if (*place, "zero_point") not in found)
+
+
+def _places(names: Iterable[str]) -> set[Place]:
+    return {place for name in names if (told := cache_tensor(name)) is not None for place in told.places}
+
+
+def misfit(
+    told: CacheTensor, tensor: StoredTensor, scheme: Mapping[str, Any] | None, num_heads: int, num_kv_heads: int
+) -> int | None:
+    """How many elements a tensor should have by the scheme; None if it fits, or the scheme does not determine it."""
+    heads = {"q": num_heads, "k": num_kv_heads, "v": num_kv_heads}.get(told.parts[0], 0)
+    count = expected_elements(scheme, heads)
+    return None if count == math.prod(tensor.shape) else count
 
 
 def take_kv_cache(
     stored: MutableMapping[str, StoredTensor], files: MutableMapping[str, TensorFile], settings: Settings | None,
-    layers: int, path: Path,
+    config: ModelConfig, path: Path,
 ) -> KvCache | None:  # fmt: skip
     """Take the tensors of a quantized cache out of a folder's tensors.
 
     Args:
         stored, files: the folder's tensors, and where they lie; those of the cache are removed.
         settings: of the folder's quantization.
-        layers: how many the model has.
-        path: what errors name.
+        config: of the model.
+        path: of the folder.
 
     Returns:
         What the folder says of its cache; None if it says nothing.
 
     Raises:
-        CheckpointError: for a scheme that is none, and scales of no layer or twice for one.
-        UnsupportedError: for scales that are no floats.
+        CheckpointError: for a scheme that is none, see `stated_scheme`, and tensors of no layer or twice for one.
+        UnsupportedError: for scales that are no floats, and zero points that are no numbers.
     """
-    try:
-        scheme = stated_scheme(None if settings is None else settings.values)
-    except ValueError as error:
-        raise CheckpointError(
-            "the scheme of the KV cache is none that is known", path=path if settings is None else settings.path,
-            found=str(error), expected=f"an object under {KV_CACHE_SCHEME}, or {' or '.join(_BY_NAME)}",
-        ) from None  # fmt: skip
+    scheme, layers = stated_scheme(settings), config.num_layers
     found = {name: told for name in stored if (told := cache_tensor(name)) is not None}
     _require_understood(found, stored, layers, path)
     tensors = {name: files[name] for name in sorted(found, key=lambda name: (found[name].layer, name))}
     for name in found:
         del stored[name], files[name]
-    return KvCache(scheme, tensors, layers) if tensors or scheme is not None else None
+    if not tensors and scheme is None:
+        return None
+    return KvCache(path, scheme, tensors, layers, config.num_heads, config.num_kv_heads)
 
 
 def _require_understood(
     found: Mapping[str, CacheTensor], stored: Mapping[str, StoredTensor], layers: int, path: Path
 ) -> None:
-    owners: dict[tuple[int, str], str] = {}
+    owners: dict[Place, str] = {}
     for name, told in found.items():
         if told.layer >= layers:
             raise CheckpointError(
                 f"tensor '{name}' is of a layer that the config does not count", path=path, found=f"layer {told.layer}",
                 expected=f"layers 0 to {layers - 1}",
             )  # fmt: skip
-        tensor = stored[name]
-        if told.parts and (tensor.dtype not in FLOATS or 0 in tensor.shape):
+        tensor, kind = stored[name], told.kind.replace("_", " ")
+        if tensor.dtype not in TYPES[told.kind] or 0 in tensor.shape:
+            what = f"a {kind} of the KV cache, is no {'float' if kind == 'scale' else 'number'}"
             raise UnsupportedError(
-                f"tensor '{name}', a scale of the KV cache, is no float", path=path,
-                found=f"{tensor.dtype} {list(tensor.shape)}", expected=" or ".join(FLOATS),
+                f"tensor '{name}', {what}", path=path, found=f"{tensor.dtype} {list(tensor.shape)}",
+                expected=" or ".join(TYPES[told.kind]),
             )  # fmt: skip
-        for part in told.parts:
-            if (other := owners.setdefault((told.layer, part), name)) != name:
+        for place in told.places:
+            if (other := owners.setdefault(place, name)) != name:
                 raise CheckpointError(
-                    f"the KV cache of layer {told.layer} has two scales of its {part}", path=path,
+                    f"the KV cache of layer {told.layer} has two {kind}s of its {place[1]}", path=path,
                     found=f"'{other}' and '{name}'", expected="one of them",
                 )  # fmt: skip
 

@@ -132,9 +132,10 @@ def advising(*, requantize: bool) -> Iterator[None]:
     except NotHeldError as error:
         if requantize:
             raise
+        casts = "casts scales that do not fit, and rounds anew what else cannot be held"
         raise NotHeldError(
             error.problem, path=error.path, found=error.found, expected=error.expected,
-            hint="`requantize=True` casts scales that do not fit, and rounds anew what else cannot be held",
+            hint=f"`requantize=True` {casts if error.by_scales else 'rounds it anew'}", by_scales=error.by_scales,
         ) from error  # fmt: skip
 
 

@@ -38,7 +38,7 @@ class Reason:
     def error(self, name: str, method: str) -> NotHeldError:
         return NotHeldError(
             f"tensor '{name}' cannot be held exactly as {method}: {self.problem}", found=self.found,
-            expected=self.expected, hint="choose another format or scheme",
+            expected=self.expected, hint="choose another format or scheme", by_scales=bool(self.scale_types),
         )  # fmt: skip
 
 

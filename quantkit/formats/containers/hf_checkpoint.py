@@ -34,6 +34,7 @@ from quantkit.formats.containers.hf_parts import decode, read_dequantized, read_
 from quantkit.formats.containers.hf_settings import NOT_CARRIED, SETTINGS, read_codecs, settings_in, without_settings
 from quantkit.formats.folder import QUANTIZED_ELSEWHERE
 from quantkit.formats.kv_cache import KvCache, take_kv_cache
+from quantkit.formats.kv_cache_scheme import states_scheme
 from quantkit.json_values import Settings, read_json, read_settings
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.spec import TensorSpec
@@ -213,6 +214,9 @@ class HFCheckpoint:
             stated: the config.json as it stands.
         """
         self.config = opaque_config(raw, {name: (one.shape, one.dtype) for name, one in self._stored.items()})
+        settings = self._stated_settings(raw)
+        if settings is not None and states_scheme(settings):  # tensors of such names may be anything elsewhere
+            self._take_kv_cache(raw)
         self._dequantize(raw)
         shapes = packed_shapes(self._stored, self._files, raw)
         found: dict[str, tuple[tuple[int, ...], str]] = {}
@@ -227,8 +231,7 @@ class HFCheckpoint:
 
     def _take_kv_cache(self, raw: Mapping[str, Any]) -> None:
         """Set the scales of a quantized cache apart from the model's tensors."""
-        settings, layers = self._stated_settings(raw), self.config.num_layers
-        self.kv_cache = take_kv_cache(self._stored, self._files, settings, layers, self.path)
+        self.kv_cache = take_kv_cache(self._stored, self._files, self._stated_settings(raw), self.config, self.path)
         if self.kv_cache is not None:
             self.notes.append(f"{self.path}: the KV cache is to be quantized ({self.kv_cache.line()}); not used here")
 

@@ -11,6 +11,7 @@ from quantkit.formats.codecs import auto_round
 from quantkit.formats.codecs.codec import Codec, QuantMethod
 from quantkit.formats.codecs.dequantized import METHODS as READ_AS_FLOATS
 from quantkit.formats.codecs.dequantized import MODEL_OPTIMIZER, method_in
+from quantkit.formats.kv_cache_scheme import states_scheme
 from quantkit.json_values import Settings, read_json, shown
 
 SETTINGS = "quantization_config"
@@ -50,7 +51,7 @@ def read_codecs(
         settings = auto_round.plain(settings)
     name = method_in(settings)
     if name == MODEL_OPTIMIZER:
-        _require_float8(settings)
+        _require_read_weights(settings)
     if name in READ_AS_FLOATS:
         return None, {}
     if name is None or name not in methods:
@@ -93,13 +94,14 @@ def _plain(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     return inner if isinstance(inner, dict) else settings
 
 
-def _require_float8(settings: Settings) -> None:
+def _require_read_weights(settings: Settings) -> None:
     """
     Raises:
-        UnsupportedError: for settings of Model Optimizer that name other weights than FP8.
+        UnsupportedError: for settings of Model Optimizer that name other weights than FP8, or neither weights nor a
+            cache.
     """
     stated = settings.values.get("quant_algo")
-    if stated != _FLOAT8:
+    if stated != _FLOAT8 and (stated is not None or not states_scheme(settings)):
         raise UnsupportedError(
             "this algorithm of Model Optimizer is not read", path=settings.path, found=shown(stated),
             expected=_FLOAT8, hint="start from the float model",
