@@ -282,6 +282,30 @@ def test_an_added_token_with_a_space_is_another_than_with_the_sign_for_it(
     assert "zebra'): spelling " in str(_difference(one, other))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"split_special_tokens": True},
+        {"additional_special_tokens": ["the"]},
+        {"extra_special_tokens": {"word": "the"}},
+        {"added_tokens_decoder": {"2": {"content": "</s>", "lstrip": True}}},
+        {"added_tokens_decoder": {"9999": {"content": "quizz", "special": False}}},
+    ],
+)
+def test_tokens_of_tokenizer_config_alone_are_compared(
+    change: dict[str, Any], demo_model: Path, tmp_path: Path
+) -> None:
+    """transformers adds them to those of tokenizer.json."""
+    quantkit.convert(demo_model, tmp_path / "one", to="hf")
+    other = oracle.copy(tmp_path / "one", tmp_path / "other")
+    assert (other / "tokenizer.json").is_file()
+    assert quantkit.verify(tmp_path / "one", other).same
+    oracle.edit_json(other / "tokenizer_config.json", **change)
+    report = quantkit.verify(tmp_path / "one", other)
+    assert not report.ok
+    assert f"tokenizer_config.json differs: {next(iter(change))}" in "\n".join(report.lines())
+
+
 def test_merges_of_one_piece_may_be_listed_in_any_order_that_shows_in_no_text(
     folders: dict[str, Path], tokenizers: dict[str, Tokenizer], tmp_path: Path
 ) -> None:

@@ -371,6 +371,10 @@ CASES = [
     Case("damaged-tokenizer", damage=_json_changed("tokenizer.json", "model", "vocab", "w3", value=-1)),
     Case("damaged-tokenizer", damage=_edited("tokenizer.json", added_tokens=[{"id": 1e999, "content": "<x>"}])),
     Case("damaged-tokenizer", damage=_written("tokenizer.model", _LFS)),
+    Case("tokenizer-conflict", damage=_edited("tokenizer_config.json", split_special_tokens=True)),
+    Case("tokenizer-conflict", damage=_edited("tokenizer_config.json", extra_special_tokens=["w3"])),
+    Case("tokenizer-conflict", damage=_edited(
+        "tokenizer_config.json", added_tokens_decoder={"3": {"content": "w3", "special": True}})),
     Case("unknown-token", damage=_edited("tokenizer_config.json", bos_token="nowhere")),
     Case("tokenizer-too-large", damage=_edited("tokenizer.json", added_tokens=[_added(VOCABULARY)])),
     Case("tokenizer-too-small", damage=_edited("tokenizer.json", model=_words("<s>", "</s>"))),

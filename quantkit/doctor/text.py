@@ -13,6 +13,7 @@ from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.json_values import read_json, shown
 from quantkit.runtime.generation_config import NAME as GENERATION
 from quantkit.runtime.generation_config import sampling_defaults
+from quantkit.text.added_elsewhere import stated_elsewhere
 from quantkit.text.chat_template import ChatTemplate, ChatTemplates
 from quantkit.text.special_tokens import special_tokens
 from quantkit.text.tokenizer import load_tokenizer
@@ -52,6 +53,11 @@ UNKNOWN_TOKEN = Rule(
     "unknown-token", "warning", "the tokenizer's config names a beginning or an end that the tokenizer does not know",
     "take tokenizer.json and tokenizer_config.json from one model", "transformers adds it beyond the embedding",
 )  # fmt: skip
+TOKENIZER_CONFLICT = Rule(
+    "tokenizer-conflict", "warning",
+    "tokenizer_config.json has tokens or flags that tokenizer.json lacks: transformers uses them, others do not",
+    "write them into tokenizer.json, or remove them", "seen in transformers 5.23",
+)  # fmt: skip
 END_TOKENS = Rule(
     "end-tokens", "warning", "what the tokenizer ends a text with is no end token of the model: it may never stop",
     "add the id to eos_token_id in generation_config.json", "vLLM, transformers: eos_token_id",
@@ -72,7 +78,7 @@ BAD_GENERATION = Rule(
 
 RULES = (
     NO_TOKENIZER, DAMAGED_TOKENIZER, TOKENIZER_TOO_LARGE, TOKENIZER_TOO_SMALL, VOCABULARY, TOKEN_OUT_OF_RANGE,
-    UNKNOWN_TOKEN, END_TOKENS, NO_TEMPLATE, DAMAGED_TEMPLATE, NO_GENERATION, BAD_GENERATION,
+    UNKNOWN_TOKEN, TOKENIZER_CONFLICT, END_TOKENS, NO_TEMPLATE, DAMAGED_TEMPLATE, NO_GENERATION, BAD_GENERATION,
 )  # fmt: skip
 
 
@@ -209,6 +215,8 @@ def _special(folder: Folder, rows: int | None, vocabulary: Mapping[str, int] | N
     for name, one in spellings.items():
         if one is not None and one not in vocabulary and one not in _added_beside(folder):
             yield Finding(UNKNOWN_TOKEN, "tokenizer_config.json", f"{name} {shown(one)}")
+    for key, stated in stated_elsewhere(folder.root).items():
+        yield Finding(TOKENIZER_CONFLICT, "tokenizer_config.json", f"{key}: {shown(stated)}")
     spelled = spellings.get("eos_token")
     if ends and spelled is not None and spelled in vocabulary and vocabulary[spelled] not in ends:
         what = f"{shown(spelled)} is {vocabulary[spelled]}, the model's are {', '.join(map(str, sorted(ends)))}"

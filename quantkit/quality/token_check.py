@@ -6,7 +6,9 @@ from quantkit.data.files import gate_texts
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.registry import CONTAINERS
+from quantkit.json_values import shown
 from quantkit.runtime.generation_config import end_tokens
+from quantkit.text.added_elsewhere import stated_elsewhere
 from quantkit.text.chat_template import ChatTemplates
 from quantkit.text.compare import first_difference
 
@@ -28,7 +30,20 @@ def token_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
         difference = first_difference(first, second, gate_texts().values())
         if difference is not None:
             problems.append(f"tokenizers differ on {difference}")
+        problems += _config_problems(a, b)
     return problems + _template_problems(a, b)
+
+
+def _config_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
+    """Where only tokenizer_config.json differs, which readers of tokenizer.json alone do not look at."""
+    if not all((one.path / "tokenizer.json").is_file() for one in (a, b)):
+        return []
+    own, others = stated_elsewhere(a.path), stated_elsewhere(b.path)
+    differing = sorted(key for key in {*own, *others} if own.get(key) != others.get(key))
+    if not differing:
+        return []
+    key = differing[0]
+    return [f"tokenizer_config.json differs: {key} {shown(own.get(key))} against {shown(others.get(key))}"]
 
 
 def _listed(tokens: set[int]) -> str:
