@@ -4,8 +4,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-# What of the CPU kernels' instruction sets the machine has, beside its own.
-VARIANTS := $(shell grep -qs avx2 /proc/cpuinfo && echo avx2) portable
+# The instruction sets of the CPU kernels that the machine can run besides its own, which is AVX2 if it has no AVX-512.
+VARIANTS := $(shell grep -qs avx512f /proc/cpuinfo && echo avx2) portable
 
 .PHONY: demo test test-kernels lint clean
 

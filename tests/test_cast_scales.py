@@ -189,7 +189,9 @@ def test_what_requantizing_cannot_do_does_not_advise_it(floats: Path, tmp_path: 
     source = quantized(narrow, tmp_path / "source", QuantScheme(8, None))
     name = re.escape("model.layers.0.mlp.gate_proj.weight")
     for job in (quantkit.convert, quantkit.plan.convert):
-        with pytest.raises(NotHeldError, match=rf"'{name}' .* as gptq: its outputs fill no .*`requantize=True` casts"):
+        with pytest.raises(
+            NotHeldError, match=rf"'{name}' .* as gptq: its outputs fill no .*`requantize=True` rounds it"
+        ):
             job(source, tmp_path / "out", to="gptq", source_check=False)
         with pytest.raises(UnsupportedError, match=rf"'{name}' cannot be rounded to gptq \(found 66 x 128") as failed:
             job(source, tmp_path / "out", to="gptq", requantize=True, source_check=False)
