@@ -4,7 +4,7 @@
     python scripts/compare_configs.py --only 1234
 
 Each config is drawn from the seed and its number (`fuzzing.configs`). transformers builds a model of it with random
-weights, in float32, and saves them; beside them lies the config as it was drawn. Then either quantkit refuses it, or
+weights, in float32, and saves them; the config lies next to them as it was drawn. Then either quantkit refuses it, or
 
 - quantkit's logits are those of transformers, and
 - transformers gives for the folder that `convert` writes what it gives for the source,

@@ -164,8 +164,8 @@ def test_what_is_not_run_is_listed(sound: Path, tmp_path: Path, monkeypatch: pyt
     assert left_out(broken) == ["what it predicts: it is not run where there are errors"]
     (broken / "tokenizer.json").unlink()
     monkeypatch.setattr(predictions, "MAX_PARAMETERS", 10**6)
-    (told,) = left_out(sound)
-    assert "parameters" in told
+    (line,) = left_out(sound)
+    assert "parameters" in line
 
 
 def _tall(form: str, layer: int, factor: float) -> tuple[build.Tensors, dict[str, object]]:

@@ -58,8 +58,8 @@ _MOST_BYTES = 1 << 20
 def check(view: View) -> Iterator[Finding]:
     """What is wrong with the scheme and scales of the cache; the scales, a few bytes each, are read."""
     folder = view.folder
-    tensors = {name: told for name in view.stored if (told := cache_tensor(name)) is not None}
-    scales = {name: told for name, told in tensors.items() if told.kind == "scale" and {*told.parts} & {"k", "v"}}
+    tensors = {name: entry for name in view.stored if (entry := cache_tensor(name)) is not None}
+    scales = {name: entry for name, entry in tensors.items() if entry.kind == "scale" and {*entry.parts} & {"k", "v"}}
     stated = None if folder.settings is None else Settings(folder.settings, folder.root / CONFIG, SETTINGS)
     try:
         scheme = stated_scheme(stated)
@@ -70,25 +70,25 @@ def check(view: View) -> Iterator[Finding]:
         yield Finding(NO_SCHEME, CONFIG, f"{len(scales)} scales: {next(iter(scales))}")
     if folder.complete and scheme is not None and not scales and not scheme.get("dynamic"):
         yield Finding(NO_SCALES, CONFIG, scheme_text(scheme))
-    highest = max((told.layer for told in tensors.values()), default=0)
+    highest = max((entry.layer for entry in tensors.values()), default=0)
     layers = highest + 1 if view.config is None else view.config.num_layers
     if folder.complete and scales:
         for layer in layers_without_scales(scales, layers):
-            found = ", ".join(name for name, told in scales.items() if told.layer == layer) or "none"
+            found = ", ".join(name for name, entry in scales.items() if entry.layer == layer) or "none"
             yield Finding(SCALES_MISSING, f"layer {layer}", f"found {found}, expected scales of keys and values")
     if folder.complete and needs_zero_points(scheme):
         for layer, part in without_zero_points(tensors, layers):
             yield Finding(NO_ZERO_POINTS, f"layer {layer}", f"found none of its {part}")
     heads = (0, 0) if view.config is None else (view.config.num_heads, view.config.num_kv_heads)
-    for name, told in tensors.items():
-        if (count := misfit(told, view.stored[name], scheme, *heads)) is not None:
+    for name, entry in tensors.items():
+        if (count := misfit(entry, view.stored[name], scheme, *heads)) is not None:
             yield Finding(SCALE_SHAPE, name, f"found {list(view.stored[name].shape)}, expected {count} elements")
-        yield from _value(view, name, told)
+        yield from _value(view, name, entry)
 
 
-def _value(view: View, name: str, told: CacheTensor) -> Iterator[Finding]:
-    tensor, is_scale = view.stored[name], told.kind == "scale"
-    if tensor.dtype not in TYPES[told.kind] or not 0 < tensor.nbytes <= _MOST_BYTES:
+def _value(view: View, name: str, entry: CacheTensor) -> Iterator[Finding]:
+    tensor, is_scale = view.stored[name], entry.kind == "scale"
+    if tensor.dtype not in TYPES[entry.kind] or not 0 < tensor.nbytes <= _MOST_BYTES:
         expected = "floats" if is_scale else "numbers"
         yield Finding(SCALE_VALUE, name, f"found {tensor.dtype} {list(tensor.shape)}, expected {expected}")
         return

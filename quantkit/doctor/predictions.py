@@ -84,8 +84,8 @@ def check(folder: Folder, recorded: Mapping[str, Any], progress: Progress) -> Pr
         if tokenizer is None:
             return Predictions(left_out="what it predicts: it has no tokenizer")
         if (count := parameter_count(model)) > MAX_PARAMETERS:
-            told = f"it has {count / 1e9:.1f}e9 parameters, and is run up to {MAX_PARAMETERS / 1e9:.0f}e9"
-            return Predictions(left_out=f"what it predicts: {told}")
+            reason = f"it has {count / 1e9:.1f}e9 parameters, and is run up to {MAX_PARAMETERS / 1e9:.0f}e9"
+            return Predictions(left_out=f"what it predicts: {reason}")
         texts = {name: windows[:1] for name, (_, windows) in measured_windows(model).items()}
         speech = texts.pop(_SPEECH, torch.empty(1, 0))
         if not _is_text(speech):
@@ -158,8 +158,8 @@ class _Run:
         bound = BOUNDS.get(f"int{coarsest(found).bits}", BOUNDS["int4"]) if found else BOUNDS["bfloat16"]
         most = before * (1 + 2 * (bound.perplexity_ratio - 1))  # of one window, where bounds are for several
         if checked.perplexity > most:
-            told = f"perplexity {checked.perplexity:.4g}; its source's was {before:.4g}, and up to {most:.4g} is usual"
-            yield Finding(WORSE_THAN_SOURCE, where, told)
+            what = f"perplexity {checked.perplexity:.4g}; its source's was {before:.4g}, and up to {most:.4g} is usual"
+            yield Finding(WORSE_THAN_SOURCE, where, what)
 
     def _poor(self, where: str, loss: float) -> Iterator[Finding]:
         if loss >= (bound := self._frequency_loss):

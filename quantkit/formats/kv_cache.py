@@ -117,7 +117,7 @@ class KvCache:
         found: dict[Place, Tensor] = {}
         for name, file in self.tensors.items():
             value = file.read(name).flatten()
-            found |= dict.fromkeys(_told(name).places, value)
+            found |= dict.fromkeys(_entry(name).places, value)
         return found
 
     def require_sound(self, *, allow_nonfinite: bool) -> None:
@@ -129,9 +129,9 @@ class KvCache:
                 scheme, and an asymmetric scheme without zero points.
         """
         for name, file in self.tensors.items():
-            told, tensor = _told(name), file.tensors[name]
-            what = f"tensor '{name}', a {told.kind.replace('_', ' ')} of the KV cache,"
-            if (count := misfit(told, tensor, self.scheme, self.num_heads, self.num_kv_heads)) is not None:
+            entry, tensor = _entry(name), file.tensors[name]
+            what = f"tensor '{name}', a {entry.kind.replace('_', ' ')} of the KV cache,"
+            if (count := misfit(entry, tensor, self.scheme, self.num_heads, self.num_kv_heads)) is not None:
                 raise CheckpointError(
                     f"{what} does not fit the scheme", path=file.path, found=f"shape {list(tensor.shape)}",
                     expected=f"{count} elements" if count > 1 else "one element", hint=_AGAIN,
@@ -141,7 +141,7 @@ class KvCache:
                 if allow_nonfinite:
                     continue
                 raise NonFiniteError(f"{what} is NaN or Inf", path=file.path)
-            if told.kind == "scale" and not (value > 0).all():
+            if entry.kind == "scale" and not (value > 0).all():
                 raise CheckpointError(
                     f"{what} is not positive", path=file.path, found=f"{value.min().item():g}", hint=_AGAIN
                 )
@@ -169,17 +169,17 @@ class KvCache:
         if not differing:
             return None
         layer, part, kind = first = differing[0]
-        told = (f"{one[first].tolist()}"[:40] if first in one else "none" for one in (own, others))
+        entry = (f"{one[first].tolist()}"[:40] if first in one else "none" for one in (own, others))
         return (
             f"scales or zero points of the KV cache differ in {len(differing)} places:"
-            f" layer {layer}, {part}_{kind}: {' and '.join(told)}"
+            f" layer {layer}, {part}_{kind}: {' and '.join(entry)}"
         )
 
 
-def _told(name: str) -> CacheTensor:
-    told = cache_tensor(name)
-    assert told is not None, "only such tensors are taken"
-    return told
+def _entry(name: str) -> CacheTensor:
+    entry = cache_tensor(name)
+    assert entry is not None, "only such tensors are taken"
+    return entry
 
 
 def _same(first: Tensor, second: Tensor) -> bool:
@@ -209,14 +209,14 @@ def without_zero_points(names: Iterable[str], layers: int) -> list[tuple[int, st
 
 
 def _places(names: Iterable[str]) -> set[Place]:
-    return {place for name in names if (told := cache_tensor(name)) is not None for place in told.places}
+    return {place for name in names if (entry := cache_tensor(name)) is not None for place in entry.places}
 
 
 def misfit(
-    told: CacheTensor, tensor: StoredTensor, scheme: Mapping[str, Any] | None, num_heads: int, num_kv_heads: int
+    entry: CacheTensor, tensor: StoredTensor, scheme: Mapping[str, Any] | None, num_heads: int, num_kv_heads: int
 ) -> int | None:
     """How many elements a tensor should have by the scheme; None if it fits, or the scheme does not determine it."""
-    heads = {"q": num_heads, "k": num_kv_heads, "v": num_kv_heads}.get(told.parts[0], 0)
+    heads = {"q": num_heads, "k": num_kv_heads, "v": num_kv_heads}.get(entry.parts[0], 0)
     count = expected_elements(scheme, heads)
     return None if count == math.prod(tensor.shape) else count
 
@@ -241,7 +241,7 @@ def take_kv_cache(
         UnsupportedError: for scales that are no floats, and zero points that are no numbers.
     """
     scheme, layers = stated_scheme(settings), config.num_layers
-    found = {name: told for name in stored if (told := cache_tensor(name)) is not None}
+    found = {name: entry for name in stored if (entry := cache_tensor(name)) is not None}
     _require_understood(found, stored, layers, path)
     tensors = {name: files[name] for name in sorted(found, key=lambda name: (found[name].layer, name))}
     for name in found:
@@ -255,23 +255,23 @@ def _require_understood(
     found: Mapping[str, CacheTensor], stored: Mapping[str, StoredTensor], layers: int, path: Path
 ) -> None:
     owners: dict[Place, str] = {}
-    for name, told in found.items():
-        if told.layer >= layers:
+    for name, entry in found.items():
+        if entry.layer >= layers:
             raise CheckpointError(
-                f"tensor '{name}' is of a layer that the config does not count", path=path, found=f"layer {told.layer}",
-                expected=f"layers 0 to {layers - 1}",
+                f"tensor '{name}' is of a layer that the config does not count", path=path,
+                found=f"layer {entry.layer}", expected=f"layers 0 to {layers - 1}",
             )  # fmt: skip
-        tensor, kind = stored[name], told.kind.replace("_", " ")
-        if tensor.dtype not in TYPES[told.kind] or 0 in tensor.shape:
+        tensor, kind = stored[name], entry.kind.replace("_", " ")
+        if tensor.dtype not in TYPES[entry.kind] or 0 in tensor.shape:
             what = f"a {kind} of the KV cache, is no {'float' if kind == 'scale' else 'number'}"
             raise UnsupportedError(
                 f"tensor '{name}', {what}", path=path, found=f"{tensor.dtype} {list(tensor.shape)}",
-                expected=" or ".join(TYPES[told.kind]),
+                expected=" or ".join(TYPES[entry.kind]),
             )  # fmt: skip
-        for place in told.places:
+        for place in entry.places:
             if (other := owners.setdefault(place, name)) != name:
                 raise CheckpointError(
-                    f"the KV cache of layer {told.layer} has two {kind}s of its {place[1]}", path=path,
+                    f"the KV cache of layer {entry.layer} has two {kind}s of its {place[1]}", path=path,
                     found=f"'{other}' and '{name}'", expected="one of them",
                 )  # fmt: skip
 

@@ -40,14 +40,14 @@ def kept_parts(config: ModelConfig, raw: Mapping[str, Any], quantized: Collectio
     total = _parameters(config.tensors or ())
     found = []
     for part, tensors in parts.items():
-        alike = _alike(tensors)
+        groups = _by_shared_name(tensors)
         if part == _OTHERS:
-            alike = {name: own for name, own in alike.items() if _parameters(own) >= _SMALL_SHARE * total}
-        count, size = sum(map(len, alike.values())), sum(map(_parameters, alike.values()))
+            groups = {name: own for name, own in groups.items() if _parameters(own) >= _SMALL_SHARE * total}
+        count, size = sum(map(len, groups.values())), sum(map(_parameters, groups.values()))
         if count:
             found.append(
                 f"{part}: {count_text(size)} parameters in {count} tensor{'s' * (count > 1)}"
-                f" ({_listed(alike, _NAMED)}), {size / total:.1%} of the parameters"
+                f" ({_listed(groups, _NAMED)}), {size / total:.1%} of the parameters"
             )
     return found
 
@@ -66,12 +66,12 @@ def kept_recurrent(config: ModelConfig, quantized: Collection[str]) -> str | Non
     return (
         f"{len(kept)} linear{'s' * several} of linear attention, state spaces or short convolutions"
         f" keep{'s' * (not several)} {'their' if several else 'its'} floats"
-        f" ({_listed(_alike(kept), _NAMED_RECURRENT)}; {share:.1%} of the parameters), as errors there add up"
+        f" ({_listed(_by_shared_name(kept), _NAMED_RECURRENT)}; {share:.1%} of the parameters), as errors there add up"
         " from token to token"
     )
 
 
-def _alike(tensors: Iterable[OpaqueTensor]) -> dict[str, list[OpaqueTensor]]:
+def _by_shared_name(tensors: Iterable[OpaqueTensor]) -> dict[str, list[OpaqueTensor]]:
     """Tensors by their names, those of all layers and experts together."""
     found: dict[str, list[OpaqueTensor]] = {}
     for tensor in tensors:
@@ -79,9 +79,9 @@ def _alike(tensors: Iterable[OpaqueTensor]) -> dict[str, list[OpaqueTensor]]:
     return found
 
 
-def _listed(alike: Mapping[str, Iterable[OpaqueTensor]], most: int) -> str:
+def _listed(groups: Mapping[str, Iterable[OpaqueTensor]], most: int) -> str:
     """Their names, the largest first."""
-    names = sorted(alike, key=lambda name: -_parameters(alike[name]))
+    names = sorted(groups, key=lambda name: -_parameters(groups[name]))
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 

@@ -54,20 +54,20 @@ class SafetensorsEncoder:
 
     def __init__(
         self, planned: Sequence[TensorSpec], config: ModelConfig, shard_bytes: int, method: QuantMethod,
-        beside: Sequence[tuple[StoredTensor, bytes]] = (),
+        extra_tensors: Sequence[tuple[StoredTensor, bytes]] = (),
     ) -> None:  # fmt: skip
         """
         Args:
             planned: canonical tensors, in the order of `disk_tensors`.
             method: of the quantized modules.
-            beside: small tensors that are none of the model's, with their bytes; they end the last file.
+            extra_tensors: small tensors that are none of the model's, with their bytes; they end the last file.
 
         Raises:
             UnsupportedError: if it has no codec for a scheme, or the parts of a tensor differ in scheme or float type.
         """
         self.planned = planned
         self._method = method.name
-        self._beside = beside
+        self._extra_tensors = extra_tensors
         self._tensors = _written(planned, config, method)
         self._unit_of = [number for number, one in enumerate(self._tensors) for _ in one.tensor.places]
         self._held: list[Tensor | QuantTensor] = []
@@ -108,7 +108,7 @@ class SafetensorsEncoder:
 
     @property
     def _data_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors) + sum(len(data) for _, data in self._beside)
+        return sum(tensor.nbytes for tensor in self._tensors) + sum(len(data) for _, data in self._extra_tensors)
 
     def files(self) -> Sequence[str]:
         return self._names
@@ -145,7 +145,7 @@ class SafetensorsEncoder:
         return decode(unit.codec, raw, unit.spec, place, None)
 
     def finish(self) -> Iterator[Chunk]:
-        for _, data in self._beside:
+        for _, data in self._extra_tensors:
             yield self._names[-1], data
 
     def state(self) -> Any:
@@ -172,7 +172,7 @@ class SafetensorsEncoder:
         """The tensors of a file."""
         pairs = zip(self._tensors, self._shard_of, strict=True)
         found = [stored for tensor, home in pairs if home == shard for stored in tensor.stored]
-        return found + [stored for stored, _ in self._beside] if shard == len(self._names) - 1 else found
+        return found + [stored for stored, _ in self._extra_tensors] if shard == len(self._names) - 1 else found
 
     def _encoded(self, unit: _Written, value: Tensor | QuantTensor) -> list[Tensor]:
         """What a value is stored as."""
