@@ -17,7 +17,7 @@ import click
 from quantkit.cli import options
 from quantkit.cli.entry import raise_if_interrupted
 from quantkit.cli.help import Command
-from quantkit.cli.output import first_process, mention, note, require_stdout
+from quantkit.cli.output import is_rank0_process, mention, note, require_stdout
 from quantkit.cli.processes import require_models, together
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.cli.spelling import as_options
@@ -71,13 +71,13 @@ def chat(**given: Any) -> None:
     """
 
     def check() -> None:
-        if first_process():
+        if is_rank0_process():
             require_stdout()
         _require_sense(given)
 
     with together({**given, "path": None}, given["device"], check=check) as group:
         session = _session(given, group)
-        on_terminal = group.agree(sys.stdin.isatty() and sys.stdout.isatty())
+        on_terminal = group.broadcast_from_rank0(sys.stdin.isatty() and sys.stdout.isatty())
         if on_terminal:
             _talk(session, group, given["path"])
         else:
@@ -90,7 +90,7 @@ def _require_sense(given: dict[str, Any]) -> None:
         RequestError: if numbers are out of range, or the model has no chat template.
         CheckpointError: if there is no model, or its settings are damaged.
     """
-    options.asked_sampling(given)
+    options.requested_sampling(given)
     checked_count(given["max_new_tokens"])
     require_models(given["path"])
     sampling_defaults(given["path"])
@@ -105,14 +105,14 @@ def _session(given: dict[str, Any], group: ProcessGroup) -> ChatSession:
     from quantkit.runtime.engine import Engine
 
     path: Path = given["path"]
-    with ProgressDisplay(show=group.first and sys.stderr.isatty()) as progress:
+    with ProgressDisplay(show=group.is_rank0 and sys.stderr.isatty()) as progress:
         model, tokenizer = load(
             path, device=group.device or given["device"], dtype=given["dtype"], backend=given["backend"],
             weights=given["weights"], tp=group, progress=progress,
         )  # fmt: skip
     length = conversation_length(model.config, given["context"])
     cache = torch.int8 if given["int8_cache"] else None
-    sampling: SamplingOptions = {**sampling_defaults(path), **options.asked_sampling(given)}
+    sampling: SamplingOptions = {**sampling_defaults(path), **options.requested_sampling(given)}
     return ChatSession(
         Engine(model, length, cache_dtype=cache, compiled=given["compiled"]), tokenizer,
         chat_format(path, tokenizer, given["template"]), system=given["system"],
@@ -123,8 +123,8 @@ def _session(given: dict[str, Any], group: ProcessGroup) -> ChatSession:
 
 def _answer_lines(session: ChatSession, group: ProcessGroup) -> None:
     """Answer each line of stdin, and print nothing else."""
-    lines = _lines() if group.first else iter(())
-    while (line := group.agree(next(lines, None))) is not None:
+    lines = _lines() if group.is_rank0 else iter(())
+    while (line := group.broadcast_from_rank0(next(lines, None))) is not None:
         if (command := _command(line)) is not None:
             name, text = command
             if name in (*_COMMANDS, *_LEAVE):
@@ -134,9 +134,9 @@ def _answer_lines(session: ChatSession, group: ProcessGroup) -> None:
             note(f"{name} is no command, and is asked as a question; //{name[1:]} says that it is one")
         for piece in session.ask(_question(line)):
             raise_if_interrupted()
-            if group.first:
+            if group.is_rank0:
                 click.echo(piece, nl=False)
-        if group.first:
+        if group.is_rank0:
             click.echo()
 
 
@@ -159,8 +159,8 @@ def _lines() -> Iterator[str]:
 
 def _talk(session: ChatSession, group: ProcessGroup, path: Path) -> None:
     """A conversation on a terminal."""
-    questions = _questions(path) if group.first else iter(())
-    while (line := group.agree(next(questions, None))) is not None:
+    questions = _questions(path) if group.is_rank0 else iter(())
+    while (line := group.broadcast_from_rank0(next(questions, None))) is not None:
         if not line:
             continue
         try:
@@ -168,22 +168,22 @@ def _talk(session: ChatSession, group: ProcessGroup, path: Path) -> None:
                 told = _obey(session, *command)
                 if told == "leave":
                     return
-                if group.first:
+                if group.is_rank0:
                     mention(told)
             else:
                 _answer(session, group, _question(line))
         except RequestError as error:  # this question's fault
-            if group.first:
+            if group.is_rank0:
                 mention(f"quantkit: error: {as_options(str(error))}", err=True)
 
 
 def _answer(session: ChatSession, group: ProcessGroup, question: str) -> None:
     try:
         with _interruptible() as interrupted:
-            pieces = session.ask(question, interrupted=lambda: group.agree(interrupted()))
+            pieces = session.ask(question, interrupted=lambda: group.broadcast_from_rank0(interrupted()))
             interrupted()  # may have come: the answer, which is begun now, ends at once
             for piece in pieces:
-                if group.first:
+                if group.is_rank0:
                     click.echo(piece, nl=False)
     except KeyboardInterrupt:
         raise_if_interrupted()  # SIGTERM was not typed
@@ -191,7 +191,7 @@ def _answer(session: ChatSession, group: ProcessGroup, question: str) -> None:
             raise
         mention("quantkit: note: the question was stopped before its answer began, and is forgotten", err=True)
         return
-    if group.first:
+    if group.is_rank0:
         click.echo()
         if session.finish_reason == "length":
             mention("quantkit: note: the answer was cut off: it may have no more tokens", err=True)

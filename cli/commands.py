@@ -90,7 +90,7 @@ def convert(data: str | None, **given: Any) -> None:
 
     with together(device="cpu") as group:
         outputs = Outputs(data, makes=given["dst"])
-        if not group.first:
+        if not group.is_rank0:
             return
         with ProgressDisplay() as progress:
             made = job(**given, progress=progress)
@@ -128,5 +128,5 @@ def finish(made: ConvertResult | QuantizeResult, outputs: Outputs) -> None:
     for line in made.notes:
         note(line)
     for line in made.lines():
-        mention(line, err=outputs.stdout_is_taken)
+        mention(line, err=outputs.stdout_is_used)
     outputs.write(made.to_json())

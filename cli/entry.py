@@ -31,7 +31,7 @@ def main() -> None:
 
             command()
     except KeyboardInterrupt as error:
-        tell_interrupted(error)
+        report_interrupted(error)
         sys.exit(interrupted_code(error))
     finally:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to do that a traceback could tell of
@@ -72,7 +72,7 @@ def ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def tell_interrupted(error: BaseException) -> None:
+def report_interrupted(error: BaseException) -> None:
     """Say on stderr that the command was interrupted, and what it has left."""
     import click
 

@@ -82,7 +82,7 @@ class Outputs:
         return self._report is not None and self._report.suffix.lower() in _PAGES
 
     @property
-    def stdout_is_taken(self) -> bool:
+    def stdout_is_used(self) -> bool:
         """Whether standard output is for JSON alone."""
         return self._json_on_stdout
 

@@ -7,9 +7,9 @@ from typing import Any
 import click
 
 from quantkit.cli import many_prompts, one_prompt, options
-from quantkit.cli.asked import STDIN, Asked
+from quantkit.cli.generate_args import STDIN, GenerateArgs
 from quantkit.cli.help import Command
-from quantkit.cli.output import first_process, require_stdout
+from quantkit.cli.output import is_rank0_process, require_stdout
 from quantkit.cli.processes import together
 from quantkit.runtime.request import BATCH_SIZE, BEAM_SEARCH, MAX_NEW_TOKENS, MAX_SAMPLES, no_beam_search
 
@@ -83,13 +83,13 @@ def generate(**given: Any) -> None:
     --prompts and --output a whole file is continued, several prompts at a time. Under torchrun all processes share
     the model.
     """
-    asked = Asked(**given)
+    asked = GenerateArgs(**given)
     job = None
 
     def check() -> None:
         nonlocal job
-        asked.require_sense()
-        first = first_process()
+        asked.validate()
+        first = is_rank0_process()
         if first and asked.output in (None, STDIN):
             require_stdout()
         if asked.prompts is not None:
@@ -98,7 +98,7 @@ def generate(**given: Any) -> None:
                 job.prepare()
 
     if asked.backend == "xla" and asked.prompts is None:
-        asked.require_sense()
+        asked.validate()
         if not asked.multi_host:  # of several hosts the first one has something to say
             require_stdout()
         one_prompt.say_on_devices(asked)

@@ -13,7 +13,7 @@ import click
 from quantkit.cli.chat import chat
 from quantkit.cli.commands import convert, demo, inspect, verify
 from quantkit.cli.doctor import doctor
-from quantkit.cli.entry import interrupted_code, interruptible, tell_interrupted
+from quantkit.cli.entry import interrupted_code, interruptible, report_interrupted
 from quantkit.cli.generate import generate
 from quantkit.cli.help import COMPLETION, complete, completion, exit_codes
 from quantkit.cli.measure import bench, evaluate
@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
     except click.exceptions.Exit as stop:
         code = stop.exit_code
     except (click.exceptions.Abort, KeyboardInterrupt) as error:
-        tell_interrupted(error)
+        report_interrupted(error)
         code = interrupted_code(error)
     except click.ClickException as error:
         error.show()

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.arguments import as_path
-from quantkit.cli.asked import STDIN, Asked
 from quantkit.cli.entry import raise_if_interrupted
+from quantkit.cli.generate_args import STDIN, GenerateArgs
 from quantkit.cli.output import say
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.formats.output.lines import encoded
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from quantkit.distributed.group import ProcessGroup
 
 
-def job_of(asked: Asked) -> FileJob:
+def job_of(asked: GenerateArgs) -> FileJob:
     """What is to be done.
 
     Raises:
@@ -41,9 +41,9 @@ def job_of(asked: Asked) -> FileJob:
 def run(job: FileJob, group: ProcessGroup) -> None:
     """Do it, with a bar and tokens a second on stderr."""
     pace = _Pace()
-    with ProgressDisplay(show=group.first, beside=pace.told) as progress:
+    with ProgressDisplay(show=group.is_rank0, beside=pace.told) as progress:
         made = job.run(tp=group, progress=progress, counted=pace.add)
-    if group.first:
+    if group.is_rank0:
         say(made.lines(), err=made.output is None)
 
 

@@ -71,13 +71,13 @@ def evaluate(
     asked = {"tasks": tasks, "window": window, "speed": speed, "device": device}
     with together({**asked, "positions": [positions, position_windows]}, "cpu") as group:
         outputs = Outputs(data, report=report, plot=plot, reads=texts)
-        with ProgressDisplay(show=group.first) as progress:
+        with ProgressDisplay(show=group.is_rank0) as progress:
             found = job(
                 models, texts=texts, tasks=names, task_data=task_data, against=against, window=window,
                 positions=positions, position_windows=position_windows, cache_logits=cache_logits, speed=speed,
                 details=outputs.wants_page, device=device, group=group, progress=progress,
             )  # fmt: skip
-        if group.first:
+        if group.is_rank0:
 
             def tell() -> None:
                 outputs.say(render([sheet(found)] if table == "csv" else tables(found), table, width=columns()))
@@ -150,9 +150,9 @@ def bench(
         jobs = [Job(None, synthetic, scheme, head, *measures, None, *more) for scheme in quantized or (None,)]
     with together({"measures": (*measures, *more)}, device) as group:
         outputs = Outputs(data, plot=plot)
-        with ProgressDisplay(show=group.first) as progress:
+        with ProgressDisplay(show=group.is_rank0) as progress:
             found = job(jobs, group=group, progress=progress)
-        if group.first:
+        if group.is_rank0:
             warnings, notes = bench_report.warnings(found), bench_report.notes(found)
             below = [""] if (warnings or notes) and table == "terminal" else []
             tables = [bench_report.sheet(found)] if table == "csv" else bench_report.tables(found)

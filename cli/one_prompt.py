@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli.asked import STDIN, Asked
 from quantkit.cli.entry import raise_if_interrupted
+from quantkit.cli.generate_args import STDIN, GenerateArgs
 from quantkit.cli.output import mention, note, require_stdout
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from quantkit.text.tokenizer import Tokenizer
 
 
-def say(asked: Asked, group: ProcessGroup) -> None:
+def say(asked: GenerateArgs, group: ProcessGroup) -> None:
     """Print the prompt and what continues it; of several processes the first one does."""
     from quantkit.jobs.load import load
     from quantkit.runtime.stream import Pace, text_pieces
 
-    prompt = group.agree(_prompt(asked) if group.first else "")
+    prompt = group.broadcast_from_rank0(_prompt(asked) if group.is_rank0 else "")
     how: dict[str, Any] = {
         "device": group.device or asked.device, "dtype": asked.dtype, "backend": asked.backend, "tp": group,
     }  # fmt: skip
     draft = None
-    with ProgressDisplay(show=group.first and sys.stderr.isatty()) as progress:
+    with ProgressDisplay(show=group.is_rank0 and sys.stderr.isatty()) as progress:
         model, tokenizer = load(asked.path, weights=asked.weights, progress=progress, **how)
         if asked.draft is not None:
             draft = load(asked.draft, progress=progress, **how)
@@ -49,12 +49,12 @@ def say(asked: Asked, group: ProcessGroup) -> None:
             _tokens(asked, model, ids) if draft is None else _proposed(asked, model, *draft, prompt, ids)
         )
         pieces = _whole(prompt, text_pieces(tokenizer, ids, tokens, asked.stop))
-    _print(pieces, show=group.first)
-    if group.first:
+    _print(pieces, show=group.is_rank0)
+    if group.is_rank0:
         _tell(asked, pace, len(ids), model if draft is None and asked.n == 1 else None)
 
 
-def say_on_devices(asked: Asked) -> None:
+def say_on_devices(asked: GenerateArgs) -> None:
     """The same through XLA; of several hosts the first has something to say."""
     from quantkit.jobs.load import load_xla
     from quantkit.runtime.stream import Pace, text_pieces
@@ -93,14 +93,14 @@ def _print(pieces: Iterator[str], *, show: bool) -> None:
             click.echo(piece, nl=False)
 
 
-def _tokens(asked: Asked, model: Decoder, ids: list[int]) -> Iterator[int]:
+def _tokens(asked: GenerateArgs, model: Decoder, ids: list[int]) -> Iterator[int]:
     from quantkit.runtime.generate import generate
 
     return generate(_engine(asked, model, len(ids)), ids, max_new_tokens=asked.max_new_tokens, **asked.sampling())
 
 
 def _proposed(
-    asked: Asked, model: Decoder, draft: Decoder, its_tokenizer: Tokenizer, prompt: str, ids: list[int]
+    asked: GenerateArgs, model: Decoder, draft: Decoder, its_tokenizer: Tokenizer, prompt: str, ids: list[int]
 ) -> Iterator[int]:
     """The same with the help of a smaller model.
 
@@ -118,7 +118,7 @@ def _proposed(
 
 
 def _samples(
-    asked: Asked, engine: Engine | Runner[Any], config: ModelConfig, tokenizer: Tokenizer, prompt: str,
+    asked: GenerateArgs, engine: Engine | Runner[Any], config: ModelConfig, tokenizer: Tokenizer, prompt: str,
     ids: list[int], pace: Pace,
 ) -> Iterator[str]:  # fmt: skip
     """Several continuations, one after the other, each below a line with its number."""
@@ -138,7 +138,7 @@ def _samples(
             told += 1
 
 
-def _engine(asked: Asked, model: Decoder, prompt_tokens: int) -> Engine:
+def _engine(asked: GenerateArgs, model: Decoder, prompt_tokens: int) -> Engine:
     import torch
 
     from quantkit.runtime.engine import Engine
@@ -152,7 +152,7 @@ def _engine(asked: Asked, model: Decoder, prompt_tokens: int) -> Engine:
     return engine
 
 
-def _prompt(asked: Asked) -> str:
+def _prompt(asked: GenerateArgs) -> str:
     """The prompt; where it is read from a file, without the new line at its end.
 
     Raises:
@@ -179,13 +179,13 @@ def _content(file: str) -> str:
         ) from error
 
 
-def _ids(asked: Asked, prompt: str, config: ModelConfig, tokenizer: Tokenizer) -> list[int]:
+def _ids(asked: GenerateArgs, prompt: str, config: ModelConfig, tokenizer: Tokenizer) -> list[int]:
     ids = text_ids(tokenizer, prompt, specials=True)
-    most = config.steady_context if asked.backend == "xla" else config.reach
+    most = config.max_unscaled_context if asked.backend == "xla" else config.max_positions
     return shortened(ids, most, asked.max_new_tokens, config.bos_token_id) if asked.truncate else ids
 
 
-def _tell(asked: Asked, pace: Pace, prompt_tokens: int, model: Decoder | None) -> None:
+def _tell(asked: GenerateArgs, pace: Pace, prompt_tokens: int, model: Decoder | None) -> None:
     """Say on stderr how fast it was: a line on a terminal, all there is where it is asked for.
 
     Args:

@@ -181,7 +181,7 @@ def sampling(max_new_tokens: int | None, about: str = "") -> Callable[[Function]
     return decorated
 
 
-def asked_sampling(given: Mapping[str, Any]) -> SamplingOptions:
+def requested_sampling(given: Mapping[str, Any]) -> SamplingOptions:
     """What of the arguments of a command with `sampling` says how tokens are drawn; checked, without torch.
 
     Raises:

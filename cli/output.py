@@ -13,7 +13,7 @@ from quantkit.cli.progress import room_to_print
 from quantkit.cli.spelling import as_options
 from quantkit.errors import DestinationError
 
-_MOST_COLUMNS = 100
+_MAX_COLUMNS = 100
 _STDOUT = 1
 _missing: set[int] = set()
 
@@ -41,17 +41,17 @@ def mention(line: str, *, err: bool = False) -> None:
 
 def columns() -> int:
     """That a table may take up: those of the terminal, at most 100."""
-    return min(_MOST_COLUMNS, shutil.get_terminal_size((_MOST_COLUMNS, 24)).columns)
+    return min(_MAX_COLUMNS, shutil.get_terminal_size((_MAX_COLUMNS, 24)).columns)
 
 
-def first_process() -> bool:
+def is_rank0_process() -> bool:
     """Whether this is the process that speaks to the user, of those that torchrun started."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def note(line: str) -> None:
     """Tell the user something on stderr; of the processes of a group the first one does."""
-    if first_process():
+    if is_rank0_process():
         mention(f"quantkit: note: {as_options(line)}", err=True)
 
 

@@ -55,15 +55,15 @@ def together(
             _leave(group)
     except BaseException as error:
         ignore_signals()
-        if isinstance(error, KeyboardInterrupt) and not group.first:  # the first says what it has left
+        if isinstance(error, KeyboardInterrupt) and not group.is_rank0:  # the first says what it has left
             group.leave()
             raise click.exceptions.Exit(exit_code(error)) from error
         told_here = group.is_first_to_fail()
         code = exit_code(error)
-        if group.first:
-            group.tell_end(code)
+        if group.is_rank0:
+            group.announce_exit(code)
         elif not told_here:
-            code = group.let_the_first_speak() or code
+            code = group.wait_for_rank0() or code
         if told_here:
             raise
         raise click.exceptions.Exit(code) from error
@@ -94,8 +94,8 @@ def _alone() -> bool:
 
 
 def _leave(group: ProcessGroup) -> None:
-    if group.first:
-        group.tell_end(0)
+    if group.is_rank0:
+        group.announce_exit(0)
     elif code := group.wait_for_end():
         raise click.exceptions.Exit(code)
 

@@ -101,10 +101,10 @@ def quantize(data: str | None, **given: Any) -> None:
         outputs = Outputs(data, reads=reads, makes=arguments["dst"])
         if shared and group.size > 1:
             require_same_checkpoint(open_checkpoint(arguments["src"], arguments["weights"]), group)
-        if shared or group.first:
-            with ProgressDisplay(show=group.first) as progress:
+        if shared or group.is_rank0:
+            with ProgressDisplay(show=group.is_rank0) as progress:
                 made = job(**arguments, group=group, on_estimate=_tell, progress=progress)
-    if group.first:
+    if group.is_rank0:
         finish(made, outputs)
 
 

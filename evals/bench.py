@@ -23,7 +23,7 @@ import torch
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.evals import contexts
-from quantkit.evals.contexts import AtContext, most_bytes
+from quantkit.evals.contexts import AtContext, max_bytes
 from quantkit.evals.models import backend_names
 from quantkit.evals.synthetic import synthetic
 from quantkit.evals.timing import (
@@ -334,7 +334,7 @@ def _measure_model(job: Job, group: ProcessGroup, progress: Progress) -> Bench:
         decoding = Decoding(model, batch, NEW, job.compiled, cache_dtype=cache)
         decode[batch] = rate(batch * NEW, decoding.run, job.runs)
         del decoding
-    peak = most_bytes(model.device)
+    peak = max_bytes(model.device)
     at_contexts, left_out = contexts.measure(
         model, rows, compiled=job.compiled, cache_dtype=cache, runs=job.runs, group=group, step=step
     )

@@ -11,7 +11,7 @@ import torch
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import RequestError
 from quantkit.evals.timing import PROMPT, Decoding, Rate, rate
-from quantkit.memory import enough_memory, give_back, peak_bytes, reset_peak, size_text
+from quantkit.memory import enough_memory, malloc_trim, peak_bytes, reset_peak, size_text
 from quantkit.model.cache import cache_bytes
 from quantkit.model.decoder import Decoder
 from quantkit.model.device import free_bytes
@@ -93,7 +93,7 @@ def measure(
     found, left_out = [], []
     for row in wanted:
         step()
-        if (reason := group.agree(_too_large(model, row, cache_dtype, group.size))) is not None:
+        if (reason := group.broadcast_from_rank0(_too_large(model, row, cache_dtype, group.size))) is not None:
             left_out.append(f"{row}: {reason}")
             continue
         try:
@@ -110,7 +110,7 @@ def _measure(model: Decoder, row: Row, compiled: bool | None, cache_dtype: torch
     device = model.device
     if compiled or device.type == "cuda":
         torch.compiler.reset()  # what was compiled for another cache would count against the limit of graphs
-    give_back()
+    malloc_trim()
     counted = True
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -121,11 +121,11 @@ def _measure(model: Decoder, row: Row, compiled: bool | None, cache_dtype: torch
     decoding = Decoding(model, row.batch, NEW, compiled, prompt=prompt, cache_dtype=cache_dtype)
     prompt_rate = prompt / decoding.fill()
     together = rate(row.batch * NEW, decoding.run, runs)
-    peak = most_bytes(device) if counted else None
+    peak = max_bytes(device) if counted else None
     return AtContext(*row, prompt_rate, together, decoding.engine.cache_bytes, peak)
 
 
-def most_bytes(device: torch.device) -> int:
+def max_bytes(device: torch.device) -> int:
     """Memory at its peak, since that was counted: the process's, or what it takes up on the GPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_bytes()
 

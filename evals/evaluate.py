@@ -31,7 +31,7 @@ from quantkit.formats import manifest
 from quantkit.jobs.inspect import inspect
 from quantkit.model.device import usable_device
 from quantkit.model.layerwise import layerwise_hidden
-from quantkit.progress import Progress, heard, in_phase
+from quantkit.progress import Progress, deduplicated, in_phase
 from quantkit.quality.figures import Estimate
 from quantkit.quality.measures import Divergence, Hidden, Listener, compare, perplexity_estimates
 
@@ -100,7 +100,7 @@ def evaluate(
     window = None if window is None else as_whole("window", window)
     require_flags(speed=speed, details=details)
     require_instance("group", group, ProcessGroup, "a ProcessGroup")
-    progress = heard(progress)
+    progress = deduplicated(progress)
     by_positions = checked_positions(positions, position_windows, against=against is not None)
     if data is not None and not tasks:
         raise RequestError("data of tasks go with tasks, and none are named")

@@ -130,7 +130,7 @@ class Scorer:
         while len(scores) < len(items):
             self._progress("tasks", len(scores), len(items), "requests")
             width = len(items[order[len(scores)]][0])
-            alike = width <= self._model.config.steady_context  # else rotary positions are those of the longest
+            alike = width <= self._model.config.max_unscaled_context  # else rotary positions are those of the longest
             batch = order[len(scores) : len(scores) + max(1, _TOKENS_AT_ONCE // width if alike else 1)]
             tokens = torch.tensor([items[index][0] + [0] * (width - len(items[index][0])) for index in batch])
             tokens, positions = tokens.to(self._model.device), torch.arange(width, device=self._model.device)

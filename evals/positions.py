@@ -58,7 +58,7 @@ def by_position(
         return [{} for _ in models], []
     reference, *others = (model.checkpoint for model in models)
     tokenizer, (length, count) = models[0].tokenizer, asked
-    context = min(model.checkpoint.config.reach for model in models)
+    context = min(model.checkpoint.config.max_positions for model in models)
     ids = token_ids(tokenizer, text.raw)
     windows = position_windows(ids, tokenizer.bos_id, length, context, count)
     told = in_phase(progress, f"{text.name}: divergence by position")

@@ -12,7 +12,7 @@ prompts = ["My fellow citizens", "The duty of Congress is"]
 dialogs = [[{"role": "user", "content": "What is the duty of Congress?"}]]
 texts = llama.text_completion(prompts, temperature=0.6, top_p=0.9, max_gen_len=20)
 answers = llama.chat_completion(dialogs, max_gen_len=20)
-if llama.model.group.first:  # all processes have the results
+if llama.model.group.is_rank0:  # all processes have the results
     for prompt, text in zip(prompts, texts, strict=True):
         print(f"{prompt} ==> {text['generation']}")
     print(answers[0]["generation"])

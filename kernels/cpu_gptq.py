@@ -60,7 +60,7 @@ round_in_turn = partial(_in_turn, "quantkit_round_in_turn")
 """See `RoundInTurn`."""
 
 improve_in_turn = partial(_in_turn, "quantkit_improve_in_turn")
-"""See `ImproveInTurn`."""
+"""See `CoordinateDescentStep`."""
 
 
 def _functions() -> ctypes.CDLL:

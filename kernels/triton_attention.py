@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from quantkit.kernels.triton_skinny import last_to_arrive
-from quantkit.kernels.triton_tiles import Card, card_of
+from quantkit.kernels.triton_tiles import GpuSpec, gpu_spec
 from quantkit.kernels.triton_words import WIDEN, dot_add, operator
 from quantkit.tensors.cached_rows import CachedRows
 
@@ -276,7 +276,7 @@ def _(
     return queries.new_empty(batch, tokens, heads * size)
 
 
-def tile_for(rows: int, size: int, dtype: torch.dtype, card: Card) -> Tile:
+def tile_for(rows: int, size: int, dtype: torch.dtype, card: GpuSpec) -> Tile:
     """The tile for queries [rows, size] of a dtype that share keys."""
     block_d = max(16, triton.next_power_of_2(size))
     block_n = _TILE_BYTES // (block_d * dtype.itemsize)
@@ -284,7 +284,7 @@ def tile_for(rows: int, size: int, dtype: torch.dtype, card: Card) -> Tile:
     return Tile(min(_MAX_ROWS, max(16, triton.next_power_of_2(rows))), min(128, max(16, block_n)), block_d, stages)
 
 
-def spans_for(pairs: int, rows: int, length: int, tile: Tile, card: Card) -> int:
+def spans_for(pairs: int, rows: int, length: int, tile: Tile, card: GpuSpec) -> int:
     """How many programs share a cache of so many positions: as many as fit on the processors."""
     wanted = triton.cdiv(_WAVES * card.processors, pairs * triton.cdiv(rows, tile.block_m))
     return int(min(wanted, triton.cdiv(length, tile.block_n), _MAX_SPANS))
@@ -302,7 +302,7 @@ def attended(
     """
     batch, heads, tokens, size = queries.shape
     kv_heads, length = keys.rows.shape[1:3]
-    pairs, rows, card = batch * kv_heads, heads // kv_heads * tokens, card_of(queries.device)
+    pairs, rows, card = batch * kv_heads, heads // kv_heads * tokens, gpu_spec(queries.device)
     tile = tile_for(rows, size, queries.dtype, card)
     spans = spans or spans_for(pairs, rows, length, tile, card)
     mixed = queries.new_empty(pairs * rows, spans, size, dtype=torch.float32)

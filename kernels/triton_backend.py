@@ -15,7 +15,7 @@ from quantkit.kernels.backend import ExpertKernel, Operations, Rounding
 from quantkit.kernels.block import BlockKernel, StackedLinear
 from quantkit.kernels.build import cache_folder
 from quantkit.kernels.reference import gated
-from quantkit.kernels.triton_tiles import CACHED_FILE, TOKENS, UNIT, card_of, measured_configs, save_configs
+from quantkit.kernels.triton_tiles import CACHED_FILE, TOKENS, UNIT, gpu_spec, measured_configs, save_configs
 from quantkit.tensors.cached_rows import CachedRows
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
@@ -153,7 +153,7 @@ def _tune_shape(prepared: dict[str, Tensor], weight: QuantTensor) -> None:
 
     rows, columns = weight.shape
     scheme = "int8" if weight.scheme.group_size is None else f"int4-g{weight.scheme.group_size}"
-    card = card_of(weight.codes.device)
+    card = gpu_spec(weight.codes.device)
     if f"{rows}x{columns}" not in measured_configs().get(card.name, {}).get(scheme, {}):
         save_configs(cache_folder() / CACHED_FILE, card, scheme, rows, columns, tune(prepared, scheme, columns, TOKENS))
 

@@ -18,7 +18,7 @@ from torch.library import wrap_triton
 from quantkit.kernels.triton_gemm import base_of, dot_order, gemm_tile
 from quantkit.kernels.triton_int4 import int4_gemv_tile
 from quantkit.kernels.triton_int8 import int8_gemv_tile
-from quantkit.kernels.triton_tiles import INTERPRETER, TOKENS, Card, TileConfig, card_of, gemm_config, gemv_config
+from quantkit.kernels.triton_tiles import INTERPRETER, TOKENS, GpuSpec, TileConfig, gemm_config, gemv_config, gpu_spec
 from quantkit.kernels.triton_words import MAGIC, operator
 
 _MAX_TOKENS = 512  # of an expert, beyond which tiles grow no more
@@ -114,7 +114,7 @@ def blocks_of(chosen: Tensor, count: int, size: int) -> tuple[Tensor, Tensor]:
     return places, torch.searchsorted(ends, starts, right=True).to(torch.int32)
 
 
-def config_for(bits: int, places: int, count: int, rows: int, columns: int, wide: bool, card: Card) -> TileConfig:
+def config_for(bits: int, places: int, count: int, rows: int, columns: int, wide: bool, card: GpuSpec) -> TileConfig:
     """The tiles for so many places of `count` experts with weights [rows, columns]; `wide`: see `default_config`."""
     if places <= count:  # most experts that are chosen are chosen once
         config = gemv_config(bits, 1, rows, columns, card)
@@ -147,7 +147,7 @@ def grouped_linear(
     if total == 0:
         return out
     bits = 8 if group is None else 4
-    config = config_for(bits, total, count, n, k, x.dtype == torch.float32, card_of(x.device))
+    config = config_for(bits, total, count, n, k, x.dtype == torch.float32, gpu_spec(x.device))
     places, experts = blocks_of(chosen, count, config.block_m)
     units, blocks = width // (4 * bits), triton.cdiv(n, config.block_n)
     weight = words, scale, scale if zero is None else zero, scale if bias is None else bias

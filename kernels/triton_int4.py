@@ -9,7 +9,7 @@ from torch.library import wrap_triton
 
 from quantkit.kernels.triton_gemm import gemm_product
 from quantkit.kernels.triton_skinny import skinny_product
-from quantkit.kernels.triton_tiles import TileConfig, card_of, tile_config_for
+from quantkit.kernels.triton_tiles import TileConfig, gpu_spec, tile_config_for
 from quantkit.kernels.triton_words import (
     MAGIC,
     biased_codes,
@@ -124,7 +124,7 @@ def int4_linear(
         group: columns that share a scale: 32, 64 or 128.
         arrived: for `skinny_product`.
     """
-    config = tile_config_for(f"int4-g{group}", len(x), len(scale), x.shape[1], x.dtype, card_of(x.device))
+    config = tile_config_for(f"int4-g{group}", len(x), len(scale), x.shape[1], x.dtype, gpu_spec(x.device))
     return int4_product(x, words, scale, zero, bias, group, config, arrived)
 
 

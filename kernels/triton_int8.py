@@ -9,7 +9,7 @@ from torch.library import wrap_triton
 
 from quantkit.kernels.triton_gemm import gemm_product
 from quantkit.kernels.triton_skinny import skinny_product
-from quantkit.kernels.triton_tiles import TileConfig, card_of, tile_config_for
+from quantkit.kernels.triton_tiles import TileConfig, gpu_spec, tile_config_for
 from quantkit.kernels.triton_words import (
     MAGIC,
     biased_codes,
@@ -92,7 +92,7 @@ def int8_linear(x: Tensor, words: Tensor, scale: Tensor, bias: Tensor | None, ar
         scale: [O, 1].
         arrived: for `skinny_product`.
     """
-    config = tile_config_for("int8", len(x), len(scale), x.shape[1], x.dtype, card_of(x.device))
+    config = tile_config_for("int8", len(x), len(scale), x.shape[1], x.dtype, gpu_spec(x.device))
     return int8_product(x, words, scale, bias, config, arrived)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from quantkit.kernels.triton_skinny import base_bits, last_to_arrive, skinny_tile
-from quantkit.kernels.triton_tiles import SKINNY_ROWS, UNIT, TileConfig, card_of, skinny_config, tile_config_for
+from quantkit.kernels.triton_tiles import SKINNY_ROWS, UNIT, TileConfig, gpu_spec, skinny_config, tile_config_for
 from quantkit.kernels.triton_words import operator
 
 MAX_TOKENS = 16
@@ -176,7 +176,7 @@ def config_for(x: Tensor, rows: int, group: int, block_n: int | None = None) -> 
         group: columns that share a scale, 0 for all of 8 bits.
         block_n: rows of a tile that must not be exceeded.
     """
-    (tokens, columns), card = x.shape, card_of(x.device)
+    (tokens, columns), card = x.shape, gpu_spec(x.device)
     name, bits = (f"int4-g{group}", 4) if group else ("int8", 8)
     config = tile_config_for(name, tokens, rows, columns, x.dtype, card)
     if config.path != "skinny":

@@ -75,7 +75,7 @@ class TileConfig:
 
 
 @dataclass(frozen=True)
-class Card:
+class GpuSpec:
     """What `default_config` needs to know of a GPU: its name, its processors, bytes of shared memory for a program."""
 
     name: str
@@ -83,21 +83,21 @@ class Card:
     shared_memory: int
 
 
-INTERPRETER = Card("interpreter", 1, 1 << 16)
+INTERPRETER = GpuSpec("interpreter", 1, 1 << 16)
 """Stands for the CPU on which Triton interprets."""
 
 
 @functools.cache
-def card_of(device: torch.device) -> Card:
+def gpu_spec(device: torch.device) -> GpuSpec:
     """The card behind a device."""
     if device.type == "cpu":
         return INTERPRETER
     found = torch.cuda.get_device_properties(device)
     shared_memory = getattr(found, "shared_memory_per_block_optin", 0) or 1 << 16
-    return Card(found.name, found.multi_processor_count, shared_memory)
+    return GpuSpec(found.name, found.multi_processor_count, shared_memory)
 
 
-def tile_config_for(scheme: str, tokens: int, rows: int, columns: int, dtype: torch.dtype, card: Card) -> TileConfig:
+def tile_config_for(scheme: str, tokens: int, rows: int, columns: int, dtype: torch.dtype, card: GpuSpec) -> TileConfig:
     """The config for `tokens` and a weight [rows, columns]: measured for such a shape on this card, or the default.
 
     Args:
@@ -109,7 +109,7 @@ def tile_config_for(scheme: str, tokens: int, rows: int, columns: int, dtype: to
 
 
 @functools.cache
-def _tile_config(scheme: str, bucket: int, rows: int, columns: int, wide: bool, card: Card) -> TileConfig:
+def _tile_config(scheme: str, bucket: int, rows: int, columns: int, wide: bool, card: GpuSpec) -> TileConfig:
     shapes = measured_configs().get(card.name, {}).get(scheme, {})
     near = min(shapes, key=lambda shape: _distance(shape, rows, columns), default=None)
     if not wide and near is not None and _distance(near, rows, columns) <= _NEAR and str(bucket) in shapes[near]:
@@ -126,7 +126,7 @@ def measured_configs() -> dict[str, Any]:
 
 
 def save_configs(
-    path: Path, card: Card, scheme: str, rows: int, columns: int, configs: Mapping[int, TileConfig]
+    path: Path, card: GpuSpec, scheme: str, rows: int, columns: int, configs: Mapping[int, TileConfig]
 ) -> None:
     """Put configs by number of tokens into a file of measured ones, and use them from now on."""
     fields = {str(tokens): asdict(config) for tokens, config in configs.items()}
@@ -158,7 +158,7 @@ def _one_config_a_line(configs: dict[str, Any]) -> str:
     return re.sub(r"\{[^{}]*\}", lambda found: " ".join(found[0].split()), json.dumps(configs, indent=1)) + "\n"
 
 
-def default_config(bits: int, tokens: int, rows: int, columns: int, wide: bool, card: Card) -> TileConfig:
+def default_config(bits: int, tokens: int, rows: int, columns: int, wide: bool, card: GpuSpec) -> TileConfig:
     """The config for what nobody measured. When a weight is converted to floats in memory is decided here only.
 
     Args:
@@ -173,14 +173,14 @@ def default_config(bits: int, tokens: int, rows: int, columns: int, wide: bool, 
     return gemm_config(bits, tokens, rows, columns, card)
 
 
-def skinny_config(bits: int, tokens: int, rows: int, columns: int, card: Card) -> TileConfig:
+def skinny_config(bits: int, tokens: int, rows: int, columns: int, card: GpuSpec) -> TileConfig:
     """The default config of ``skinny`` for up to 16 tokens; of its instructions a weight takes fewer in 32 rows."""
     block_n = 2 * SKINNY_ROWS if rows >= 4 * _SKINNY_WAVES * card.processors * SKINNY_ROWS else SKINNY_ROWS
     config = TileConfig("skinny", 8 if tokens <= 8 else 16, block_n, 1, warps=1)
     return _split(config, bits, tokens, rows, columns, card, _SKINNY_WAVES)
 
 
-def gemv_config(bits: int, tokens: int, rows: int, columns: int, card: Card) -> TileConfig:
+def gemv_config(bits: int, tokens: int, rows: int, columns: int, card: GpuSpec) -> TileConfig:
     """The default config of ``gemv`` for up to 4 tokens."""
     block_n = {1: 8, 2: 4, 4: 4}[tokens]  # as many as the registers hold
     tile = _power_below(min(math.ceil(columns / UNIT), 128 // bits))  # 16 bytes for each of 128 threads
@@ -188,7 +188,7 @@ def gemv_config(bits: int, tokens: int, rows: int, columns: int, card: Card) -> 
 
 
 def gemm_config(
-    bits: int, tokens: int, rows: int, columns: int, card: Card, wide: bool = False
+    bits: int, tokens: int, rows: int, columns: int, card: GpuSpec, wide: bool = False
 ) -> TileConfig:  # fmt: skip
     """The default config of ``gemm``; for `wide` see `default_config`."""
     block_m, block_n = min(max(tokens, 16), 128), 128 if tokens >= 128 else 64
@@ -217,7 +217,7 @@ def max_split(bits: int, tokens: int, columns: int) -> int:
 
 
 def _split(
-    config: TileConfig, bits: int, tokens: int, rows: int, columns: int, card: Card, waves: int = _WAVES
+    config: TileConfig, bits: int, tokens: int, rows: int, columns: int, card: GpuSpec, waves: int = _WAVES
 ) -> TileConfig:
     """The config with rows split until every processor has work, or nothing is left to split."""
     programs = math.ceil(rows / config.block_n) * math.ceil(tokens / config.block_m)

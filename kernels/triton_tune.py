@@ -21,9 +21,9 @@ from quantkit.kernels.triton_tiles import (
     SKINNY_ROWS,
     UNIT,
     TileConfig,
-    card_of,
     default_config,
     gemm_warps,
+    gpu_spec,
     max_split,
     staged_bytes,
 )  # fmt: skip
@@ -61,7 +61,7 @@ def fastest(prepared: dict[str, Tensor], group: int | None, columns: int, tokens
     config.
     """
     words = prepared["words"]
-    card, rows = card_of(words.device), len(words)
+    card, rows = gpu_spec(words.device), len(words)
     default = default_config(8 if group is None else 4, tokens, rows, columns, False, card)
     x = torch.randn(tokens, columns, device=words.device, dtype=torch.bfloat16)
     count = copies_beyond_cache(words.nbytes, words.device)

@@ -93,7 +93,7 @@ class UnsupportedError(QuantkitError):
     exit_code = 4
 
 
-class NotHeldError(UnsupportedError):
+class NotRepresentableError(UnsupportedError):
     """A format has no codes, scales or zero points that are exactly those of a quantized tensor.
 
     Attributes:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from quantkit.errors import CheckpointError
 
-MOST_BYTES = 64 * 2**20  # the largest tokenizers published take some 30 MB, the largest indices 10
+MAX_BYTES = 64 * 2**20  # the largest tokenizers published take some 30 MB, the largest indices 10
 DEEPEST = 64  # lists and objects in one another
 _SHOWN = 60
 
@@ -77,8 +77,8 @@ def require_plain_file(path: Path) -> None:
         raise CheckpointError("the file is missing", path=path) from None
     if not path.is_file():
         raise CheckpointError("is no regular file", path=path)
-    if size > MOST_BYTES:
-        raise CheckpointError("is too large", path=path, found=f"{size} bytes", expected=f"at most {MOST_BYTES}")
+    if size > MAX_BYTES:
+        raise CheckpointError("is too large", path=path, found=f"{size} bytes", expected=f"at most {MAX_BYTES}")
 
 
 class Settings:

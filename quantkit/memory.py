@@ -101,12 +101,12 @@ def enough_memory(path: Path | None) -> Iterator[None]:
         raise RequestError("does not fit in memory", path=path, hint="ask for fewer tokens or texts at once") from error
 
 
-def give_back() -> None:
+def malloc_trim() -> None:
     """Return what is free inside the allocator's heap."""
     _call("malloc_trim", 0)
 
 
-def keep_out_of_heap(size: int) -> None:
+def set_mmap_threshold(size: int) -> None:
     """From now on give each buffer of at least so many bytes pages of its own, which go back when it is freed.
 
     Left alone, glibc soon serves up to 32 MB from its heap, where freed buffers leave holes.

@@ -38,7 +38,7 @@ silent: Progress = _Silent()
 """Tells nobody."""
 
 
-def heard(progress: Progress | None) -> Progress:
+def deduplicated(progress: Progress | None) -> Progress:
     """The one to tell, where callers may have given none: it hears only what is other than what it heard last.
 
     Raises:

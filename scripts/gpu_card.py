@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quantkit.architectures.topology import linear_columns
 from quantkit.evals.synthetic import SyntheticCheckpoint, synthetic
-from quantkit.memory import give_back, peak_bytes
+from quantkit.memory import malloc_trim, peak_bytes
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.tensor_slice import TensorSlice
 
@@ -115,7 +115,7 @@ def end(results: Results) -> None:
 
 def reset_memory() -> None:
     """Count memory at its peak anew."""
-    give_back()
+    malloc_trim()
     if DEVICE.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

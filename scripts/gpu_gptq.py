@@ -20,7 +20,7 @@ import torch
 from synthetic_checkpoint import shard
 
 import quantkit
-from quantkit.calibration.column_kernels import card_kernels, column_kernels
+from quantkit.calibration.column_kernels import column_kernels, gpu_kernels
 from quantkit.data.files import DEMO_MODEL
 from quantkit.solver.columns import TORCH
 from quantkit.solver.gptq import gptq
@@ -37,7 +37,7 @@ def solve(name: str, shape: tuple[int, int], rows: int, results: card.Results) -
     inputs = torch.randn(2 * shape[1], shape[1], generator=generator) * torch.rand(shape[1], generator=generator)
     hessian = (inputs.to(card.DEVICE).T @ inputs.to(card.DEVICE)).cpu()
     scheme = QuantScheme.parse("int4-g128" if shape[1] % 128 == 0 else "int4-g32")
-    kernels, cpu = card_kernels() if card.DRY else column_kernels(card.DEVICE), torch.device("cpu")
+    kernels, cpu = gpu_kernels() if card.DRY else column_kernels(card.DEVICE), torch.device("cpu")
     cases = {
         "cpu": (cpu, weight[:rows], column_kernels(cpu)), "card": (card.DEVICE, weight[:rows], kernels),
         "whole": (card.DEVICE, weight, kernels), "whole_without_kernels": (card.DEVICE, weight, TORCH),

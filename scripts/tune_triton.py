@@ -18,7 +18,7 @@ import logging
 import time
 from pathlib import Path
 
-from quantkit.kernels.triton_tiles import SHIPPED_FILE, TOKENS, card_of, save_configs
+from quantkit.kernels.triton_tiles import SHIPPED_FILE, TOKENS, gpu_spec, save_configs
 from quantkit.tensors.scheme import QuantScheme
 
 SHAPES = {
@@ -61,7 +61,7 @@ def main() -> None:
         scale = torch.full((rows, scheme.groups(columns)), 0.01, dtype=torch.bfloat16, device=device)
         prepared = TritonBackend().prepare(QuantTensor(codes, scale, None, scheme))
         found = tune(prepared, text, columns, [tokens])
-        save_configs(options.output, card_of(device), text, rows, columns, found)
+        save_configs(options.output, gpu_spec(device), text, rows, columns, found)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["QUANTKIT_BF16"] = "0"  # results that do not depend on the processor
 
-LONGEST = ("parallel", "xla", "triton_kernels", "resume", "readme", "cpu_kernels", "first_process", "plan", "fuzz")
+LONGEST = ("parallel", "xla", "triton_kernels", "resume", "readme", "cpu_kernels", "is_rank0_process", "plan", "fuzz")
 """Files that begin first: where files run side by side, none of these is then left to run alone at the end."""
 
 

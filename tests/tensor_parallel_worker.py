@@ -116,7 +116,7 @@ def _findings(case: dict[str, Any], group: ProcessGroup, out: Path) -> dict[str,
         Step(model)(torch.tensor([[5]]), torch.tensor([3]))
     logits = batch_logits(model)
     engine = Engine(model, len(PROMPT) + NEW, compiled=True)
-    if group.first:
+    if group.is_rank0:
         torch.save(logits, out / f"{case['name']}.pt")
     return {
         "tokens": list(quantkit.generate(model, PROMPT, max_new_tokens=NEW)),

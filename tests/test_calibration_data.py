@@ -137,7 +137,7 @@ def test_of_a_long_text_only_the_first_part_is_read(
     else:
         _write_table(path, text=[part] * 60)
     letter = whole.encode().index("ß".encode(), 1000)
-    monkeypatch.setattr(data, "_LEAST_BYTES", letter + 1)  # half of it
+    monkeypatch.setattr(data, "_MIN_BYTES", letter + 1)  # half of it
     for samples, end in ((2, letter), (12, 16 * 12 * 10)):
         found = load_calibration(path, tokenizer, samples=samples, length=10, seed=0)
         expected = whole.encode()[:end].decode(errors="ignore")
@@ -289,4 +289,4 @@ def test_local_text_needs_none_of_the_hubs_libraries(text: Path) -> None:
 def test_the_bounds_in_the_docs_are_those_of_the_code() -> None:
     page = (Path(__file__).resolve().parent.parent / "docs/calibration.md").read_text()
     assert f"first {data._BYTES_PER_TOKEN} bytes for every token drawn" in page
-    assert f"first {data._LEAST_BYTES // 2**20} MiB" in page
+    assert f"first {data._MIN_BYTES // 2**20} MiB" in page

@@ -31,7 +31,7 @@ from quantkit.model.device import numbers
 from quantkit.model.load import load_model, meta_init
 from quantkit.runtime import captured
 from quantkit.runtime import engine as engine_module
-from quantkit.runtime.batch import _BEHIND, Batch
+from quantkit.runtime.batch import READ_LAG, Batch
 from quantkit.runtime.captured import DECODE_SETTING, EagerRecorder, GraphRecorder, decode_kind, greedy_step
 from quantkit.runtime.engine import Engine, bucket
 from quantkit.runtime.generation import Generation
@@ -161,7 +161,7 @@ def test_tokens_are_those_of_steps_one_by_one(
             assert [*map(set, one.logprobs.top)] == [*map(set, other.logprobs.top)]
     assert recorder.steps > 50
     assert 0 < recorder.recorded <= len({bucket(count, 1) for count in range(1, slots + 1)})
-    assert max(recorder.behind) <= _BEHIND
+    assert max(recorder.behind) <= READ_LAG
     assert (max(recorder.behind) == 0) == (soon == 1.0)
 
 
@@ -260,7 +260,7 @@ def test_of_what_lies_beyond_an_end_nothing_is_asked(
     monkeypatch.setattr(model, "head", lambda hidden: head(hidden) * (torch.nan if next(calls) > at else 1))
     before = recorder.steps
     assert list(quantkit.generate(engine, prompt, max_new_tokens=20)) == expected[:at]
-    assert recorder.steps - before == at + _BEHIND
+    assert recorder.steps - before == at + READ_LAG
 
 
 def test_a_step_that_is_broken_off_spoils_nothing(

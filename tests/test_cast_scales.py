@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit.data.files import DEMO_MODEL
-from quantkit.errors import NotHeldError, UnsupportedError
+from quantkit.errors import NotRepresentableError, UnsupportedError
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.quality.verify import Verdict, verify
@@ -93,7 +93,7 @@ CAST = [
 def test_codes_and_zero_points_stay_bit_for_bit(scheme: str, dtype: str, to: str, floats: Path, tmp_path: Path) -> None:
     source = _source(floats, tmp_path / "source", scheme, dtype)
     before = open_checkpoint(source)
-    with pytest.raises(NotHeldError, match=rf"as {to}: .*; `requantize=True` casts scales"):
+    with pytest.raises(NotRepresentableError, match=rf"as {to}: .*; `requantize=True` casts scales"):
         quantkit.convert(source, tmp_path / "out", to=to, source_check=False)  # type: ignore[arg-type]
     made = quantkit.convert(source, tmp_path / "out", to=to, requantize=True, source_check=False)  # type: ignore[arg-type]
     count = len(schemes(before))
@@ -190,7 +190,7 @@ def test_what_requantizing_cannot_do_does_not_advise_it(floats: Path, tmp_path: 
     name = re.escape("model.layers.0.mlp.gate_proj.weight")
     for job in (quantkit.convert, quantkit.plan.convert):
         with pytest.raises(
-            NotHeldError, match=rf"'{name}' .* as gptq: its outputs fill no .*`requantize=True` rounds it"
+            NotRepresentableError, match=rf"'{name}' .* as gptq: its outputs fill no .*`requantize=True` rounds it"
         ):
             job(source, tmp_path / "out", to="gptq", source_check=False)
         with pytest.raises(UnsupportedError, match=rf"'{name}' cannot be rounded to gptq \(found 66 x 128") as failed:

@@ -58,10 +58,10 @@ def test_waiting_has_no_limit_of_time() -> None:
         "from quantkit.cli.processes import together\n"
         "dist.init_process_group = partial(dist.init_process_group, timeout=timedelta(seconds=3))\n"
         "with together(device='cpu') as group:\n"
-        "    time.sleep(4 * group.first)\n"
-        "    print(sorted(group.agree({'a'} if group.first else {'b'})))\n"
+        "    time.sleep(4 * group.is_rank0)\n"
+        "    print(sorted(group.broadcast_from_rank0({'a'} if group.is_rank0 else {'b'})))\n"
         "    group.wait()\n"
-        "    time.sleep(4 * group.first)\n"
+        "    time.sleep(4 * group.is_rank0)\n"
     )
     both = forked.group(2, code)
     assert [(one.returncode, one.stdout) for one in both] == [(0, "['a']\n")] * 2, both[1].stderr

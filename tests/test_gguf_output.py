@@ -16,7 +16,7 @@ from quantkit.data.files import EXCERPT
 from quantkit.errors import CheckpointError, DestinationError, RequestError, UnsupportedError
 from quantkit.files.located import located
 from quantkit.formats.checkpoint import schemes
-from quantkit.formats.containers.gguf import told_name
+from quantkit.formats.containers.gguf import stated_name
 from quantkit.formats.detect import open_checkpoint
 from quantkit.quality.transcoded import equal_as_numbers
 from quantkit.quality.verify import Verdict, verify
@@ -158,7 +158,7 @@ def test_what_it_is_built_with_must_not_change(demo_model: Path, tmp_path: Path)
     ],
 )
 def test_llama_cpp_goes_by_the_name_of_a_model(name: str, architecture: str, tokens: list[str], told: str) -> None:
-    assert told_name(name, architecture, tokens) == told
+    assert stated_name(name, architecture, tokens) == told
 
 
 def test_a_model_without_a_tokenizer_is_refused(demo_model: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from quantkit.calibration import activation_store
 from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.effort import STANDARD, activation_bytes
-from quantkit.calibration.estimate import card_activation_bytes, gptq_bytes
+from quantkit.calibration.estimate import gptq_bytes, gpu_activation_bytes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.solver.columns import ColumnKernels
 from quantkit.solver.gptq import refit_scales
@@ -21,7 +21,7 @@ from quantkit.solver.grid import Grid, search_scales
 from quantkit.solver.panels import descend, solve_codes
 from quantkit.solver.portions import weights_at_once
 from quantkit.tensors import products
-from quantkit.tensors.products import exact_float32, passing_dtype
+from quantkit.tensors.products import compute_dtype, exact_float32
 from quantkit.tensors.scheme import QuantScheme
 
 CARD = torch.device("cuda", 0)
@@ -64,7 +64,7 @@ def test_activations_of_a_card_stay_there_while_they_fit(tmp_path: Path, monkeyp
         return torch.zeros(value.shape)
 
     monkeypatch.setattr(activation_store, "_brought_home", bring)
-    store, value = ActivationStore(tmp_path / "states", 32, card_bytes=40), torch.empty(2, 4, device=META)
+    store, value = ActivationStore(tmp_path / "states", 32, gpu_bytes=40), torch.empty(2, 4, device=META)
     for key in range(3):
         store.put(key, value)
     assert brought == [True, False]
@@ -87,15 +87,15 @@ def test_what_is_foretold_follows_the_card(demo_model: Path, monkeypatch: pytest
     _card(monkeypatch, 80 * 10**9, 10**9)
     assert weights_at_once(CARD) == 1 << 28
     assert gptq_bytes(config, 64, CARD) > on_cpu
-    room = card_activation_bytes(config, shape, CARD)
+    room = gpu_activation_bytes(config, shape, CARD)
     whole = sum(activation_bytes(config, shape, STANDARD, 10**9))
     assert room > whole
     assert activation_bytes(config, shape, STANDARD, 10**9, room) == (0, 0, whole)
     assert activation_bytes(config, shape, STANDARD, 1000, whole - 1500) == (1000, 500, whole - 1500)
     _card(monkeypatch, 8 * 10**9, 10**6)
     assert weights_at_once(CARD) == 1 << 26
-    assert card_activation_bytes(config, shape, CARD) == 0
-    assert card_activation_bytes(config, shape, torch.device("cpu")) == 0
+    assert gpu_activation_bytes(config, shape, CARD) == 0
+    assert gpu_activation_bytes(config, shape, torch.device("cpu")) == 0
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_samples_pass_in_bfloat16_where_it_is_asked_for(
 ) -> None:
     monkeypatch.setenv(products.BFLOAT16_SETTING, setting)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert passing_dtype(CARD) == expected
+    assert compute_dtype(CARD) == expected
 
 
 def test_hessians_are_summed_without_tf32() -> None:

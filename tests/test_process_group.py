@@ -24,7 +24,8 @@ with joined("cpu") as group:
         group.require_same({"alike": 1, "odd": group.rank})
     except GroupError as error:
         problem = str(error)
-    told = [total.tolist(), group.join(rows[group.share(5)], 5).tolist(), group.agree(f"from {group.rank}"), problem]
+    said = group.broadcast_from_rank0(f"from {group.rank}")
+    told = [total.tolist(), group.join(rows[group.share(5)], 5).tolist(), said, problem]
     print(json.dumps(told))
 """
 
@@ -50,11 +51,11 @@ def test_a_process_that_is_alone_talks_to_no_one(monkeypatch: pytest.MonkeyPatch
     SINGLE.sum_(value)
     assert value.tolist() == [1, 1, 1]
     assert SINGLE.join(value, 3) is value
-    assert SINGLE.agree(value) is value
+    assert SINGLE.broadcast_from_rank0(value) is value
     assert SINGLE.is_first_to_fail()
     SINGLE.wait()
     SINGLE.require_same({"anything": 1})
-    SINGLE.tell_end(1)
+    SINGLE.announce_exit(1)
 
 
 def test_shares_are_whole_and_apart() -> None:

@@ -125,7 +125,7 @@ def test_the_solver_has_float32_weights_whatever_samples_pass_through(
     bfloat16: bool, demo_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dtype = torch.bfloat16 if bfloat16 else torch.float32
-    monkeypatch.setattr("quantkit.calibration.block_pair.passing_dtype", lambda device: dtype)
+    monkeypatch.setattr("quantkit.calibration.block_pair.compute_dtype", lambda device: dtype)
     source = open_checkpoint(demo_model)
     pair = BlockPair.of(source, 0, GroupSolver({}, torch.float32, SINGLE), torch.device("cpu"))
     group = pair.groups[0]

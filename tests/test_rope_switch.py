@@ -53,7 +53,8 @@ def theirs() -> Any:
 @pytest.fixture(scope="module")
 def model(theirs: Any, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     found = load_model(oracle.save(theirs, tmp_path_factory.mktemp("switch") / "model"), dtype=torch.float32)
-    assert (found.config.rope_switch, found.config.steady_context, found.config.reach) == (SWITCH, SWITCH, CONTEXT)
+    config = found.config
+    assert (config.rope_switch, config.max_unscaled_context, config.max_positions) == (SWITCH, SWITCH, CONTEXT)
     return found
 
 
@@ -201,11 +202,11 @@ def test_a_draft_that_switches_earlier(model: Decoder) -> None:
 
 def test_through_xla_texts_end_at_it(model: Decoder) -> None:
     config = model.config
-    assert checked_length(config, [3] * 30, 10, config.steady_context) == SWITCH
+    assert checked_length(config, [3] * 30, 10, config.max_unscaled_context) == SWITCH
     with pytest.raises(
         RequestError, match=r"the length at which rotary positions switch \(found 41, expected at most 40\)"
     ):
-        checked_length(config, [3] * 31, 10, config.steady_context)
+        checked_length(config, [3] * 31, 10, config.max_unscaled_context)
 
 
 @pytest.mark.parametrize("name", ["longrope", "su", "yarn"])

@@ -25,7 +25,7 @@ from quantkit.kernels import triton_tiles
 from quantkit.kernels.block import BlockSettings, BlockStep, BlockWeights, PreparedLinear
 from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.kernels.triton_tiles import (
-    Card,
+    GpuSpec,
     default_config,
     gemm_config,
     gemv_config,
@@ -41,7 +41,7 @@ from quantkit.tensors.scheme import QuantScheme
 
 ROOT = Path(__file__).resolve().parent.parent
 CUDA = torch.device("cuda", 0)
-LARGE, SMALL = Card("large", 132, 232448), Card("small", 84, 1 << 16)
+LARGE, SMALL = GpuSpec("large", 132, 232448), GpuSpec("small", 84, 1 << 16)
 TARGETS = {"cuda": (90, 32, "bf16"), "hip": ("gfx942", 64, "fp16")}
 
 pytest.importorskip("triton")
@@ -331,14 +331,14 @@ def test_a_compiler_sees_that_programs_that_share_rows_write_parts_and_counters(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_tiles, "INTERPRETER", LARGE)
-    triton_tiles.card_of.cache_clear()
+    triton_tiles.gpu_spec.cache_clear()
     scheme, backend = QuantScheme.parse(text), TritonBackend()
     prepared = backend.prepare(quantize_rtn(torch.randn(40, 1024), scheme, torch.float16))
     x = torch.randn(2, 1024, dtype=torch.bfloat16)
     try:
         (kernel,) = _kernels_seen(lambda x: backend.linear(x, prepared, scheme, 40, None), (x,), monkeypatch)
     finally:
-        triton_tiles.card_of.cache_clear()
+        triton_tiles.gpu_spec.cache_clear()
     assert sorted(kernel.kwargs["tensors_to_clone"]) == ["arrived", "out", "parts"]
     reinplace_inplaceable_ops_core(kernel.graph)
     assert kernel.kwargs["tensors_to_clone"] == []

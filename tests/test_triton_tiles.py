@@ -16,7 +16,7 @@ from quantkit.kernels import triton_tiles
 from quantkit.kernels.triton_tiles import (
     SHIPPED_FILE,
     TOKENS,
-    Card,
+    GpuSpec,
     TileConfig,
     default_config,
     max_split,
@@ -26,7 +26,7 @@ from quantkit.kernels.triton_tiles import (
 
 pytest.importorskip("triton")
 
-LARGE, SMALL = Card("large", 132, 232448), Card("small", 84, 1 << 16)
+LARGE, SMALL = GpuSpec("large", 132, 232448), GpuSpec("small", 84, 1 << 16)
 PATHS = {"gemv", "skinny", "gemm", "matmul"}
 
 

@@ -20,7 +20,7 @@ from quantkit.data.files import DEMO_MODEL
 from quantkit.kernels.backend import Operations
 from quantkit.kernels.triton_attention import attended, spans_for, tile_for
 from quantkit.kernels.triton_backend import TritonBackend
-from quantkit.kernels.triton_tiles import Card
+from quantkit.kernels.triton_tiles import GpuSpec
 from quantkit.kernels.triton_words import INTERPRETED
 from quantkit.model.attention import Scores, masked_attention
 from quantkit.model.linear import float_linear
@@ -190,7 +190,7 @@ def test_rows_of_bytes_have_any_size(size: int) -> None:
 
 
 def test_programs_are_as_many_as_there_is_work_for() -> None:
-    card = Card("large", 132, 232448)
+    card = GpuSpec("large", 132, 232448)
     tile = tile_for(4, 128, torch.bfloat16, card)
     assert spans_for(8, 4, 8192, tile, card) == 33
     assert spans_for(8, 4, 100, tile, card) == 2

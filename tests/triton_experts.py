@@ -13,7 +13,7 @@ from triton_quick import quicken
 
 from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.kernels.triton_experts import blocks_of, config_for
-from quantkit.kernels.triton_tiles import Card
+from quantkit.kernels.triton_tiles import GpuSpec
 from quantkit.kernels.triton_words import INTERPRETED
 from quantkit.tensors.scheme import QuantScheme
 
@@ -74,7 +74,7 @@ def test_places_fill_blocks_of_one_expert_each() -> None:
 
 
 def test_tiles_grow_with_the_places_of_an_expert() -> None:
-    card = Card("large", 132, 232448)
+    card = GpuSpec("large", 132, 232448)
     configs = [config_for(4, places, 128, 1536, 2048, False, card) for places in (8, 1024, 32768, 1 << 20)]
     assert [(config.path, config.block_m) for config in configs] == [
         ("gemv", 1), ("gemm", 16), ("gemm", 128), ("gemm", 128),

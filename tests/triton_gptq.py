@@ -11,7 +11,7 @@ from torch import Tensor
 from triton_quick import quicken
 
 from quantkit.calibration import column_kernels as column_kernels_module
-from quantkit.calibration.column_kernels import card_kernels, column_kernels
+from quantkit.calibration.column_kernels import column_kernels, gpu_kernels
 from quantkit.kernels import triton_gptq
 from quantkit.kernels.triton_words import INTERPRETED
 from quantkit.solver import panels
@@ -25,7 +25,7 @@ quicken()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 pytestmark = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU")
 
-KERNELS = card_kernels()
+KERNELS = gpu_kernels()
 
 CASES = (
     ("int4-g32", 5, 64, 32), ("int4-g32-asym", 530, 32, 8), ("int4-g64-asym", 37, 128, 4), ("int4-g128", 3, 128, 4),
@@ -88,4 +88,4 @@ def test_kernels_are_tried_before_they_are_trusted(monkeypatch: pytest.MonkeyPat
     assert INTERPRETED or column_kernels(DEVICE) == KERNELS  # a CPU has kernels of its own
     right = triton_gptq.round_in_turn
     monkeypatch.setattr(triton_gptq, "round_in_turn", lambda *given: (right(*given), given[-1].zero_()))
-    assert "output error" in (column_kernels_module._what_is_wrong(card_kernels(), DEVICE) or "")
+    assert "output error" in (column_kernels_module._what_is_wrong(gpu_kernels(), DEVICE) or "")

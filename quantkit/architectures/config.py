@@ -219,12 +219,12 @@ class ModelConfig:
         return min(ends) if ends and min(ends) < self.max_context else None
 
     @property
-    def steady_context(self) -> int:
+    def max_unscaled_context(self) -> int:
         """Positions up to which no angle depends on the length of its sequence."""
         return min(self.max_context, self.rope_switch or self.max_context)
 
     @property
-    def reach(self) -> int:
+    def max_positions(self) -> int:
         """Positions that a sequence can have: past the trained context where the scaling grows with its length."""
         return int(self.max_context * (max(self.rope.factor, 1.0) if self.rope.type == "dynamic" else 1))
 

@@ -124,7 +124,7 @@ class Fit:
         return found
 
     @property
-    def most_bytes(self) -> int:
+    def max_bytes(self) -> int:
         """Of all files of weights, more or less, before the choice is made."""
         if self.target.bytes is not None:
             return self.target.bytes
@@ -148,7 +148,7 @@ class Fit:
             self.source, samples, self.units, schemes, device=device, memory_bytes=memory_bytes,
             scale_dtype=self._scale_dtype.torch, group=group, progress=progress,
         )  # fmt: skip
-        return group.agree(self.allocation(losses.of_units))
+        return group.broadcast_from_rank0(self.allocation(losses.of_units))
 
     def allocation(self, losses: Sequence[Mapping[QuantScheme, float]]) -> Allocation:
         """The choice, given what each scheme of each unit loses."""

@@ -28,7 +28,7 @@ from quantkit.calibration.effort import batch_samples
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.memory import give_back
+from quantkit.memory import malloc_trim
 from quantkit.model.attention import causal_attention
 from quantkit.model.decoder import Block, Step, final_logits, scaled_embeddings
 from quantkit.model.load import BLOCK_PREFIX, fill, meta_init
@@ -87,7 +87,7 @@ def estimate_losses(
         if of_layer:
             errors |= _block_errors(source, block, layer, hessians, of_layer, schemes, scale_dtype, group)
         del hessians, block
-        give_back()
+        malloc_trim()
     gradients: dict[str, Tensor] = {}
     passes.turn(group.share(counts[1]).start)
     for layer in reversed(range(layers)):
@@ -95,7 +95,7 @@ def estimate_losses(
         for module, squares in passes.backward(layer).items():
             group.sum_(squares)
             gradients[module] = squares.cpu() / tokens[1]
-        give_back()
+        malloc_trim()
     progress("choose schemes", 2 * layers, 2 * layers, "layers")
     found = [
         {scheme: sum(errors[m].loss(gradients[m], scheme) for m in unit.modules) for scheme in schemes[unit]}

@@ -22,16 +22,16 @@ class ActivationStore:
     The folder is made when first needed and is gone after `close`.
     """
 
-    def __init__(self, folder: Path, memory_bytes: int, card_bytes: int = 0) -> None:
+    def __init__(self, folder: Path, memory_bytes: int, gpu_bytes: int = 0) -> None:
         """
         Args:
             folder: where the files go; leftovers of a killed run there are removed.
             memory_bytes: how much may be held in memory; each of several processes has this for
                 itself, for its share of the samples.
-            card_bytes: how much may be held on the card that tensors come from.
+            gpu_bytes: how much may be held on the card that tensors come from.
         """
         self._folder = folder
-        self._free = {True: memory_bytes, False: card_bytes}  # by whether it is the host's
+        self._free = {True: memory_bytes, False: gpu_bytes}  # by whether it is the host's
         self._held: dict[Hashable, Tensor] = {}
         self._files: dict[Hashable, tuple[Path, torch.Size]] = {}
         self._count = 0

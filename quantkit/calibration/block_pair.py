@@ -15,7 +15,7 @@ from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.decoder import Block
 from quantkit.model.load import BLOCK_PREFIX, float_parameter, meta_init
-from quantkit.tensors.products import bfloat16_linear, passing_dtype, times
+from quantkit.tensors.products import bfloat16_linear, compute_dtype, times
 from quantkit.tensors.qtensor import QuantTensor
 
 
@@ -134,7 +134,7 @@ class BlockPair:
         """A linear whose floats are loaded, rounded to nearest."""
         return self.solver.rounded(BLOCK_PREFIX.format(self.layer) + module, linear_of(self.floats, module).weight)
 
-    def taken_up(self, group: InputGroup, finished: Finished) -> dict[str, Result]:
+    def load_resumed(self, group: InputGroup, finished: Finished) -> dict[str, Result]:
         """What an earlier run has found, by module within the block."""
         return {module: (_quantized(finished(f"{name}.weight")), {}) for module, name in self.wanted(group).items()}
 
@@ -167,7 +167,7 @@ class BlockPair:
     def _linear(self, like: nn.Linear) -> StreamLinear:
         """A linear of the same shape, without weights yet."""
         linear = StreamLinear(like.in_features, like.out_features, like.bias is not None, device="meta")
-        linear.passing = passing_dtype(self.device)
+        linear.passing = compute_dtype(self.device)
         return linear
 
     def _parameter(self, name: str) -> nn.Parameter:

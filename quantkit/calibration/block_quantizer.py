@@ -16,12 +16,12 @@ from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.block_pair import BlockPair, Finished, forget
 from quantkit.calibration.column_kernels import column_kernels
 from quantkit.calibration.effort import Effort
-from quantkit.calibration.expert_quantizer import Told, quantize_experts
+from quantkit.calibration.expert_quantizer import ProgressCallback, quantize_experts
 from quantkit.calibration.group_solver import GroupSolver, Result
 from quantkit.calibration.streams import Streams
 from quantkit.distributed.group import ProcessGroup
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.memory import give_back
+from quantkit.memory import malloc_trim
 from quantkit.model.decoder import Block
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
@@ -57,7 +57,7 @@ class BlockQuantizer:
         self._layer = 0
 
     @torch.inference_mode()
-    def next_block(self, finished: Finished | None = None, told: Told | None = None) -> dict[str, Result]:
+    def next_block(self, finished: Finished | None = None, told: ProgressCallback | None = None) -> dict[str, Result]:
         """Quantize the next block; the results by tensor name.
 
         Args:
@@ -80,8 +80,9 @@ class BlockQuantizer:
         return results
 
     def _branch(
-        self, branch: str, pair: BlockPair, groups: Sequence[InputGroup], finished: Finished | None, told: Told | None
-    ) -> dict[str, Result]:
+        self, branch: str, pair: BlockPair, groups: Sequence[InputGroup], finished: Finished | None,
+        told: ProgressCallback | None,
+    ) -> dict[str, Result]:  # fmt: skip
         """The results of a branch that ends with one linear."""
         floats, quantized = pair.floats, pair.quantized
         results: dict[str, Result] = {}
@@ -95,15 +96,15 @@ class BlockQuantizer:
                 forget(leading, floats, quantized)
             elif statistics is not None:
                 self._streams.gather(group, quantized, floats, statistics)
-            give_back()
+            malloc_trim()
             solved: dict[str, Result] = {}
             if finished is not None:
-                solved = pair.taken_up(group, finished)
+                solved = pair.load_resumed(group, finished)
             elif statistics is not None:
                 statistics.finish(self._group)
                 solved = pair.solve(group, statistics)
             del statistics
-            give_back()
+            malloc_trim()
             results |= pair.install(group, solved)
             pair.settle(group)
             if told is not None:

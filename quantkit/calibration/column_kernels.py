@@ -34,7 +34,7 @@ def column_kernels(device: torch.device) -> ColumnKernels:
     if device.type == "cpu":
         make, level = cpu_kernels, logging.INFO
     elif TritonBackend().unsupported_reason(QuantScheme(8, None), device, torch.float32) is None:
-        make, level = card_kernels, logging.WARNING
+        make, level = gpu_kernels, logging.WARNING
     else:
         return TORCH
     try:
@@ -64,7 +64,7 @@ def cpu_kernels() -> ColumnKernels:
     return ColumnKernels(search, cpu_gptq.round_in_turn, cpu_gptq.improve_in_turn, _CPU_COLUMNS)
 
 
-def card_kernels() -> ColumnKernels:
+def gpu_kernels() -> ColumnKernels:
     """The Triton kernels; scales are searched by torch."""
     from quantkit.kernels import triton_gptq
 

@@ -18,10 +18,10 @@ from quantkit.text.tokenizer import Tokenizer
 
 # What is read of a text: four times the samples in English, and never less than 4 MiB.
 _BYTES_PER_TOKEN = 16
-_LEAST_BYTES = 4 * 2**20
+_MIN_BYTES = 4 * 2**20
 _TOKENIZED_WHOLE = 2**18
 _LETTERS_PER_TOKEN = 8
-_MOST_TOKENS = 1 << 28  # a thousand times those by default; many more are a slip of the hand
+_MAX_TOKENS = 1 << 28  # a thousand times those by default; many more are a slip of the hand
 
 
 @dataclass(frozen=True)
@@ -104,10 +104,10 @@ def require_samples(samples: int, length: int) -> None:
     """
     if samples < 1 or length < 2:
         raise RequestError("calibration needs at least 1 sample of 2 tokens", found=f"{samples} of {length}")
-    if samples * length > _MOST_TOKENS:
+    if samples * length > _MAX_TOKENS:
         raise RequestError(
             "too many calibration tokens", found=f"{samples} samples of {length} tokens",
-            expected=f"at most {_MOST_TOKENS} tokens in all", hint="give fewer `samples`",
+            expected=f"at most {_MAX_TOKENS} tokens in all", hint="give fewer `samples`",
         )  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def _read(source: str | Path, samples: int, length: int, seed: int) -> tuple[str
     """
     as_seed("seed", seed)
     require_samples(samples, length)
-    limit = max(_BYTES_PER_TOKEN * samples * length, _LEAST_BYTES)
+    limit = max(_BYTES_PER_TOKEN * samples * length, _MIN_BYTES)
     dataset = hub_id(source)
     if dataset is None:
         text, sha256 = file_text(Path(source), limit)

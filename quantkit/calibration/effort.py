@@ -76,7 +76,7 @@ def followed_share(config: ModelConfig, shape: Sequence[int], effort: Effort) ->
 
 
 def activation_bytes(
-    config: ModelConfig, shape: Sequence[int], effort: Effort, memory_bytes: int, card_bytes: int = 0
+    config: ModelConfig, shape: Sequence[int], effort: Effort, memory_bytes: int, gpu_bytes: int = 0
 ) -> tuple[int, int, int]:
     """What the streams, and what is kept between two passes, take up for samples of a shape [N, T]: the inputs of a
     branch's last linear, or what experts have given to each stream so far.
@@ -96,6 +96,6 @@ def activation_bytes(
             between = max(between, streams * config.hidden_size)
         between = max(between, *(counts[group.linears[0].dims[1]] for group in groups))
     total = int(4 * math.prod(shape) * (streams * config.hidden_size + between))
-    on_card = min(total, card_bytes)
-    held = min(total - on_card, memory_bytes)
-    return held, total - on_card - held, on_card
+    on_gpu = min(total, gpu_bytes)
+    held = min(total - on_gpu, memory_bytes)
+    return held, total - on_gpu - held, on_gpu

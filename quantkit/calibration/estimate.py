@@ -86,7 +86,7 @@ def gptq_bytes(config: ModelConfig, tokens: int, device: torch.device) -> int:
     return 4 * max(*passes, max(solves) + solver)
 
 
-def card_activation_bytes(config: ModelConfig, shape: Sequence[int], device: torch.device) -> int:
+def gpu_activation_bytes(config: ModelConfig, shape: Sequence[int], device: torch.device) -> int:
     """Bytes of activations of samples of a shape [N, T] that a card has room for besides GPTQ; on a CPU none."""
     if device.type != "cuda":
         return 0
@@ -116,7 +116,7 @@ def calibration_seconds(config: ModelConfig, shape: Sequence[int], effort: Effor
     return columns * each + sum(count for _, count in groups) * batches * _SECONDS_OF_BATCH
 
 
-def passing_flops(config: ModelConfig, shape: Sequence[int], effort: Effort) -> int:
+def calibration_flops(config: ModelConfig, shape: Sequence[int], effort: Effort) -> int:
     """Of the samples of a shape [N, T] on their way through the blocks, which may be multiplied in bfloat16."""
     followed = followed_share(config, shape, effort)
     total = 0.0

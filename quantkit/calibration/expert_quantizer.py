@@ -21,20 +21,20 @@ from quantkit.calibration.group_solver import Result
 from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.calibration.streams import Streams
 from quantkit.distributed.group import ProcessGroup
-from quantkit.memory import give_back
+from quantkit.memory import malloc_trim
 from quantkit.model.decoder import Block
 from quantkit.model.feed_forward import MLP
 from quantkit.model.linear import no_tap
 from quantkit.tensors.products import times
 from quantkit.tensors.qtensor import ROUNDING
 
-Told = Callable[[int], None]
+ProgressCallback = Callable[[int], None]
 """Is told how many more linears are done with."""
 
 
 def quantize_experts(
     pair: BlockPair, groups: Sequence[InputGroup], streams: Streams, processes: ProcessGroup,
-    finished: Finished | None, told: Told | None,
+    finished: Finished | None, told: ProgressCallback | None,
 ) -> dict[str, Result]:  # fmt: skip
     """The results of a branch that ends with experts, by tensor name; both streams are led through it.
 
@@ -113,10 +113,10 @@ class _ExpertWork:
         for group in groups:
             solved: dict[str, Result] = {}
             if finished is not None:
-                solved = pair.taken_up(group, finished)
+                solved = pair.load_resumed(group, finished)
             elif pair.wanted(group):
                 solved = self._solved(group, floats, quantized)
-            give_back()
+            malloc_trim()
             results |= pair.install(group, solved)
         for stream, mlp in ((QUANTIZED, quantized), (FLOAT, floats)):
             self.states.add(stream, number, mlp)

@@ -18,7 +18,7 @@ from pathlib import Path
 from quantkit.calibration.documents import TEXT, joined, require_text
 from quantkit.calibration.files import JSON_LINES, PARQUET
 from quantkit.errors import QuantkitError, RequestError
-from quantkit.files.hub import SECONDS, UnknownError, asked_in_time, short
+from quantkit.files.hub import SECONDS, UnknownError, call_in_time, short
 from quantkit.files.hub_answers import checked_answers, checked_commit
 
 _SPELLING = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?::([^:/]*))?(?::([\w.]+))?", re.ASCII)
@@ -94,7 +94,7 @@ def _revision(name: str, path: str) -> str:
     from huggingface_hub import HfApi
 
     try:
-        info = asked_in_time(lambda: HfApi().dataset_info(name, timeout=SECONDS, expand=["sha"]), path, "dataset")
+        info = call_in_time(lambda: HfApi().dataset_info(name, timeout=SECONDS, expand=["sha"]), path, "dataset")
     except RequestError as error:
         raise (RequestError if isinstance(error, UnknownError) else type(error))(
             f"no such file, and {error.problem}", path=path,

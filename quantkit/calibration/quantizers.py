@@ -17,14 +17,14 @@ from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.block_quantizer import BlockQuantizer
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.effort import Effort
-from quantkit.calibration.estimate import card_activation_bytes
+from quantkit.calibration.estimate import gpu_activation_bytes
 from quantkit.calibration.group_solver import Result
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.output.staging import SCRATCH
 from quantkit.formats.output.writer import Written
-from quantkit.memory import give_back, keep_out_of_heap
+from quantkit.memory import malloc_trim, set_mmap_threshold
 from quantkit.progress import Progress, silent
 from quantkit.tensors.finite import all_finite, checked_cast
 from quantkit.tensors.products import exact_float32
@@ -130,14 +130,14 @@ class GptqQuantizer:
 
     @contextmanager
     def running(self, blocks: Sequence[TensorBlock], written: Written) -> Iterator[None]:
-        keep_out_of_heap(_LARGE_BUFFER)
-        self._written = written = replace(written, count=self._group.agree(written.count))
+        set_mmap_threshold(_LARGE_BUFFER)
+        self._written = written = replace(written, count=self._group.broadcast_from_rank0(written.count))
         open_layers = [block.layer for block in blocks if block.layer is not None and not _finished(block, written)]
         self._unsolved = 1 + max(open_layers, default=-1)
         self._finished = min(open_layers, default=0)
         scratch = written.folder / f"{SCRATCH}-{self._group.rank}"
         tokens = self._calibration.tokens
-        room = card_activation_bytes(self._source.config, tokens.shape, self._device)
+        room = gpu_activation_bytes(self._source.config, tokens.shape, self._device)
         store = ActivationStore(scratch, self._memory_bytes, room // self._group.size)  # all may be on one card
         try:
             with exact_float32():
@@ -149,7 +149,7 @@ class GptqQuantizer:
         finally:
             store.close()
             self._blocks = None
-            give_back()
+            malloc_trim()
         self._group.wait()  # until no process has anything left on disk
 
     def solve(self, block: TensorBlock) -> Iterator[Solved]:

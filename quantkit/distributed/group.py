@@ -57,7 +57,7 @@ class ProcessGroup:
     (30 minutes in gloo, 10 in NCCL), since there all compute."""
 
     @property
-    def first(self) -> bool:
+    def is_rank0(self) -> bool:
         """Whether this process speaks and writes for all."""
         return self.rank == 0
 
@@ -82,7 +82,7 @@ class ProcessGroup:
             whole[part] = rows
         return whole
 
-    def agree(self, value: T) -> T:
+    def broadcast_from_rank0(self, value: T) -> T:
         """What the first process says, however long that takes."""
         said = [value]
         if self.size > 1:
@@ -114,12 +114,12 @@ class ProcessGroup:
                         expected=f"{_short(expected)} as in process 0",
                     )  # fmt: skip
 
-    def tell_others(self, value: object) -> None:
+    def send_from_rank0(self, value: object) -> None:
         """Hand the others, from the first process, which this is, what it has made; it does not wait for them."""
         if self._store is not None:
             self._store.set(self._next_told(), pickle.dumps(value).hex())
 
-    def told_by_first(self) -> Any:
+    def receive_from_rank0(self) -> Any:
         """What the first process hands on, however long it takes.
 
         Raises:
@@ -148,9 +148,9 @@ class ProcessGroup:
         try:
             return bool(self._store.add("failed", 1) == 1)
         except RuntimeError:  # the launcher, or the process that keeps the store, has gone
-            return self.first
+            return self.is_rank0
 
-    def tell_end(self, code: int) -> None:
+    def announce_exit(self, code: int) -> None:
         """Say that the first process, which this is, is done, and what it exits with."""
         if self._store is None:
             return
@@ -186,7 +186,7 @@ class ProcessGroup:
             with contextlib.suppress(RuntimeError):
                 self._store.add(_HEARD, 1)
 
-    def let_the_first_speak(self) -> int | None:
+    def wait_for_rank0(self) -> int | None:
         """Wait a little for the first process to end: a launcher stops all others once one has failed.
 
         Returns:

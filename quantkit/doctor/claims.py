@@ -27,7 +27,7 @@ class Claim:
     """How a config says that a weight is quantized.
 
     Attributes:
-        kind: of codes, as `modules.TOLD` has them; None for one that is not known here.
+        kind: of codes, as `modules.KIND_NAMES` has them; None for one that is not known here.
         bits: of a code; None where it is not said.
         group: inputs that share a scale; None for a row, or a block.
         symmetric: whether there are no zero points; None where it is not said.

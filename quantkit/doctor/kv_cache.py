@@ -52,7 +52,7 @@ NO_ZERO_POINTS = Rule(
 
 RULES = (SCALES_MISSING, NO_SCALES, NO_SCHEME, SCALE_VALUE, SCALE_SHAPE, NO_ZERO_POINTS)
 
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 
 
 def check(view: View) -> Iterator[Finding]:
@@ -88,7 +88,7 @@ def check(view: View) -> Iterator[Finding]:
 
 def _value(view: View, name: str, entry: CacheTensor) -> Iterator[Finding]:
     tensor, is_scale = view.stored[name], entry.kind == "scale"
-    if tensor.dtype not in TYPES[entry.kind] or not 0 < tensor.nbytes <= _MOST_BYTES:
+    if tensor.dtype not in TYPES[entry.kind] or not 0 < tensor.nbytes <= _MAX_BYTES:
         expected = "floats" if is_scale else "numbers"
         yield Finding(SCALE_VALUE, name, f"found {tensor.dtype} {list(tensor.shape)}, expected {expected}")
         return

@@ -28,7 +28,7 @@ _OF_ACTIVATIONS = re.compile(
 _STATE = "weight.quant_state."
 _CODE_TYPES = {DType.UINT32: "mlx", DType.INT8: "int8", DType.UINT8: "nf4", **dict.fromkeys(FLOAT8, "float8")}
 
-TOLD = {
+KIND_NAMES = {
     "packed": "packed integers of compressed-tensors", "fp4": "packed small floats of compressed-tensors",
     "gptq": "codes of GPTQ", "awq": "codes of AWQ", "mlx": "codes of MLX", "int8": "int8", "float8": "FP8",
     "nf4": "4-bit codes of bitsandbytes", "bnb-int8": "int8 of bitsandbytes", "mxfp4": "MXFP4", "torchao": "torchao",
@@ -41,7 +41,7 @@ class Coded:
     """A module whose weight lies as codes, or what is left of one.
 
     Attributes:
-        kind: of codes, as in `TOLD`; empty where only scales are left.
+        kind: of codes, as in `KIND_NAMES`; empty where only scales are left.
         leaves: its tensors, by what their names have after the module's.
     """
 
@@ -81,7 +81,7 @@ class Coded:
     def scheme(self) -> str:
         """Its signature, for people."""
         bits, groups = self.bits, self.signature[2]
-        told = [TOLD.get(self.kind, "scales alone")]
+        told = [KIND_NAMES.get(self.kind, "scales alone")]
         told += [f"{bits} bits"] if bits else []
         told += [f"{groups} scale{'s' if groups != 1 else ''} a row"] if groups else []
         return ", ".join(told)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from quantkit.architectures.topology import fused_modules, parameters
 from quantkit.doctor.findings import Finding, Rule
-from quantkit.doctor.modules import TOLD, Coded, expected_shapes, missing_leaves
+from quantkit.doctor.modules import KIND_NAMES, Coded, expected_shapes, missing_leaves
 from quantkit.doctor.view import View
 from quantkit.tensors.dtypes import FLOATS, DType
 
@@ -130,7 +130,7 @@ def _module(view: View, module: str) -> Iterator[Finding]:
     if coded is None:
         floats = f"{module}.weight" in view.stored
         if claim is not None and view.claims.certain and floats and _is_meant(view, module):
-            kind = TOLD.get(claim.kind or "", "quantized")
+            kind = KIND_NAMES.get(claim.kind or "", "quantized")
             yield Finding(NOT_QUANTIZED, module, f"floats, and by the config {kind}")
         return
     symmetric = None if claim is None else claim.symmetric
@@ -141,20 +141,21 @@ def _module(view: View, module: str) -> Iterator[Finding]:
     if not coded.kind:
         return
     if view.is_embedding(module) and not _embedding_is_read(view, coded):
-        yield Finding(QUANTIZED_EMBEDDING, module, TOLD[coded.kind])
+        yield Finding(QUANTIZED_EMBEDDING, module, KIND_NAMES[coded.kind])
     elif claim is None and view.claims.certain:
         said = "no quantization_config" if view.folder.settings is None else "not among those it quantizes"
-        yield Finding(NOT_IN_CONFIG, module, f"{TOLD[coded.kind]}, and in the config {said}")
+        yield Finding(NOT_IN_CONFIG, module, f"{KIND_NAMES[coded.kind]}, and in the config {said}")
     bits = coded.bits if claim is None or claim.bits is None else claim.bits
     if bits is not None and bits < _STATE_BITS and view.is_recurrent(module):
-        yield Finding(LOW_BIT_STATE, module, f"{TOLD[coded.kind]}, {bits} bits")
+        yield Finding(LOW_BIT_STATE, module, f"{KIND_NAMES[coded.kind]}, {bits} bits")
     yield from _types(coded)
     if claim is None:
         if coded.kind not in _KINDS.get(view.folder.method or "", (coded.kind,)):
-            yield Finding(OTHER_KIND, module, f"{TOLD[coded.kind]}, and by the config {view.folder.method}")
+            yield Finding(OTHER_KIND, module, f"{KIND_NAMES[coded.kind]}, and by the config {view.folder.method}")
         return
     if claim.kind is not None and claim.kind != coded.kind:
-        yield Finding(OTHER_KIND, module, f"{TOLD[coded.kind]}, and by the config {TOLD.get(claim.kind, claim.kind)}")
+        expected = KIND_NAMES.get(claim.kind, claim.kind)
+        yield Finding(OTHER_KIND, module, f"{KIND_NAMES[coded.kind]}, and by the config {expected}")
         return
     if claim.order == "group" and coded.kind == "packed":
         yield Finding(ACT_ORDER, module, "actorder 'group'")

@@ -25,7 +25,7 @@ RULES = (ZERO_VERSION,)
 
 _ZEROS = "weight_zero_point"
 _SAMPLED = 4  # modules whose zero points are read without being asked for
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 _SURE = 0.5  # of a step, in the middle of all modules
 _TOLD_BY_WEIGHTS = 4  # bits, whose steps are large against the mean of a weight; those of 8 are not
 _ASYMMETRIC = {"gptq": ("qweight", "qzeros"), "awq": ("qweight", "qzeros"), "packed": ("weight_packed", _ZEROS)}
@@ -70,7 +70,7 @@ def _stored_less(view: View) -> int:
 def _constant(view: View, coded: Coded, bits: int) -> Iterator[Finding]:
     """Symmetric ones are all the same, which their bytes tell."""
     tensor = coded.leaves["qzeros"]
-    if tensor.nbytes > _MOST_BYTES:
+    if tensor.nbytes > _MAX_BYTES:
         return
     try:
         data = view.folder.homes[tensor.name].read_bytes(tensor.name)

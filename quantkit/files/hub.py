@@ -114,7 +114,7 @@ def download(model: HubModel) -> Path:
 
     with _quietly():
         try:
-            info: Any = asked_in_time(
+            info: Any = call_in_time(
                 lambda: HfApi().model_info(model.name, revision=model.revision, files_metadata=True),
                 str(model), "model",
             )  # fmt: skip
@@ -165,7 +165,7 @@ def needed_files(names: Collection[str], model: HubModel) -> list[str]:
     raise RequestError("the repository has no weights that are read", path=str(model))
 
 
-def asked_in_time(ask: Callable[[], _Answer], path: str, what: str) -> _Answer:
+def call_in_time(ask: Callable[[], _Answer], path: str, what: str) -> _Answer:
     """One question to the hub: no retries are waited for where there is no network.
 
     Args:

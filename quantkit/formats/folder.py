@@ -11,7 +11,7 @@ from quantkit.arguments import as_text
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.files.source import SourceFile
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.json_values import MOST_BYTES, read_json, shown
+from quantkit.json_values import MAX_BYTES, read_json, shown
 from quantkit.text.chat import chat_format
 from quantkit.text.chat_template import (
     META_FORMATS,
@@ -82,7 +82,7 @@ def side_names(source: Checkpoint) -> tuple[str, ...]:
         for path in files
         if (path.suffix in _SIDE_SUFFIXES or path.name in OTHER_FILES)
         and not (path.name in _NOT_TAKEN or path.name.endswith(".index.json"))
-        and path.stat().st_size <= MOST_BYTES
+        and path.stat().st_size <= MAX_BYTES
     )
 
 

@@ -21,7 +21,7 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.compressed_tensors import read_here_alone
 from quantkit.jobs.card_facts import Made, facts
 from quantkit.jobs.card_use import use_section
-from quantkit.jobs.certificate import card_section
+from quantkit.jobs.certificate import model_card_section
 from quantkit.jobs.command import quantize_command
 from quantkit.jobs.labels import base_model, model_name
 from quantkit.jobs.markdown import table, wrapped
@@ -40,7 +40,7 @@ NAME = "README.md"
 _CARRIED = ("license", "license_name", "license_link", "language", "datasets")
 
 
-def card_files(
+def model_card_files(
     source: Checkpoint, made: Made, gate: Gate | WeightsOnly, certificate: PositionCertificate | None = None
 ) -> dict[str, bytes]:
     """The card, and the picture that it shows of schemes chosen for a size, by the names of the files.
@@ -65,7 +65,7 @@ def card_files(
         *facts(source, made), "",
         *([] if made.allocation is None else _choice(made.allocation)),
         *(_quality(gate, made) if isinstance(gate, Gate) else ["## Quality", "", *wrapped(f"{gate.line()}.")]), "",
-        *([] if certificate is None else [*card_section(certificate), ""]),
+        *([] if certificate is None else [*model_card_section(certificate), ""]),
         *use_section(source.config, made.method, made.scheme_map, folder), "",
         *_command(made, name, folder, runnable=source.config.runnable),
     ]  # fmt: skip

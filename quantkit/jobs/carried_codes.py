@@ -111,10 +111,10 @@ def widened(source: Checkpoint, module: str, codes: CodeFormat) -> bool:
     return few or codes.codec(scheme, embedding=True) == NO_EMBEDDING
 
 
-def require_held(source: Checkpoint, codes: CodeFormat, to_round: Mapping[str, Rounding]) -> None:
+def require_representable(source: Checkpoint, codes: CodeFormat, to_round: Mapping[str, Rounding]) -> None:
     """
     Raises:
-        NotHeldError: naming the first tensor of a scheme, or of sizes, that a format has not.
+        NotRepresentableError: naming the first tensor of a scheme, or of sizes, that a format has not.
     """
     for module, scheme in schemes(source).items():
         name = f"{module}.weight"

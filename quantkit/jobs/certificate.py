@@ -113,7 +113,7 @@ def certified_text(
         )
     name, digest, raw = _text(None if text is None else as_path("certify_text", text))
     ids = tokenizer.encode(raw[: _LETTERS_OF_TOKEN * max(length, TOKENS)])
-    context = source.config.reach
+    context = source.config.max_positions
     windows = position_windows(ids, tokenizer.bos_id, length, context)
     notes = [] if windows.shape[1] == length else [cut_short(name, windows.shape[1], length, context)]
     if notes and text is None and windows.shape[1] < context:
@@ -131,7 +131,7 @@ def _text(path: Path | None) -> tuple[str, str, str]:
     return file_name(path) or "a text", digest, raw
 
 
-def card_section(found: PositionCertificate) -> list[str]:
+def model_card_section(found: PositionCertificate) -> list[str]:
     """What the model card tells of it."""
     heads = [
         "positions",

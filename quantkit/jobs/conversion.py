@@ -14,7 +14,7 @@ from torch import Tensor
 from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import linear_columns
 from quantkit.arguments import as_path, as_whole, require_flags
-from quantkit.errors import NotHeldError, RequestError, UnsupportedError
+from quantkit.errors import NotRepresentableError, RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, read_as_floats, schemes
 from quantkit.formats.container import Output, StoredCheckpoint
 from quantkit.formats.detect import WeightKind, open_checkpoint
@@ -22,11 +22,11 @@ from quantkit.formats.folder import carried_templates, checked_tokenizer, left_b
 from quantkit.formats.kv_cache import KvCache
 from quantkit.formats.output.staging import require_name, require_new_names
 from quantkit.formats.registry import CONTAINERS, GGUF, Target
-from quantkit.jobs.carried_codes import Changes, common_scale_dtype, needed_changes, require_held, widened
+from quantkit.jobs.carried_codes import Changes, common_scale_dtype, needed_changes, require_representable, widened
 from quantkit.jobs.kv_cache import kept_kv_cache
 from quantkit.jobs.labels import model_name
 from quantkit.jobs.output import SHARD_BYTES, Work
-from quantkit.jobs.target import asked_target, shard_bytes, target_of
+from quantkit.jobs.target import requested_target, shard_bytes, target_of
 from quantkit.tensors.dtypes import FLOATS, SHORT_NAMES, DType, FloatName, float_name
 from quantkit.tensors.spec import TensorSpec
 
@@ -71,7 +71,7 @@ def conversion(
     require_flags(dequantize=dequantize, requantize=requantize)
     cast = float_name(dtype)
     mp, dst = as_whole("mp", mp), as_path("dst", dst)
-    asked = asked_target(to, dst, dequantize=dequantize, requantize=requantize)
+    asked = requested_target(to, dst, dequantize=dequantize, requantize=requantize)
     require_name(dst)
     src = as_path("src", src)
     source = precise = open_checkpoint(src, weights, tensors_only=tensors_only, floats_as=cast)
@@ -90,7 +90,7 @@ def conversion(
     if target.codes is not None and not dequantize:
         changes = needed_changes(source, target.codes, weights=look) if requantize else changes
         with advising(requantize=requantize):
-            require_held(source, target.codes, changes.rounded)
+            require_representable(source, target.codes, changes.rounded)
         if changes.rounded.keys() & read_as_floats(source).keys():
             precise = open_checkpoint(src, weights, tensors_only=tensors_only, floats_as=DType.FLOAT32)
         scale_dtype = common_scale_dtype(source, target.codes, changes, look=look)
@@ -125,15 +125,15 @@ def advising(*, requantize: bool) -> Iterator[None]:
     """Have an error about a tensor that a format cannot hold name the option that lets it change, unless it is given.
 
     Raises:
-        NotHeldError: of what is done within.
+        NotRepresentableError: of what is done within.
     """
     try:
         yield
-    except NotHeldError as error:
+    except NotRepresentableError as error:
         if requantize:
             raise
         casts = "casts scales that do not fit, and rounds anew what else cannot be held"
-        raise NotHeldError(
+        raise NotRepresentableError(
             error.problem, path=error.path, found=error.found, expected=error.expected,
             hint=f"`requantize=True` {casts if error.by_scales else 'rounds it anew'}", by_scales=error.by_scales,
         ) from error  # fmt: skip

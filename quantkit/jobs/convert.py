@@ -19,7 +19,7 @@ from quantkit.jobs.conversion import Conversion, advising, conversion, stored_na
 from quantkit.jobs.output import JobWriter, Work, model_summary, writing
 from quantkit.jobs.result import ConvertResult
 from quantkit.jobs.target import TargetName
-from quantkit.progress import Progress, heard, in_phase
+from quantkit.progress import Progress, deduplicated, in_phase
 from quantkit.quality.gate import Gate, require_passed, run_gate
 from quantkit.quality.transcoded import Exact, require_exact, require_same_kv_cache
 from quantkit.quality.weights_only import carried_tensors
@@ -88,7 +88,7 @@ def convert(
     """
     began = time.monotonic()
     require_flags(resume=resume, allow_nonfinite=allow_nonfinite, source_check=source_check, tensors_only=tensors_only)
-    progress = heard(progress)
+    progress = deduplicated(progress)
     planned = conversion(
         src, dst, to=to, mp=mp, dtype=dtype, dequantize=dequantize, requantize=requantize,
         split_max_size=split_max_size, template=template, weights=weights, allow_nonfinite=allow_nonfinite,

@@ -19,12 +19,12 @@ from quantkit.bit_allocation.cost import choice_bytes, choice_flops
 from quantkit.bit_allocation.fit import Fit
 from quantkit.calibration.effort import batch_samples, inner_width
 from quantkit.calibration.estimate import (
+    calibration_flops,
     calibration_seconds,
     every_group,
     forward_flops,
     gptq_bytes,
     largest_block,
-    passing_flops,
     solving_flops,
 )
 from quantkit.calibration.packaged import PREFIX, ROUNDS
@@ -42,7 +42,7 @@ from quantkit.model.layerwise import TOKENS_THROUGH_A_BLOCK
 from quantkit.quality.measures import TOKENS_THROUGH_THE_HEAD
 from quantkit.quality.windows import measured_tokens, window_length
 from quantkit.tensors.dtypes import DType
-from quantkit.tensors.products import bfloat16_linear, passing_dtype, times
+from quantkit.tensors.products import bfloat16_linear, compute_dtype, times
 
 _LIBRARIES = 40 << 20  # what the mathematics libraries and threads set up once work begins
 _PRODUCTS = 60 << 20  # what oneDNN keeps for each shape that the solver and experts multiply
@@ -173,7 +173,7 @@ def estimate_quantization(
             phases["the choice of schemes"] = resident_bytes() + _LIBRARIES + needed
             flops += choice_flops(config, shape, settings.memory_bytes)
         seconds += solving_flops(config, shape, effort) / _flop_rate(torch.float32, device)
-        seconds += passing_flops(config, shape, effort) / _flop_rate(passing_dtype(device), device)
+        seconds += calibration_flops(config, shape, effort) / _flop_rate(compute_dtype(device), device)
         seconds += calibration_seconds(config, shape, effort, device)
         if settings.text is None:
             tried = shape[0] * min(shape[1], PREFIX)
@@ -182,7 +182,7 @@ def estimate_quantization(
             seconds += _pass_seconds(config, ROUNDS)
     kinds = Counter(str(scheme or "float") for module, scheme in assigned.items() if module != EMBEDDING)
     if fit is not None:
-        disk += fit.most_bytes - encoder.total_bytes()
+        disk += fit.max_bytes - encoder.total_bytes()
         chosen = {module for unit in fit.units for module in unit.modules}
         others = (str(assigned[module] or "float") for module in assigned if module not in {EMBEDDING, *chosen})
         kinds = Counter({f"chosen for {fit.target}": len(chosen)}) + Counter(others)

@@ -31,7 +31,7 @@ OPTION = "bit_allocation"
 _HEAD = "lm_head"
 
 
-def asked_recipe(
+def requested_recipe(
     scheme: str | QuantScheme | Recipe | None, size: SizeTarget | None, head: str | QuantScheme | None, target: Target
 ) -> str | QuantScheme | Recipe | None:
     """What `prepare` is given: what was asked for, with a scheme for the head; of a size what stands for the schemes
@@ -89,7 +89,7 @@ class SizeFit:
             QuantkitError: as `quantize` does.
         """
         fit, settings = self.fit(), self.settings
-        if group.first:
+        if group.is_rank0:
             self.require_buildable(resume=resume)
             if on_estimate is not None:
                 on_estimate(self.estimate(fit, long, source_check=source_check))
@@ -141,7 +141,7 @@ class SizeFit:
             QuantkitError: as `quantize` does.
         """
         settings = self.settings
-        allocation = group.agree(self._of_interrupted(drawn) if resume else None)
+        allocation = group.broadcast_from_rank0(self._of_interrupted(drawn) if resume else None)
         if allocation is None:
             allocation = fit.chosen(
                 drawn.tokens, device=settings.device, memory_bytes=settings.memory_bytes, group=group,

@@ -43,7 +43,7 @@ from quantkit.formats.output.destination import require_absent
 from quantkit.formats.output.lines import ResumableLines
 from quantkit.formats.output.staging import partial_folder, require_room_to_build
 from quantkit.jobs.prompts_file import Prompt, PromptReader, checked
-from quantkit.progress import Progress, heard
+from quantkit.progress import Progress, deduplicated
 from quantkit.runtime.request import BATCH_SIZE, MAX_NEW_TOKENS, no_prompt_logprobs
 from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
@@ -185,7 +185,7 @@ def generate_file(
         batch_size=batch_size, resume=resume,
     )  # fmt: skip
     job.prepare()
-    return job.run(progress=heard(progress))
+    return job.run(progress=deduplicated(progress))
 
 
 class FileJob:
@@ -235,7 +235,7 @@ class FileJob:
         config, xla = checkpoint.config, self._runtime.backend == "xla"
         reader = PromptReader(
             self._path, config, tokenizer, self._options, template=self._template, truncate=self._truncate,
-            most=config.steady_context if xla else config.reach, prompt_logprobs=not xla,
+            most=config.max_unscaled_context if xla else config.max_positions, prompt_logprobs=not xla,
         )  # fmt: skip
         self._prompts = reader.read(content, str(self._file))
         self._fingerprint = {
@@ -273,9 +273,10 @@ class FileJob:
                 counted(new)
 
         with self._opened(group) as out:
-            resumed = done = group.agree(len(out.done))
-            total = group.agree(len(self._prompts))
-            todo = group.agree([(number, one) for number, one in enumerate(self._prompts) if number not in out.done])
+            resumed = done = group.broadcast_from_rank0(len(out.done))
+            total = group.broadcast_from_rank0(len(self._prompts))
+            missing = [(number, one) for number, one in enumerate(self._prompts) if number not in out.done]
+            todo = group.broadcast_from_rank0(missing)
             if todo:
                 engine, tokenizer = self._loaded([prompt.request for _, prompt in todo], group, progress)
                 progress("generate", done, total, "prompts")
@@ -291,7 +292,7 @@ class FileJob:
 
     def _opened(self, group: ProcessGroup) -> AbstractContextManager[_Lines]:
         """Where lines go; of several processes those of the first one do."""
-        if not group.first:
+        if not group.is_rank0:
             return nullcontext(_Given(None))
         if not isinstance(self._output, Path):
             return nullcontext(_Given(self._output))
@@ -329,7 +330,7 @@ class FileJob:
         )  # fmt: skip
         if how.warm_up and isinstance(engine, Engine):
             compiled = engine.warm_up()
-            if group.first:
+            if group.is_rank0:
                 _log.info("%s", warmed_up(compiled))
         return engine, tokenizer
 

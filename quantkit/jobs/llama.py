@@ -113,7 +113,7 @@ class Llama:
         if slots < 1:
             raise RequestError("max_batch_size must be at least 1", found=slots)
         checkpoint = opened(path, None, float_name(dtype))
-        context = checkpoint.config.reach
+        context = checkpoint.config.max_positions
         if not 1 <= length <= context:
             raise RequestError("max_seq_len is out of range", found=length, expected=f"1 to {context}")
         tokenizer = _tokenizer(tokenizer_path)

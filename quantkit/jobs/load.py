@@ -17,7 +17,7 @@ from quantkit.kernels.dispatch import BackendName, require_backend
 from quantkit.model.decoder import Decoder
 from quantkit.model.device import float_type
 from quantkit.model.load import load_model
-from quantkit.progress import Progress, heard
+from quantkit.progress import Progress, deduplicated
 from quantkit.runtime.generation_config import end_tokens
 from quantkit.tensors.dtypes import DType, FloatName, float_name
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
@@ -66,7 +66,7 @@ def load(
     """
     if backend is not None:
         require_backend(as_text("backend", backend))
-    path, progress, float_dtype = as_path("path", path), heard(progress), float_type(dtype)
+    path, progress, float_dtype = as_path("path", path), deduplicated(progress), float_type(dtype)
     require_instance("tp", tp, ProcessGroup, "a ProcessGroup")
     checkpoint = opened(path, weights, float_name(dtype))
     tokenizer, _ = checked_tokenizer(checkpoint)
@@ -98,7 +98,7 @@ def load_xla(
         QuantkitError: of the kind that says what is wrong.
     """
     require_flags(multi_host=multi_host)
-    path, progress, float_dtype = as_path("path", path), heard(progress), float_type(dtype)
+    path, progress, float_dtype = as_path("path", path), deduplicated(progress), float_type(dtype)
     devices = None if devices is None else as_whole("devices", devices)
     require_packages()
     from quantkit.xla.engine import model_on_devices

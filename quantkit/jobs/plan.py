@@ -23,7 +23,7 @@ from quantkit.formats.output.staging import require_space
 from quantkit.jobs.certificate import certified_text
 from quantkit.jobs.conversion import conversion
 from quantkit.jobs.estimate import Estimate, estimate_conversion, estimate_quantization, require_buildable
-from quantkit.jobs.fit_to_size import SizeFit, asked_recipe
+from quantkit.jobs.fit_to_size import SizeFit, requested_recipe
 from quantkit.jobs.labels import Labels, model_name
 from quantkit.jobs.output import SHARD_BYTES
 from quantkit.jobs.prepare import planned_output, prepare, tensor_blocks
@@ -128,7 +128,7 @@ def quantize(
         method, calibration, samples, length, seed, thorough, activation_memory, device, sized=size is not None
     )
     prepared = prepare(
-        src, dst, asked_recipe(scheme, size, head, target), embedding=embedding, keep=keep, strict=strict,
+        src, dst, requested_recipe(scheme, size, head, target), embedding=embedding, keep=keep, strict=strict,
         weights=weights, tensors_only=tensors_only, method=options, target=target,
     )  # fmt: skip
     source, container = prepared.source, target.container

@@ -19,13 +19,13 @@ from quantkit.formats.detect import WeightKind
 from quantkit.formats.output.staging import partial_folder
 from quantkit.formats.output.writer import Written
 from quantkit.formats.registry import Target
-from quantkit.jobs.card import card_files
+from quantkit.jobs.card import model_card_files
 from quantkit.jobs.card_facts import Made
 from quantkit.jobs.certificate import certified_text
 from quantkit.jobs.command import file_name
 from quantkit.jobs.estimate import Estimate, estimate_quantization, require_buildable
 from quantkit.jobs.fit_to_size import OPTION as BIT_ALLOCATION
-from quantkit.jobs.fit_to_size import SizeFit, asked_recipe
+from quantkit.jobs.fit_to_size import SizeFit, requested_recipe
 from quantkit.jobs.kv_cache import dropped_kv_cache
 from quantkit.jobs.labels import Labels, model_name
 from quantkit.jobs.output import SHARD_BYTES, JobWriter, Work, model_summary, writing
@@ -34,11 +34,11 @@ from quantkit.jobs.result import QuantizeResult
 from quantkit.jobs.settings import GptqSettings, Method, MethodOptions
 from quantkit.jobs.target import NATIVE, TargetName, quantized_target, shard_bytes
 from quantkit.jobs.weights_only import within_bounds
-from quantkit.progress import Progress, heard, in_phase, without_phase
+from quantkit.progress import Progress, deduplicated, in_phase, without_phase
 from quantkit.quality.gate import Gate, require_passed, run_gate
 from quantkit.quality.positions import PositionCertificate
 from quantkit.quality.weights_only import WeightsOnly, carried_tensors, weights_only
-from quantkit.tensors.products import passing_dtype
+from quantkit.tensors.products import compute_dtype
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
 
@@ -149,14 +149,14 @@ def quantize(
     require_flags(thorough=thorough, strict=strict, accept_quality_loss=accept_quality_loss)
     require_flags(resume=resume, allow_nonfinite=allow_nonfinite, source_check=source_check, tensors_only=tensors_only)
     require_instance("group", group, ProcessGroup, "a ProcessGroup")
-    progress, dst, labels = heard(progress), as_path("dst", dst), Labels(base_model, license)
+    progress, dst, labels = deduplicated(progress), as_path("dst", dst), Labels(base_model, license)
     target = quantized_target(to, dst)
     size = size_target(target_bits, max_size, scheme)
     asked = MethodOptions(
         method, calibration, samples, length, seed, thorough, activation_memory, device, sized=size is not None
     )
     prepared = prepare(
-        src, dst, asked_recipe(scheme, size, head, target), embedding=embedding, keep=keep, strict=strict,
+        src, dst, requested_recipe(scheme, size, head, target), embedding=embedding, keep=keep, strict=strict,
         weights=weights, tensors_only=tensors_only, method=asked, target=target,
     )  # fmt: skip
     name = model_name(prepared.source, labels.base_model)
@@ -180,7 +180,7 @@ def quantize(
     encoder = target.container.encoder(planned)
     notes += target.container.notes(planned)
     side_files = target.container.side_files(planned)
-    if group.first:
+    if group.is_rank0:
         require_buildable(dst, encoder, resume=resume)  # before anything takes long
         if on_estimate is not None and allocation is None:
             on_estimate(estimate_quantization(prepared, encoder, side_files, long, source_check=source_check))
@@ -200,8 +200,8 @@ def quantize(
         )  # fmt: skip
     if template is not None:
         options["template"] = Path(template).name
-    if not group.first:
-        return _told_by_first(group, quantizer, blocks, Written(encoder, partial_folder(dst)))
+    if not group.is_rank0:
+        return _follow_rank0(group, quantizer, blocks, Written(encoder, partial_folder(dst)))
     work = Work("quantize", source, encoder, side_files, options, computed_by, scratch)
     told = progress if settings is None else without_phase(progress, work.job)  # GPTQ tells of its linears
     with writing(work, dst, resume=resume, source_check=source_check, progress=told) as writer:
@@ -232,14 +232,14 @@ def quantize(
         card = {}
         if target.method is not None:
             made = Made(scheme_map, target.method, *written, settings, drawn, others, labels, allocation)
-            card = card_files(source, made, gate, certificate)
+            card = model_card_files(source, made, gate, certificate)
         manifest = writer.commit(details, card)
     found = QuantizeResult(
         dst, scheme_map.counts(), *written, prepared.method, None if drawn is None else drawn.to_json(),
         gate, accept_quality_loss, time.monotonic() - began, [*source.notes, *notes, *writer.notes], manifest,
         None if scheme_map.embedding is None else str(scheme_map.embedding), certificate, allocation,
     )  # fmt: skip
-    group.tell_others(found)
+    group.send_from_rank0(found)
     return found
 
 
@@ -266,7 +266,7 @@ def _computed_by(settings: GptqSettings, drawn: Calibration, group: ProcessGroup
     """What GPTQ's results depend on that is asked for nowhere."""
     found: dict[str, object] = {
         "number of processes": group.size, "kind of device": settings.device.type,
-        "samples multiplied in": str(passing_dtype(settings.device)),
+        "samples multiplied in": str(compute_dtype(settings.device)),
     }  # fmt: skip
     if settings.text is None:
         found["calibration samples"] = drawn.fingerprint()  # the source's own figures have chosen them
@@ -305,14 +305,14 @@ def _write(
                 writer.checkpoint()  # what takes long to solve is not solved again
 
 
-def _told_by_first(
+def _follow_rank0(
     group: ProcessGroup, quantizer: Quantizer, blocks: Sequence[TensorBlock], there: Written
 ) -> QuantizeResult:
     """What another process than the first does: it solves with the others, and waits for the one that writes."""
     with quantizer.running(blocks, there):
         for block in blocks:
             quantizer.solve(block)  # the first process writes it
-    told: QuantizeResult = group.told_by_first()
+    told: QuantizeResult = group.receive_from_rank0()
     return told
 
 

@@ -23,7 +23,7 @@ from quantkit.calibration.effort import (
     Effort,
     activation_bytes,
 )
-from quantkit.calibration.estimate import card_activation_bytes
+from quantkit.calibration.estimate import gpu_activation_bytes
 from quantkit.calibration.packaged import PackagedText, near_uniform_pieces, require_plausible
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import CheckpointError, RequestError
@@ -71,7 +71,7 @@ class GptqSettings:
 
     def activation_bytes(self, config: ModelConfig, shape: Sequence[int]) -> tuple[int, int, int]:
         """What of the activations of samples of a shape [N, T] is in memory, on disk, and on the card that computes."""
-        room = card_activation_bytes(config, shape, self.device)
+        room = gpu_activation_bytes(config, shape, self.device)
         return activation_bytes(config, shape, self.effort(config, shape), self.memory_bytes, room)
 
     def draw(
@@ -93,7 +93,8 @@ class GptqSettings:
         choices, told = min(tokenizer.vocab_size, source.config.vocab_size), in_phase(progress, "calibration samples")
 
         def near_uniform(pieces: Sequence[torch.Tensor]) -> list[bool]:
-            return group.agree(near_uniform_pieces(source, pieces, choices, told) if group.first else [])
+            found = near_uniform_pieces(source, pieces, choices, told) if group.is_rank0 else []
+            return group.broadcast_from_rank0(found)
 
         text = self._packaged(tokenizer, source)
         return text.draw(samples=self.samples, length=length, seed=self.seed, near_uniform=near_uniform)

@@ -20,7 +20,7 @@ NATIVE = "compressed-tensors"
 """As what models are quantized where nothing is asked for."""
 
 
-def asked_target(to: str | None, dst: Path, *, dequantize: bool = False, requantize: bool = False) -> Target | None:
+def requested_target(to: str | None, dst: Path, *, dequantize: bool = False, requantize: bool = False) -> Target | None:
     """What is asked for, by name or by the suffix of a destination; None where that follows from the source.
 
     Raises:
@@ -60,9 +60,9 @@ def quantized_target(to: str | None, dst: Path) -> Target:
     """As what a model is quantized.
 
     Raises:
-        RequestError: for what holds floats only; see also `asked_target`.
+        RequestError: for what holds floats only; see also `requested_target`.
     """
-    found = asked_target(to, dst) or target(NATIVE)
+    found = requested_target(to, dst) or target(NATIVE)
     if found.codes is None:
         able = ", ".join(one.name for one in targets().values() if one.codes is not None)
         raise RequestError(f'`to="{found.name}"` is a format of floats', expected=able)

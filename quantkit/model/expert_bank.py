@@ -13,7 +13,7 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.kernels.backend import ExpertKernel
 from quantkit.kernels.block import StackedLinear
 from quantkit.kernels.reference import OAI_ALPHA
-from quantkit.memory import give_back
+from quantkit.memory import malloc_trim
 from quantkit.model.feed_forward import MLP, Experts
 from quantkit.model.linear import QuantLinear
 
@@ -73,7 +73,7 @@ def _stacked(kernel: ExpertKernel, linears: list[QuantLinear]) -> StackedLinear:
         prepared[name] = kernel.stack([linear.prepared[name] for linear in linears])
         for linear, own in zip(linears, prepared[name], strict=True):
             setattr(linear, name, own)
-        give_back()
+        malloc_trim()
     biases = [linear.bias.detach().float() for linear in linears if linear.bias is not None]
     first = linears[0]
     return StackedLinear(prepared, first.scheme, first.out_features, torch.stack(biases) if biases else None)

@@ -16,7 +16,7 @@ from quantkit.distributed.shard import require_shareable
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.kernels.dispatch import require_backend
-from quantkit.memory import give_back
+from quantkit.memory import malloc_trim
 from quantkit.model.decoder import Decoder
 from quantkit.model.device import usable_device
 from quantkit.model.embedding import QuantEmbedding
@@ -118,14 +118,14 @@ def fill(
             if isinstance(module.get_submodule(parent), nn.Embedding):
                 _embed(module, parent, value, device, dtype, backend)
                 del value
-                give_back()
+                malloc_trim()
                 continue
             found = projection(checkpoint, owner, value, groups)
             linear = QuantLinear(found.weight, found.bias, device, dtype, backend)
             _replace(module, prefix, found.sources, found.module, linear)
             done.update(found.sources)
             del value, found
-            give_back()
+            malloc_trim()
 
 
 def _embed(

@@ -21,7 +21,7 @@ from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_pair
 from quantkit.formats.kv_cache import one_sided
 from quantkit.model.layerwise import Batch
-from quantkit.progress import Progress, heard, in_phase
+from quantkit.progress import Progress, deduplicated, in_phase
 from quantkit.quality.bounds import BOUNDS, Bound, coarser, coarsest, exceeds
 from quantkit.quality.figures import Estimate
 from quantkit.quality.manifest_check import FolderReport, failed_certificate, neither_true_nor_false, verify_model
@@ -227,7 +227,7 @@ def verify(
             when it was made.
         QuantkitError: if a folder cannot be read.
     """
-    first, progress = as_path("a", a), heard(progress)
+    first, progress = as_path("a", a), deduplicated(progress)
     if b is None:
         raise wrong_type("b", b, "a path", hint="leave it out to check one model alone")
     if isinstance(b, _NotGiven):
@@ -345,7 +345,7 @@ def _other_tokens(checkpoint: Checkpoint) -> dict[str, Batch]:
 
     return {
         "other random tokens": Batch.from_start(random()),
-        "positions spread over the context": Batch(random(), torch.linspace(0, config.reach - 1, count).long()),
+        "positions spread over the context": Batch(random(), torch.linspace(0, config.max_positions - 1, count).long()),
     }
 
 

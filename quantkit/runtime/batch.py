@@ -20,10 +20,10 @@ from quantkit.runtime.slots import SlotTable
 from quantkit.tensors.finite import finite_logits, nonfinite_logits
 
 _LOOKS = {"cpu": 1}
-_FAR = 8
+MAX_LOOKAHEAD = 8
 """Tokens of a sequence that a device draws before the host looks at them, but for the first: each look waits for all
 that was asked of it."""
-_BEHIND = 2
+READ_LAG = 2
 """Tokens of a sequence that are drawn before the host reads what a recorded step drew: meanwhile the device has work.
 Those beyond an end are left out."""
 
@@ -91,7 +91,7 @@ class Batch:
         self._switch = model.config.rope_switch
         self._slots = self._table()
         self._loan: int | None = None
-        self._ahead = _LOOKS.get(model.device.type, _FAR)
+        self._ahead = _LOOKS.get(model.device.type, MAX_LOOKAHEAD)
         self._waiting: deque[Generation] = deque()
         self._reading: deque[Generation] = deque()
         self._running: list[Generation] = []
@@ -123,8 +123,8 @@ class Batch:
         """
         self.require(request)
         self._require_engine()
-        if not self.engine.lent(self._loan):
-            self._slots, self._loan = self._table(), self.engine.lend()
+        if not self.engine.is_owned(self._loan):
+            self._slots, self._loan = self._table(), self.engine.acquire()
         siblings = Siblings(waiting=request.samples)
         found = [Generation(request, number, siblings, self.engine.model) for number in range(request.samples)]
         self._waiting.extend(found)
@@ -171,7 +171,7 @@ class Batch:
         Raises:
             RequestError: if another has taken over the engine, and with it what was going on.
         """
-        if self.busy and not self.engine.lent(self._loan):
+        if self.busy and not self.engine.is_owned(self._loan):
             raise RequestError(
                 "the engine is in use by another generation",
                 hint="give each an engine of its own, or run them in one batch",
@@ -182,7 +182,7 @@ class Batch:
         config = self.engine.model.config
         return SlotTable(
             self.engine.slots, self.engine.chunk, any_prefix=self._any_prefix, windows=any(config.windows),
-            unstretched=config.steady_context if config.follows_length else None,
+            unstretched=config.max_unscaled_context if config.follows_length else None,
             switches=config.rope_switch is not None,
         )  # fmt: skip
 
@@ -367,7 +367,7 @@ class Batch:
         )
         if idle or waits or len(drawn) >= self._ahead:
             return len(unseen)
-        count = max(0, len(unseen) - _BEHIND) if len(drawn) < len(unseen) else 0
+        count = max(0, len(unseen) - READ_LAG) if len(drawn) < len(unseen) else 0
         while count < len(unseen) and unseen[count].recorded and unseen[count].tokens.arrived:
             count += 1
         return count

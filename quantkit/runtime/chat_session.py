@@ -45,8 +45,8 @@ def conversation_length(config: ModelConfig, context: int | None) -> int:
     length = as_whole("context", context)
     if length < 1:
         raise RequestError("`context` must be at least 1", found=length)
-    if length > config.reach:
-        raise RequestError("`context` exceeds the model's", found=length, expected=f"at most {config.reach}")
+    if length > config.max_positions:
+        raise RequestError("`context` exceeds the model's", found=length, expected=f"at most {config.max_positions}")
     return length
 
 
@@ -280,7 +280,7 @@ class ChatSession:
 
     def _tell(self, dropped: int) -> None:
         """Say once that something was forgotten."""
-        if dropped and not self._told and self._engine.model.group.first:
+        if dropped and not self._told and self._engine.model.group.is_rank0:
             self._told = True
             _log.info(
                 "the context of %d tokens is full: from now on the oldest questions and answers are forgotten",

@@ -74,7 +74,7 @@ class Engine:
         length, slots = _at_least_one("length", length), _at_least_one("slots", slots)
         if compiled is not None:
             require_flags(compiled=compiled)
-        context = model.config.reach
+        context = model.config.max_positions
         if length > context:
             raise RequestError(
                 "prompt and new tokens exceed the model's context", found=length, expected=f"at most {context}",
@@ -102,8 +102,8 @@ class Engine:
         """The token of each slot that was drawn last, and one more of no meaning."""
         self._captured: CapturedDecode | None = None
         if kind != "steps":
-            on_card = model.device.type == "cuda"
-            recorder: Recorder = GraphRecorder(model.device) if on_card else EagerRecorder()
+            on_gpu = model.device.type == "cuda"
+            recorder: Recorder = GraphRecorder(model.device) if on_gpu else EagerRecorder()
             step = _compile(greedy_step, model.device.type) if kind == "compiled" else greedy_step
             self._captured = CapturedDecode(model, self._cache, self.last, step, recorder)
 
@@ -112,12 +112,12 @@ class Engine:
         """What keys and values take up in memory."""
         return sum(tensor.nbytes for tensor in self._cache.tensors())
 
-    def lend(self) -> int:
+    def acquire(self) -> int:
         """Let somebody have the slots, whoever had them before; the number of this loan."""
         self._loans += 1
         return self._loans
 
-    def lent(self, loan: int | None) -> bool:
+    def is_owned(self, loan: int | None) -> bool:
         """Whether nobody else was lent the slots since."""
         return loan == self._loans
 
@@ -199,7 +199,7 @@ class Engine:
 
         Log-probabilities of a prompt need steps of their own, which are compiled when they are asked for.
         """
-        self.lend()
+        self.acquire()
         steps = self._sizes() if self._compiled else []
         for step in steps * (2 if self.model.device.type == "cuda" else 1):  # the second is recorded
             slots, positions = zip(*step, strict=True)

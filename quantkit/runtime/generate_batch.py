@@ -15,7 +15,7 @@ from quantkit.arguments import as_whole, is_several, require_flags, require_toke
 from quantkit.errors import RequestError
 from quantkit.formats.folder import require_rows
 from quantkit.model.decoder import Decoder
-from quantkit.progress import Progress, heard
+from quantkit.progress import Progress, deduplicated
 from quantkit.runtime.batch import Batch
 from quantkit.runtime.completion import Completion
 from quantkit.runtime.detokenizer import Detokenizer
@@ -115,11 +115,14 @@ def generate_batch(
     require_flags(echo=echo, truncate=truncate, specials=specials)
     engine = model if isinstance(model, Engine) else None
     config = model.model.config if isinstance(model, Engine) else model.config
-    most = config.steady_context if isinstance(model, BatchModel) else config.reach if engine is None else engine.length
+    if isinstance(model, BatchModel):
+        most = config.max_unscaled_context
+    else:
+        most = config.max_positions if engine is None else engine.length
     if tokenizer is not None:
         require_tokenizer(tokenizer)
         require_rows(tokenizer, config.vocab_size)
-    stops, told, slots = checked_stop(stop, tokenizer), heard(progress), _checked_batch_size(batch_size)
+    stops, told, slots = checked_stop(stop, tokenizer), deduplicated(progress), _checked_batch_size(batch_size)
     asked = checked_request(config, [0], max_new_tokens, sampling, samples=n, logprobs=logprobs, echo=echo)
     if isinstance(prompts, str) or not is_several(prompts):
         raise wrong_type("prompts", prompts, "several prompts in a list")

@@ -260,10 +260,10 @@ def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int,
             "the prompt holds token ids outside the vocabulary", expected=f"0 to {config.vocab_size - 1}"
         )
     length = len(ids) + max_new_tokens
-    most = config.reach if most is None else most
+    most = config.max_positions if most is None else most
     if length > most:
         room, wanted = most - len(ids), min(max_new_tokens, _WORTH_HAVING)
-        switch = most < config.reach and most == config.rope_switch
+        switch = most < config.max_positions and most == config.rope_switch
         exceeded = "the length at which rotary positions switch" if switch else "the model's context"
         raise RequestError(
             f"prompt and new tokens exceed {exceeded}", found=length, expected=f"at most {most}",

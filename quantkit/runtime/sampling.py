@@ -12,7 +12,7 @@ from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import RequestError
 from quantkit.runtime.sampling_params import SamplingParams
 
-_LEAST_TEMPERATURE = 1e-6  # below this, float32 leaves nothing but the likeliest tokens
+_MIN_TEMPERATURE = 1e-6  # below this, float32 leaves nothing but the likeliest tokens
 
 
 def generator_of(params: SamplingParams, device: torch.device) -> torch.Generator:
@@ -29,7 +29,7 @@ def agreed(params: SamplingParams, group: ProcessGroup) -> SamplingParams:
     """The same with one seed for all processes that share the model, if there are several and they draw."""
     if group.size == 1 or params.seed is not None or params.temperature == 0:
         return params
-    return replace(params, seed=group.agree(generator_of(params, torch.device("cpu")).initial_seed()))
+    return replace(params, seed=group.broadcast_from_rank0(generator_of(params, torch.device("cpu")).initial_seed()))
 
 
 def sample(
@@ -78,7 +78,7 @@ def probabilities(logits: Tensor, params: SamplingParams, held: Tensor | None = 
         return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
     wide = logits.float()
     below = wide - wide.amax(-1, keepdim=True)  # at most 0, so that no quotient is inf - inf
-    found = torch.softmax(below / max(params.temperature, _LEAST_TEMPERATURE), dim=-1)
+    found = torch.softmax(below / max(params.temperature, _MIN_TEMPERATURE), dim=-1)
     if 0 < params.top_k < found.shape[-1]:
         ranked, order = found.topk(params.top_k, dim=-1)
         found = torch.zeros_like(found).scatter(-1, order, ranked)

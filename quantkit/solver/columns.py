@@ -30,7 +30,7 @@ class RoundInTurn(Protocol):
     ) -> None: ...  # fmt: skip
 
 
-class ImproveInTurn(Protocol):
+class CoordinateDescentStep(Protocol):
     """Give the columns the codes that are best with all others as they are; write how much less their values have
     become to `errors` [C, O].
 
@@ -58,7 +58,7 @@ class ColumnKernels:
 
     search_scales: SearchScales
     round_in_turn: RoundInTurn
-    improve_in_turn: ImproveInTurn
+    improve_in_turn: CoordinateDescentStep
     at_once: int
 
 

@@ -77,7 +77,7 @@ def multiplies_bfloat16(device: torch.device = _CPU) -> bool:
     return any(ask is not None and ask() for ask in told)
 
 
-def passing_dtype(device: torch.device) -> torch.dtype:
+def compute_dtype(device: torch.device) -> torch.dtype:
     """The dtype in which calibration samples are multiplied on their way through a model."""
     return torch.bfloat16 if multiplies_bfloat16(device) else torch.float32
 

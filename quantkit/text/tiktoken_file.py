@@ -23,7 +23,7 @@ _LLAMA3_SPECIALS = 256
 
 
 LONGEST_TOKEN = 4096  # bytes or letters; the longest published have some hundred
-_MOST_TOKENS = 2**22
+_MAX_TOKENS = 2**22
 
 
 def is_tiktoken(path: Path) -> bool:
@@ -53,8 +53,8 @@ def read_tiktoken(path: Path) -> dict[bytes, int]:
     ranks: dict[bytes, int] = {}
     with contained(path, "cannot be read"):
         lines = path.read_bytes().splitlines()
-    if len(lines) > _MOST_TOKENS:
-        raise CheckpointError("holds too many tokens", path=path, found=len(lines), expected=f"at most {_MOST_TOKENS}")
+    if len(lines) > _MAX_TOKENS:
+        raise CheckpointError("holds too many tokens", path=path, found=len(lines), expected=f"at most {_MAX_TOKENS}")
     for number, line in enumerate(lines, 1):
         if not line:
             continue

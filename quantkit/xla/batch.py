@@ -128,7 +128,7 @@ class XlaBatch:
         if request.scores_prompt:
             raise no_prompt_logprobs("echo")
         config = self._model.config
-        checked_length(config, request.prompt, request.max_new_tokens, config.steady_context)
+        checked_length(config, request.prompt, request.max_new_tokens, config.max_unscaled_context)
 
     def add(self, request: Request) -> list[Continuation]:
         """Take up a request; its continuations."""
@@ -185,7 +185,8 @@ def cached_batch(model: ShardedModel, texts: Sequence[Continuation], rows: int) 
     """Begin texts, one in each of the first rows; what is compiled for their buckets serves other texts."""
     idle = rows - len(texts)
     lengths = np.array([*(len(one.request.prompt) for one in texts), *[1] * idle])
-    padded = min(bucket(int(lengths.max())), model.config.steady_context)  # beyond it, some rotary scalings change
+    # Beyond `max_unscaled_context`, some rotary scalings change.
+    padded = min(bucket(int(lengths.max())), model.config.max_unscaled_context)
     tokens = np.zeros((rows, padded), np.int32)
     for row, one in enumerate(texts):
         tokens[row, : len(one.request.prompt)] = one.request.prompt

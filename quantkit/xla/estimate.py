@@ -120,11 +120,11 @@ def estimate_slice(
     """
     config = checkpoint.config
     kind, memory, chips = _slice(target)
-    context = config.steady_context if context is None else context
-    if batch < 1 or not 1 <= context <= config.steady_context:
+    context = config.max_unscaled_context if context is None else context
+    if batch < 1 or not 1 <= context <= config.max_unscaled_context:
         raise RequestError(
             "batch or context can't be", found=f"{batch} and {context}",
-            expected=f"at least 1, and a context of at most {config.steady_context}",
+            expected=f"at least 1, and a context of at most {config.max_unscaled_context}",
         )  # fmt: skip
     split = DeviceSplit(config, schemes(checkpoint), chips)
     mesh = _mesh(kind, chips)

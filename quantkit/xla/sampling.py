@@ -16,7 +16,7 @@ import numpy as np
 from quantkit.runtime.engine import bucket
 from quantkit.runtime.sampling_params import SamplingParams
 
-_LEAST_TEMPERATURE = 1e-6
+_MIN_TEMPERATURE = 1e-6
 _MOST_TEMPERATURE = 1e30  # of float32
 
 
@@ -98,7 +98,7 @@ def _draw(
     logits: jax.Array, key: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
 ) -> jax.Array:
     """A token of one text, from logits [V]."""
-    scaled = (logits - logits.max()) / jnp.maximum(temperature, _LEAST_TEMPERATURE)
+    scaled = (logits - logits.max()) / jnp.maximum(temperature, _MIN_TEMPERATURE)
     ranked, order = jax.lax.top_k(scaled, scaled.shape[0])
     ranked = jnp.where((top_k > 0) & (jnp.arange(ranked.shape[0]) >= top_k), -jnp.inf, ranked)
     found = jax.nn.softmax(ranked)

@@ -35,7 +35,7 @@ _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _FIELDS = tuple(sorted(range(_PER_WORD), key=_ORDER.__getitem__))
 _LEVELS_OF_8 = b"\x88"
 _READ_SIZES = {None, 16, 32, 64, 128}  # by gptqmodel
-_MOST_COLUMNS = 2**24
+_MAX_COLUMNS = 2**24
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Awq:
         bits = settings.whole("w_bit" if settings.has("w_bit") else "bits", 1, 32)
         if bits != _BITS:
             raise UnsupportedError("AWQ of these bits is not read", path=settings.path, found=bits, expected=_BITS)
-        size = settings.whole("q_group_size" if settings.has("q_group_size") else "group_size", -1, _MOST_COLUMNS)
+        size = settings.whole("q_group_size" if settings.has("q_group_size") else "group_size", -1, _MAX_COLUMNS)
         if size > 0 and size % 8:
             raise UnsupportedError(
                 "group size is not supported", path=settings.path, found=size, expected="a multiple of 8"

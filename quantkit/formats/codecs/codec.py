@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from quantkit.errors import CheckpointError, NotHeldError
+from quantkit.errors import CheckpointError, NotRepresentableError
 from quantkit.files.tensor_file import Home, StoredTensor, TensorFile
 from quantkit.json_values import Settings
 from quantkit.tensors.dtypes import DType
@@ -35,8 +35,8 @@ class Reason:
     expected: object = None
     scale_types: tuple[DType, ...] = ()
 
-    def error(self, name: str, method: str) -> NotHeldError:
-        return NotHeldError(
+    def error(self, name: str, method: str) -> NotRepresentableError:
+        return NotRepresentableError(
             f"tensor '{name}' cannot be held exactly as {method}: {self.problem}", found=self.found,
             expected=self.expected, hint="choose another format or scheme", by_scales=bool(self.scale_types),
         )  # fmt: skip

@@ -25,7 +25,7 @@ KV_CACHE_SCHEME = "kv_cache_scheme"
 """The key of the settings under which the scheme of a quantized key/value cache lies."""
 
 _MOST_GROUPS = 64
-_MOST_COLUMNS = 2**24
+_MAX_COLUMNS = 2**24
 _PACK, _INT, _DENSE = "pack-quantized", "int-quantized", "dense"
 _OF_BYTES = (_INT, "naive-quantized")
 _OF_FLOATS = ("float-quantized", "naive-quantized")  # read as floats, see `dequantized`
@@ -207,7 +207,7 @@ def packed_shapes(
         told = stored.get(f"{module}.{SHAPE}")
         if leaf == PACKED and told is not None and (told.dtype, told.shape) == (DType.INT64, (2,)):
             rows, columns = struct.unpack("<qq", files[told.name].read_bytes(told.name))
-            if 0 < rows <= _MOST_COLUMNS and 0 < columns <= _MOST_COLUMNS:
+            if 0 < rows <= _MAX_COLUMNS and 0 < columns <= _MAX_COLUMNS:
                 found[module] = rows, columns
         elif leaf == PLAIN and stored[name].dtype == DType.INT8 and f"{module}.{SCALE}" in stored:
             found[module] = stored[name].shape
@@ -270,7 +270,7 @@ def _strategy(weights: Settings) -> str:
         return weights.text("strategy")
     if not weights.has("group_size"):
         return "tensor"
-    return "channel" if weights.whole("group_size", -1, _MOST_COLUMNS) == -1 else "group"
+    return "channel" if weights.whole("group_size", -1, _MAX_COLUMNS) == -1 else "group"
 
 
 def _scheme(weights: Settings) -> QuantScheme:
@@ -285,7 +285,7 @@ def _scheme(weights: Settings) -> QuantScheme:
             "this compressed-tensors scheme is not read", path=where, found=f"{kind}{bits} per {strategy}",
             expected="int4 or int8, per group, channel or tensor",
         )  # fmt: skip
-    group_size = weights.whole("group_size", 1, _MOST_COLUMNS) if strategy == "group" else None
+    group_size = weights.whole("group_size", 1, _MAX_COLUMNS) if strategy == "group" else None
     if group_size is not None and group_size % 8:
         raise UnsupportedError("group size is not supported", path=where, found=group_size, expected="a multiple of 8")
     return QuantScheme(bits, group_size, weights.flag("symmetric", True))

@@ -24,7 +24,7 @@ from quantkit.version import __version__
 _FORMATS = {"gptq": 1, "gptq_v2": 2, "gptq_p": 2}  # of which the last differs in 3 bits and others only
 _READ_SIZES = {None, 16, 32, 64, 128, 256, 512, 1024}  # by gptqmodel
 _MOST_PATTERNS = 4096
-_MOST_COLUMNS = 2**24
+_MAX_COLUMNS = 2**24
 
 
 class Gptq:
@@ -183,7 +183,7 @@ def _stated(settings: Settings, base: GptqLinear, required: Collection[str] = ()
                 hint="start from the float model",
             )  # fmt: skip
     if settings.has("group_size") or "group_size" in required:
-        size = settings.whole("group_size", -1, _MOST_COLUMNS)
+        size = settings.whole("group_size", -1, _MAX_COLUMNS)
         group_size = size if size > 0 else None
     if settings.has("pack_dtype") and settings.text("pack_dtype") != "int32":
         raise UnsupportedError(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.codec import Codec, RawModule, Reason
-from quantkit.formats.codecs.whole_steps import affine, told_scheme, zero_points
+from quantkit.formats.codecs.whole_steps import affine, stated_scheme_of, zero_points
 from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.scheme import QuantScheme
@@ -33,7 +33,7 @@ _LEAVES = (_CODES, _SCALES, _BIASES)
 _AFFINE = "affine"
 _GROUP_SIZES = (128, 64, 32)  # that MLX computes with
 _BITS = (2, 3, 4, 5, 6, 8)
-_MOST_COLUMNS = 2**24
+_MAX_COLUMNS = 2**24
 _CHUNK = 1 << 17  # scales at a time
 _EXACT_OFFSETS = {
     DType.FLOAT16: (DType.FLOAT32,), DType.BFLOAT16: (DType.FLOAT32,), DType.FLOAT32: (DType.FLOAT16, DType.FLOAT32),
@@ -59,7 +59,7 @@ class Affine:
     def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
         bits, group_size = self._layout(raw, expected.shape)
         if bits in (4, 8):
-            scheme = told_scheme(_groups(raw), bits, group_size)
+            scheme = stated_scheme_of(_groups(raw), bits, group_size)
             if scheme is not None:
                 scales = raw.find(_SCALES)
                 assert scales is not None, "the layout has been looked at"
@@ -212,7 +212,7 @@ class Mlx:
         """
         _require_affine(settings)
         settings.whole("bits", 1, 32)
-        settings.whole("group_size", 1, _MOST_COLUMNS)
+        settings.whole("group_size", 1, _MAX_COLUMNS)
         found: dict[str, Codec] = {}
         for module in modules:
             own, quantized = settings.values.get(module), f"{module}.{_SCALES}" in stored
@@ -220,7 +220,7 @@ class Mlx:
                 named = settings.inside(module)
                 _require_affine(named)
                 bits = named.whole("bits", 1, 32) if named.has("bits") else None
-                size = named.whole("group_size", 1, _MOST_COLUMNS) if named.has("group_size") else None
+                size = named.whole("group_size", 1, _MAX_COLUMNS) if named.has("group_size") else None
                 codec = Affine(None, bits, size)
             elif own is None or isinstance(own, bool):
                 codec = Affine()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.codec import Codec, RawModule, Reason
-from quantkit.formats.codecs.whole_steps import affine, told_scheme, zero_points
+from quantkit.formats.codecs.whole_steps import affine, stated_scheme_of, zero_points
 from quantkit.json_values import Settings, parsed, shown
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.scheme import QuantScheme
@@ -36,7 +36,7 @@ _CODES, _SCALE, _ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"
 _OF_ACTIVATIONS = ("_weight_act_pre_scale", "_weight_act_quant_scale", "_weight_act_quant_zero_point")
 _INT8, _INTX, _INT4 = "Int8Tensor", "IntxUnpackedToInt8Tensor", "Int4Tensor"
 _CHUNK = 1 << 17  # scales at a time
-_MOST_COLUMNS = 2**24
+_MAX_COLUMNS = 2**24
 
 
 class Plain:
@@ -137,7 +137,7 @@ class _Weight:
                 )
         data = told.inside("_data")
         rows, columns = shape
-        block = data.numbers("block_size", 1, _MOST_COLUMNS)
+        block = data.numbers("block_size", 1, _MAX_COLUMNS)
         whole = len(block) == 2 and all(one.is_integer() for one in block)
         high, size = (int(block[0]), int(block[1])) if whole else (0, 0)
         codes, scale, zero = raw.find(_CODES), raw.find(_SCALE), raw.find(_ZERO)
@@ -178,7 +178,7 @@ class _Weight:
         """
         group_size = None if self.group_size == self.columns else self.group_size
         if self.kind == _INT4:
-            return told_scheme(self._pairs(), self.bits, self.group_size, self.middle)
+            return stated_scheme_of(self._pairs(), self.bits, self.group_size, self.middle)
         zero = self.groups(_ZERO, None)
         symmetric = not zero.any()
         if not symmetric:

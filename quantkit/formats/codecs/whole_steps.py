@@ -32,7 +32,7 @@ def zero_points(scale: Tensor, offset: Tensor, bits: int, origin: int = 0) -> Te
     return zero.to(torch.uint8) if bool(whole.all()) else None
 
 
-def told_scheme(
+def stated_scheme_of(
     pairs: Iterable[tuple[Tensor, Tensor]], bits: int, group_size: int, origin: int = 0
 ) -> QuantScheme | None:  # fmt: skip
     """What scales and offsets make of codes; None where some offset is no whole number of steps: no further pair is

@@ -84,7 +84,7 @@ class Gguf:
                 hint="put the tokenizer's files beside the weights",
             )  # fmt: skip
         texts, _ = _texts(output)
-        name = told_name(output.name, config.architecture, texts[TOKENS])
+        name = stated_name(output.name, config.architecture, texts[TOKENS])
         metadata = metadata_of(config) | {"general.type": "model", "general.name": name} | texts
         if ends := dict.fromkeys([*config.eos_token_ids, *texts.get(ENDS, [])]):
             metadata[ENDS] = list(ends)
@@ -97,7 +97,7 @@ class Gguf:
         return [*_texts(output)[1], *(f"{output.source.path}: {note}" for note in notes_of(output.config))]
 
 
-def told_name(name: str, architecture: str, tokens: Collection[str]) -> str:
+def stated_name(name: str, architecture: str, tokens: Collection[str]) -> str:
     """A model's name such that llama.cpp does what its tokenizer does: by that name alone it takes one for Phi-3,
     whose special tokens swallow the spaces behind them, and then looks for its tokens."""
     named = re.search(_PHI3, name, re.IGNORECASE)

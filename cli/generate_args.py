@@ -27,7 +27,7 @@ _HOW = (
 
 
 @dataclass(frozen=True)
-class Asked:
+class GenerateArgs:
     """What the user asked for; None, False and empty where nothing was said."""
 
     path: Path
@@ -77,7 +77,7 @@ class Asked:
 
     def sampling(self) -> SamplingOptions:
         """What was said of how tokens are drawn."""
-        said = options.asked_sampling(vars(self))
+        said = options.requested_sampling(vars(self))
         if self.logit_bias:
             said["logit_bias"] = dict(self.logit_bias)
         return said
@@ -89,7 +89,7 @@ class Asked:
             "echo": self.echo, **self.sampling(),
         }  # fmt: skip
 
-    def require_sense(self) -> None:
+    def validate(self) -> None:
         """
         Raises:
             RequestError: unless one prompt is given, or a file of them, if options do not go together, or if numbers
