@@ -3,7 +3,7 @@
     python scripts/check_arm.py [--compiler "clang++ --target=aarch64-linux-gnu"]
 
 The kernels are cross-compiled without torch (`check_arm.cpp`) and run in qemu's user mode; the tests of
-tests/test_cpu_kernels.py and tests/test_block_kernels.py that are about products and attention send them their
+test_cpu_kernels.py and test_block_kernels.py in tests/kernels that are about products and attention send them their
 operands. This says whether ARM kernels are right, not how fast they are. Debian has what it takes in the packages
 g++-aarch64-linux-gnu and qemu-user-static. Exits with a status other than 0 if anything is wrong.
 """
@@ -115,7 +115,7 @@ def main() -> None:
         build.VARIANTS.clear()
         build.VARIANTS.update(dict.fromkeys(TARGETS, ()))
         build.load_kernels = operators.__getitem__
-        files = [str(ROOT / "tests" / name) for name in ("test_cpu_kernels.py", "test_block_kernels.py")]
+        files = [str(ROOT / "tests" / "kernels" / name) for name in ("test_cpu_kernels.py", "test_block_kernels.py")]
         sys.exit(pytest.main([*files, f"--rootdir={ROOT}", "-p", "no:cacheprovider", "-k", " or ".join(TESTS)]))
 
 

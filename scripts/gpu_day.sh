@@ -60,7 +60,7 @@ run() {
         elif "$python" -c "import xdist" 2>/dev/null; then
             chosen+=(-n 8)
         fi
-        try 280 "$python" -m pytest -q "${chosen[@]}" $(grep -l "^def test_" tests/triton_*.py)
+        try 280 "$python" -m pytest -q "${chosen[@]}" $(grep -l "^def test_" tests/kernels/triton_*.py)
         ;;
     2)
         try 110 "$python" scripts/gpu_agreement.py --out "$out/agreement.json"

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from paths import ROOT
 
 import quantkit
 from quantkit import errors
@@ -156,7 +157,7 @@ def test_every_field_of_an_inspection_is_told_of() -> None:
 
 
 def test_docs_name_the_errors_that_are_worth_another_try() -> None:
-    page = (Path(__file__).resolve().parent.parent / "docs" / "errors.md").read_text()
+    page = (ROOT / "docs" / "errors.md").read_text()
     kinds = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, QuantkitError)]
     worth_it = {one for one in kinds if one.retryable}
     assert worth_it == {errors.BeingWrittenError, errors.NoSpaceError, errors.UnreachableError}

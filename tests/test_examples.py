@@ -12,10 +12,11 @@ from pathlib import Path
 import forked
 import pytest
 import torch
+from paths import ROOT
 
 import quantkit
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = ROOT / "examples"
 
 
 def _run(name: str, *arguments: str | Path) -> str:

@@ -7,11 +7,10 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"quantkit": "quantkit", "kernels": "quantkit.kernels", "cli": "quantkit.cli", "evals": "quantkit.evals"}
 
 # Each room may import itself and the rooms above it.

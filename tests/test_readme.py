@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 import quantkit
 
-ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 
 

@@ -8,14 +8,13 @@ import re
 import tomllib
 import unicodedata
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import ROOT
 
 from quantkit.data.files import CALIBRATION, gate_texts
 
-ROOT = Path(__file__).parents[1]
 RUN = 12  # words
 
 

@@ -17,6 +17,7 @@ import oracle
 import pytest
 import torch
 from command import PROGRESS, Capture, run, without_progress
+from paths import ROOT
 
 import quantkit
 from quantkit.cli.main import main
@@ -35,7 +36,6 @@ from quantkit.formats.checkpoint import schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.quality.verify import Verdict
 
-ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = ("demo", "inspect", "doctor", "plan", "convert", "quantize", "verify", "eval", "generate", "bench")
 CODES = {
     QuantkitError: 1,

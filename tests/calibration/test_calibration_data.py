@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from paths import ROOT
 from torch import Tensor
 
 from quantkit.calibration import data
@@ -287,6 +288,6 @@ def test_local_text_needs_none_of_the_hubs_libraries(text: Path) -> None:
 
 
 def test_the_bounds_in_the_docs_are_those_of_the_code() -> None:
-    page = (Path(__file__).resolve().parent.parent / "docs/calibration.md").read_text()
+    page = (ROOT / "docs/calibration.md").read_text()
     assert f"first {data._BYTES_PER_TOKEN} bytes for every token drawn" in page
     assert f"first {data._MIN_BYTES // 2**20} MiB" in page

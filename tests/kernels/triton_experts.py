@@ -1,6 +1,6 @@
 """The Triton kernels for experts against float64: through Triton's interpreter, or on a GPU where there is one.
 
-`test_triton_kernels` runs this file in a process of its own. On a card: ``pytest tests/triton_experts.py``.
+`test_triton_kernels` runs this file in a process of its own. On a card: ``pytest tests/kernels/triton_experts.py``.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import oracle
 import pytest
 import torch
 from command import Capture, run
+from paths import ROOT
 from safetensors.torch import load_file, save_file
 from schemes import any_scheme
 
@@ -519,6 +520,6 @@ def test_a_model_whose_logits_are_not_finite_is_stopped(tmp_path: Path) -> None:
 
 
 def test_the_slack_in_the_docs_is_that_of_the_gate() -> None:
-    page = " ".join((Path(__file__).parent.parent / "docs/errors.md").read_text().split())
+    page = " ".join((ROOT / "docs/errors.md").read_text().split())
     assert f"no more than {gate.SLACK} times" in page
     assert f"below {gate.FLOOR} always" in page

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paths import ROOT
 from torch import Tensor
 
 from quantkit.architectures.families import config_from_hf
@@ -428,10 +429,9 @@ def test_an_unknown_variant_is_refused_with_the_known_ones() -> None:
 
 @pytest.mark.compiles
 def test_the_program_that_checks_other_processors_fits_the_kernels() -> None:
-    root = Path(__file__).resolve().parent.parent
     compiler = os.environ.get("CXX", "c++")
-    command = [compiler, "-std=c++20", "-fsyntax-only", f"-I{root / 'kernels' / 'csrc'}", "-DQUANTKIT_PORTABLE"]
-    subprocess.run([*command, str(root / "scripts" / "check_arm.cpp")], check=True)
+    command = [compiler, "-std=c++20", "-fsyntax-only", f"-I{ROOT / 'kernels' / 'csrc'}", "-DQUANTKIT_PORTABLE"]
+    subprocess.run([*command, str(ROOT / "scripts" / "check_arm.cpp")], check=True)
 
 
 @pytest.mark.compiles

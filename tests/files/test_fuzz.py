@@ -13,6 +13,7 @@ import gguf_files
 import oracle as oracle_models
 import pytest
 import torch
+from paths import ROOT
 from safetensors.torch import save
 from schemes import any_scheme
 
@@ -25,8 +26,6 @@ from quantkit.files.gguf_types import GgmlType, GgufTensor
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.registry import HF
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_no_damaged_input_breaks_the_rule() -> None:

@@ -1,7 +1,7 @@
 """The Triton kernels against float64: through Triton's interpreter, or on a GPU where there is one.
 
 `test_triton_kernels` runs this file in a process of its own, as Triton is told to interpret before it is
-imported. On a card: ``pytest tests/triton_products.py``.
+imported. On a card: ``pytest tests/kernels/triton_products.py``.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import oracle
 import pytest
+from paths import DATA
 from transformers import AutoTokenizer
 
 import quantkit
@@ -17,7 +18,7 @@ from quantkit.text.chat import chat_format as chat
 from quantkit.text.chat_template import ChatTemplate, ChatTemplates
 from quantkit.text.tokenizer import load_tokenizer
 
-TEMPLATES = {path.stem: path.read_text() for path in sorted((Path(__file__).parent / "data/templates").glob("*.jinja"))}
+TEMPLATES = {path.stem: path.read_text() for path in sorted((DATA / "templates").glob("*.jinja"))}
 
 
 def user(text: str) -> dict[str, Any]:

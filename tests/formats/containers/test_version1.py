@@ -9,6 +9,7 @@ import oracle
 import pytest
 import torch
 from command import Capture, run
+from paths import DATA
 
 import quantkit
 from quantkit.errors import CheckpointError
@@ -17,7 +18,7 @@ from quantkit.formats import manifest
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.detect import open_checkpoint
 
-HERE = Path(__file__).parent / "data" / "version1"
+HERE = DATA / "version1"
 FOLDER = HERE / "model"
 EXPECTED = json.loads((HERE / "expected.json").read_text())
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paths import ROOT
 from schemes import any_scheme
 
 from quantkit.errors import RequestError
@@ -30,9 +30,8 @@ def test_what_is_offered_is_read_by_its_name_and_nothing_else(scheme: QuantSchem
 def test_the_schemes_offered_are_those_of_the_documents() -> None:
     assert " ".join(SCHEMES) == "int8 int4-g32 int4-g64 int4-g128 int4-g32-asym int4-g64-asym int4-g128-asym"
     assert set(re.split(", | or ", SPELLINGS)) == {name for name in SCHEMES if "asym" not in name}
-    root = Path(__file__).parent.parent
     spelled = re.compile(r"\bint[48](?:-g\d+)?(?:-asym)?\b(?!-|\.partial)")
-    for page in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         for line in page.read_text().splitlines():
             if asked := re.search(r"--scheme (\S+)", line):
                 assert set(spelled.findall(asked[1].replace("[-asym]", ""))) <= set(SCHEMES), (page, line)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from broken_folders import DOWN, HIDDEN, LINEARS, VOCABULARY, Q
 from command import Capture, run
+from paths import ROOT
 from safetensors.torch import load_file, save_file
 
 import quantkit
@@ -659,7 +660,7 @@ def test_one_file_of_weights(tmp_path: Path) -> None:
 
 
 def test_docs_list_every_rule() -> None:
-    text = (Path(__file__).resolve().parent.parent / "docs" / "doctor.md").read_text()
+    text = (ROOT / "docs" / "doctor.md").read_text()
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
     told = {cells[0].strip("| `"): cells[1:] for cells in rows}
     assert list(told) == list(ALL)

@@ -9,11 +9,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from paths import ROOT
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
@@ -39,7 +39,6 @@ from quantkit.tensors.cached_rows import CachedRows, cached_rows
 from quantkit.tensors.qtensor import quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
 
-ROOT = Path(__file__).resolve().parent.parent
 CUDA = torch.device("cuda", 0)
 LARGE, SMALL = GpuSpec("large", 132, 232448), GpuSpec("small", 84, 1 << 16)
 TARGETS = {"cuda": (90, 32, "bf16"), "hip": ("gfx942", 64, "fp16")}
@@ -51,7 +50,7 @@ pytest.importorskip("triton")
 def test_the_kernels_are_right_in_the_interpreter(what: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
     done = subprocess.run(
-        [*command, str(ROOT / "tests" / f"triton_{what}.py")], env={**os.environ, "TRITON_INTERPRET": "1"}, cwd="/",
+        [*command, str(ROOT / f"tests/kernels/triton_{what}.py")], env={**os.environ, "TRITON_INTERPRET": "1"}, cwd="/",
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout

@@ -12,6 +12,7 @@ from typing import Any
 import oracle
 import pytest
 from command import Capture, run, without_progress
+from paths import ROOT
 from schemes import any_scheme
 from test_architectures import CASES
 from virtual_devices import environment, found_by, require_torchax
@@ -19,7 +20,6 @@ from virtual_devices import environment, found_by, require_torchax
 import quantkit
 from quantkit.xla import require
 
-ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "My fellow citizens"
 FEATURES = {"gemma2-features": 4, "gemma3-features": 2, "granite-multipliers": 4, "glm4": 2, "ministral3-window": 4,
             "phi3-partial": 2}  # fmt: skip
