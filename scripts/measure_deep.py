@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import quantkit
-from quantkit.doctor.diagnose import rules
+from quantkit.doctor.findings import rules
 from quantkit.formats.containers.meta_checkpoint import to_interleaved
 
 Tensors = dict[str, Tensor]

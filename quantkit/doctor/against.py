@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from quantkit.architectures.topology import parameters
-from quantkit.doctor.findings import Finding, Rule
+from quantkit.doctor.findings import Finding, finding
 from quantkit.doctor.folder import Folder
 from quantkit.doctor.report import LayerError
 from quantkit.errors import QuantkitError, RequestError
@@ -22,21 +22,6 @@ from quantkit.formats.detect import open_pair
 from quantkit.progress import Progress
 from quantkit.quality.bounds import coarsest, same_bits, same_but_rounded, weight_bound
 from quantkit.tensors.qtensor import QuantTensor, float_rows, frobenius, row_chunks
-
-OUT_OF_LINE = Rule(
-    "out-of-line", "error", "a weight is further from its source than rounding in its scheme explains",
-    "quantize the layer again", "the bound of `quantkit verify`",
-)  # fmt: skip
-CHANGED = Rule(
-    "changed", "error", "a tensor that is left in floats is not that of the source, nor it in another float type",
-    "copy it from the source", "the bound of `quantkit verify`",
-)  # fmt: skip
-OTHER_MODEL = Rule(
-    "other-model", "error", "the source is another model, or one of the two cannot be opened to be compared",
-    "name the float model that this one was made of", "config.json of both",
-)  # fmt: skip
-
-RULES = (OUT_OF_LINE, CHANGED, OTHER_MODEL)
 
 _TIMES_USUAL = 3.0
 """How many times the error that is usual in a model a weight may have whose scheme is not told in codes."""
@@ -55,19 +40,19 @@ def check(folder: Folder, source: Path, progress: Progress) -> tuple[list[Findin
     try:
         reference, patient = open_pair(source, folder.path)
     except QuantkitError as error:
-        return [Finding(OTHER_MODEL, where, str(error))], []
+        return [finding("other-model", where, str(error))], []
     if schemes(reference) or read_as_floats(reference):
         raise RequestError(
             "`against` is quantized itself", path=source, expected="the float model that this one was made of"
         )
     configs = [replace(one.config, tied_embeddings=False) for one in (reference, patient)]
     if differences := configs[0].differences(configs[1]):
-        return [Finding(OTHER_MODEL, where, one) for one in differences], []
+        return [finding("other-model", where, one) for one in differences], []
     compared = _Comparison(reference, patient)
     try:
         findings = list(compared.findings(progress))
     except QuantkitError as error:  # of a part that is only read now
-        findings = [Finding(OTHER_MODEL, where, str(error))]
+        findings = [finding("other-model", where, str(error))]
     return findings, sorted(compared.layers, key=lambda layer: -layer.error)
 
 
@@ -93,7 +78,7 @@ class _Comparison:
             bound = _TIMES_USUAL * usual
             self.layers.append(LayerError(name, error, bound))
             if not error <= bound:
-                yield Finding(OUT_OF_LINE, name, f"relative error {error:.3g}, {usual:.3g} is usual")
+                yield finding("out-of-line", name, f"relative error {error:.3g}, {usual:.3g} is usual")
 
     def _tensor(self, name: str) -> Iterator[Finding]:
         before, after = _load(self.reference, name), _load(self.patient, name)
@@ -107,11 +92,11 @@ class _Comparison:
             bound = weight_bound(after, before, self._coarsest or after.scheme)
             self.layers.append(LayerError(module, error, bound))
             if not error <= bound:
-                yield Finding(OUT_OF_LINE, module, f"relative error {error:.3g}; rounding explains {bound:.3g}")
+                yield finding("out-of-line", module, f"relative error {error:.3g}; rounding explains {bound:.3g}")
         elif self._is_encoded(name):
             self._encoded[module] = error
         else:
-            yield Finding(CHANGED, name, f"relative difference {error:.3g}")
+            yield finding("changed", name, f"relative difference {error:.3g}")
 
     def _only_cast(self, before: Tensor, after: Tensor) -> bool:
         return before.dtype != after.dtype and before.dim() > 0 and same_but_rounded(before, after)

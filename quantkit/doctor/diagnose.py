@@ -8,7 +8,7 @@ from typing import Any
 
 from quantkit.arguments import as_path, as_text, as_whole, require_flags
 from quantkit.doctor import files, gguf, kv_cache, quantization, readers, text, weights, zero_points
-from quantkit.doctor.findings import RUNTIMES, Finding, Rule, Runtime, ordered
+from quantkit.doctor.findings import RUNTIMES, Finding, Runtime, ordered
 from quantkit.doctor.folder import Folder
 from quantkit.doctor.report import Diagnosis, LayerError
 from quantkit.doctor.view import View
@@ -196,20 +196,3 @@ class _Patient:
         if self.folder.kind == "mistral":
             told.append("params.json, tokenizer, and which tensors the model needs: the layout is not known here")
         return told
-
-
-def rules() -> Mapping[str, tuple[Rule, ...]]:
-    """Every rule there is, by what it is about."""
-    from quantkit.doctor import against, predictions, values, written
-
-    return {
-        "Files": files.RULES,
-        "Tensors against config.json": weights.RULES,
-        "Quantized weights": (*quantization.RULES, *zero_points.RULES, *kv_cache.RULES),
-        "Text": text.RULES,
-        "GGUF": gguf.RULES,
-        "One runtime, where it is named": readers.RULES,
-        "Numbers, where weights are read": (*values.RULES, *written.RULES),
-        "Predictions, where the model is run": predictions.RULES,
-        "Against its source, where it is given": against.RULES,
-    }

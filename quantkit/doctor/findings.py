@@ -1,15 +1,18 @@
-"""What a rule is, and what it found."""
+"""Rules, which rules.toml lists, and what they find."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import tomllib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from importlib.resources import files
+from typing import Any, Literal, get_args
 
 Runtime = Literal["vllm", "transformers", "llama.cpp", "mlx"]
-RUNTIMES: tuple[Runtime, ...] = ("vllm", "transformers", "llama.cpp", "mlx")
+RUNTIMES: tuple[Runtime, ...] = get_args(Runtime)
 Severity = Literal["error", "warning", "note"]
-SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 """The worst first."""
 
 
@@ -19,11 +22,11 @@ class Rule:
 
     Attributes:
         name: by which people and scripts know it.
-        severity: an error breaks the model, or has it say something else, wherever it is loaded.
-        checks: what is wrong where it is found, in a few words.
+        severity: an error breaks the model, or changes what it predicts, wherever it is loaded.
+        checks: what is wrong, in a few words.
         remedy: what to do about it.
-        source: where it comes from: a format's description, or threads of runtimes' issue trackers.
-        breaks: the runtimes that it breaks though it is no error for all.
+        source: a format's description, or threads of runtimes' issue trackers.
+        breaks: the runtimes that it breaks although it is no error for all.
     """
 
     name: str
@@ -34,7 +37,7 @@ class Rule:
     breaks: tuple[Runtime, ...] = ()
 
     def severity_for(self, runtime: Runtime | None) -> Severity:
-        """How bad it is: for one runtime, or for nobody in particular."""
+        """Its severity for one runtime, or in general."""
         return "error" if runtime in self.breaks else self.severity
 
 
@@ -64,12 +67,32 @@ class Finding:
         }
 
 
+@functools.cache
+def rules() -> Mapping[str, tuple[Rule, ...]]:
+    """All rules, by theme."""
+    listed = tomllib.loads(files(__package__).joinpath("rules.toml").read_text("utf-8"))
+    return {
+        theme: tuple(Rule(name, **{**rule, "breaks": tuple(rule.get("breaks", ()))}) for name, rule in named.items())
+        for theme, named in listed.items()
+    }
+
+
+@functools.cache
+def _by_name() -> Mapping[str, Rule]:
+    return {rule.name: rule for theme in rules().values() for rule in theme}
+
+
+def finding(rule: str, where: str, what: str) -> Finding:
+    """What the rule of a name has found."""
+    return Finding(_by_name()[rule], where, what)
+
+
 def ordered(findings: Iterable[Finding], runtime: Runtime | None) -> list[Finding]:
-    """The worst first, those of one rule together, as they were found; each once."""
+    """The worst first, those of one rule together, in the order in which they were found; each once."""
     places: dict[str, int] = {}
     found = list(dict.fromkeys(findings))
-    for finding in found:
-        places.setdefault(finding.rule.name, len(places))
+    for one in found:
+        places.setdefault(one.rule.name, len(places))
     return sorted(
         found, key=lambda one: (SEVERITIES.index(one.rule.severity_for(runtime)), places[one.rule.name])
     )  # fmt: skip

@@ -8,38 +8,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from quantkit.doctor import text
-from quantkit.doctor.findings import Finding, Rule
+from quantkit.doctor.findings import Finding, finding
 from quantkit.doctor.folder import Folder
-from quantkit.doctor.weights import EXTRA_TENSOR, MISSING_TENSOR, WRONG_SHAPE
 from quantkit.errors import QuantkitError
 from quantkit.files.gguf_types import GgufTensor
 from quantkit.json_values import shown
 from quantkit.text.chat_template import ChatTemplate
-
-_SPEC = "GGUF specification; llama.cpp's loader"
-_AGAIN = 'make the file again: llama.cpp has a converter, and so has quantkit (`to="gguf"`)'
-
-GGUF_KEYS = Rule(
-    "gguf-keys", "error", "a metadata key is missing that llama.cpp needs, or makes no sense", _AGAIN, _SPEC
-)
-GGUF_VOCABULARY = Rule(
-    "gguf-vocabulary",
-    "error",
-    "the vocabulary's lists, or the embedding's rows, are of different lengths",
-    _AGAIN,
-    _SPEC,
-)
-GGUF_PRE = Rule(
-    "gguf-pre", "warning", "nothing says how texts are cut before byte pairs: llama.cpp takes a default, and warns",
-    _AGAIN, "llama.cpp: tokenizer.ggml.pre",
-)  # fmt: skip
-
-GGUF_TOKENIZER = Rule(
-    "gguf-tokenizer", "warning", "the tokenizer is of a kind that llama.cpp is not known to have", _AGAIN,
-    "llama.cpp: tokenizer.ggml.model", ("llama.cpp",),
-)  # fmt: skip
-
-RULES = (GGUF_KEYS, GGUF_VOCABULARY, GGUF_PRE, GGUF_TOKENIZER)
 
 _TOKENIZERS = ("llama", "gpt2", "bert", "t5", "rwkv", "plamo2", "gemma4", "hybriddna", "whitespace", "none", "no_vocab")
 _KEYS = ("block_count", "context_length", "embedding_length", "attention.head_count")
@@ -68,7 +42,7 @@ def check(folder: Folder) -> Iterator[Finding]:
     where = next(iter(folder.headers))
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
-        yield Finding(GGUF_KEYS, where, f"general.architecture is {shown(architecture)}")
+        yield finding("gguf-keys", where, f"general.architecture is {shown(architecture)}")
         return
     if architecture in ("clip", "mmproj") or metadata.get("general.type") not in (None, "model"):
         return  # what goes with a model
@@ -84,48 +58,48 @@ def _keys(metadata: Mapping[str, Any], architecture: str, where: str) -> Iterato
         whole = value if isinstance(value, list) else [value]
         if not whole or not all(type(one) is int and one >= 0 for one in whole):
             said = "is missing" if value is None else f"is {shown(value)}"
-            yield Finding(GGUF_KEYS, where, f"{architecture}.{key} {said}")
+            yield finding("gguf-keys", where, f"{architecture}.{key} {said}")
     if not any(f"{architecture}.{key}" in metadata for key in _EPSILONS):
-        yield Finding(GGUF_KEYS, where, f"{architecture}.{_EPSILONS[0]} is missing")
+        yield finding("gguf-keys", where, f"{architecture}.{_EPSILONS[0]} is missing")
     blocks, heads = (metadata.get(f"{architecture}.{key}") for key in ("block_count", "attention.head_count_kv"))
     if isinstance(heads, list) and len(heads) != blocks:
-        yield Finding(GGUF_KEYS, where, f"{architecture}.attention.head_count_kv is of {len(heads)} layers")
+        yield finding("gguf-keys", where, f"{architecture}.attention.head_count_kv is of {len(heads)} layers")
     if architecture == "granite" and "granite.logit_scale" not in metadata:
-        yield Finding(GGUF_KEYS, where, "granite.logit_scale is missing")
+        yield finding("gguf-keys", where, "granite.logit_scale is missing")
     for key, wrong in _GEMMA2.items() if architecture == "gemma2" else ():
         if metadata.get(key) == wrong:
-            yield Finding(GGUF_KEYS, where, f"{key} is {wrong}")
+            yield finding("gguf-keys", where, f"{key} is {wrong}")
 
 
 def _tensors(metadata: Mapping[str, Any], architecture: str, tensors: Mapping[str, GgufTensor]) -> Iterator[Finding]:
     for name in ("token_embd.weight", "output_norm.weight") if architecture in _EVEN else ("token_embd.weight",):
         if name not in tensors:
-            yield Finding(MISSING_TENSOR, name, "not in the file")
+            yield finding("missing-tensor", name, "not in the file")
     blocks = metadata.get(f"{architecture}.block_count")
     width = metadata.get(f"{architecture}.embedding_length")
     table = tensors.get("token_embd.weight")
     if table is not None and type(width) is int and table.shape[-1] != width:
-        yield Finding(WRONG_SHAPE, table.name, f"rows of {table.shape[-1]}, and embedding_length is {width}")
+        yield finding("wrong-shape", table.name, f"rows of {table.shape[-1]}, and embedding_length is {width}")
     if type(blocks) is not int or blocks > len(tensors) + 1:
         return
     own: dict[int, dict[str, GgufTensor]] = {layer: {} for layer in range(blocks)}
     for name, tensor in tensors.items():
         if match := _BLOCK.fullmatch(name):
             if int(match[1]) >= blocks:
-                yield Finding(EXTRA_TENSOR, name, f"block_count is {blocks}")
+                yield finding("extra-tensor", name, f"block_count is {blocks}")
             else:
                 own[int(match[1])][match[2]] = tensor
     common = Counter(suffix for found in own.values() for suffix in found)
     for layer, found in own.items():
         if not found:
-            yield Finding(MISSING_TENSOR, f"blk.{layer}", "the block has no tensors")
+            yield finding("missing-tensor", f"blk.{layer}", "the block has no tensors")
         elif architecture in _EVEN:
             for suffix, count in common.items():
                 if suffix not in found and 2 * count > blocks:
-                    yield Finding(MISSING_TENSOR, f"blk.{layer}.{suffix}", "not in the file; other blocks have it")
+                    yield finding("missing-tensor", f"blk.{layer}.{suffix}", "not in the file; other blocks have it")
                 elif suffix in found and found[suffix].shape != (shape := _usual(own, suffix)):
                     what = f"found {list(found[suffix].shape)}, in most blocks {list(shape)}"
-                    yield Finding(WRONG_SHAPE, found[suffix].name, what)
+                    yield finding("wrong-shape", found[suffix].name, what)
 
 
 def _usual(own: Mapping[int, Mapping[str, GgufTensor]], suffix: str) -> tuple[int, ...]:
@@ -139,29 +113,29 @@ def _text(
 ) -> Iterator[Finding]:  # fmt: skip
     tokens = metadata.get(_TOKENS)
     if not isinstance(tokens, list) or not tokens:
-        yield Finding(text.NO_TOKENIZER, where, f"{_TOKENS} is missing")
+        yield finding("no-tokenizer", where, f"{_TOKENS} is missing")
         return
     count = len(tokens)
     for key in ("scores", "token_type"):
         listed = metadata.get(f"tokenizer.ggml.{key}")
         if isinstance(listed, list) and len(listed) != count:
-            yield Finding(GGUF_VOCABULARY, where, f"{count} tokens, {len(listed)} of {key}")
+            yield finding("gguf-vocabulary", where, f"{count} tokens, {len(listed)} of {key}")
     embedding = tensors.get("token_embd.weight")
     if embedding is not None and embedding.shape[0] != count:
-        yield Finding(GGUF_VOCABULARY, where, f"{count} tokens, {embedding.shape[0]} rows of token_embd.weight")
+        yield finding("gguf-vocabulary", where, f"{count} tokens, {embedding.shape[0]} rows of token_embd.weight")
     if metadata.get("tokenizer.ggml.model") == "gpt2":
         if not metadata.get("tokenizer.ggml.merges"):
-            yield Finding(GGUF_KEYS, where, "tokenizer.ggml.merges is missing")
+            yield finding("gguf-keys", where, "tokenizer.ggml.merges is missing")
         if not metadata.get("tokenizer.ggml.pre"):
-            yield Finding(GGUF_PRE, where, "tokenizer.ggml.pre is missing")
+            yield finding("gguf-pre", where, "tokenizer.ggml.pre is missing")
     elif not isinstance(metadata.get("tokenizer.ggml.model"), str):
-        yield Finding(GGUF_KEYS, where, "tokenizer.ggml.model is missing")
+        yield finding("gguf-keys", where, "tokenizer.ggml.model is missing")
     elif metadata["tokenizer.ggml.model"] not in _TOKENIZERS:
-        yield Finding(GGUF_TOKENIZER, where, f"tokenizer.ggml.model is {shown(metadata['tokenizer.ggml.model'])}")
+        yield finding("gguf-tokenizer", where, f"tokenizer.ggml.model is {shown(metadata['tokenizer.ggml.model'])}")
     for key in _IDS:
         value = metadata.get(f"tokenizer.ggml.{key}")
         if value is not None and (type(value) is not int or not 0 <= value < count):
-            yield Finding(text.TOKEN_OUT_OF_RANGE, where, f"{key} {shown(value)}, expected below {count}")
+            yield finding("token-out-of-range", where, f"{key} {shown(value)}, expected below {count}")
     yield from _template(folder, metadata, where)
 
 
@@ -170,9 +144,9 @@ def _template(folder: Folder, metadata: Mapping[str, Any], where: str) -> Iterat
     if source is None:
         names = [metadata.get(key) for key in ("general.name", "general.finetune", "general.basename")]
         if any(isinstance(name, str) and text.INSTRUCT.search(name) for name in (*names, folder.path.stem)):
-            yield Finding(text.NO_TEMPLATE, where, "by its name it is an instruct model")
+            yield finding("no-chat-template", where, "by its name it is an instruct model")
         return
     try:
         ChatTemplate(source if isinstance(source, str) else "{%")
     except QuantkitError as error:
-        yield Finding(text.DAMAGED_TEMPLATE, where, error.problem)
+        yield finding("damaged-template", where, error.problem)

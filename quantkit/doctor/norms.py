@@ -7,12 +7,7 @@ import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
-from quantkit.doctor.findings import Finding, Rule
-
-UNUSUAL_NORM = Rule(
-    "unusual-norm", "warning", "a weight, or its scales, are much larger or smaller than in the layers around it",
-    "compare the layer with its source (`against=SRC`)", "measured on trained models: scripts/measure_deep.py",
-)  # fmt: skip
+from quantkit.doctor.findings import Finding, finding
 
 _LAYER = re.compile(r"(\D*)\.(\d+)\.(\D*)")  # two numbers are an expert's, whose sizes differ by nature
 _FEWEST = 8  # layers, of which it means something that one is out of line
@@ -50,4 +45,4 @@ def _role(names: Sequence[str], logs: Sequence[float]) -> Iterator[Finding]:
     for layer, one in off.items():
         if abs(one) > _FACTOR:
             found = f"root mean square {2 ** logs[layer]:.3g}; {2 ** usual[layer]:.3g} in the layers around it"
-            yield Finding(UNUSUAL_NORM, names[layer], found)
+            yield finding("unusual-norm", names[layer], found)

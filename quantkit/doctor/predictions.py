@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantkit.data.files import excerpt
-from quantkit.doctor.findings import Finding, Rule
+from quantkit.doctor.findings import Finding, finding
 from quantkit.doctor.folder import Folder
 from quantkit.doctor.readings import readings
 from quantkit.errors import CheckpointError, NonFiniteError, QuantkitError
@@ -30,27 +30,6 @@ from quantkit.text.tokenizer import Tokenizer
 MAX_PARAMETERS = 2 * 10**9
 """Of a model that is run: minutes on two cores."""
 
-_MEASURED = "measured on trained models: scripts/measure_deep.py"
-
-NO_PREDICTION = Rule(
-    "no-prediction", "error", "its logits are NaN or constant, or it predicts English no better than a uniform guess",
-    "compare it with its source (`against=SRC`); a model that is not trained, or not on English, is so too",
-    "the check of a source before `quantkit convert`",
-)  # fmt: skip
-POOR_PREDICTION = Rule(
-    "poor-prediction", "warning", "it predicts English no better than the frequencies of tokens do",
-    "compare it with its source (`against=SRC`); a model that is not trained on English is so too", _MEASURED,
-)  # fmt: skip
-WORSE_THAN_SOURCE = Rule(
-    "worse-than-source", "warning", "its perplexity is far above that of its source, which quantkit.json records",
-    "make it again from its source", "quantkit.json",
-)  # fmt: skip
-OTHER_READING = Rule(
-    "other-reading", "warning", "it predicts better with other heads, rope base or order of q and k rows",
-    "check config.json and the tool that wrote the weights against the source", _MEASURED,
-)  # fmt: skip
-
-RULES = (NO_PREDICTION, POOR_PREDICTION, WORSE_THAN_SOURCE, OTHER_READING)
 
 _SPEECH = "speech"
 _FEWEST = 32  # tokens of a text
@@ -130,11 +109,11 @@ class _Run:
             own = self._losses(self._windows)
             checked = check_source(self._model, progress=self._progress)
         except NonFiniteError as error:
-            yield Finding(NO_PREDICTION, where, str(error))
+            yield finding("no-prediction", where, str(error))
             return
         except CheckpointError as error:
             found = f" ({error.found})" if error.found is not None else ""
-            yield Finding(NO_PREDICTION, where, f"{error.problem}{found}")
+            yield finding("no-prediction", where, f"{error.problem}{found}")
         if isinstance(checked, SourceCheck):
             self.figures = f"perplexity {checked.perplexity:.4g} on {checked.tokens} tokens of English"
             yield from self._worse_than_source(where, checked, recorded)
@@ -159,12 +138,12 @@ class _Run:
         most = before * (1 + 2 * (bound.perplexity_ratio - 1))  # of one window, where bounds are for several
         if checked.perplexity > most:
             what = f"perplexity {checked.perplexity:.4g}; its source's was {before:.4g}, and up to {most:.4g} is usual"
-            yield Finding(WORSE_THAN_SOURCE, where, what)
+            yield finding("worse-than-source", where, what)
 
     def _poor(self, where: str, loss: float) -> Iterator[Finding]:
         if loss >= (bound := self._frequency_loss):
             found = f"perplexity {math.exp(loss):.4g}; {math.exp(bound):.4g} from the frequencies of tokens alone"
-            yield Finding(POOR_PREDICTION, where, found)
+            yield finding("poor-prediction", where, found)
 
     def _other_reading(self, where: str, own: list[Tensor]) -> Iterator[Finding]:
         """The reading that predicts best, if it predicts the text at all, and better than the config's; tried on one
@@ -184,7 +163,7 @@ class _Run:
                 found, now = (math.exp(one.mean().item()) for one in (after, before))
                 best = gain.value, f"perplexity {found:.4g} with {reading.what}; {now:.4g} as it is"
         if best[1]:
-            yield Finding(OTHER_READING, where, best[1])
+            yield finding("other-reading", where, best[1])
 
 
 def _frequency_loss(tokenizer: Tokenizer, windows: Tensor) -> float:

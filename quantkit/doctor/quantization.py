@@ -6,88 +6,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from quantkit.architectures.topology import fused_modules, parameters
-from quantkit.doctor.findings import Finding, Rule
+from quantkit.doctor.findings import Finding, finding
 from quantkit.doctor.modules import KIND_NAMES, Coded, expected_shapes, missing_leaves
 from quantkit.doctor.view import View
 from quantkit.tensors.dtypes import FLOATS, DType
-
-_AGAIN = "quantize again, or copy what is missing from the model's source"
-
-BAD_SETTINGS = Rule(
-    "bad-settings", "error", "the settings of the quantization make no sense", "take config.json from the source",
-    "quantization_config of each method",
-)  # fmt: skip
-TWO_SCHEMES = Rule(
-    "two-schemes", "error", "two groups of the config give a module different schemes",
-    "name the module in one group only", "compressed-tensors' config_groups",
-)  # fmt: skip
-NOT_THERE = Rule(
-    "names-nothing", "warning", "the config names a module that is not there", "take the name out of the config",
-    "vllm#34930",
-)  # fmt: skip
-NOT_QUANTIZED = Rule(
-    "not-quantized", "error", "the config calls a weight quantized, and it lies as floats",
-    "name the module where the config lists those left in floats", "vllm#53537",
-)  # fmt: skip
-NOT_IN_CONFIG = Rule(
-    "not-in-config", "error", "a weight lies as codes, and the config says it is floats",
-    "take the module out of the config's list of those left in floats, or write quantization_config", "vllm#34930",
-)  # fmt: skip
-OTHER_KIND = Rule(
-    "other-kind", "error", "a weight lies as codes of another kind than the config says",
-    "take config.json and weights from one model", "quantization_config of each method",
-)  # fmt: skip
-CODES_TYPE = Rule("codes-type", "error", "codes lie as floats, or scales as integers", _AGAIN, "formats of each method")
-INCOMPLETE = Rule(
-    "incomplete", "error", "codes without scales, scales without codes, or without zero points", _AGAIN, "vllm#53537"
-)
-CODES_SHAPE = Rule(
-    "codes-shape", "error", "codes have another shape than weight and bits call for", _AGAIN, "formats of each method"
-)
-SCALE_SHAPE = Rule(
-    "scale-shape", "error", "scales or zero points have another shape than weight and groups call for", _AGAIN,
-    "formats of each method",
-)  # fmt: skip
-UNEVEN_GROUPS = Rule(
-    "uneven-groups", "error", "groups do not divide a row", "quantize again with a group size that divides it",
-    "formats of each method",
-)  # fmt: skip
-FUSED_SCHEMES = Rule(
-    "fused-schemes", "warning", "q, k and v, or gate and up, are in several schemes: runtimes make one linear of them",
-    "quantize again with one scheme for each of these sets", "auto-round#2174, vllm#47473", ("vllm",),
-)  # fmt: skip
-EXPERT_SCHEMES = Rule(
-    "expert-schemes", "warning", "experts of one layer are in several schemes: runtimes stack them",
-    "quantize again with one scheme for all experts", "vllm#47473", ("vllm", "transformers"),
-)  # fmt: skip
-TP_GROUPS = Rule(
-    "tp-groups", "error", "groups or blocks do not divide a weight's share at this degree of tensor parallelism",
-    "use a smaller degree, or quantize again in smaller groups", "vllm#41511, compressed-tensors#353",
-)  # fmt: skip
-TP_HEADS = Rule(
-    "tp-heads", "error", "attention heads or widths do not divide by this degree of tensor parallelism",
-    "use another degree", "vLLM's parallel linears",
-)  # fmt: skip
-ACT_ORDER = Rule(
-    "act-order", "warning", "columns are in the order of their activations, in compressed-tensors: dropped upstream",
-    "quantize again with actorder 'weight', or none", "compressed-tensors 0.20, vLLM 0.32", ("vllm", "transformers"),
-)  # fmt: skip
-QUANTIZED_EMBEDDING = Rule(
-    "quantized-embedding", "warning", "the embedding, or a head that is tied to it, is quantized: few readers know it",
-    'convert it (`to="gguf"`, `to="mlx"`), or keep the embedding in floats',
-    "vllm#45535, compressed-tensors#718, transformers#31474", ("transformers",),
-)  # fmt: skip
-LOW_BIT_STATE = Rule(
-    "low-bit-state", "warning",
-    "linear attention, a state space or a short convolution is in less than 8 bits: errors add up from token to token",
-    "quantize again with these modules in floats or int8", "nncf#4217, optimum-intel#1722",
-)  # fmt: skip
-
-RULES = (
-    BAD_SETTINGS, TWO_SCHEMES, NOT_THERE, NOT_QUANTIZED, NOT_IN_CONFIG, OTHER_KIND, CODES_TYPE, INCOMPLETE,
-    CODES_SHAPE, SCALE_SHAPE, UNEVEN_GROUPS, FUSED_SCHEMES, EXPERT_SCHEMES, TP_GROUPS, TP_HEADS, ACT_ORDER,
-    QUANTIZED_EMBEDDING, LOW_BIT_STATE,
-)  # fmt: skip
 
 _STATE_BITS = 8
 _BY_ROWS = ("gptq", "awq")
@@ -112,12 +34,12 @@ def check(view: View, tp: int) -> Iterator[Finding]:
     """
     claims = view.claims
     for problem in claims.problems:
-        yield Finding(BAD_SETTINGS, "quantization_config", problem)
+        yield finding("bad-settings", "quantization_config", problem)
     for module, groups in claims.conflicts.items():
-        yield Finding(TWO_SCHEMES, module, f"by {groups}")
+        yield finding("two-schemes", module, f"by {groups}")
     if view.folder.complete:
         for name in claims.unmatched:
-            yield Finding(NOT_THERE, name, "is no module of the folder")
+            yield finding("names-nothing", name, "is no module of the folder")
     for module in dict.fromkeys([*view.linears, *view.coded]):
         yield from _module(view, module)
     yield from _together(view)
@@ -131,38 +53,38 @@ def _module(view: View, module: str) -> Iterator[Finding]:
         floats = f"{module}.weight" in view.stored
         if claim is not None and view.claims.certain and floats and _is_meant(view, module):
             kind = KIND_NAMES.get(claim.kind or "", "quantized")
-            yield Finding(NOT_QUANTIZED, module, f"floats, and by the config {kind}")
+            yield finding("not-quantized", module, f"floats, and by the config {kind}")
         return
     symmetric = None if claim is None else claim.symmetric
     lacking = [leaf for leaf in missing_leaves(coded, symmetric=symmetric) if not _unread(view, module, leaf)]
     if lacking:
         there = f"; has {', '.join(filter(None, coded.leaves))}" if any(coded.leaves) else ""
-        yield Finding(INCOMPLETE, module, f"lacks {', '.join(lacking)}{there}")
+        yield finding("incomplete", module, f"lacks {', '.join(lacking)}{there}")
     if not coded.kind:
         return
     if view.is_embedding(module) and not _embedding_is_read(view, coded):
-        yield Finding(QUANTIZED_EMBEDDING, module, KIND_NAMES[coded.kind])
+        yield finding("quantized-embedding", module, KIND_NAMES[coded.kind])
     elif claim is None and view.claims.certain:
         said = "no quantization_config" if view.folder.settings is None else "not among those it quantizes"
-        yield Finding(NOT_IN_CONFIG, module, f"{KIND_NAMES[coded.kind]}, and in the config {said}")
+        yield finding("not-in-config", module, f"{KIND_NAMES[coded.kind]}, and in the config {said}")
     bits = coded.bits if claim is None or claim.bits is None else claim.bits
     if bits is not None and bits < _STATE_BITS and view.is_recurrent(module):
-        yield Finding(LOW_BIT_STATE, module, f"{KIND_NAMES[coded.kind]}, {bits} bits")
+        yield finding("low-bit-state", module, f"{KIND_NAMES[coded.kind]}, {bits} bits")
     yield from _types(coded)
     if claim is None:
         if coded.kind not in _KINDS.get(view.folder.method or "", (coded.kind,)):
-            yield Finding(OTHER_KIND, module, f"{KIND_NAMES[coded.kind]}, and by the config {view.folder.method}")
+            yield finding("other-kind", module, f"{KIND_NAMES[coded.kind]}, and by the config {view.folder.method}")
         return
     if claim.kind is not None and claim.kind != coded.kind:
         expected = KIND_NAMES.get(claim.kind, claim.kind)
-        yield Finding(OTHER_KIND, module, f"{KIND_NAMES[coded.kind]}, and by the config {expected}")
+        yield finding("other-kind", module, f"{KIND_NAMES[coded.kind]}, and by the config {expected}")
         return
     if claim.order == "group" and coded.kind == "packed":
-        yield Finding(ACT_ORDER, module, "actorder 'group'")
+        yield finding("act-order", module, "actorder 'group'")
     shape = view.linears.get(module) or _embedding_shape(view, module)
     if shape is not None and len(shape) == 2:
         if claim.group and shape[1] % claim.group:
-            yield Finding(UNEVEN_GROUPS, module, f"rows of {shape[1]} in groups of {claim.group}")
+            yield finding("uneven-groups", module, f"rows of {shape[1]} in groups of {claim.group}")
             return
         yield from _held_shapes(coded, expected_shapes(coded, shape, claim.bits, claim.group, claim.block))
 
@@ -182,9 +104,9 @@ def _types(coded: Coded) -> Iterator[Finding]:
     for leaf, tensor in coded.leaves.items():
         where = f"{coded.module}.{leaf}"
         if leaf in _INTEGERS and tensor.dtype in FLOATS:
-            yield Finding(CODES_TYPE, where, f"found {tensor.dtype}, expected integers")
+            yield finding("codes-type", where, f"found {tensor.dtype}, expected integers")
         elif leaf in _SCALES and tensor.dtype in _NO_SCALES:
-            yield Finding(CODES_TYPE, where, f"found {tensor.dtype}, expected floats")
+            yield finding("codes-type", where, f"found {tensor.dtype}, expected floats")
 
 
 def _is_meant(view: View, module: str) -> bool:
@@ -201,8 +123,8 @@ def _held_shapes(coded: Coded, expected: Mapping[str, Sequence[tuple[int, ...]]]
         found = coded.leaves.get(leaf)
         if found is None or found.shape in shapes:
             continue
-        rule = CODES_SHAPE if leaf in _CODES else SCALE_SHAPE
-        yield Finding(rule, f"{coded.module}.{leaf}", f"found {list(found.shape)}, expected {list(shapes[0])}")
+        rule = "codes-shape" if leaf in _CODES else "scale-shape"
+        yield finding(rule, f"{coded.module}.{leaf}", f"found {list(found.shape)}, expected {list(shapes[0])}")
 
 
 def _unread(view: View, module: str, leaf: str) -> bool:
@@ -222,16 +144,16 @@ def _together(view: View) -> Iterator[Finding]:
     for layer in range(config.num_layers):
         for fused, modules in fused_modules(config, layer).items():
             names = [f"model.layers.{layer}.{module}" for module in modules]
-            yield from _differing(view, names, FUSED_SCHEMES, f"model.layers.{layer}.{fused}")
+            yield from _differing(view, names, "fused-schemes", f"model.layers.{layer}.{fused}")
     banks: dict[tuple[int | None, str], list[str]] = {}
     for parameter in parameters(config):
         if parameter.expert is not None and parameter.is_linear_weight:
             banks.setdefault((parameter.layer, parameter.role), []).append(parameter.module)
     for (number, role), names in banks.items():
-        yield from _differing(view, names, EXPERT_SCHEMES, f"layer {number}, {role}")
+        yield from _differing(view, names, "expert-schemes", f"layer {number}, {role}")
 
 
-def _differing(view: View, canonical: Sequence[str], rule: Rule, where: str) -> Iterator[Finding]:
+def _differing(view: View, canonical: Sequence[str], rule: str, where: str) -> Iterator[Finding]:
     """The first module of a set whose scheme is not that of the set's first."""
     tensors = [view.on_disk(f"{name}.weight") for name in canonical]
     modules = list(dict.fromkeys(tensor.module for tensor in tensors if tensor is not None))
@@ -242,7 +164,7 @@ def _differing(view: View, canonical: Sequence[str], rule: Rule, where: str) -> 
     if other is not None:
         first, last = view.scheme(present[0]), view.scheme(other)
         own, its = (".".join(one.split(".")[-2:]) for one in (present[0], other))
-        yield Finding(rule, where, f"{own}: {first}; {its}: {last}")
+        yield finding(rule, where, f"{own}: {first}; {its}: {last}")
 
 
 def _split(view: View, tp: int) -> Iterator[Finding]:
@@ -251,9 +173,9 @@ def _split(view: View, tp: int) -> Iterator[Finding]:
     if tp == 1 or config is None or not view.known:
         return
     if config.num_heads % tp:
-        yield Finding(TP_HEADS, "config.json", f"{config.num_heads} heads over {tp}")
+        yield finding("tp-heads", "config.json", f"{config.num_heads} heads over {tp}")
     if config.num_kv_heads % tp and tp % config.num_kv_heads:
-        yield Finding(TP_HEADS, "config.json", f"{config.num_kv_heads} KV heads over {tp}")
+        yield finding("tp-heads", "config.json", f"{config.num_kv_heads} KV heads over {tp}")
     stacked: set[str] = set()
     for parameter in parameters(config):
         tensor = view.on_disk(parameter.name)
@@ -268,10 +190,10 @@ def _split(view: View, tp: int) -> Iterator[Finding]:
         claim = view.claims.modules.get(tensor.module)
         if width % tp:
             if not parameter.role.startswith("attention."):
-                yield Finding(TP_HEADS, tensor.module, f"width {width} over {tp}")
+                yield finding("tp-heads", tensor.module, f"width {width} over {tp}")
             continue
         block = None if claim is None else claim.block[axis] if claim.block else claim.group if axis == 1 else None
         if block is not None and tensor.module in view.coded and (width // tp) % block:
-            yield Finding(TP_GROUPS, tensor.module, f"{width} over {tp} is {width // tp}, in groups of {block}")
+            yield finding("tp-groups", tensor.module, f"{width} over {tp} is {width // tp}, in groups of {block}")
         elif axis == 0 and (width // tp) % 8 and view.coded.get(tensor.module, _FLOATS).kind == "awq":
-            yield Finding(TP_GROUPS, tensor.module, f"{width} outputs over {tp}, eight to a word")
+            yield finding("tp-groups", tensor.module, f"{width} outputs over {tp}, eight to a word")

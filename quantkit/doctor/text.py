@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.doctor.findings import RUNTIMES, Finding, Rule
+from quantkit.doctor.findings import Finding, finding
 from quantkit.doctor.folder import CONFIG, Folder
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.json_values import read_json, shown
@@ -18,68 +18,12 @@ from quantkit.text.chat_template import ChatTemplate, ChatTemplates
 from quantkit.text.special_tokens import special_tokens
 from quantkit.text.tokenizer import load_tokenizer
 
-_SOURCE = "copy it from the model's source"
-_HF = "Hugging Face folders"
 _BESIDE = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "tekken.json")
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "spiece.model", "vocab.txt")
 _READ = ("tokenizer.json", "tokenizer.model")
 _LFS = b"version https://git-lfs"
 INSTRUCT = re.compile(r"(?i)(^|[-_./ ])(instruct|chat|it|sft|dpo|rlhf)([-_./ ]|$)")
 _LEAST_SHARE = 0.75  # of the embedding's rows that a tokenizer of the model has at least: tables are padded
-
-NO_TOKENIZER = Rule(
-    "no-tokenizer", "warning", "there is no tokenizer", "copy its files from the model's source", _HF, RUNTIMES
-)
-DAMAGED_TOKENIZER = Rule(
-    "damaged-tokenizer", "error", "a file of the tokenizer is damaged", _SOURCE, "tokenizer.json, tokenizer_config.json"
-)
-TOKENIZER_TOO_LARGE = Rule(
-    "tokenizer-too-large", "error", "the tokenizer knows more tokens than the embedding has rows",
-    "take the tokenizer of this model, or add rows to the embedding", _HF,
-)  # fmt: skip
-TOKENIZER_TOO_SMALL = Rule(
-    "tokenizer-too-small", "warning", "the embedding has far more rows than the tokenizer tokens",
-    "take the tokenizer of this model", _HF,
-)  # fmt: skip
-VOCABULARY = Rule(
-    "vocabulary", "error", "vocab_size is not the number of the embedding's rows",
-    "set vocab_size in config.json to the embedding's rows", _HF,
-)  # fmt: skip
-TOKEN_OUT_OF_RANGE = Rule(
-    "token-out-of-range", "error", "a special token's id is not in the vocabulary",
-    "take config.json, generation_config.json and tokenizer from one model", _HF,
-)  # fmt: skip
-UNKNOWN_TOKEN = Rule(
-    "unknown-token", "warning", "the tokenizer's config names a beginning or an end that the tokenizer does not know",
-    "take tokenizer.json and tokenizer_config.json from one model", "transformers adds it beyond the embedding",
-)  # fmt: skip
-TOKENIZER_CONFLICT = Rule(
-    "tokenizer-conflict", "warning",
-    "tokenizer_config.json has tokens or flags that tokenizer.json lacks: transformers uses them, others do not",
-    "write them into tokenizer.json, or remove them", "seen in transformers 5.23",
-)  # fmt: skip
-END_TOKENS = Rule(
-    "end-tokens", "warning", "what the tokenizer ends a text with is no end token of the model: it may never stop",
-    "add the id to eos_token_id in generation_config.json", "vLLM, transformers: eos_token_id",
-)  # fmt: skip
-NO_TEMPLATE = Rule(
-    "no-chat-template", "warning", "an instruct model without a chat template",
-    "copy chat_template.jinja, or tokenizer_config.json, from the model's source", "lost by several quantizers",
-)  # fmt: skip
-DAMAGED_TEMPLATE = Rule("damaged-template", "error", "Jinja cannot read the chat template", _SOURCE, "transformers")
-NO_GENERATION = Rule(
-    "no-generation-config", "warning", "an instruct model without generation_config.json: its end tokens may be lost",
-    _SOURCE, "lost by several quantizers",
-)  # fmt: skip
-BAD_GENERATION = Rule(
-    "bad-generation-config", "error", "generation_config.json is damaged, or a value makes no sense", _SOURCE,
-    "transformers' GenerationConfig",
-)  # fmt: skip
-
-RULES = (
-    NO_TOKENIZER, DAMAGED_TOKENIZER, TOKENIZER_TOO_LARGE, TOKENIZER_TOO_SMALL, VOCABULARY, TOKEN_OUT_OF_RANGE,
-    UNKNOWN_TOKEN, TOKENIZER_CONFLICT, END_TOKENS, NO_TEMPLATE, DAMAGED_TEMPLATE, NO_GENERATION, BAD_GENERATION,
-)  # fmt: skip
 
 
 def check(folder: Folder, rows: int | None) -> Iterator[Finding]:
@@ -89,7 +33,7 @@ def check(folder: Folder, rows: int | None) -> Iterator[Finding]:
         rows: of the embedding, by the tensors; None where they do not tell.
     """
     if not any(name in folder.names for name in _FILES):
-        yield Finding(NO_TOKENIZER, folder.path.name, "none of tokenizer.json, tokenizer.model, vocab.json")
+        yield finding("no-tokenizer", folder.path.name, "none of tokenizer.json, tokenizer.model, vocab.json")
     vocabulary: Mapping[str, int] | None = None
     yield from _placeholders(folder)
     count = None
@@ -100,7 +44,7 @@ def check(folder: Folder, rows: int | None) -> Iterator[Finding]:
             count = max(load_tokenizer(folder.root).vocab_size, stated)
     except (QuantkitError, OSError) as error:
         if _place(error) != CONFIG:  # of which others tell
-            yield Finding(DAMAGED_TOKENIZER, _place(error), str(getattr(error, "problem", error)))
+            yield finding("damaged-tokenizer", _place(error), str(getattr(error, "problem", error)))
     yield from _sizes(folder, rows, count)
     yield from _generation(folder, rows)
     yield from _special(folder, rows, vocabulary)
@@ -149,9 +93,9 @@ def _placeholders(folder: Folder) -> Iterator[Finding]:
             continue
         head = _begins(path)
         if head.startswith(_LFS):
-            yield Finding(DAMAGED_TOKENIZER, name, "is a git-lfs pointer, not the file")
+            yield finding("damaged-tokenizer", name, "is a git-lfs pointer, not the file")
         elif not head:
-            yield Finding(DAMAGED_TOKENIZER, name, "0 bytes")
+            yield finding("damaged-tokenizer", name, "0 bytes")
 
 
 def _begins(path: Path) -> bytes:
@@ -168,27 +112,27 @@ def _begins(path: Path) -> bytes:
 def _sizes(folder: Folder, rows: int | None, tokens: int | None) -> Iterator[Finding]:
     stated = folder.config.get("vocab_size")
     if rows is not None and type(stated) is int and stated > 0 and stated != rows and folder.kind != "meta":
-        yield Finding(VOCABULARY, "config.json", f"vocab_size {stated}, and {rows} rows")
+        yield finding("vocabulary", "config.json", f"vocab_size {stated}, and {rows} rows")
     if rows is None or tokens is None:
         return
     if tokens > rows:
-        yield Finding(TOKENIZER_TOO_LARGE, "tokenizer", f"{tokens} tokens, {rows} rows")
+        yield finding("tokenizer-too-large", "tokenizer", f"{tokens} tokens, {rows} rows")
     elif tokens < _LEAST_SHARE * rows:
-        yield Finding(TOKENIZER_TOO_SMALL, "tokenizer", f"{tokens} tokens, {rows} rows")
+        yield finding("tokenizer-too-small", "tokenizer", f"{tokens} tokens, {rows} rows")
 
 
 def _generation(folder: Folder, rows: int | None) -> Iterator[Finding]:
     if GENERATION not in folder.names:
         if folder.kind != "meta" and is_instruct(folder):
-            yield Finding(NO_GENERATION, folder.path.name, "by its name it is an instruct model")
+            yield finding("no-generation-config", folder.path.name, "by its name it is an instruct model")
         return
     try:
         sampling_defaults(folder.root)
         most = _lenient(folder, GENERATION).get("max_new_tokens")
         if isinstance(most, int | float) and not isinstance(most, bool) and most <= 0:
-            yield Finding(BAD_GENERATION, GENERATION, f"max_new_tokens is {shown(most)}, expected at least 1")
+            yield finding("bad-generation-config", GENERATION, f"max_new_tokens is {shown(most)}, expected at least 1")
     except (QuantkitError, OSError) as error:
-        yield Finding(BAD_GENERATION, GENERATION, str(getattr(error, "problem", error)))
+        yield finding("bad-generation-config", GENERATION, str(getattr(error, "problem", error)))
 
 
 def _special(folder: Folder, rows: int | None, vocabulary: Mapping[str, int] | None) -> Iterator[Finding]:
@@ -203,7 +147,7 @@ def _special(folder: Folder, rows: int | None, vocabulary: Mapping[str, int] | N
                     continue
                 if type(one) is not int or one < 0 or (rows is not None and one >= rows):
                     expected = f"below {rows}" if rows is not None else "a token's id"
-                    yield Finding(TOKEN_OUT_OF_RANGE, file, f"{key} {shown(one)}, expected {expected}")
+                    yield finding("token-out-of-range", file, f"{key} {shown(one)}, expected {expected}")
                 elif key == "eos_token_id":
                     ends.add(one)
     if vocabulary is None:
@@ -214,13 +158,13 @@ def _special(folder: Folder, rows: int | None, vocabulary: Mapping[str, int] | N
         return  # told of by others
     for name, one in spellings.items():
         if one is not None and one not in vocabulary and one not in _added_beside(folder):
-            yield Finding(UNKNOWN_TOKEN, "tokenizer_config.json", f"{name} {shown(one)}")
+            yield finding("unknown-token", "tokenizer_config.json", f"{name} {shown(one)}")
     for key, stated in stated_elsewhere(folder.root).items():
-        yield Finding(TOKENIZER_CONFLICT, "tokenizer_config.json", f"{key}: {shown(stated)}")
+        yield finding("tokenizer-conflict", "tokenizer_config.json", f"{key}: {shown(stated)}")
     spelled = spellings.get("eos_token")
     if ends and spelled is not None and spelled in vocabulary and vocabulary[spelled] not in ends:
         what = f"{shown(spelled)} is {vocabulary[spelled]}, the model's are {', '.join(map(str, sorted(ends)))}"
-        yield Finding(END_TOKENS, "tokenizer_config.json", what)
+        yield finding("end-tokens", "tokenizer_config.json", what)
 
 
 def _templates(folder: Folder) -> Iterator[Finding]:
@@ -231,12 +175,12 @@ def _templates(folder: Folder) -> Iterator[Finding]:
     except (QuantkitError, OSError) as error:
         if "tokenizer_config" in _place(error) and not _is_json(folder, "tokenizer_config.json"):
             return  # the tokenizer's rule tells of it
-        yield Finding(DAMAGED_TEMPLATE, _place(error), str(getattr(error, "problem", error)))
+        yield finding("damaged-template", _place(error), str(getattr(error, "problem", error)))
         return
     if folder.kind == "meta":
         return  # whose conversations have no template
     if not templates and is_instruct(folder) and any(name in folder.names for name in _FILES):
-        yield Finding(NO_TEMPLATE, folder.path.name, "by its name it is an instruct model")
+        yield finding("no-chat-template", folder.path.name, "by its name it is an instruct model")
 
 
 def _added_beside(folder: Folder) -> set[str]:

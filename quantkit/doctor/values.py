@@ -12,55 +12,13 @@ import torch
 from torch import Tensor
 
 from quantkit.doctor import norms
-from quantkit.doctor.findings import Finding, Rule
+from quantkit.doctor.findings import Finding, finding
 from quantkit.doctor.folder import Folder
 from quantkit.doctor.stored_values import Part, parts
 from quantkit.doctor.view import View
 from quantkit.errors import CheckpointError
 from quantkit.files.tensor_file import same_tensor
 from quantkit.progress import Progress
-
-_AGAIN = "write or download the model again"
-
-NAN = Rule("nan", "error", "weights or scales are NaN or infinite", _AGAIN, "vllm#53537")
-NEVER_WRITTEN = Rule(
-    "never-written", "error", "a weight, its codes or its scales are all zero, or all equal: nobody wrote them", _AGAIN,
-    "vllm#53537",
-)  # fmt: skip
-PARTLY_WRITTEN = Rule(
-    "partly-written", "warning", "the last rows of a weight, or of its codes, are all zero", _AGAIN, "vllm#53537"
-)
-EQUAL_SCALES = Rule(
-    "equal-scales", "warning", "all scales of a weight are one number", "quantize again", "scales that are only set up"
-)
-ZERO_SCALES = Rule(
-    "zero-scales",
-    "warning",
-    "more than half of a weight's scales are 0",
-    "quantize again",
-    "scales that are only set up",
-)
-ABSURD_SCALE = Rule(
-    "absurd-scale", "warning", "a scale is a thousand times those of the same weight in other layers",
-    "hold the layer against its source with `against=SRC`", "damage in memory or on disk",
-)  # fmt: skip
-NEGATIVE_SCALES = Rule(
-    "negative-scales", "note", "group scales are negative: vLLM's Marlin kernels with int8 activations mistake them",
-    "leave that option off; all else takes them", "vllm#48905",
-)  # fmt: skip
-TIED_HEAD = Rule(
-    "tied-head", "error", "the config ties the head to the embedding, and another one is stored",
-    "set tie_word_embeddings to false if the head was trained apart", "Hugging Face's config.json",
-)  # fmt: skip
-COLUMN_ORDER = Rule(
-    "column-order", "warning", "columns are in another order than the config's desc_act says",
-    "set desc_act to true in the settings", "formats.md: g_idx decides, never the flag",
-)  # fmt: skip
-
-RULES = (
-    NAN, NEVER_WRITTEN, PARTLY_WRITTEN, EQUAL_SCALES, ZERO_SCALES, ABSURD_SCALE, norms.UNUSUAL_NORM, NEGATIVE_SCALES,
-    TIED_HEAD, COLUMN_ORDER,
-)  # fmt: skip
 
 _ABSURD = 1000.0
 _LEAST_SCALES = 16  # of which it means something that all are equal
@@ -124,7 +82,7 @@ def check(folder: Folder, view: View | None, progress: Progress) -> list[Finding
                 if piece.numel():
                     facts.add(piece)
         except CheckpointError as error:
-            found.append(Finding(NAN, part.name, f"cannot be read: {error.problem}"))
+            found.append(finding("nan", part.name, f"cannot be read: {error.problem}"))
             continue
         found += _judged(part, facts)
         if part.kind == "scale" and facts.largest:
@@ -145,22 +103,22 @@ def _judged(part: Part, facts: _Facts) -> Iterator[Finding]:
     if facts.count == 0:
         return
     if facts.bad:
-        yield Finding(NAN, part.name, f"{facts.bad} of {facts.count} values are NaN or infinite")
+        yield finding("nan", part.name, f"{facts.bad} of {facts.count} values are NaN or infinite")
         return
     if part.kind in ("weight", "codes", "embedding") and facts.count > 1 and facts.all_equal:
-        yield Finding(NEVER_WRITTEN, part.name, f"all {facts.count} values are {facts.low:g}")
+        yield finding("never-written", part.name, f"all {facts.count} values are {facts.low:g}")
     elif part.kind in ("scale", "norm") and facts.zeros == facts.count:
-        yield Finding(NEVER_WRITTEN, part.name, f"all {facts.count} values are 0")
+        yield finding("never-written", part.name, f"all {facts.count} values are 0")
     elif part.kind in ("weight", "codes") and facts.zero_tail >= max(1, facts.rows // _TAIL) and facts.rows >= _TAIL:
-        yield Finding(PARTLY_WRITTEN, part.name, f"the last {facts.zero_tail} of {facts.rows} rows are 0")
+        yield finding("partly-written", part.name, f"the last {facts.zero_tail} of {facts.rows} rows are 0")
     if part.kind != "scale" or facts.zeros == facts.count:
         return
     if facts.all_equal and facts.count >= _LEAST_SCALES:
-        yield Finding(EQUAL_SCALES, part.name, f"all {facts.count} are {facts.low:g}")
+        yield finding("equal-scales", part.name, f"all {facts.count} are {facts.low:g}")
     elif 2 * facts.zeros > facts.count:
-        yield Finding(ZERO_SCALES, part.name, f"{facts.zeros} of {facts.count} are 0")
+        yield finding("zero-scales", part.name, f"{facts.zeros} of {facts.count} are 0")
     if facts.negative and part.signed_matters:
-        yield Finding(NEGATIVE_SCALES, part.name, f"{facts.negative} of {facts.count} are below 0")
+        yield finding("negative-scales", part.name, f"{facts.negative} of {facts.count} are below 0")
 
 
 def _absurd(scales: dict[str, list[tuple[str, float]]]) -> Iterator[Finding]:
@@ -169,7 +127,7 @@ def _absurd(scales: dict[str, list[tuple[str, float]]]) -> Iterator[Finding]:
         usual = statistics.median(largest for _, largest in alike)
         for name, largest in alike:
             if len(alike) > 1 and usual > 0 and largest > _ABSURD * usual:
-                yield Finding(ABSURD_SCALE, name, f"up to {largest:g}; in other layers up to {usual:g}")
+                yield finding("absurd-scale", name, f"up to {largest:g}; in other layers up to {usual:g}")
 
 
 def _tied_head(view: View) -> Iterator[Finding]:
@@ -180,7 +138,7 @@ def _tied_head(view: View) -> Iterator[Finding]:
     if embedding is None or "lm_head" in view.coded:
         return
     if not same_tensor(homes["lm_head.weight"], "lm_head.weight", homes[embedding], embedding):
-        yield Finding(TIED_HEAD, "lm_head.weight", f"differs from {embedding}")
+        yield finding("tied-head", "lm_head.weight", f"differs from {embedding}")
 
 
 def _column_order(view: View) -> Iterator[Finding]:
@@ -190,7 +148,7 @@ def _column_order(view: View) -> Iterator[Finding]:
         if index is None or claim is None or claim.order == "group" or len(index.shape) != 1:
             continue
         if not _is_plain(view.folder.homes[index.name].read(index.name), claim.group):
-            yield Finding(COLUMN_ORDER, index.name, "desc_act is false, and g_idx is no rising count of groups")
+            yield finding("column-order", index.name, "desc_act is false, and g_idx is no rising count of groups")
 
 
 def _is_plain(order: Tensor, group: int | None) -> bool:

@@ -9,7 +9,7 @@ from quantkit.architectures.disk import DiskTensor
 from quantkit.architectures.families.opaque import is_extra_layer
 from quantkit.architectures.ignored_rope import ignored_rope_settings
 from quantkit.architectures.names import is_derived_buffer
-from quantkit.doctor.findings import Finding, Rule
+from quantkit.doctor.findings import Finding, finding
 from quantkit.doctor.folder import CONFIG
 from quantkit.doctor.modules import is_scale_of_activations, stored_shape
 from quantkit.doctor.view import View
@@ -21,57 +21,6 @@ from quantkit.formats.registry import METHODS
 from quantkit.json_values import shown
 from quantkit.tensors.dtypes import FLOATS
 
-_CONFIG = "Hugging Face's config.json"
-
-BAD_CONFIG = Rule(
-    "bad-config", "error", "config.json lacks a key of its family, or a value makes no sense",
-    "take config.json from the model's source", _CONFIG,
-)  # fmt: skip
-UNKNOWN_SETTING = Rule(
-    "unknown-setting", "note", "config.json has a setting that quantkit does not know: tensors are not held against it",
-    "check it by hand", _CONFIG,
-)  # fmt: skip
-TWO_FORMS = Rule(
-    "two-forms", "error", "experts lie in two forms, or there are more than the config counts",
-    "keep the files of one version of the model", _CONFIG,
-)  # fmt: skip
-MISSING_TENSOR = Rule(
-    "missing-tensor", "error", "the config calls for a tensor that is in no file: some readers make one up",
-    "write or download the model again", "vllm#53537, vllm#34930",
-)  # fmt: skip
-EXTRA_TENSOR = Rule(
-    "extra-tensor", "error", "a tensor that the config does not call for",
-    "config.json and weights are of two models: take both from one", "vllm#34930",
-)  # fmt: skip
-WRONG_SHAPE = Rule(
-    "wrong-shape", "error", "a tensor has another shape than the config says",
-    "config.json and weights are of two models: take both from one", _CONFIG,
-)  # fmt: skip
-WRONG_TYPE = Rule(
-    "wrong-type", "error", "a tensor that has to be floats is not", "write the model again from its source", _CONFIG
-)
-ROPE_CONFLICT = Rule(
-    "rope-conflict", "warning", "the config has two values of one rotary setting: which is used depends on the runtime",
-    "keep the value that the model was trained with, and remove the other", "transformers 4 and 5 read different keys",
-)  # fmt: skip
-NOT_READ_HERE = Rule(
-    "not-read-here", "note", "quantkit's own reader refuses it; others may take it", "see what it says",
-    "strict reading: `quantkit inspect`",
-)  # fmt: skip
-DROPPED_PREDICTION = Rule(
-    "dropped-prediction", "warning", "the config counts layers that predict further tokens, and there are none",
-    "copy their tensors from the source, or set the count to 0", "auto-round#1526",
-)  # fmt: skip
-DROPPED_TOWER = Rule(
-    "dropped-tower", "error", "the config has a part for pictures or sound, and there are no tensors of it",
-    "copy its tensors from the source, or take the config of the language model alone", "GPTQModel#2643",
-)  # fmt: skip
-
-RULES = (
-    BAD_CONFIG, UNKNOWN_SETTING, ROPE_CONFLICT, TWO_FORMS, MISSING_TENSOR, EXTRA_TENSOR, WRONG_SHAPE, WRONG_TYPE,
-    DROPPED_PREDICTION, DROPPED_TOWER, NOT_READ_HERE,
-)  # fmt: skip
-
 _PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers")
 _TOWERS = {"vision_config": ("vis", "vit", "image", "patch"), "audio_config": ("audio", "speech", "sound")}
 
@@ -80,13 +29,13 @@ def check(view: View) -> Iterator[Finding]:
     """What is wrong with the tensors of a folder."""
     kind = view.folder.config.get("model_type")
     if kind is not None and not isinstance(kind, str):
-        yield Finding(BAD_CONFIG, CONFIG, f"model_type is {shown(kind)}")
+        yield finding("bad-config", CONFIG, f"model_type is {shown(kind)}")
     base = view.folder.config.get("rope_theta")  # which readers look at beside rope_parameters
     if base is not None and view.problem is None and (type(base) not in (int, float) or base <= 0):
-        yield Finding(BAD_CONFIG, CONFIG, f"rope_theta is {shown(base)}")
+        yield finding("bad-config", CONFIG, f"rope_theta is {shown(base)}")
     else:
         for ignored in ignored_rope_settings(view.folder.config):
-            yield Finding(ROPE_CONFLICT, CONFIG, f"{ignored}, in transformers 5")
+            yield finding("rope-conflict", CONFIG, f"{ignored}, in transformers 5")
     if view.problem is not None:
         yield _about_config(view)
     if view.known:
@@ -111,7 +60,7 @@ def check_read(view: View, *, deep: bool) -> Iterator[Finding]:
             raw, modules = {SETTINGS: folder.settings}, dict.fromkeys([*view.linears, *view.coded])
             read_codecs(raw, modules, folder.root / CONFIG, METHODS, view.stored)
     except (CheckpointError, UnsupportedError) as error:
-        yield Finding(NOT_READ_HERE, folder.path.name, str(error))
+        yield finding("not-read-here", folder.path.name, str(error))
 
 
 def _about_config(view: View) -> Finding:
@@ -119,9 +68,9 @@ def _about_config(view: View) -> Finding:
     assert error is not None
     found = f"{error.problem}{f' (found {error.found})' if error.found is not None else ''}"
     if view.config is not None:
-        return Finding(TWO_FORMS, view.folder.path.name, found)
-    rule = UNKNOWN_SETTING if isinstance(error, UnsupportedError) else BAD_CONFIG
-    return Finding(rule, "config.json", found)
+        return finding("two-forms", view.folder.path.name, found)
+    rule = "unknown-setting" if isinstance(error, UnsupportedError) else "bad-config"
+    return finding(rule, "config.json", found)
 
 
 def _missing(view: View) -> Iterator[Finding]:
@@ -129,7 +78,7 @@ def _missing(view: View) -> Iterator[Finding]:
         if name in view.stored or _lies_as_codes(view, tensor) or view.folder.in_unread_file(name):
             continue
         stacked = f", or those of each expert of {tensor.module}" if tensor.stacked else ""
-        yield Finding(MISSING_TENSOR, name, f"not in any file; expected {list(tensor.shape)}{stacked}")
+        yield finding("missing-tensor", name, f"not in any file; expected {list(tensor.shape)}{stacked}")
 
 
 def _extra(view: View) -> Iterator[Finding]:
@@ -150,7 +99,7 @@ def _extra(view: View) -> Iterator[Finding]:
             continue
         if name.endswith(".bias") and module in view.coded and view.folder.method in ("gptq", "awq"):
             continue  # zeros that their writers add; vLLM and GPTQModel pass them by
-        yield Finding(EXTRA_TENSOR, name, f"{tensor.dtype} {list(tensor.shape)}, which the config does not call for")
+        yield finding("extra-tensor", name, f"{tensor.dtype} {list(tensor.shape)}, which the config does not call for")
 
 
 def _shapes(view: View) -> Iterator[Finding]:
@@ -162,9 +111,9 @@ def _shapes(view: View) -> Iterator[Finding]:
         if shape is not None and rows is not None and tensor.module in ("lm_head", "model.embed_tokens"):
             shape = tensor.shape if shape == (rows, *tensor.shape[1:]) else shape  # vocab_size is another rule's
         if shape is not None and shape != tensor.shape and not _is_turned(tensor, shape):
-            yield Finding(WRONG_SHAPE, name, f"found {list(shape)}, expected {list(tensor.shape)}")
+            yield finding("wrong-shape", name, f"found {list(shape)}, expected {list(tensor.shape)}")
         if found is not None and coded is None and found.dtype not in FLOATS:
-            yield Finding(WRONG_TYPE, name, f"found {found.dtype}, expected floats")
+            yield finding("wrong-type", name, f"found {found.dtype}, expected floats")
 
 
 def _dropped(view: View) -> Iterator[Finding]:
@@ -176,10 +125,10 @@ def _dropped(view: View) -> Iterator[Finding]:
     counts: list[tuple[str, Any]] = [(key, part.get(key)) for part in parts for key in _PREDICTION]
     for key, count in counts:
         if type(count) is int and count > 0 and not any(is_extra_layer(name, raw) for name in stored):
-            yield Finding(DROPPED_PREDICTION, "config.json", f"{key} is {count}")
+            yield finding("dropped-prediction", "config.json", f"{key} is {count}")
     for key, words in _TOWERS.items():
         if isinstance(raw.get(key), dict) and not any(word in name.lower() for name in stored for word in words):
-            yield Finding(DROPPED_TOWER, "config.json", f"{key}, and no tensor with such a name")
+            yield finding("dropped-tower", "config.json", f"{key}, and no tensor with such a name")
 
 
 def _lies_as_codes(view: View, tensor: DiskTensor) -> bool:

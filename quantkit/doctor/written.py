@@ -6,20 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from quantkit.doctor.findings import Finding, Rule
+from quantkit.doctor.findings import Finding, finding
 from quantkit.doctor.folder import Folder
 from quantkit.errors import CheckpointError
 from quantkit.files.located import located
 from quantkit.formats import manifest
 from quantkit.progress import Progress
 from quantkit.quality.manifest_check import placed_manifest, require_as_written
-
-NOT_AS_WRITTEN = Rule(
-    "not-as-written", "warning", "a file is not the one that quantkit wrote, by its sha256 in quantkit.json",
-    "copy or make the model again, unless the file was changed on purpose", "quantkit.json",
-)  # fmt: skip
-
-RULES = (NOT_AS_WRITTEN,)
 
 
 @dataclass(frozen=True)
@@ -47,5 +40,5 @@ def check(folder: Folder, progress: Progress) -> Written:
         require_as_written(model, progress=progress)
     except CheckpointError as error:
         where = path.name if error.path is None else error.path.name
-        return Written([Finding(NOT_AS_WRITTEN, where, error.problem)], made)
+        return Written([finding("not-as-written", where, error.problem)], made)
     return Written([], made, f"sha256 of {len(made['files'])} files, as {path.name} has them")

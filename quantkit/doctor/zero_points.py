@@ -7,21 +7,13 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from quantkit.doctor.findings import Finding, Rule
+from quantkit.doctor.findings import Finding, finding
 from quantkit.doctor.modules import Coded
 from quantkit.doctor.view import View
 from quantkit.errors import CheckpointError
 from quantkit.formats.codecs.gptq import writers
 from quantkit.formats.codecs.gptq_zeros import WRITER
 from quantkit.tensors.dtypes import DType
-
-ZERO_VERSION = Rule(
-    "zero-version", "error", "zero points are one off: they are of another version than the config says",
-    "set checkpoint_format to gptq (one less is stored) or gptq_v2 (as they are), whichever the weights tell",
-    "GPTQModel's formats; zero points of v1 and v2",
-)  # fmt: skip
-
-RULES = (ZERO_VERSION,)
 
 _ZEROS = "weight_zero_point"
 _SAMPLED = 4  # modules whose zero points are read without being asked for
@@ -81,7 +73,7 @@ def _constant(view: View, coded: Coded, bits: int) -> Iterator[Finding]:
     code = common & ((1 << bits) - 1)
     expected = middle - _stored_less(view)
     if code != expected and code in (middle, middle - 1):
-        yield Finding(ZERO_VERSION, tensor.name, f"symmetric, and {code} is stored; by the config {expected}")
+        yield finding("zero-version", tensor.name, f"symmetric, and {code} is stored; by the config {expected}")
 
 
 def _statistical(view: View, above: Mapping[str, float]) -> Iterator[Finding]:
@@ -98,7 +90,7 @@ def _statistical(view: View, above: Mapping[str, float]) -> Iterator[Finding]:
     for module, distance in above.items():
         zeros = _ASYMMETRIC[view.coded[module].kind][1]
         what = f"codes lie {distance:.2f} above zero points as stored; by the config {expected}"
-        yield Finding(ZERO_VERSION, f"{module}.{zeros}", what)
+        yield finding("zero-version", f"{module}.{zeros}", what)
 
 
 def _above(view: View, coded: Coded) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,9 +22,7 @@ from paths import ROOT
 from safetensors.torch import load_file, save_file
 
 import quantkit
-from quantkit.doctor import predictions
-from quantkit.doctor.diagnose import rules
-from quantkit.doctor.findings import RUNTIMES, Finding, Rule
+from quantkit.doctor.findings import RUNTIMES, Finding, Rule, rules
 from quantkit.errors import CheckpointError, RequestError
 
 ALL = {rule.name: rule for theme in rules().values() for rule in theme}
@@ -541,7 +540,11 @@ def test_names_that_no_terminal_shows_are_spelled_out(tmp_path: Path) -> None:
 
 def test_every_rule_has_a_case() -> None:
     tried = {case.rule for case in CASES} | {rule for rule, _, _ in (*GGUF_CASES, *AGAINST)}
-    elsewhere = {"unusual-norm", "not-as-written", *(rule.name for rule in predictions.RULES)}  # test_doctor_deep.py
+    elsewhere = {
+        "unusual-norm",
+        "not-as-written",
+        *(rule.name for rule in rules()["Predictions, where the model is run"]),
+    }  # test_doctor_deep.py
     assert tried | elsewhere | {"refused", "other-scheme", "slow-groups"} == set(ALL)
 
 
@@ -667,6 +670,11 @@ def test_docs_list_every_rule() -> None:
     for name, rule in ALL.items():
         severity = rule.severity + (f", breaks {', '.join(rule.breaks)}" if rule.breaks else "")
         assert told[name] == [severity, rule.checks, rule.source + " |"], name
+
+
+def test_all_rules_that_are_reported_are_listed() -> None:
+    code = "".join(path.read_text() for path in (Path(quantkit.__file__).parent / "doctor").glob("*.py"))
+    assert set(re.findall(r'finding\(\s*"([^"]+)"', code)) <= set(ALL) <= set(re.findall(r'"([a-z0-9-]+)"', code))
 
 
 def test_rules_are_named_and_told_for_people() -> None:
